@@ -14,6 +14,7 @@ import pytest
 import torch
 from commands import start
 from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from distprune.cli import console, process, ranks
 from distprune.cli.console import Terminal
@@ -336,6 +337,54 @@ def test_there_is_one_document_when_the_first_rank_was_killed(tmp_path):
     with contextlib.suppress(ProcessLookupError):
         os.kill(pids[1], 0)
         raise AssertionError("rank 1 is still there")
+
+
+@pytest.mark.parametrize(
+    ("seen", "code"),  # (rank, its exit code), in the order in which the launcher saw them
+    [
+        ([(1, 3), (0, process.TERMINATED)], 3),  # the launcher has ended rank 0
+        ([(1, 4), (0, -signal.SIGTERM)], 4),
+        ([(0, process.DISTRIBUTED), (1, 3)], 3),  # rank 0 missed rank 1
+        ([(0, process.DISTRIBUTED), (1, process.DISTRIBUTED)], process.DISTRIBUTED),
+        ([(0, process.TERMINATED), (1, process.TERMINATED)], process.TERMINATED),
+        ([(1, -signal.SIGKILL), (0, process.TERMINATED)], process.DISTRIBUTED),
+    ],
+)
+def test_ranks_that_only_end_with_another_do_not_hide_its_code(monkeypatch, capsys, seen, code):
+    failures = {rank: ProcessFailure(rank, 7, each, "/no/file") for rank, each in seen}
+
+    def launch(*_):
+        def fail(*_):
+            raise ChildFailedError("distprune", failures)
+
+        return fail
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", launch)
+    assert ranks.start_ranks(["recipe", "ls"], 2) == code
+    is_named = "the process of rank 1 was ended by SIGKILL" in capsys.readouterr().err
+    assert is_named == ((1, -signal.SIGKILL) in seen)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+def test_a_stopped_rank_does_not_keep_the_command(tmp_path):
+    """The launcher kills what has not ended 30 s after a signal."""
+    command = ["prune", save_zeros(tmp_path / "source", 1 << 15), tmp_path / "out", "-s", "0.5"]
+    process = start("-m", "distprune", *command, "--nproc", "2", "--json")
+    assert process.stderr.readline().startswith("Prunes")
+    pids = {rank_of(pid): pid for pid in children(process.pid)}
+    os.kill(pids[1], signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert json.loads(out)["exit_code"] == 130
+    for pid in pids.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    process = start("-m", "distprune", *command, "-q")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
 
 
 @pytest.mark.parametrize("arguments, code", [(("recipe", "ls"), 0), (("recipe", "show", "no"), 2)])

@@ -16,6 +16,7 @@ from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong
 from helpers.micro_batches import Wrapped, gradients_of_units
 from helpers.models import fill, fqns
+from helpers.sampling import every
 
 CRITERIA = {
     "SNIP": prune.criteria.SNIP,
@@ -95,6 +96,29 @@ def test_saved_here_and_loaded_there(saved, loaded, kind, tmp_path):
         size = wrappings.world_size(wrapping)
         wrong = run_ranks(load, size, wrapping, kind, str(tmp_path), expected)
         assert_nothing_wrong(wrong)
+
+
+def goes_on(wrapping: str) -> list[bool]:
+    """A criterion that took over the state of another one continues as that does."""
+    dense, _, model, first = case(wrapping, "SNIP")
+    batches = runs.batches(dense, 2)
+    part = wrappings.data_rank(wrapping)
+    runs.backward(model, batches[0], *part)
+    first.update()
+    second = CRITERIA["SNIP"](runs.named_targets(model, runs.WEIGHTS))
+    second.load_state_dict(first.state_dict())
+    model.zero_grad()
+    runs.backward(model, batches[1], *part)
+    for criterion in (first, second):
+        criterion.update()
+    scores = zip(first.scores().values(), second.scores().values(), strict=True)
+    return [torch.equal(wrappings.local(a), wrappings.local(b)) for a, b in scores]
+
+
+@pytest.mark.parametrize("wrapping", every(3, wrappings.sampled(wrappings.ALL)))
+def test_a_loaded_criterion_goes_on(wrapping):
+    for equal in run_ranks(goes_on, wrappings.world_size(wrapping), wrapping):
+        assert equal == [True] * len(runs.WEIGHTS)
 
 
 def boxes_with_padding(use_orig_params: bool) -> list[str]:

@@ -324,6 +324,43 @@ def test_gradients_that_fsdp2_has_not_reduced_are_refused(kind):
         assert text.startswith("l1.weight: a backward without gradient synchronisation")
 
 
+def differences_in_half_precision(wrapping: str) -> list[str]:
+    """bf16 weights and gradients, fp32 sums: those of one process with bf16 gradients."""
+    one = OneProcess(wrapping)
+    one.indices = wrappings.local_indices(one.model.bfloat16(), wrapping)
+    model = one.wrapped()
+    criterion = SNIP(runs.named_targets(model, runs.WEIGHTS))
+    total = dict.fromkeys(runs.WEIGHTS, 0.0)
+    part, num_parts = wrappings.data_rank(wrapping)
+    for x, factors in one.batches:
+        rows = [(x[row : row + 1].bfloat16(), factors[row : row + 1]) for row in range(num_parts)]
+        runs.backward(model, rows[part], 0, num_parts)
+        criterion.update(weight=1 / 3)
+        model.zero_grad()
+        for name in runs.WEIGHTS:
+            weight = one.model.get_parameter(name)
+            of_ranks = [
+                torch.autograd.grad(runs.loss(one.model, *row) * num_parts, weight)[0]
+                for row in rows
+            ]
+            mean = (sum(gradient.float() for gradient in of_ranks) / num_parts).bfloat16()
+            total[name] = total[name] + mean.double() / 3
+    wrong = []
+    for (name, gradient), score in zip(total.items(), criterion.scores().values(), strict=True):
+        whole = (one.model.get_parameter(name).double() * gradient).abs().detach()
+        mine, found = wrappings.my_part(whole, one.indices[name]), wrappings.local(score)
+        if not torch.allclose(found.double(), mine, rtol=1e-6, atol=1e-7):
+            wrong.append(f"{name}: {found} is not {mine}")
+    return wrong
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp2-2"])
+def test_half_precision(wrapping):
+    size = wrappings.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(differences_in_half_precision, size, wrapping))
+
+
 def differences_of_a_calibration(wrapping: str, kind: str) -> list[str]:
     """A loop without zero_grad, with a batch that fails in the middle."""
     one = OneProcess(wrapping)

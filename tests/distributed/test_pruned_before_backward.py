@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import distprune as prune
@@ -29,8 +30,8 @@ MANAGED = ["fsdp2-2", "fsdp2_root-2", "fsdp2_tp-1x2", "fsdp1-2", "fsdp1_root-2",
 OTHERS = ["plain-1", "ddp-2", "tp-2"]
 
 
-def made(wrapping):
-    return wrappings.wrap(seeded(Net(wrappings.runnable_sizes(wrapping))), wrapping)
+def made(wrapping, **options):
+    return wrappings.wrap(seeded(Net(wrappings.runnable_sizes(wrapping))), wrapping, **options)
 
 
 def layers(model):
@@ -324,6 +325,24 @@ def wrong_with_frozen(wrapping):
 
 def test_frozen_weights_are_part_of_a_backward():
     assert_nothing_wrong(run_ranks(wrong_with_frozen, 2, "fsdp2-2"))
+
+
+def wrong_in_mixed_precision():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = made("fsdp2-2", mp_policy=policy)
+    loss = model(inputs()).square().sum()
+    try:
+        prune_all(model)
+        return ["not refused"]
+    except RuntimeError:
+        pass
+    loss.backward()
+    prune_all(model)
+    return []
+
+
+def test_mixed_precision():
+    assert_nothing_wrong(run_ranks(wrong_in_mixed_precision, 2))
 
 
 def penalty(model):

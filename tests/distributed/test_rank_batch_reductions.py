@@ -23,10 +23,12 @@ from helpers.micro_batches import (
     loss_of,
     make_model,
     micro_batch,
+    num_tensor_ranks,
     num_tokens,
     wrong_scores,
 )
 from helpers.models import fqns, target
+from helpers.sampling import every
 from helpers.wrappings import local
 
 # Of 8 bytes each, in every calibration: an agreement when it begins and two when it ends, and the
@@ -95,6 +97,51 @@ def test_what_is_sent(wrapping):
         if wrapping.startswith("tp"):
             expected += collections.Counter([*WEIGHT, ("allreduce", 4 * 15), ("allreduce", 4 * 3)])
         assert sent == expected
+
+
+# How scores are made: the criterion, and what it raises to which power and multiplies.
+KINDS = {
+    "Fisher": (lambda pairs: Fisher(pairs, unit="rank_batch"), 2, 0.5),
+    "Taylor, power 2": (lambda pairs: Taylor(pairs, unit="rank_batch", power=2), 2, 1.0),
+    "Taylor, power 1": (lambda pairs: Taylor(pairs, unit="rank_batch", power=1), 1, 1.0),
+}
+DATA = ["float64", "float32", "bfloat16", "integer float32", "integer bfloat16"]
+WRAPPINGS = [*wrappings.TRAINED, *wrappings.FSDP2_DIM1]
+
+
+def cases_of(wrapping: str) -> list[tuple[str, str, int]]:
+    """(criterion, data, number of batches): every kind of data once, or all in a thorough run.
+
+    TP adds in another order than one process: there low precision is compared on integers only.
+    """
+    kinds = [(kind, num_batches) for num_batches in (3, 1) for kind in KINDS]
+    start = WRAPPINGS.index(wrapping)
+    return [
+        (kind, data, num_batches)
+        for turn, data in enumerate(DATA)
+        if num_tensor_ranks(wrapping) == 1 or data not in ("float32", "bfloat16")
+        for kind, num_batches in every(len(kinds), kinds, start + turn)
+    ]
+
+
+def differences(wrapping: str, cases: list[tuple[str, str, int]]) -> list[str]:
+    """Scores of all parameters, biases too."""
+    wrong = []
+    for kind, data, num_batches in cases:
+        make, power, factor = KINDS[kind]
+        wrapped = Wrapped(wrapping, data)
+        criterion = make(wrapped.pairs)
+        wrapped.calibrate(criterion, num_batches)
+        found = wrapped.wrong(criterion, wrapped.units(num_batches), power, factor)
+        wrong += [f"{kind}, {data}, {num_batches} batches: {text}" for text in found]
+    return wrong
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("wrapping", wrappings.sampled(WRAPPINGS))
+def test_scores_of_all_parameters_are_those_of_one_process(wrapping):
+    size = wrappings.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(differences, size, wrapping, cases_of(wrapping)))
 
 
 def begin_without_forgetting(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import distprune as prune
 from distprune import budgets
-from distprune.statistics import ActivationStatistics
+from distprune.statistics import ActivationStatistics, prune_sequentially
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong, wrong_masks
@@ -111,6 +111,41 @@ CASES = [("wanda", True), ("ria", False), ("stade", False)]
 def test_sums_and_masks_are_those_of_one_process(wrapping, implementation, case):
     size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(differences, size, wrapping, implementation, *case))
+
+
+def sequential(wrapping):
+    """Masks, after each of the two layers of experts is pruned by its own inputs."""
+    warnings.simplefilter("ignore")
+    parts, part = parts_of(wrapping)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    dense = experts_net()
+    indices = wrappings.local_indices(dense, wrapping)
+    model = wrappings.wrap(experts_net("grouped_mm"), wrapping)
+    found = []
+    for each, batches, group in ((model, [parts[part]], None), (dense, parts, alone)):
+        inner = wrappings.unwrapped(each)
+        statistics = ActivationStatistics(prune.select(inner, names=NAMES), group=group)
+
+        def prune_block(pairs, statistics=statistics, group=group):
+            return prune.global_unstructured(
+                pairs, prune.L1Unstructured, statistics.wanda(pairs), amount=0.5, group=group
+            )
+
+        blocks = [inner.first, inner.second]
+        prune_sequentially(statistics, each, blocks, batches, prune_block)
+        found.append(statistics.num_tokens())
+    wrong = [] if found[0] == found[1] else [f"{found[0]}, not {found[1]}"]
+    keeps = {}
+    for name in FUSED:
+        layer, parameter = name.split(".")
+        keeps[name] = dense.get_submodule(layer).get_buffer(parameter + "_mask").clone()
+    dist.destroy_process_group(alone)
+    return wrong + wrong_masks(model, keeps, indices)
+
+
+@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-2"])
+def test_layer_after_layer(wrapping):
+    assert_nothing_wrong(run_ranks(sequential, wrappings.world_size(wrapping), wrapping))
 
 
 def mixed(implementation):

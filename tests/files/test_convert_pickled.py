@@ -333,6 +333,17 @@ def test_a_shard_is_not_held_in_memory(tmp_path):
     assert max(own) - own[0] < 100_000, (own[0], max(own))  # kB
 
 
+def test_a_model_of_the_local_cache(tmp_path, monkeypatch):
+    source = folder_of(tmp_path, {"w": torch.ones(2)})
+    model = tmp_path / "hub" / "models--org--name"
+    (model / "snapshots").mkdir(parents=True)
+    source.rename(model / "snapshots" / "a1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    convert("org/name", "target")
+    assert torch.equal(load_file(tmp_path / "target" / "model.safetensors")["w"], torch.ones(2))
+
+
 def test_an_adapter_keeps_the_name_that_peft_looks_for(tmp_path):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_meets_the_library import masks_of
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import distprune
 from distprune.files import planning, pruning
@@ -32,13 +33,19 @@ def make_model(dtype, *, ties):
     return model
 
 
-def masks_of_model(dtype, ties, calls):
-    """In the library: the masks of each call, by name."""
+def masks_of_model(dtype, ties, calls, is_sharded=False):
+    """In the library, plain or under FSDP2: the whole masks of each call, by name."""
     found = []
     for keywords in calls:
-        parameters = distprune.select(make_model(dtype, ties=ties))
+        model = make_model(dtype, ties=ties)
+        if is_sharded:
+            for layer in model["layers"]:
+                fully_shard(layer)
+        parameters = distprune.select(model)
         distprune.global_unstructured(parameters, distprune.L1Unstructured, **keywords)
-        found.append({pair.fqn: pair[0].weight_mask.bool() for pair in parameters})
+        masks = {pair.fqn: pair[0].weight_mask for pair in parameters}
+        whole = {n: m.full_tensor() if is_sharded else m for n, m in masks.items()}
+        found.append({name: mask.bool() for name, mask in whole.items()})
     return found
 
 
@@ -82,6 +89,18 @@ def test_masks_of_the_model_and_of_its_checkpoint(tmp_path, dtype, ties):
     wanted = masks_of_model(dtype, ties, CALLS)
     check(source, tmp_path / "one", wanted, 1, chunk=1 << 19)
     check(source, tmp_path / "two", wanted, 2, chunk=24)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("ties", [True, False])
+def test_masks_of_a_sharded_model_are_those_of_the_model(dtype, ties):
+    """And so those of its checkpoint."""
+    wanted = masks_of_model(dtype, ties, CALLS)
+    for sharded in run_ranks(masks_of_model, 2, dtype, ties, CALLS, True):
+        for masks, whole in zip(sharded, wanted, strict=True):
+            assert masks.keys() == whole.keys()
+            assert all(masks[name].equal(keep) for name, keep in whole.items())
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -7,6 +7,8 @@ import pytest
 import torch
 from test_meets_the_library import masks_of
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 import distprune
 from distprune import budgets
@@ -120,11 +122,14 @@ def given_scores(model, dtype):
     }
 
 
-def masks_of_model(dtype, statistics, scores_dtype):
-    """In the library: the masks of each call, by name."""
+def masks_of_model(dtype, statistics, scores_dtype, is_sharded=False):
+    """In the library, plain or under FSDP2: the whole masks of each call, by name."""
     found = []
     for call in CALLS:
         model = make_model(dtype)
+        if is_sharded:
+            for layer in model["layers"]:
+                fully_shard(layer)
         parameters = selected(model)
         keywords = {name: value for name, value in call.items() if name != "score"}
         collected = ActivationStatistics.load(statistics, parameters)
@@ -138,10 +143,16 @@ def masks_of_model(dtype, statistics, scores_dtype):
         if call["score"] == "given":
             given = given_scores(make_model(dtype), scores_dtype)
             scores = {pair: given[pair.fqn] for pair in parameters}
+            if is_sharded:
+                for pair, score in scores.items():
+                    weight = pair[0].weight
+                    scores[pair] = distribute_tensor(score, weight.device_mesh, weight.placements)
         distprune.global_unstructured(
             parameters, distprune.L1Unstructured, importance_scores=scores, **keywords
         )
-        found.append({pair.fqn: pair[0].weight_mask.bool() for pair in parameters})
+        masks = {pair.fqn: pair[0].weight_mask for pair in parameters}
+        whole = {n: m.full_tensor() if is_sharded else m for n, m in masks.items()}
+        found.append({name: mask.bool() for name, mask in whole.items()})
     return found
 
 
@@ -203,6 +214,25 @@ def test_masks_of_the_model_and_of_its_checkpoint(tmp_path, dtype, scores_dtype)
         given = scores if call["score"] == "given" else None
         result = verify(tmp_path / "three" / str(number), source, scores=given)
         assert not result.problems, (call, result.problems)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("dtype", "scores_dtype"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+        (torch.float64, torch.float16),
+    ],
+)
+def test_masks_of_a_sharded_model_are_those_of_the_model(tmp_path, dtype, scores_dtype):
+    """And so those of its checkpoint: statistics are loaded from one file."""
+    statistics = str(make_statistics(tmp_path / "statistics.safetensors"))
+    wanted = masks_of_model(dtype, statistics, scores_dtype)
+    for sharded in run_ranks(masks_of_model, 2, dtype, statistics, scores_dtype, True):
+        for call, masks, whole in zip(CALLS, sharded, wanted, strict=True):
+            assert masks.keys() == whole.keys()
+            assert all(masks[name].equal(keep) for name, keep in whole.items()), call
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -1,6 +1,7 @@
 """What ActivationStatistics adds up on one process, against sums over an unfolded input."""
 
 import copy
+import inspect
 import pickle
 import warnings
 
@@ -527,3 +528,11 @@ def test_nothing_is_left_in_torch():
             compiled(torch.ones(2, 3))
         compiled(torch.ones(2, 3))
     assert num_graphs == 1 and only(statistics).num_tokens == 2
+
+
+def test_the_docstrings_say_what_it_costs_and_where_it_is_from():
+    for each in (ActivationStatistics, ActivationStatistics.totals):
+        assert "Cost" in (inspect.getdoc(each) or "")
+    for name in ("wanda", "stade", "ria", "outlier_ratios"):
+        text = inspect.getdoc(getattr(ActivationStatistics, name)) or ""
+        assert "Cost" in text and "Source" in text

@@ -154,6 +154,16 @@ def test_random_pruning_with_a_budget():
     assert [entry.num_pruned for entry in report.parameters] == [12, 10, 3]
 
 
+@pytest.mark.parametrize("amount", [0, 60])
+def test_nan_is_refused(amount):
+    model = fill_model(Net(), "normal", "float32")
+    with torch.no_grad():
+        model.l2.weight[0, 0] = math.nan
+    with pytest.raises(ValueError, match=r"l2.weight \(1 of 50\) are NaN"):
+        pruned("uniform", amount, model)
+    assert not prune.is_pruned(model)
+
+
 def test_tied_parameters_are_one():
     model = nn.ModuleDict({"a": nn.Linear(6, 10), "b": nn.Linear(6, 10), "c": nn.Linear(10, 4)})
     model["b"].weight = model["a"].weight

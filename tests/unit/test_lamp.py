@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distprune as prune
+from distprune import budgets
 from distprune._common import memory
 from distprune.budgets import lamp
 from distprune.budgets.base import RankedShards
@@ -287,3 +288,18 @@ def test_methods_that_rank_otherwise(method):
     with pytest.raises(NotImplementedError, match="budget='lamp' divides by the squares"):
         pruned(60, model, method, **options)
     assert not prune.is_pruned(model)
+
+
+def test_millions_of_elements():
+    layers = [torch.nn.Linear(1000, 1000, bias=False) for _ in range(3)]
+    with torch.no_grad():
+        for i, layer in enumerate(layers):
+            layer.weight.normal_(generator=torch.Generator().manual_seed(i)).mul_(0.1**i)
+    expected = lamp_in_floats([layer.weight.detach().numpy() for layer in layers], 900_000)
+    report = prune.global_unstructured(
+        [(layer, "weight") for layer in layers], prune.L1Unstructured, amount=900_000,
+        budget=budgets.LAMP(),
+    )  # fmt: skip
+    found = [entry.num_pruned for entry in report.parameters]
+    assert sum(found) == 900_000
+    assert not differ_more_than_documented(found, expected, [10**6] * 3)

@@ -121,6 +121,33 @@ def multiplied(scores, weight):
     return (weight.abs() * total).detach()
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_masks_by_wanda_are_those_of_whole_scores(implementation):
+    parts = [tokens_of(part) for part in range(3)]
+    net, other = experts_net(implementation), experts_net()
+    statistics = collect(net, parts)
+    pairs = prune.select(net, names=FUSED)
+    with pytest.warns(UserWarning, match=r"expert 3 of second\.gate_up_proj; expert 3 of second"):
+        prune.global_unstructured(
+            pairs, prune.L1Unstructured, statistics.wanda(), amount=0.4, scope="row"
+        )
+    reference = expected(other, parts)
+    targets = prune.select(other, names=FUSED)
+    scores = {}
+    for pair in targets:
+        weight = other.get_parameter(pair.fqn).detach().abs()
+        factor = root_mean_squares(reference, pair.fqn).float()
+        dim = 2 if pair[0].is_transposed else 1
+        scores[pair] = weight * factor.unsqueeze(dim)
+    prune.global_unstructured(targets, prune.L1Unstructured, scores, amount=0.4, scope="row")
+    for mine, right in zip(pairs, targets, strict=True):
+        masks = [getattr(module, name + "_mask") for module, name in (mine, right)]
+        assert torch.equal(*masks), mine.fqn
+    # What the masks leave is what the next statistics see.
+    again = collect(net, parts, pairs)
+    assert_equal(again.totals(), expected(other, parts))
+
+
 def test_outliers_are_counted_with_the_factors_of_each_expert():
     parts = [tokens_of(part) for part in range(3)]
     net = experts_net()
