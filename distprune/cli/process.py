@@ -273,6 +273,9 @@ def _leave_at_once(code: int) -> NoReturn:
     torch's launcher ends all ranks as soon as one has failed: rank 0 first says what is wrong.
     """
     if code not in (OK, INTERRUPTED, TERMINATED) and not is_leader():
+        # Its SIGTERM, because rank 0 has ended, would hide this rank's code, the cause.
+        with contextlib.suppress(ValueError):  # only the main thread can set handlers
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(_SECONDS_TO_SAY_WHY)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, full, or none

@@ -13,12 +13,16 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 import distprune
 from distprune.cli import process
 from distprune.files.errors import RanksError
+
+if TYPE_CHECKING:  # torch comes with it
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 @contextlib.contextmanager
@@ -52,10 +56,19 @@ def run_on_ranks(
     raise typer.Exit(start_ranks(without_option(context.obj, "--nproc"), num_ranks))
 
 
+_KILLED_AFTER = 30.0  # seconds, of the launcher
+
 # Runs this very package, and never a module of the current folder ('').
 _START = """
 import sys
-sys.path[:] = [sys.argv.pop(1), *filter(None, sys.path)]
+sys.path[:] = filter(None, sys.path)
+import importlib.util
+path = sys.argv.pop(1)
+spec = importlib.util.spec_from_file_location(
+    "distprune", path, submodule_search_locations=[path.rpartition("/")[0]]
+)
+package = sys.modules["distprune"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
 from distprune.cli.main import main
 main()
 """
@@ -75,8 +88,17 @@ def start_ranks(arguments: Sequence[str], num_ranks: int) -> int:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # using every core would slow them down
     as_json = process.wants_json(arguments)
-    flags = ["-I"] if sys.flags.isolated else []
-    root = str(Path(distprune.__file__).absolute().parents[1])
+    strict = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment}
+    strict |= {"-s": sys.flags.no_user_site}
+    flags = [flag for flag, is_set in strict.items() if is_set]
+    # The launcher would handle a signal that is ignored, such as SIGHUP under nohup.
+    handled = [*process.SIGNALS, signal.SIGHUP, signal.SIGQUIT]
+    handled = [
+        number
+        for number in handled
+        if number in process.SIGNALS or signal.getsignal(number) != signal.SIG_IGN
+    ]
+    package = str(Path(distprune.__file__).absolute())
     code, text = process.OK, ""
     with tempfile.TemporaryDirectory(prefix="distprune") as folder:
         # Of rank 0 with --json: this process writes its document, or another if there is none.
@@ -84,16 +106,13 @@ def start_ranks(arguments: Sequence[str], num_ranks: int) -> int:
         config = LaunchConfig(
             1, 1, num_ranks, logs, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
             rdzv_endpoint="localhost:0", max_restarts=0,
+            local_addr="localhost",  # the name of this machine may not resolve
+            signals_to_handle=",".join(number.name for number in handled),
         )  # fmt: skip
         try:
-            elastic_launch(config, sys.executable)(*flags, "-c", _START, root, *arguments)
+            elastic_launch(config, sys.executable)(*flags, "-c", _START, package, *arguments)
         except ChildFailedError as error:
-            # The launcher ends the others with SIGTERM; those that miss a rank return 5.
-            codes = {
-                rank: failure.exitcode
-                for rank, failure in sorted(error.failures.items())
-                if failure.exitcode not in (process.DISTRIBUTED, -signal.SIGTERM)
-            }
+            codes = _causes(error.failures)
             killed = [rank for rank, number in codes.items() if number < 0]
             code = (
                 process.DISTRIBUTED if killed else next(iter(codes.values()), process.DISTRIBUTED)
@@ -114,13 +133,35 @@ def start_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     return code
 
 
+def _causes(failures: dict[int, ProcessFailure]) -> dict[int, int]:
+    """Exit codes of the ranks that failed by themselves, in the order in which they were seen.
+
+    The launcher ends the others: with SIGTERM, and with SIGKILL 30 s later. Those that miss a rank
+    return 5.
+    """
+    first = next(iter(failures.values()))
+    by_signal = (-signal.SIGTERM, process.TERMINATED)
+    codes = {}
+    for rank, failure in failures.items():
+        is_late = failure.timestamp - first.timestamp > _KILLED_AFTER / 2
+        code = failure.exitcode
+        is_ended = code in by_signal or (code == -signal.SIGKILL and is_late)
+        if code != process.DISTRIBUTED and (failure is first or not is_ended):
+            codes[rank] = code
+    return codes
+
+
 def _pass_on(folder: Path, code: int, text: str) -> None:
     """Write the JSON document of rank 0; if it has none, or a rank was killed, another one."""
     written = "".join(path.read_text(encoding="utf-8") for path in folder.glob("**/0/stdout.log"))
     try:
-        json.loads(written)
+        document = json.loads(written)
     except ValueError:
         text = text or "stopped before the end."
+    else:
+        said = document.get("exit_code") if isinstance(document, dict) else None
+        if said == process.TERMINATED != code != process.OK:  # the launcher ended rank 0
+            text = text or "another rank failed; stderr says what is wrong."
     if text:
         written = json.dumps({"exit_code": code, "error": text}) + "\n"
     process.write_document(written)
