@@ -213,20 +213,12 @@ class Reading:
 
     def _local(self, pivot: int) -> list[int]:
         if pivot not in self.local_counts:
-            self._scan([pivot], None)
+            self._note(scan(self.ranking.parts, [pivot], None, self.drafts), [pivot])
         return self.local_counts[pivot]
 
-    def _scan(
-        self,
-        pivots: Sequence[int],
-        interval: Interval | None,
-        share: float = 1.0,
-        bins: BinCounts | None = None,
-    ) -> Scan:
-        """Scan this rank's parts, and note what the scan counted and drafted."""
-        drafts = None if bins is not None else self.drafts
-        scanned = scan(self.ranking.parts, pivots, interval, drafts, share, bins)
-        if drafts is not None and interval is not None:
+    def _note(self, scanned: Scan, pivots: Sequence[int], bins: BinCounts | None = None) -> Scan:
+        """Keep what a scan of this rank's parts counted and drafted."""
+        if bins is None and self.drafts is not None and scanned.interval is not None:
             self.drafted = scanned
         for j, pivot in enumerate(pivots):
             self.local_counts[pivot] = [row[j] for row in scanned.counts]
@@ -243,7 +235,7 @@ class Reading:
         Args:
             only_counts: do not collect the keys of the interval.
         """
-        pivots, interval = sorted(around.pivots), around.interval
+        parts, pivots, interval = self.ranking.parts, sorted(around.pivots), around.interval
         descent = None if interval is None else descent_over(*interval)
         num_bins = 0 if descent is None else descent.num_bins
 
@@ -251,12 +243,13 @@ class Reading:
             collects, histogram = interval, torch.zeros(num_bins, dtype=torch.int64)
             if only_counts and descent is not None:
                 bins = BinCounts(descent)
-                self._scan(pivots, interval, bins=bins)
+                self._note(scan(parts, pivots, interval, None, 1.0, bins), pivots, bins)
                 histogram = bins.counts
             else:
-                if interval is not None and around.is_crowded(self.ranking.parts):
+                if interval is not None and around.is_crowded(parts):
                     collects = None
-                self.scanned = self._scan(pivots, collects, around.expected_share())
+                share = around.expected_share()
+                self.scanned = self._note(scan(parts, pivots, collects, self.drafts, share), pivots)
                 if descent is not None and collects is not None:
                     histogram = histogram_of(self.scanned.keys, descent)
             counts = [sum(self.local_counts[pivot]) for pivot in pivots]
