@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -234,11 +235,13 @@ _ParserError: Any = next(
 
 def run(arguments: Sequence[str]) -> int:
     """Parse a command line and run its command."""
+    given = list(arguments)
+    # Help that fills the buffer of stdout is written where nothing of ours says what failed.
+    is_help = "--help" in given
     try:
-        # typer.Exit in a command is what comes back.
-        code = app(
-            args=list(arguments), prog_name="distprune", obj=list(arguments), standalone_mode=False
-        )
+        with process.writing() if is_help else contextlib.nullcontext():
+            # typer.Exit in a command is what comes back.
+            code = app(args=given, prog_name="distprune", obj=given.copy(), standalone_mode=False)
     except typer.Abort:
         return process.INTERRUPTED
     except _ParserError as error:

@@ -90,7 +90,7 @@ def wants_json(arguments: Sequence[str]) -> bool:
 
 def write(text: str) -> None:
     """Write to stdout."""
-    with _writing():
+    with writing():
         sys.stdout.write(text)
 
 
@@ -99,7 +99,7 @@ def write_document(text: str) -> None:
     if _State.has_document:
         return
     _State.has_document = True
-    with _writing():
+    with writing():
         sys.stdout.write(text)
         sys.stdout.flush()
 
@@ -111,7 +111,7 @@ def has_document() -> bool:
 
 def flush() -> None:
     """Flush stdout."""
-    with _writing():
+    with writing():
         sys.stdout.flush()
 
 
@@ -133,7 +133,8 @@ def give_up(stream: TextIO | None, original: TextIO | None) -> None:
 
 
 @contextlib.contextmanager
-def _writing() -> Iterator[None]:
+def writing() -> Iterator[None]:
+    """Say of errors inside that stdout cannot be written, or that its reader is gone."""
     try:
         yield
     except BrokenPipeError as error:
