@@ -313,6 +313,7 @@ def _write_json(code: int, text: str) -> None:
 
 
 def write_error(text: str) -> None:
+    """Write a line to stderr, if it can be written."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 

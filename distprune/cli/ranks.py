@@ -92,12 +92,8 @@ def start_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     strict |= {"-s": sys.flags.no_user_site}
     flags = [flag for flag, is_set in strict.items() if is_set]
     # The launcher would handle a signal that is ignored, such as SIGHUP under nohup.
-    handled = [*process.SIGNALS, signal.SIGHUP, signal.SIGQUIT]
-    handled = [
-        number
-        for number in handled
-        if number in process.SIGNALS or signal.getsignal(number) != signal.SIG_IGN
-    ]
+    others = (signal.SIGHUP, signal.SIGQUIT)
+    heard = [number for number in others if signal.getsignal(number) != signal.SIG_IGN]
     package = str(Path(distprune.__file__).absolute())
     code, text = process.OK, ""
     with tempfile.TemporaryDirectory(prefix="distprune") as folder:
@@ -107,7 +103,7 @@ def start_ranks(arguments: Sequence[str], num_ranks: int) -> int:
             1, 1, num_ranks, logs, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
             rdzv_endpoint="localhost:0", max_restarts=0,
             local_addr="localhost",  # the name of this machine may not resolve
-            signals_to_handle=",".join(number.name for number in handled),
+            signals_to_handle=",".join(number.name for number in (*process.SIGNALS, *heard)),
         )  # fmt: skip
         try:
             elastic_launch(config, sys.executable)(*flags, "-c", _START, package, *arguments)

@@ -322,13 +322,18 @@ def rank_of(pid):
     return next(int(each[5:]) for each in variables if each.startswith(b"RANK="))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
-def test_there_is_one_document_when_the_first_rank_was_killed(tmp_path):
+def pruning_on_two_ranks(tmp_path):
+    """A command, its process, which has begun to prune, and the process ids of its ranks."""
     command = ["prune", save_zeros(tmp_path / "source", 1 << 15), tmp_path / "out", "-s", "0.5"]
     process = start("-m", "distprune", *command, "--nproc", "2", "--json")
     assert process.stderr.readline().startswith("Prunes")
-    pids = {rank_of(pid): pid for pid in children(process.pid)}
+    return command, process, {rank_of(pid): pid for pid in children(process.pid)}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+def test_there_is_one_document_when_the_first_rank_was_killed(tmp_path):
+    _, process, pids = pruning_on_two_ranks(tmp_path)
     os.kill(pids[0], signal.SIGKILL)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 5 and "Traceback" not in err
@@ -370,10 +375,7 @@ def test_ranks_that_only_end_with_another_do_not_hide_its_code(monkeypatch, caps
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 def test_a_stopped_rank_does_not_keep_the_command(tmp_path):
     """The launcher kills what has not ended 30 s after a signal."""
-    command = ["prune", save_zeros(tmp_path / "source", 1 << 15), tmp_path / "out", "-s", "0.5"]
-    process = start("-m", "distprune", *command, "--nproc", "2", "--json")
-    assert process.stderr.readline().startswith("Prunes")
-    pids = {rank_of(pid): pid for pid in children(process.pid)}
+    command, process, pids = pruning_on_two_ranks(tmp_path)
     os.kill(pids[1], signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
