@@ -37,10 +37,8 @@ PARTS = (
     "training_step",
     "adversarial",
     "schedules",
-    "stages",
     "loading",
     "loading_experts",
-    "cost_model",
 )
 
 
