@@ -4,7 +4,8 @@ A :class:`Communicator` is the set of ranks that take part in one call. What dec
 through all-reduces of int64 tensors, so it runs on any backend, over a process group or over every
 axis of a device mesh, and the order in which ranks are added can not change a result. Sums of
 floats are for statistics: :meth:`Communicator.reduce_floats` of a few numbers, in float64;
-:meth:`Communicator.sum_floats` and :func:`sum_of_pieces` of tensors as large as parameters.
+:meth:`Communicator.sum_floats`, :meth:`Communicator.scatter_sum` and :func:`sum_of_pieces` of
+tensors as large as parameters.
 
 [Note: all or none] A rank that raises while the others wait in a collective would hang them, and
 its next call would meet their present one. So all work that may fail on one rank alone is a *local
@@ -271,16 +272,38 @@ class Communicator:
         """
         if self.size == 1:
             return
-        device = values.device
-        if any(not _takes(group, device) for group in self._groups):
-            device = self._device
-        reduced = values.to(device)
+        reduced = values.to(self._device_for(values))
         for group in self._groups:
             dist.all_reduce(reduced, group=group)
-            self.num_collectives += 1
-            self.bytes_sent += reduced.numel() * reduced.element_size()
+            self._count(reduced)
         if reduced is not values:
             values.copy_(reduced)
+
+    def scatter_sum(self, pieces: Tensor) -> Tensor:
+        """Sum a float tensor [size, n] over the ranks of one group; each rank gets its own row.
+
+        Cost: one reduce-scatter of the tensor; no copy, unless the backend takes no tensor of its
+        device.
+        """
+        if self.size == 1:
+            return pieces[0]
+        (group,) = self._groups
+        self._count(pieces)
+        return sum_of_pieces(pieces.to(self._device_for(pieces)), group).to(pieces.device)
+
+    def gather(self, piece: Tensor) -> Tensor:
+        """The tensors [n] of all ranks of one group, as [size, n]; n is equal on all of them.
+
+        Cost: one all-gather.
+        """
+        if self.size == 1:
+            return piece.unsqueeze(0)
+        (group,) = self._groups
+        self._count(piece)
+        own = piece.to(self._device_for(piece)).contiguous()
+        every = own.new_empty(self.size * own.numel())
+        _all_gather(every, own, group=group)
+        return every.view(self.size, -1).to(piece.device)
 
     def distinct_texts(self, text: str) -> tuple[list[str], list[int]]:
         """The different texts among those of all ranks, and the text of every rank.
@@ -364,9 +387,17 @@ class Communicator:
             except Exception as error:  # a rank is lost: there is nobody to tell
                 mark_shared(error, self.ranks)
                 raise
-            self.num_collectives += 1
-            self.bytes_sent += reduced.numel() * reduced.element_size()
+            self._count(reduced)
         return reduced.to(values.device)
+
+    def _count(self, sent: Tensor) -> None:
+        self.num_collectives += 1
+        self.bytes_sent += sent.numel() * sent.element_size()
+
+    def _device_for(self, values: Tensor) -> torch.device:
+        """Where the backends of all groups take a tensor: its own device, if they can."""
+        takes_it = all(_takes(group, values.device) for group in self._groups)
+        return values.device if takes_it else self._device
 
     def _from_rank(self, values: Tensor, rank: int) -> Tensor:
         return self.sum(values if self.rank == rank else torch.zeros_like(values))
@@ -426,6 +457,9 @@ _reduce_scatter: Callable[..., object] = (
     if hasattr(dist, "reduce_scatter_single")
     else dist.reduce_scatter_tensor
 )
+_all_gather: Callable[..., object] = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
 
 
 def sum_of_pieces(pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -449,6 +483,22 @@ def resolved(tensor: DTensor, placements: Sequence[Placement]) -> Tensor:
     if tuple(tensor.placements) != tuple(placements):
         tensor = tensor.redistribute(placements=placements)
     return tensor.to_local()
+
+
+def with_whole_dim(tensor: DTensor, dim: int) -> DTensor:
+    """A DTensor whose ranks have all of one dimension, and of the others what they had.
+
+    Cost: an all-gather over each axis of the mesh that shards the dimension.
+    """
+    from torch.distributed.tensor import Replicate
+
+    placements = [
+        Replicate() if getattr(placement, "dim", None) in (dim, dim - tensor.ndim) else placement
+        for placement in tensor.placements
+    ]
+    if placements == list(tensor.placements):
+        return tensor
+    return tensor.redistribute(placements=placements)
 
 
 def whole(tensor: DTensor) -> Tensor:

@@ -20,6 +20,7 @@ from distprune._common.pruned_form import local_tensor, name_of_mask
 from distprune.masks.checks import check_idle, check_state
 from distprune.masks.hook import find_hook, refresh_products
 from distprune.shards.geometry import memory_order
+from distprune.shards.parameters import Target
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
 from distprune.torch_private import live_graphs
@@ -174,10 +175,59 @@ class _Part:
         if is_needed:
             raise RuntimeError(
                 f"{self.label} was used by a forward whose backward is still to come at {when}; "
-                "expected that each forward and its backward lie both inside of the block, or both "
-                "outside: gradients would mix different weights. If no backward is to come, delete "
+                "expected that each forward and its backward lie on one side of it: "
+                "gradients would mix different weights. If no backward is to come, delete "
                 "what the forward returned (loss, outputs), or run it under torch.no_grad()."
             )
+
+
+class ValueChange:
+    """New values of parameters that stay, or are undone together: on this rank.
+
+    Args:
+        targets: the parameters of a call.
+
+    Cost: a copy of the values of each parameter that changes, as long as this object lives.
+    """
+
+    def __init__(self, targets: Iterable[Target]) -> None:
+        self._parts = [
+            _Part(number, target.label, target.shard, target.managed, target.places)
+            for number, target in enumerate(targets)
+        ]
+        self._restores: dict[int, Callable[[], None]] = {}
+
+    def begin(self) -> None:
+        """Free what FSDP has gathered.
+
+        Raises:
+            RuntimeError: a backward is still to come that may need the present values.
+        """
+        for part in self._parts:
+            part.refresh_products()  # without the graph that a product may have
+            part.check_no_backward("a change of its values")
+        for part in self._parts:
+            part.free_gathered()
+
+    def values(self, number: int) -> Tensor:
+        """This rank's unmasked values of a parameter, to be written to, N-d."""
+        values = self._parts[number].values
+        if number not in self._restores:
+            self._restores[number] = keep_copy(values)
+        return values
+
+    def finish(self) -> None:
+        """Let the masks act on the new values."""
+        for part in self._parts:
+            part.refresh_products()
+
+    def rollback(self) -> None:
+        """Write back what was there before."""
+        with interrupts_wait():
+            for restore in self._restores.values():
+                restore()
+            for part in self._parts:
+                part.refresh_products()
 
 
 def _read(parameters: Iterable[Pair], communicator: Communicator) -> Iterator[_Part]:

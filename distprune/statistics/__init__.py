@@ -11,6 +11,7 @@ with collected.collecting():
 from __future__ import annotations
 
 from distprune.statistics.activation import ActivationStatistics, prune_sequentially
+from distprune.statistics.gram import GramMatrices
 from distprune.statistics.totals import Totals
 
-__all__ = ["ActivationStatistics", "Totals", "prune_sequentially"]
+__all__ = ["ActivationStatistics", "GramMatrices", "Totals", "prune_sequentially"]

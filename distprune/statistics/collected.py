@@ -62,8 +62,11 @@ class CollectedInputs:
             self._local = local_statistics(targets, self._communicator)
             self._communicator.run(self._check_patterns)
         self._is_named = all(target.is_named or not target.places for target in targets)
-        self._collector = Collector()
+        self._collector = self._new_collector()
         self._mode: Mode = "one_pass"
+
+    def _new_collector(self) -> Collector:
+        return Collector()
 
     @property
     def parameters(self) -> list[tuple[nn.Module, str]]:

@@ -356,11 +356,12 @@ class Collector:
             )
         registered = module._parameters
         weight = registered.get(name, registered.get(orig_key(name)))
+        value = self._prepared(value, -1 - spatial)
         keep = None if self._keep is None else self._keep.to(value.device)
         part, values, keep = read_input(label, value, weight, keep, -1 - spatial)
         if convolution is None:
             num_kept = None if keep is None or is_dtensor(value) else self._num_kept
-            sums = sums_of_rows(values.reshape(-1, values.shape[-1]), keep, num_kept)
+            self._note_rows(parameter, part, values.reshape(-1, values.shape[-1]), keep, num_kept)
         else:
             is_whole = values.shape[-spatial:] == value.shape[-spatial:]
             if not is_whole or len(part.features) != value.shape[-1 - spatial]:
@@ -369,11 +370,10 @@ class Collector:
                     "expected whole images on every rank."
                 )
             images = values if value.ndim == spatial + 2 else values.unsqueeze(0)
-            sums = sums_of_windows(images, convolution)
             part = replace(part, features=range(layout.num_inputs))
+            self._note_images(parameter, part, images, convolution)
         if part.token_ranks is not None:
             self.forwards.note(partial(self.same_tokens.add, part.token_ranks))
-        self.forwards.note(partial(parameter.add, part, sums))
 
     def _add_expert(self, parameter: LocalStatistics, expert: int, rows: Tensor) -> None:
         """Note the rows [tokens, inputs] that came to one of fused experts."""
@@ -386,8 +386,32 @@ class Collector:
         if rows.shape[0]:
             with torch.inference_mode(False), torch.no_grad(), _no_autocast(rows):
                 part = Part(range(expert * num_inputs, (expert + 1) * num_inputs))
-                sums = sums_of_rows(rows.detach())
-                self.forwards.note(partial(parameter.add, part, sums))
+                self._note_rows(parameter, part, rows.detach(), None, None)
+
+    def _prepared(self, value: Tensor, feature_dim: int) -> Tensor:
+        """The input of a layer, with all features that a sum needs of it on this rank."""
+        return value
+
+    def _note_rows(
+        self,
+        parameter: LocalStatistics,
+        part: Part,
+        rows: Tensor,
+        keep: Tensor | None,
+        num_kept: int | None,
+    ) -> None:
+        """Note the input [tokens, features] of a matrix; see :func:`sums_of_rows`."""
+        self.forwards.note(partial(parameter.add, part, sums_of_rows(rows, keep, num_kept)))
+
+    def _note_images(
+        self,
+        parameter: LocalStatistics,
+        part: Part,
+        images: Tensor,
+        convolution: nn.Conv1d | nn.Conv2d,
+    ) -> None:
+        """Note the input of a convolution; see :func:`sums_of_windows`."""
+        self.forwards.note(partial(parameter.add, part, sums_of_windows(images, convolution)))
 
 
 # A parameter, which of its places, and its name there.

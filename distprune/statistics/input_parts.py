@@ -169,6 +169,7 @@ def peers_of(of_layers: Collection[tuple[int, ...]], rank: int) -> tuple[int, ..
 # keeps an accelerator busy, 32 MiB.
 _CPU_CHUNK = 1 << 17
 _DEVICE_CHUNK = 1 << 22
+_ROWS_OF_A_PRODUCT = 256
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,19 @@ def sums_of_rows(rows: Tensor, keep: Tensor | None = None, num_kept: int | None 
     return Sums(int(keep.sum()) if num_kept is None else num_kept, totals)
 
 
+def product_of_rows(rows: Tensor) -> Tensor:
+    """The sum of x x^T over the rows [tokens, inputs]: in fp32, or fp64 of such rows.
+
+    Rows are multiplied a few at a time, because the rounding of a product grows with their number.
+    """
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    total = torch.zeros(rows.shape[1], rows.shape[1], dtype=dtype, device=rows.device)
+    for chunk in torch.split(rows, _ROWS_OF_A_PRODUCT):
+        values = chunk.to(dtype)
+        total += values.mT @ values  # addmm may add token by token, and round as often
+    return total
+
+
 def sums_of_windows(images: Tensor, layer: nn.Conv1d | nn.Conv2d) -> Sums:
     """Sums over the columns of the unfolded input of a convolution.
 
@@ -223,20 +237,56 @@ def sums_of_windows(images: Tensor, layer: nn.Conv1d | nn.Conv2d) -> Sums:
 
     Cost: a read per offset in the kernel; temporaries in fp64 of a chunk of samples, at least one.
     """
-    padding = [size for pair in reversed(_padding(layer)) for size in pair]
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     channels, dims = images.shape[1], len(layer.kernel_size)
     totals = torch.zeros(2, channels, *layer.kernel_size, dtype=torch.float64, device=images.device)
     num_tokens = 0
     for start, stop in _spans(images.shape[0], images.shape[1:].numel(), images.device):
-        chunk = functional.pad(images[start:stop].to(torch.float64), padding, mode=mode)
-        for total, windows in zip(totals, (chunk, chunk.square()), strict=True):
-            axes = zip(layer.kernel_size, layer.dilation, layer.stride, strict=True)
-            for dim, (width, reach, step) in enumerate(axes):
-                windows = windows.unfold(2 + dim, reach * (width - 1) + 1, step)[..., ::reach]
+        chunk = _padded(images[start:stop].to(torch.float64), layer)
+        for total, padded in zip(totals, (chunk, chunk.square()), strict=True):
+            windows = _windows(padded, layer)
             total += windows.sum([0, *range(2, 2 + dims)])
         num_tokens += len(chunk) * windows.shape[2 : 2 + dims].numel()
     return Sums(num_tokens, totals.view(2, -1))
+
+
+def products_of_windows(images: Tensor, layer: nn.Conv1d | nn.Conv2d) -> Tensor:
+    """x x^T of the columns of the unfolded input, of each group: [groups, inputs, inputs].
+
+    Args:
+        images, layer: as for :func:`sums_of_windows`.
+
+    Returns:
+        Sums over samples and positions, in fp32 (fp64 of such images); of each group the inputs in
+        the order [channels, *kernel].
+
+    Cost: temporaries for the unfolded input of a chunk of samples, at least one.
+    """
+    dims, groups = len(layer.kernel_size), layer.groups
+    num_inputs = images.shape[1] // groups * torch.Size(layer.kernel_size).numel()
+    dtype = torch.promote_types(images.dtype, torch.float32)
+    total = torch.zeros(groups, num_inputs, num_inputs, dtype=dtype, device=images.device)
+    size = images.shape[1:].numel() * torch.Size(layer.kernel_size).numel()
+    for start, stop in _spans(images.shape[0], size, images.device):
+        windows = _windows(_padded(images[start:stop].to(dtype), layer), layer)
+        # From [samples, channels, *positions, *kernel] to [channels, *kernel, samples, *positions].
+        order = [1, *range(2 + dims, 2 + 2 * dims), 0, *range(2, 2 + dims)]
+        columns = windows.permute(order).reshape(groups, num_inputs, -1)
+        total.baddbmm_(columns, columns.mT)
+    return total
+
+
+def _padded(images: Tensor, layer: nn.Conv1d | nn.Conv2d) -> Tensor:
+    padding = [size for pair in reversed(_padding(layer)) for size in pair]
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    return functional.pad(images, padding, mode=mode)
+
+
+def _windows(padded: Tensor, layer: nn.Conv1d | nn.Conv2d) -> Tensor:
+    """A view of padded images: [samples, channels, *positions of the output, *kernel]."""
+    axes = zip(layer.kernel_size, layer.dilation, layer.stride, strict=True)
+    for dim, (width, reach, step) in enumerate(axes):
+        padded = padded.unfold(2 + dim, reach * (width - 1) + 1, step)[..., ::reach]
+    return padded
 
 
 def _padding(layer: nn.Conv1d | nn.Conv2d) -> list[tuple[int, int]]:

@@ -37,6 +37,7 @@ ROOMS = {
     "statistics": {
         "_common", "torch_private", "shards", "selection", "call", "files", "budgets",
     },
+    "reconstruction": {"_common", "shards", "masks", "call", "statistics"},
     "checkpoint": {"_common", "masks", "methods", "api"},
     "dynamic": {"_common", "torch_private", "shards", "masks", "call", "api"},
     "recipe": {"recipes", "call", "methods", "api", "schedule"},
@@ -51,7 +52,7 @@ ROOMS = {
     "_public": {
         "_common", "shards", "budgets", "call", "methods", "api", "verification", "schedule",
         "checkpoint",
-        "criteria", "statistics", "dynamic",
+        "criteria", "statistics", "reconstruction", "dynamic",
     },
     "": {"_public", "_version"},
     "testing": set(),

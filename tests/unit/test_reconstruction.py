@@ -1,0 +1,204 @@
+"""Least squares for kept weights in one process: against elimination, and exact cases."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import distprune as prune
+from distprune.reconstruction.solving import least_squares
+from distprune.statistics import GramMatrices
+from helpers.least_squares import gram_of, reconstructed
+
+
+class Experts(nn.Module):
+    """Three experts, each called with tokens of its own."""
+
+    def __init__(self, is_transposed: bool) -> None:
+        super().__init__()
+        self.is_transposed = is_transposed
+        self.weight = nn.Parameter(torch.randn((3, 4, 5) if is_transposed else (3, 5, 4)))
+
+    def forward(self, x):
+        matrices = self.weight if self.is_transposed else self.weight.mT
+        return [x[number] @ matrices[number] for number in range(3)]
+
+
+def pruned_layer(layer: nn.Module, x: torch.Tensor, amount: float = 0.5) -> tuple:
+    """The layer, pruned at random; its Gram matrices, and its weight before."""
+    grams = GramMatrices([prune.NamedParameter(layer, "weight", "weight")])
+    with grams.collecting():
+        layer(x)
+    weight = layer.weight.detach().clone()
+    torch.manual_seed(0)
+    prune.random_unstructured(layer, "weight", amount)
+    return grams, weight
+
+
+@pytest.mark.parametrize("damping", [0, 1e-2, 10])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rows_are_those_of_elimination(damping, dtype):
+    torch.manual_seed(1)
+    layer = nn.Linear(12, 5).to(dtype)
+    x = torch.randn(200, 12).to(dtype)
+    grams, weight = pruned_layer(layer, x)
+    prune.reconstruct([(layer, "weight")], grams, damping=damping, steps=100)
+    right = reconstructed(weight, layer.weight_mask, gram_of(x), damping)
+    tolerance = {torch.bfloat16: 2**-8}.get(dtype, 1e-5)
+    assert (layer.weight_orig - right).abs().max() <= tolerance * right.abs().max()
+
+
+def test_a_rational_solution_is_exact():
+    layer = nn.Linear(2, 2, bias=False)
+    layer.weight.data = torch.tensor([[2.0, 4.0], [-1.0, 3.0]])
+    x = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])  # x^T x = [[2, 1], [1, 2]]
+    grams = GramMatrices([(layer, "weight")])
+    with grams.collecting():
+        layer(x)
+    prune.custom_from_mask(layer, "weight", torch.tensor([[1, 0], [0, 1]]))
+    report = prune.reconstruct([(layer, "weight")], grams, damping=0)
+    assert layer.weight_orig.tolist() == [[4.0, 0.0], [0.0, 2.5]]
+    # |w0 X|^2 is 56 and 14; the errors of the mask alone are 32 and 2, and 24 and 1.5 remain.
+    (entry,) = report.parameters
+    assert entry.error_before == pytest.approx(34 / 70)
+    assert entry.error_after == pytest.approx(25.5 / 70)
+
+
+def test_a_weight_that_is_not_pruned_stays():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parameters = prune.select(net)
+    grams = GramMatrices(parameters)
+    with torch.no_grad(), grams.collecting():
+        net(torch.randn(9, 4))
+    prune.l1_unstructured(net[0], "weight", 0.5)
+    weight = net[1].weight.detach().clone()
+    report = prune.reconstruct(parameters, grams)
+    assert torch.equal(net[1].weight, weight)
+    assert [entry.num_pruned for entry in report.parameters] == [8, 0]
+    assert "least squares, 20 steps" in str(report)
+
+
+def test_a_second_one_begins_with_what_the_first_gave():
+    torch.manual_seed(2)
+    layer, x = nn.Linear(8, 3), torch.randn(100, 8)
+    grams, _ = pruned_layer(layer, x, 0.25)
+    prune.reconstruct([(layer, "weight")], grams, steps=50)
+    first = layer.weight.detach().clone()
+    prune.l1_unstructured(layer, "weight", 0.5)
+    prune.reconstruct([(layer, "weight")], grams, steps=50)
+    right = reconstructed(first, layer.weight_mask, gram_of(x), 0.01)
+    assert torch.allclose(layer.weight.double(), right, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_each_expert_has_its_own_matrix(is_transposed):
+    torch.manual_seed(0)
+    experts = Experts(is_transposed)
+    x = torch.randn(3, 20, 4)
+    grams = GramMatrices([prune.NamedParameter(experts, "weight", "weight")])
+    with grams.collecting():
+        experts(x)
+    weight = experts.weight.detach().clone()
+    prune.random_unstructured(experts, "weight", 0.5)
+    prune.reconstruct([(experts, "weight")], grams, steps=50)
+    for expert in range(3):
+        matrices = weight[expert], experts.weight_mask[expert], experts.weight_orig[expert]
+        old, keep, new = (m.T if is_transposed else m for m in matrices)
+        assert torch.allclose(
+            new.double(), reconstructed(old, keep, gram_of(x[expert]), 0.01), atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_convolution_has_a_matrix_of_each_group(groups, memory_format):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 6, 3, groups=groups).to(memory_format=memory_format)
+    grams, weight = pruned_layer(layer, torch.randn(4, 4, 8, 8))
+    matrices = grams.matrix(layer).view(groups, 36 // groups, -1)
+    prune.reconstruct([(layer, "weight")], grams, steps=80)
+    new, keep, old = (
+        values.reshape(groups, 6 // groups, -1)
+        for values in (layer.weight_orig, layer.weight_mask, weight)
+    )
+    for group in range(groups):
+        right = reconstructed(old[group], keep[group], matrices[group], 0.01)
+        assert torch.allclose(new[group].double(), right, atol=1e-6)
+
+
+def test_more_steps_than_a_row_needs_do_no_harm():
+    torch.manual_seed(0)
+    gram = gram_of(torch.randn(50, 6)).float()
+    weights, keep = torch.randn(4, 6), torch.ones(4, 6)
+    keep[:, 3:] = 0
+    keep[3] = 0
+    for dtype in (torch.float32, torch.float64):
+        new = least_squares(weights.to(dtype), keep.to(dtype), gram.to(dtype), 500)
+        right = reconstructed(weights, keep, gram, 0)
+        assert torch.allclose(new.double(), right, atol=1e-4)
+        assert not new[3].any()
+
+
+def test_a_singular_matrix_needs_damping():
+    layer = nn.Linear(4, 2)
+    grams, weight = pruned_layer(layer, torch.ones(3, 4))
+    with pytest.raises(ValueError, match=r"weight: damping=0, and its Gram matrix is singular"):
+        prune.reconstruct([(layer, "weight")], grams, damping=0)
+    assert torch.equal(layer.weight_orig, weight)
+    prune.reconstruct([(layer, "weight")], grams)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"damping": -1}, "damping=-1; expected a finite number >= 0"),
+        ({"steps": 0}, "steps=0; expected a whole number >= 1"),
+        ({"dtype": torch.float16}, "dtype=torch.float16; expected"),
+    ],
+)
+def test_arguments_are_checked(keywords, message):
+    layer = nn.Linear(4, 2)
+    grams, _ = pruned_layer(layer, torch.ones(3, 4))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prune.reconstruct([(layer, "weight")], grams, **keywords)
+
+
+def test_a_parameter_without_a_matrix_is_refused():
+    layer, other = nn.Linear(4, 2), nn.Linear(4, 2)
+    grams, _ = pruned_layer(layer, torch.ones(3, 4))
+    prune.l1_unstructured(other, "weight", 1)
+    with pytest.raises(ValueError, match="none of the parameters of these statistics"):
+        prune.reconstruct([(other, "weight")], grams)
+
+
+def test_a_backward_that_is_to_come_is_refused():
+    layer, x = nn.Linear(4, 2), torch.ones(3, 4)
+    grams, _ = pruned_layer(layer, x)
+    loss = layer(x).sum()
+    with pytest.raises(RuntimeError, match="backward is still to come"):
+        prune.reconstruct([(layer, "weight")], grams)
+    loss.backward()
+
+
+def test_weights_that_are_not_finite_are_refused():
+    layer = nn.Linear(4, 2)
+    grams, _ = pruned_layer(layer, torch.ones(3, 4))
+    layer.weight_orig.data[0, 0] = float("inf")
+    with pytest.raises(ValueError, match="not finite"):
+        prune.reconstruct([(layer, "weight")], grams)
+    assert layer.weight_orig[0, 0] == float("inf")
+
+
+def test_training_goes_on_from_the_new_weights():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 2), torch.randn(9, 4)
+    grams, _ = pruned_layer(layer, x)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    prune.reconstruct([(layer, "weight")], grams)
+    before = layer.weight_orig.detach().clone()
+    layer(x).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(layer.weight_orig, before)
+    layer(x)
+    assert not layer.weight[layer.weight_mask == 0].any()
