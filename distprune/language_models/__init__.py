@@ -21,6 +21,7 @@ from distprune.language_models.evaluating import PerplexityReport, TextPerplexit
 from distprune.language_models.loading import load_sharded, load_tokenizer
 from distprune.language_models.losses import BatchLosses
 from distprune.language_models.memory import MemoryEstimate, estimate_memory
+from distprune.language_models.rounds import Round, prune_in_rounds
 from distprune.language_models.running import DataRanks, RunProgress, data_ranks
 from distprune.language_models.saving import SavedModel, save_sharded
 from distprune.language_models.text import TokenWindows, read_windows
@@ -30,6 +31,7 @@ __all__ = [
     "DataRanks",
     "MemoryEstimate",
     "PerplexityReport",
+    "Round",
     "RunProgress",
     "SavedModel",
     "TextPerplexity",
@@ -43,6 +45,7 @@ __all__ = [
     "load_tokenizer",
     "perplexity",
     "prune_block_by_block",
+    "prune_in_rounds",
     "read_windows",
     "save_sharded",
 ]

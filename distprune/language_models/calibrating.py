@@ -20,6 +20,7 @@ import contextlib
 import glob
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +36,7 @@ from distprune.criteria.base import Criterion
 from distprune.criteria.global_batch import AdamSecondMoment
 from distprune.criteria.gradient_moment import GradientMoment
 from distprune.criteria.measured import GraSP, MeasuredCriterion
+from distprune.language_models.hidden_states import HiddenStates
 from distprune.language_models.loading import require_extra
 from distprune.language_models.losses import BatchLosses
 from distprune.language_models.running import (
@@ -299,6 +301,7 @@ def prune_block_by_block(
     *,
     batch_size: int = 1,
     progress: Report | None = None,
+    storage: torch.device | str | None = None,
 ) -> list[R]:
     """Prune each decoder layer by the inputs that the pruned layers before it give. Collective.
 
@@ -310,7 +313,9 @@ def prune_block_by_block(
     reports = prune_block_by_block(model, windows, statistics, prune_block)
 
     The data-parallel ranks share the windows, in any number, as in ``calibrate``; see
-    ``distprune.statistics.prune_sequentially`` for what happens to a block.
+    ``distprune.statistics.prune_sequentially`` for what happens to a block. With ``GramMatrices``
+    as statistics, ``prune_block`` may call ``distprune.reconstruct``, too: the layers after it see
+    what the new weights give.
 
     Args:
         model: plain or wrapped.
@@ -319,6 +324,8 @@ def prune_block_by_block(
         prune_block: prunes the (module, name) pairs that it gets.
         batch_size: windows that a rank runs at a time.
         progress: called after every step, on every rank. Each layer runs all windows.
+        storage: where each window's hidden states are kept, such as "cpu"; by default where the
+            model is.
 
     Returns:
         What ``prune_block`` returned for each layer that has parameters.
@@ -327,7 +334,9 @@ def prune_block_by_block(
         ValueError: a parameter outside of all decoder layers; and as ``calibrate``. On every rank.
         RuntimeError, NotImplementedError: as ``prune_sequentially``.
 
-    Cost: a forward of the model per decoder layer and window. No activations are kept.
+    Cost: a forward of the model for each window, and two of each decoder layer; in ``storage`` the
+    hidden states of this rank's windows, tokens x width elements. A model whose layers cannot run
+    one by one (hidden_states.[Note: a chain]) runs whole for each layer and window.
     """
     ranks = check_same(model, windows, batch_size)
     blocks = world().run(lambda: decoder_blocks(model))
@@ -347,15 +356,46 @@ def prune_block_by_block(
 
     def forward(step: Step) -> None:
         ids = inputs_of(model, windows, step.rows)
-        if step.is_padding:  # FSDP communicates in the forward; the tokens do not count
-            with statistics.batch(torch.zeros_like(ids)):
-                output_of(model, input_ids=ids)
-        else:
+        with statistics.batch(torch.zeros_like(ids) if step.is_padding else None):
             output_of(model, input_ids=ids)
         reporter.add(step.num_in_step)
 
+    states = HiddenStates(blocks, None if storage is None else torch.device(storage))
+
+    def catch() -> None:
+        for step in steps:
+            ids = inputs_of(model, windows, step.rows)
+            states.catch(partial(output_of, model, input_ids=ids))
+
+    def collect(number: int, position: int) -> None:
+        step = steps[position]
+        # FSDP communicates in the forward, also in that of a step that does not count.
+        keep = states.tokens(position) if step.is_padding else None
+        with statistics.batch(keep):
+            states.run(number, position)
+        reporter.add(step.num_in_step)
+
     with in_eval_mode(model), torch.inference_mode(False), torch.no_grad():
-        return prune_sequentially(statistics, model, blocks, steps, prune_block, forward=forward)
+        communicator = world()
+        with communicator.raising_everywhere():
+            catch()
+        is_chain = communicator.run(lambda: torch.tensor([int(not states.is_chain)]))
+        passes = None
+        if int(communicator.max(is_chain)):
+            states.forget()
+        else:
+            passes = _Passes(collect, states.advance)
+        return prune_sequentially(
+            statistics, model, blocks, steps, prune_block, forward=forward, passes=passes
+        )
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """See :class:`distprune.statistics.activation.BlockPasses`."""
+
+    collect: Callable[[int, int], None]
+    advance: Callable[[int], None]
 
 
 # The weights of transformers' fused experts; those of JetMoe are called "weight".

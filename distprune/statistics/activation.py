@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -197,6 +197,9 @@ class ActivationStatistics(CollectedInputs):
             )
         return self._by_pair(ratios)
 
+    def forget(self, parameters: Pairs | None = None) -> None:
+        """Free what is too large to be kept for all parameters; here nothing is."""
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the statistics to one small safetensors file. Collective; the first rank writes.
 
@@ -299,6 +302,18 @@ class ActivationStatistics(CollectedInputs):
         return self._by_pair({p.label: make(p) for p in self._local if p.label in totals})
 
 
+class BlockPasses(Protocol):
+    """Runs the blocks of a model one by one, on what the blocks before have returned."""
+
+    def collect(self, number: int, batch: int) -> None:
+        """Run a block on a batch."""
+        ...
+
+    def advance(self, number: int) -> None:
+        """Run a block on all batches: what it returns is for the next."""
+        ...
+
+
 def prune_sequentially(
     statistics: ActivationStatistics,
     model: nn.Module,
@@ -307,6 +322,7 @@ def prune_sequentially(
     prune_block: Callable[[list[NamedParameter]], R],
     *,
     forward: Callable[[Any], object] | None = None,
+    passes: BlockPasses | None = None,
 ) -> list[R]:
     """Collect statistics of one block after the other, and prune each before the next. Collective.
 
@@ -333,6 +349,7 @@ def prune_sequentially(
         forward: runs the model on a batch, and takes care of padding (``statistics.batch``). By
             default a mapping becomes keyword arguments, a tuple or list arguments, and an
             ``attention_mask`` [batch, tokens] in a mapping says what is padding.
+        passes: runs the blocks one by one, where this is known to be the same.
 
     Returns:
         What ``prune_block`` returned for each block that has parameters.
@@ -346,7 +363,7 @@ def prune_sequentially(
             stay pruned; hooks are gone.
 
     Cost: one forward of the model per block and batch: as many times that of one pass as there are
-    blocks. No activations are kept.
+    blocks. No activations are kept. Gram matrices of a block are forgotten after its pruning.
     """
     communicator = statistics._communicator
 
@@ -369,15 +386,21 @@ def prune_sequentially(
     statistics._mode = "sequential"
     results = []
     with communicator.raising_everywhere():
-        for parameters in filter(None, of_block):
-            with statistics._collector.collecting(parameters):
-                for batch in batches:
-                    if forward is not None:
-                        forward(batch)
-                    else:
-                        _run(statistics, model, batch)
-            pairs = [NamedParameter(*p.places[0], p.label) for p in parameters]
-            results.append(prune_block(pairs))
+        for number, parameters in enumerate(of_block):
+            if parameters:
+                with statistics._collector.collecting(parameters):
+                    for position, batch in enumerate(batches):
+                        if passes is not None:
+                            passes.collect(number, position)
+                        elif forward is not None:
+                            forward(batch)
+                        else:
+                            _run(statistics, model, batch)
+                pairs = [NamedParameter(*p.places[0], p.label) for p in parameters]
+                results.append(prune_block(pairs))
+                statistics.forget(pairs)
+            if passes is not None:
+                passes.advance(number)
     communicator.agree()
     return results
 

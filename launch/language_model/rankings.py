@@ -11,7 +11,7 @@ from torch import nn
 
 import distprune as prune
 from distprune import criteria, language_models
-from distprune.statistics import ActivationStatistics
+from distprune.statistics import ActivationStatistics, GramMatrices
 from jobs.processes import Job
 from jobs.ranking import Pairs, Ranking, by_statistics
 
@@ -51,6 +51,13 @@ class Calibration:
         self.run(statistics)
         statistics.save(self.statistics_file)
         return statistics
+
+    @cached_property
+    def grams(self) -> GramMatrices:
+        """Of the inputs of all layers of the dense model. Collective when first asked for."""
+        grams = GramMatrices(self.parameters)
+        self.run(grams)
+        return grams
 
     def run_block_by_block(
         self, statistics: ActivationStatistics, prune_block: Callable[[Pairs], R]

@@ -16,11 +16,11 @@ import distprune as prune
 from distprune import language_models
 from distprune.language_models import TokenWindows
 from jobs.processes import Job
-from jobs.ranking import Pairs, Ranking
+from jobs.ranking import Pairs, Ranking, Scores
 from jobs.scopes import is_meaningful, keywords_of
 from jobs.work import Folder
 
-from .rankings import CRITERIA, Calibration, method_of
+from .rankings import CRITERIA, NEEDS_TEXT, Calibration, method_of
 from .recovery import recover
 from .table_settings import TableSettings
 
@@ -32,6 +32,14 @@ class Cell:
     criterion: str
     scope: str
     sparsity: float
+    update: str = "none"
+
+    @property
+    def file(self) -> str:
+        """Its name in the folder of cells."""
+        update = "" if self.update == "none" else f"_{self.update}"
+        scope = self.scope.replace(":", "-")
+        return f"{self.criterion}_{scope}_{100 * self.sparsity:g}{update}.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +85,61 @@ class Table:
         self.folder.once("dense.json", self._measure)
         if self.recovered is not None:
             self.recovered.once("dense.json", self._recover_dense)
-        for sparsity in self.settings.sparsities:
-            for scope in self.settings.scopes:
+        for update in self.settings.updates:
+            if update == "rounds":
                 for criterion in self.settings.criteria:
-                    self._fill_cell(criterion, scope, sparsity)
+                    self._fill_rounds(criterion)
+                continue
+            for sparsity in self.settings.sparsities:
+                for scope in self.settings.scopes:
+                    for criterion in self.settings.criteria:
+                        if is_meaningful(scope, method_of(criterion), sparsity):
+                            self._fill_cell(Cell(criterion, scope, sparsity, update))
 
-    def _fill_cell(self, criterion: str, scope: str, sparsity: float) -> None:
-        if not is_meaningful(scope, method_of(criterion), sparsity):
+    def _fill_rounds(self, criterion: str) -> None:
+        """The cells of one criterion, each made from the one before."""
+        if criterion not in NEEDS_TEXT:
             return
-        name = f"{criterion}_{scope.replace(':', '-')}_{100 * sparsity:g}.json"
-        cell = Cell(criterion, scope, sparsity)
+        cells = [Cell(criterion, "global", s, "rounds") for s in sorted(self.settings.sparsities)]
+        files = [self.folder.path / "cells" / cell.file for cell in cells]
+        if self.job.of_rank_0(lambda: all(file.exists() for file in files)):
+            return
 
+        def score() -> Scores:
+            # Calibrations keep what they have learnt: a new one is of the model as it is now.
+            unused = self.folder.path / "none"
+            calibration = Calibration(
+                self.model,
+                self.parameters,
+                self.texts.calibration,
+                unused,
+                self.settings.batch_size,
+                self.job,
+            )
+            scores = CRITERIA[criterion](calibration).scores
+            assert scores is not None
+            return scores
+
+        rounds = language_models.prune_in_rounds(
+            self.model,
+            self.texts.calibration,
+            self.parameters,
+            [cell.sparsity for cell in cells],
+            score,
+            batch_size=self.settings.batch_size,
+        )
+        for cell, made in zip(cells, rounds, strict=True):
+
+            def measure(cell: Cell = cell, made: language_models.Round = made) -> dict[str, Any]:
+                return {**asdict(cell), **facts_of(made.pruning), **self._measure()}
+
+            self._say(cell, self.folder.once(f"cells/{cell.file}", measure))
+        self._restore()
+
+    def _say(self, cell: Cell, made: dict[str, Any]) -> None:
+        self.job.say(f"{cell.file}: perplexity {made['all']['perplexity']:.2f}")
+
+    def _fill_cell(self, cell: Cell) -> None:
         def prune_and_measure() -> dict[str, Any]:
             with self._pruned(cell) as report:
                 return {**asdict(cell), **facts_of(report), **self._measure()}
@@ -96,12 +148,10 @@ class Table:
             with self._pruned(cell):
                 return {**asdict(cell), **self._recover(label=None)}
 
-        made = self.folder.once(f"cells/{name}", prune_and_measure)
-        text = f"{name}: perplexity {made['all']['perplexity']:.2f}"
+        self._say(cell, self.folder.once(f"cells/{cell.file}", prune_and_measure))
         if self.recovered is not None:
-            made = self.recovered.once(f"cells/{name}", recover_and_measure)
-            text += f", recovered {made['all']['perplexity']:.2f}"
-        self.job.say(text)
+            made = self.recovered.once(f"cells/{cell.file}", recover_and_measure)
+            self._say(cell, made)
 
     @contextlib.contextmanager
     def _pruned(self, cell: Cell) -> Iterator[prune.PruningReport]:
@@ -121,7 +171,13 @@ class Table:
                 amount=None if cell.scope == "2:4" else cell.sparsity,
                 **keywords_of(cell.scope, ratios),
             )
+        if cell.update == "least-squares":
+            prune.reconstruct(self.parameters, self.calibration.grams)
         yield report
+        self._restore()
+
+    def _restore(self) -> None:
+        """Make the model what it was when it was loaded."""
         for module, name in self.parameters:
             prune.remove(module, name)
         self._reload()

@@ -16,7 +16,7 @@ from jobs.document import command_line, machine_facts, markdown_table
 from jobs.processes import Job
 from jobs.work import FACTS, read_json
 
-Key = tuple[str, str, float]  # criterion, scope, sparsity
+Key = tuple[str, str, float]  # criterion and update, scope, sparsity
 Cells = dict[Key, dict[str, Any]]
 
 
@@ -48,8 +48,14 @@ def write_results(folder: Path, job: Job) -> None:
 
 def _read(folder: Path) -> tuple[dict[str, Any] | None, Cells]:
     found = [read_json(file) for file in sorted((folder / "cells").glob("*.json"))]
-    cells = {(cell["criterion"], cell["scope"], cell["sparsity"]): cell for cell in found}
+    cells = {(_row_of(cell), cell["scope"], cell["sparsity"]): cell for cell in found}
     return read_json(folder / "dense.json"), cells
+
+
+def _row_of(cell: dict[str, Any]) -> str:
+    """The criterion, and what moved the kept weights."""
+    update = cell.get("update", "none")
+    return str(cell["criterion"]) if update == "none" else f"{cell['criterion']}, {update}"
 
 
 def table_of(cells: Cells, value_of: Any) -> str:
@@ -158,7 +164,8 @@ def _document(results: dict[str, Any], cells: Cells, later: Cells) -> str:
         table_of(cells, _highest),
         f"Lower perplexities are better. They are of {num_tokens:,} tokens ({texts}), windows of "
         f"{facts['length']}; criteria learnt from {facts['windows']} windows of other text. Every "
-        "cell is one pruning of the same model, in one shot; a sparsity has the same number of "
+        "cell is one pruning of the same model, in one shot; only rounds go on from the sparsity "
+        "before. A sparsity has the same number of "
         "zeros in each, but for rounding per layer or row. The text is not WikiText: numbers do "
         "not compare with other tables.",
         f"{machine}\n\n```\n{results['command']}\n```",

@@ -24,10 +24,11 @@ from .rankings import CRITERIA
 
 # They add cells, or change how a cell is made, but not what comes of it: sums over the ranks of
 # any sharding are the same but for rounding.
-_NOT_OF_A_CELL = ("output", "criteria", "scopes", "sparsities", "wrap")
+_NOT_OF_A_CELL = ("output", "criteria", "scopes", "sparsities", "updates", "wrap")
 _OF_RECOVERY = (
     "recover", "recovery_steps", "recovery_batch", "learning_rate", "mixed_precision",
 )  # fmt: skip
+UPDATES = ("none", "least-squares", "rounds")
 DEFAULT_SCOPES = ["global", "global-rms", "layer", "row", "lamp", "owl", "2:4"]
 
 
@@ -38,6 +39,7 @@ class TableSettings(CommonSettings):
     criteria: tuple[str, ...]
     scopes: tuple[str, ...]
     sparsities: tuple[float, ...]
+    updates: tuple[str, ...]
 
     def facts(self, *, recovered: bool) -> dict[str, Any]:
         """What every cell depends on, before or after recovery, as JSON has it."""
@@ -77,6 +79,14 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=[0.3, 0.5, 0.6, 0.7],
         help="shares of weights to prune",
+    )
+    group.add_argument(
+        "--updates",
+        nargs="+",
+        choices=UPDATES,
+        default=["none"],
+        help="what moves the kept weights: nothing; least squares, once; rounds of rising "
+        "sparsities, with scores anew and least squares in each, over the scope global",
     )
     add_selection(group)
     add_calibration(parser.add_argument_group("calibration"), required=True)

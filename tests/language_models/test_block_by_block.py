@@ -1,12 +1,17 @@
 """Pruning block after block: each by the inputs that the pruned blocks before it give."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 import distprune as prune
 from distprune import language_models
-from distprune.statistics import ActivationStatistics
+from distprune.language_models import hidden_states
+from distprune.language_models.hidden_states import HiddenStates
+from distprune.statistics import ActivationStatistics, GramMatrices
 from distprune.testing import run_ranks
+from helpers.models import target
 from helpers.sampling import every
 from helpers.tiny_language_model import save_tiny_llama, save_tiny_mixtral, tiny_llama, write_text
 
@@ -81,6 +86,67 @@ def test_later_blocks_see_what_pruned_ones_give(folder):
     }
     assert equal["model.layers.0.self_attn.q_proj.weight"]
     assert not equal["model.layers.1.self_attn.q_proj.weight"]
+
+
+def update_blocks(folder, wrap, name, is_chain=True):
+    """Losses of the layers before and after least squares, and weights, block after block."""
+    model = language_models.load_sharded(folder / name, wrap=wrap)
+    tokenizer = language_models.load_tokenizer(folder / name)
+    windows = language_models.read_windows(tokenizer, folder / "text.txt", 16, limit=5)
+    grams = GramMatrices(language_models.linear_layers(model), allow_empty="*")
+
+    def prune_block(of_block):
+        scores = grams.wanda(of_block)
+        prune.global_unstructured(of_block, prune.L1Unstructured, scores, amount=0.5, scope="row")
+        return prune.reconstruct(of_block, grams)
+
+    with mock.patch.object(HiddenStates, "run", _counted(HiddenStates.run)) as run:
+        if not is_chain:
+            with mock.patch.object(hidden_states, "_runs_alone", lambda block: False):
+                reports = language_models.prune_block_by_block(model, windows, grams, prune_block)
+        else:
+            reports = language_models.prune_block_by_block(model, windows, grams, prune_block)
+    rows = [row for report in reports for row in report.parameters]
+    weights = {row.name: _weight(model, row.name) for row in rows}
+    return rows, weights, run.num_calls
+
+
+def _counted(function):
+    def counted(*arguments):
+        counted.num_calls += 1
+        return function(*arguments)
+
+    counted.num_calls = 0
+    return counted
+
+
+def _weight(model, name):
+    """The whole weight, with its zeros."""
+    module, key = target(getattr(model, "module", model), name)
+    value = module._parameters[key + "_orig"].detach()
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+@pytest.mark.filterwarnings("ignore:no token came to")
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_layers_that_run_one_by_one_give_what_the_whole_model_gives(folder, name):
+    rows, weights, num_calls = update_blocks(folder, "none", name)
+    same_rows, same_weights, none = update_blocks(folder, "none", name, is_chain=False)
+    assert num_calls == 2 * 5 and none == 0  # of two blocks, on five windows
+    assert rows == same_rows
+    assert all(torch.equal(weights[key], same_weights[key]) for key in weights)
+    assert all(row.error_after < row.error_before for row in rows if row.error_before)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:no token came to")
+@pytest.mark.parametrize("wrap", ["fsdp2", "ddp"])
+def test_updated_weights_on_ranks_are_those_of_one_process(folder, wrap):
+    _, weights, _ = update_blocks(folder, "none", "llama")
+    for _, found, num_calls in run_ranks(update_blocks, 2, folder, wrap, "llama"):
+        assert num_calls == 2 * 3
+        for key, right in weights.items():
+            assert (found[key] - right).abs().max() <= 1e-5 * right.abs().max()
 
 
 def test_a_parameter_outside_of_the_blocks_is_refused(folder):

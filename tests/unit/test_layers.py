@@ -46,8 +46,8 @@ ROOMS = {
         "schedule", "checkpoint", "criteria", "recipe", "files",
     },
     "language_models": {
-        "_common", "torch_private", "_transformers", "shards", "masks", "call", "api", "files",
-        "criteria", "statistics",
+        "_common", "torch_private", "_transformers", "shards", "masks", "call", "methods", "api",
+        "files", "criteria", "statistics", "reconstruction",
     },
     "_public": {
         "_common", "shards", "budgets", "call", "methods", "api", "verification", "schedule",

@@ -1,0 +1,157 @@
+"""The hidden states between the decoder layers of a model, window by window.
+
+[Note: a chain] In most decoders a layer is called with what the layer before it returned, and with
+arguments that depend on the shape of a batch alone, such as masks and position embeddings. One
+forward of the model shows these, and whether it is so; then a layer runs on its own, and a pass
+over all layers costs one forward of each, and not one of the model for each:
+
+    model       runs once: what layer 0 is called with, and the arguments of each layer
+    layer 0     runs on it: statistics;  is pruned;  runs again: what layer 1 is called with
+    layer 1     ...
+
+Where it is not so (layers that share state, FSDP around several layers), the model runs whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distprune._common.pruned_form import is_dtensor
+from distprune.torch_private.wrapper import managed_parameters
+
+Run = Callable[[], object]
+# What a layer is called with beside the hidden states.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class HiddenStates:
+    """What a decoder layer is called with, for each batch of this rank.
+
+    Args:
+        blocks: the decoder layers, in the order in which they run.
+        storage: where the hidden states are kept; None: where they come from.
+
+    Attributes:
+        is_chain: whether layers can run on their own; see [Note: a chain]. Of this rank.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], storage: torch.device | None) -> None:
+        self._blocks = list(blocks)
+        self._storage = storage
+        self._states: list[Tensor] = []
+        self._arguments: list[list[Arguments]] = []
+        self._last: Tensor | None = None  # what a layer of the present forward returned
+        self.is_chain = all(map(_runs_alone, self._blocks))
+
+    def catch(self, run: Run) -> None:
+        """Run the model on a batch, and keep what its layers are called with."""
+        calls: list[Arguments] = []
+        self._last = None
+        handles = [
+            handle
+            for block in self._blocks
+            for handle in (
+                block.register_forward_pre_hook(partial(self._enter, calls), with_kwargs=True),
+                block.register_forward_hook(self._leave),
+            )
+        ]
+        try:
+            run()
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._last = None
+        self.is_chain &= len(calls) == len(self._blocks)
+        self._arguments.append(self._shared(calls))
+
+    def forget(self) -> None:
+        """Free the hidden states."""
+        self._states, self._arguments = [], []
+
+    def tokens(self, batch: int) -> Tensor:
+        """Of a batch, [batch, tokens]: zeros, as a mask that leaves all of them out."""
+        return torch.zeros(self._states[batch].shape[:2], dtype=torch.int64)
+
+    def run(self, number: int, batch: int) -> None:
+        """Run a layer on a batch."""
+        self._call(number, batch)
+
+    def advance(self, number: int) -> None:
+        """Run a layer on all batches: what it returns are the hidden states of the next."""
+        for batch in range(len(self._states)):
+            state = _state_of(self._call(number, batch))
+            assert state is not None
+            self._states[batch] = self._stored(state)
+
+    def _call(self, number: int, batch: int) -> Any:
+        rest, keywords = self._arguments[batch][number]
+        state = self._states[batch]
+        device = next((p.device for p in self._blocks[number].parameters()), state.device)
+        return self._blocks[number](state.to(device), *rest, **keywords)
+
+    def _enter(
+        self,
+        calls: list[Arguments],
+        block: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        state = args[0] if args else None
+        if not isinstance(state, Tensor) or is_dtensor(state):
+            self.is_chain = False
+            return
+        if not calls:
+            self._states.append(self._stored(state))
+        elif self._last is None or not torch.equal(self._last, state):
+            self.is_chain = False
+        if block is not self._blocks[len(calls) % len(self._blocks)]:
+            self.is_chain = False
+        calls.append((args[1:], kwargs))
+
+    def _leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._last = _state_of(output)
+
+    def _stored(self, state: Tensor) -> Tensor:
+        return state.detach().to(self._storage or state.device, copy=True)
+
+    def _shared(self, calls: list[Arguments]) -> list[Arguments]:
+        """Arguments, without tensors that are equal to those of another batch."""
+        for earlier in self._arguments[-1:] + self._arguments[:1]:
+            if len(earlier) == len(calls):
+                return [_same(new, old) for new, old in zip(calls, earlier, strict=True)]
+        return calls
+
+
+def _runs_alone(block: nn.Module) -> bool:
+    """Whether a layer gathers all of its parameters when it is called itself."""
+    owned = {id(module) for module in block.modules()}
+    is_managed = any(owner in owned for owner, _ in managed_parameters(block))
+    return not is_managed or hasattr(block, "set_reshard_after_forward")  # FSDP2 around the layer
+
+
+def _state_of(output: Any) -> Tensor | None:
+    """The hidden states that a layer returns, alone or first of a tuple."""
+    first = output[0] if isinstance(output, tuple) and output else output
+    return first if isinstance(first, Tensor) else None
+
+
+def _same(new: Any, old: Any) -> Any:
+    """``old`` where it equals ``new``: one object in place of many equal ones."""
+    if isinstance(new, Tensor):
+        is_equal = (
+            isinstance(old, Tensor)
+            and not is_dtensor(new)
+            and (new.dtype, new.shape, new.device) == (old.dtype, old.shape, old.device)
+            and torch.equal(new, old)
+        )
+        return old if is_equal else new
+    if isinstance(new, tuple) and isinstance(old, tuple) and len(new) == len(old):
+        return tuple(_same(one, other) for one, other in zip(new, old, strict=True))
+    if isinstance(new, dict) and isinstance(old, dict):
+        return {key: _same(value, old.get(key)) for key, value in new.items()}
+    return new
