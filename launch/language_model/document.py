@@ -88,6 +88,7 @@ def recipe_of(settings: Settings, rows: Rows) -> str | None:
     are one parameter, and many tensors in files, where it matters what is one tensor.
     """
     is_one_call = settings.schedule == "one_shot" and not settings.sequential
+    is_one_call &= not settings.moves_weights
     if not is_one_call or settings.budget or settings.criterion not in _OF_CHECKPOINTS:
         return None
     if not all(row["name"].endswith(".weight") for row in rows):
@@ -118,6 +119,10 @@ def _method(settings: Settings) -> str:
         words.append(f"budget {settings.budget}")
     if settings.sequential:
         words.append("block by block")
+    if settings.rounds:
+        words.append(f"in rounds of {', '.join(f'{s:g}' for s in settings.rounds)} before it")
+    if settings.update != "none":
+        words.append("kept weights moved by least squares of each layer's outputs")
     if settings.recovery_steps:
         how = "all weights" if settings.lora is None else f"LoRA of rank {settings.lora}, merged"
         words.append(f"then {settings.recovery_steps} steps of fine-tuning, {how}, zeros held")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 import distprune as prune
-from distprune import budgets
+from distprune import budgets, language_models
 from distprune.schedule import Cubic, Linear, ScheduledPruner
-from distprune.statistics import ActivationStatistics
-from jobs.ranking import Pairs
+from distprune.statistics import ActivationStatistics, GramMatrices
+from jobs.ranking import Pairs, Scores
 
 from .rankings import CRITERIA, Calibration
 from .settings import Settings
@@ -43,6 +44,41 @@ def prune_in_one_shot(
     return rows_of(report)
 
 
+def prune_and_move(
+    settings: Settings, parameters: Pairs, calibration: Calibration, finished: int
+) -> Iterator[list[dict[str, Any]]]:
+    """Prune in rounds, and move the kept weights; a row for each parameter after each. Collective.
+
+    Args:
+        finished: rounds that are done, whose masks and weights the model has.
+    """
+    if not settings.rounds:
+        if not finished:
+            grams = calibration.grams if not settings.sequential else None
+            prune_once = prune_block_by_block if settings.sequential else prune_in_one_shot
+            rows = prune_once(settings, parameters, calibration)
+            yield rows if grams is None else with_errors(rows, prune.reconstruct(parameters, grams))
+        return
+
+    def score() -> Scores:
+        scores = CRITERIA[settings.criterion](calibration.renewed()).scores
+        assert scores is not None
+        return scores
+
+    for made in language_models.prune_in_rounds(
+        calibration.model,
+        calibration.text,
+        parameters,
+        [*settings.rounds, settings.sparsity or 0.0],
+        score,
+        update=settings.update != "none",
+        batch_size=settings.batch_size,
+        progress=calibration.job.progress("collecting the inputs of layers"),
+        finished=finished,
+    ):
+        yield with_errors(rows_of(made.pruning), made.update)
+
+
 def prune_block_by_block(
     settings: Settings, parameters: Pairs, calibration: Calibration
 ) -> list[dict[str, Any]]:
@@ -50,7 +86,8 @@ def prune_block_by_block(
 
     Each block loses the same share of its elements.
     """
-    statistics = ActivationStatistics(parameters)
+    has_update = settings.update != "none"
+    statistics = (GramMatrices if has_update else ActivationStatistics)(parameters)
 
     def prune_block(of_block: Pairs) -> list[dict[str, Any]]:
         scores = getattr(statistics, settings.criterion)(of_block)
@@ -58,7 +95,10 @@ def prune_block_by_block(
         report = prune.global_unstructured(
             of_block, prune.L1Unstructured, scores, amount=settings.sparsity, **keywords
         )
-        return rows_of(report)
+        moved = None
+        if isinstance(statistics, GramMatrices):
+            moved = prune.reconstruct(of_block, statistics)
+        return with_errors(rows_of(report), moved)
 
     rows = calibration.run_block_by_block(statistics, prune_block)
     statistics.save(calibration.statistics_file)
@@ -86,3 +126,16 @@ def make_pruner(settings: Settings, parameters: Pairs, calibration: Calibration)
 def rows_of(report: prune.PruningReport) -> list[dict[str, Any]]:
     """What the report says of each parameter; the same on any number of ranks."""
     return report.to_dict()["parameters"]
+
+
+def with_errors(
+    rows: list[dict[str, Any]], moved: prune.ReconstructionReport | None
+) -> list[dict[str, Any]]:
+    """The rows, with the relative error of each layer's outputs before and after its update."""
+    if moved is None:
+        return rows
+    errors = [
+        {"error_before": entry.error_before, "error_after": entry.error_after}
+        for entry in moved.parameters
+    ]
+    return [{**row, **error} for row, error in zip(rows, errors, strict=True)]

@@ -52,6 +52,17 @@ class Calibration:
         statistics.save(self.statistics_file)
         return statistics
 
+    @property
+    def text(self) -> language_models.TokenWindows:
+        """The text from which criteria learn."""
+        assert self.windows is not None  # the settings were checked
+        return self.windows
+
+    def renewed(self) -> Calibration:
+        """One of the model as it is now, that has learnt nothing yet."""
+        file = self.statistics_file.with_name("of_a_round.safetensors")
+        return _OfARound(self.model, self.parameters, self.windows, file, self.batch_size, self.job)
+
     @cached_property
     def grams(self) -> GramMatrices:
         """Of the inputs of all layers of the dense model. Collective when first asked for."""
@@ -85,6 +96,16 @@ class Calibration:
             batch_size=self.batch_size,
             progress=self.job.progress("calibrating"),
         )
+
+
+class _OfARound(Calibration):
+    """A calibration that neither reads nor writes a file: the model is another one later."""
+
+    @cached_property
+    def statistics(self) -> ActivationStatistics:
+        statistics = ActivationStatistics(self.parameters)
+        self.run(statistics)
+        return statistics
 
 
 def _by_gradients(make: Callable[..., criteria.Criterion]) -> Callable[[Calibration], Ranking]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import distprune as prune
-from distprune import language_models
+from distprune import checkpoint, language_models
 from distprune.language_models import TokenWindows
 from jobs.checkpoints import Checkpoints
 from jobs.processes import Job, available_memory
@@ -21,7 +23,7 @@ from jobs.ranking import Pairs
 from jobs.work import Folder, read_json
 
 from .document import card, draw_layers, perplexity_table, recipe_of, sparsity_table
-from .pruning import make_pruner, prune_block_by_block, prune_in_one_shot
+from .pruning import make_pruner, prune_and_move, prune_block_by_block, prune_in_one_shot
 from .rankings import Calibration
 from .recovery import recover
 from .settings import Settings
@@ -159,6 +161,8 @@ class Run:
 
     def prune(self) -> list[dict[str, Any]]:
         """Prune, or load the masks of an earlier run; a row of the report for each parameter."""
+        if self.settings.moves_weights:
+            return self.prune_and_move()
         rows: list[list[dict[str, Any]]] = []
 
         def prune_and_save(folder: Path) -> None:
@@ -172,6 +176,33 @@ class Run:
         if not rows:
             prune.load_masks(self.model, masks)
         return self.work.once("parameters.json", lambda: rows[0])
+
+    def prune_and_move(self) -> list[dict[str, Any]]:
+        """Prune and move weights, in rounds, from the last one that an earlier run has finished."""
+        num_rounds = len(self.settings.rounds) + 1
+
+        def folder_of(number: int) -> Path:
+            return self.work.path / f"round-{number}"
+
+        finished = self.job.of_rank_0(
+            lambda: max((n + 1 for n in range(num_rounds) if folder_of(n).exists()), default=0)
+        )
+        if finished:
+            checkpoint.load(folder_of(finished - 1), self.model)
+        rounds = prune_and_move(self.settings, self.parameters, self.calibration, finished)
+        for number, rows in enumerate(rounds, finished):
+            self.work.once(f"rows-{number}.json", lambda rows=rows: rows)
+
+            def save(folder: Path) -> None:
+                dcp.save(checkpoint.get_state_dict(self.model), checkpoint_id=folder)
+
+            self.work.once_folder(f"round-{number}", save)
+            if self.job.rank == 0:
+                shutil.rmtree(folder_of(number - 1), ignore_errors=True)
+            if number + 1 < num_rounds:
+                self.job.say(f"round {number + 1} of {num_rounds} is done")
+        found = self.work.once(f"rows-{num_rounds - 1}.json", list)
+        return list(found)
 
     def recover(self) -> tuple[nn.Module, list[dict[str, Any]]]:
         """Fine-tune, from the last checkpoint if there is one; the model, and its prunings."""

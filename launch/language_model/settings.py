@@ -23,6 +23,7 @@ from .common_settings import (
 from .rankings import CRITERIA, NEEDS_TEXT
 
 SCOPES = ("global", "layer", "row")
+UPDATES = ("none", "least-squares")
 NORMALIZATIONS = ("none", "rms", "l2", "mean")
 BUDGETS = ("uniform", "uniform+", "erk", "lamp", "owl")
 # Criteria whose scores have another scale in each parameter. Random ones have one scale everywhere,
@@ -43,6 +44,8 @@ class Settings(CommonSettings):
     pattern: str | None
     normalize: str | None
     budget: str | None
+    update: str
+    rounds: tuple[float, ...]
     # What it learns from, beside text.
     statistics: Path | None
     sequential: bool
@@ -58,6 +61,11 @@ class Settings(CommonSettings):
     def facts(self) -> dict[str, Any]:
         """What the result depends on, as JSON has it."""
         return self.facts_without(*_OF_THE_MACHINE)
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether pruning changes kept weights, or has several rounds."""
+        return self.update != "none" or bool(self.rounds)
 
 
 def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
@@ -102,11 +110,32 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         )
     if parsed.scope is None:
         parsed.scope = _default_scope(parsed)
+    _check_moving(parser, parsed)
     if parsed.normalize is None and _needs_scale(parsed):
         parsed.normalize = "rms"
     if parsed.normalize == "none":
         parsed.normalize = None
     return Settings(**with_tuples(parsed))
+
+
+def _check_moving(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    """End the program with a message if the options that move weights do not fit the others."""
+    if (parsed.update != "none" or parsed.rounds) and not parsed.calibrate:
+        parser.error("--update and --rounds need --calibrate FILE...: inputs of the layers")
+    if (parsed.update != "none" or parsed.rounds) and parsed.schedule != "one_shot":
+        parser.error("--update and --rounds go without --schedule")
+    if parsed.rounds:
+        rising = [0.0, *parsed.rounds, parsed.sparsity or 0.0]
+        if rising != sorted(set(rising)):
+            parser.error("expected --rounds that rise, between 0 and --sparsity")
+        is_global = parsed.scope == "global" and not (parsed.pattern or parsed.budget)
+        if not is_global or parsed.sequential or parsed.normalize not in (None, "none"):
+            parser.error(
+                "--rounds rank all weights together: expected --scope global, without --pattern, "
+                "--budget, --normalize and --sequential"
+            )
+        if parsed.criterion not in NEEDS_TEXT:
+            parser.error(f"--rounds has no meaning for --criterion {parsed.criterion}")
 
 
 def _says_sparsity(pattern: str | None) -> bool:
@@ -150,6 +179,21 @@ def _parser() -> argparse.ArgumentParser:
         "wanda, ria or stade)",
     )
     group.add_argument("--budget", choices=BUDGETS, help="divides the sparsity among layers")
+    group.add_argument(
+        "--update",
+        choices=UPDATES,
+        default="none",
+        help="least-squares: move the kept weights so that each layer's outputs change least",
+    )
+    group.add_argument(
+        "--rounds",
+        nargs="*",
+        type=float,
+        default=[],
+        metavar="SPARSITY",
+        help="sparsities to prune to before --sparsity, each with scores of the model as it is"
+        " then",
+    )
     add_selection(group)
 
     group = parser.add_argument_group("calibration")

@@ -106,17 +106,7 @@ class Table:
             return
 
         def score() -> Scores:
-            # Calibrations keep what they have learnt: a new one is of the model as it is now.
-            unused = self.folder.path / "none"
-            calibration = Calibration(
-                self.model,
-                self.parameters,
-                self.texts.calibration,
-                unused,
-                self.settings.batch_size,
-                self.job,
-            )
-            scores = CRITERIA[criterion](calibration).scores
+            scores = CRITERIA[criterion](self.calibration.renewed()).scores
             assert scores is not None
             return scores
 

@@ -169,6 +169,45 @@ def test_a_killed_run_ends_with_the_same_files(folder):
 
 
 @pytest.mark.slow
+def test_a_run_in_rounds_that_was_killed_ends_with_the_same_files(folder):
+    more = ["--calibrate", folder / "train.txt", "--criterion", "taylor", "--sparsity", 0.6,
+            "--rounds", 0.3, 0.5, "--update", "least-squares"]  # fmt: skip
+    prune(folder, "rounds", 2, *more)
+    job = start("launch/torchrun.sh", ROOT / SCRIPT, *arguments(folder, "killed_round", *more))
+    kill_when(folder / "killed_round.work" / "round-0", job)
+    prune(folder, "killed_round", 2, *more)
+    whole, killed = bytes_of(folder / "rounds"), bytes_of(folder / "killed_round")
+    assert whole.keys() == killed.keys()
+    assert [name for name in whole if whole[name] != killed[name]] == []
+    report = json.loads((folder / "rounds/distprune/report.json").read_text())
+    weights, source = weights_of(folder / "rounds"), weights_of(folder / "llama")
+    for row in report["parameters"]:
+        is_zero = weights[row["name"]] == 0
+        assert int(is_zero.sum()) == row["num_pruned"]
+        if 0 < row["num_pruned"] < row["num_elements"]:
+            assert not source[row["name"]][~is_zero].equal(weights[row["name"]][~is_zero])
+            assert row["error_after"] <= row["error_before"]
+    num_pruned, num_elements = (
+        sum(row[name] for row in report["parameters"]) for name in ("num_pruned", "num_elements")
+    )
+    assert num_pruned == round(0.6 * num_elements)
+    card = (folder / "rounds/README.md").read_text()
+    assert "in rounds of 0.3, 0.5 before it; kept weights moved by least squares" in card
+    assert not (folder / "rounds/distprune/recipe.yaml").exists()
+
+
+@pytest.mark.slow
+def test_layers_are_updated_block_by_block(folder):
+    more = ["--calibrate", folder / "train.txt", "--sequential", "--update", "least-squares"]
+    prune(folder, "updated_blocks", 2, *more)
+    report = json.loads((folder / "updated_blocks/distprune/report.json").read_text())
+    assert all(row["error_after"] < row["error_before"] for row in report["parameters"])
+    weights = weights_of(folder / "updated_blocks")
+    for row in report["parameters"]:
+        assert int((weights[row["name"]] == 0).sum()) == row["num_pruned"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -225,6 +264,10 @@ def test_pattern_says_the_sparsity():
     [
         (["--pattern", "2:4", "--sparsity", "0.6"], "expected no --sparsity"),
         (["--criterion", "wanda"], "needs --calibrate"),
+        (["--criterion", "magnitude", "--update", "least-squares"], "need --calibrate"),
+        (["--criterion", "taylor", "--calibrate", "a", "--rounds", "0.7"], "that rise"),
+        (["--criterion", "wanda", "--calibrate", "a", "--rounds", "0.3"], "--scope global"),
+        (["--criterion", "random", "--calibrate", "a", "--rounds", "0.3"], "no meaning"),
         (["--criterion", "magnitude", "--recovery-steps", "3"], "go together"),
         (["--criterion", "magnitude", "--sparsity", "1.5"], "between 0 and 1"),
         (["--criterion", "fisher", "--calibrate", "a", "--sequential"], "wanda, ria and stade"),
