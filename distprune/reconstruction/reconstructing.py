@@ -18,7 +18,7 @@ from distprune.call.request import ParameterArguments
 from distprune.masks.values import ValueChange
 from distprune.reconstruction.report import ReconstructedParameter, ReconstructionReport
 from distprune.reconstruction.rows import Block, Matrices, blocks_of
-from distprune.reconstruction.solving import STEPS, least_squares, output_errors
+from distprune.reconstruction.solving import STEPS, least_squares
 from distprune.shards.parameters import Target
 from distprune.shards.shard import LocalShard
 from distprune.statistics.gram import GramBlock, GramMatrices, with_damping
@@ -214,11 +214,9 @@ class _Weight:
         num_having = self._num_having[number]
 
         def solved(weights: Tensor, keep: Tensor) -> Tensor:
-            new = least_squares(weights, keep, gram, steps)
-            differences = weights - weights * keep, weights - new, weights
-            sums = [output_errors(each, gram, added).sum() for each in differences]
-            errors.sums[self.number] += torch.stack(sums).cpu()
-            return new
+            found = least_squares(weights, keep, gram, added, steps)
+            errors.sums[self.number] += found.errors.cpu()
+            return found.weights
 
         def solve_own() -> None:
             for block in self._blocks:

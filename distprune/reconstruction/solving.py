@@ -17,47 +17,71 @@ of H. Steps of a row depend on this row alone, so that no sharding changes them.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 STEPS = 20
 
 
-def least_squares(weights: Tensor, keep: Tensor, gram: Tensor, steps: int = STEPS) -> Tensor:
+class Solved(NamedTuple):
+    """New rows, and sums over them.
+
+    Attributes:
+        weights: [rows, inputs], +0 where nothing is kept.
+        errors: fp64 [3]: the squared change of the outputs by the mask alone, that by the new rows,
+            and the squared outputs themselves.
+    """
+
+    weights: Tensor
+    errors: Tensor
+
+
+def least_squares(
+    weights: Tensor, keep: Tensor, gram: Tensor, added: float = 0.0, steps: int = STEPS
+) -> Solved:
     """The rows with a given support whose outputs are nearest to those of given rows.
 
     Args:
         weights: [rows, inputs], before they were pruned.
         keep: the same shape, 1 where an element is kept and 0 elsewhere.
         gram: [inputs, inputs], damped; of the dtype of ``weights``.
+        added: the damping on its diagonal, which errors are without.
         steps: of conjugate gradients. An exact solution needs as many as a row has kept elements,
             or distinct eigenvalues; see [Note: least squares].
 
-    Returns:
-        New rows, +0 where ``keep`` is 0.
-
-    Cost: 2 x rows x inputs**2 operations for each step; temporaries of six times ``weights``.
+    Cost: 2 x rows x inputs**2 operations for each step, and for two products more; temporaries of
+    six times ``weights``.
     """
-    inverse = _ratio(torch.ones_like(gram[0]), gram.diagonal())
+    outputs = weights @ gram
+    total = _inner(weights, outputs)
     new = weights * keep
-    residual = ((weights - new) @ gram).mul_(keep)
+    residual = outputs.sub_(new @ gram)
+    before = _inner(weights - new, residual)
+    residual.mul_(keep)
+    inverse = _ratio(torch.ones_like(gram[0]), gram.diagonal())
     direction = residual * inverse
     change = (residual * direction).sum(1, keepdim=True)
+    after = before.clone()
     for _ in range(steps):
         product = (direction @ gram).mul_(keep)
         step = _ratio(change, (direction * product).sum(1, keepdim=True))
+        after -= (step * change).sum(dtype=torch.float64)
         new.addcmul_(step, direction)
         residual.addcmul_(step, product, value=-1)
-        scaled = residual * inverse
-        before, change = change, (residual * scaled).sum(1, keepdim=True)
-        direction = scaled.addcmul_(_ratio(change, before), direction)
-    return torch.where(keep != 0, new, 0)
+        torch.mul(residual, inverse, out=product)
+        before_step, change = change, (residual * product).sum(1, keepdim=True)
+        direction = product.addcmul_(_ratio(change, before_step), direction)
+    new = torch.where(keep != 0, new, 0)
+    distances = torch.stack(
+        [_inner(d, d) for d in (weights - weights * keep, weights - new, weights)]
+    )
+    return Solved(new, torch.stack([before, after, total]) - added * distances)
 
 
-def output_errors(difference: Tensor, gram: Tensor, added: float) -> Tensor:
-    """|d X|^2 of each row d of a difference, fp64 [rows]; ``added`` is the damping in ``gram``."""
-    product = (difference @ gram).add_(difference, alpha=-added)
-    return (product * difference).sum(1, dtype=torch.float64)
+def _inner(one: Tensor, other: Tensor) -> Tensor:
+    return (one * other).sum(dtype=torch.float64)
 
 
 def _ratio(values: Tensor, others: Tensor) -> Tensor:

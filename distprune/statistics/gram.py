@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from distprune._common.collectives import Communicator
 from distprune._common.naming import NamedParameter
+from distprune.files.checkpoints.gram_folder import (
+    STATISTICS,
+    StoredMatrix,
+    read_index,
+    read_rows,
+    write_index,
+    write_matrix,
+)
+from distprune.files.errors import CheckpointError
 from distprune.shards.factored import FactoredScores
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.collected import Pairs
@@ -21,6 +34,9 @@ from distprune.statistics.gram_collecting import GramCollector, LocalGram
 from distprune.statistics.input_parts import peers_of
 from distprune.statistics.layers import WeightLayout
 from distprune.statistics.totals import Totals
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(eq=False)
@@ -182,6 +198,105 @@ class GramMatrices(ActivationStatistics):
             parameter = self._local[position]
             self._collector.forget(parameter)
             self._blocks.pop(parameter.label, None)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the matrices and the statistics to a folder. Collective; the first rank writes.
+
+        Any run on any sharding can load it. The form is in
+        files.checkpoints.gram_folder.[Note: folder of Gram matrices].
+
+        Raises:
+            ValueError: as :meth:`totals`; parameters without full names.
+            OutputError: of distprune.files.errors, a file cannot be written; a RuntimeError on the
+                other ranks.
+
+        Cost: as :meth:`matrix`; one matrix in memory at a time, 4 bytes x inputs**2 each on disk.
+        """
+        folder, communicator = Path(path), self._communicator
+        is_first = communicator.index == 0
+        with communicator.exclusively():
+            communicator.run(
+                lambda: folder.mkdir(parents=True, exist_ok=True) if is_first else None
+            )
+        super().save(folder / STATISTICS)
+        stored: list[StoredMatrix] = []
+        blocks = self.blocks()
+        with communicator.exclusively():
+            for labels, block in blocks:
+                for number in range(len(block.rows)):
+                    whole = block.whole(number, communicator)
+                    name = f"gram-{len(stored):05}.safetensors"
+                    stored.append(StoredMatrix(name, block.size, number, tuple(labels)))
+
+                    def write(whole: Tensor = whole, name: str = name) -> None:
+                        if is_first:
+                            write_matrix(folder / name, whole.cpu().numpy())
+
+                    communicator.run(write)
+            communicator.run(lambda: write_index(folder, stored) if is_first else None)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        parameters: Pairs,
+        *,
+        group: ProcessGroup | None = None,
+        pipeline_parallel: bool = False,
+        allow_empty: str | Sequence[str] = (),
+    ) -> GramMatrices:
+        """Matrices of a folder that :meth:`save` wrote, for any sharding. Collective.
+
+        Args, Raises: as :meth:`ActivationStatistics.load`, for a folder.
+
+        Cost: each rank reads and keeps its own rows.
+        """
+        folder = Path(path)
+        made = super().load(
+            folder / STATISTICS,
+            parameters,
+            group=group,
+            pipeline_parallel=pipeline_parallel,
+            allow_empty=allow_empty,
+        )
+        assert isinstance(made, GramMatrices)
+        communicator = made._communicator
+        with communicator.exclusively():
+            communicator.run(
+                lambda: made._read_blocks(folder), lambda names: [("matrices", str(names))]
+            )
+        return made
+
+    def _read_blocks(self, folder: Path) -> list[str]:
+        """Read this rank's rows of all parameters; the names of those that have some.
+
+        Raises:
+            CheckpointError: the folder is malformed, or lacks a parameter.
+        """
+        by_sharing: dict[tuple[str, ...], list[StoredMatrix]] = {}
+        for stored in read_index(folder):
+            by_sharing.setdefault(stored.parameters, []).append(stored)
+        layouts = {parameter.label: parameter.layout for parameter in self._local}
+        for names, matrices in by_sharing.items():
+            wanted = [name for name in names if name in layouts]
+            if not wanted:
+                continue
+            num, size = _matrices_of(layouts[wanted[0]])
+            matrices.sort(key=lambda stored: stored.number)
+            if [(m.number, m.size) for m in matrices] != [(n, size) for n in range(num)]:
+                raise CheckpointError(
+                    f"{folder} has other Gram matrices of {wanted[0]}: expected {num} of {size} "
+                    "inputs."
+                )
+            height = -(-size // self._communicator.size)
+            start = height * self._communicator.index
+            rows = [read_rows(folder, m, range(start, start + height)) for m in matrices]
+            block = GramBlock(size, torch.from_numpy(np.stack(rows)))
+            self._blocks.update(dict.fromkeys(wanted, block))
+        missing = [label for label in layouts if label not in self._blocks]
+        if missing:
+            raise CheckpointError(f"{folder} has no Gram matrix of {missing[0]}.")
+        return list(self._blocks)
 
     def blocks(self, parameters: Pairs | None = None) -> list[tuple[list[str], GramBlock]]:
         """This rank's rows of matrices, with the labels of those that share them. Collective.

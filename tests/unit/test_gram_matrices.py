@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import distprune as prune
+from distprune.files.errors import CheckpointError
 from distprune.statistics import ActivationStatistics, GramMatrices
 from helpers.least_squares import gram_of
 
@@ -139,3 +140,21 @@ def test_obs_needs_damping():
     grams = GramMatrices([(layer, "weight")])
     with pytest.raises(ValueError, match="damping=0"):
         grams.obs(damping=0)
+
+
+def test_a_folder_that_is_not_one_of_grams_is_refused(tmp_path):
+    net = Attention()
+    pair = prune.NamedParameter(net.q, "weight", "q.weight")
+    grams = GramMatrices([pair])
+    with grams.collecting():
+        net(torch.ones(2, 3))
+    grams.save(tmp_path / "grams")
+    again = GramMatrices.load(tmp_path / "grams", [pair])
+    assert torch.equal(again.matrix(net.q), grams.matrix(net.q))
+    index = tmp_path / "grams" / "grams.json"
+    index.write_text(index.read_text().replace('"size": 3', '"size": 4'))
+    with pytest.raises(CheckpointError, match=r"other Gram matrices of q\.weight"):
+        GramMatrices.load(tmp_path / "grams", [pair])
+    index.unlink()
+    with pytest.raises(CheckpointError, match=r"has no grams\.json"):
+        GramMatrices.load(tmp_path / "grams", [pair])

@@ -134,7 +134,7 @@ def test_more_steps_than_a_row_needs_do_no_harm():
     keep[:, 3:] = 0
     keep[3] = 0
     for dtype in (torch.float32, torch.float64):
-        new = least_squares(weights.to(dtype), keep.to(dtype), gram.to(dtype), 500)
+        new = least_squares(weights.to(dtype), keep.to(dtype), gram.to(dtype), steps=500).weights
         right = reconstructed(weights, keep, gram, 0)
         assert torch.allclose(new.double(), right, atol=1e-4)
         assert not new[3].any()
