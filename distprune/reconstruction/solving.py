@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-STEPS = 20
+STEPS = 15
 
 
 class Solved(NamedTuple):

@@ -323,6 +323,7 @@ def prune_sequentially(
     *,
     forward: Callable[[Any], object] | None = None,
     passes: BlockPasses | None = None,
+    finished: int = 0,
 ) -> list[R]:
     """Collect statistics of one block after the other, and prune each before the next. Collective.
 
@@ -350,9 +351,10 @@ def prune_sequentially(
             default a mapping becomes keyword arguments, a tuple or list arguments, and an
             ``attention_mask`` [batch, tokens] in a mapping says what is padding.
         passes: runs the blocks one by one, where this is known to be the same.
+        finished: blocks with parameters that are done already, as those of an earlier run.
 
     Returns:
-        What ``prune_block`` returned for each block that has parameters.
+        What ``prune_block`` returned for each other block that has parameters.
 
     Raises:
         RuntimeError: something was collected before.
@@ -387,7 +389,7 @@ def prune_sequentially(
     results = []
     with communicator.raising_everywhere():
         for number, parameters in enumerate(of_block):
-            if parameters:
+            if parameters and sum(map(bool, of_block[:number])) >= finished:
                 with statistics._collector.collecting(parameters):
                     for position, batch in enumerate(batches):
                         if passes is not None:

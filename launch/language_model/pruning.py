@@ -13,6 +13,7 @@ from distprune.schedule import Cubic, Linear, ScheduledPruner
 from distprune.statistics import ActivationStatistics, GramMatrices
 from jobs.ranking import Pairs, Scores
 
+from .blocks import FinishedBlocks
 from .rankings import CRITERIA, Calibration
 from .settings import Settings
 
@@ -45,19 +46,25 @@ def prune_in_one_shot(
 
 
 def prune_and_move(
-    settings: Settings, parameters: Pairs, calibration: Calibration, finished: int
+    settings: Settings,
+    parameters: Pairs,
+    calibration: Calibration,
+    finished: int,
+    blocks: FinishedBlocks,
 ) -> Iterator[list[dict[str, Any]]]:
     """Prune in rounds, and move the kept weights; a row for each parameter after each. Collective.
 
     Args:
         finished: rounds that are done, whose masks and weights the model has.
+        blocks: of a run block by block; it goes on after those that are done.
     """
     if not settings.rounds:
-        if not finished:
-            grams = calibration.grams if not settings.sequential else None
-            prune_once = prune_block_by_block if settings.sequential else prune_in_one_shot
-            rows = prune_once(settings, parameters, calibration)
-            yield rows if grams is None else with_errors(rows, prune.reconstruct(parameters, grams))
+        if not finished and settings.sequential:
+            yield prune_block_by_block(settings, parameters, calibration, blocks)
+        elif not finished:
+            grams = calibration.grams  # of the dense model
+            rows = prune_in_one_shot(settings, parameters, calibration)
+            yield with_errors(rows, prune.reconstruct(parameters, grams))
         return
 
     def score() -> Scores:
@@ -80,14 +87,20 @@ def prune_and_move(
 
 
 def prune_block_by_block(
-    settings: Settings, parameters: Pairs, calibration: Calibration
+    settings: Settings,
+    parameters: Pairs,
+    calibration: Calibration,
+    blocks: FinishedBlocks | None = None,
 ) -> list[dict[str, Any]]:
     """Prune each block by statistics of inputs that the pruned blocks before it give. Collective.
 
     Each block loses the same share of its elements.
+
+    Args:
+        blocks: kept weights move, too; it keeps each block that is done.
     """
-    has_update = settings.update != "none"
-    statistics = (GramMatrices if has_update else ActivationStatistics)(parameters)
+    statistics = (ActivationStatistics if blocks is None else GramMatrices)(parameters)
+    rows = [] if blocks is None else blocks.load()
 
     def prune_block(of_block: Pairs) -> list[dict[str, Any]]:
         scores = getattr(statistics, settings.criterion)(of_block)
@@ -95,13 +108,17 @@ def prune_block_by_block(
         report = prune.global_unstructured(
             of_block, prune.L1Unstructured, scores, amount=settings.sparsity, **keywords
         )
-        moved = None
-        if isinstance(statistics, GramMatrices):
-            moved = prune.reconstruct(of_block, statistics)
-        return with_errors(rows_of(report), moved)
+        if blocks is None or not isinstance(statistics, GramMatrices):
+            return rows_of(report)
+        made = with_errors(rows_of(report), prune.reconstruct(of_block, statistics))
+        blocks.save(len(rows), of_block, made)
+        rows.append(made)
+        return made
 
-    rows = calibration.run_block_by_block(statistics, prune_block)
-    statistics.save(calibration.statistics_file)
+    made = calibration.run_block_by_block(statistics, prune_block, finished=len(rows))
+    if blocks is None:
+        rows = made
+        statistics.save(calibration.statistics_file)
     return [row for of_block in rows for row in of_block]
 
 

@@ -71,12 +71,18 @@ class Calibration:
         return grams
 
     def run_block_by_block(
-        self, statistics: ActivationStatistics, prune_block: Callable[[Pairs], R]
+        self,
+        statistics: ActivationStatistics,
+        prune_block: Callable[[Pairs], R],
+        finished: int = 0,
     ) -> list[R]:
         """Prune each decoder layer by the inputs that it has when those before it are pruned.
 
+        Args:
+            finished: the number of blocks that are done already.
+
         Returns:
-            What `prune_block` returned for each block.
+            What `prune_block` returned for each other block.
         """
         return language_models.prune_block_by_block(
             self.model,
@@ -85,6 +91,7 @@ class Calibration:
             prune_block,
             batch_size=self.batch_size,
             progress=self.job.progress("pruning block by block"),
+            finished=finished,
         )
 
     def run(self, collected: ActivationStatistics | criteria.Criterion) -> None:

@@ -22,6 +22,7 @@ from jobs.processes import Job, available_memory
 from jobs.ranking import Pairs
 from jobs.work import Folder, read_json
 
+from .blocks import FinishedBlocks
 from .document import card, draw_layers, perplexity_table, recipe_of, sparsity_table
 from .pruning import make_pruner, prune_and_move, prune_block_by_block, prune_in_one_shot
 from .rankings import Calibration
@@ -189,7 +190,8 @@ class Run:
         )
         if finished:
             checkpoint.load(folder_of(finished - 1), self.model)
-        rounds = prune_and_move(self.settings, self.parameters, self.calibration, finished)
+        blocks = FinishedBlocks(self.model, self.work)
+        rounds = prune_and_move(self.settings, self.parameters, self.calibration, finished, blocks)
         for number, rows in enumerate(rounds, finished):
             self.work.once(f"rows-{number}.json", lambda rows=rows: rows)
 

@@ -200,6 +200,11 @@ def test_a_run_in_rounds_that_was_killed_ends_with_the_same_files(folder):
 def test_layers_are_updated_block_by_block(folder):
     more = ["--calibrate", folder / "train.txt", "--sequential", "--update", "least-squares"]
     prune(folder, "updated_blocks", 2, *more)
+    job = start("launch/torchrun.sh", ROOT / SCRIPT, *arguments(folder, "killed_block", *more))
+    kill_when(folder / "killed_block.work" / "block-0", job)
+    prune(folder, "killed_block", 2, *more)
+    whole, killed = bytes_of(folder / "updated_blocks"), bytes_of(folder / "killed_block")
+    assert [name for name in whole if whole[name] != killed.get(name)] == []
     report = json.loads((folder / "updated_blocks/distprune/report.json").read_text())
     assert all(row["error_after"] < row["error_before"] for row in report["parameters"])
     weights = weights_of(folder / "updated_blocks")
