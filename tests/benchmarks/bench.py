@@ -30,7 +30,6 @@ PARTS = (
     "importing",
     "one_process",
     "ranks",
-    "criteria",
     "projection",
     "scopes",
     "verifying",
@@ -38,7 +37,6 @@ PARTS = (
     "adversarial",
     "schedules",
     "loading",
-    "loading_experts",
 )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 FACTOR = 1.3  # of shard + largest layer + masks of one byte per element
 AMOUNT = 0.5
-EXPERTS = "magnitude, experts too, global, rms"
 CASES = ("magnitude, global, rms", "Wanda, rows", "Wanda, global, rms")
 
 
@@ -45,14 +43,13 @@ def add_rows(
     wrap: str,
     dtype: str,
     num_ranks: int,
-    cases: Sequence[str] = CASES,
 ) -> None:
     """Measure every case, and add a row and a bound for each."""
     with tempfile.TemporaryDirectory() as temporary:
         files = [str(Path(temporary, name)) for name in ("statistics", "tiny")]
         for model, file in zip((folder, tiny), files, strict=True):
             write_statistics_of(model, file)
-        for case in cases:
+        for case in CASES:
             found = on_gloo_ranks(
                 prune_on_rank, num_ranks, (folder, files[0]), (tiny, files[1]), wrap, case
             )
@@ -88,7 +85,7 @@ def prune_on_rank(
         given: folder of the model, and file of its statistics.
         tiny: the same of a model for a first round, so that imports and connections are no cost.
         wrap: of :func:`distprune.language_models.load_sharded`.
-        case: one of CASES; or EXPERTS.
+        case: one of CASES.
     """
     load_and_prune(*tiny, wrap, case)
     gc.freeze()
@@ -113,13 +110,7 @@ def load_and_prune(folder: str, statistics: str, wrap: Any, case: str) -> tuple[
     from distprune.language_models import load_sharded
 
     model = load_sharded(folder, wrap=wrap)
-    if case == EXPERTS:
-        names = ["weight", "gate_up_proj", "down_proj"]
-        linear = prune.select(
-            model, names=names, exclude=["lm_head", "*embed_tokens*"], everything=True
-        )
-    else:
-        linear = prune.select(model, types=torch.nn.Linear, exclude="lm_head")
+    linear = prune.select(model, types=torch.nn.Linear, exclude="lm_head")
     scores = None
     if case.startswith("Wanda"):
         scores = prune.statistics.ActivationStatistics.load(statistics, linear).wanda()

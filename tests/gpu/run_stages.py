@@ -40,7 +40,6 @@ STAGES = {
     "graphs": (90, "a pruned forward and backward in CUDA graphs"),
     "allocators": (90, "leaks, too little memory, pinned memory, expandable segments"),
     "offload": (60, "policies that keep shards on the CPU"),
-    "rivals": (120, "torch's own call, topk and kthvalue, where they still work"),
     "suite": (240, "the tests of the suite that take a device"),
 }
 MARGIN = 15  # seconds that are left for the end

@@ -16,22 +16,22 @@ HERE = Path(__file__).parent
 def test_cheap_stages_run_on_a_cpu(tmp_path):
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     command = [str(HERE / "run.sh"), "--device", "cpu", "--out", str(tmp_path)]
-    command += ["--stages", "ranking,graphs"]
+    command += ["--stages", "ranking"]
     ran = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=280, check=False
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr + (tmp_path / "log.txt").read_text()
     document = json.loads((tmp_path / "results.json").read_text())
     assert document["facts"]["device"] == "cpu" and document["facts"]["quick"]
-    assert [each["status"] for each in document["stages"].values()] == ["ok"] * 2
+    assert [each["status"] for each in document["stages"].values()] == ["ok"]
     parts = {
         part["name"]: part["status"]
         for stage in document["stages"].values()
         for part in stage["parts"]
     }
     untried = {name for name, status in parts.items() if status == "not tried"}
-    assert untried == {"reading pass", "compiled with graphs"}
-    assert parts["bfloat16 by magnitude"] == parts["forward and backward"] == "ok"
+    assert untried == {"reading pass"}
+    assert parts["bfloat16 by magnitude"] == "ok"
     text = (tmp_path / "results.txt").read_text()
     assert "a rehearsal" in text and "share of copy" in text
     assert len(list(tmp_path.iterdir())) == 3  # results.json, results.txt, log.txt
