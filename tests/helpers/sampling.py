@@ -2,8 +2,8 @@
 
 `make test-thorough` sets the variable. Samples are fixed: two runs test the same cases. Of a test
 with several arguments, as many cases run as are needed to have every value of every argument
-(``covering``, which conftest.py applies). A test that makes its own list of cases takes another
-sample of them on each wrapping (``every``), so that every case runs on some wrapping.
+(``covering``, which conftest.py applies), and of wrappings one of each wrapper (``by_wrapper``). A
+test that makes its own list of cases takes another sample of them on each wrapping (``every``).
 """
 
 from __future__ import annotations
@@ -37,6 +37,16 @@ def covering(cases: Sequence[Mapping[str, object]]) -> list[int]:
         missing -= values[best]
         chosen.append(best)
     return sorted(chosen)
+
+
+def by_wrapper(case: Mapping[str, object]) -> dict[str, object]:
+    """A case with the wrapper in place of the wrapping: FSDP1 and FSDP2 have several kinds."""
+    wrapping = case.get("wrapping")
+    if not isinstance(wrapping, str):
+        return dict(case)
+    kind = wrapping.partition("-")[0]
+    is_variant = kind.startswith(("fsdp1", "fsdp2_root", "fsdp2_dim1"))
+    return {**case, "wrapping": kind[:5] if is_variant else kind}
 
 
 def num_examples(number: int) -> int:

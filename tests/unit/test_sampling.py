@@ -2,7 +2,7 @@
 
 import itertools
 
-from helpers.sampling import covering
+from helpers.sampling import by_wrapper, covering
 
 
 def test_a_few_cases_have_every_value_of_every_argument():
@@ -20,3 +20,21 @@ def test_a_few_cases_have_every_value_of_every_argument():
 def test_one_argument_has_all_its_cases():
     assert covering([{"number": n} for n in range(5)]) == [0, 1, 2, 3, 4]
     assert covering([]) == []
+
+
+def test_wrappers_have_kinds_and_sizes():
+    names = [
+        "fsdp1_flat-2",
+        "fsdp1-3",
+        "fsdp2_root-2",
+        "fsdp2-4",
+        "fsdp2_tp-2x2",
+        "hsdp-2x2",
+        "tp-2",
+    ]
+    found = [by_wrapper({"wrapping": name, "x": 1}) for name in names]
+    assert [each["wrapping"] for each in found] == [
+        "fsdp1", "fsdp1", "fsdp2", "fsdp2", "fsdp2_tp", "hsdp", "tp"
+    ]  # fmt: skip
+    assert all(each["x"] == 1 for each in found)
+    assert by_wrapper({"x": 2}) == {"x": 2}
