@@ -18,6 +18,7 @@ from commands import ROOT
 from distprune.cli import process
 from distprune.files import planning
 from distprune.recipe import shipped_recipes
+from helpers.sampling import every
 from helpers.tiny_checkpoints import file_bytes, save, tree_digest
 from helpers.tiny_language_model import save_tiny_llama, write_text
 
@@ -68,7 +69,7 @@ HOW = [
 ]
 
 
-@pytest.mark.parametrize("how", HOW, ids=" ".join)
+@pytest.mark.parametrize("how", every(4, HOW), ids=" ".join)
 def test_statistics_for_a_language_model(run, llama, tmp_path, how):
     model, statistics, text = llama
     written = said(run("plan", model, *how), "distprune calibrate", "distprune eval measures it")

@@ -41,14 +41,16 @@ def test_the_traps_work(trap):
     assert trace(trap) == "torch "
 
 
-@pytest.mark.parametrize("command", [["--version"], ["plan", ".", "-s", "0.5"], ["inspect", "."]])
+@pytest.mark.parametrize("command", [["--version"], ["plan", ".", "-s", "0.5"]])
 def test_python_m_distprune_does_not_import_them(trap, command):
     code, _, err = run(trap, "-m", "distprune", *command)
     assert (code, trace(trap)) == (0, ""), err
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [["-m", "distprune"], ["SCRIPT"]])
+@pytest.mark.parametrize(
+    "program", [["-m", "distprune"], pytest.param(["SCRIPT"], marks=pytest.mark.thorough)]
+)
 def test_the_processes_of_nproc_do_not_import_them(trap, tmp_path, program):
     if program == ["SCRIPT"]:  # what an installation makes of [project.scripts]
         script = tmp_path / "bin" / "distprune"
@@ -61,6 +63,7 @@ def test_the_processes_of_nproc_do_not_import_them(trap, tmp_path, program):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_processes_of_nproc_run_the_package_that_started_them(trap, tmp_path):
     """It may have been found in the current folder, which is not on their path."""
     environment_without = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}

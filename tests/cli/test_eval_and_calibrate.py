@@ -119,7 +119,9 @@ def test_processes_share_the_windows_and_say_the_same(run, made, tmp_path):
         "ddp": ("-m", "distprune", "calibrate", model, *shared, "--nproc=2", "--wrap", "ddp",
                 "--out", other),
     }  # fmt: skip
-    if THOROUGH:
+    if not THOROUGH:
+        del ways["fsdp2"]
+    else:
         ways["tp"] = (*torchrun, "-m", "distprune", "eval", model, *shared, "--wrap", "tp")
     found = {}
     for way, process in {way: start(*command) for way, command in ways.items()}.items():
@@ -127,8 +129,8 @@ def test_processes_share_the_windows_and_say_the_same(run, made, tmp_path):
         assert process.returncode == 0, err
         found[way] = json.loads(written)
         assert (found[way]["num_ranks"], found[way]["wrap"]) == (2, way)
-    assert found["fsdp2"]["all"] == expected
     if THOROUGH:
+        assert found["fsdp2"]["all"] == expected
         assert found["tp"]["all"]["nll"] == pytest.approx(expected["nll"], rel=1e-6)
     of_two = read_statistics(other)[1]
     assert list(of_two) == list(of_one)

@@ -29,6 +29,7 @@ def test_what_copies_refuses_them_by_name_unless_told(run, source, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_ranks_that_it_starts_are_told_too(run, source, tmp_path):
     arguments = ("prune", source, tmp_path / "target", "-s", "0.5", "--nproc", "2")
     assert run(*arguments).code == 3

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from commands import start
 
 from distprune.files.partial import Partial
 from helpers.small_work_units import small_units
@@ -93,23 +92,6 @@ def test_a_lock_of_a_machine_that_is_gone(run, command, tmp_path):
     assert "--take-over" in done.err and lock.exists()
     assert run(*command, "--take-over").code == 0
     assert not lock.exists()
-
-
-@pytest.mark.slow
-def test_apply_on_several_processes_writes_the_same_bytes(run, source, tmp_path):
-    assert run("prune", source, tmp_path / "masks", "-s", "0.25").code == 0
-    command = ["apply", tmp_path / "masks", source]
-    assert run(*command, tmp_path / "one").code == 0
-    process = start("-m", "distprune", *command, tmp_path / "two", "--nproc", "2", "--json")
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    assert json.loads(out)["num_pruned"] == 384
-    assert tree_digest(tmp_path / "one", RUN) == tree_digest(tmp_path / "two", RUN)
-    facts = json.loads((tmp_path / "two" / RUN[0]).read_text())
-    assert facts["num_ranks"] == 2
-    process = start("-m", "distprune", *command, tmp_path / "two", "--nproc", "2")
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 0 and err.count("is finished") == 1
 
 
 def test_apply_says_what_is_wrong_before_it_starts_processes(run, source, tmp_path):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import distprune as prune
-from distprune.testing import run_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -87,32 +86,3 @@ def test_masks_of_the_checkpoint_are_those_of_the_model(run, source, tmp_path, w
     for name, value in dense.items():
         keep = expected.get(name, torch.ones_like(value, dtype=torch.bool))
         assert torch.equal(pruned[name], torch.where(keep, value, 0)), name
-
-
-def train(source, masked) -> tuple[int, int]:
-    """Zeros, and how many should be, after a step of FSDP2 with the masks of a checkpoint."""
-    from torch.distributed.fsdp import fully_shard
-
-    model = read(source).float()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    report = prune.load_masks(model, masked)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    tokens = torch.arange(32).view(2, 16)
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    pairs = prune.select(model)
-    num_zero = torch.tensor(0)
-    for module, name in pairs:
-        prune.remove(module, name)
-        num_zero += (getattr(module, name).to_local() == 0).sum()
-    torch.distributed.all_reduce(num_zero)
-    return int(num_zero), report.num_pruned
-
-
-@pytest.mark.parametrize("source", ["fp32"], indirect=True)
-def test_fine_tuning_starts_with_the_zeros_held(run, source, tmp_path):
-    assert run("prune", source, tmp_path / "out", "-s", "0.5").code == 0
-    for num_zero, expected in run_ranks(train, 2, tmp_path / "out", tmp_path / "out"):
-        assert num_zero == expected > 0

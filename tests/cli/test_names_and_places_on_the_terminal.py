@@ -8,6 +8,7 @@ import pytest
 import torch
 from commands import environment
 
+from helpers.sampling import THOROUGH
 from helpers.tiny_checkpoints import save
 
 
@@ -50,8 +51,8 @@ def test_names_that_are_no_utf_8(source, tmp_path):
         pass
     for command in (
         [b"prune", odd, odd + b"-pruned", b"-s", b"0.5"],
-        [b"plan", odd, b"-s", b"0.5", b"--json"],
-        [b"apply", odd + b"-pruned", odd, odd + b"-applied"],
+        *([b"plan", odd, b"-s", b"0.5", b"--json"],) * THOROUGH,
+        *([b"apply", odd + b"-pruned", odd, odd + b"-applied"],) * THOROUGH,
     ):
         done = run_bytes(*map(os.fsdecode, command), PYTHONIOENCODING="utf-8:strict")
         assert b"Traceback" not in done.stderr, done.stderr

@@ -1,11 +1,7 @@
 """``plan`` without a sparsity shows the selection; with one, the disk and the time it takes."""
 
-import json
-import time
-
 import pytest
 import torch
-from commands import start
 
 from distprune.cli import plan as plan_command
 from distprune.files.planning import plan
@@ -110,38 +106,3 @@ def test_the_time_comes_from_a_sample_of_the_disk(run, tmp_path):
     assert "Pruning reads 402.7 MB" not in (out := run("plan", source, "-s", "0.5").out)
     assert "Pruning reads 268.4 MB and writes 142.6 MB; that takes one process from" in out
     assert "A sample was read at" in out
-
-
-@pytest.mark.thorough
-def test_a_hundred_thousand_tensors(tmp_path):
-    """Tables of them are written in a second, with all that is read before in some."""
-    header, end = {}, 0
-    for i in range(100_000):
-        name = f"model.layers.{i // 4}.mlp.experts.{i % 4}.weight"
-        header[name] = {"dtype": "BF16", "shape": [2, 2], "data_offsets": [end, end + 8]}
-        end += 8
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "model.safetensors").write_bytes(encode(header, bytes(end)))
-    script = (
-        "import sys, time\nfrom distprune.cli import console\n"
-        "layout, seconds = console.layout, []\n"
-        "def timed(*arguments, **more):\n"
-        "    began = time.process_time()\n    lines = list(layout(*arguments, **more))\n"
-        "    seconds.append(time.process_time() - began)\n    return iter(lines)\n"
-        "console.layout = timed\nfrom distprune.cli.main import main\n"
-        "try:\n    main()\nfinally:\n"
-        "    print(seconds[0] if seconds else 0, time.process_time(), file=sys.stderr)\n"
-    )
-    for option in ("-v", "--json"):
-        began = time.monotonic()
-        process = start("-c", script, "plan", source, "-s", "0.5", option)
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-        table, whole = map(float, err.split())
-        assert table < 1 and whole < 15 and time.monotonic() > began
-        if option == "-v":
-            assert len(out.splitlines()) > 100_000
-            assert "model.layers.24999.mlp.experts.3.weight       1  BF16   2 x 2" in out
-        else:
-            assert len(json.loads(out)["tensors"]) == 100_000

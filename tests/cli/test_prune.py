@@ -21,6 +21,7 @@ from distprune.cli.console import Terminal
 from distprune.files import pruning
 from distprune.files.team import Progress
 from distprune.files.text import format_size
+from helpers.sampling import THOROUGH
 from helpers.tiny_checkpoints import load, save, save_zeros, tree_digest
 
 RUN = ("distprune/run.json",)  # time and memory
@@ -99,12 +100,11 @@ def test_any_number_of_processes_gives_the_same_bytes(run, source, tmp_path):
 
     assert run(*into("one")).code == 0
     expected = tree_digest(tmp_path / "one", RUN)
-    two = start("-m", "distprune", *into("two"), "--nproc=2", "--json", RANKS="x")
-    three = start(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3",
-        "-m", "distprune", *into("three"),
-    )  # fmt: skip
-    for child, name, size in ((two, "two", 2), (three, "three", 3)):
+    children = [(start("-m", "distprune", *into("two"), "--nproc=2", "--json"), "two", 2)]
+    if THOROUGH:
+        torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+        children += [(start("-m", *torchrun, "-m", "distprune", *into("three")), "three", 3)]
+    for child, name, size in children:
         out, err = child.communicate(timeout=100)
         assert child.returncode == 0, err
         assert err.count("Prunes ") == 1  # the first rank speaks for all
@@ -156,16 +156,6 @@ def start_ranks(*commands):
         start("-m", "distprune", *command, **meeting, RANK=str(rank))
         for rank, command in enumerate(commands)
     ]
-
-
-@pytest.mark.slow
-def test_ranks_that_differ_end_with_code_5_and_say_in_what(source, tmp_path):
-    arguments = ("prune", source, tmp_path / "out", "-q")
-    for child in start_ranks(*((*arguments, "-s", sparsity) for sparsity in ("0.5", "0.25"))):
-        _, err = child.communicate(timeout=60)
-        assert child.returncode == 5
-        assert "recipe.sparsity" in err and "0.25" in err and "Traceback" not in err
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -389,7 +379,7 @@ def test_a_stopped_rank_does_not_keep_the_command(tmp_path):
     assert process.returncode == 0, err
 
 
-@pytest.mark.parametrize("arguments, code", [(("recipe", "ls"), 0), (("recipe", "show", "no"), 2)])
+@pytest.mark.parametrize("arguments, code", [(("recipe", "show", "no"), 2)])
 def test_a_rank_ends_without_the_shutdown_of_python(arguments, code):
     """There gloo may abort the process after its work is done, for a model that is sharded."""
     program = "import atexit; atexit.register(print, 'shut down')\n"
@@ -399,4 +389,3 @@ def test_a_rank_ends_without_the_shutdown_of_python(arguments, code):
         out, err = process.communicate(timeout=250)
         assert process.returncode == code, err
         assert out.endswith("shut down\n") == (not variables), out
-        assert ("magnitude_50" in out) == (code == 0), out

@@ -1,17 +1,14 @@
-"""--score, --statistics and --scores: the command line, on one process and on two."""
+"""--score, --statistics and --scores: the command line."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
 from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
-from helpers.tiny_checkpoints import save, tree_digest
+from helpers.tiny_checkpoints import save
 
-RUN = ("distprune/run.json",)
 NAMES = [f"layers.{n}.mlp.weight" for n in range(3)]
 
 
@@ -41,15 +38,6 @@ def test_plan_prune_and_verify_by_wanda(run, source, statistics, tmp_path):
     assert run("verify", tmp_path / "out", "--against", source).code == 0
     raw = run("prune", source, tmp_path / "raw", *given, "--normalize", "none")
     assert "Raw scores of several tensors" in raw.err and "Largest pruned score" in raw.out
-
-
-@pytest.mark.slow
-def test_two_processes_write_the_same_bytes(run, source, statistics, tmp_path):
-    given = ["-r", "wanda_row_50", "--statistics", str(statistics)]
-    run("prune", source, tmp_path / "one", *given)
-    command = ["prune", str(source), str(tmp_path / "two"), *given, "--nproc", "2"]
-    subprocess.run([sys.executable, "-m", "distprune", *command], check=True, capture_output=True)
-    assert tree_digest(tmp_path / "one", RUN) == tree_digest(tmp_path / "two", RUN)
 
 
 def test_the_shipped_recipe_needs_statistics(run, source, statistics, tmp_path):

@@ -56,7 +56,7 @@ def test_a_result_is_good_or_all_that_is_wrong_is_listed(run, made):
 @pytest.mark.slow
 def test_any_number_of_processes_says_the_same(run, made):
     source, out = made
-    for is_good in (True, False):
+    for is_good in (True, False) if THOROUGH else (False,):
         if not is_good:
             damage(out)
         expected = run("verify", out, "--against", source)
@@ -69,7 +69,7 @@ def test_any_number_of_processes_says_the_same(run, made):
             "torchrun": (*torchrun, "-m", "distprune", *command),
         }
         if not THOROUGH:
-            del ways["json" if is_good else "torchrun"]
+            ways = {"text": ways["text"]}
         for way, process in {way: start(*arguments) for way, arguments in ways.items()}.items():
             text, err = process.communicate(timeout=200)
             # torchrun itself ends with 1 where a worker ends with an exit code.

@@ -5,6 +5,7 @@ import json
 import pytest
 from shell import run
 
+from helpers.sampling import THOROUGH
 from helpers.tiny_language_model import save_tiny_llama, write_text
 
 SCRIPT = "launch/compare_on_language_model.py"
@@ -41,5 +42,6 @@ def test_cells_are_made_once_and_added_later(tmp_path):
     head = next(line for line in lines if line.startswith("| sparsity"))
     assert [name.strip() for name in head.split("|")[2:-1]] == ["global", "2:4", "owl"]
 
-    status, printed = run(SCRIPT, *common, "--seed", 1)
-    assert status == 1 and "seed was 0 and is 1" in printed
+    if THOROUGH:
+        status, printed = run(SCRIPT, *common, "--seed", 1)
+        assert status == 1 and "seed was 0 and is 1" in printed

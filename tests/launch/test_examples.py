@@ -1,6 +1,7 @@
 """Every example runs, as its first lines say."""
 
 import re
+import runpy
 
 import pytest
 from shell import ROOT, run
@@ -31,15 +32,16 @@ def test_prune_accelerate():
 
 
 @pytest.mark.slow
-def test_prune_one_device():
-    status, output = run("examples/prune_one_device.py")
-    assert status == 0, output
+def test_prune_one_device(capsys):
+    runpy.run_path(str(ROOT / "examples" / "prune_one_device.py"), run_name="__main__")
+    output = capsys.readouterr().out
     # Half of one of two equal layers, then 80 % of the rest.
     assert totals(output) == [["262,144", "65,536", "157,286", "85.00%"]]
     assert "222,822 weights are zero" in output
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_prune_trainer(tmp_path):
     status, output = run("examples/prune_trainer.py", tmp_path)
     assert status == 0, output

@@ -1,51 +1,17 @@
-"""The main job under a schedule: killed and restarted, it ends with the same result."""
+"""Checkpoints of the main job: a training under a schedule goes on elsewhere, with its masks."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from shell import ROOT, kill_when, run, start
+from shell import ROOT
 
 import distprune as prune
 from distprune.schedule import Linear, ScheduledPruner
 from distprune.testing import run_ranks
 
 sys.path.insert(0, str(ROOT / "launch"))
-
-ARGUMENTS = ["--schedule", "cubic", "--steps", 4, "--finetune-steps", 1, "--checkpoint-every", 1]
-ARGUMENTS += ["--held-out-windows", 20]
-SCRIPT = "launch/prune_tiny_llama.sh"
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_killed_and_started_again(tmp_path):
-    # Not disturbed until the training with which the other one is compared is over.
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    job = start(SCRIPT, *ARGUMENTS, "--output", undisturbed)
-    kill_when(undisturbed / "checkpoints/magnitude/step-000005", job)
-
-    # Prunings are due after steps 3 and 4.
-    job = start(SCRIPT, *ARGUMENTS, "--output", killed)
-    kill_when(killed / "checkpoints/magnitude/step-000003", job)
-    assert not (killed / "checkpoints/magnitude/step-000005").exists()
-    status, output = run(SCRIPT, *ARGUMENTS, "--output", killed)
-    assert status == 0, output
-    assert "magnitude: continuing after step" in output
-    assert "random: continuing" not in output
-
-    for name in ("masks_2", "before_3", "masks_3"):
-        file = f"single_process/magnitude_{name}.safetensors"
-        one, other = load_file(undisturbed / file), load_file(killed / file)
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[key], other[key]) for key in one), name
-    results = json.loads((killed / "results.json").read_text())
-    assert [found["num_differing"] for found in results["mask_comparisons"]] == [0] * 4
-    assert results["saved_model_faults"] == []
-    assert not (killed / "checkpoints").exists()
 
 
 def train_and_save(folder: str, wrap: str, steps: range) -> dict[str, torch.Tensor]:
