@@ -5,7 +5,6 @@ tensors are selected is asked of the plan; tests/files/test_policy.py and its ne
 """
 
 import json
-import os
 import re
 import shutil
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from distprune.files.errors import FilesError
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
 from distprune.files.recipe import FileRecipe
@@ -52,20 +50,6 @@ def test_every_byte_is_that_of_the_oracle(made, tmp_path, way):
     check_masks(tmp_path / "out", keeps)
     assert verify(tmp_path / "out", source).problems == ()
     check_models(architecture, tmp_path / "out", wanted)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("way", ["global", "2:4"])
-def test_each_mutation_of_a_result_is_found(made, tmp_path, way):
-    architecture, source = made
-    planned = plan_for(architecture, source, way)
-    prune(planned, tmp_path / "out")
-    assert verify(tmp_path / "out", source).is_good
-    for name, mutate in MUTATIONS.items():
-        mutated = shutil.copytree(tmp_path / "out", tmp_path / name)
-        mutate(mutated, planned)
-        assert not passes(mutated, source), name
-        shutil.rmtree(mutated)
 
 
 def test_there_are_24_checkpoints_of_20_architectures():
@@ -185,101 +169,3 @@ def check_models(architecture, folder, wanted):
     assert models[0].keys() == models[1].keys()
     for name, value in models[0].items():
         assert torch.equal(value, models[1][name]), name
-
-
-# Mutations: each gets a copy of a good result.
-
-
-def passes(folder, source):
-    try:
-        return verify(folder, source).is_good
-    except FilesError:
-        return False
-
-
-def _edit(path, offset, value):
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        old = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([value(old)]))
-
-
-def _first_element(folder, planned, is_kept):
-    """Path and place of an element that is kept, or pruned."""
-    for tensor in planned.tensors:
-        entry = tensor.entry
-        size = entry.nbytes // entry.numel
-        raw = (folder / entry.file).read_bytes()[entry.start : entry.stop]
-        for number in range(entry.numel):
-            element = raw[number * size : (number + 1) * size]
-            if any(element) == is_kept:
-                return folder / entry.file, entry.start + number * size
-    raise AssertionError("no such element")
-
-
-def flip_a_kept_weight(folder, planned):
-    _edit(*_first_element(folder, planned, True), lambda old: old ^ 1)
-
-
-def write_a_pruned_weight(folder, planned):
-    _edit(*_first_element(folder, planned, False), lambda old: 1)
-
-
-def flip_a_mask_bit(folder, planned):
-    path = folder / "distprune" / "masks.safetensors"
-    start = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    _edit(path, start, lambda old: old ^ 1)
-
-
-def change_an_unselected_byte(folder, planned):
-    pruned = {tensor.entry.name for tensor in planned.tensors}
-    entry = next(each for each in planned.checkpoint.tensors if each.name not in pruned)
-    _edit(folder / entry.file, entry.start, lambda old: old ^ 1)
-
-
-def append_to_the_config(folder, planned):
-    with open(folder / "config.json", "a") as file:
-        file.write(" ")
-
-
-def add_a_file(folder, planned):
-    (folder / "modeling_other.py").write_text("")
-
-
-def remove_a_file(folder, planned):
-    os.unlink(folder / "tokenizer.json")
-
-
-def truncate_the_weights(folder, planned):
-    path = folder / planned.checkpoint.files[0].name
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def change_a_count(folder, planned):
-    path = folder / "distprune" / "report.json"
-    report = json.loads(path.read_text())
-    report["tensors"][0]["num_pruned"] += 1
-    path.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def forget_the_threshold(folder, planned):
-    path = folder / "distprune" / "report.json"
-    report = json.loads(path.read_text())
-    report["threshold"] = None if report["threshold"] is not None else 0.5
-    path.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def change_the_recipe(folder, planned):
-    path = folder / "distprune" / "recipe.yaml"
-    path.write_text(path.read_text().replace("error", "keep"))
-
-
-MUTATIONS = {
-    each.__name__: each
-    for each in (
-        flip_a_kept_weight, write_a_pruned_weight, flip_a_mask_bit, change_an_unselected_byte,
-        append_to_the_config, add_a_file, remove_a_file, truncate_the_weights, change_a_count,
-        forget_the_threshold, change_the_recipe,
-    )
-}  # fmt: skip

@@ -11,6 +11,7 @@ from distprune.files.recipe import FileRecipe
 from distprune.files.reports.report import read_report
 from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints
+from helpers.sampling import every
 from helpers.small_work_units import small_chunks, small_units
 from helpers.tiny_checkpoints import load, tree_digest
 
@@ -99,7 +100,7 @@ def test_equals_the_oracle(tmp_path, kind, small_pieces):
         padding=1 if kind == "fp16" else 8,
     )
     before = tree_digest(source)
-    for which, way in enumerate(WAYS):
+    for which, way in every(3, enumerate(WAYS), list(KINDS).index(kind)):
         check(tensors, source, tmp_path / f"target{which}", way)
     assert tree_digest(source) == before
 

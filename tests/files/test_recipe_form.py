@@ -165,7 +165,7 @@ budgets = st.builds(lambda *parts: {k: v for part in parts for k, v in part.item
                     selections, some({"score": scores}))  # fmt: skip
 
 
-@settings(max_examples=num_examples(300), deadline=None)
+@settings(max_examples=num_examples(160), deadline=None)
 @given(st.lists(budgets, min_size=1, max_size=3), some(wholes), st.booleans())
 def test_whatever_is_a_recipe_is_read_as_it_was_written(parts, whole, is_flat):
     parts = parts[:1] if is_flat else parts
@@ -207,7 +207,7 @@ groups = patterned | st.builds(
 )
 
 
-@settings(max_examples=num_examples(300), deadline=None)
+@settings(max_examples=num_examples(160), deadline=None)
 @given(st.lists(groups, min_size=1, max_size=3), st.booleans(), some({"score": scores}))
 def test_whatever_is_read_is_the_same_as_plain_values(parts, is_flat, top):
     document = {"version": 1} | (parts[0] if is_flat else {"groups": parts} | top)
@@ -215,6 +215,7 @@ def test_whatever_is_read_is_the_same_as_plain_values(parts, is_flat, top):
     assert parse_recipe(recipe.as_mapping()) == recipe
 
 
+@settings(max_examples=num_examples(100), deadline=None)
 @given(st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | texts | st.dates(),
     lambda values: st.lists(values, max_size=3) | st.dictionaries(

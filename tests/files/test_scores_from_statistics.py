@@ -1,4 +1,4 @@
-"""Masks by Wanda, STADE and given scores: the command line's are the model's, bit for bit."""
+"""Masks by magnitude, Wanda, RIA and given scores, scaled or not: of files as of models."""
 
 import random
 import warnings
@@ -7,8 +7,6 @@ import pytest
 import torch
 from test_meets_the_library import masks_of
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
 
 import distprune
 from distprune import budgets
@@ -74,6 +72,11 @@ def make_statistics(path, prefix=""):
 
 
 CALLS = [
+    {"amount": 0.4, "normalize": "rms", "score": "magnitude"},
+    {"amount": 0.55, "normalize": "l2", "score": "magnitude"},
+    {"amount": 0.7, "normalize": "mean", "score": "magnitude"},
+    {"amount": 0.5, "normalize": None, "score": "magnitude"},
+    {"amount": 0.5, "normalize": "rms", "score": "magnitude", "max_sparsity": 0.6},
     {"amount": 0.4, "normalize": "rms", "score": "wanda"},
     {"amount": 0.6, "normalize": "mean", "score": "wanda"},
     {"amount": 0.5, "normalize": None, "score": "wanda"},
@@ -122,14 +125,11 @@ def given_scores(model, dtype):
     }
 
 
-def masks_of_model(dtype, statistics, scores_dtype, is_sharded=False):
-    """In the library, plain or under FSDP2: the whole masks of each call, by name."""
+def masks_of_model(calls, dtype, statistics, scores_dtype):
+    """In the library: the masks of each call, by name."""
     found = []
-    for call in CALLS:
+    for call in calls:
         model = make_model(dtype)
-        if is_sharded:
-            for layer in model["layers"]:
-                fully_shard(layer)
         parameters = selected(model)
         keywords = {name: value for name, value in call.items() if name != "score"}
         collected = ActivationStatistics.load(statistics, parameters)
@@ -143,25 +143,19 @@ def masks_of_model(dtype, statistics, scores_dtype, is_sharded=False):
         if call["score"] == "given":
             given = given_scores(make_model(dtype), scores_dtype)
             scores = {pair: given[pair.fqn] for pair in parameters}
-            if is_sharded:
-                for pair, score in scores.items():
-                    weight = pair[0].weight
-                    scores[pair] = distribute_tensor(score, weight.device_mesh, weight.placements)
         distprune.global_unstructured(
             parameters, distprune.L1Unstructured, importance_scores=scores, **keywords
         )
-        masks = {pair.fqn: pair[0].weight_mask for pair in parameters}
-        whole = {n: m.full_tensor() if is_sharded else m for n, m in masks.items()}
-        found.append({name: mask.bool() for name, mask in whole.items()})
+        found.append({pair.fqn: pair[0].weight_mask.bool() for pair in parameters})
     return found
 
 
 @small_units(num_elements=44)
-def prune_files(source, folder, statistics, scores, chunk):
+def prune_files(source, folder, calls, statistics, scores, chunk):
     """On every rank."""
     with pytest.MonkeyPatch.context() as patch:
         small_chunks(patch, chunk, 8 * chunk)
-        for number, call in enumerate(CALLS):
+        for number, call in enumerate(calls):
             keywords = {name: value for name, value in call.items() if name != "amount"}
             if call["score"] == "given":
                 keywords["scores"] = scores
@@ -186,53 +180,35 @@ def check(source, folder, inputs, wanted, ranks, chunk):
         found = masks_of(folder / str(number))
         assert found.keys() == masks.keys()
         wrong = [name for name, keep in masks.items() if not found[name].equal(keep)]
-        assert not wrong, CALLS[number]
+        assert not wrong, inputs[0][number]
+
+
+DTYPES = [
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float32),
+    (torch.float64, torch.float16),
+    ("mixed", torch.float64),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "scores_dtype"),
-    [
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float32),
-        (torch.float64, torch.float16),
-        ("mixed", torch.float64),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "scores_dtype"), DTYPES)
 def test_masks_of_the_model_and_of_its_checkpoint(tmp_path, dtype, scores_dtype):
     model = make_model(dtype)
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     source = tiny_checkpoints.save(tmp_path / "source", state)
     statistics = str(make_statistics(tmp_path / "statistics.safetensors"))
     scores = str(tiny_checkpoints.save(tmp_path / "scores", given_scores(model, scores_dtype)))
-    wanted = masks_of_model(dtype, statistics, scores_dtype)
+    calls = every(4, CALLS, [scores for _, scores in DTYPES].index(scores_dtype))
+    wanted = masks_of_model(calls, dtype, statistics, scores_dtype)
     assert all(sum(int((~keep).sum()) for keep in masks.values()) > 0 for masks in wanted)
-    inputs = (statistics, scores)
+    inputs = (calls, statistics, scores)
     check(source, tmp_path / "one", inputs, wanted, 1, chunk=1 << 19)
     check(source, tmp_path / "three", inputs, wanted, 3, chunk=24)
-    for number, call in every(3, enumerate(CALLS), len(str(dtype))):
+    for number, call in enumerate(calls):
         given = scores if call["score"] == "given" else None
         result = verify(tmp_path / "three" / str(number), source, scores=given)
         assert not result.problems, (call, result.problems)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("dtype", "scores_dtype"),
-    [
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float32),
-        (torch.float64, torch.float16),
-    ],
-)
-def test_masks_of_a_sharded_model_are_those_of_the_model(tmp_path, dtype, scores_dtype):
-    """And so those of its checkpoint: statistics are loaded from one file."""
-    statistics = str(make_statistics(tmp_path / "statistics.safetensors"))
-    wanted = masks_of_model(dtype, statistics, scores_dtype)
-    for sharded in run_ranks(masks_of_model, 2, dtype, statistics, scores_dtype, True):
-        for call, masks, whole in zip(CALLS, sharded, wanted, strict=True):
-            assert masks.keys() == whole.keys()
-            assert all(masks[name].equal(keep) for name, keep in whole.items()), call
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
