@@ -24,11 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.memory import Runs, copy
+from distprune._common.memory import Runs, concatenate
 from distprune.selection.candidates import Candidates, Interval
 from distprune.selection.kernels import kernels_on
 from distprune.selection.keys import KeyRange
 from distprune.selection.radix import Descent, Search, binning, descent_over, narrowed, within
+from distprune.selection.small import batches_of, is_small
 
 # A bracket this many standard deviations wide misses about once in a million.
 _SIGMAS = 5.0
@@ -208,16 +209,18 @@ def sample(
         dead: the key that stands for an element that does not compete.
         generator: of the positions.
     """
-    runs_of_parts = [_runs(part.counted, rate, generator) for part in parts]
-    sizes = [runs.numbers.numel() * runs.length for runs in runs_of_parts]
-    if not sum(sizes):
-        return torch.empty(0, dtype=torch.int64)
-    keys = torch.empty(sum(sizes), dtype=parts[0].keys.dtype, device=parts[0].device)
-    outs = torch.split(keys, sizes)
-    for part, runs, out in zip(parts, runs_of_parts, outs, strict=True):
-        if out.numel():
-            copy(kernels_on(part.device).gather(part, runs, dead), out)
-    return keys.cpu()
+    found = []
+    for part in parts:
+        if not is_small(part):
+            runs = _runs(part.counted, rate, generator)
+            if runs.numbers.numel():
+                found.append(kernels_on(part.device).gather(part, runs, dead))
+    few = [position for position, part in enumerate(parts) if is_small(part)]
+    for batch in batches_of(parts, few, only_counted=True):
+        runs = _runs(range(batch.bounds[-1]), rate, generator)
+        if runs.numbers.numel():
+            found.append(batch.gather(runs, dead))
+    return concatenate(found)
 
 
 def _runs(counted: range, rate: float, generator: np.random.Generator) -> Runs:

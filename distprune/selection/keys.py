@@ -139,7 +139,7 @@ class ScoreKeys:
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
         """Keys of positions [start, stop)."""
-        return _keys(self.scores.load(start, stop, scratch), self.common, scratch)
+        return keys_in(self.scores.load(start, stop, scratch), self.common, scratch)
 
     def gather(self, runs: Runs) -> Tensor:
         """Keys of some runs of elements: a new tensor."""
@@ -195,10 +195,11 @@ RANDOM_KEYS = KeyRange(torch.int64, 0, LARGEST_HASH, LARGEST_HASH, torch.int64, 
 
 def to_keys(scores: Tensor, common: KeyRange) -> Tensor:
     """Keys of scores: see [Note: keys]. A new tensor of ``common.dtype``."""
-    return _keys(scores, common, None).values
+    return keys_in(scores, common, None).values
 
 
-def _keys(scores: Tensor, common: KeyRange, scratch: Scratch | None) -> Keys:
+def keys_in(scores: Tensor, common: KeyRange, scratch: Scratch | None) -> Keys:
+    """Keys of scores: see [Note: keys]. In scratch memory, if there is some."""
     if not common.is_float:
         keys = scores.to(common.dtype, copy=True)
         if common.order is Order.MAGNITUDE:

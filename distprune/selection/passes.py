@@ -38,6 +38,7 @@ from torch import Tensor
 
 from distprune._common import memory
 from distprune._common.memory import Count, Scratch, concatenate, on_host, select
+from distprune.selection import small
 from distprune.selection.candidates import (
     Candidates,
     ChunkScan,
@@ -71,7 +72,8 @@ class Scan:
         counts: per parameter, the counted live keys <= each pivot.
         num_below: per parameter, the counted live keys below the interval; 0 without one.
         interval: of keys.
-        collected: per parameter, the elements in the interval, chunk by chunk.
+        collected: per parameter, the elements in the interval, chunk by chunk; none of a small
+            part, whose mask is not drafted either (small.py).
         keys: the counted keys in the interval, 1-d, on the CPU, parameter by parameter ...
         sizes: ... and how many of each.
     """
@@ -110,12 +112,16 @@ def count_live(live: Tensor | None, counted: range) -> int:
 
 def count_each_live(live: Sequence[Tensor | None], counted: Sequence[range]) -> list[int]:
     """:func:`count_live` of several masks; waits for a device once."""
-    chunks = [
-        (position, mask[span.start : span.stop])
-        for position, (mask, positions) in enumerate(zip(live, counted, strict=True))
-        if mask is not None
-        for span in spans_of(positions, mask.device, mask.itemsize)
-    ]
+    few: dict[int, Tensor] = {}
+    chunks = []
+    for position, (mask, positions) in enumerate(zip(live, counted, strict=True)):
+        if mask is None:
+            continue
+        if memory.takes_numpy(mask.device) and 0 < len(positions) <= small.MOST_ELEMENTS:
+            few[position] = mask[positions.start : positions.stop]
+            continue
+        spans = spans_of(positions, mask.device, mask.itemsize)
+        chunks += [(position, mask[span.start : span.stop]) for span in spans]
     calls = [partial(kernels_on(chunk.device).count_live, chunk) for _, chunk in chunks]
     on_threads = all(kernels_on(chunk.device).USES_THREADS for _, chunk in chunks)
     num_elements = sum(chunk.numel() for _, chunk in chunks)
@@ -125,6 +131,8 @@ def count_each_live(live: Sequence[Tensor | None], counted: Sequence[range]) -> 
     ]
     for (position, _), number in zip(chunks, numbers, strict=True):
         totals[position] += number
+    for position, number in zip(few, small.count_each_live([*few.values()]), strict=True):
+        totals[position] = number
     return totals
 
 
@@ -168,7 +176,17 @@ def scan(
             add(position, result.collected, row)
             if result.collected is not None and number:
                 collected[position].append(result.collected)
-    others = [position for position in range(len(parts)) if position not in taken]
+    in_batches: list[int] = []
+    if bins is None:
+        in_batches = [position for position, part in enumerate(parts) if small.is_small(part)]
+    keys_in_batches: dict[int, Tensor] = {}
+    for batch in small.batches_of(parts, in_batches, only_counted=True):
+        rows, of_parts = small.scan(batch, pivots, interval, Scratch())
+        for position, row, keys in zip(batch.positions, rows, of_parts, strict=True):
+            totals[position] = row
+            keys_in_batches[position] = keys
+    left_out = {*taken, *in_batches}
+    others = [position for position in range(len(parts)) if position not in left_out]
     chunks = chunks_of(parts, only_counted=outs is None, positions=others)
     calls = []
     for position, span in chunks:
@@ -192,6 +210,8 @@ def scan(
         if elements is not None and number:
             collected[position].append(elements.first(number))
     counted = [[chunk.keys for chunk in of_part if chunk.is_counted] for of_part in collected]
+    for position, keys in keys_in_batches.items():
+        counted[position] = [keys]
     return Scan(
         [row[1:] for row in totals],
         [row[0] for row in totals],
@@ -280,6 +300,17 @@ def write_masks(
         numbers = fused.write(parts, chunks, at, outs)
         for position in anew:
             counts[position] = numbers[position]
+    in_batches = [
+        position
+        for position, (part, own) in enumerate(zip(parts, cuts, strict=True))
+        if counts[position] is None
+        and small.is_small(part)
+        and small.can_write(part, own, outs[position])
+    ]
+    for batch in small.batches_of(parts, in_batches, only_counted=False):
+        pruned = small.write(batch, cuts, outs, Scratch())
+        for position, number in zip(batch.positions, pruned, strict=True):
+            counts[position] = number
     for position, pair in enumerate(zip(parts, cuts, strict=True)):
         if counts[position] is None:
             part, own = natively(*pair)
@@ -299,8 +330,8 @@ def finish_drafts(
         drafts: flat masks of the parts, all of them.
 
     Returns:
-        Per parameter, how many counted live elements were pruned; None if the cut lies elsewhere,
-        and the mask has to be written anew.
+        Per parameter, how many counted live elements were pruned; None if there is no draft of it,
+        or one for a cut that lies elsewhere, and the mask has to be written anew.
 
     Cost: only the elements that were collected in the interval are visited.
     """
@@ -308,8 +339,10 @@ def finish_drafts(
     low, high = scanned.interval
     if not low <= cut.threshold <= high:
         return [
-            scanned.num_below[position] if _is_exact(position, cut, low) else None
-            for position in range(len(parts))
+            scanned.num_below[position]
+            if _is_exact(position, cut, low) and not small.is_small(part)
+            else None
+            for position, part in enumerate(parts)
         ]
 
     at = [(position, cut) for position in range(len(parts))]
@@ -323,6 +356,9 @@ def finish_drafts(
     for position, part in enumerate(parts):
         if position in taken:
             continue
+        if small.is_small(part):
+            counts[position] = None
+            continue
         num_pruned: Count = scanned.num_below[position]
         kernel = kernels_on(part.device).prune_collected
         for collected in scanned.collected[position]:
@@ -335,8 +371,7 @@ def finish_drafts(
 
 def _is_exact(position: int, cut: Cut, low: int) -> bool:
     """Whether a draft that keeps all keys from ``low`` on is the mask of a cut elsewhere."""
-    kept_from = cut.threshold + 1 if position < cut.parameter else cut.threshold
-    return kept_from == low and (position != cut.parameter or cut.index == 0)
+    return small.kept_from(position, cut) == low and (position != cut.parameter or cut.index == 0)
 
 
 def indices_at(part: Candidates, key: int, low: int, high: int) -> Iterator[Tensor]:

@@ -24,6 +24,12 @@ DTYPES = (
 )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def no_batches(monkeypatch):
+    """Small parts would not be visited by the functions that are tested here."""
+    monkeypatch.setattr("distprune.selection.small.MOST_ELEMENTS", 0)
+
+
 def part_of(scores, live=None, size=1, rank=0, kind="rows"):
     common = key_range(scores.dtype, Order.MAGNITUDE)
     return candidates(scores, live, kind, common, size, rank)[0]

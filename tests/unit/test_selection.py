@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distprune._common.collectives import Communicator
+from distprune.selection import small
 from distprune.selection.bracket import COLLECT_ALL
+from distprune.selection.candidates import PartCut
 from distprune.selection.keys import Order, key_range
-from distprune.selection.passes import finish_drafts, write_keep
+from distprune.selection.passes import finish_drafts, write_keep, write_masks
 from distprune.selection.search import select_lowest
 from helpers import reference
 from helpers.sampling import every, num_examples
@@ -70,6 +72,10 @@ def check(tensors, masks, amount, layouts, size, *, device, max_collectives=32):
             if finished[i] is not None:
                 assert torch.equal(drafts[i].float(), out), (i, layouts[i])
             num_pruned += count
+        cuts = [PartCut(i, selection.cut) for i in range(len(parts))]
+        assert sum(write_masks(parts, cuts, drafts, selection.drafted)) == num_pruned
+        for i, draft in enumerate(drafts):
+            assert torch.equal(draft.to(torch.float64), both[i][1](expected[i]).double())
         return num_pruned, communicator.num_collectives
 
     results = run_virtual_ranks(on_rank, size)
@@ -100,7 +106,9 @@ def test_any_data_on_any_layout(device, data):
     live = sum(t.numel() if masks is None else int(masks[i].sum()) for i, t in enumerate(tensors))
     amount = data.draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]) | st.integers(0, live), "amount")
     layouts = [data.draw(st.sampled_from(LAYOUTS)) for _ in shapes]
-    check(tensors, masks, amount, layouts, size, device=device)
+    most = data.draw(st.sampled_from([0, 40, small.MOST_ELEMENTS]), "elements of a small part")
+    with mock.patch("distprune.selection.small.MOST_ELEMENTS", most):
+        check(tensors, masks, amount, layouts, size, device=device)
 
 
 @settings(max_examples=num_examples(200), deadline=None, derandomize=True)
