@@ -20,7 +20,7 @@ from distprune.api.global_mask import global_mask
 from distprune.api.replacing_masks import Optimizer, StateRule, get_masks, set_masks
 from distprune.call.report import MaskUpdateReport
 from distprune.call.request import ParameterArguments
-from distprune.call.run import count_pruned
+from distprune.call.run import count_live
 from distprune.masks.hook import find_hook
 from distprune.shards.gradients import local_gradient
 from distprune.shards.reader import ShardReader
@@ -129,9 +129,9 @@ def _drop_and_grow(
             raise ValueError(f"fraction={fraction!r}; expected a number in [0, 1].")
         return ParameterArguments(parameters=pairs, facts=[("fraction", repr(fraction))])
 
-    entries = count_pruned(arguments, world(group))
+    counted = count_live(arguments, world(group))
     masks, scores = world(group).run(lambda: (get_masks(pairs), growth(pairs)))
-    num_live = [entry.num_elements - entry.num_pruned for entry in entries]
+    num_live = counted.num_live
     num_dropped = [round(fraction * live) for live in num_live]
     num_kept = [live - dropped for live, dropped in zip(num_live, num_dropped, strict=True)]
     with torch.no_grad():
@@ -157,6 +157,6 @@ def _gradients(pairs: list[Pair]) -> list[Tensor]:
                 "inside dense_gradients, after the backward."
             )
         shard = reader.read(module, name, label)
-        gradient = local_gradient(shard, reader.managed(module, name))
+        gradient = local_gradient(shard)
         gradients.append(shard.as_parameter_layout(gradient))
     return gradients

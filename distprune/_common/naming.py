@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeGuard
@@ -85,17 +86,20 @@ def full_name(path: str, name: str) -> str:
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside all wrappers. A wrapper is recognised by its type, not by an attribute."""
-    while True:
-        inner = None
-        for type_module, type_name, attribute in _WRAPPERS:
-            # A wrapper whose module is not imported wraps nothing.
-            loaded = sys.modules.get(type_module)
-            if loaded is not None and isinstance(module, getattr(loaded, type_name)):
-                inner = getattr(module, attribute)
-                break
-        if inner is None:
-            return module
-        module = inner
+    while (attribute := _inside(type(module))) is not None:  # type: ignore[arg-type]
+        module = getattr(module, attribute)
+    return module
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _inside(wrapper: type) -> str | None:
+    """The attribute in which a wrapper has the module that it wraps; None for another module."""
+    for type_module, type_name, attribute in _WRAPPERS:
+        # A wrapper whose module is not imported wraps nothing.
+        loaded = sys.modules.get(type_module)
+        if loaded is not None and issubclass(wrapper, getattr(loaded, type_name)):
+            return attribute
+    return None
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -125,7 +125,7 @@ def _mask_gradients(places: Places) -> None:
         if find_hook(module, name) is None:  # removed inside the context
             continue
         shard = reader.read(module, name, f"{type(module).__name__}.{name}")
-        gradient = available_gradient(shard, reader.managed(module, name))
+        gradient = available_gradient(shard)
         if shard.key in done or gradient is None or shard.mask is None:
             continue
         done.add(shard.key)

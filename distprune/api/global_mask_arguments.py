@@ -153,7 +153,7 @@ def read_items(
             mask, about_mask = _candidates_of(competing[key], label, shard)
             shard = replace(shard, mask=mask)
             about += f", candidates: {about_mask}"
-        targets.append(Target(label, (), False, None, shard, part, about))
+        targets.append(Target(label, (), False, shard, part, about))
     check_ranks([target.shard for target in targets], set(communicator.ranks))
     return Items(keys, targets, labels, counts)
 

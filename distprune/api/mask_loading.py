@@ -35,7 +35,7 @@ from distprune.files.checkpoints.mask_files import MaskFile, open_masks, read_ke
 from distprune.files.disk.access import OpenFiles
 from distprune.files.errors import CheckpointError
 from distprune.methods.builtin import hook_for_chosen_mask
-from distprune.shards.parameters import Place, all_places
+from distprune.shards.parameters import Place, all_places, by_parameter
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -234,17 +234,14 @@ def _masks_for(
         others=_names_of_checkpoint(folder) if masks.header_crcs else (),
     )
     asked = None if parameters is None else _keys_of(parameters, places)
-    grouped: dict[Hashable, list[Place]] = {}
-    for place in places:
-        if asked is None or place.key in asked:
-            grouped.setdefault(place.key, []).append(place)
+    wanted = (place for place in places if asked is None or place.key in asked)
     chosen: list[NamedParameter] = []
     sources: dict[str, list[MaskSource]] = {}
     missing = []
-    for of_one in grouped.values():
+    for of_one in by_parameter(wanted).values():
         named = [place for place in of_one if place.pair.fqn in matching.sources]
         if named:
-            chosen.append(named[0].pair.with_places(place.pair for place in of_one))
+            chosen.append(named[0].with_all(of_one))
             sources[named[0].pair.fqn] = [matching.sources[place.pair.fqn] for place in named]
         elif asked is not None or sum(size > 1 for size in of_one[0].shape) > 1:
             missing.append(of_one[0].pair.fqn)

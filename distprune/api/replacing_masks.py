@@ -34,7 +34,6 @@ from distprune.masks.hook import refresh_products
 from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
-from distprune.torch_private.managed import Managed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -236,8 +235,7 @@ class _GivenMasks:
                 continue
             kept_state = None
             if self.optimizer is not None and self.state != "keep":
-                managed = reader.managed(*of_shard[0])
-                kept_state = _OptimizerState(self.optimizer, shard, managed)
+                kept_state = _OptimizerState(self.optimizer, shard)
                 if self.state == "reset" and kept_state.is_shared:
                     raise NotImplementedError(
                         f"{shard.name}: FSDP1 without use_orig_params has one optimizer state for "
@@ -313,17 +311,14 @@ class _OptimizerState:
     Args:
         optimizer: which has the parameter.
         shard: the parameter.
-        managed: a wrapper's record of it, if it has one.
 
     Raises:
         ValueError: the optimizer does not have the parameter, and it is trained.
     """
 
-    def __init__(self, optimizer: Optimizer, shard: LocalShard, managed: Managed | None) -> None:
+    def __init__(self, optimizer: Optimizer, shard: LocalShard) -> None:
         self._optimizer = optimizer
-        self._tensor, self._span = (
-            (shard.parameter, None) if managed is None else managed.optimizer_tensor
-        )
+        self._tensor, self._span = shard.optimizer_tensor
         self._shard = shard
         known = any(p is self._tensor for g in optimizer.param_groups for p in g["params"])
         if not known and self._tensor.requires_grad:

@@ -21,7 +21,7 @@ from distprune._common.selecting import (
     reason_to_keep,
 )
 from distprune.masks.hook import find_hook
-from distprune.shards.parameters import Place, all_places
+from distprune.shards.parameters import Place, all_places, by_parameter
 
 _EXCLUDED, _NOT_INCLUDED, _OF_OTHER_TYPES = "excluded", "not included", "of other types"
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -99,17 +99,13 @@ def select(
     )
     own_names = ["weight"] if everything and names is None else names
     own_names = None if own_names is None else _as_list("names", own_names)
-    parameters: dict[Hashable, list[Place]] = {}
-    for place in _places(model, own_names, prefix):
-        parameters.setdefault(place.key, []).append(place)
+    parameters = by_parameter(_places(model, own_names, prefix))
     rule.match([place.pair.fqn for places in parameters.values() for place in places])
     reasons = {key: rule.reason(places) for key, places in parameters.items()}
     if names is not None and not everything:
         _check_names(own_names or [], parameters, reasons)
     selected = [
-        places[0].pair.with_places(place.pair for place in places)
-        for key, places in parameters.items()
-        if not reasons[key]
+        places[0].with_all(places) for key, places in parameters.items() if not reasons[key]
     ]
     if not selected:
         why = "; ".join(sorted(set(reasons.values()))) or "there are none"

@@ -7,7 +7,7 @@ plain model may have been saved with a mask under one name only, or with two tha
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from distprune._common.pruned_form import (
 )
 from distprune.masks.checks import check_ties, check_writable
 from distprune.masks.hook import find_hook
-from distprune.shards.parameters import all_places
+from distprune.shards.parameters import all_places, by_parameter
 from distprune.torch_private.wrapper import is_flattened, managed_parameters
 
 if TYPE_CHECKING:
@@ -104,11 +104,8 @@ def check_masks_of_ties(model: nn.Module, keys: Iterable[str], reader: StorageRe
 
 def _by_parameter(model: nn.Module, names: set[str] | None = None) -> list[list[NamedParameter]]:
     """All places of each parameter, or those of some full names, in the model's order."""
-    places: dict[Hashable, list[NamedParameter]] = {}
-    for place in all_places(model):
-        if names is None or place.pair.fqn in names:
-            places.setdefault(place.key, []).append(place.pair)
-    return list(places.values())
+    chosen = (place for place in all_places(model) if names is None or place.pair.fqn in names)
+    return [[place.pair for place in places] for places in by_parameter(chosen).values()]
 
 
 def _pruned_places(model: nn.Module, keys: set[str]) -> list[list[NamedParameter]]:

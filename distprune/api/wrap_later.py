@@ -15,7 +15,7 @@ from distprune._common.collectives import Communicator
 from distprune._common.naming import full_name
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import local_tensor, mask_key
-from distprune.call.reading import check_at_rest
+from distprune.call.reading import read_at_rest
 from distprune.masks.attach import Transaction, mask_dtype
 from distprune.masks.checks import (
     check_binary,
@@ -70,14 +70,13 @@ def shard_masks(model: nn.Module, *, group: ProcessGroup | None = None) -> int:
             check_state(module, name)
             if not reader.has_whole_mask(module, name):
                 continue
-            check_at_rest(reader, module, name, label)
-            shard = reader.read(module, name, label)
+            shard = read_at_rest(reader, module, name, label)
             if shard.is_sharded:
                 assert shard.mask is not None
                 check_binary(shard.mask, label)
                 check_hook(hook, label)
                 sharded[label] = _checksum(module._buffers[mask_key(name)])
-                _attach(transaction, reader, module, name, hook, shard, shard.mask)
+                _attach(transaction, module, name, hook, shard, shard.mask)
         return sharded
 
     with torch.inference_mode(False), torch.no_grad():
@@ -220,17 +219,15 @@ def _put_back(detached: Sequence[_DetachedMask], transaction: Transaction) -> No
     reader = ShardReader()
     parts = []
     for entry in detached:
-        check_at_rest(reader, entry.module, entry.name, entry.label)
-        shard = reader.read(entry.module, entry.name, entry.label)
+        shard = read_at_rest(reader, entry.module, entry.name, entry.label)
         parts.append((entry, shard, shard.slice_of(entry.mask.to(shard.values.device))))
     for entry, shard, part in parts:
         if find_hook(entry.module, entry.name) is None:
-            _attach(transaction, reader, entry.module, entry.name, entry.hook, shard, part)
+            _attach(transaction, entry.module, entry.name, entry.hook, shard, part)
 
 
 def _attach(
     transaction: Transaction,
-    reader: ShardReader,
     module: nn.Module,
     name: str,
     hook: PruningHook,
@@ -238,7 +235,6 @@ def _attach(
     part: Tensor,
 ) -> None:
     """Put this rank's part of a whole mask on a module, with the hook that it had."""
-    managed = reader.managed(module, name)
     if shard.is_sharded:  # else the mask goes on as it is
-        part = shard.new_mask(mask_dtype(shard.parameter, managed)).copy_(part)
-    transaction.attach(module, name, hook, shard.as_parameter_layout(part), managed)
+        part = shard.new_mask(mask_dtype(shard)).copy_(part)
+    transaction.attach(module, name, hook, shard.as_parameter_layout(part), shard.managed)

@@ -136,13 +136,15 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Tar
             )
         label = label_of(pair, position)
         shard = _read_one(reader, module, name, label)
-        fresh = Target(
-            label, (), False, reader.managed(module, name), shard, None, "none", is_named
-        )
-        target, places = targets.get(shard.key, fresh), tied_places(pair)
-        listed = {(id(m), n): (m, n) for m, n in [*target.places, *places]}
-        is_tied = target.is_tied or len(places) > 1
-        targets[shard.key] = replace(target, places=tuple(listed.values()), is_tied=is_tied)
+        places, present = tuple(tied_places(pair)), targets.get(shard.key)
+        is_tied = len(places) > 1
+        if present is None:
+            targets[shard.key] = Target(label, places, is_tied, shard, is_named=is_named)
+        else:
+            listed = {(id(m), n): (m, n) for m, n in [*present.places, *places]}
+            targets[shard.key] = replace(
+                present, places=tuple(listed.values()), is_tied=present.is_tied or is_tied
+            )
     if arguments.pipeline_parallel:
         check_names([target.label for target in targets.values()], "different parameters")
     check_ranks([target.shard for target in targets.values()], set(communicator.ranks))
@@ -161,19 +163,19 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Tar
 def _read_one(reader: ShardReader, module: nn.Module, name: str, label: str) -> LocalShard:
     """Read a parameter at one place, if it can be pruned there as it is now."""
     check_state(module, name)
-    check_at_rest(reader, module, name, label)
-    shard = reader.read(module, name, label)
+    shard = read_at_rest(reader, module, name, label)
     if shard.is_sharded and shard.mask is not None and reader.has_whole_mask(module, name):
         check_binary(shard.mask, label)
     return shard
 
 
-def check_at_rest(reader: ShardReader, module: nn.Module, name: str, label: str) -> None:
-    """Raise if a wrapper uses the parameter now, or another name of it is pruned differently."""
+def read_at_rest(reader: ShardReader, module: nn.Module, name: str, label: str) -> LocalShard:
+    """Read a parameter; raise if a wrapper uses it now, or if its names are pruned differently."""
     managed = reader.managed(module, name)
     if managed is not None:
         check_idle(module, label)
         check_owners(managed.owners, name)
+    return reader.read_managed(module, name, label, managed)
 
 
 def check_names(labels: Sequence[str], what: str) -> None:

@@ -278,4 +278,4 @@ def _absent(name: str, entry: _Entry, num_holders: int, device: torch.device) ->
         ranks=(),
         key=name,
     )
-    return Target(name, (), False, None, shard, None)
+    return Target(name, (), False, shard)

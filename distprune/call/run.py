@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from distprune._common.collectives import Communicator
-from distprune._common.memory import on_host
 from distprune._common.report_text import share as share_of
 from distprune.call.grouping import Grouping
 from distprune.call.reading import agree_on_share, read_parameters
@@ -32,19 +32,45 @@ from distprune.call.request import (
 from distprune.call.semi_structured import layout_problem
 from distprune.masks.attach import Transaction, mask_dtype
 from distprune.masks.hook import PruningHook, find_hook
-from distprune.masks.record import CallRecord, MaskRecord, Member, fingerprint_part, join, new_token
+from distprune.masks.record import (
+    CallRecord,
+    MaskRecord,
+    Member,
+    fingerprint_parts,
+    join,
+    new_token,
+)
 from distprune.shards.checksum import replicas_agree
 from distprune.shards.parameters import Target
 
 
+@dataclass(frozen=True)
+class Counted:
+    """The parameters of a call, and how many elements each whole one has left."""
+
+    targets: list[Target]
+    num_live: list[int]
+
+    def entries(self) -> tuple[ParameterReport, ...]:
+        """A report per parameter of what is pruned already; tied ones are one."""
+        return tuple(
+            ParameterReport(target.label, target.shard.numel, target.shard.numel - live, 0)
+            for target, live in zip(self.targets, self.num_live, strict=True)
+        )
+
+
 def prune_parameters(
-    make_arguments: Callable[[], PruningArguments], communicator: Communicator
+    make_arguments: Callable[[], PruningArguments],
+    communicator: Communicator,
+    counted: Counted | None = None,
 ) -> PruningReport:
     """Decide all masks of a call over all its ranks, then put them on the modules. Collective.
 
     Args:
         make_arguments: a local step that may fail: makes and checks the arguments.
         communicator: the ranks that take part.
+        counted: the parameters, if :func:`count_live` has read them with ``reads_values``, and no
+            code of a caller has run since; without importance scores.
 
     Raises:
         NotImplementedError: there are bounds or a budget, and the method does not rank.
@@ -53,17 +79,24 @@ def prune_parameters(
     started = time.perf_counter()
     # Masks made in inference mode could never be part of a backward.
     with communicator.exclusively(), torch.inference_mode(False):
-        arguments, targets = read_parameters(make_arguments, communicator)
+        if counted is None:
+            arguments, targets = read_parameters(make_arguments, communicator)
+        else:
+            arguments = communicator.run(make_arguments, lambda made: made.all_facts())
+            targets = counted.targets
         share = agree_on_share(arguments, targets, communicator)
         method = arguments.method
         with torch.no_grad():
-            num_live = count_live_and_compare(targets, method.READS_VALUES, communicator)
+            if counted is None:
+                num_live = count_live_and_compare(targets, method.READS_VALUES, communicator)
+            else:
+                num_live = counted.num_live
             decision = method.decide(
                 PruningCall(
                     shards=[target.shard for target in targets],
                     scores=[target.scores for target in targets],
                     num_live=num_live,
-                    mask_dtypes=[mask_dtype(t.shard.parameter, t.managed) for t in targets],
+                    mask_dtypes=[mask_dtype(t.shard) for t in targets],
                     communicator=communicator,
                     normalize=arguments.normalize,
                     share=share,
@@ -91,16 +124,20 @@ def prune_parameters(
     )
 
 
-def count_pruned(
-    make_arguments: Callable[[], ParameterArguments], communicator: Communicator
-) -> tuple[ParameterReport, ...]:
-    """Count what is pruned of every parameter, over all ranks. Collective; changes nothing.
+def count_live(
+    make_arguments: Callable[[], ParameterArguments],
+    communicator: Communicator,
+    *,
+    reads_values: bool = False,
+) -> Counted:
+    """Count what is left of every parameter, over all ranks. Collective; changes nothing.
 
     Args:
         make_arguments, communicator: as in :func:`prune_parameters`.
+        reads_values: compare the values of replicas too, not only their masks.
 
     Returns:
-        A report per parameter, the same on every rank; tied ones are one.
+        The same parameters and counts on every rank.
 
     Raises:
         Exception: whatever any rank raised, on every rank.
@@ -109,11 +146,7 @@ def count_pruned(
     """
     with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
         _, targets = read_parameters(make_arguments, communicator)
-        num_live = count_live_and_compare(targets, False, communicator)
-    return tuple(
-        ParameterReport(target.label, target.shard.numel, target.shard.numel - live, 0)
-        for target, live in zip(targets, num_live, strict=True)
-    )
+        return Counted(targets, count_live_and_compare(targets, reads_values, communicator))
 
 
 def _refuse_options_of_rankings(arguments: PruningArguments, share: Together | Grouping) -> None:
@@ -200,30 +233,29 @@ def attach_masks(
     Cost: one write of the masks; an all-reduce of 32 bytes per parameter, of counts, fingerprints,
     and whether replicas have the same masks.
     """
-    call_record = _call_record(decision, targets, num_live, arguments.pipeline_parallel)
     transaction = Transaction()
     hooks: list[list[PruningHook]] = [[] for _ in targets]
     earlier: list[Member | None] = []
     samples: list[Tensor] = []
     rank = communicator.rank
+    specs: dict[object, Any] = {}
 
     def finish_and_attach() -> Tensor:
         local = decision.finish()
-        parts = []
+        parts = fingerprint_parts([target.shard for target in targets], local.masks)
         for target, local_mask, of_target in zip(targets, local.masks, hooks, strict=True):
-            parts.append(fingerprint_part(target.shard, local_mask))
             samples.append(target.shard.sample())
-            mask = target.shard.as_parameter_layout(local_mask)
+            mask = target.shard.as_parameter_layout(local_mask, specs)
             for module, name in target.places:
                 present = find_hook(module, name)
                 earlier.append(None if present is None else present.member)
                 hook = arguments.make_hook(module, name)
-                transaction.attach(module, name, hook, mask, target.managed)
-                if target.is_tied and target.managed is None:
+                transaction.attach(module, name, hook, mask, target.shard.managed)
+                if target.is_tied and target.shard.managed is None:
                     hook.tied_places = target.places
                 of_target.append(hook)
         rows = []
-        for target, pruned, part in zip(targets, local.num_pruned, on_host(parts), strict=True):
+        for target, pruned, part in zip(targets, local.num_pruned, parts, strict=True):
             shard = target.shard
             is_first = shard.replica == 0 and is_on_rank(shard, rank)
             of_replica = for_comparison(shard, rank, part)
@@ -236,17 +268,17 @@ def attach_masks(
     except BaseException:  # also of the network: another rank may be gone
         transaction.rollback()
         raise
-    call_record = replace(call_record, num_pruned=sum(pruned for pruned, *_ in shared))
     members = []
-    for target, live, of_target, row in zip(targets, num_live, hooks, shared, strict=True):
-        pruned, fingerprint, *_ = row
+    token, total = new_token(), sum(pruned for pruned, *_ in shared)
+    obstacle = _obstacle(decision, targets, num_live, arguments.pipeline_parallel)
+    for position, (target, of_target) in enumerate(zip(targets, hooks, strict=True)):
+        pruned, fingerprint, *_ = shared[position]
         first = target.places[0][0] if target.places else None
         members.append(Member(target.label, target.is_named, first))
+        record = MaskRecord(fingerprint, target.shard.numel - num_live[position] + pruned)
+        call = CallRecord(token, position, len(targets), total, samples[position], obstacle)
         for hook in of_target:
-            hook.record = MaskRecord(fingerprint, target.shard.numel - live + pruned)
-            hook.member = members[-1]
-            position = len(members) - 1
-            hook.call_record = replace(call_record, position=position, sample=samples[position])
+            hook.record, hook.member, hook.call_record = record, members[-1], call
     join(members, earlier)
     return [pruned for pruned, *_ in shared]
 
@@ -262,15 +294,12 @@ def _check_replicas(targets: Sequence[Target], rows: Sequence[Sequence[int]]) ->
             )
 
 
-def _call_record(
+def _obstacle(
     decision: Decision, targets: Sequence[Target], num_live: Sequence[int], is_joined: bool
-) -> CallRecord:
-    """How the masks of a call were chosen, for ``verify``, which can repeat it."""
-    obstacle = None
+) -> str | None:
+    """Why ``verify`` cannot repeat how the masks of a call were chosen; None if it can."""
     if not decision.is_by_magnitude:
-        obstacle = "it was not pruned by magnitude alone"
-    elif any(live != target.shard.numel for target, live in zip(targets, num_live, strict=True)):
-        obstacle = "a parameter of its call was pruned before, and that mask is gone"
-    elif is_joined:
-        obstacle = "the ranks may have different parameters (pipeline_parallel)"
-    return CallRecord(new_token(), 0, len(targets), 0, None, obstacle)
+        return "it was not pruned by magnitude alone"
+    if any(live != target.shard.numel for target, live in zip(targets, num_live, strict=True)):
+        return "a parameter of its call was pruned before, and that mask is gone"
+    return "the ranks may have different parameters (pipeline_parallel)" if is_joined else None

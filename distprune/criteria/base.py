@@ -145,7 +145,7 @@ class Criterion(ABC):
         finally:
             if self._is_calibrating:
                 for part in self._parts():
-                    drop_gradient(part.shard, part.managed)
+                    drop_gradient(part.shard)
 
     def scores(self) -> dict[tuple[nn.Module, str], Tensor]:
         """The scores as ``importance_scores`` takes them, fp32, laid out like the parameters.
@@ -318,7 +318,7 @@ class Criterion(ABC):
         if self._is_calibrating:
             raise RuntimeError("calibrating() inside of calibrating(); expected one at a time.")
         for part in self._parts():
-            gradient = available_gradient(part.shard, part.managed)
+            gradient = available_gradient(part.shard)
             if gradient is not None and gradient is not part.shard.values:
                 raise RuntimeError(
                     f"{part.label} has a gradient already, which would count with the first "

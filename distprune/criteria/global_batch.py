@@ -302,8 +302,7 @@ class AdamSecondMoment(Criterion):
         values = part.shard.values
         if not values.numel():
             return torch.zeros_like(values, dtype=torch.float32)
-        managed = part.managed
-        tensor, span = (part.shard.parameter, None) if managed is None else managed.optimizer_tensor
+        tensor, span = part.shard.optimizer_tensor
         moment, step, beta = self._moment(part.label, tensor)
         moment = local_tensor(moment).detach()
         if span is not None:

@@ -250,7 +250,7 @@ class GradientMoment(Criterion):
             part.check_trainable()
         shards = [part.shard for part in parts]
         sums = RankBatchSums(
-            unaveraged_gradients(shards, [part.managed for part in parts], self._group),
+            unaveraged_gradients(shards, self._group),
             [self._accumulator(part) for part in parts],
             [part.label for part in parts],
             self._power,

@@ -17,7 +17,7 @@ from distprune._common.process_groups import world
 from distprune.api.global_unstructured import global_unstructured
 from distprune.call.report import ParameterReport, PruningReport
 from distprune.call.request import ParameterArguments
-from distprune.call.run import count_pruned
+from distprune.call.run import count_live
 from distprune.criteria.base import Criterion
 from distprune.criteria.parts import Part
 from distprune.masks.values import KeptModel, changed_values, keep_signs, kept_model
@@ -65,7 +65,8 @@ class MeasuredCriterion(Criterion):
         super().__init__(parameters, group=group)
         self._model = model
         for part in self._parts():
-            is_rounded = part.managed is not None and part.managed.gathers_in_other_dtype
+            managed = part.shard.managed
+            is_rounded = managed is not None and managed.gathers_in_other_dtype
             dtype = part.shard.values.dtype
             if is_rounded or dtype.itemsize < 4:
                 raise NotImplementedError(
@@ -374,7 +375,8 @@ class SynFlow(MeasuredCriterion):
             raise ValueError(f"rounds={rounds!r}; expected an integer >= 1.")
         started = time.perf_counter()
         communicator = world(self._group)
-        first = count_pruned(lambda: ParameterArguments(parameters=self.parameters), communicator)
+        arguments = ParameterArguments(parameters=self.parameters)
+        first = count_live(lambda: arguments, communicator).entries()
         num_elements = sum(parameter.num_elements for parameter in first)
         num_pruned = sum(parameter.num_pruned_before for parameter in first)
         reports = []

@@ -19,7 +19,7 @@ from distprune.masks.checks import is_misplaced
 from distprune.shards.gradients import local_gradient, requires_grad
 from distprune.shards.reader import ShardReader, local_part
 from distprune.shards.shard import LocalShard
-from distprune.torch_private.managed import Managed, ManagedRun
+from distprune.torch_private.managed import ManagedRun
 
 if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -46,7 +46,7 @@ class ScoredParameter:
         """This rank's part of the parameter, as it is now."""
         module, name = unwrap(self.pair[0]), self.pair[1]
         shard = reader.read(module, name, self.label)
-        return Part(self.pair, self.label, self.key, shard, reader.managed(module, name))
+        return Part(self.pair, self.label, self.key, shard)
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,16 @@ class Part:
     Attributes:
         pair, label, key: of the parameter.
         shard: this rank's part.
-        managed: a wrapper's record of the parameter, if it has one.
     """
 
     pair: tuple[nn.Module, str]
     label: str
     key: str
     shard: LocalShard
-    managed: Managed | None
 
     def check_trainable(self) -> None:
         """Raise ValueError if the parameter is frozen."""
-        if not requires_grad(self.shard, self.managed):
+        if not requires_grad(self.shard):
             raise ValueError(
                 f"{self.label} is frozen (requires_grad=False), so it has no gradient; expected "
                 "parameters that are trained. Leave it out, or call requires_grad_() on it for as "
@@ -76,7 +74,7 @@ class Part:
 
     def gradient(self) -> Tensor:
         """This rank's part of ``.grad``: see :func:`distprune.shards.gradients.local_gradient`."""
-        return local_gradient(self.shard, self.managed)
+        return local_gradient(self.shard)
 
     def to_save(self, accumulator: Tensor) -> Tensor:
         """An accumulator in the form of its parameter; of the same memory.
@@ -122,12 +120,12 @@ class Part:
 
     @property
     def _fsdp1_piece(self) -> FlatPiece | None:
-        if not isinstance(self.managed, ManagedRun):
+        if not isinstance(self.shard.managed, ManagedRun):
             return None
         from distprune.torch_private.fsdp1 import FlatPiece
 
-        assert isinstance(self.managed, FlatPiece)
-        return self.managed
+        assert isinstance(self.shard.managed, FlatPiece)
+        return self.shard.managed
 
 
 def scored_parameters(parameters: Iterable[tuple[nn.Module, str]]) -> tuple[ScoredParameter, ...]:

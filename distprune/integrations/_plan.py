@@ -20,7 +20,7 @@ from distprune.api.select import select
 from distprune.budgets import BudgetLike
 from distprune.call.report import PruningReport
 from distprune.call.request import ParameterArguments
-from distprune.call.run import count_pruned
+from distprune.call.run import count_live
 from distprune.criteria.base import Criterion
 from distprune.criteria.global_batch import AdamSecondMoment
 from distprune.criteria.gradient_moment import GradientMoment
@@ -137,7 +137,7 @@ class PlannedPruning:
         with communicator.raising_everywhere():
             pruner, self._criterion = self._made_for(model, optimizers)
         parameters = pruner.parameters
-        count_pruned(lambda: ParameterArguments(parameters=parameters), communicator)
+        count_live(lambda: ParameterArguments(parameters=parameters), communicator)
         self.pruner, self._model = pruner, model
         return pruner
 

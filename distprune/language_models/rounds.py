@@ -12,7 +12,7 @@ from distprune._common.process_groups import world
 from distprune.api.global_unstructured import global_unstructured
 from distprune.call.report import PruningReport
 from distprune.call.request import ParameterArguments
-from distprune.call.run import count_pruned
+from distprune.call.run import count_live
 from distprune.language_models.calibrating import calibrate
 from distprune.language_models.running import Report
 from distprune.language_models.text import TokenWindows
@@ -101,7 +101,7 @@ def prune_in_rounds(
         return ParameterArguments(parameters=pairs, facts=facts)
 
     for number, sparsity in list(enumerate(sparsities))[finished:]:
-        entries = count_pruned(arguments, communicator)
+        entries = count_live(arguments, communicator).entries()
         total = sum(entry.num_elements for entry in entries)
         num_pruned = sum(entry.num_pruned for entry in entries)
         amount = round(sparsity * total) - num_pruned

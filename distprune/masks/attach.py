@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from distprune._common.pruned_form import is_dtensor, mask_key, orig_key
 from distprune.masks import guards
 from distprune.masks.hook import PruningHook, find_hook, hooks_on, register, unregister
+from distprune.shards.shard import LocalShard
 from distprune.torch_private import masked_value
 from distprune.torch_private.dtensor import rebind
 from distprune.torch_private.managed import Managed
@@ -29,15 +30,10 @@ from distprune.torch_private.masked_value import ShardMask
 from distprune.torch_private.wrapper import masked_by
 
 
-def mask_dtype(parameter: Tensor, managed: Managed | None) -> torch.dtype:
-    """The dtype of a new mask: as torch has it on plain parameters; bool where they are sharded.
-
-    Args:
-        parameter: unmasked, as its module has it.
-        managed: the wrapper's record of the parameter, if a wrapper manages it.
-    """
-    is_sharded = managed is not None or is_dtensor(parameter)
-    return torch.bool if is_sharded else parameter.dtype
+def mask_dtype(shard: LocalShard) -> torch.dtype:
+    """The dtype of a new mask: as torch has it on plain parameters; bool where they are sharded."""
+    is_sharded = shard.managed is not None or is_dtensor(shard.parameter)
+    return torch.bool if is_sharded else shard.parameter.dtype
 
 
 class Transaction:
@@ -60,12 +56,12 @@ class Transaction:
             mask: laid out like the parameter.
             managed: the wrapper's record of the parameter, if a wrapper manages it.
         """
-        owners = _owners(module, name, managed)
-        self._remember(owners, name, managed)
+        owners, is_renamed = _owners(module, name, managed)
+        self._remember(owners, name, managed, is_renamed)
         if managed is None:
             _reparametrize(module, name, hook, mask)
         else:
-            _mask_shards(owners, name, mask, managed)
+            _mask_shards(owners, name, mask, managed, is_renamed)
         hook.register_module(module)
         hook.remember_parameter(module, is_managed=managed is not None)
         for owner in owners:
@@ -85,8 +81,8 @@ class Transaction:
             managed: the wrapper's record of the parameter, if a wrapper manages it.
         """
         if managed is not None:
-            owners = _owners(module, name, managed)
-            self._remember(owners, name, managed)
+            owners, is_renamed = _owners(module, name, managed)
+            self._remember(owners, name, managed, is_renamed)
             if final is not None:
                 managed.write(final)
             _unmask_shards(owners, name, managed)
@@ -98,7 +94,7 @@ class Transaction:
             if final is not None:
                 rebind(parameter, final)
             for owner, owned_name in [(module, name), *others]:
-                self._remember([owner], owned_name, None)
+                self._remember([owner], owned_name, None, False)
                 _restore_parameter(owner, owned_name)
                 _refresh_flat_weights(owner, owned_name)
         for owner, owned_name in others:
@@ -109,18 +105,19 @@ class Transaction:
         while self._undo:
             self._undo.pop()()
 
-    def _remember(self, owners: list[nn.Module], name: str, managed: Managed | None) -> None:
+    def _remember(
+        self, owners: list[nn.Module], name: str, managed: Managed | None, was_renamed: bool
+    ) -> None:
         key = masked_value.shard_mask_key(name)
         shard_mask: ShardMask | None = owners[0].__dict__.get(key)
         restores = [_snapshot(owner, name) for owner in owners]
-        was_renamed = _is_renamed(managed, name)
 
         def undo() -> None:
             new_shard_mask: ShardMask | None = owners[0].__dict__.get(key)
             if managed is not None and new_shard_mask is not shard_mask:
                 if new_shard_mask is not None:
                     new_shard_mask.detach()
-                if was_renamed != _is_renamed(managed, name):
+                if was_renamed != _owners(owners[0], name, managed)[1]:
                     old, new = (name, orig_key(name)) if was_renamed else (orig_key(name), name)
                     managed.rename(old, new)
                 if shard_mask is not None:
@@ -161,18 +158,16 @@ def _snapshot(module: nn.Module, name: str) -> Callable[[], None]:
     return restore
 
 
-def _owners(module: nn.Module, name: str, managed: Managed | None) -> list[nn.Module]:
-    """The modules that share the parameter under this name; FSDP masks it for all of them."""
+def _owners(module: nn.Module, name: str, managed: Managed | None) -> tuple[list[nn.Module], bool]:
+    """The modules that share the parameter under this name, for all of which FSDP masks it.
+
+    And whether the wrapper knows the parameter under its ``_orig`` name.
+    """
     if managed is None:
-        return [module]
-    names = (name, orig_key(name))
-    others = [owner for owner, n in managed.owners if n in names and owner is not module]
-    return [module, *others]
-
-
-def _is_renamed(managed: Managed | None, name: str) -> bool:
-    """Whether the wrapper knows the parameter under its ``_orig`` name."""
-    return managed is not None and any(n == orig_key(name) for _, n in managed.owners)
+        return [module], False
+    original, places = orig_key(name), managed.owners
+    others = [owner for owner, n in places if n in (name, original) and owner is not module]
+    return [module, *others], any(n == original for _, n in places)
 
 
 def _tied_places(module: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
@@ -214,15 +209,16 @@ def _restore_parameter(module: nn.Module, name: str) -> None:
     _rename_parameter(module, orig_key(name), name)
 
 
-def _mask_shards(owners: list[nn.Module], name: str, mask: Tensor, managed: Managed) -> None:
+def _mask_shards(
+    owners: list[nn.Module], name: str, mask: Tensor, managed: Managed, is_renamed: bool
+) -> None:
+    """Mask a parameter's shards; if it was pruned before it was wrapped, it is renamed already."""
     original, buffer = orig_key(name), mask_key(name)
     key = masked_value.shard_mask_key(name)
     # A gathered copy was made without this mask.
     managed.reshard()
     previous = owners[0].__dict__.get(key)
     shard_mask = masked_by(managed)
-    # A parameter that was pruned before it was wrapped has its new name already.
-    is_renamed = _is_renamed(managed, name)
     for owner in owners:
         if not is_renamed:
             _check_free(owner, original, buffer)
@@ -268,8 +264,12 @@ def _refresh_flat_weights(module: nn.Module, name: str) -> None:
 
 
 def _check_free(module: nn.Module, *names: str) -> None:
+    # All that hasattr looks through; torch's error for what is missing takes longer than all else.
+    is_plain = type(module).__getattr__ is nn.Module.__getattr__
+    registries = (module.__dict__, module._parameters, module._buffers, module._modules)
     for name in names:
-        if hasattr(module, name):
+        is_taken = any(name in each for each in registries)
+        if is_taken or hasattr(type(module) if is_plain else module, name):
             raise KeyError(
                 f"{type(module).__name__} has an attribute {name!r} already; expected none, "
                 "because pruning stores its state under that name."

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -169,7 +169,7 @@ def check_ties(model: nn.Module) -> None:
         _check_equal(tied)
 
 
-def check_owners(owners: Iterable[Pair], name: str) -> None:
+def check_owners(owners: Sequence[Pair], name: str) -> None:
     """Raise if a tied parameter that FSDP masks as one has different masks under its names.
 
     That happens if it was pruned on a plain module, and wrapped afterwards.
@@ -180,6 +180,8 @@ def check_owners(owners: Iterable[Pair], name: str) -> None:
     Raises:
         ValueError: names both.
     """
+    if len(owners) < 2:
+        return
     places = [(module, name_without_orig(registered)) for module, registered in owners]
     if any(shard_mask_key(name) in module.__dict__ for module, _ in places):
         return

@@ -32,7 +32,10 @@ KEY, _EXTENDED = "_distprune_masked_names", "_distprune_extended"
 
 def keep_mask(module: nn.Module, name: str) -> None:
     """Keep the mask of ``module.<name>`` from now on."""
-    module.__dict__.setdefault(KEY, _MaskedNames()).add(name)
+    names = module.__dict__.get(KEY)
+    if names is None:
+        names = module.__dict__[KEY] = _MaskedNames()
+    names.add(name)
 
 
 def stop_keeping(module: nn.Module) -> None:

@@ -191,7 +191,10 @@ def hooks_on(module: nn.Module) -> list[PruningHook]:
 
 def find_hook(module: nn.Module, name: str) -> PruningHook | None:
     """The pruning hook of a parameter; None if it is not pruned."""
-    return next((hook for hook in hooks_on(module) if hook._tensor_name == name), None)
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, PruningHook) and hook._tensor_name == name:
+            return hook
+    return None
 
 
 def register(module: nn.Module, hook: PruningHook) -> None:

@@ -25,7 +25,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from distprune._common import mask_bits, memory
 from distprune._common.hashing import hash_keys
 from distprune._common.mask_values import is_zero
-from distprune._common.memory import Array, Count
+from distprune._common.memory import SERIAL, Array, Count, on_host
 from distprune.shards.shard import FlatShard, LocalShard
 
 _BITS = 32  # of a word
@@ -75,6 +75,62 @@ def fingerprint_part(shard: LocalShard, mask: Tensor) -> Count:
         else:
             part = part + _of_rows_on_device(rows == 0, starts.to(mask.device))
     return _wrapped(part)
+
+
+def fingerprint_parts(shards: Sequence[LocalShard], masks: Sequence[Tensor]) -> list[int]:
+    """:func:`fingerprint_part` of several masks, on the host; waits for a device once.
+
+    Cost: a few microseconds for a short run on a CPU; they are processed together.
+    """
+    parts: list[Count] = [0] * len(shards)
+    short: dict[torch.dtype, list[int]] = {}
+    for position, (shard, mask) in enumerate(zip(shards, masks, strict=True)):
+        start = shard.index.start
+        if start is None or not memory.takes_numpy(mask.device) or not _is_short(start, mask):
+            parts[position] = fingerprint_part(shard, mask)
+        elif mask.numel():
+            short.setdefault(mask.dtype, []).append(position)
+    for positions in short.values():
+        for first in range(0, len(positions), _CPU_BLOCK // SERIAL):
+            some = positions[first : first + _CPU_BLOCK // SERIAL]
+            flats = [shards[position].flat(masks[position]) for position in some]
+            starts = [shards[position].index.start or 0 for position in some]
+            for position, part in zip(some, _of_short_runs(flats, starts), strict=True):
+                parts[position] = part
+    return on_host(parts)
+
+
+def _is_short(start: int, mask: Tensor) -> bool:
+    """Whether a run begins with a word, and takes few words of one table."""
+    size = mask.numel()
+    return start % _BITS == 0 and size <= SERIAL and start % _TABLE_BITS + size <= _TABLE_BITS
+
+
+def _of_short_runs(flats: list[Tensor], starts: list[int]) -> list[int]:
+    """:func:`_of_run` of several masks of one dtype that are not empty: see :func:`_is_short`."""
+    sizes = [flat.numel() for flat in flats]
+    num_words: list[int] = [-(-size // _BITS) for size in sizes]
+    pruned = is_zero(torch.cat(flats))
+    if any(size % _BITS for size in sizes):
+        padded = np.zeros(sum(num_words) * _BITS, dtype=bool)
+        first, first_bit = 0, 0
+        for size, number in zip(sizes, num_words, strict=True):
+            padded[first_bit : first_bit + size] = pruned[first : first + size]
+            first, first_bit = first + size, first_bit + number * _BITS
+        pruned = padded
+    table, tables = _table().numpy().view(np.uint64), []
+    weights = []
+    for start, number in zip(starts, num_words, strict=True):
+        table_number, offset = divmod(start, _TABLE_BITS)
+        tables.append(table_number)
+        weights.append(table[offset // _BITS : offset // _BITS + number])
+    words = mask_bits.pack(pruned).view("<u4").astype(np.uint64)
+    words *= np.concatenate(weights)
+    firsts = np.cumsum(num_words, dtype=np.int64) - np.array(num_words)
+    totals = np.add.reduceat(words, firsts).tolist()
+    return [
+        int(_wrapped(total * _factor(number))) for total, number in zip(totals, tables, strict=True)
+    ]
 
 
 def _of_run(flat: Tensor, start: int) -> int:

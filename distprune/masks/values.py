@@ -24,7 +24,6 @@ from distprune.shards.parameters import Target
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
 from distprune.torch_private import live_graphs
-from distprune.torch_private.managed import Managed
 
 # (number of the parameter in the list, this rank's unmasked values) -> None: writes new values
 Change = Callable[[int, Tensor], None]
@@ -147,7 +146,6 @@ class _Part:
     number: int
     label: str
     shard: LocalShard
-    managed: Managed | None
     places: tuple[Pair, ...]
 
     @property
@@ -157,20 +155,20 @@ class _Part:
 
     def free_gathered(self) -> None:
         """Free the copy that FSDP has gathered, if there is one."""
-        if self.managed is not None:
-            self.managed.free_gathered()
+        if self.shard.managed is not None:
+            self.shard.managed.free_gathered()
 
     def refresh_products(self) -> None:
         """Compute ``mask * weight_orig`` anew where a module keeps it."""
-        if self.managed is None:
+        if self.shard.managed is None:
             refresh_products(self.places)
 
     def check_no_backward(self, when: str) -> None:
         """Raise RuntimeError if a backward is still to come that may need the values."""
         is_needed = (
             live_graphs.reaches(self.shard.parameter)
-            if self.managed is None
-            else self.managed.is_in_graph()
+            if self.shard.managed is None
+            else self.shard.managed.is_in_graph()
         )
         if is_needed:
             raise RuntimeError(
@@ -192,7 +190,7 @@ class ValueChange:
 
     def __init__(self, targets: Iterable[Target]) -> None:
         self._parts = [
-            _Part(number, target.label, target.shard, target.managed, target.places)
+            _Part(number, target.label, target.shard, target.places)
             for number, target in enumerate(targets)
         ]
         self._restores: dict[int, Callable[[], None]] = {}
@@ -240,10 +238,10 @@ def _read(parameters: Iterable[Pair], communicator: Communicator) -> Iterator[_P
         managed = reader.managed(module, name)
         if managed is not None:
             check_idle(module, label)
-        shard = reader.read(module, name, label)
+        shard = reader.read_managed(module, name, label, managed)
         if shard.key not in seen:
             seen.add(shard.key)
-            yield _Part(number, label, shard, managed, tuple(tied_places(pair)))
+            yield _Part(number, label, shard, tuple(tied_places(pair)))
 
 
 def _facts(parts: Iterable[_Part]) -> list[tuple[str, str]]:

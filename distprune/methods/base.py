@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from distprune._common.amount import Amount, checked_count
 from distprune._common.naming import NamedParameter, unwrap
-from distprune.call.reading import check_at_rest
+from distprune.call.reading import read_at_rest
 from distprune.call.request import Decision, Fact, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters
 from distprune.masks import checks
@@ -298,11 +298,9 @@ class BasePruningMethod(PruningHook, ABC):
         assert name is not None, f"Module {module} has to be pruned before pruning can be removed"
         reader, label = ShardReader(), f"{type(module).__name__}.{name}"
         checks.check_removable(module, name)
-        check_at_rest(reader, module, name, label)
-        managed = reader.managed(module, name)
         # In inference mode the parameter would get memory that no optimizer may change.
         with torch.inference_mode(False), torch.no_grad():
-            shard = reader.read(module, name, label)
+            shard = read_at_rest(reader, module, name, label)
             assert shard.mask is not None
             if shard.is_sharded or self.multiplies:
                 # +0 wherever the mask is 0, also where -0.0, inf or NaN stood.
@@ -310,7 +308,7 @@ class BasePruningMethod(PruningHook, ABC):
             else:
                 final = self.apply_mask(module)
             present = find_hook(module, name)
-            Transaction().detach(module, name, final, managed)
+            Transaction().detach(module, name, final, shard.managed)
         if present is not None and present.member is not None:
             present.member.forget()
 

@@ -22,7 +22,7 @@ from distprune.call.grouping import InputDims
 from distprune.call.importance_scores import without_others
 from distprune.call.report import PruningReport, warn_of_collapse
 from distprune.call.request import InGroups, ParameterArguments, PruningArguments
-from distprune.call.run import count_pruned, prune_parameters
+from distprune.call.run import Counted, count_live, prune_parameters
 from distprune.masks.checks import check_removable
 from distprune.masks.hook import find_hook
 from distprune.methods.base import BasePruningMethod
@@ -166,7 +166,8 @@ class ScheduledPruner:
         Cost: nothing at a step that is not due, so the ranks are only compared where all
         of them prune. If one rank is at another step, where nothing is due, the others wait
         for it until the process group's timeout. At a due step
-        one read of the masks, two small all-reduces, and a global pruning.
+        a global pruning and a small all-reduce; with ``importance_scores`` one more read of
+        the masks, and an all-reduce of 24 bytes per parameter.
         """
         reports = tuple(
             self._prune_group(position) if group.schedule.is_due(self.num_steps) else None
@@ -285,6 +286,7 @@ class ScheduledPruner:
                 facts=[
                     ("step of the schedule", str(self.num_steps)),
                     ("parameter group", f"{position} of {len(self._groups)}"),
+                    ("pruning_method", getattr(group.pruning_method, "__name__", "")),
                     ("schedule", repr(group.schedule)),
                     ("target sparsity", repr(target)),
                     ("present sparsity", present),
@@ -293,10 +295,19 @@ class ScheduledPruner:
                 pipeline_parallel=self._is_pipeline_parallel,
             )
 
-        entries = count_pruned(make_arguments, communicator)
+        has_scores = self._importance_scores is not None
+        counted = count_live(
+            make_arguments,
+            communicator,
+            reads_values=not has_scores and group.pruning_method.READS_VALUES,
+        )
+        entries = counted.entries()
         group.join_stages(entries)
+        # A function for the scores may change anything.
+        reused = None if has_scores else counted
         if not group.is_global:
-            return self._prune_in_groups(group, target, self._scores(position, communicator))
+            scores = self._scores(position, communicator)
+            return self._prune_in_groups(group, target, scores, reused)
         count = group.num_to_prune(target, entries)
         if count <= 0:
             group.target = target
@@ -317,6 +328,7 @@ class ScheduledPruner:
                 max_sparsity=max_sparsity,
             ),
             communicator,
+            reused,
         )
         group.target = target
         if not is_growing:
@@ -325,7 +337,7 @@ class ScheduledPruner:
         return with_floors(report)
 
     def _prune_in_groups(
-        self, group: Group, target: float, scores: Scores | None
+        self, group: Group, target: float, scores: Scores | None, counted: Counted | None
     ) -> PruningReport | None:
         """Give every layer, row or group of a pattern the target; None if none loses an element."""
 
@@ -348,7 +360,7 @@ class ScheduledPruner:
 
         if target <= group.target:
             return None
-        report = prune_parameters(make_arguments, world(self._process_group))
+        report = prune_parameters(make_arguments, world(self._process_group), counted)
         group.target = target
         return report
 

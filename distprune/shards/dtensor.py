@@ -3,52 +3,101 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils.weak import WeakIdKeyDictionary
 
 from distprune._common.pruned_form import is_dtensor, local_tensor
-from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order
+from distprune.shards.geometry import IndexMap, Split, dim_coordinates, index_map, memory_order
 from distprune.shards.shard import LocalShard
+from distprune.torch_private.managed import ManagedDTensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a shape is cut on a mesh, and this rank's part of it: see ``shard.LocalShard``.
+
+    Attributes:
+        index: of a part in row-major memory.
+    """
+
+    coordinates: tuple[range, ...]
+    index: IndexMap
+    replica: int
+    num_replicas: int
+    layout: str
 
 
 @dataclass(frozen=True)
 class MeshView:
-    """A device mesh as seen from this rank. Slow to make: once per mesh, not per parameter.
+    """A device mesh as seen from this rank. Slow to make, and never another: once per mesh.
 
     Attributes:
         shape: of the mesh.
         coordinate: of this rank; None if it is outside.
         ranks: global ranks, row-major.
         unordered: axes along which the ranks do not always ascend.
+        cuts: what :meth:`cut_of` has found, by shape, placements and who made them.
     """
 
     shape: tuple[int, ...]
     coordinate: tuple[int, ...] | None
     ranks: tuple[int, ...]
     unordered: tuple[int, ...] = ()
+    cuts: dict[object, Cut] = field(default_factory=dict)
 
     @classmethod
     def on(cls, mesh: DeviceMesh) -> MeshView:
-        coordinate = mesh.get_coordinate()
-        return cls(
-            tuple(mesh.shape),
-            None if coordinate is None else tuple(coordinate),
-            tuple(mesh.mesh.flatten().tolist()),
-            tuple(axis for axis in range(mesh.ndim) if mesh.mesh.diff(dim=axis).lt(0).any()),
+        view = _views.get(mesh)
+        if view is None:
+            coordinate, ranks = mesh.get_coordinate(), mesh.mesh
+            view = _views[mesh] = cls(
+                tuple(mesh.shape),
+                None if coordinate is None else tuple(coordinate),
+                tuple(ranks.flatten().tolist()),
+                tuple(axis for axis in range(mesh.ndim) if ranks.diff(dim=axis).lt(0).any()),
+            )
+        return view
+
+    def cut_of(self, name: str, parameter: DTensor, *, is_from_fsdp2: bool) -> Cut:
+        """Where this rank's part of a parameter on the mesh is; see :func:`local_shard`."""
+        key = (parameter.shape, parameter.placements, is_from_fsdp2)
+        if key not in self.cuts:
+            self.cuts[key] = self._cut(name, parameter, is_from_fsdp2=is_from_fsdp2)
+        return self.cuts[key]
+
+    def _cut(self, name: str, parameter: DTensor, *, is_from_fsdp2: bool) -> Cut:
+        shape, placements = parameter.shape, parameter.placements
+        _check_order(name, parameter.device_mesh, placements, self)
+        _check_strided(name, shape, self.shape, placements, is_from_fsdp2)
+        splits = splits_of(name, len(shape), self.shape, self.coordinate, placements)
+        coordinates = (
+            tuple(range(0) for _ in shape) if splits is None else dim_coordinates(shape, splits)
         )
+        return Cut(
+            coordinates,
+            index_map(shape, coordinates, range(len(shape))),
+            *replica_of(self.shape, self.coordinate, placements),
+            # Not which ranks: the same parameter may be on several meshes of one shape.
+            layout=f"{placements} on a mesh of shape {self.shape}",
+        )
+
+
+# By the object: a mesh equals one that another process group had before.
+_views: MutableMapping[DeviceMesh, MeshView] = WeakIdKeyDictionary()
 
 
 def local_shard(
     name: str,
     parameter: DTensor,
     mask: Tensor | None,
-    view: MeshView | None = None,
+    managed: ManagedDTensor | None = None,
     *,
     is_from_fsdp2: bool = True,
 ) -> LocalShard:
@@ -58,57 +107,51 @@ def local_shard(
         name: for messages.
         parameter: on any mesh; this rank may be outside it, without elements.
         mask: the mask in force, laid out as the parameter.
-        view: of the parameter's mesh, if it exists already.
+        managed: the record of ``fully_shard``, if it is known.
         is_from_fsdp2: whether ``fully_shard`` made the outermost cut.
 
     Raises:
         NotImplementedError: a placement that is neither Shard nor Replicate; a ``_StridedShard``
             of another kind than FSDP2 makes; a mesh whose ranks do not ascend.
     """
-    mesh, placements = parameter.device_mesh, parameter.placements
-    view = view or MeshView.on(mesh)
-    _check_order(name, mesh, placements, view)
-    _check_strided(name, parameter.shape, view.shape, placements, is_from_fsdp2)
-    splits = splits_of(name, parameter.ndim, view.shape, view.coordinate, placements)
-    coordinates = (
-        dim_coordinates(parameter.shape, splits)
-        if splits is not None
-        else tuple(range(0) for _ in parameter.shape)
-    )
-    values = _local(parameter)
+    view = MeshView.on(parameter.device_mesh)
+    cut = view.cut_of(name, parameter, is_from_fsdp2=is_from_fsdp2)
+    values, coordinates = _local(parameter), cut.coordinates
     if values.numel() == 0 and values.ndim == len(coordinates):
         # An empty shard may be empty in dimensions that the placements leave whole.
         coordinates = tuple(
             rows[:size] for rows, size in zip(coordinates, values.shape, strict=True)
         )
     expected = tuple(map(len, coordinates))
-    if splits is None:
+    if view.coordinate is None:
         values = values.new_empty(expected)
     if tuple(values.shape) != expected:
         raise NotImplementedError(
             f"{name}: this rank holds a shard of shape {tuple(values.shape)}, but "
-            f"{placements} on a mesh of shape {view.shape} should give {expected}. "
+            f"{parameter.placements} on a mesh of shape {view.shape} should give {expected}. "
             "Expected the shards that distribute_tensor, parallelize_module or fully_shard make."
         )
-    order = memory_order(values) or list(range(values.ndim))
-    replica, num_replicas = replica_of(view.shape, view.coordinate, placements)
+    index = cut.index
+    if coordinates is not cut.coordinates or not values.is_contiguous():
+        order = memory_order(values) or range(values.ndim)
+        index = index_map(parameter.shape, coordinates, order)
     return LocalShard(
         name=name,
         parameter=parameter,
         values=values,
-        mask=None if mask is None else _local_mask(mask, values, splits is not None),
+        mask=None if mask is None else _local_mask(mask, values, view.coordinate is not None),
         shape=parameter.shape,
         coordinates=coordinates,
-        order=tuple(order),
-        index=index_map(parameter.shape, coordinates, order),
-        replica=replica,
-        num_replicas=num_replicas,
+        order=index.dims,
+        index=index,
+        replica=cut.replica,
+        num_replicas=cut.num_replicas,
         ranks=view.ranks,
-        # Not which ranks: the same parameter may be on several meshes of one shape.
-        layout=f"{placements} on a mesh of shape {view.shape}",
-        mesh=mesh,
-        placements=placements,
+        layout=cut.layout,
+        mesh=parameter.device_mesh,
+        placements=parameter.placements,
         key=id(parameter),
+        managed=managed,
     )
 
 

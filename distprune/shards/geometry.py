@@ -18,6 +18,7 @@ slowest one: then a factor [experts, 1, in] stays as small as it is.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -168,6 +169,16 @@ def index_map(
     )
 
 
+@functools.lru_cache(maxsize=1 << 12)
+def _whole(shape: tuple[int, ...], order: tuple[int, ...]) -> IndexMap:
+    return index_map(shape, dim_coordinates(shape, ()), order)
+
+
+def whole_index_map(shape: Sequence[int], order: Sequence[int] | None) -> IndexMap:
+    """The :class:`IndexMap` of a whole tensor; in row-major order if its memory has none."""
+    return _whole(tuple(shape), tuple(range(len(shape)) if order is None else order))
+
+
 def run_index_map(shape: Sequence[int], stride: Sequence[int], first: int) -> IndexMap | None:
     """The :class:`IndexMap` of a run of a whole tensor's elements in the order of its memory.
 
@@ -182,7 +193,7 @@ def run_index_map(shape: Sequence[int], stride: Sequence[int], first: int) -> In
     order = memory_order(torch.empty_strided(tuple(shape), tuple(stride), device="meta"))
     if order is None:
         return None
-    whole = index_map(shape, dim_coordinates(shape, ()), order)
+    whole = whole_index_map(shape, order)
     if whole.start is not None:
         return replace(whole, start=whole.start + first)
     return replace(whole, offset=first)

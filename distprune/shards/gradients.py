@@ -13,35 +13,31 @@ from torch import Tensor
 from distprune._common.process_groups import is_distributed
 from distprune._common.pruned_form import is_dtensor
 from distprune.shards.shard import LocalShard
-from distprune.torch_private.managed import GradientSource, Managed, ManagedRun, ParameterSource
+from distprune.torch_private.managed import GradientSource, ManagedRun, ParameterSource
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def requires_grad(shard: LocalShard, managed: Managed | None) -> bool:
+def requires_grad(shard: LocalShard) -> bool:
     """Whether a backward gives the parameter a gradient: false of a frozen one."""
-    return shard.parameter.requires_grad if managed is None else managed.requires_grad
+    return shard.optimizer_tensor[0].requires_grad
 
 
-def local_gradient(shard: LocalShard, managed: Managed | None) -> Tensor:
+def local_gradient(shard: LocalShard) -> Tensor:
     """This rank's part of ``.grad``, laid out like ``shard.values``; not a copy.
-
-    Args:
-        shard: the parameter.
-        managed: a wrapper's record of it, if it has one.
 
     Raises:
         RuntimeError: there is no gradient, or it is not complete yet; names the parameter.
         NotImplementedError: a gradient of another layout than the parameter's.
     """
-    if managed is not None and managed.has_unreduced_gradient:
+    if shard.managed is not None and shard.managed.has_unreduced_gradient:
         raise RuntimeError(
             f"{shard.name}: a backward without gradient synchronisation (no_sync, "
             "set_requires_gradient_sync(False)) left gradients that the ranks have not reduced "
             "yet; expected a call after the last backward of a step, which reduces them."
         )
-    gradient = available_gradient(shard, managed)
+    gradient = available_gradient(shard)
     if gradient is None:
         raise RuntimeError(
             f"{shard.name} has no gradient; expected a call after backward() and before "
@@ -50,7 +46,7 @@ def local_gradient(shard: LocalShard, managed: Managed | None) -> Tensor:
     return gradient
 
 
-def available_gradient(shard: LocalShard, managed: Managed | None) -> Tensor | None:
+def available_gradient(shard: LocalShard) -> Tensor | None:
     """This rank's part of what ``.grad`` has, laid out like ``shard.values``, or None.
 
     Raises:
@@ -58,7 +54,7 @@ def available_gradient(shard: LocalShard, managed: Managed | None) -> Tensor | N
     """
     if not shard.values.numel():
         return shard.values
-    gradient = shard.parameter.grad if managed is None else managed.gradient
+    gradient = shard.parameter.grad if shard.managed is None else shard.managed.gradient
     if gradient is None:
         return None
     if is_dtensor(gradient):
@@ -78,12 +74,12 @@ def available_gradient(shard: LocalShard, managed: Managed | None) -> Tensor | N
     return gradient.detach()
 
 
-def drop_gradient(shard: LocalShard, managed: Managed | None) -> None:
+def drop_gradient(shard: LocalShard) -> None:
     """Set ``.grad`` to None; of a parameter of FSDP1 those of its whole flat parameter."""
-    if managed is None:
+    if shard.managed is None:
         shard.parameter.grad = None
     else:
-        managed.drop_gradient()
+        shard.managed.drop_gradient()
 
 
 @dataclass(frozen=True)
@@ -107,15 +103,12 @@ class LocalGradients:
 
 
 def unaveraged_gradients(
-    shards: Sequence[LocalShard],
-    managed: Sequence[Managed | None],
-    group: ProcessGroup | None = None,
+    shards: Sequence[LocalShard], group: ProcessGroup | None = None
 ) -> list[LocalGradients]:
     """The leaves through which the gradients of some parameters come.
 
     Args:
         shards: this rank's part of each parameter.
-        managed: a wrapper's record of each, if it has one.
         group: the data-parallel ranks of parameters that FSDP does not shard; for plain ones every
             rank by default.
 
@@ -124,7 +117,8 @@ def unaveraged_gradients(
             group with ranks of its tensor parallelism.
     """
     leaves: dict[Hashable, LocalGradients] = {}
-    for position, (shard, record) in enumerate(zip(shards, managed, strict=True)):
+    for position, shard in enumerate(shards):
+        record = shard.managed
         run = slice(0, shard.values.numel())
         key: Hashable = shard.key if shard.key is not None else id(shard.parameter)
         if isinstance(record, ManagedRun):

@@ -11,7 +11,6 @@ from distprune._common.naming import NamedParameter, full_name, named_modules
 from distprune._common.pruned_form import name_of_pruned_orig
 from distprune.shards.factored import FactoredScores
 from distprune.shards.shard import LocalShard
-from distprune.torch_private.managed import Managed
 from distprune.torch_private.wrapper import is_flat, is_flattened, managed_parameters
 
 # By (module, name): a score per element, or the factors of all scores.
@@ -26,7 +25,6 @@ class Target:
         label: its full name, or its substitute in messages.
         places: its (module, name) pairs on this rank; empty if only other ranks have it.
         is_tied: whether it has several places, which are removed together.
-        managed: a wrapper's record of it, if it has one.
         shard: this rank's part.
         scores: this rank's part of the importance scores, or factors of the whole; None without
             scores.
@@ -37,9 +35,8 @@ class Target:
     label: str
     places: tuple[tuple[nn.Module, str], ...]
     is_tied: bool
-    managed: Managed | None
     shard: LocalShard
-    scores: Tensor | FactoredScores | None
+    scores: Tensor | FactoredScores | None = None
     about_scores: str = "none"
     is_named: bool = False
 
@@ -69,6 +66,10 @@ class Place:
     pair: NamedParameter
     is_floating: bool
 
+    def with_all(self, places: Iterable[Place]) -> NamedParameter:
+        """The pair, with all places of its parameter."""
+        return self.pair.with_places(place.pair for place in places)
+
 
 def all_places(model: nn.Module) -> Iterable[Place]:
     """Every parameter at every place, in the order of registration."""
@@ -97,12 +98,16 @@ def all_places(model: nn.Module) -> Iterable[Place]:
             yield Place(key, tuple(shape), pair, is_floating)
 
 
+def by_parameter(places: Iterable[Place]) -> dict[Hashable, list[Place]]:
+    """The places of each parameter, by its key, in the order of their first ones."""
+    found: dict[Hashable, list[Place]] = {}
+    for place in places:
+        found.setdefault(place.key, []).append(place)
+    return found
+
+
 def find_places(model: nn.Module, is_wanted: Callable[[Place], bool]) -> list[NamedParameter]:
     """Some parameters; a tied one once, with all its places."""
-    places: dict[Hashable, list[NamedParameter]] = {}
-    first_of: dict[Hashable, NamedParameter] = {}
-    for place in all_places(model):
-        places.setdefault(place.key, []).append(place.pair)
-        if is_wanted(place):
-            first_of.setdefault(place.key, place.pair)
-    return [pair.with_places(places[key]) for key, pair in first_of.items()]
+    places = list(all_places(model))
+    wanted, of_each = by_parameter(filter(is_wanted, places)), by_parameter(places)
+    return [first.with_all(of_each[key]) for key, (first, *_) in wanted.items()]

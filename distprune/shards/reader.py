@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,12 @@ from distprune._common.naming import unwrap
 from distprune._common.process_groups import over_groups, over_mesh
 from distprune._common.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
 from distprune.shards.checksum import checksums
-from distprune.shards.geometry import dim_coordinates, index_map, memory_order, run_index_map
+from distprune.shards.geometry import (
+    dim_coordinates,
+    memory_order,
+    run_index_map,
+    whole_index_map,
+)
 from distprune.shards.shard import FlatShard, LocalShard
 from distprune.torch_private.managed import Managed, ManagedDTensor, ManagedRun
 from distprune.torch_private.masked_value import ShardMask, shard_mask_key
@@ -63,6 +67,7 @@ def shard_of_run(
         ranks=ranks,
         layout=piece.layout,
         key=piece.key,
+        managed=piece,
     )
 
 
@@ -78,17 +83,16 @@ def shard_of_replica(
         replica, num_replicas: this rank's place among those that take part.
     """
     values = parameter.detach()
-    coordinates = dim_coordinates(values.shape, ())
-    order = memory_order(values) or list(range(values.ndim))
+    index = whole_index_map(values.shape, memory_order(values))
     return LocalShard(
         name=name,
         parameter=parameter,
         values=values,
         mask=None if mask is None else mask.detach(),
         shape=values.shape,
-        coordinates=coordinates,
-        order=tuple(order),
-        index=index_map(values.shape, coordinates, order),
+        coordinates=dim_coordinates(values.shape, ()),
+        order=index.dims,
+        index=index,
         replica=replica,
         num_replicas=num_replicas,
         key=id(parameter),
@@ -108,9 +112,8 @@ class ShardReader:
         self._num_replicas = num_replicas
         # Made on demand: a call for one parameter may not need the records of all others.
         self._managed: dict[tuple[int, str], Managed] | None = None
-        # By mesh and by FSDP1 module: lists of ranks are long, and the same for many parameters.
-        self._mesh_views: dict[Any, Any] = {}
-        self._ranks: dict[Any, tuple[int, ...]] = {}
+        # By FSDP1 module: lists of ranks are long, and the same for many parameters.
+        self._ranks: dict[nn.Module, tuple[int, ...]] = {}
 
     def managed(self, module: nn.Module, name: str) -> Managed | None:
         """A wrapper's record of a parameter, pruned or not.
@@ -148,7 +151,12 @@ class ShardReader:
             TypeError: not a parameter.
             NotImplementedError: a layout, dtype or wrapper that is not supported.
         """
-        managed = self.managed(module, name)
+        return self.read_managed(module, name, label, self.managed(module, name))
+
+    def read_managed(
+        self, module: nn.Module, name: str, label: str, managed: Managed | None
+    ) -> LocalShard:
+        """:meth:`read` of a parameter whose :meth:`managed` is known."""
         if managed is not None:
             managed.check_fields()
             if managed.unsupported:
@@ -156,6 +164,14 @@ class ShardReader:
         mask = module._buffers.get(mask_key(name))
         if mask is None or not self.has_whole_mask(module, name):
             return self._read(module, name, label, managed, mask)
+        original = module._parameters.get(orig_key(name))
+        if (
+            managed is None
+            and original is not None
+            and not is_dtensor(original)
+            and original.shape == mask.shape
+        ):
+            return self._read(module, name, label, managed, mask)  # nothing to slice
         shard = self._read(module, name, label, managed, None)
         return replace(shard, mask=shard.slice_of(local_tensor(mask)))
 
@@ -186,7 +202,7 @@ class ShardReader:
                 self._ranks[managed.wrapper] = managed.ranks
             return shard_of_run(label, managed, mask, self._ranks[managed.wrapper])
         if isinstance(managed, ManagedDTensor):
-            return self.read_tensor(managed.sharded, label, mask, is_from_fsdp2=True)
+            return self.read_tensor(managed.sharded, label, mask, managed)
         return self.read_tensor(_registered(module, name, label), label, mask)
 
     def read_tensor(
@@ -194,8 +210,7 @@ class ShardReader:
         parameter: Tensor,
         label: str,
         mask: Tensor | None = None,
-        *,
-        is_from_fsdp2: bool = False,
+        managed: ManagedDTensor | None = None,
     ) -> LocalShard:
         """This rank's part of a tensor: of a DTensor, or the whole of any other one.
 
@@ -203,7 +218,7 @@ class ShardReader:
             parameter: a parameter, or another tensor that is laid out like one.
             label: its name, for messages.
             mask: the mask in force, laid out as the parameter.
-            is_from_fsdp2: whether it is known that ``fully_shard`` cut it.
+            managed: the record of ``fully_shard``, if it has cut it.
 
         Raises:
             NotImplementedError: a layout or a dtype that is not supported.
@@ -212,15 +227,8 @@ class ShardReader:
         if is_dtensor(parameter):
             from distprune.shards import dtensor
 
-            mesh = parameter.device_mesh
-            if mesh not in self._mesh_views:
-                self._mesh_views[mesh] = dtensor.MeshView.on(mesh)
             return dtensor.local_shard(
-                label,
-                parameter,
-                mask,
-                self._mesh_views[mesh],
-                is_from_fsdp2=is_from_fsdp2,
+                label, parameter, mask, managed, is_from_fsdp2=managed is not None
             )
 
         return shard_of_replica(label, parameter, mask, self._replica, self._num_replicas)

@@ -23,12 +23,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from distprune._common.pruned_form import is_dtensor
 from distprune.shards.geometry import IndexMap
-from distprune.torch_private.live_graphs import undisturbed
+from distprune.torch_private.dtensor import Specs, laid_out_like
+from distprune.torch_private.managed import Managed
 
 if TYPE_CHECKING:  # importing DTensor costs more than all the rest
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
+
+
+# The order of dimensions in row-major memory; tensors of more dimensions are rare.
+_ROW_MAJOR = tuple(range(16))
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class LocalShard:
         layout: how the parameter is spread over them, in words.
         mesh, placements: how a DTensor is laid out; None for any other tensor.
         key: the same for a tied parameter under all its names.
+        managed: a wrapper's record of the parameter, if it has one.
     """
 
     name: str
@@ -67,11 +74,17 @@ class LocalShard:
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] | None = None
     key: Hashable = None
+    managed: Managed | None = None
 
     @property
     def is_sharded(self) -> bool:
         """Whether the parameter is spread over several ranks, replicated axes included."""
         return self.ranks is not None
+
+    @property
+    def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
+        """The tensor registered with the optimizer; see :class:`managed.Managed`."""
+        return (self.parameter, None) if self.managed is None else self.managed.optimizer_tensor
 
     @property
     def numel(self) -> int:
@@ -88,6 +101,8 @@ class LocalShard:
 
     def flat(self, local: Tensor) -> Tensor:
         """A tensor of the local shape as 1-d, in memory order; a view where it can be one."""
+        if local.is_contiguous() and self.order == _ROW_MAJOR[: local.ndim]:
+            return local.view(-1)
         return local.permute(self.order).reshape(-1)
 
     def slice_of(self, full: Tensor) -> Tensor:
@@ -122,25 +137,23 @@ class LocalShard:
         in_order = torch.empty(sizes, dtype=dtype, device=self.values.device)
         return in_order.permute([self.order.index(dim) for dim in range(len(sizes))])
 
-    def as_parameter_layout(self, local: Tensor) -> Tensor:
-        """A local tensor in the form of the parameter: a DTensor if the parameter is one."""
-        if self.mesh is None or self.placements is None:
+    def as_parameter_layout(self, local: Tensor, specs: Specs | None = None) -> Tensor:
+        """A local tensor in the form of the parameter: a DTensor if the parameter is one.
+
+        Args:
+            specs: the same dictionary for many parameters saves time; see torch_private.dtensor.
+        """
+        if not is_dtensor(self.parameter):
             return local
-        from torch.distributed.tensor import DTensor
+        return laid_out_like(self.parameter, local, {} if specs is None else specs)
 
-        with undisturbed():
-            return DTensor.from_local(
-                local,
-                self.mesh,
-                self.placements,
-                run_check=False,
-                shape=self.shape,
-                stride=self.parameter.stride(),
-            )
+    def sample(self) -> Tensor:
+        """A copy of some values, evenly spaced, 1-d: it shows whether an optimizer changed them.
 
-    def sample(self, size: int = 256) -> Tensor:
-        """A copy of some values, evenly spaced, 1-d: it shows whether an optimizer changed them."""
+        They are 64 to 256: of small parameters a smaller part, because each is a cache line.
+        """
         flat = self.flat(self.values)
+        size = min(max(64, flat.numel() >> 8), 256)
         return flat[:: max(1, flat.numel() // size)].clone()
 
     def live_values(self) -> Tensor:

@@ -15,8 +15,6 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,19 +48,6 @@ def reaches(parameter: Tensor) -> bool:
     gc.collect()
     _walk()
     return _reaches(parameter)
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Make tensors that are in no graph without outdating the last walk.
-
-    (DTensor.from_local counts as an autograd node, also under no_grad.)
-    """
-    global _walked_at
-    is_current = _walked_at == _clock()
-    yield
-    if is_current:
-        _walked_at = _clock()
 
 
 def _reaches(parameter: Tensor) -> bool:

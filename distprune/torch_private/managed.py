@@ -136,11 +136,6 @@ class Managed(ABC):
         The optimizer's state has tensors of the same form.
         """
 
-    @property
-    def requires_grad(self) -> bool:
-        """Whether a backward gives the parameter a gradient."""
-        return self.optimizer_tensor[0].requires_grad
-
     @abstractmethod
     def gradient_source(self) -> GradientSource:
         """Where the un-averaged gradients of the parameter are seen."""

@@ -56,7 +56,7 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
             "_active_ddp_module", "parameters_to_ignore", "_assign_modules_buffers",
         ),
     },
-    "DTensor": {"DTensor": ("_local_tensor",)},
+    "DTensor": {"DTensor": ("_local_tensor", "_spec")},
     "Module": {
         "Module": (
             "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks",
