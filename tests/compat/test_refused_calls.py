@@ -47,15 +47,6 @@ class TestRefusals:
                 call()
             assert snapshot(module) == before
 
-    def test_nan_scores_of_a_global_pruning(self):
-        model = nn.Sequential(linear(), linear(1))
-        with torch.no_grad():
-            model[1].weight[2, 3] = math.nan
-        before = snapshot(model)
-        with pytest.raises(ValueError, match=r"1\.weight.*NaN"):
-            prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
-        assert snapshot(model) == before
-
     @pytest.mark.parametrize(
         ("method", "arguments", "message"),
         [

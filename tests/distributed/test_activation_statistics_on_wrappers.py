@@ -21,7 +21,7 @@ from distprune.statistics import ActivationStatistics
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.collective_traffic import Traffic
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
 from helpers.integer_nets import integer_net
 from helpers.models import Net
 from helpers.sampling import every
@@ -119,7 +119,7 @@ CASES = [(b, m, d) for b in (1, 3) for m in (False, True) for d in (torch.float3
     [(w, case) for i, w in enumerate(ALL) for case in every(4, CASES, start=i)],
 )
 def test_the_sums_are_those_of_one_process(wrapping, case):
-    assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping, *case))
+    assert_nothing_wrong_on(wrapping, differences, *case)
 
 
 def wrong_with_normal_data(wrapping: str) -> list[str]:
@@ -153,9 +153,7 @@ def wrong_with_normal_data(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", every(3, ALL, start=1))
 def test_rounded_sums_are_near_and_bit_equal_on_all_ranks(wrapping):
-    assert_nothing_wrong(
-        run_ranks(wrong_with_normal_data, wrappings.world_size(wrapping), wrapping)
-    )
+    assert_nothing_wrong_on(wrapping, wrong_with_normal_data)
 
 
 def wrong_in_sequence_parallel(dim: int) -> list[str]:

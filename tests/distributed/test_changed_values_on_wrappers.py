@@ -10,7 +10,7 @@ from distprune._common.process_groups import world
 from distprune.masks.values import changed_values, keep_copy, keep_signs
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong, changes, snapshot
+from helpers.comparisons import assert_nothing_wrong_on, changes, snapshot
 from helpers.models import Net, fqns, seeded, target
 
 
@@ -110,8 +110,7 @@ def differences(wrapping: str, pruned: bool, evaluated: bool) -> list[str]:
 @pytest.mark.parametrize("pruned", [False, True])
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.TRAINED))
 def test_forwards_inside_and_after(wrapping, pruned, evaluated):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences, size, wrapping, pruned, evaluated))
+    assert_nothing_wrong_on(wrapping, differences, pruned, evaluated)
 
 
 def errors(wrapping: str, where: str) -> list[str]:
@@ -157,10 +156,11 @@ def errors(wrapping: str, where: str) -> list[str]:
 
 @pytest.mark.parametrize("where", ["change", "block", "before", "after"])
 @pytest.mark.parametrize(
-    "wrapping", ["ddp-2", "fsdp1-2", "fsdp1_flat-2", "fsdp2-2", "fsdp2_root-2", "hsdp-2x2", "tp-2"]
+    "wrapping",
+    ["plain-1", "ddp-2", "fsdp1-2", "fsdp1_flat-2", "fsdp2-2", "fsdp2_root-2", "hsdp-2x2", "tp-2"],
 )
 def test_errors_leave_the_values(wrapping, where):
-    assert_nothing_wrong(run_ranks(errors, wrappings.world_size(wrapping), wrapping, where))
+    assert_nothing_wrong_on(wrapping, errors, where)
 
 
 def different_lists() -> str:

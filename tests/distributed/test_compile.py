@@ -5,18 +5,19 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
+from test_communication import WithBatchNorm
 from torch import nn
 
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong_on
 from helpers.models import EVEN_HIDDEN, Net, fill, seeded, target
 from helpers.sampling import every
 from helpers.training_pair import Pair, train
 
 WRAPPINGS = ["plain-1", "ddp-2", "fsdp2-2", "fsdp2_root-2", "tp-2", "fsdp2_tp-1x2"]
-NUM_PRUNINGS = 5
+NUM_PRUNINGS = 3
 
 
 def graphs(wrapping: str) -> list[tuple[str, int, list[int]]]:
@@ -49,17 +50,6 @@ def test_no_graph_breaks_are_added(wrapping):
         # Compiled once more for the second pruning, whose hook is of another class, and no more.
         assert again[2][-1] <= 2 * dense[2][-1]
         assert again[2][1:] == [again[2][1]] * (NUM_PRUNINGS - 1)
-
-
-class WithBatchNorm(nn.Module):
-    """DDP broadcasts the running statistics at each forward; masks must not travel with them."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(6, 50), nn.BatchNorm1d(50)
-
-    def forward(self, x):
-        return self.norm(self.linear(x))
 
 
 def bytes_of_buffers(pruned: bool) -> list[int]:
@@ -104,10 +94,10 @@ def differences(wrapping: str, backends: list[str]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("wrapping", WRAPPINGS)
+@pytest.mark.parametrize("wrapping", every(2, WRAPPINGS))
 def test_compiled_training_equals_one_process(wrapping):
     backends = every(2, ["eager", "aot_eager"], WRAPPINGS.index(wrapping))
-    assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping, backends))
+    assert_nothing_wrong_on(wrapping, differences, backends)
 
 
 @pytest.mark.slow
@@ -116,5 +106,4 @@ def test_compiled_training_equals_one_process(wrapping):
 @pytest.mark.parametrize("wrapping", every(2, ["fsdp2-2", "plain-1"]))
 @pytest.mark.thorough
 def test_inductor(wrapping):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences, size, wrapping, ["inductor"], timeout=300))
+    assert_nothing_wrong_on(wrapping, differences, ["inductor"], timeout=300)

@@ -25,7 +25,12 @@ from helpers import criteria_runs as runs
 from helpers import criterion_references as references
 from helpers import reference, wrappings
 from helpers.collective_traffic import Traffic
-from helpers.comparisons import assembled, assert_nothing_wrong, wrong_masks
+from helpers.comparisons import (
+    assembled,
+    assert_nothing_wrong,
+    assert_nothing_wrong_on,
+    wrong_masks,
+)
 from helpers.criteria_cases import WEIGHTS, Case, Dense, Rank, compare, mask_parts, whole_scores
 from helpers.criteria_table import ENTRIES, pruning_method
 from helpers.sampling import THOROUGH, every
@@ -173,8 +178,7 @@ def differences_of_rounds(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", every(2, EXACT))
 def test_rounds_of_synflow_have_the_masks_of_one_process(wrapping):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences_of_rounds, size, wrapping))
+    assert_nothing_wrong_on(wrapping, differences_of_rounds)
 
 
 def messages_of_mixed_precision(wrapping: str, kind: str) -> str:

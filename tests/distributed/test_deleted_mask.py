@@ -7,9 +7,8 @@ import torch
 
 import distprune as prune
 from distprune._common.naming import unwrap
-from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong_on
 from helpers.models import EVEN_HIDDEN, Net, fill
 
 WRAPPINGS = ["plain-1", "ddp-2", "fsdp2-2", "fsdp2_root-2", "fsdp1-2", "fsdp1_root-2", "tp-2"]
@@ -53,4 +52,4 @@ def problems(wrapping: str, how: str) -> list[str]:
 @pytest.mark.parametrize("how", ["deleted", "None"])
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_deleted_mask(wrapping, how):
-    assert_nothing_wrong(run_ranks(problems, wrappings.world_size(wrapping), wrapping, how))
+    assert_nothing_wrong_on(wrapping, problems, how)

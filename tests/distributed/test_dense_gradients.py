@@ -14,7 +14,8 @@ import distprune as prune
 from distprune.testing import run_ranks
 from helpers import criteria_runs as runs
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong_on
+from helpers.sampling import every
 
 
 class Recomputing(runs.IntegerNet):
@@ -113,8 +114,7 @@ def differences_of_a_step(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
 def test_a_step(wrapping):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences_of_a_step, size, wrapping))
+    assert_nothing_wrong_on(wrapping, differences_of_a_step)
 
 
 def sums(*terms: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ def differences_when_left_without_sync(wrapping: str) -> list[str]:
     "wrapping", ["ddp-2", *(w for w in wrappings.sampled(wrappings.ALL) if w != "ddp-3")]
 )  # with 3 ranks DDP takes a third of sums that it has averaged already: no integers
 def test_accumulation(wrapping, function):
-    assert_nothing_wrong(run_ranks(function, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, function)
 
 
 def differences_of_unusual_contexts(wrapping: str) -> list[str]:
@@ -189,8 +189,7 @@ def differences_of_unusual_contexts(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
 def test_unusual_contexts(wrapping):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences_of_unusual_contexts, size, wrapping))
+    assert_nothing_wrong_on(wrapping, differences_of_unusual_contexts)
 
 
 def differences_when_recomputing(wrapping: str, kind: str) -> list[str]:
@@ -200,8 +199,7 @@ def differences_when_recomputing(wrapping: str, kind: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["inside", "wrapper"])
 @pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp2-3", "tp-2"])
 def test_activation_checkpointing(wrapping, kind):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences_when_recomputing, size, wrapping, kind))
+    assert_nothing_wrong_on(wrapping, differences_when_recomputing, kind)
 
 
 def differences_after_wrapping(wrapping: str, shard_masks: bool) -> list[str]:
@@ -219,8 +217,7 @@ def differences_after_wrapping(wrapping: str, shard_masks: bool) -> list[str]:
     "wrapping", ["ddp-2", "fsdp2-2", "fsdp2_root-3", "hsdp-2x2", "fsdp1-2", "fsdp1_root-3"]
 )
 def test_pruned_and_then_wrapped(wrapping, shard_masks):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences_after_wrapping, size, wrapping, shard_masks))
+    assert_nothing_wrong_on(wrapping, differences_after_wrapping, shard_masks)
 
 
 def differences_when_compiled(wrapping: str, backend: str) -> list[str]:
@@ -247,17 +244,20 @@ def differences_when_compiled(wrapping: str, backend: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("wrapping", "backend"),
-    [
-        ("plain-1", "aot_eager"),
-        ("ddp-2", "eager"),
-        ("fsdp2-2", "eager"),
-        ("fsdp2_root-2", "aot_eager"),
-        ("tp-2", "eager"),
-    ],
+    every(
+        2,
+        [
+            ("ddp-2", "eager"),
+            ("plain-1", "aot_eager"),
+            ("tp-2", "eager"),
+            ("fsdp2-2", "aot_eager"),
+            ("fsdp2_root-2", "eager"),
+        ],
+        start=1,
+    ),
 )
 def test_compiled(wrapping, backend):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences_when_compiled, size, wrapping, backend))
+    assert_nothing_wrong_on(wrapping, differences_when_compiled, backend)
 
 
 def refused_when_unreduced(wrapping: str) -> str:

@@ -11,7 +11,7 @@ from distprune._common.naming import unwrap
 from distprune.testing import run_ranks
 from helpers import criteria_runs as runs
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.comparisons import assert_nothing_wrong_on, wrong_masks
 
 
 class TiedNet(nn.Module):
@@ -65,8 +65,7 @@ def prune_mask(values: torch.Tensor, number: int) -> torch.Tensor:
 @pytest.mark.parametrize("given", ["select", "second name"])
 @pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp2_root-2", "fsdp1_root-2"])
 def test_tied_weights(wrapping, given):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences_of_tied, size, wrapping, given))
+    assert_nothing_wrong_on(wrapping, differences_of_tied, given)
 
 
 def movement_in_training(wrapping: str) -> tuple[int, bool, int]:
@@ -147,8 +146,7 @@ def differences_of_movement_pruning(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp2-3", "fsdp2_tp-2x2"])
 def test_movement_pruning_as_in_the_paper(wrapping):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences_of_movement_pruning, size, wrapping))
+    assert_nothing_wrong_on(wrapping, differences_of_movement_pruning)
 
 
 def test_global_mask_refuses_signed_scores_without_the_sign():

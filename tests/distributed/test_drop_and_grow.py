@@ -12,7 +12,7 @@ from distprune.testing import run_ranks
 from helpers import criteria_runs as runs
 from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong_on, wrong_masks
-from helpers.sampling import THOROUGH
+from helpers.sampling import THOROUGH, every
 
 WEIGHTS = runs.WEIGHTS
 BATCHES = 7
@@ -117,13 +117,13 @@ def differences(wrapping: str, num_steps: int, interval: int) -> list[str]:
         part = wrappings.my_part(whole, sharded.indices[name])
         if not torch.equal(held.view(part.shape), part):
             wrong.append(f"{name}: {held} is not {part}")
-    if not prune.verify(sharded.model).ok or num_grown < num_steps // 10:
+    if not prune.verify(sharded.model).ok or num_grown < max(1, num_steps // 10):
         wrong.append(f"{num_grown} elements have grown")
     return wrong
 
 
 def test_rigl_over_many_steps():
-    assert_nothing_wrong_on("fsdp2-2", differences, 200 if THOROUGH else 40, 4)
+    assert_nothing_wrong_on("fsdp2-2", differences, 200 if THOROUGH else 24, 4)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_rigl_over_many_steps():
      "fsdp2_tp-2x2"],
 )  # fmt: skip
 def test_rigl_on_any_wrapping(wrapping):
-    assert_nothing_wrong_on(wrapping, differences, 24 if THOROUGH else 12, 3)
+    assert_nothing_wrong_on(wrapping, differences, 24 if THOROUGH else 8, 3)
 
 
 def masks_of_set(wrapping: str) -> list[Tensor]:
@@ -150,7 +150,7 @@ def masks_of_set(wrapping: str) -> list[Tensor]:
             for mask, name in zip(held, WEIGHTS, strict=True)]  # fmt: skip
 
 
-@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp1-2", "fsdp2-2", "fsdp2-3"])
+@pytest.mark.parametrize("wrapping", every(2, ["ddp-2", "fsdp2-2", "fsdp1-2", "fsdp2-3"]))
 def test_set_on_shards_equals_one_process(wrapping):
     whole = [mask for mask, _ in masks_of_set("plain-1")]
     for of_rank in run_ranks(masks_of_set, wrappings.world_size(wrapping), wrapping):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.comparisons import assert_nothing_wrong_on, changes, snapshot, wrong_masks
 from helpers.models import Net, fill, target
 from helpers.rank_faults import (
     GROUP_TIMEOUT,
@@ -114,8 +114,8 @@ def wrong_after_raising(wrapping: str, method: str, error: str, odd_rank: int) -
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("wrapping", ["plain-2", "fsdp2-3"])
 def test_an_error_in_any_step(wrapping, error):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(wrong_after_raising, size, wrapping, "l1", error, size - 1))
+    last = wrappings.world_size(wrapping) - 1
+    assert_nothing_wrong_on(wrapping, wrong_after_raising, "l1", error, last)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,7 @@ def test_an_error_in_any_step(wrapping, error):
     ],
 )
 def test_an_error_in_any_step_of_any_method(wrapping, method):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(wrong_after_raising, size, wrapping, method, "memory", 0))
+    assert_nothing_wrong_on(wrapping, wrong_after_raising, method, "memory", 0)
 
 
 def wrong_after_a_retry(wrapping: str) -> list[str]:
@@ -144,7 +143,7 @@ def wrong_after_a_retry(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_the_call_works_after_a_fault(wrapping):
-    assert_nothing_wrong(run_ranks(wrong_after_a_retry, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, wrong_after_a_retry)
 
 
 FAULTS = {"fails": raising(ConnectionError("the network is gone")), "killed": kill, "stopped": stop}
@@ -220,7 +219,7 @@ def test_a_rank_is_lost(wrapping, fault):
     """A rank is lost before or after a step or a collective."""
     points = run_ranks(num_points, wrappings.world_size(wrapping), wrapping)[0]
     assert points[-1] == "after reduce" and points.count("before reduce") > 6
-    step = 1 if ALL_POINTS else 12 if fault != "killed" else 3 if THOROUGH else 6
+    step = 1 if ALL_POINTS else 12 if fault != "killed" else 3 if THOROUGH else 12
     chosen = sorted({*range(len(points) - 1, -1, -step), len(points) - 2, 0})
     # The survivors of a stopped rank only wait for a timeout: all points can be tried at once.
     with ThreadPoolExecutor(5 if fault == "stopped" else 1) as pool:

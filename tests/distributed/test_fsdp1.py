@@ -12,9 +12,10 @@ from torch.distributed.fsdp import ShardingStrategy
 
 import distprune as prune
 from distprune.testing import run_ranks
-from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong
+from helpers import reference
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
 from helpers.models import Net, fill, target
+from helpers.sampling import every
 from helpers.training_pair import WEIGHTS, Pair, train
 
 OPTIONS = {
@@ -34,20 +35,19 @@ def training(wrapping: str, options: str, optimizer: str, plan: dict) -> list[st
 
 
 CASES = [
-    ("fsdp1-3", "SHARD_GRAD_OP", "sgd"),
     ("fsdp1_root-2", "SHARD_GRAD_OP", "adamw"),
+    ("fsdp1-3", "SHARD_GRAD_OP", "sgd"),
+    ("fsdp1-4", "prefetching", "adamw"),
     ("fsdp1_flat-4", "SHARD_GRAD_OP", "adamw"),
     ("fsdp1_flat-2", "default", "sgd"),
     ("fsdp1_hybrid-2x2", "default", "adamw"),
-    ("fsdp1-4", "prefetching", "adamw"),
 ]
 
 
-@pytest.mark.parametrize(("wrapping", "options", "optimizer"), CASES)
+@pytest.mark.parametrize(("wrapping", "options", "optimizer"), every(2, CASES))
 def test_training_equals_one_process(wrapping, options, optimizer):
     """Prune, evaluate, accumulate, clip, prune again and remove."""
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(training, size, wrapping, options, optimizer, PLAN))
+    assert_nothing_wrong_on(wrapping, training, options, optimizer, PLAN)
 
 
 class TiedNet(Net):
@@ -126,4 +126,4 @@ def summoned(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["fsdp1-2", "fsdp1_flat-2"])
 def test_summon_full_params_shows_the_stored_weights(wrapping):
-    assert_nothing_wrong(run_ranks(summoned, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, summoned)

@@ -13,7 +13,7 @@ import distprune as prune
 from distprune.statistics import GramMatrices, gram, gram_collecting
 from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong_on
 from helpers.integer_nets import integer_net
 from helpers.least_squares import gram_of
 from helpers.models import Net
@@ -64,7 +64,7 @@ CASES = [(1, False, torch.float32), (3, True, torch.float32), (3, False, torch.b
     ("wrapping", "case"), [(w, CASES[i % len(CASES)]) for i, w in enumerate(ALL)]
 )
 def test_the_matrices_are_those_of_one_process(wrapping, case):
-    assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping, *case))
+    assert_nothing_wrong_on(wrapping, differences, *case)
 
 
 def wrong_with_normal_data(wrapping: str) -> list[str]:
@@ -97,9 +97,7 @@ def wrong_with_normal_data(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["fsdp1-3", "fsdp2-3", "tp-2", "fsdp2_tp-2x2"])
 def test_rounded_sums_and_obs_agree(wrapping):
-    assert_nothing_wrong(
-        run_ranks(wrong_with_normal_data, wrappings.world_size(wrapping), wrapping)
-    )
+    assert_nothing_wrong_on(wrapping, wrong_with_normal_data)
 
 
 def every_tensor_parallel_rank():

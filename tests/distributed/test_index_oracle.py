@@ -27,7 +27,7 @@ def indices_and_values(wrapping: str, sizes: tuple) -> list[tuple[str, int, list
     return rows
 
 
-@pytest.mark.parametrize("wrapping", wrappings.ALL + wrappings.FSDP2_DIM1)
+@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL + wrappings.FSDP2_DIM1))
 def test_each_element_is_held_once_per_replica(wrapping):
     sizes = EVEN if wrapping in wrappings.FSDP2_DIM1 else UNEVEN
     per_rank = run_ranks(indices_and_values, wrappings.world_size(wrapping), wrapping, sizes)

@@ -1,7 +1,7 @@
-"""Scores of criteria that are linear in the gradient are those of one process, bit for bit.
+"""Criteria that read averaged gradients, in training loops: the scores are those of one process.
 
-Data are small integers (helpers.criteria_runs), so every sum is exact, and masks are compared from
-end to end. The expected scores are written from the papers, on plain tensors.
+Data are small integers (helpers.criteria_runs), so every sum is exact. test_criteria_matrix.py has
+each criterion, with its masks and its traffic.
 """
 
 import contextlib
@@ -14,123 +14,47 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import distprune as prune
-from distprune.criteria import SNIP, Custom, Fisher, GradientMagnitude, Movement
+from distprune.criteria import SNIP, Fisher
 from distprune.testing import run_ranks
 from helpers import criteria_runs as runs
-from helpers import reference, wrappings
-from helpers.collective_traffic import Traffic
-from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers import criterion_references as references
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong_on
 
 NUM_UNITS = 3
-
-
-def custom(pairs):
-    """The sum of (w * g)^2, and from it |w| * sum."""
-    return Custom(
-        pairs,
-        lambda w, g, s: s + (w * g) ** 2,
-        unit="global_batch",
-        score=lambda w, s: w.abs() * s,
-    )
 
 
 def fisher(pairs):
     return Fisher(pairs, unit="global_batch")
 
 
-CRITERIA = {"SNIP": SNIP, "Movement": Movement, "GradientMagnitude": GradientMagnitude}
-CRITERIA |= {"Custom": custom}
+CRITERIA = {"SNIP": SNIP, "Fisher": fisher}
 
 
 class OneProcess:
-    """Weights, masks and units of a single process that sees every batch whole."""
+    """Weights and units of a single process that sees every batch whole."""
 
     def __init__(self, wrapping: str):
         self.wrapping = wrapping
         self.model = runs.integer_net(wrapping)
         self.indices = wrappings.local_indices(self.model, wrapping)
         self.batches = runs.batches(self.model, NUM_UNITS)
-        self.masks: list[Tensor] | None = None
-        self.units: list[list[tuple[Tensor, Tensor]]] = []  # (w, g) of each parameter
+        self.units: list[dict[str, Tensor]] = []  # the gradient of each parameter
 
     def wrapped(self) -> nn.Module:
         """The same model under the wrapping."""
         return wrappings.wrap(copy.deepcopy(self.model), self.wrapping)
 
-    def weights(self) -> list[Tensor]:
-        return [self.model.get_parameter(name).detach().clone() for name in runs.WEIGHTS]
-
     def backward(self, number: int) -> None:
-        """Gradients with respect to the masked weights, dense."""
-        weights, masked = self.weights(), copy.deepcopy(self.model)
-        for name, mask in zip(runs.WEIGHTS, self.masks or [], strict=bool(self.masks)):
-            masked.get_parameter(name).data.mul_(mask)
-        leaves = [masked.get_parameter(name) for name in runs.WEIGHTS]
-        gradients = torch.autograd.grad(runs.loss(masked, *self.batches[number]), leaves)
-        self.units.append(list(zip(weights, gradients, strict=True)))
+        leaves = [self.model.get_parameter(name) for name in runs.WEIGHTS]
+        gradients = torch.autograd.grad(runs.loss(self.model, *self.batches[number]), leaves)
+        self.units.append(dict(zip(runs.WEIGHTS, gradients, strict=True)))
 
     def scores(self, kind: str) -> dict[str, Tensor]:
-        found: list[Tensor] = []
-        for position, now in enumerate(self.weights()):
-            units = [unit[position] for unit in self.units]
-            total = sum(gradient for _, gradient in units)
-            match kind:
-                case "SNIP":  # arXiv 1810.02340, equation 5, of one batch with all examples
-                    found.append((now * total).abs())
-                case "Movement":  # arXiv 2005.07683, equation 3, with alpha = 1
-                    found.append(-sum(weight * gradient for weight, gradient in units))
-                case "GradientMagnitude":  # arXiv 1911.11134: |gradient of the loss|
-                    found.append(total.abs())
-                case "Fisher":
-                    squares = sum(gradient**2 for _, gradient in units)
-                    mean = squares / torch.tensor(float(len(units)))
-                    found.append(mean * now.abs() * now.abs() / 2)
-                case "Custom":
-                    found.append(now.abs() * sum((w * g) ** 2 for w, g in units))
-        return dict(zip(runs.WEIGHTS, found, strict=True))
-
-    def prune(self, kind: str, amount: float) -> None:
-        key = (lambda score: score + 0.0) if kind == "Movement" else abs
-        self.masks = reference.prune(list(self.scores(kind).values()), amount, self.masks, key=key)
-
-
-def differences(wrapping: str, kind: str) -> list[str]:
-    """Units with other weights each, and after each of them dense gradients and a pruning."""
-    one = OneProcess(wrapping)
-    model = one.wrapped()
-    pairs = runs.named_targets(model, runs.WEIGHTS)
-    criterion, wrong = CRITERIA[kind](pairs), []
-    for number, batch in enumerate(one.batches):
-        one.backward(number)
-        with prune.dense_gradients(pairs):
-            runs.backward(model, batch, *wrappings.data_rank(wrapping))
-            with Traffic() as traffic:
-                criterion.update()
-        if traffic.calls:
-            wrong.append(f"update sent {traffic.calls}")
-        with Traffic() as traffic:
-            scores = criterion.scores()
-        if traffic.num_bytes > 40:
-            wrong.append(f"scores sent {traffic.num_bytes} bytes")
-        wrong += runs.differing(scores, one.scores(kind), one.indices, f"unit {number}")
-        one.prune(kind, 0.25)
-        prune.global_unstructured(pairs, criterion.pruning_method, scores, amount=0.25)
-        masks = dict(zip(runs.WEIGHTS, one.masks, strict=True))
-        wrong += wrong_masks(model, masks, one.indices, f"unit {number}")
-        model.zero_grad()
-        # In place of the optimizer's step, because its weights would be no integers.
-        one.model = runs.integer_net(wrapping, seed=10 + number)
-        for name, mine in one.indices.items():
-            part = wrappings.my_part(one.model.get_parameter(name).detach(), mine)
-            wrappings.shard(model, name, one.indices).copy_(part)
-    return wrong
-
-
-@pytest.mark.parametrize("kind", CRITERIA)
-@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
-def test_scores_and_masks(wrapping, kind):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences, size, wrapping, kind))
+        weights = {name: self.model.get_parameter(name).detach() for name in runs.WEIGHTS}
+        if kind == "SNIP":
+            return references.snip(weights, self.units)
+        return references.fisher(weights, self.units, [1.0] * len(self.units))
 
 
 def differences_when_accumulating(wrapping: str) -> list[str]:
@@ -154,8 +78,7 @@ def differences_when_accumulating(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
 def test_accumulation_and_no_sync(wrapping):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences_when_accumulating, size, wrapping))
+    assert_nothing_wrong_on(wrapping, differences_when_accumulating)
 
 
 def read_before_the_ranks_agree() -> str:
@@ -204,8 +127,7 @@ def differences_of_weighted_tokens(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["ddp-3", "fsdp1-3", "fsdp2-4", "hsdp-2x2", "fsdp2_tp-2x2"])
 def test_unequal_token_counts(wrapping):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences_of_weighted_tokens, size, wrapping))
+    assert_nothing_wrong_on(wrapping, differences_of_weighted_tokens)
 
 
 def non_finite(wrapping: str, how: str) -> tuple[str, int, int, list[str]]:
@@ -324,49 +246,12 @@ def test_gradients_that_fsdp2_has_not_reduced_are_refused(kind):
         assert text.startswith("l1.weight: a backward without gradient synchronisation")
 
 
-def differences_in_half_precision(wrapping: str) -> list[str]:
-    """bf16 weights and gradients, fp32 sums: those of one process with bf16 gradients."""
-    one = OneProcess(wrapping)
-    one.indices = wrappings.local_indices(one.model.bfloat16(), wrapping)
-    model = one.wrapped()
-    criterion = SNIP(runs.named_targets(model, runs.WEIGHTS))
-    total = dict.fromkeys(runs.WEIGHTS, 0.0)
-    part, num_parts = wrappings.data_rank(wrapping)
-    for x, factors in one.batches:
-        rows = [(x[row : row + 1].bfloat16(), factors[row : row + 1]) for row in range(num_parts)]
-        runs.backward(model, rows[part], 0, num_parts)
-        criterion.update(weight=1 / 3)
-        model.zero_grad()
-        for name in runs.WEIGHTS:
-            weight = one.model.get_parameter(name)
-            of_ranks = [
-                torch.autograd.grad(runs.loss(one.model, *row) * num_parts, weight)[0]
-                for row in rows
-            ]
-            mean = (sum(gradient.float() for gradient in of_ranks) / num_parts).bfloat16()
-            total[name] = total[name] + mean.double() / 3
-    wrong = []
-    for (name, gradient), score in zip(total.items(), criterion.scores().values(), strict=True):
-        whole = (one.model.get_parameter(name).double() * gradient).abs().detach()
-        mine, found = wrappings.my_part(whole, one.indices[name]), wrappings.local(score)
-        if not torch.allclose(found.double(), mine, rtol=1e-6, atol=1e-7):
-            wrong.append(f"{name}: {found} is not {mine}")
-    return wrong
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp2-2"])
-def test_half_precision(wrapping):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences_in_half_precision, size, wrapping))
-
-
 def differences_of_a_calibration(wrapping: str, kind: str) -> list[str]:
     """A loop without zero_grad, with a batch that fails in the middle."""
     one = OneProcess(wrapping)
     model = one.wrapped()
     pairs = runs.named_targets(model, runs.WEIGHTS)
-    criterion = (CRITERIA | {"Fisher": fisher})[kind](pairs)
+    criterion = CRITERIA[kind](pairs)
     part = wrappings.data_rank(wrapping)
     with criterion.calibrating():
         for number, batch in enumerate(one.batches):
@@ -391,8 +276,7 @@ def differences_of_a_calibration(wrapping: str, kind: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("kind", ["SNIP", "Fisher"])
+@pytest.mark.parametrize("kind", CRITERIA)
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
 def test_calibration(wrapping, kind):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences_of_a_calibration, size, wrapping, kind))
+    assert_nothing_wrong_on(wrapping, differences_of_a_calibration, kind)

@@ -5,9 +5,8 @@ import torch
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, StateDictType
 
 import distprune as prune
-from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.comparisons import assert_nothing_wrong_on, wrong_masks
 from helpers.models import Net, fill, target
 
 NAMES = ["l1.weight", "l2.weight", "l3.bias"]
@@ -77,4 +76,4 @@ def keeps_of(model, indices, wrapping) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_it_loads_into_a_model_of_other_masks(wrapping):
-    assert_nothing_wrong(run_ranks(problems, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, problems)

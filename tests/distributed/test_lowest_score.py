@@ -78,50 +78,6 @@ def test_bounds(wrapping):
     assert_nothing_wrong_on(wrapping, differences_under_bounds)
 
 
-def differences_of_a_schedule(wrapping: str) -> list[str]:
-    """Two groups of a ScheduledPruner, which asks for scores at each pruning."""
-    model = fill(Net(), "normal", "float32")
-    indices = wrappings.local_indices(model, wrapping)
-    values = {name: model.get_parameter(name).detach().clone() for name in NAMES}
-    model = wrappings.wrap(model, wrapping)
-    pairs = dict(zip(NAMES, targets(model, NAMES), strict=True))
-    step = 0
-
-    def scores_now() -> SignedScores:
-        return SignedScores({pairs[name]: values[name] * (-1) ** step for name in NAMES})
-
-    pruner = prune.schedule.ScheduledPruner(
-        [
-            {"parameters": [pairs["l1.weight"]]},
-            {"parameters": [pairs["l2.weight"], pairs["l3.bias"]]},
-        ],
-        prune.schedule.Linear(begin=0, end=2, frequency=1, final_sparsity=0.5),
-        pruning_method=prune.LowestScore,
-        importance_scores=scores_now,
-    )
-    keeps: dict[str, torch.Tensor] = {}
-    wrong = []
-    for step in range(3):
-        if pruner.step() is None:  # the schedule begins with 0
-            continue
-        for group in (NAMES[:1], NAMES[1:]):
-            scores = [values[name] * (-1) ** step for name in group]
-            masks = [keeps[name] for name in group] if keeps.keys() >= set(group) else None
-            total = sum(score.numel() for score in scores)
-            pruned = 0 if masks is None else sum(int((~mask).sum()) for mask in masks)
-            target = round(total * pruner.sparsity)
-            found = reference.prune(scores, target - pruned, masks, key=signed)
-            keeps.update(zip(group, found, strict=True))
-        wrong += wrong_masks(model, keeps, indices, f"step {step}")
-    return wrong + ([] if pruner.num_steps == 3 and keeps else ["nothing was pruned"])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("wrapping", ["plain-1", "fsdp2-2"])
-def test_a_scheduled_pruner(wrapping):
-    assert_nothing_wrong_on(wrapping, differences_of_a_schedule)
-
-
 def test_one_parameter_of_a_module():
     layer = torch.nn.Linear(3, 1)
     scores = torch.tensor([[0.1, -5.0, 3.0]])

@@ -93,14 +93,9 @@ def work_of_sizes(kind: str, sizes: list[int]) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize("kind", ["plain", "fsdp2", "tp"])
 def test_work_is_linear_in_the_number_of_parameters(kind):
-    for small, medium, large in run_ranks(work_of_sizes, 2, kind, [10, 30, 90]):
+    for small, medium, large in run_ranks(work_of_sizes, 2, kind, [6, 18, 54]):
+        assert small["another one"] == large["another one"] < 500  # a step that is not due
         for what in small:
             first, second = medium[what] - small[what], large[what] - medium[what]
             # 3 where it is linear, 9 where it is quadratic.
             assert second <= 4 * max(first, 100), (what, small[what], medium[what], large[what])
-
-
-@pytest.mark.parametrize("kind", ["plain", "fsdp2", "tp"])
-def test_a_step_that_is_not_due_costs_nothing(kind):
-    few, many = run_ranks(work_of_sizes, 2, kind, [5, 50])[0]
-    assert few["another one"] == many["another one"] < 500

@@ -15,9 +15,8 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 import distprune as prune
 from distprune._common import mask_values
 from distprune._common.naming import named_modules
-from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong_on
 from helpers.models import Net, fill
 
 SPECIAL = [-0.0, 0.0, torch.nan, torch.inf, -torch.inf, 1e30, -7e4, 1e-40, -1e-40]
@@ -119,4 +118,4 @@ def differences_of_a_step(wrapping: str, policy: str) -> list[str]:
     ],
 )
 def test_weights_and_gradients_have_the_bits_of_one_process(wrapping, policy):
-    assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping, policy))
+    assert_nothing_wrong_on(wrapping, differences, policy)

@@ -12,7 +12,7 @@ import distprune as prune
 from distprune._common.naming import unwrap
 from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong, changes, snapshot
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, changes, snapshot
 from helpers.models import EVEN_HIDDEN, Net, fill
 
 SHARDED = ["fsdp2-2", "fsdp2-3", "fsdp1-2", "hsdp-2x2", "tp-2", "fsdp2_tp-2x2"]
@@ -40,7 +40,7 @@ def refused(wrapping: str, value: float, only_on: int | None) -> list[str]:
 @pytest.mark.parametrize("value", [0.5, -1.0, 2.0])
 @pytest.mark.parametrize("wrapping", SHARDED)
 def test_refused_on_shards(wrapping, value):
-    assert_nothing_wrong(run_ranks(refused, wrappings.world_size(wrapping), wrapping, value, None))
+    assert_nothing_wrong_on(wrapping, refused, value, None)
 
 
 @pytest.mark.parametrize("only_on", [0, 1])
@@ -86,7 +86,7 @@ def as_in_torch(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2"])
 def test_multiplied_on_whole_parameters(wrapping):
-    assert_nothing_wrong(run_ranks(as_in_torch, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, as_in_torch)
 
 
 class Damped(prune.L1Unstructured):

@@ -6,9 +6,8 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import distprune as prune
-from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.comparisons import assert_nothing_wrong_on, wrong_masks
 from helpers.models import Net, fill, fqns, target
 from helpers.training_pair import OPTIMIZERS
 
@@ -81,4 +80,4 @@ def bf16_forward(half: Net, dense: Net, keeps: dict, x: torch.Tensor) -> torch.T
     "wrapping", ["fsdp2-1", "fsdp2-2", "fsdp2-4", "fsdp2_root-2", "hsdp-2x2", "hsdp-1x2"]
 )
 def test_bf16_policy_is_bit_exact(wrapping):
-    assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, differences)

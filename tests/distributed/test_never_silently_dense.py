@@ -11,7 +11,7 @@ import distprune as prune
 from distprune._common.naming import named_modules
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.comparisons import assert_nothing_wrong_on, wrong_masks
 from helpers.models import Net, fill, target
 
 NAMES = ["l1.weight", "l3.weight"]
@@ -123,7 +123,7 @@ def problems(wrapping: str, forward_first: bool) -> list[str]:
 def test_masks_survive(wrapping):
     forward_first = (False, True) if wrappings.world_size(wrapping) <= 2 else (True,)
     for first in forward_first:
-        assert_nothing_wrong(run_ranks(problems, wrappings.world_size(wrapping), wrapping, first))
+        assert_nothing_wrong_on(wrapping, problems, first)
 
 
 def swapped_behind_fsdp() -> tuple[str, str]:

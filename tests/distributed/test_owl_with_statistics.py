@@ -6,9 +6,8 @@ import torch.distributed as dist
 
 import distprune as prune
 from distprune import budgets
-from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.comparisons import assert_nothing_wrong_on, wrong_masks
 from helpers.models import EVEN_HIDDEN, Net
 
 NAMES = ["l1.weight", "l2.weight", "l3.weight"]
@@ -69,4 +68,4 @@ def differences(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp1-3", "fsdp2-3", "tp-2", "fsdp2_tp-2x2"])
 def test_ratios_counts_and_masks(wrapping):
-    assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, differences)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong, changes, snapshot
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, changes, snapshot
 from helpers.models import Net, seeded
 from helpers.sampling import every
 
@@ -111,8 +111,7 @@ def not_refused(wrapping, forward, before, change):
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("wrapping", MANAGED)
 def test_refused_on_every_rank(wrapping, change):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(not_refused, size, wrapping, loss_is_pending, *CHANGES[change]))
+    assert_nothing_wrong_on(wrapping, not_refused, loss_is_pending, *CHANGES[change])
 
 
 @pytest.mark.parametrize("forward", PENDING[1:])
@@ -187,7 +186,7 @@ def different_gradients(model, other):
 
 @pytest.mark.parametrize("wrapping", MANAGED)
 def test_the_backward_goes_on_after_the_refusal(wrapping):
-    assert_nothing_wrong(run_ranks(wrong_after_refusal, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, wrong_after_refusal)
 
 
 def after_backward(model):
@@ -377,8 +376,7 @@ def wrong_elsewhere(wrapping, before, change):
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("wrapping", OTHERS)
 def test_elsewhere_the_backward_is_that_of_the_forward(wrapping, change):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(wrong_elsewhere, size, wrapping, *CHANGES[change]))
+    assert_nothing_wrong_on(wrapping, wrong_elsewhere, *CHANGES[change])
 
 
 def changed_by_remove(wrapping):

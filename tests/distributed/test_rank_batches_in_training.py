@@ -10,9 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPol
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from distprune.criteria import Taylor
-from distprune.testing import run_ranks
-from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong_on
 from helpers.micro_batches import Wrapped, num_data_ranks, num_tokens
 from helpers.models import fqns
 
@@ -98,8 +96,7 @@ def differences(
 
 
 def check(wrapping: str, **options) -> None:
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences, size, wrapping, **options))
+    assert_nothing_wrong_on(wrapping, differences, **options)
 
 
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp1-2", "fsdp1_flat-2", *FSDP2])
@@ -193,5 +190,4 @@ def global_differences(wrapping: str, power: int, loss_scale: float) -> list[str
     ],
 )  # fmt: skip
 def test_global_batches_of_several_backwards(wrapping, power, loss_scale):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(global_differences, size, wrapping, power, loss_scale))
+    assert_nothing_wrong_on(wrapping, global_differences, power, loss_scale)

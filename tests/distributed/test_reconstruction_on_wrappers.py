@@ -14,7 +14,7 @@ from distprune.reconstruction import reconstructing
 from distprune.statistics import GramMatrices
 from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
 from helpers.least_squares import gram_of, reconstructed
 from helpers.models import Net, seeded, target
 
@@ -80,8 +80,7 @@ def reconstruct_on(wrapping: str, damping: float) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ALL)
 def test_weights_are_those_of_one_process(wrapping):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(reconstruct_on, size, wrapping, 0.01))
+    assert_nothing_wrong_on(wrapping, reconstruct_on, 0.01)
 
 
 def solution_of_another_row():

@@ -7,7 +7,7 @@ from torch import nn
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, wrong_masks
 from helpers.models import Net, fill, fqns, target
 
 SIZES = (12, 24, 12, 5)  # columns that 1, 2, 3 and 4 ranks share evenly; 5 rows
@@ -105,5 +105,4 @@ def test_equal_to_one_process(wrapping):
 
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.FSDP2_DIM1))
 def test_shards_of_columns(wrapping):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences, size, wrapping, LinearNet, CASES))
+    assert_nothing_wrong_on(wrapping, differences, LinearNet, CASES)

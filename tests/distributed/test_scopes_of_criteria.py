@@ -9,7 +9,7 @@ import distprune as prune
 from distprune import schedule
 from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong, snapshot, wrong_masks
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, snapshot, wrong_masks
 from helpers.models import Net, fill, target
 
 SIZES = (12, 24, 12, 5)
@@ -103,8 +103,7 @@ def test_the_kinds_of_scores_give_different_masks(expected):
 
 @pytest.mark.parametrize("wrapping", SAMPLE)
 def test_equal_to_one_process(wrapping, expected):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences, size, wrapping, expected))
+    assert_nothing_wrong_on(wrapping, differences, expected)
 
 
 def complaints_about_nan(wrapping: str) -> list[str]:
@@ -132,8 +131,7 @@ def complaints_about_nan(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["fsdp2-3", "tp-2", "fsdp1-2"])
 def test_a_nan_of_one_rank_is_an_error_on_all(wrapping):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(complaints_about_nan, size, wrapping))
+    assert_nothing_wrong_on(wrapping, complaints_about_nan)
 
 
 def complaints_about_other_ways(wrapping: str) -> list[str]:

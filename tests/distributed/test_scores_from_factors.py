@@ -6,7 +6,7 @@ import torch
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.comparisons import assert_nothing_wrong_on, wrong_masks
 from helpers.models import EVEN, Net, ShapesNet, fill, fqns, target
 from helpers.normalization_reference import normalized
 
@@ -84,14 +84,13 @@ def test_masks_are_those_of_one_process(wrapping):
     ]
     cases.append(("normal", "float64", "rms", True))
     cases.append(("few", "bfloat16", "rms", False))
-    assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping, cases))
+    assert_nothing_wrong_on(wrapping, differences, cases)
 
 
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.FSDP2_DIM1))
 def test_shards_of_columns(wrapping):
     cases = [("normal", "float32", "rms", True), ("rounded", "bfloat16", "mean", True)]
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences, size, wrapping, cases, Net, EVEN))
+    assert_nothing_wrong_on(wrapping, differences, cases, Net, EVEN)
 
 
 def errors_on_each_rank(rank_with_other_factors):

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 import distprune as prune
 from distprune.statistics import ActivationStatistics, prune_sequentially
-from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.comparisons import assert_nothing_wrong_on, wrong_masks
 from helpers.integer_nets import integer_net
 from helpers.sampling import every
 
@@ -82,7 +81,7 @@ def differences(wrapping: str) -> list[str]:
     "wrapping", every(2, wrappings.sampled([*wrappings.ALL, *wrappings.FSDP2_DIM1]))
 )
 def test_masks_are_those_of_the_published_algorithm(wrapping):
-    assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, differences)
 
 
 class Decoder(nn.Module):

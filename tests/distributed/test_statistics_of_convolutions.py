@@ -13,7 +13,7 @@ import distprune as prune
 from distprune.statistics import ActivationStatistics
 from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
 
 WRAPPINGS = [
     "plain-2", "ddp-3", "fsdp1-2", "fsdp1-3", "fsdp1_root-3", "fsdp1_flat-2", "fsdp1_hybrid-2x2",
@@ -89,7 +89,7 @@ def differences(wrapping: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_factors_are_those_of_one_process(wrapping):
     pytest.importorskip("transformers")
-    assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, differences)
 
 
 def totals_with_an_idle_rank(wrapping: str) -> tuple[int, list[float]]:

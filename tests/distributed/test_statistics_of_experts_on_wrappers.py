@@ -15,7 +15,7 @@ from distprune import budgets
 from distprune.statistics import ActivationStatistics, prune_sequentially
 from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, wrong_masks
 from helpers.fused_experts import IMPLEMENTATIONS, expected, experts_net, tokens_of
 
 NAMES = ("gate_up_proj", "down_proj")
@@ -109,8 +109,7 @@ CASES = [("wanda", True), ("ria", False), ("stade", False)]
     ],
 )
 def test_sums_and_masks_are_those_of_one_process(wrapping, implementation, case):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences, size, wrapping, implementation, *case))
+    assert_nothing_wrong_on(wrapping, differences, implementation, *case)
 
 
 def sequential(wrapping):
@@ -145,7 +144,7 @@ def sequential(wrapping):
 
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-2"])
 def test_layer_after_layer(wrapping):
-    assert_nothing_wrong(run_ranks(sequential, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, sequential)
 
 
 def mixed(implementation):

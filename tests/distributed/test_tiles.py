@@ -8,7 +8,7 @@ import distprune as prune
 from distprune._common.hashing import draw_seed, hash_keys
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, wrong_masks
 from helpers.models import fill, fqns, target
 from helpers.sampling import every
 
@@ -174,5 +174,4 @@ def pruned_before_it_is_sharded(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["fsdp2-1", "fsdp2-2"])
 def test_pruned_before_it_is_sharded(wrapping):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(pruned_before_it_is_sharded, size, wrapping))
+    assert_nothing_wrong_on(wrapping, pruned_before_it_is_sharded)

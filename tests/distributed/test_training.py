@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
 from helpers.sampling import THOROUGH, every
 from helpers.training_pair import OPTIMIZERS, Pair, train
 
@@ -67,8 +67,7 @@ OPTIONS = {
 def test_training_with_options_of_fsdp2(wrapping, options):
     plans = ["evaluated in between", "accumulated and clipped"]
     plans = every(2, plans, list(OPTIONS).index(options))
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences, size, wrapping, plans, **OPTIONS[options]))
+    assert_nothing_wrong_on(wrapping, differences, plans, **OPTIONS[options])
 
 
 @pytest.mark.parametrize("recompute", ["inside", "wrapper"])
@@ -80,8 +79,7 @@ def test_activation_checkpointing(wrapping, recompute):
         pytest.skip("torch's ColwiseParallel does not know a layer that is wrapped already")
     plans = ["removed and pruned again", "evaluated in between"]
     plans = every(2, plans, int(recompute == "wrapper"))
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences, size, wrapping, plans, recompute=recompute))
+    assert_nothing_wrong_on(wrapping, differences, plans, recompute=recompute)
 
 
 def frozen(wrapping: str) -> list[str]:
@@ -97,4 +95,4 @@ def frozen(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["plain-2", "fsdp2-2", "fsdp2_root-3", "tp-2"])
 def test_frozen_parameters(wrapping):
-    assert_nothing_wrong(run_ranks(frozen, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, frozen)

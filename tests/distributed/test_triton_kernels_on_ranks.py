@@ -10,7 +10,7 @@ import distprune as prune
 from distprune.selection import passes
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.comparisons import assert_nothing_wrong_on, wrong_masks
 from helpers.models import Net, fill, fqns, target
 
 pytest.importorskip("triton")
@@ -60,7 +60,7 @@ def random_masks(wrapping: str, fused: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("wrapping", ["fsdp2-2", "tp-2"])
 def test_masks_equal_those_of_one_process(wrapping):
-    assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, differences)
 
 
 def test_random_masks_are_those_of_the_functions_for_a_cpu():

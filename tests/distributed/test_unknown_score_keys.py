@@ -15,7 +15,13 @@ from distprune import schedule
 from distprune._common.naming import unwrap
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.comparisons import (
+    assert_nothing_wrong,
+    assert_nothing_wrong_on,
+    changes,
+    snapshot,
+    wrong_masks,
+)
 from helpers.models import Net, fill, target
 
 NAMES = ["l1.weight", "l2.weight"]
@@ -143,4 +149,4 @@ def scheduled(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["plain-1", "fsdp2-2"])
 def test_groups_of_a_pruner(wrapping):
-    assert_nothing_wrong(run_ranks(scheduled, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, scheduled)

@@ -9,7 +9,7 @@ from torch import nn
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
 
 
 def save(wrapping: str, path: str, with_records: bool) -> None:
@@ -61,7 +61,7 @@ def other_masks(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp2-3", "tp-2"])
 def test_masks_that_were_loaded_by_hand_have_to_be_accepted(wrapping):
-    assert_nothing_wrong(run_ranks(other_masks, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, other_masks)
 
 
 def test_what_is_expected_and_missing_is_told():
@@ -126,7 +126,7 @@ def follow(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp2-2"])
 def test_a_schedule_verifies_every_few_steps(wrapping):
-    assert_nothing_wrong(run_ranks(follow, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, follow)
 
 
 def test_verify_every_is_a_number_of_steps():

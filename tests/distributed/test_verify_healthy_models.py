@@ -13,7 +13,7 @@ import distprune as prune
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.collective_traffic import Traffic
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
 from helpers.models import Net, fill
 
 WRAPPINGS = [
@@ -57,7 +57,7 @@ def prune_shape(report: prune.PruningReport, name: str, model: nn.Module) -> tup
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_nothing_is_found_on_a_healthy_model(wrapping):
-    assert_nothing_wrong(run_ranks(lifetime, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, lifetime)
 
 
 def other_ways(wrapping: str) -> list[str]:
@@ -102,7 +102,7 @@ def other_ways(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp2-3", "tp-2"])
 def test_nothing_is_found_however_it_was_pruned(wrapping):
-    assert_nothing_wrong(run_ranks(other_ways, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, other_ways)
 
 
 def wrapped_afterwards(wrapping: str) -> list[str]:
@@ -121,7 +121,7 @@ def wrapped_afterwards(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp1-2", "fsdp2-3", "hsdp-2x2", "tp-2"])
 def test_wrapping_a_pruned_model_is_no_fault(wrapping):
-    assert_nothing_wrong(run_ranks(wrapped_afterwards, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, wrapped_afterwards)
 
 
 class Tied(Net):

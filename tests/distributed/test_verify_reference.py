@@ -6,7 +6,7 @@ import torch
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong_on
 from helpers.models import Net, fill
 
 WRAPPINGS = [
@@ -36,8 +36,7 @@ def wrong_when_right(wrapping: str, data: str, dtype: str) -> list[str]:
 def test_a_right_selection_passes(wrapping, data, dtype):
     if dtype == "mixed" and "fsdp1" in wrapping:
         pytest.skip("FSDP1 joins parameters of one dtype")
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(wrong_when_right, size, wrapping, data, dtype))
+    assert_nothing_wrong_on(wrapping, wrong_when_right, data, dtype)
 
 
 @torch.no_grad()
@@ -58,7 +57,7 @@ def wrong_when_wrong(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["plain-2", "ddp-2", "fsdp1-2", "fsdp2-2", "hsdp-2x2", "tp-2"])
 def test_a_wrong_selection_is_found(wrapping):
-    assert_nothing_wrong(run_ranks(wrong_when_wrong, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, wrong_when_wrong)
 
 
 def reasons(wrapping: str, case: str) -> list[str]:

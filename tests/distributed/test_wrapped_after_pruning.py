@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, wrong_masks
 from helpers.models import EVEN_HIDDEN, Net, fill, target
 
 NAMES = ["l1.weight", "l2.weight", "l3.weight"]
@@ -106,7 +106,7 @@ def problems(wrapping: str, how: str) -> list[str]:
 @pytest.mark.parametrize("how", ["sharded", "after a forward", "put aside", "pruned again"])
 @pytest.mark.parametrize("wrapping", SHARDED)
 def test_prune_then_wrap(wrapping, how):
-    assert_nothing_wrong(run_ranks(problems, wrappings.world_size(wrapping), wrapping, how))
+    assert_nothing_wrong_on(wrapping, problems, how)
 
 
 def without_the_call(wrapping: str) -> list[str]:
@@ -125,7 +125,7 @@ def without_the_call(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-2", "fsdp1-2", "fsdp1_flat-2"])
 def test_a_forgotten_call_is_no_wrong_model(wrapping):
-    assert_nothing_wrong(run_ranks(without_the_call, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, without_the_call)
 
 
 def tensor_parallel(how: str) -> list[str]:

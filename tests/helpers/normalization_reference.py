@@ -40,14 +40,3 @@ def _square_root(number: Fraction) -> float:
     """The square root of a fraction whose exponent float64 may not hold."""
     shift = (number.numerator.bit_length() - number.denominator.bit_length()) // 2
     return math.ldexp(math.sqrt(number / Fraction(2) ** (2 * shift)), shift)
-
-
-def scale_by_float64(scores: Tensor) -> Tensor:
-    """:func:`normalized` by the rms in numpy's float64, for many float32 scores.
-
-    The sum has an error of 1e-15, the library's grid one of 1e-9 at most: their quotients, rounded
-    to float32, are equal but for one in ten thousand parameters.
-    """
-    wide = scores.numpy().astype(np.float64)
-    scale = np.float32(1 / np.sqrt(np.square(wide).mean()))
-    return scores * float(scale)

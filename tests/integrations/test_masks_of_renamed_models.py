@@ -180,23 +180,6 @@ def test_the_zeros_that_were_loaded_are_the_masks(pruned, family):
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-@pytest.mark.thorough
-def test_the_masks_of_a_live_model_load_again(tmp_path):
-    for family in renamed_families.FAMILIES:
-        model, other = renamed_families.make(family), renamed_families.make(family)
-        pairs = prune.select(
-            model,
-            names=[n.rpartition(".")[2] for n, _ in model.named_parameters()],
-            everything=True,
-        )
-        prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5)
-        prune.save_masks(model, tmp_path / family)
-        prune.load_masks(other, tmp_path / family)
-        expected, found = masks_of(model), masks_of(other)
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(expected[name], found[name]) for name in expected), family
-
-
 def test_chosen_parameters_alone_get_masks(pruned):
     folder = pruned("llama", FileRecipe(0.5, exclude=("*k_proj*",)))
     model = hf.LlamaForCausalLM.from_pretrained(folder)

@@ -87,7 +87,13 @@ def trained_under_fsdp2(folder: str, criterion) -> dict[str, torch.Tensor]:
     return undisturbed
 
 
-@pytest.mark.parametrize("criterion", [None, TAYLOR], ids=["magnitude", "taylor"])
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        pytest.param(None, marks=pytest.mark.thorough, id="magnitude"),
+        pytest.param(TAYLOR, id="taylor"),
+    ],
+)
 def test_two_ranks_under_fsdp2(tmp_path, criterion):
     one, other = run_ranks(trained_under_fsdp2, 2, str(tmp_path), criterion)
     assert all(torch.equal(one[key], other[key]) for key in one)
