@@ -201,11 +201,6 @@ class TestPatterns:
         selected = prune.select(Net(), include="blocks.*.up", exclude="blocks.0.up")
         assert names(selected) == [DEFAULT[2]]
 
-    @pytest.mark.parametrize("pattern", ["up", "blocks.0", "Head", "hea", "re:head.", "re:blocks"])
-    def test_a_pattern_matches_a_whole_name(self, pattern):
-        with pytest.raises(ValueError, match="match no parameter"):
-            prune.select(Net(), include=pattern)
-
     def test_every_pattern_has_to_match(self):
         with pytest.raises(ValueError, match=r"'lm_head' match no parameter.*embed\.weight"):
             prune.select(Net(), exclude=["head", "lm_head"])
@@ -234,10 +229,6 @@ class TestTransformers:
         expected = ["model.embed_tokens.weight", *LLAMA_LINEARS]
         expected += [] if tied else ["lm_head.weight"]
         assert names(prune.select(llama(tied=tied), everything=True)) == expected
-
-    def test_linear_layers_without_the_head(self):
-        selected = prune.select(llama(), types=nn.Linear, exclude="lm_head", everything=True)
-        assert names(selected) == LLAMA_LINEARS
 
     def test_a_tied_head_can_be_excluded_by_either_name(self):
         model, everything = llama(tied=True), {"everything": True}

@@ -209,19 +209,6 @@ def test_bounds_that_the_end_cannot_meet_are_refused_at_once(low, high, text):
         )
 
 
-def test_a_tied_parameter_counts_once():
-    model = fill(Net(), "normal", "float32")
-    model.tied = torch.nn.Linear(6, 10)
-    model.tied.weight = model.l1.weight
-    pairs = [(model.l1, "weight"), (model.l2, "weight"), (model.tied, "weight")]
-    for targets in (pairs, prune.select(model, include=["l1", "l2"])):
-        pruner = schedule.ScheduledPruner(targets, schedule.OneShot(0, 0.5))
-        assert pruner.step().num_pruned == 55
-        pruner.remove()
-        assert not prune.is_pruned(model)
-        fill(model, "normal", "float32")
-
-
 @pytest.mark.parametrize("stop", [0, 1, 4, 7])
 def test_resume_gives_the_same_masks(stop):
     ramp = schedule.Cubic(0, 9, 2, 0.9)
