@@ -46,7 +46,7 @@ def differences(wrapping: str, plans: list[str], **options) -> list[str]:
 def test_training_equals_one_process(wrapping):
     size = wrappings.world_size(wrapping)
     plans = list(PLANS)[: None if size <= 2 else 3]  # more ranks than 2 are dear
-    plans = every(2, plans, WRAPPINGS.index(wrapping))
+    plans = every(3, plans, WRAPPINGS.index(wrapping))
     assert_nothing_wrong(run_ranks(differences, size, wrapping, plans))
 
 

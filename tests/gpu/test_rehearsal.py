@@ -13,6 +13,7 @@ import run_stages
 HERE = Path(__file__).parent
 
 
+@pytest.mark.thorough
 def test_cheap_stages_run_on_a_cpu(tmp_path):
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     command = [str(HERE / "run.sh"), "--device", "cpu", "--out", str(tmp_path)]

@@ -5,13 +5,13 @@ import json
 import pytest
 from shell import run
 
-from helpers.sampling import THOROUGH
 from helpers.tiny_language_model import save_tiny_llama, write_text
 
 SCRIPT = "launch/compare_on_language_model.py"
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_cells_are_made_once_and_added_later(tmp_path):
     save_tiny_llama(tmp_path / "llama")
     train, held_out = (write_text(tmp_path / f"{n}.txt", 900, seed=n) for n in (0, 1))
@@ -42,6 +42,5 @@ def test_cells_are_made_once_and_added_later(tmp_path):
     head = next(line for line in lines if line.startswith("| sparsity"))
     assert [name.strip() for name in head.split("|")[2:-1]] == ["global", "2:4", "owl"]
 
-    if THOROUGH:
-        status, printed = run(SCRIPT, *common, "--seed", 1)
-        assert status == 1 and "seed was 0 and is 1" in printed
+    status, printed = run(SCRIPT, *common, "--seed", 1)
+    assert status == 1 and "seed was 0 and is 1" in printed

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 from shell import ROOT, kill_when, run, start
 
-from helpers.sampling import THOROUGH, every
+from helpers.sampling import THOROUGH
 from helpers.tiny_language_model import save_tiny_llama, save_tiny_mixtral, write_text
 
 sys.path.insert(0, str(ROOT / "launch"))
@@ -150,10 +150,11 @@ RECOVERY = ["--recovery-steps", 8, "--recovery-batch", 4, "--learning-rate", 1e-
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_killed_run_ends_with_the_same_files(folder):
     more = ["--calibrate", folder / "train.txt", "--recover", folder / "train.txt", *RECOVERY]
     prune(folder, "whole", 2, *more)
-    for done in every(2, ("checkpoints/step-000004", "pruned.json")):
+    for done in ("pruned.json", "checkpoints/step-000004"):
         job = start("launch/torchrun.sh", ROOT / SCRIPT, *arguments(folder, "killed", *more))
         kill_when(folder / "killed.work" / done, job)
     printed = prune(folder, "killed", 2, *more)
@@ -167,8 +168,6 @@ def test_a_killed_run_ends_with_the_same_files(folder):
         assert int((weights[row["name"]] == 0).sum()) == row["num_pruned"]
     status, printed = run(SCRIPT, *arguments(folder, "killed", *more))
     assert status == 0 and "is there already" in printed
-    if not THOROUGH:
-        return
     status, printed = run(SCRIPT, *arguments(folder, "killed", "--criterion", "random"))
     assert status == 1 and "is not the result of these settings" in printed
 
