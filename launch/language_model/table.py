@@ -150,6 +150,8 @@ class Table:
             self._rankings[cell.criterion] = CRITERIA[cell.criterion](self.calibration)
         ranking = self._rankings[cell.criterion]
         ratios = self.calibration.statistics if cell.scope == "owl" else None
+        # Before anything is pruned: the first who asks collects them.
+        grams = self.calibration.grams if cell.update == "least-squares" else None
         torch.manual_seed(self.settings.seed)
         with warnings.catch_warnings():
             # Of emptied layers: the cell says how sparse the sparsest one is.
@@ -161,8 +163,8 @@ class Table:
                 amount=None if cell.scope == "2:4" else cell.sparsity,
                 **keywords_of(cell.scope, ratios),
             )
-        if cell.update == "least-squares":
-            prune.reconstruct(self.parameters, self.calibration.grams)
+        if grams is not None:
+            prune.reconstruct(self.parameters, grams)
         yield report
         self._restore()
 

@@ -48,11 +48,11 @@ def write_results(folder: Path, job: Job) -> None:
 
 def _read(folder: Path) -> tuple[dict[str, Any] | None, Cells]:
     found = [read_json(file) for file in sorted((folder / "cells").glob("*.json"))]
-    cells = {(_row_of(cell), cell["scope"], cell["sparsity"]): cell for cell in found}
+    cells = {(row_of(cell), cell["scope"], cell["sparsity"]): cell for cell in found}
     return read_json(folder / "dense.json"), cells
 
 
-def _row_of(cell: dict[str, Any]) -> str:
+def row_of(cell: dict[str, Any]) -> str:
     """The criterion, and what moved the kept weights."""
     update = cell.get("update", "none")
     return str(cell["criterion"]) if update == "none" else f"{cell['criterion']}, {update}"

@@ -42,5 +42,19 @@ def test_cells_are_made_once_and_added_later(tmp_path):
     head = next(line for line in lines if line.startswith("| sparsity"))
     assert [name.strip() for name in head.split("|")[2:-1]] == ["global", "2:4", "owl"]
 
+    status, printed = run(SCRIPT, *common, "--scopes", "global", "--updates", "least-squares",
+                          "rounds", *recovery[:0])  # fmt: skip
+    assert status == 0, printed
+    results = json.loads((table / "results.json").read_text())
+    moved = {(c["criterion"], c["update"]): c for c in results["cells"] if c["update"] != "none"}
+    assert moved.keys() == {
+        ("magnitude", "least-squares"), ("fisher", "least-squares"), ("fisher", "rounds"),
+    }  # fmt: skip
+    assert {cell["num_pruned"] for cell in moved.values()} == {2176}
+    # One round is one shot.
+    once, again = moved["fisher", "least-squares"], moved["fisher", "rounds"]
+    assert once["all"]["nll"] == pytest.approx(again["all"]["nll"], rel=1e-6)
+    assert once["all"]["nll"] != found["fisher", "global"]["all"]["nll"]
+
     status, printed = run(SCRIPT, *common, "--seed", 1)
     assert status == 1 and "seed was 0 and is 1" in printed
