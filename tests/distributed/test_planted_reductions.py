@@ -138,7 +138,7 @@ def running_sum() -> Iterator[None]:
 
     def attach(source, receive) -> None:
         source._handle = source._parameter.register_post_accumulate_grad_hook(
-            lambda parameter: receive(parameter.grad.clone())
+            lambda parameter: receive(wrappings.local(parameter.grad).clone())
         )
 
     with mock.patch.object(ParameterSource, "attach", attach):
