@@ -90,18 +90,20 @@ def prune_in_rounds(
     pairs = list(parameters)
     communicator = world()
 
-    def arguments() -> ParameterArguments:
+    def check() -> None:
         steps = [0.0, *sparsities]
         if not sparsities or steps != sorted(set(steps)) or steps[-1] >= 1:
             raise ValueError(
                 f"sparsities={list(sparsities)!r}; expected rising ones between 0 and 1, such as "
                 "[0.35, 0.5, 0.6]."
             )
-        facts = [("sparsities", repr(list(sparsities))), ("finished", repr(finished))]
-        return ParameterArguments(parameters=pairs, facts=facts)
 
+    facts = [("sparsities", repr(list(sparsities))), ("finished", repr(finished))]
+    with communicator.exclusively():
+        communicator.run(check, lambda _: facts)
+    arguments = ParameterArguments(parameters=pairs)
     for number, sparsity in list(enumerate(sparsities))[finished:]:
-        entries = count_live(arguments, communicator).entries()
+        entries = count_live(lambda: arguments, communicator).entries()
         total = sum(entry.num_elements for entry in entries)
         num_pruned = sum(entry.num_pruned for entry in entries)
         amount = round(sparsity * total) - num_pruned
