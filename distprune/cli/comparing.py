@@ -12,28 +12,21 @@ import typer
 from distprune.cli import process, ranks
 from distprune.cli.console import Meter, Reading, Terminal, count, percent
 from distprune.cli.copying import show_masks
-from distprune.cli.options import AsJson, Nproc, Quiet, Timeout, Verbose
+from distprune.cli.options import AsJson, Nproc, Quiet, Timeout, Verbose, argument, option
 from distprune.files.text import format_size
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.inspecting import TensorDifference
 
 
-Pruned = Annotated[
-    Path, typer.Argument(metavar="DST", help="What prune wrote, with masks.", show_default=False)
-]
-Against = Annotated[
-    Path,
-    typer.Option("--against", metavar="SRC", help="Its source.", show_default=False),
-]
-
+Pruned = Annotated[Path, argument("DST", "What prune wrote, with masks.")]
+Against = Annotated[Path, option("--against", metavar="SRC", help="Its source.")]
 Scores = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--scores",
         metavar="FOLDER",
         help="The scores that it was ranked by, if they were given.",
-        show_default=False,
     ),
 ]
 
@@ -85,8 +78,8 @@ def verify(
         raise typer.Exit(process.INPUT)
 
 
-First = Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)]
-Second = Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_default=False)]
+First = Annotated[Path, argument("A", "A checkpoint.")]
+Second = Annotated[Path, argument("B", "Another one.")]
 
 
 def diff(

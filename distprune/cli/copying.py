@@ -1,18 +1,25 @@
-"""``distprune apply`` and ``convert``, and what commands say about the folders that they copy."""
+"""``distprune apply`` and ``convert``: copies that no recipe decides on."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from distprune.cli import process, ranks
 from distprune.cli.console import Meter, Reading, Terminal, count, counted, percent
+from distprune.cli.describing import (
+    as_values,
+    discard_unfinished,
+    tell,
+    tell_names,
+    tell_skipped,
+)
 from distprune.cli.options import (
     AsJson,
     Destination,
@@ -24,65 +31,13 @@ from distprune.cli.options import (
     TakeOver,
     Timeout,
     Verbose,
+    argument,
 )
 from distprune.files.text import format_size
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.applying import Application, Applied
     from distprune.files.checkpoints.checkpoint import Checkpoint
-
-
-def tell(terminal: Terminal, checkpoint: Checkpoint) -> None:
-    """Write to stderr where the checkpoint was found and which files are not copied or pruned."""
-    if checkpoint.note:
-        terminal.note(checkpoint.note)
-    tell_skipped(terminal, checkpoint.skipped)
-    tell_names(terminal, "Copied, not pruned", checkpoint.unpruned_weights)
-
-
-def tell_names(terminal: Terminal, what: str, names: Collection[str]) -> None:
-    """Write a line with the names of files, if there are any."""
-    if names:
-        terminal.note(f"{what}: {_listed(names)}.")
-
-
-def tell_skipped(terminal: Terminal, skipped: Iterable[tuple[str, str]]) -> None:
-    """Write a line with the names of files for each reason not to copy them."""
-    reasons: dict[str, list[str]] = {}
-    for name, reason in skipped:
-        reasons.setdefault(reason, []).append(name)
-    for reason, names in reasons.items():
-        terminal.note(f"Not copied: {_listed(names)} ({reason}).")
-
-
-def as_values(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The files that are copied, not pruned and not copied, for JSON."""
-    return {
-        "copied": [file.name for file in checkpoint.others],
-        "copied_not_pruned": list(checkpoint.unpruned_weights),
-        "not_copied": dict(checkpoint.skipped),
-    }
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
-
-
-def discard_unfinished(terminal: Terminal, destination: Path, take_over: bool) -> None:
-    """Remove the unfinished results of a destination, and write how large they were."""
-    if not terminal.is_leader:
-        return
-    from distprune.files.partial import discard
-
-    removed = discard(destination, take_over=take_over)
-    if terminal.as_json:
-        folders = [{"folder": path, "num_bytes": num_bytes} for path, num_bytes in removed]
-        terminal.json({"discarded": folders})
-        return
-    for path, num_bytes in removed:
-        terminal.text(f"Removed {path}, which took {format_size(num_bytes)} of the disk.")
-    if not removed:
-        terminal.text(f"There is no unfinished result of {destination}.")
 
 
 _CHUNK = 1 << 20  # elements; a multiple of 8
@@ -117,12 +72,7 @@ def show_masks(terminal: Terminal, folder: Path) -> None:
 
 
 MaskFolder = Annotated[
-    Path,
-    typer.Argument(
-        metavar="MASKS",
-        help="A pruned checkpoint, or what distprune.save_masks wrote.",
-        show_default=False,
-    ),
+    Path, argument("MASKS", "A pruned checkpoint, or what distprune.save_masks wrote.")
 ]
 
 
@@ -203,11 +153,10 @@ def _apply(
 
 Pickled = Annotated[
     Path,
-    typer.Argument(
-        metavar="SRC",
-        help="A folder with pytorch_model.bin (or shards of it), a file of torch.save, or the name "
-        "of a model that is in the local Hugging Face cache.",
-        show_default=False,
+    argument(
+        "SRC",
+        "A folder with pytorch_model.bin (or shards of it), a file of torch.save, or the name of a "
+        "model that is in the local Hugging Face cache.",
     ),
 ]
 

@@ -23,7 +23,8 @@ from distprune.cli.console import (
     shape_text,
     without_numbers,
 )
-from distprune.cli.options import AsJson, Plot, Quiet, Source, Verbose
+from distprune.cli.describing import ranking_text
+from distprune.cli.options import AsJson, Plot, Quiet, Source, Verbose, dims_by_pattern, option
 from distprune.files.errors import CheckpointError, OutputError, SelectionError
 from distprune.files.text import role_of
 
@@ -112,22 +113,20 @@ Patterns = Annotated[
 ]
 InputDim = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--input-dim",
         help="The dimension of the inputs of tensors, from 0: '*.c_fc.weight=0'; by default as in "
         "the recipe that SRC was pruned by, if any. Repeat it for more.",
         metavar="PATTERN=DIM",
-        show_default=False,
     ),
 ]
 Csv = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--csv",
         help="Write a row of numbers for each tensor to a file, or to stdout (-) instead of the "
         "table.",
         metavar="FILE|-",
-        show_default=False,
     ),
 ]
 
@@ -193,8 +192,6 @@ def inspect(
     elif str(csv) != "-":
         _show_table(terminal, facts, patterns, one_by_one=verbose > 0)
         if recipe is not None:
-            from distprune.cli.plan import ranking_text
-
             how = "; ".join(dict.fromkeys(ranking_text(part) for part in recipe.parts))
             terminal.text(f"Pruned by distprune, {how}.")
         if histogram:
@@ -215,8 +212,6 @@ def _recipe_of(source: Path) -> FileRecipe | None:
 
 def _input_dims(recipe: FileRecipe | None, options: list[str] | None) -> Sequence[Any]:
     """What ``--input-dim`` says, or what the recipe said that a checkpoint was pruned by."""
-    from distprune.cli.options import dims_by_pattern
-
     if options:
         return list(dims_by_pattern(options).items())
     if recipe is None:

@@ -15,7 +15,7 @@ import typer
 
 from distprune.cli import process, ranks
 from distprune.cli.console import Meter, Terminal, count, counted
-from distprune.cli.options import AsJson, Nproc, Quiet, Timeout, takes
+from distprune.cli.options import AsJson, Nproc, Quiet, Timeout, argument, option, takes
 from distprune.files.errors import (
     CheckpointError,
     FilesError,
@@ -39,71 +39,60 @@ _DIFFERENT = "the ranks were called with different arguments"
 
 Model = Annotated[
     Path,
-    typer.Argument(
-        metavar="MODEL",
-        help="A folder with a language model as transformers saves it, or the name of a model that "
+    argument(
+        "MODEL",
+        "A folder with a language model as transformers saves it, or the name of a model that "
         "is in the local Hugging Face cache (org/name).",
-        show_default=False,
     ),
 ]
 Texts = Annotated[
     list[Path],
-    typer.Option(
-        "--text", metavar="FILE", help="Text in UTF-8. Repeat it for more.", show_default=False
-    ),
+    option("--text", metavar="FILE", help="Text in UTF-8. Repeat it for more."),
 ]
 Length = Annotated[int, typer.Option("--length", min=2, help="Tokens of a window.")]
 Limit = Annotated[
     int | None,
-    typer.Option(
-        "--limit", min=1, help="Windows that are read of each text, at most.", show_default=False
-    ),
+    option("--limit", min=1, help="Windows that are read of each text, at most."),
 ]
 BatchSize = Annotated[
     int, typer.Option("--batch-size", min=1, help="Windows that each process runs at a time.")
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--dtype",
         metavar="|".join(_DTYPES),
         help="Of the weights in memory (that of the model).",
-        show_default=False,
     ),
 ]
 Device = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--device",
         metavar="cpu|cuda",
         help="Where it runs (an accelerator, if there is one).",
-        show_default=False,
     ),
 ]
 WrapName = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--wrap",
         metavar="WRAP",
         help=f"How several processes hold the model: {', '.join(_WRAPS)} (fsdp2, so that none "
         "holds all of it).",
-        show_default=False,
     ),
 ]
 Mesh = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--mesh",
         metavar="DPxTP",
         help="With fsdp2_tp: data-parallel and tensor-parallel processes, as in 2x4.",
-        show_default=False,
     ),
 ]
 Tokenizer = Annotated[
     Path | None,
-    typer.Option(
-        "--tokenizer", metavar="FOLDER", help="Its tokenizer (that in MODEL).", show_default=False
-    ),
+    option("--tokenizer", metavar="FOLDER", help="Its tokenizer (that in MODEL)."),
 ]
 
 
@@ -363,49 +352,44 @@ def _show(terminal: Terminal, report: PerplexityReport) -> None:
 
 Out = Annotated[
     Path,
-    typer.Option(
+    option(
         "--out",
         metavar="FILE.safetensors",
         help="The statistics; an existing file is replaced when everything is done.",
-        show_default=False,
     ),
 ]
 Samples = Annotated[
     int | None,
-    typer.Option(
+    option(
         "--samples",
         min=1,
         help="Take so many windows, drawn at random (all that are read).",
-        show_default=False,
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Of --samples.")]
 Include = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--include",
         metavar="PATTERN",
         help="Linear layers and fused experts whose whole name matches a glob, or an expression "
         "after re:. Repeat it for more. Without it: all but the head.",
-        show_default=False,
     ),
 ]
 Exclude = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--exclude",
         metavar="PATTERN",
         help="Leave out layers that match. Repeat it for more.",
-        show_default=False,
     ),
 ]
 AllowEmpty = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--allow-empty",
         metavar="PATTERN",
         help="Layers to which no token need come, such as experts. Repeat it for more.",
-        show_default=False,
     ),
 ]
 

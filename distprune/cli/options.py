@@ -15,50 +15,45 @@ from distprune.files.recipe import FileRecipe
 from distprune.recipes import BUDGET_FROM_STATISTICS, FROM_STATISTICS, is_normalizable, is_tiled
 from distprune.recipes.request import Request, shipped_recipes
 
+
+def option(*names: str, help: str, **more: Any) -> Any:
+    """An option whose default the help does not show; it says it in words where it matters."""
+    return typer.Option(*names, help=help, show_default=False, **more)
+
+
+def argument(metavar: str, help: str) -> Any:
+    """An argument without a default."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False)
+
+
 Source = Annotated[
     Path,
-    typer.Argument(
-        metavar="SRC",
-        help="A folder with safetensors files, such a file, or the name of a model that is in the "
-        "local Hugging Face cache (org/name).",
-        show_default=False,
+    argument(
+        "SRC",
+        "A folder with safetensors files, such a file, or the name of a model that is in the local "
+        "Hugging Face cache (org/name).",
     ),
 ]
-Destination = Annotated[
-    Path,
-    typer.Argument(
-        metavar="DST", help="A new folder, created when everything is done.", show_default=False
-    ),
-]
+Destination = Annotated[Path, argument("DST", "A new folder, created when everything is done.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Write errors only to stderr.")]
-Verbose = Annotated[
-    int,
-    typer.Option("--verbose", "-v", count=True, help="List every tensor.", show_default=False),
-]
+Verbose = Annotated[int, option("--verbose", "-v", count=True, help="List every tensor.")]
 Plot = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--plot",
         help="Draw sparsity by layer and kind, and a histogram of magnitudes (needs matplotlib).",
         metavar="FILE.png|svg|pdf",
-        show_default=False,
     ),
 ]
 Nproc = Annotated[
     int | None,
-    typer.Option(
-        "--nproc",
-        min=1,
-        help="Share the work among this many processes on this machine.",
-        show_default=False,
-    ),
+    option("--nproc", min=1, help="Share the work among this many processes on this machine."),
 ]
 TakeOver = Annotated[
     bool,
     typer.Option(
-        "--take-over",
-        help="Take over the lock of a run that was killed on another machine.",
+        "--take-over", help="Take over the lock of a run that was killed on another machine."
     ),
 ]
 Discard = Annotated[
@@ -121,15 +116,8 @@ def read(name: str, kind: type[R]) -> R:
 
 
 _PANEL = "What to prune (options override the recipe)"
-
-
 _DIVIDING = ("min_sparsity", "max_sparsity", "budget")  # one ranking among its tensors
 _FOR_ALL_GROUPS = ("seed", "nan", "masks", "card", "statistics", "scores")
-
-
-def _option(*names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=_PANEL, show_default=False, **more)
-
 
 RecipeName = Annotated[
     str | None,
@@ -142,130 +130,96 @@ RecipeName = Annotated[
         autocompletion=complete,
     ),
 ]
-Sparsity = Annotated[
-    float | None, _option("--sparsity", "-s", help="The share to prune, 0 to 1; exact.")
-]
-Pattern = Annotated[
-    str | None,
-    _option(
-        "--pattern",
-        help="Keep N of every M inputs, as in 2:4; or, beside --sparsity, prune whole tiles of A "
+# The options of a recipe, by the fields that they override: type, help, and what a value is called.
+_OF_RECIPE: dict[str, tuple[Any, str, str | None]] = {
+    "sparsity": (float, "The share to prune, 0 to 1; exact.", None),
+    "pattern": (
+        str,
+        "Keep N of every M inputs, as in 2:4; or, beside --sparsity, prune whole tiles of A "
         "outputs and B inputs, as in 4x4.",
-        metavar="N:M|AxB",
+        "N:M|AxB",
     ),
-]
-Scope = Annotated[
-    str | None,
-    _option(
-        "--scope",
-        help="What is ranked together: everything, each tensor, or each output row; of tiles, the "
-        "tiles of the same outputs.",
-        metavar="global|layer|row",
+    "scope": (
+        str,
+        "What is ranked together: everything, each tensor, or each output row; of tiles, the tiles "
+        "of the same outputs.",
+        "global|layer|row",
     ),
-]
-Score = Annotated[
-    str | None,
-    _option(
-        "--score",
-        help="What ranks weights: magnitude, random, wanda (|w| times the rms of its input), "
-        "stade (times the standard deviation) or ria (the relative importance of |w| times the "
-        "rms), these three by --statistics, or given (the |score| of --scores).",
-        metavar="SCORE",
+    "score": (
+        str,
+        "What ranks weights: magnitude, random, wanda (|w| times the rms of its input), stade "
+        "(times the standard deviation) or ria (the relative importance of |w| times the rms), "
+        "these three by --statistics, or given (the |score| of --scores).",
+        "SCORE",
     ),
-]
-Statistics = Annotated[
-    Path | None,
-    _option(
-        "--statistics",
-        help="Statistics of activations for wanda, stade, ria and the budget owl, as `distprune "
+    "statistics": (
+        Path,
+        "Statistics of activations for wanda, stade, ria and the budget owl, as `distprune "
         "calibrate` writes them.",
-        metavar="FILE",
+        "FILE",
     ),
-]
-Scores = Annotated[
-    Path | None,
-    _option(
-        "--scores",
-        help="Scores that were made elsewhere, a folder of safetensors files or one file: a tensor "
-        "of the same name and shape for each pruned one.",
-        metavar="FOLDER",
+    "scores": (
+        Path,
+        "Scores that were made elsewhere, a folder of safetensors files or one file: a tensor of "
+        "the same name and shape for each pruned one.",
+        "FOLDER",
     ),
-]
-Budget = Annotated[
-    str | None,
-    _option(
-        "--budget",
-        help="How the pruned weights are divided among the tensors, instead of by one ranking of "
-        "all: uniform, uniform+, erk, lamp, or owl, by --statistics.",
-        metavar="RULE",
+    "budget": (
+        str,
+        "How the pruned weights are divided among the tensors, instead of by one ranking of all: "
+        "uniform, uniform+, erk, lamp, or owl, by --statistics.",
+        "RULE",
     ),
-]
-Normalize = Annotated[
-    str | None,
-    _option(
-        "--normalize",
-        help="What scores are divided by before all tensors are ranked together: the rms of "
-        "their tensor (the default), its l2 norm, its mean, or nothing.",
-        metavar="rms|l2|mean|none",
+    "normalize": (
+        str,
+        "What scores are divided by before all tensors are ranked together: the rms of their "
+        "tensor (the default), its l2 norm, its mean, or nothing.",
+        "rms|l2|mean|none",
     ),
-]
-Seed = Annotated[int | None, _option("--seed", help="Of random scores.")]
-Include = Annotated[
-    list[str] | None,
-    _option(
-        "--include",
-        help="Prune tensors whose whole name matches a glob, or an expression after re:. Repeat it "
-        "for more. Without it: matrices that are no embedding, head, norm, router or bias.",
-        metavar="PATTERN",
+    "seed": (int, "Of random scores.", None),
+    "include": (
+        list[str],
+        "Prune tensors whose whole name matches a glob, or an expression after re:. Repeat it for "
+        "more. Without it: matrices that are no embedding, head, norm, router or bias.",
+        "PATTERN",
     ),
-]
-Also = Annotated[
-    list[str] | None,
-    _option(
-        "--also",
-        help="Prune matching tensors in addition to the default of --include. Repeat it for more.",
-        metavar="PATTERN",
+    "also": (
+        list[str],
+        "Prune matching tensors in addition to the default of --include. Repeat it for more.",
+        "PATTERN",
     ),
-]
-Exclude = Annotated[
-    list[str] | None,
-    _option(
-        "--exclude", help="Leave out tensors that match. Repeat it for more.", metavar="PATTERN"
-    ),
-]
-MinNdim = Annotated[
-    int | None,
-    _option("--min-ndim", help="Leave out tensors of fewer dimensions larger than 1 (2)."),
-]
-InputDim = Annotated[
-    list[str] | None,
-    _option(
-        "--input-dim",
-        help="The dimension of the inputs of tensors, from 0, for patterns and rows: "
+    "exclude": (list[str], "Leave out tensors that match. Repeat it for more.", "PATTERN"),
+    "min_ndim": (int, "Leave out tensors of fewer dimensions larger than 1 (2).", None),
+    "min_sparsity": (float, "Of every single tensor, at least; the total stays exact (0).", None),
+    "max_sparsity": (float, "Of every single tensor, at most; the total stays exact (1).", None),
+    "input_dims": (
+        list[str],
+        "The dimension of the inputs of tensors, from 0, for patterns and rows: "
         "'*.c_fc.weight=0'; of a convolution with its kernel: 0,2,3. Repeat it for more.",
-        metavar="PATTERN=DIM",
+        "PATTERN=DIM",
     ),
-]
-MinSparsity = Annotated[
-    float | None,
-    _option("--min-sparsity", help="Of every single tensor, at least; the total stays exact (0)."),
-]
-MaxSparsity = Annotated[
-    float | None,
-    _option("--max-sparsity", help="Of every single tensor, at most; the total stays exact (1)."),
-]
-Nan = Annotated[
-    str | None, _option("--nan", help="What to do about NaN in weights.", metavar="error|keep")
-]
+    "nan": (str, "What to do about NaN in weights.", "error|keep"),
+}
 
 
-# The options of a recipe by the fields that they override.
+def _name_of(field: str) -> str:
+    """The option of a field: a repeated one is named after one of its values."""
+    return "--" + field.replace("input_dims", "input_dim").replace("_", "-")
+
+
 OPTIONS: dict[str, Any] = {
-    "sparsity": Sparsity, "pattern": Pattern, "scope": Scope, "score": Score,
-    "statistics": Statistics, "scores": Scores, "budget": Budget, "normalize": Normalize,
-    "seed": Seed, "include": Include, "also": Also, "exclude": Exclude, "min_ndim": MinNdim,
-    "min_sparsity": MinSparsity, "max_sparsity": MaxSparsity, "input_dims": InputDim, "nan": Nan,
-}  # fmt: skip
+    field: Annotated[
+        kind | None,
+        option(
+            _name_of(field),
+            *(["-s"] if field == "sparsity" else []),
+            help=text,
+            metavar=metavar,
+            rich_help_panel=_PANEL,
+        ),
+    ]
+    for field, (kind, text, metavar) in _OF_RECIPE.items()
+}
 
 
 def takes(
@@ -401,13 +355,12 @@ def _as_typed(overrides: dict[str, Any]) -> dict[str, str]:
     """Options as they stand on a command line, by their fields."""
     texts = {}
     for key, value in overrides.items():
-        name = key.removesuffix("s") if key == "input_dims" else key
-        name = name.replace("_", "-")
+        name = _name_of(key)
         if isinstance(value, bool):
-            texts[key] = f"--{name}" if value else f"--no-{name}"
+            texts[key] = name if value else f"--no-{name[2:]}"
         else:
             values = value if isinstance(value, list) else [value]
-            texts[key] = " ".join(f"--{name} {each}" for each in values)
+            texts[key] = " ".join(f"{name} {each}" for each in values)
     return texts
 
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distprune._common.mask_bits import num_bytes_of
-from distprune.cli import copying, process
+from distprune.cli import describing, process
 from distprune.cli.console import (
     Terminal,
     count,
-    counted,
     duration,
     percent,
     shape_text,
     without_numbers,
 )
+from distprune.cli.describing import ranking_text, show_warnings, summary, tell
 from distprune.cli.options import (
     AsJson,
     FollowLinks,
@@ -28,6 +28,7 @@ from distprune.cli.options import (
     RecipeName,
     Source,
     Verbose,
+    argument,
     resolve,
     takes_recipe,
 )
@@ -37,58 +38,7 @@ from distprune.files.text import format_size
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan, PlannedTensor
-    from distprune.files.recipe import FileRecipe
     from distprune.files.selecting import Verdict
-
-
-# Magnitudes alone ruined the language model that was measured; docs/criteria.md has the table.
-_TOO_MUCH_BY_MAGNITUDE = 0.4
-
-
-def advice_for_language_models(plan: Plan) -> str:
-    """What a language model is better pruned by, if much of it is pruned by magnitude; or ""."""
-    names = plan.checkpoint.config.get("architectures")
-    if not isinstance(names, list) or not any(str(n).endswith("ForCausalLM") for n in names):
-        return ""
-    is_by_magnitude = any(group.recipe.ranks_magnitudes for group in plan.groups)
-    if not is_by_magnitude or plan.num_to_prune < _TOO_MUCH_BY_MAGNITUDE * plan.num_elements:
-        return ""
-    recipe = plan.recipe
-    how = "--score wanda --statistics FILE"
-    if recipe.groups:
-        how = "score: wanda in the recipe, and --statistics FILE"
-    elif (
-        recipe.pattern is None
-        and not (recipe.has_limits or recipe.budget)
-        and recipe.normalize in (None, "rms")
-    ):
-        how += " --scope row"
-    return (
-        f"pruning {plan.num_to_prune / plan.num_elements:.0%} of a language model by magnitude may "
-        f"ruin it. Statistics of activations (distprune calibrate, then {how}) lose far less; "
-        "distprune eval measures it."
-    )
-
-
-def show_warnings(terminal: Terminal, plan: Plan) -> None:
-    """Write warnings about a selection that is probably a mistake to stderr."""
-    for warning in plan.warnings:
-        terminal.note(f"Warning: {warning}")
-    if advice := advice_for_language_models(plan):
-        terminal.note(f"Warning: {advice}")
-    if any(
-        group.recipe.is_normalizable and group.recipe.normalize is None
-        for group in plan.groups
-        if group.last - group.first > 1
-    ):
-        are_weights = all(group.recipe.ranks_magnitudes for group in plan.groups)
-        what = "magnitudes" if are_weights else "scores"
-        option = "" if plan.recipe.groups else "--normalize rms, or "
-        terminal.note(
-            f"Raw {what} of several tensors are ranked together (normalize: none). Where their "
-            f"scales differ, this may empty some of them; {option}normalize: rms in a recipe, "
-            "divides each tensor by its rms first."
-        )
 
 
 def show(terminal: Terminal, plan: Plan, *, one_by_one: bool, has_amount: bool = True) -> None:
@@ -144,26 +94,6 @@ def _show_groups(terminal: Terminal, plan: Plan) -> None:
     terminal.table((*numbers, "how", "what"), rows, right=numbers)
 
 
-def summary(plan: Plan, *, has_amount: bool = True) -> str:
-    """A plan in one sentence."""
-    if not has_amount:
-        return (
-            f"Selects {count(plan.num_elements)} elements in {count(len(plan.tensors))} of "
-            f"{counted(len(plan.verdicts), 'tensor')}. No sparsity is given: --sparsity, --pattern "
-            "or --recipe says how many of them are pruned."
-        )
-    files = counted(len(plan.checkpoint.files), "weight file")
-    others = counted(len(plan.copied), "other file")
-    is_one = len(plan.groups) == 1
-    how = ranking_text(plan.groups[0].recipe) if is_one else f"in {len(plan.groups)} groups"
-    return (
-        f"Prunes {count(plan.num_to_prune)} of {count(plan.num_elements)} elements "
-        f"({percent(plan.num_to_prune, plan.num_elements)}) in {count(len(plan.tensors))} of "
-        f"{counted(len(plan.verdicts), 'tensor')}, {how}; "
-        f"{format_size(plan.checkpoint.num_bytes)} in {files}, {others} copied."
-    )
-
-
 def as_values(plan: Plan, has_amount: bool = True) -> dict[str, Any]:
     """A plan as plain values, for JSON; without an amount, what depends on it is None."""
     planned = {tensor.entry.name: tensor for tensor in plan.tensors}
@@ -203,7 +133,7 @@ def as_values(plan: Plan, has_amount: bool = True) -> dict[str, Any]:
             for verdict in plan.verdicts
         ],
         "weight_files": {file.name: file.size for file in plan.checkpoint.files},
-        **copying.as_values(plan.checkpoint),
+        **describing.as_values(plan.checkpoint),
         "copied": [file.name for file in plan.copied],
     }
 
@@ -215,24 +145,6 @@ def _count(plan: Plan, tensor: PlannedTensor) -> int | None:
     if tensor.budgeted is not None:
         return tensor.budgeted
     return tensor.lowest if tensor.lowest == tensor.highest else None
-
-
-def ranking_text(recipe: FileRecipe) -> str:
-    """How the tensors of a recipe without groups are ranked."""
-    if recipe.tile is not None:
-        rows = {"global": "together", "layer": "tensor by tensor", "row": "row by row"}
-        return f"whole tiles {recipe.pattern}, ranked {rows[recipe.scope]} by {recipe.score_text}"
-    if recipe.pattern is not None:
-        return f"keeping {recipe.pattern}"
-    together = {"global": "together", "layer": "each on its own", "row": "row by row"}
-    limits = ""
-    if recipe.has_limits:
-        low, high = (f"{100 * share:g}" for share in (recipe.min_sparsity, recipe.max_sparsity))
-        limits = f", each tensor within {low} to {high} %"
-    how = together[recipe.scope]
-    if recipe.budget is not None:
-        how = f"{together['layer']}, divided by budget {recipe.budget},"
-    return f"ranked {how} by {recipe.score_text}{limits}"
 
 
 # Bytes per second of one process, if the disk is not the limit.
@@ -336,10 +248,9 @@ def _sample(plan: Plan) -> float | None:
 
 MaybeDestination = Annotated[
     Path | None,
-    typer.Argument(
-        metavar="DST",
-        help="Where prune will write, to check that there is enough space. Nothing is written now.",
-        show_default=False,
+    argument(
+        "DST",
+        "Where prune will write, to check that there is enough space. Nothing is written now.",
     ),
 ]
 
@@ -380,7 +291,7 @@ def plan(
     made = make_plan(source, chosen, follow_links=follow_links)
     cost = estimate(made, destination)
     terminal = Terminal(as_json, -1 if quiet else verbose)
-    copying.tell(terminal, made.checkpoint)
+    tell(terminal, made.checkpoint)
     show_warnings(terminal, made)
     if as_json:
         terminal.json(as_values(made, has_amount) | {"cost": asdict(cost) | {"fits": cost.fits}})

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distprune.cli import copying, process, ranks
-from distprune.cli import plan as planning
+from distprune.cli import describing, process, ranks
 from distprune.cli.console import Meter, Reading, Terminal, count, counted, percent
 from distprune.cli.options import (
     AsJson,
@@ -25,6 +24,7 @@ from distprune.cli.options import (
     TakeOver,
     Timeout,
     Verbose,
+    option,
     resolve,
     takes_recipe,
 )
@@ -41,18 +41,13 @@ _PLOT_BYTES = 1 << 30
 
 Masks = Annotated[
     bool | None,
-    typer.Option(
-        "--masks/--no-masks",
-        help="Whether to write the masks (yes).",
-        show_default=False,
-    ),
+    option("--masks/--no-masks", help="Whether to write the masks (yes)."),
 ]
 Card = Annotated[
     bool | None,
-    typer.Option(
+    option(
         "--card/--no-card",
         help="Whether README.md describes the pruning (yes) or is a copy of SRC's.",
-        show_default=False,
     ),
 ]
 
@@ -98,7 +93,7 @@ def prune(
     verbosity = -1 if quiet else verbose
     terminal = Terminal(as_json, verbosity, is_leader=process.is_leader())
     if discard:
-        copying.discard_unfinished(terminal, destination, take_over)
+        describing.discard_unfinished(terminal, destination, take_over)
         return
 
     def make_recipe() -> FileRecipe:
@@ -123,9 +118,9 @@ def prune(
     with process.Stop() as stop, ranks.process_group(timeout):
         checked = Team(world()).attempt(make_recipe)
         plan = pruning.plan_together(source, checked, follow_links=follow_links)
-        copying.tell(terminal, plan.checkpoint)
-        planning.show_warnings(terminal, plan)
-        terminal.note(planning.summary(plan))
+        describing.tell(terminal, plan.checkpoint)
+        describing.show_warnings(terminal, plan)
+        terminal.note(describing.summary(plan))
         with Meter(terminal) as meter:
             report = pruning.prune(
                 plan,
@@ -149,7 +144,7 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
     from distprune._common.memory import peak_rss_bytes
 
     if terminal.as_json:
-        values = json.loads(report.result_json()) | copying.as_values(plan.checkpoint)
+        values = json.loads(report.result_json()) | describing.as_values(plan.checkpoint)
         terminal.json({**values, "run": json.loads(report.run_json())})
         return
     if terminal.verbosity > 0:

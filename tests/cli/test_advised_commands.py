@@ -310,7 +310,7 @@ def test_every_command_has_help(run):
     from distprune.cli import app
 
     said(run("--help"), "Every command has a --help of its own")
-    for name in typer.main.get_command(app.app).commands:
+    for name in typer.main.get_command(app.make_app()).commands:
         works(run(name, "--help"))
     works(run("recipe", "ls"))  # of the help of --recipe
 

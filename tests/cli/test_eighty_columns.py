@@ -15,9 +15,9 @@ from distprune.cli import console
 HELPS = """
 import os, sys
 from distprune.cli.main import main
-from distprune.cli.app import app
+from distprune.cli.app import make_app
 import typer.main
-root = typer.main.get_command(app)
+root = typer.main.get_command(make_app())
 commands = [[], *([each] for each in root.commands if each != "selftest")]
 commands += [["recipe", each] for each in ("ls", "show", "schema")]
 for columns in (300, 80):

@@ -21,9 +21,9 @@ def helps(*command):
     except SystemExit as exit_:
         assert exit_.code == 0, command
 
-from distprune.cli.app import app
+from distprune.cli.app import make_app
 import typer.main
-root = typer.main.get_command(app)
+root = typer.main.get_command(make_app())
 for name in ["", *root.commands]:
     helps(*filter(None, [name]))
 helps("recipe", "show")

@@ -155,7 +155,7 @@ def problem_of_distprune(arguments):
         return None if len(arguments) == 1 else "selftest is documented without options"
     if any(argument.startswith("--install") for argument in arguments):
         return "write of it in the text: to parse it is to install it"
-    command = typer.main.get_command(app.app)
+    command = typer.main.get_command(app.make_app())
     try:
         context = command.make_context("distprune", list(arguments), resilient_parsing=False)
         while hasattr(command, "resolve_command"):

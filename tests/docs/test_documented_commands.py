@@ -121,7 +121,7 @@ def test_commands_of_pages_run(page, files, tmp_path, monkeypatch):
 def test_examples_of_the_help_run(files, tmp_path, monkeypatch):
     shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    root = typer.main.get_command(app.app)
+    root = typer.main.get_command(app.make_app())
     texts = [root.epilog, *(each.help for each in root.commands.values())]
     lines = re.findall(r"^ +((?:distprune|torchrun) .*)$", "\n".join(texts), re.MULTILINE)
     assert len(lines) >= 25
