@@ -33,7 +33,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -65,14 +65,6 @@ _SHARED_ERRORS = {
     "NotImplementedError", "RuntimeError", "TypeError", "ValueError",
 }  # fmt: skip
 _MESSAGE_BYTES = 2048
-
-
-class Reducer(Protocol):
-    """What a selection needs of the ranks: see :meth:`Communicator.reduce`."""
-
-    def reduce(self, size: int, step: Callable[[], Tensor], op: Op = "sum") -> Tensor:
-        """Run a local step on every rank and reduce what it returns."""
-        ...
 
 
 class Communicator:

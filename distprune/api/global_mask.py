@@ -37,8 +37,8 @@ from distprune.methods.ranking import (
     scores_or_values,
 )
 from distprune.selection.bracket import Start
-from distprune.selection.candidates import Candidates, PartCut, candidates_of
-from distprune.selection.keys import RANDOM_KEYS, KeyRange, Order, key_range
+from distprune.selection.candidates import PartCut, Ranked, candidates_of
+from distprune.selection.keys import RANDOM_KEYS, Order, key_range
 from distprune.selection.passes import write_masks
 from distprune.selection.radix import Search
 from distprune.selection.scores import ScoreSource
@@ -226,7 +226,7 @@ def global_mask(
         written = communicator.run(finish)
     masks = [written[target.shard.key] for target in items.targets]
     thresholds = {
-        label: parts[label].keys.score_of(selection.cut.threshold)
+        label: parts[label].ranked.keys.score_of(selection.cut.threshold)
         if selection.num_ties and not is_random
         else None
         for label, selection in found.items()
@@ -280,48 +280,35 @@ class _Group:
     """Tensors that have one order.
 
     Attributes:
-        keys: the range of all keys.
-        parts: what competes of each tensor on this rank.
-        names: the names of the tensors.
-        num_live: competing elements of every whole tensor.
+        ranked: the tensors; what competes is live.
         flat: masks as 1-d views: what is written.
     """
 
-    keys: KeyRange
-    parts: list[Candidates]
-    names: list[str]
-    num_live: list[int]
+    ranked: Ranked
     flat: list[Tensor]
 
     def search(
         self, label: Hashable, k: int, largest: bool, start: Start | None
     ) -> Search[Selection]:
         """Where the order is cut, as a search that runs beside those of other groups."""
-        total = sum(self.num_live)
+        total = sum(self.ranked.num_live)
         if k > total:
             of_group = "" if label is None else f" of group {label!r}"
             raise ValueError(
                 f"k{of_group} is {k:,}, and {total:,} elements compete; expected at most as many."
             )
-        return search_lowest(
-            self.parts,
-            self.names,
-            self.num_live,
-            total - k if largest else k,
-            self.keys,
-            refuse_nan=True,
-            drafts=self.flat,
-            start=start,
-        )
+        number = total - k if largest else k
+        return search_lowest(self.ranked, number, drafts=self.flat, start=start)
 
     def write(self, selection: Selection, largest: bool) -> None:
         """Write the masks; a local step."""
-        cuts = [PartCut(position, selection.cut) for position in range(len(self.parts))]
-        write_masks(self.parts, cuts, self.flat, selection.drafted)
+        parts = self.ranked.parts
+        cuts = [PartCut(position, selection.cut) for position in range(len(parts))]
+        write_masks(parts, cuts, self.flat, selection.drafted)
         if largest:
             return
         # Written is what comes after the cut, among the candidates.
-        for part, flat in zip(self.parts, self.flat, strict=True):
+        for part, flat in zip(parts, self.flat, strict=True):
             if part.live is None:
                 flat.logical_not_()
             else:
@@ -358,11 +345,12 @@ def _grouped(
         else:
             made = score_keys([prepared[i].scores for i in positions], order)
         keys, sources = made
-        groups[label] = _Group(
-            keys,
+        ranked = Ranked(
             candidates_of([shards[i] for i in positions], sources),
             [targets[i].label for i in positions],
             [num_live[i] for i in positions],
-            [shards[i].flat(prepared[i].mask) for i in positions],
+            keys,
+            communicator,
         )
+        groups[label] = _Group(ranked, [shards[i].flat(prepared[i].mask) for i in positions])
     return groups

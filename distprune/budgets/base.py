@@ -24,9 +24,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from distprune._common.amount import Bounded, Bounds
-from distprune._common.collectives import Reducer
-from distprune.selection.candidates import Candidates
-from distprune.selection.keys import KeyRange
+from distprune.selection.candidates import Ranked
 
 
 class NoLevelError(Exception):
@@ -112,23 +110,6 @@ def _held(count: Fraction | int, low: int, high: int) -> Fraction:
 
 
 @dataclass(frozen=True)
-class RankedShards:
-    """What a call ranks, for budgets that depend on scores.
-
-    Attributes:
-        parts: this rank's part of every parameter, in the same order on all ranks.
-        num_live: unpruned elements of every whole parameter.
-        keys: the range of all keys.
-        communicator: the ranks that have the parts.
-    """
-
-    parts: Sequence[Candidates]
-    num_live: Sequence[int]
-    keys: KeyRange
-    communicator: Reducer
-
-
-@dataclass(frozen=True)
 class Counts:
     """How many elements of every whole parameter are pruned after a call.
 
@@ -150,7 +131,7 @@ class Division(ABC):
         return ()
 
     @abstractmethod
-    def counts(self, total: int, limits: Bounds, ranked: RankedShards) -> Counts:
+    def counts(self, total: int, limits: Bounds, ranked: Ranked) -> Counts:
         """Divide ``total`` pruned elements among the parameters. Collective.
 
         Args:
@@ -212,7 +193,7 @@ class LinearDivision(Division):
             for parameter, line, cap in zip(self.parameters, self.lines, self.caps, strict=True)
         ]
 
-    def counts(self, total: int, limits: Bounds, ranked: RankedShards) -> Counts:
+    def counts(self, total: int, limits: Bounds, ranked: Ranked) -> Counts:
         return self.divided(total, limits)
 
     def divided(self, total: int, limits: Bounds) -> Counts:

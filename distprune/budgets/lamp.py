@@ -29,8 +29,8 @@ from distprune._common.amount import Bounded, Bounds
 from distprune._common.mask_values import is_one
 from distprune._common.memory import INTEGERS, Array, Scratch
 from distprune._common.naming import error_about
-from distprune.budgets.base import Budget, Counts, Division, RankedShards
-from distprune.selection.candidates import Candidates
+from distprune.budgets.base import Budget, Counts, Division
+from distprune.selection.candidates import Candidates, Ranked
 from distprune.selection.kernels import call_all, chunks_of, num_threads_for
 from distprune.selection.keys import KeyRange, Order
 from distprune.selection.radix import Descent, histogram_of
@@ -76,7 +76,7 @@ class LAMP(Budget):
 class _LampDivision(Division):
     parameters: tuple[Bounded, ...]
 
-    def counts(self, total: int, limits: Bounds, ranked: RankedShards) -> Counts:
+    def counts(self, total: int, limits: Bounds, ranked: Ranked) -> Counts:
         if ranked.keys.order is not Order.MAGNITUDE:
             raise NotImplementedError(
                 "budget='lamp' divides by the squares of magnitudes, and this method ranks "
@@ -86,25 +86,19 @@ class _LampDivision(Division):
         pruned = [n - live for n, live in zip(sizes, ranked.num_live, strict=True)]
         lowest = [low - p for low, p in zip(limits.lowest, pruned, strict=True)]
         highest = [high - p for high, p in zip(limits.highest, pruned, strict=True)]
-        names = [parameter.label for parameter in self.parameters]
-        more = num_to_prune(ranked, names, lowest, highest, total - sum(pruned))
+        more = num_to_prune(ranked, lowest, highest, total - sum(pruned))
         counts = [p + m for p, m in zip(pruned, more, strict=True)]
         wanted = (count / n if n else 0.0 for count, n in zip(counts, sizes, strict=True))
         return Counts(tuple(counts), tuple(wanted))
 
 
 def num_to_prune(
-    ranked: RankedShards,
-    names: Sequence[str],
-    lowest: Sequence[int],
-    highest: Sequence[int],
-    k: int,
+    ranked: Ranked, lowest: Sequence[int], highest: Sequence[int], k: int
 ) -> list[int]:
     """How many of the ``k`` lowest LAMP scores each parameter has, within limits. Collective.
 
     Args:
         ranked: what the call ranks.
-        names: the names of the parameters, for messages.
         lowest, highest: limits of each count, of elements that are not pruned yet.
         k: sum(lowest) <= k <= sum(highest).
 
@@ -113,7 +107,7 @@ def num_to_prune(
     """
     if k in (sum(lowest), sum(highest)):
         return list(lowest if k == sum(lowest) else highest)
-    bins = _Bins.of(ranked.keys)
+    bins, names = _Bins.of(ranked.keys), ranked.names
     batch = max(1, _MOST_COUNTS // bins.number)
     curves = []
     for start in range(0, len(names), batch):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distprune._common import exact_sums, memory
 from distprune._common.amount import Bounded
-from distprune._common.collectives import Reducer
+from distprune._common.collectives import Communicator
 from distprune._common.memory import Count, Scratch
 from distprune._common.naming import error_about
 from distprune.budgets.base import Budget, Line, LinearDivision
@@ -188,7 +188,7 @@ def outlier_ratios(
     num_live: Sequence[int],
     blocks: Sequence[str],
     multiple: float,
-    communicator: Reducer,
+    communicator: Communicator,
 ) -> list[float]:
     """The share of live scores above a multiple of the mean score, per block. Collective.
 

@@ -9,15 +9,8 @@ from fractions import Fraction
 from typing import Any
 
 from distprune._common.amount import Bounded, Bounds, per_parameter
-from distprune.budgets.base import (
-    Budget,
-    Counts,
-    Division,
-    Line,
-    LinearDivision,
-    RankedShards,
-    rounded,
-)
+from distprune.budgets.base import Budget, Counts, Division, Line, LinearDivision, rounded
+from distprune.selection.candidates import Ranked
 
 
 @dataclass(frozen=True)
@@ -153,7 +146,7 @@ class _GivenCounts(Division):
     def own_total(self, limits: Bounds) -> int:
         return sum(round(count) for count in self._held(limits))
 
-    def counts(self, total: int, limits: Bounds, ranked: RankedShards) -> Counts:
+    def counts(self, total: int, limits: Bounds, ranked: Ranked) -> Counts:
         held = self._held(limits)
         least, most = sum(map(math.floor, held)), sum(map(math.ceil, held))
         if not least <= total <= most:

@@ -21,7 +21,7 @@ from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
 from distprune.masks.hook import find_hook
-from distprune.selection.candidates import candidates_of
+from distprune.selection.candidates import Ranked, candidates_of
 from distprune.selection.keys import Order, ScoreKeys, key_range
 from distprune.selection.scores import TensorScores
 from distprune.selection.tiles import TiledParts, Tiling, rank_tiles
@@ -243,17 +243,19 @@ def _num_fitting(
         tilings.append(Tiling(tuple(shard.shape), tuple(sizes)))
         sources.append(ScoreKeys(TensorScores(shard.flat((mask != 0).float())), keys))
         shards.append(replace(shard, mask=None))
-    parts = candidates_of(shards, sources)
-    names = [target.label for target in targets]
-    firsts = [target.shard.replica == 0 for target in targets]
-    sizes_of_all = [target.shard.numel for target in targets]
-    tiles = rank_tiles(
-        TiledParts(parts, names, tilings, m, sizes_of_all, firsts, keys, communicator)
+    ranked = Ranked(
+        candidates_of(shards, sources),
+        [target.label for target in targets],
+        [target.shard.numel for target in targets],
+        keys,
+        communicator,
     )
+    firsts = [target.shard.replica == 0 for target in targets]
+    parts = rank_tiles(TiledParts(ranked, tilings, m, firsts)).ranked.parts
 
     def count() -> torch.Tensor:
         counts = []
-        for part in tiles.parts:
+        for part in parts:
             own = part.keys.load(part.counted.start, part.counted.stop).values
             limit = torch.tensor([float(n)], dtype=torch.float64)
             counts.append(int((own <= limit.view(torch.int64)).sum()))

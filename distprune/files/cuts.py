@@ -18,7 +18,6 @@ from torch import Tensor
 from distprune._common.amount import Bounds, bound_met
 from distprune._common.collectives import Communicator
 from distprune._common.naming import subject_of
-from distprune.budgets.base import RankedShards
 from distprune.budgets.outliers import OWL_MULTIPLE, block_of, outlier_ratios
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.planning import Plan, PlannedGroup
@@ -26,7 +25,7 @@ from distprune.files.reading import Source
 from distprune.files.selecting import check_budget, division_of
 from distprune.files.team import Team
 from distprune.recipes import BUDGET_FROM_STATISTICS
-from distprune.selection.candidates import Candidates, Cut, PartCut
+from distprune.selection.candidates import Cut, PartCut, Ranked
 from distprune.selection.normalizing import Scored, divisors_of
 from distprune.selection.passes import scan
 from distprune.selection.radix import ChangedError
@@ -136,26 +135,25 @@ def find_cuts(team: Team, plan: Plan, source: Source) -> Cuts:
                 source.part(group.first + i, divisors[group.first + i], part.counted, part.scores)
                 for i, part in enumerate(parts)
             ]
-            what = (
+            ranked = Ranked(
                 candidates,
                 [part.name for part in parts],
                 sizes,
-                group.num_to_prune // tensors[0].tile_size,
                 source.key_ranges[group.first],
                 team,
+                refuse_nan=plan.recipe.nan == "error",
+                most_collected=_MOST_COLLECTED * team.size,
             )
-            refuse_nan, most = plan.recipe.nan == "error", _MOST_COLLECTED * team.size
+            k = group.num_to_prune // tensors[0].tile_size
             selection: Selection | None
             if group.has_limits or group.recipe.budget is not None:
-                limits, bounds = _limits(team, plan, source, group, candidates, numbers)
-                found, selection = select_within(
-                    *what, limits, refuse_nan=refuse_nan, most_collected=most
-                )
+                limits, bounds = _limits(ranked, plan, source, group, numbers)
+                found, selection = select_within(ranked, k, limits)
                 if bounds is not None:
                     found = [replace(cut, bound=at) for cut, at in zip(found, bounds, strict=True)]
                 of_tensors[members] = found
             else:
-                selection = select_lowest(*what, refuse_nan=refuse_nan, most_collected=most)
+                selection = select_lowest(ranked, k)
                 of_tensors[members] = [PartCut(i, selection.cut) for i in range(len(parts))]
         if selection is not None and group.num_to_prune:
             ties = selection.num_ties, selection.num_ties_pruned
@@ -184,7 +182,6 @@ def cut_of_block(
 
     Cost: one read; two, if the keys around the cut do not fit into memory.
     """
-    name = plan.tensors[position].entry.name
     alone = Communicator(())
     with _errors_of_files(plan):
         scores = None
@@ -192,16 +189,16 @@ def cut_of_block(
             parts = [source.scored(position, group)]
             scores = tallied(parts, alone, _TALLY_BYTES, _block(len(group)))
         part = source.part(position, None, group, None if scores is None else scores[0])
-        selection = select_lowest(
+        ranked = Ranked(
             [part],
-            [name],
+            [plan.tensors[position].entry.name],
             [len(group)],
-            num_pruned,
             source.key_ranges[position],
             alone,
             refuse_nan=plan.recipe.nan == "error",
             most_collected=_MOST_COLLECTED,
         )
+        selection = select_lowest(ranked, num_pruned)
     return PartCut(0, selection.cut)
 
 
@@ -217,17 +214,12 @@ def nan_error(plan: Plan, positions: Sequence[int]) -> NaNError:
 
 
 def _limits(
-    team: Team,
-    plan: Plan,
-    source: Source,
-    group: PlannedGroup,
-    candidates: Sequence[Candidates],
-    num_numbers: Sequence[int],
+    ranked: Ranked, plan: Plan, source: Source, group: PlannedGroup, num_numbers: Sequence[int]
 ) -> tuple[Limits, list[str | None] | None]:
     """How many items each tensor of a group loses at least, and at most. Collective.
 
     Args:
-        candidates: of the group.
+        ranked: the group.
         num_numbers: items of each tensor that are no NaN.
 
     Returns:
@@ -238,21 +230,20 @@ def _limits(
     highest = tuple(min(t.highest, most) for t, most in zip(tensors, num_numbers, strict=True))
     if group.recipe.budget is None:
         return Limits(lowest, highest), None
-    sizes = [tensor.num_items for tensor in tensors]
     counts = tuple(tensor.budgeted for tensor in tensors if tensor.budgeted is not None)
     if len(counts) < len(tensors):  # what is stored decides
         entries, ratios = [tensor.entry for tensor in tensors], None
         if group.recipe.budget == BUDGET_FROM_STATISTICS:
             parts = [
                 source.outlier_scores(position, part.counted)
-                for position, part in enumerate(candidates, group.first)
+                for position, part in enumerate(ranked.parts, group.first)
             ]
             blocks = [block_of(entry.name) for entry in entries]
-            found = outlier_ratios(parts, num_numbers, blocks, OWL_MULTIPLE, team)
+            found = outlier_ratios(parts, num_numbers, blocks, OWL_MULTIPLE, ranked.communicator)
             ratios = dict(zip([entry.name for entry in entries], found, strict=True))
-        ranked = RankedShards(candidates, sizes, source.key_ranges[group.first], team)
         division = division_of(group.recipe, entries, ratios)
         counts = division.counts(group.num_to_prune, Bounds(lowest, highest), ranked).counts
+    sizes = ranked.num_live
     bounds = list(map(bound_met, counts, lowest, highest, sizes, [0] * len(counts)))
     return Limits(counts, counts), bounds
 

@@ -81,8 +81,8 @@ class Pace:
         return (last_total - first_total) / (end - start) if end > start else 0.0
 
 
-class Team:
-    """The ranks of one run.
+class Team(Communicator):
+    """The ranks of one run, with errors of ``distprune.files``.
 
     Args:
         communicator: of all ranks.
@@ -90,8 +90,6 @@ class Team:
         stop: called often; if it returns True on any rank, all of them stop.
 
     Attributes:
-        size: how many ranks there are.
-        index: this rank's place among them.
         is_leader: whether this is rank 0, which alone changes folders.
     """
 
@@ -101,8 +99,7 @@ class Team:
         progress: Callable[[Progress], None] | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> None:
-        self.size = communicator.size
-        self.index = communicator.index
+        super().__init__((), communicator.ranks, communicator.rank)
         self.is_leader = self.index == 0
         self._communicator = communicator
         self._progress = progress
@@ -125,18 +122,10 @@ class Team:
             yield range(start, max(start, min(last - offset, size)))
             offset += size
 
-    def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, int64."""
-        return values if self.size == 1 else _unless_lost(self._communicator.sum, values)
-
-    def max(self, values: Tensor) -> Tensor:
-        """The elementwise maximum over all ranks, int64."""
-        return values if self.size == 1 else _unless_lost(self._communicator.max, values)
-
     def compare(self, facts: Sequence[tuple[str, str]]) -> None:
         """Raise RanksError on every rank if the ranks differ in a fact; names the fact."""
         try:
-            _unless_lost(self._communicator.agree, facts)
+            self.agree(facts)
         except ValueError as error:
             raise RanksError(str(error)) from error
 
@@ -146,10 +135,8 @@ class Team:
             if error is not None:
                 raise error
             return
-        text = "" if error is None else _packed(error, self.index)
-        texts, _ = _unless_lost(self._communicator.distinct_texts, text)
-        failures = [text for text in texts if text]
-        if failures:
+        texts, _ = self.distinct_texts("" if error is None else _packed(error, self.index))
+        if failures := [text for text in texts if text]:
             raise _unpacked(failures[0]) from error
 
     def attempt(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -166,19 +153,17 @@ class Team:
         """Call a function on the leader; every rank returns its result, which must be JSON."""
         if self.size == 1:
             return function(*args, **kwargs)
-
-        def packed() -> str:
-            return json.dumps(function(*args, **kwargs)) if self.is_leader else ""
-
-        texts, _ = _unless_lost(self._communicator.distinct_texts, self.attempt(packed))
-        shared: T = json.loads(texts[0])
+        packed = self.attempt(
+            lambda: json.dumps(function(*args, **kwargs)) if self.is_leader else ""
+        )
+        shared: T = json.loads(self.distinct_texts(packed)[0][0])
         return shared
 
     def gather(self, value: object) -> list[Any]:
         """The values of all ranks, in order of rank; each must be JSON."""
         if self.size == 1:
             return [value]
-        texts, indices = _unless_lost(self._communicator.distinct_texts, json.dumps(value))
+        texts, indices = self.distinct_texts(json.dumps(value))
         return [json.loads(texts[index]) for index in indices]
 
     def expect(self, phase: str, total_bytes: int, num_done: int = 0) -> None:
@@ -244,7 +229,7 @@ class Team:
         """
         with self._at_work():
             values = step()
-        return self.max(values) if op == "max" else self.sum(values)
+        return self._reduce(values, op)
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -294,6 +279,15 @@ class Team:
                 self._error_of_progress = caught
         return bool(unfinished)
 
+    def _reduce(self, values: Tensor, op: Op) -> Tensor:
+        try:
+            return self._communicator._reduce(values, op)
+        except RuntimeError as error:  # of torch.distributed, with any backend
+            raise RanksError(
+                f"a rank was lost, or did not answer in time ({error}). Run the same command "
+                "again: it resumes where this one stopped."
+            ) from error
+
     def _state(self) -> Progress:
         total = self._totals[self._phase]
         done = sum(self._done.values()) + min(self._shared, total - self._done[self._phase])
@@ -314,14 +308,3 @@ def _unpacked(text: str) -> FilesError:
     kind, headline, problems = json.loads(text)
     error: FilesError = getattr(errors, kind)(headline, problems)
     return error
-
-
-def _unless_lost(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call, and say what to do if torch.distributed finds that a rank is gone."""
-    try:
-        return function(*args, **kwargs)
-    except RuntimeError as error:  # of torch.distributed, with any backend
-        raise RanksError(
-            f"a rank was lost, or did not answer in time ({error}). Run the same command again: it "
-            "resumes where this one stopped."
-        ) from error

@@ -13,12 +13,11 @@ from torch import Tensor
 from distprune._common.amount import Amount, Bounds, bound_met, checked_count
 from distprune._common.collectives import Communicator
 from distprune._common.hashing import draw_seed
-from distprune.budgets.base import RankedShards
 from distprune.call.grouping import Grouping
 from distprune.call.request import Decision, Divided, LocalMasks, PruningCall, Together
 from distprune.methods.tiles import ranked_in_tiles
-from distprune.selection.candidates import Candidates, KeySource, PartCut, candidates_of
-from distprune.selection.in_blocks import BlockedParts, prune_in_blocks
+from distprune.selection.candidates import Candidates, KeySource, PartCut, Ranked, candidates_of
+from distprune.selection.in_blocks import prune_in_blocks
 from distprune.selection.keys import (
     RANDOM_KEYS,
     KeyRange,
@@ -243,24 +242,26 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
         prepare, lambda made: [("dtype of the scores", str(made.keys.value_dtype))]
     )
     keys, parts, flat = prepared.keys, prepared.parts, prepared.flat_masks
+    names = [shard.name for shard in call.shards]
+    ranked = Ranked(parts, names, call.num_live, keys, call.communicator)
     share = call.share
     if isinstance(share, Grouping) and share.rule.tile is not None:
-        return ranked_in_tiles(call, share, amount, keys, parts, prepared.masks, flat)
+        return ranked_in_tiles(call, share, amount, ranked, prepared.masks, flat)
     if isinstance(share, Grouping) and share.rule.needs_input_dim:
-        return _ranked_in_groups(call, share, prepared)
-    k, bounds, wanted = divide(call, amount, parts, keys)
-    names = [shard.name for shard in call.shards]
+        num_pruned = prune_in_blocks(ranked, share.parameters, flat)
+        return Decision(
+            lambda: LocalMasks(prepared.masks, num_pruned),
+            bound_of=[None] * len(names),
+            wanted=share.wanted(len(names)),
+        )
+    k, bounds, wanted = divide(call, amount, ranked)
     selection: Selection | None
     if bounds is None:
-        selection = select_lowest(
-            parts, names, call.num_live, k, keys, call.communicator, refuse_nan=True, drafts=flat
-        )
+        selection = select_lowest(ranked, k, drafts=flat)
         cuts = [PartCut(position, selection.cut) for position in range(len(parts))]
     else:
         limits = limits_for(k, bounds, [shard.numel for shard in call.shards], call.num_live)
-        cuts, selection = select_within(
-            parts, names, call.num_live, k, keys, call.communicator, limits
-        )
+        cuts, selection = select_within(ranked, k, limits)
     drafted = None if selection is None else selection.drafted
 
     def finish() -> LocalMasks:
@@ -288,26 +289,6 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
     )
 
 
-def _ranked_in_groups(call: PruningCall, grouping: Grouping, prepared: _Prepared) -> Decision:
-    """Rank every group inside of a parameter by itself: rows, and those of a pattern N:M."""
-    names = [shard.name for shard in call.shards]
-    grouped = BlockedParts(
-        prepared.parts,
-        names,
-        grouping.parameters,
-        call.num_live,
-        prepared.flat_masks,
-        prepared.keys,
-        call.communicator,
-    )
-    num_pruned = prune_in_blocks(grouped)
-    return Decision(
-        lambda: LocalMasks(prepared.masks, num_pruned),
-        bound_of=[None] * len(names),
-        wanted=grouping.wanted(len(names)),
-    )
-
-
 def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
     """Zero, in place, the mask of the ``k`` first elements of one whole tensor.
 
@@ -330,9 +311,8 @@ def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
         flat.numel(),
         flat.device,
     )
-    selection = select_lowest(
-        [part], ["scores"], [flat.numel()], k, keys, Communicator(()), refuse_nan=False
-    )
+    alone = Ranked([part], ["scores"], [flat.numel()], keys, Communicator(()), refuse_nan=False)
+    selection = select_lowest(alone, k)
     write_keep(part, 0, selection.cut, mask.view(-1), mask.view(-1))
 
 
@@ -347,7 +327,7 @@ class _Prepared:
 
 
 def divide(
-    call: PruningCall, amount: Amount, parts: Sequence[Candidates], keys: KeyRange
+    call: PruningCall, amount: Amount, ranked: Ranked
 ) -> tuple[int, Bounds | None, Sequence[float] | None]:
     """How many elements to prune, and the bounds of each parameter. Collective.
 
@@ -355,8 +335,7 @@ def divide(
         call: the parameters, without groups inside of them.
         amount: how many elements, as a fraction of what is unpruned or a count; not used if the
             budget or the scope "layer" gives the total.
-        parts: this rank's part of every parameter.
-        keys: the range of all keys.
+        ranked: the parameters.
 
     Returns:
         Elements to prune now; the bounds, or exact counts, where lowest and highest are equal; and
@@ -385,7 +364,6 @@ def divide(
         assert total is not None
         k = total - sum(pruned)
     limits_for(k, bounds, sizes, call.num_live)
-    ranked = RankedShards(parts, call.num_live, keys, call.communicator)
     counts = share.division.counts(sum(pruned) + k, within, ranked)
     return k, Bounds(counts.counts, counts.counts), counts.wanted
 

@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from distprune._common.collectives import Communicator
 from distprune._common.memory import Count, Runs, Scratch
-from distprune.selection.keys import Keys
+from distprune.selection.keys import KeyRange, Keys
 from distprune.selection.scores import Tally
 from distprune.shards.geometry import IndexMap
 from distprune.shards.shard import LocalShard
@@ -76,6 +77,39 @@ def candidates_of(shards: Sequence[LocalShard], sources: Sequence[KeySource]) ->
         )
         for shard, source in zip(shards, sources, strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Parameters that are ranked together.
+
+    Attributes:
+        parts: this rank's part of every parameter, in the same order on all ranks.
+        names: of the parameters, for messages.
+        num_live: unpruned elements of every whole parameter.
+        keys: the range of all keys.
+        communicator: the ranks that have the parts.
+        refuse_nan: whether a live NaN is an error; otherwise NaN rank last.
+        most_collected: keys that all ranks together may collect in memory; None: any number.
+    """
+
+    parts: Sequence[Candidates]
+    names: Sequence[str]
+    num_live: Sequence[int]
+    keys: KeyRange
+    communicator: Communicator
+    refuse_nan: bool = True
+    most_collected: int | None = None
+
+    def only(self, positions: Sequence[int], *, refuse_nan: bool) -> Ranked:
+        """Some of the parameters."""
+        return replace(
+            self,
+            parts=[self.parts[i] for i in positions],
+            names=[self.names[i] for i in positions],
+            num_live=[self.num_live[i] for i in positions],
+            refuse_nan=refuse_nan,
+        )
 
 
 @dataclass(frozen=True)

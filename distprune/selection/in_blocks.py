@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from functools import partial
 
 import torch
@@ -34,7 +34,7 @@ from distprune.selection.block_cuts import (
     to_progressions,
     union,
 )
-from distprune.selection.candidates import Candidates
+from distprune.selection.candidates import Candidates, Ranked
 from distprune.selection.kernels import call_all, kernels_on, num_threads_for, spans_of
 from distprune.selection.keys import KeyRange
 from distprune.selection.kth_key import refuse_nan_in
@@ -43,31 +43,15 @@ from distprune.selection.kth_key import refuse_nan_in
 _MEMORY_OF_RANKING = 2
 
 
-@dataclass(frozen=True)
-class BlockedParts:
-    """What is pruned in blocks.
-
-    Attributes:
-        parts: this rank's part of every parameter, in the same order on all ranks.
-        names: of the parameters, for messages.
-        parameters: their blocks; None where this rank has no element and does not know them.
-        num_live: live elements of every whole parameter.
-        outs: flat masks of the parts, uninitialised, contiguous.
-        keys: the range of all keys.
-        communicator: the ranks that have the parts.
-    """
-
-    parts: Sequence[Candidates]
-    names: Sequence[str]
-    parameters: Sequence[BlockedParameter | None]
-    num_live: Sequence[int]
-    outs: Sequence[Tensor]
-    keys: KeyRange
-    communicator: Communicator
-
-
-def prune_in_blocks(blocked: BlockedParts) -> list[int]:
+def prune_in_blocks(
+    ranked: Ranked, parameters: Sequence[BlockedParameter | None], outs: Sequence[Tensor]
+) -> list[int]:
     """Write the masks of this rank. Collective.
+
+    Args:
+        ranked: what is pruned.
+        parameters: the blocks; None where this rank has no element and does not know them.
+        outs: flat masks of the parts, uninitialised, contiguous.
 
     Returns:
         Per parameter, how many elements that this rank counts were pruned now.
@@ -82,38 +66,40 @@ def prune_in_blocks(blocked: BlockedParts) -> list[int]:
     :meth:`~distprune._common.collectives.Communicator.distinct_texts` that say which blocks are
     cut: about 20 bytes for each regular layout of a parameter, else for every few blocks.
     """
-    communicator = blocked.communicator
+    communicator, parts = ranked.communicator, ranked.parts
     places: list[Places] = []
     num_pruned: list[int] = []
 
     def write_whole() -> Tensor:
         places.extend(
             NOWHERE if parameter is None else places_of(part, parameter)
-            for part, parameter in zip(blocked.parts, blocked.parameters, strict=True)
+            for part, parameter in zip(parts, parameters, strict=True)
         )
-        pruned, num_nan = _write_bands(blocked, places)
+        pruned, num_nan = _write_bands(ranked, outs, places)
         num_pruned.extend(pruned)
-        for position, own in enumerate(places):
-            num_nan[position] += _begin_rest(blocked, position, own)
+        for position, (own, parameter) in enumerate(zip(places, parameters, strict=True)):
+            num_nan[position] += _begin_rest(ranked, position, parameter, own, outs)
         return torch.tensor(num_nan, dtype=torch.int64)
 
-    num_nan = communicator.reduce(len(blocked.parts), write_whole).tolist()
-    refuse_nan_in(blocked.names, blocked.num_live, num_nan)
-    for batch in _batches(_agree_on_cut(blocked, places)):
+    num_nan = communicator.reduce(len(parts), write_whole).tolist()
+    refuse_nan_in(ranked.names, ranked.num_live, num_nan)
+    for batch in _batches(_agree_on_cut(ranked, parameters, places)):
         several = [
-            BlocksToCut(blocked.parts[position], position, blocks, numbers, places[position].rest)
+            BlocksToCut(parts[position], position, blocks, numbers, places[position].rest)
             for position, blocks, numbers in batch
         ]
-        cuts = cut_blocks(several, blocked.keys, communicator)
-        communicator.run(partial(_write_cuts, blocked, several, cuts))
-    rest = communicator.run(lambda: _count_rest(blocked, places))
+        cuts = cut_blocks(several, ranked.keys, communicator)
+        communicator.run(partial(_write_cuts, several, ranked.keys, outs, cuts))
+    rest = communicator.run(lambda: _count_rest(parts, outs, places))
     return [in_blocks + others for in_blocks, others in zip(num_pruned, rest, strict=True)]
 
 
-def _write_bands(blocked: BlockedParts, places: Sequence[Places]) -> tuple[list[int], list[int]]:
+def _write_bands(
+    ranked: Ranked, outs: Sequence[Tensor], places: Sequence[Places]
+) -> tuple[list[int], list[int]]:
     """Write the masks of whole bands; how many counted elements were pruned, and are NaN."""
     chunks = []
-    for position, (part, own) in enumerate(zip(blocked.parts, places, strict=True)):
+    for position, (part, own) in enumerate(zip(ranked.parts, places, strict=True)):
         band = own.local.band
         bands = range(len(own.bands) // band)
         itemsize = _MEMORY_OF_RANKING * band * part.keys.dtype.itemsize
@@ -122,14 +108,14 @@ def _write_bands(blocked: BlockedParts, places: Sequence[Places]) -> tuple[list[
             chunks.append((position, range(first, first + len(span) * band)))
     calls = []
     for position, span in chunks:
-        part = blocked.parts[position]
+        part = ranked.parts[position]
         calls.append(
             partial(
                 kernels_on(part.device).write_lowest,
-                part, span, places[position].local, blocked.keys, blocked.outs[position],
+                part, span, places[position].local, ranked.keys, outs[position],
             )
         )  # fmt: skip
-    found = call_all(calls, num_threads_for(blocked.parts, chunks))
+    found = call_all(calls, num_threads_for(ranked.parts, chunks))
     numbers = iter(on_host([count for counts in found for count in counts]))
     num_pruned, num_nan = [0] * len(places), [0] * len(places)
     for position, _ in chunks:
@@ -138,11 +124,15 @@ def _write_bands(blocked: BlockedParts, places: Sequence[Places]) -> tuple[list[
     return num_pruned, num_nan
 
 
-def _begin_rest(blocked: BlockedParts, position: int, places: Places) -> int:
+def _begin_rest(
+    ranked: Ranked,
+    position: int,
+    parameter: BlockedParameter | None,
+    places: Places,
+    outs: Sequence[Tensor],
+) -> int:
     """Write what this rank can decide of the elements outside of bands, and count NaN there."""
-    part, out, parameter = (
-        blocked.parts[position], blocked.outs[position], blocked.parameters[position],
-    )  # fmt: skip
+    part, out, keys = ranked.parts[position], outs[position], ranked.keys
     if parameter is None:
         places = replace(places, rest=(range(part.num_local),))
     for positions in places.rest:
@@ -155,14 +145,14 @@ def _begin_rest(blocked: BlockedParts, position: int, places: Places) -> int:
         return 0
     scratch = Scratch()
     num_nan = sum(
-        _count_nan(part, span, _live_keys(part, span, blocked.keys, scratch), blocked.keys)
+        _count_nan(part, span, _live_keys(part, span, keys, scratch), keys)
         for span in spans_of_ranges(places.rest)
     )
     if len(places.whole):
         # Every replica decides all of its elements.
         everything = replace(part, counted=range(part.num_local))
         alone = [BlocksToCut(everything, position, parameter.blocks, places.whole, places.rest)]
-        _write_cuts(blocked, alone, cut_blocks(alone, blocked.keys, Communicator(())))
+        _write_cuts(alone, keys, outs, cut_blocks(alone, keys, Communicator(())))
     return num_nan
 
 
@@ -181,18 +171,18 @@ def _count_nan(part: Candidates, span: range, loaded: Tensor, keys: KeyRange) ->
 
 
 def _agree_on_cut(
-    blocked: BlockedParts, places: Sequence[Places]
+    ranked: Ranked, parameters: Sequence[BlockedParameter | None], places: Sequence[Places]
 ) -> list[tuple[int, Blocks, Array]]:
     """Per parameter that has blocks which are cut: its position, its blocks, and their numbers."""
 
     def describe() -> str:
         cut = {}
-        for position, (own, parameter) in enumerate(zip(places, blocked.parameters, strict=True)):
+        for position, (own, parameter) in enumerate(zip(places, parameters, strict=True)):
             if len(own.cut) and parameter is not None:
                 cut[position] = [astuple(parameter.blocks), to_progressions(own.cut)]
         return json.dumps(cut)
 
-    texts, _ = blocked.communicator.distinct_texts(blocked.communicator.run(describe))
+    texts, _ = ranked.communicator.distinct_texts(ranked.communicator.run(describe))
     blocks: dict[int, Blocks] = {}
     found: dict[int, list[Progressions]] = {}
     for text in texts:
@@ -200,7 +190,7 @@ def _agree_on_cut(
             position = int(key)
             if blocks.setdefault(position, Blocks(*fields)) != Blocks(*fields):
                 raise ValueError(
-                    f"{blocked.names[position]}: ranks would prune it in different blocks "
+                    f"{ranked.names[position]}: ranks would prune it in different blocks "
                     f"({blocks[position]}; and {Blocks(*fields)}). Expected modules of the same "
                     "kind, and the same arguments, on every rank."
                 )
@@ -224,33 +214,37 @@ def _batches(
         yield batch
 
 
-def _write_cuts(blocked: BlockedParts, several: Sequence[BlocksToCut], cuts: BlockCuts) -> None:
+def _write_cuts(
+    several: Sequence[BlocksToCut], keys: KeyRange, outs: Sequence[Tensor], cuts: BlockCuts
+) -> None:
     """Zero what lies before the cuts, in all replicas."""
     scratch = Scratch()
     offset = 0
     for one in several:
         for span in spans_of_ranges(one.ranges):
             slots, places, inside = slots_of(one, span)
-            keys = shifted_keys(one.part, span, blocked.keys, scratch)
+            shifted = shifted_keys(one.part, span, keys, scratch)
             if inside is not None:
-                keys = keys[inside]
+                shifted = shifted[inside]
             cut = cuts.keys[offset + slots]
-            lowest = (keys < cut) | ((keys == cut) & (places <= cuts.places[offset + slots]))
-            lowest &= keys > 0
+            lowest = (shifted < cut) | ((shifted == cut) & (places <= cuts.places[offset + slots]))
+            lowest &= shifted > 0
             if inside is None:
                 zeroed = lowest
             else:
                 zeroed = inside.copy()
                 zeroed[inside] = lowest
-            out = blocked.outs[one.position][span.start : span.stop]
+            out = outs[one.position][span.start : span.stop]
             out[torch.from_numpy(zeroed).to(out.device)] = 0
         offset += len(one.numbers)
 
 
-def _count_rest(blocked: BlockedParts, places: Sequence[Places]) -> list[int]:
+def _count_rest(
+    parts: Sequence[Candidates], outs: Sequence[Tensor], places: Sequence[Places]
+) -> list[int]:
     """Counted elements outside of bands that were pruned."""
     counts: list[Count] = []
-    for part, out, own in zip(blocked.parts, blocked.outs, places, strict=True):
+    for part, out, own in zip(parts, outs, places, strict=True):
         count: Count = 0
         for span in spans_of_ranges(own.rest):
             counted = part.counted_in(span)

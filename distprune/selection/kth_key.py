@@ -18,8 +18,7 @@ from torch import Tensor
 from distprune._common.memory import concatenate, select
 from distprune._common.naming import error_about
 from distprune.selection.bracket import COLLECT_ALL, Around, Start, bracket
-from distprune.selection.candidates import Candidates, Interval
-from distprune.selection.keys import KeyRange
+from distprune.selection.candidates import Candidates, Interval, Ranked
 from distprune.selection.passes import BinCounts, Scan, scan
 from distprune.selection.radix import (
     Search,
@@ -31,22 +30,6 @@ from distprune.selection.radix import (
 )
 from distprune.selection.small import is_small
 from distprune.selection.tallies import keys_of_tally
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """What is ranked: see ``search.select_lowest``."""
-
-    parts: Sequence[Candidates]
-    names: Sequence[str]
-    num_live: Sequence[int]
-    keys: KeyRange
-    refuse_nan: bool
-
-    def refuse_nan_beside(self, num_numbers: Tensor) -> None:
-        """Raise ValueError if a parameter has fewer numbers than live elements."""
-        num_nan = torch.tensor(self.num_live) - num_numbers
-        refuse_nan_in(self.names, self.num_live, num_nan.tolist())
 
 
 @dataclass(frozen=True)
@@ -83,18 +66,17 @@ class KthKey:
         )
 
 
-def find_in_tallies(ranking: Ranking, k: int) -> Search[KthKey]:
+def find_in_tallies(ranked: Ranked, k: int) -> Search[KthKey]:
     """The k-th key (1-based) of tallied parts: reads nothing."""
-    parts, keys, total = ranking.parts, ranking.keys, sum(ranking.num_live)
+    parts, keys, total = ranked.parts, ranked.keys, sum(ranked.num_live)
 
     def count_upto(key: int) -> Tensor:
         """Per part, this rank's elements with a key up to this one."""
         tallies = map(keys_of_tally, parts)
         return torch.tensor([int(n[own <= key].sum(dtype=np.int64)) for own, n in tallies])
 
-    if ranking.refuse_nan and keys.is_float:
-        numbers = yield len(parts), lambda: count_upto(keys.largest_number)
-        ranking.refuse_nan_beside(numbers)
+    if ranked.refuse_nan and keys.is_float:
+        _refuse_nan(ranked, (yield len(parts), lambda: count_upto(keys.largest_number)))
     descent, num_ties = descent_over(keys.low, keys.high, min(k, total) - 1), total
 
     def count_bins() -> Tensor:
@@ -123,17 +105,16 @@ class Reading:
     """The search for the k-th key by scans: an interval of keys shrinks around it.
 
     Attributes:
-        ranking: what is ranked.
-        drafts, start, most_collected: as for ``search.search_lowest``.
+        ranked: what is ranked.
+        drafts, start: as for ``search.search_lowest``.
         density: elements per key around the k-th one, once it is found among collected keys.
         scanned, drafted: the last scan, and the last one that wrote drafts.
         local_counts: by pivot, this rank's live keys <= the pivot in each part.
     """
 
-    ranking: Ranking
+    ranked: Ranked
     drafts: Sequence[Tensor] | None
     start: Start | None
-    most_collected: int | None
     density: float | None = None
     scanned: Scan | None = None
     drafted: Scan | None = None
@@ -142,24 +123,25 @@ class Reading:
 
     def find(self, k: int) -> Search[KthKey]:
         """The k-th key (1-based)."""
-        keys, total = self.ranking.keys, sum(self.ranking.num_live)
+        ranked, keys = self.ranked, self.ranked.keys
+        parts, total, most = ranked.parts, sum(ranked.num_live), ranked.most_collected
         # The k-th key lies in [low, high]; below: keys < low, upto: keys <= high.
-        low, high = keys.low, keys.largest_number if self.ranking.refuse_nan else keys.high
+        low, high = keys.low, keys.largest_number if ranked.refuse_nan else keys.high
         below, upto, k = 0, total, min(k, total)
-        nothing = [0] * len(self.ranking.parts)
+        nothing = [0] * len(parts)
         if total == 0:
             return KthKey(low, 0, 0, lambda: (nothing, nothing))
         self.local_counts[low - 1] = nothing
         num_rounds, num_missed = 0, 0  # scans so far, and those whose bracket came from a sample
         while high > low:
             inside = upto - below
-            if inside <= COLLECT_ALL or (num_rounds and inside <= (self.most_collected or 0)):
+            if inside <= COLLECT_ALL or (num_rounds and inside <= (most or 0)):
                 around = Around(set(), (low, high), share=inside / total)
             elif num_rounds == 0 and self.start is not None and self.start.keys == keys:
                 around = self.start.around(low, high)
             else:
                 around = yield from bracket(
-                    self.ranking.parts,
+                    parts,
                     k - below,
                     inside,
                     low,
@@ -168,14 +150,12 @@ class Reading:
                     num_rounds=num_missed,
                     generator=self.generator,
                 )
-            if num_rounds == 0 and self.ranking.refuse_nan and keys.is_float:
+            if num_rounds == 0 and ranked.refuse_nan and keys.is_float:
                 around.pivots.add(high)
-            most = self.most_collected
             only_counts = most is not None and around.most_of(total) > most
             counts, histogram = yield from self._count(around, only_counts)
-            if counts.get(keys.largest_number, total) < total and self.ranking.refuse_nan:
-                numbers = yield len(self.ranking.parts), self._local_numbers
-                self.ranking.refuse_nan_beside(numbers)
+            if counts.get(keys.largest_number, total) < total and ranked.refuse_nan:
+                _refuse_nan(ranked, (yield len(parts), self._local_numbers))
                 raise changed()
             num_rounds += 1
             num_missed += around.start is None
@@ -210,11 +190,11 @@ class Reading:
 
     def _local_numbers(self) -> Tensor:
         """Per part, this rank's live elements that are no NaN."""
-        return torch.tensor(self._local(self.ranking.keys.largest_number))
+        return torch.tensor(self._local(self.ranked.keys.largest_number))
 
     def _local(self, pivot: int) -> list[int]:
         if pivot not in self.local_counts:
-            self._note(scan(self.ranking.parts, [pivot], None, self.drafts), [pivot])
+            self._note(scan(self.ranked.parts, [pivot], None, self.drafts), [pivot])
         return self.local_counts[pivot]
 
     def _note(self, scanned: Scan, pivots: Sequence[int], bins: BinCounts | None = None) -> Scan:
@@ -236,7 +216,7 @@ class Reading:
         Args:
             only_counts: do not collect the keys of the interval.
         """
-        parts, pivots, interval = self.ranking.parts, sorted(around.pivots), around.interval
+        parts, pivots, interval = self.ranked.parts, sorted(around.pivots), around.interval
         descent = None if interval is None else descent_over(*interval)
         num_bins = 0 if descent is None else descent.num_bins
 
@@ -296,6 +276,12 @@ class Reading:
             return under, ties
 
         return KthKey(threshold, k - 1 - descent.rank, num_ties, count, scanned)
+
+
+def _refuse_nan(ranked: Ranked, num_numbers: Tensor) -> None:
+    """Raise ValueError if a parameter has fewer numbers than live elements."""
+    num_nan = torch.tensor(ranked.num_live) - num_numbers
+    refuse_nan_in(ranked.names, ranked.num_live, num_nan.tolist())
 
 
 def refuse_nan_in(names: Sequence[str], num_live: Sequence[int], num_nan: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from distprune._common import exact_sums, memory
-from distprune._common.collectives import Reducer
+from distprune._common.collectives import Communicator
 from distprune._common.memory import Array, Scratch
 from distprune._common.naming import error_about
 from distprune.selection.kernels import call_all, kernels_on, num_threads, spans_of
@@ -42,7 +42,7 @@ class Summed:
     sizes: Sequence[int]
 
 
-def magnitude_sums(weights: Sequence[Summed], communicator: Reducer) -> list[list[Tensor]]:
+def magnitude_sums(weights: Sequence[Summed], communicator: Communicator) -> list[list[Tensor]]:
     """Sum |w| of the live elements. Collective.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from distprune._common import exact_sums, memory
-from distprune._common.collectives import Reducer
+from distprune._common.collectives import Communicator
 from distprune._common.exact_sums import Normalization
 from distprune._common.mask_values import is_one
 from distprune._common.memory import Array, Count, Scratch, on_host
@@ -63,7 +63,7 @@ def normalized(
     parts: Sequence[Scored],
     normalize: Normalization,
     num_live: Sequence[int],
-    communicator: Reducer,
+    communicator: Communicator,
 ) -> list[ScoreSource]:
     """The scores of all parameters, each divided by its statistic. Collective.
 
@@ -80,7 +80,7 @@ def divisors_of(
     parts: Sequence[Scored],
     normalize: Normalization,
     num_live: Sequence[int],
-    communicator: Reducer,
+    communicator: Communicator,
 ) -> list[float]:
     """The statistic that the scores of each parameter are divided by. Collective.
 
@@ -112,7 +112,7 @@ def divisors_of(
 
 
 def largest_scores(
-    parts: Sequence[Scored], what: str, communicator: Reducer, way_out: str = ""
+    parts: Sequence[Scored], what: str, communicator: Communicator, way_out: str = ""
 ) -> list[float]:
     """The largest live |score| of each parameter over all ranks; NaN if there is one. Collective.
 
@@ -160,7 +160,7 @@ def grid_sums(
     parts: Sequence[Scored],
     exponents: Sequence[int | None],
     power: Literal[1, 2],
-    communicator: Reducer,
+    communicator: Communicator,
 ) -> list[int]:
     """Exact sums of |score|**power of each parameter over all ranks. Collective.
 

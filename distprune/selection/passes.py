@@ -470,7 +470,8 @@ def natively(part: Candidates, own: PartCut) -> tuple[Candidates, PartCut]:
     native = key_range(raw.dtype, common.order)
     bits = torch.arange(native.largest_number + 1, dtype=native.dtype)
     magnitudes = TensorScores(bits.view(raw.dtype))
-    scaled = to_keys(keys.scores.of(magnitudes).load(0, bits.numel()), common).numpy()
+    with np.errstate(over="ignore"):  # the largest magnitudes become inf
+        scaled = to_keys(keys.scores.of(magnitudes).load(0, bits.numel()), common).numpy()
     last = cut.threshold if own.position < cut.parameter else cut.threshold - 1
     threshold = int(np.searchsorted(scaled, last, side="right")) - 1
     return (

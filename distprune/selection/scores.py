@@ -30,12 +30,12 @@ class Tally(NamedTuple):
     Attributes:
         scores: 1-d [m], ascending; NaN last.
         counts_of_blocks: integers [blocks, m], of consecutive blocks of the whole parameter.
-        block: elements of a block.
+        block: elements of a block; None: the part of a rank is one, wherever it lies.
     """
 
     scores: Tensor
     counts_of_blocks: Array
-    block: int
+    block: int | None
 
     @property
     def counts(self) -> Array:

@@ -24,12 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.collectives import Reducer
+from distprune._common.collectives import Communicator
 from distprune._common.memory import concatenate
 from distprune.selection.bracket import COLLECT_ALL, Start, next_start
-from distprune.selection.candidates import Candidates, Cut
-from distprune.selection.keys import KeyRange
-from distprune.selection.kth_key import Ranking, Reading, find_in_tallies
+from distprune.selection.candidates import Candidates, Cut, Ranked
+from distprune.selection.kth_key import Reading, find_in_tallies
 from distprune.selection.passes import Scan, count_in_bins, indices_at
 from distprune.selection.radix import (
     Descent,
@@ -42,7 +41,7 @@ from distprune.selection.radix import (
     within,
 )
 from distprune.selection.scores import Tally
-from distprune.selection.tallies import are_tallied
+from distprune.selection.tallies import are_tallied, count_ties
 
 T = TypeVar("T")
 
@@ -70,52 +69,30 @@ class Selection:
 
 
 def select_lowest(
-    parts: Sequence[Candidates],
-    names: Sequence[str],
-    num_live: Sequence[int],
+    ranked: Ranked,
     k: int,
-    keys: KeyRange,
-    communicator: Reducer,
     *,
-    refuse_nan: bool,
     drafts: Sequence[Tensor] | None = None,
     count_each: bool = False,
-    most_collected: int | None = None,
 ) -> Selection:
     """Cut the total order of all live elements after exactly ``k`` of them.
 
     Args:
-        parts: this rank's part of every parameter, in the same order on all ranks.
-        names: of the parameters, for messages.
-        num_live: live elements of every whole parameter.
-        k: elements before the cut, 0 <= k <= sum(num_live).
-        keys: the range of all keys.
-        communicator: the ranks that have the parts.
-        refuse_nan: raise on a live NaN, on every rank; otherwise NaN rank last.
+        ranked: what is ranked.
+        k: elements before the cut, 0 <= k <= sum(ranked.num_live).
         drafts: flat masks, uninitialised, one per part, to draft during the scan;
             see passes.[Note: draft].
         count_each: whether to count ``Selection.num_before``, which is empty otherwise.
-        most_collected: keys that all ranks together may collect in memory; None: any number.
 
     Raises:
-        ValueError: a live score is NaN; names its parameters.
+        ValueError: a live score is NaN, and NaN are refused; names its parameters. On every rank.
         RuntimeError: the scores changed between two scans.
 
     Cost: one scan of the scores (more when a bracket misses, or more keys lie in it than may be
     collected) and about ten all-reduces of up to 32 KiB; memory for the collected keys, about 0.5 %
     of them at 10**8 elements and less above. No scan if all parts have tallies.
     """
-    search = search_lowest(
-        parts,
-        names,
-        num_live,
-        k,
-        keys,
-        refuse_nan=refuse_nan,
-        drafts=drafts,
-        count_each=count_each,
-        most_collected=most_collected,
-    )
+    search = search_lowest(ranked, k, drafts=drafts, count_each=count_each)
     shared: Tensor | None = None  # a generator is started by sending None
     while True:
         try:
@@ -123,10 +100,10 @@ def select_lowest(
         except StopIteration as finished:
             selection: Selection = finished.value
             return selection
-        shared = communicator.reduce(size, step)
+        shared = ranked.communicator.reduce(size, step)
 
 
-def search_together(searches: Sequence[Search[T]], communicator: Reducer) -> list[T]:
+def search_together(searches: Sequence[Search[T]], communicator: Communicator) -> list[T]:
     """Run the same searches on every rank, side by side; their results.
 
     The steps that all of them wait for share one all-reduce.
@@ -145,7 +122,7 @@ def search_together(searches: Sequence[Search[T]], communicator: Reducer) -> lis
     return [results[number] for number in range(len(searches))]
 
 
-def _sum_together(steps: dict[int, Step], communicator: Reducer) -> dict[int, Tensor | None]:
+def _sum_together(steps: dict[int, Step], communicator: Communicator) -> dict[int, Tensor | None]:
     """The sums of all steps, by one all-reduce."""
 
     def take() -> Tensor:
@@ -157,17 +134,12 @@ def _sum_together(steps: dict[int, Step], communicator: Reducer) -> dict[int, Te
 
 
 def search_lowest(
-    parts: Sequence[Candidates],
-    names: Sequence[str],
-    num_live: Sequence[int],
+    ranked: Ranked,
     k: int,
-    keys: KeyRange,
     *,
-    refuse_nan: bool,
     drafts: Sequence[Tensor] | None = None,
     count_each: bool = False,
     start: Start | None = None,
-    most_collected: int | None = None,
     is_wanted: Callable[[list[int]], bool] | None = None,
 ) -> Search[Selection]:
     """:func:`select_lowest` as a search that can run beside others.
@@ -178,18 +150,18 @@ def search_lowest(
         is_wanted: from ``Selection.num_before`` to whether the cut among ties is needed; it does
             not lie among them otherwise, where it should. None: it is.
     """
+    parts, keys = ranked.parts, ranked.keys
     nothing = Selection(Cut(keys.low, 0, 0), 0, 0, [0] * len(parts))
-    if k == 0 and not (refuse_nan and keys.is_float):
+    if k == 0 and not (ranked.refuse_nan and keys.is_float):
         return nothing
-    ranking = Ranking(parts, names, num_live, keys, refuse_nan)
-    reading = Reading(ranking, drafts, start, most_collected)
-    find = find_in_tallies(ranking, max(k, 1)) if are_tallied(parts) else reading.find(max(k, 1))
-    kth = yield from find
+    reading = Reading(ranked, drafts, start)
+    find = partial(find_in_tallies, ranked) if are_tallied(parts) else reading.find
+    kth = yield from find(max(k, 1))
     if k == 0:
         return nothing
 
     num_ties, num_ties_pruned = kth.num_ties, k - kth.num_below
-    total = sum(num_live)
+    total = sum(ranked.num_live)
     following = None
     if total > COLLECT_ALL:
         following = next_start(keys, kth.threshold, num_ties, total, reading.density, start)
@@ -232,7 +204,7 @@ def cut_ties(
 ) -> Search[int]:
     """The global index below which exactly ``num_pruned`` elements of a parameter have a key.
 
-    Where a tally has counts of blocks, only one block is looked at.
+    Where a tally has counts of blocks, only one block is read, and then one bin of it.
 
     Radix selection over the indices of the ties: of those that a scan has collected, if one has.
     Otherwise, where later positions of a shard have larger indices, each bin is a run of the shard,
@@ -245,8 +217,10 @@ def cut_ties(
     """
     descent = descent_over(0, part.numel - 1, num_pruned - 1)
     tally = part.keys.tally
-    if tally is not None and tally.block < part.numel:
-        descent, num_ties = yield from _block_of(tally, part.numel, key, num_pruned - 1)
+    if tally is not None and tally.block is not None:
+        descent, num_ties = yield from _block_of(
+            tally, tally.block, part.numel, key, num_pruned - 1
+        )
         if descent.rank == num_ties - 1:
             return descent.high + 1
     ties: Tensor | None = None
@@ -274,17 +248,19 @@ def cut_ties(
 
     while not descent.is_done:
         step: Callable[[], Tensor] = count_bins
-        if tally is not None and part.index.is_ascending:  # no scan has collected any
-            step = partial(count_in_bins, part, key, descent)
+        if tally is not None and tally.block is not None:
+            step = partial(count_ties, part, key, descent)
         descent, num_ties = narrowed(descent, (yield descent.num_bins, step))
         if descent.rank == num_ties - 1:  # all ties of the bin are pruned, as if there are few
             return descent.high + 1
     return descent.low + 1
 
 
-def _block_of(tally: Tally, numel: int, key: int, rank: int) -> Search[tuple[Descent, int]]:
+def _block_of(
+    tally: Tally, size: int, numel: int, key: int, rank: int
+) -> Search[tuple[Descent, int]]:
     """The descent in the block that has the tie of a rank, and how many ties the block has."""
-    num_blocks = -(-numel // tally.block)
+    num_blocks = -(-numel // size)
 
     def count() -> Tensor:
         counts = torch.zeros(num_blocks, dtype=torch.int64)
@@ -297,6 +273,6 @@ def _block_of(tally: Tally, numel: int, key: int, rank: int) -> Search[tuple[Des
     number = int(np.searchsorted(num_before, rank, side="right")) - 1
     if rank - num_before[number] >= counts[number]:
         raise changed()
-    low = number * tally.block
-    high = min(low + tally.block, numel) - 1
+    low = number * size
+    high = min(low + size, numel) - 1
     return descent_over(low, high, rank - int(num_before[number])), int(counts[number])

@@ -17,19 +17,21 @@ import torch
 from torch import Tensor
 
 from distprune._common import memory
-from distprune._common.collectives import Reducer
+from distprune._common.collectives import Communicator
 from distprune._common.memory import Array, Scratch
 from distprune.selection.candidates import Candidates
 from distprune.selection.kernels import call_all, num_threads, spans_of
+from distprune.selection.keys import ScoreKeys
 from distprune.selection.normalizing import Scored, live_array
-from distprune.selection.scores import ScoreSource, TalliedScores, Tally
+from distprune.selection.radix import Descent
+from distprune.selection.scores import ScaledScores, ScoreSource, TalliedScores, Tally
 
 _BINS = 1 << 15
 _MAGNITUDE = _BINS - 1
 
 
 def tallied(
-    parts: Sequence[Scored], communicator: Reducer, most_bytes: int, block: int | None = None
+    parts: Sequence[Scored], communicator: Communicator, most_bytes: int, block: int | None = None
 ) -> list[ScoreSource] | None:
     """The scores of all parts with their tallies; None if there are none. Collective.
 
@@ -45,14 +47,26 @@ def tallied(
         None on every rank if the scores of a part have more than 16 bits, or are not on a CPU, or
         if the tallies of a rank take too much memory.
 
-    Cost: a read of the scores, if all of them can be tallied; an all-reduce of 8 bytes.
+    Cost: a read of the scores, if all of them can be tallied; an all-reduce of 8 bytes. Memory: 64
+    or 128 KiB for each block of a part while the part is read.
     """
     tallies: list[Tally] = []
 
     def make() -> Tensor:
-        num_bytes = 0
+        num_bytes, lock = 0, threading.Lock()
         for part in parts if all(map(_is_tallied, parts)) else ():
-            tally = _tally_of(part, block or max(part.counted.stop, 1))
+            counted, size = part.counted, block or max(part.counted.stop, 1)
+            num_before = counted.start // size  # blocks that only other ranks count
+            rows = []
+            for start in range(num_before * size, counted.stop, size):
+                span = range(max(start, counted.start), min(start + size, counted.stop))
+                counts = np.zeros(_BINS, dtype=np.int64)
+                chunks = list(spans_of(span, part.device, part.dtype.itemsize))
+                width = part.dtype.itemsize if part.scores.is_thread_safe else 0
+                calls = [partial(_count, part, chunk, counts, lock) for chunk in chunks]
+                call_all(calls, num_threads(len(span) * width, len(chunks)))
+                rows.append(counts.astype(np.min_scalar_type(int(counts.max()))))
+            tally = _tally_of(part, block, num_before, rows)
             num_bytes += tally.scores.nbytes + tally.counts_of_blocks.nbytes
             if num_bytes > most_bytes:
                 break
@@ -84,19 +98,8 @@ def _count(
         np.add(counts, of_chunk, out=counts)
 
 
-def _tally_of(part: Scored, block: int) -> Tally:
-    """The tally of a part. Memory: 64 or 128 KiB for each block that this rank counts."""
-    counted, lock = part.counted, threading.Lock()
-    num_before = counted.start // block  # blocks that only other ranks count
-    rows = []
-    for start in range(num_before * block, counted.stop, block):
-        span = range(max(start, counted.start), min(start + block, counted.stop))
-        counts = np.zeros(_BINS, dtype=np.int64)
-        chunks = list(spans_of(span, part.device, part.dtype.itemsize))
-        width = part.dtype.itemsize if part.scores.is_thread_safe else 0
-        threads = num_threads(len(span) * width, len(chunks))
-        call_all([partial(_count, part, chunk, counts, lock) for chunk in chunks], threads)
-        rows.append(counts.astype(np.min_scalar_type(int(counts.max()))))
+def _tally_of(part: Scored, block: int | None, num_before: int, rows: Sequence[Array]) -> Tally:
+    """The tally of a part, from counts of all magnitudes in the blocks that this rank counts."""
     bits = np.flatnonzero(sum(rows, start=np.zeros(_BINS, dtype=np.int64)))
     dtype = np.result_type(np.uint8, *rows)
     counts_of_blocks = np.zeros((num_before + len(rows), len(bits)), dtype)
@@ -104,6 +107,30 @@ def _tally_of(part: Scored, block: int) -> Tally:
         own[:] = row[bits]
     scores = torch.from_numpy(bits.astype(np.int16)).view(part.scores.dtype)
     return Tally(scores, counts_of_blocks, block)
+
+
+def count_ties(part: Candidates, key: int, bins: Descent) -> Tensor:
+    """``passes.count_in_bins`` of a part whose tally has blocks: scores are compared as stored.
+
+    Several magnitudes may have one key if they are multiplied; they are neighbours.
+    """
+    assert isinstance(part.keys, ScoreKeys) and part.keys.tally is not None
+    source, scratch = part.keys.scores, Scratch()
+    if isinstance(source, ScaledScores):
+        source = source.unscaled
+    assert source.tally is not None
+    stored = source.tally.scores.view(torch.int16).numpy()
+    with_key = stored[part.keys.tally.scores.numpy() == key]
+    counts = np.zeros(bins.num_bins, dtype=np.int64)
+    first = max(bins.low, part.counted.start)
+    span = range(first, max(first, min(bins.high + 1, part.counted.stop)))
+    for chunk in spans_of(span, part.device, source.dtype.itemsize) if len(with_key) else ():
+        bits = source.load(chunk.start, chunk.stop, scratch).contiguous().view(torch.int16)
+        magnitudes = np.bitwise_and(bits.numpy(), np.int16(_MAGNITUDE))
+        ties = np.flatnonzero((magnitudes >= with_key[0]) & (magnitudes <= with_key[-1]))
+        numbers = ((ties + chunk.start) >> bins.shift) - (bins.low >> bins.shift)
+        counts += np.bincount(numbers, minlength=len(counts))
+    return torch.from_numpy(counts)
 
 
 def are_tallied(parts: Sequence[Candidates]) -> bool:

@@ -33,7 +33,7 @@ from torch import Tensor
 from distprune._common.collectives import Communicator
 from distprune._common.memory import Array, Scratch
 from distprune.selection.block_cuts import to_progressions, union
-from distprune.selection.candidates import Candidates
+from distprune.selection.candidates import Candidates, Ranked
 from distprune.selection.keys import RANDOM_KEYS, KeyRange, Order, RandomKeys, ScoreKeys, key_range
 from distprune.selection.kth_key import refuse_nan_in
 from distprune.selection.passes import count_each_live
@@ -77,24 +77,16 @@ class TiledParts:
     """What is pruned in tiles.
 
     Attributes:
-        parts: this rank's part of every parameter, in the same order on all ranks.
-        names: of the parameters, for messages.
+        ranked: the parameters.
         tilings: of the parameters; None where this rank has no element.
         tile_size: elements of a tile.
-        num_live: live elements of every whole parameter.
         is_first_copy: per parameter, whether this rank has the first of all replicas of its part.
-        keys: the range of the elements' keys.
-        communicator: the ranks that have the parts.
     """
 
-    parts: Sequence[Candidates]
-    names: Sequence[str]
+    ranked: Ranked
     tilings: Sequence[Tiling | None]
     tile_size: int
-    num_live: Sequence[int]
     is_first_copy: Sequence[bool]
-    keys: KeyRange
-    communicator: Communicator
 
 
 class Chunk(NamedTuple):
@@ -267,23 +259,20 @@ class RankedTiles:
     """The tiles of a call, as selection ranks them.
 
     Attributes:
-        parts: this rank's tiles of every parameter, as candidates.
+        ranked: the tiles of every parameter, as if they were its elements; live are those that
+            have an element which is not pruned.
         num_tiles: of every whole parameter.
-        num_live: those that have an element which is not pruned.
-        keys: the range of the tiles' keys.
     """
 
-    parts: Sequence[Candidates]
+    ranked: Ranked
     num_tiles: Sequence[int]
-    num_live: Sequence[int]
-    keys: KeyRange
     _tiled: TiledParts
     _tiles: Sequence[LocalTiles]
     _cut: Array  # the numbers of the tiles that are cut on any rank, ascending
 
     def new_masks(self) -> list[Tensor]:
         """An uninitialised mask of the tiles of each part."""
-        return [torch.empty(part.num_local, dtype=torch.bool) for part in self.parts]
+        return [torch.empty(part.num_local, dtype=torch.bool) for part in self.ranked.parts]
 
     def share_cut(self, keeps: Sequence[Tensor]) -> list[Array]:
         """Flags of all tiles that have elements here, from masks of the ranked ones. Collective.
@@ -307,7 +296,7 @@ class RankedTiles:
                 share[np.searchsorted(self._cut, own.numbers[gone])] = 1
             return torch.from_numpy(share)
 
-        kept = self._tiled.communicator.reduce(len(self._cut), dropped).numpy() == 0
+        kept = self.ranked.communicator.reduce(len(self._cut), dropped).numpy() == 0
         for own, flag in zip(self._tiles, flags, strict=True):
             flag[~own.is_whole] = kept[np.searchsorted(self._cut, own.numbers[~own.is_whole])]
         return flags
@@ -323,7 +312,9 @@ class RankedTiles:
             Per parameter, how many elements that this rank counts were pruned now.
         """
         counts = []
-        for part, own, flag, out in zip(self._tiled.parts, self._tiles, flags, outs, strict=True):
+        for part, own, flag, out in zip(
+            self._tiled.ranked.parts, self._tiles, flags, outs, strict=True
+        ):
             num_pruned = 0
             for chunk in own.chunks:
                 kept = chunk.spread(flag[chunk.places], own.sizes)
@@ -352,28 +343,28 @@ def rank_tiles(tiled: TiledParts) -> RankedTiles:
     tile as it takes memory; see also
     :meth:`~distprune._common.collectives.Communicator.distinct_texts`.
     """
-    communicator = tiled.communicator
-    num_tiles = [part.numel // tiled.tile_size for part in tiled.parts]
+    ranked, communicator = tiled.ranked, tiled.ranked.communicator
+    num_tiles = [part.numel // tiled.tile_size for part in ranked.parts]
     offsets = list(itertools.accumulate(num_tiles, initial=0))[:-1]
     tiles: list[LocalTiles] = []
 
     def read() -> Tensor:
         num_nan = []
-        for i, part in enumerate(tiled.parts):
+        for i, part in enumerate(ranked.parts):
             tiles.append(tiles_of(part.index, part.num_local, tiled.tilings[i], offsets[i]))
-            number = _read(tiled, part, tiles[i], tiled.names[i])
+            number = _read(ranked.keys, part, tiles[i], ranked.names[i])
             num_nan.append(number if tiled.is_first_copy[i] else 0)
         return torch.tensor(num_nan, dtype=torch.int64)
 
-    num_nan = communicator.reduce(len(tiled.parts), read).tolist()
-    refuse_nan_in(tiled.names, tiled.num_live, num_nan)
+    num_nan = communicator.reduce(len(ranked.parts), read).tolist()
+    refuse_nan_in(ranked.names, ranked.num_live, num_nan)
     cut = _agree_on_cut(tiles, communicator)
     _share_sums(tiled, tiles, cut)
-    is_random = tiled.keys is RANDOM_KEYS
-    keys = RANDOM_KEYS if is_random else key_range(torch.float64, tiled.keys.order)
+    is_random = ranked.keys is RANDOM_KEYS
+    keys = RANDOM_KEYS if is_random else key_range(torch.float64, ranked.keys.order)
 
     def make() -> list[Candidates]:
-        each = zip(tiled.parts, tiles, tiled.names, offsets, num_tiles, strict=True)
+        each = zip(ranked.parts, tiles, ranked.names, offsets, num_tiles, strict=True)
         return [_candidates(keys, *own) for own in each]
 
     parts = communicator.run(make)
@@ -383,13 +374,14 @@ def rank_tiles(tiled: TiledParts) -> RankedTiles:
         return torch.tensor(numbers, dtype=torch.int64)
 
     num_live = communicator.reduce(len(parts), count_live).tolist()
-    return RankedTiles(parts, num_tiles, num_live, keys, tiled, tiles, cut)
+    of_tiles = Ranked(parts, ranked.names, num_live, keys, communicator, refuse_nan=False)
+    return RankedTiles(of_tiles, num_tiles, tiled, tiles, cut)
 
 
-def _read(tiled: TiledParts, part: Candidates, own: LocalTiles, name: str) -> int:
+def _read(keys: KeyRange, part: Candidates, own: LocalTiles, name: str) -> int:
     """Sum the scores of a part, 0 where they are pruned, tile by tile; the number of NaN."""
     source = part.keys.scores if isinstance(part.keys, ScoreKeys) else None
-    exponent, num_limbs = limbs_for(tiled.keys.value_dtype)
+    exponent, num_limbs = limbs_for(keys.value_dtype)
     num_nan, scratch = 0, Scratch()
     for chunk in own.chunks:
         start, stop = chunk.positions.start, chunk.positions.stop
@@ -404,7 +396,7 @@ def _read(tiled: TiledParts, part: Candidates, own: LocalTiles, name: str) -> in
                     f"{name} has integer scores of 2**53 or more, which cannot be summed over "
                     "tiles; expected smaller ones, or floating point."
                 )
-            if tiled.keys.order is Order.MAGNITUDE:
+            if keys.order is Order.MAGNITUDE:
                 np.abs(scores, out=scores)
             scores[~live] = 0.0
             is_nan = np.isnan(scores)
@@ -446,7 +438,7 @@ def _share_sums(tiled: TiledParts, tiles: Sequence[LocalTiles], cut: Array) -> N
     """Sum the tiles that are cut on any rank, and see which of them are live. Collective."""
     if not len(cut):
         return
-    exponent, num_limbs = limbs_for(tiled.keys.value_dtype)
+    exponent, num_limbs = limbs_for(tiled.ranked.keys.value_dtype)
     shape = (num_limbs + 3, len(cut))
 
     def take() -> Tensor:
@@ -456,7 +448,7 @@ def _share_sums(tiled: TiledParts, tiles: Sequence[LocalTiles], cut: Array) -> N
                 share[:, np.searchsorted(cut, numbers)] += rows
         return torch.from_numpy(share.reshape(-1))
 
-    words = tiled.communicator.reduce(math.prod(shape), take)
+    words = tiled.ranked.communicator.reduce(math.prod(shape), take)
     *limbs, num_live, positive, negative = words.numpy().reshape(shape)
     sums = rounded(limbs, exponent)
     with np.errstate(invalid="ignore"):

@@ -22,10 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distprune._common.amount import CEILING, FLOOR, Bounds, violated_bound
-from distprune._common.collectives import Reducer
 from distprune.selection.bracket import COLLECT_ALL, sample_size
-from distprune.selection.candidates import Candidates, Cut, PartCut
-from distprune.selection.keys import KeyRange
+from distprune.selection.candidates import Candidates, Cut, PartCut, Ranked
 from distprune.selection.search import Selection, search_lowest, search_together
 
 # Keys that searches side by side may store, over all ranks.
@@ -70,23 +68,11 @@ def limits_for(
     return limits
 
 
-def select_within(
-    parts: Sequence[Candidates],
-    names: Sequence[str],
-    num_live: Sequence[int],
-    k: int,
-    keys: KeyRange,
-    communicator: Reducer,
-    limits: Limits,
-    *,
-    refuse_nan: bool = True,
-    most_collected: int | None = None,
-) -> tuple[list[PartCut], Selection | None]:
-    """Choose exactly ``k`` elements in total order, each parameter within its limits.
+def select_within(ranked: Ranked, k: int, limits: Limits) -> tuple[list[PartCut], Selection | None]:
+    """Choose exactly ``k`` elements in total order, each parameter within its limits. Collective.
 
     Args:
-        parts, names, num_live, k, keys, communicator, refuse_nan, most_collected: as for
-            ``select_lowest``.
+        ranked, k: as for ``select_lowest``.
         limits: as :func:`limits_for` makes it.
 
     Returns:
@@ -102,6 +88,7 @@ def select_within(
     five all-reduces per batch, of up to 16 KiB per parameter; 70 KB per parameter in all. If the
     limits of all parameters are exact counts, there are no rounds.
     """
+    parts, communicator = ranked.parts, ranked.communicator
     free = list(range(len(parts)))
     bound_of: dict[int, tuple[str, int]] = {}
     left, selection = k, None
@@ -111,14 +98,10 @@ def select_within(
         free = []
     while free:
         search = search_lowest(
-            [parts[i] for i in free],
-            [names[i] for i in free],
-            [num_live[i] for i in free],
+            # The first round reads everything.
+            ranked.only(free, refuse_nan=ranked.refuse_nan and not bound_of),
             left,
-            keys,
-            refuse_nan=refuse_nan and not bound_of,  # the first round reads everything
             count_each=True,
-            most_collected=most_collected,
             is_wanted=lambda counts: not _beyond_limits(free, counts, limits),  # noqa: B023
         )
         (selection,) = search_together([search], communicator)
@@ -128,16 +111,9 @@ def select_within(
         bound_of |= fixed
         free = [i for i in free if i not in bound_of]
         left = k - sum(count for _, count in bound_of.values())
+    refuse_nan = ranked.refuse_nan and is_decided
     searches = {
-        i: search_lowest(
-            [parts[i]],
-            [names[i]],
-            [num_live[i]],
-            count,
-            keys,
-            refuse_nan=refuse_nan and is_decided,
-            most_collected=most_collected,
-        )
+        i: search_lowest(ranked.only([i], refuse_nan=refuse_nan), count)
         for i, (_, count) in bound_of.items()
     }
     cuts: dict[int, Cut] = {}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import distprune as prune
 from distprune._common.amount import Bounded, Bounds, to_bounds
 from distprune.selection import within_bounds
+from distprune.selection.candidates import Ranked
 from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import write_keep
 from distprune.selection.within_bounds import limits_for, select_within
@@ -56,9 +57,8 @@ def check(tensors, masks, k, floors, ceilings, layouts, size):
             for i, tensor in enumerate(tensors)
         ]  # fmt: skip
         names = [f"t{i}" for i in range(len(tensors))]
-        cuts, selection = select_within(
-            [part for part, _ in both], names, num_live, k, common, communicator, limits
-        )
+        ranked = Ranked([part for part, _ in both], names, num_live, common, communicator)
+        cuts, selection = select_within(ranked, k, limits)
         for i, ((part, local), cut) in enumerate(zip(both, cuts, strict=True)):
             out = torch.ones(local(tensors[i]).shape) if masks is None else local(masks[i]).float()
             write_keep(part, cut.position, cut.cut, out, out)

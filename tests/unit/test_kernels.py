@@ -10,7 +10,7 @@ from distprune._common import memory
 from distprune._common.collectives import Communicator
 from distprune._common.memory import Scratch, on_host
 from distprune.selection import cpu, device, passes
-from distprune.selection.candidates import Cut
+from distprune.selection.candidates import Cut, Ranked
 from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import finish_drafts
 from distprune.selection.radix import Descent
@@ -54,10 +54,9 @@ def test_every_byte_but_zero_is_true_in_a_bool_mask(byte, numpy, monkeypatch):
     mask = (live.to(torch.uint8) * byte).view(torch.bool)
     assert mask.tolist() == live.tolist()
     part = part_of(scores, mask)
-    cut = select_lowest(
-        [part], ["w"], [int(live.sum())], 50, key_range(torch.float32, Order.MAGNITUDE),
-        Communicator(()), refuse_nan=True,
-    ).cut  # fmt: skip
+    keys = key_range(torch.float32, Order.MAGNITUDE)
+    ranked = Ranked([part], ["w"], [int(live.sum())], keys, Communicator(()))
+    cut = select_lowest(ranked, 50).cut
     kernels = cpu if numpy else device
     assert kernels.write(part, range(300), 0, cut, mask, mask, Scratch()) == 50
     assert mask.tolist() == reference.prune([scores], 50, [live])[0].tolist()
@@ -163,9 +162,8 @@ def prune_on_device(num_parameters, masks=None):
         mock.patch("distprune.selection.bracket.COLLECT_ALL", 1000),
         Waits() as waits,
     ):
-        selection = select_lowest(
-            parts, names, num_live, k, keys, Communicator(()), refuse_nan=True, drafts=drafts
-        )
+        ranked = Ranked(parts, names, num_live, keys, Communicator(()))
+        selection = select_lowest(ranked, k, drafts=drafts)
         assert selection.drafted is not None
         assert None not in finish_drafts(selection.drafted, parts, selection.cut, drafts)
     whole = None if masks is None else masks * num_parameters

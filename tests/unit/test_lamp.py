@@ -15,7 +15,7 @@ import distprune as prune
 from distprune import budgets
 from distprune._common import memory
 from distprune.budgets import lamp
-from distprune.budgets.base import RankedShards
+from distprune.selection.candidates import Ranked
 from distprune.selection.keys import Order, ScoreKeys, key_range
 from helpers.models import Net, fill
 from helpers.sampling import num_examples
@@ -59,8 +59,9 @@ def lamp_of(tensors, lives, k, lowest, highest, layouts, size, dtype=torch.float
             )[0]
             for tensor, live, layout in zip(tensors, lives, layouts, strict=True)
         ]  # fmt: skip
-        ranked = RankedShards(parts, [int(live.sum()) for live in lives], common, communicator)
-        return lamp.num_to_prune(ranked, names, lowest, highest, k)
+        num_live = [int(live.sum()) for live in lives]
+        ranked = Ranked(parts, names, num_live, common, communicator)
+        return lamp.num_to_prune(ranked, lowest, highest, k)
 
     results = run_virtual_ranks(on_rank, size)
     assert all(result == results[0] for result in results)
@@ -203,8 +204,8 @@ def test_one_read_and_one_all_reduce():
         parts = [
             candidates(tensor, None, "rows", common, 2, communicator.index)[0] for tensor in tensors
         ]
-        ranked = RankedShards(parts, [20_000] * 10, common, communicator)
-        lamp.num_to_prune(ranked, [""] * 10, [0] * 10, [20_000] * 10, 70_000)
+        ranked = Ranked(parts, [""] * 10, [20_000] * 10, common, communicator)
+        lamp.num_to_prune(ranked, [0] * 10, [20_000] * 10, 70_000)
         return communicator.num_collectives, communicator.bytes_sent
 
     with mock.patch.object(ScoreKeys, "load", autospec=True, side_effect=ScoreKeys.load) as load:

@@ -17,7 +17,7 @@ ROOMS = {
     "masks": {"_common", "torch_private", "shards"},
     "budgets": {"_common", "selection"},
     "call": {"_common", "shards", "selection", "masks", "budgets"},
-    "methods": {"_common", "shards", "selection", "masks", "budgets", "call"},
+    "methods": {"_common", "shards", "selection", "masks", "call"},
     "_version": set(),
     "_transformers": {"_common"},
     "recipes": {"_common"},

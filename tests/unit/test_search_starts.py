@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from distprune.selection import kth_key
 from distprune.selection.bracket import Start
-from distprune.selection.candidates import PartCut
+from distprune.selection.candidates import PartCut, Ranked
 from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import write_masks
 from distprune.selection.search import search_lowest, search_together
@@ -42,10 +42,9 @@ def select(tensors, masks, k, start=None, size=2):
         ]  # fmt: skip
         parts = [part for part, _ in both]
         outs = [torch.full(cut(tensors[i]).shape, True) for i, (_, cut) in enumerate(both)]
-        search = search_lowest(
-            parts, [str(i) for i in range(len(parts))], num_live, k, common,
-            refuse_nan=True, drafts=outs, start=start,
-        )  # fmt: skip
+        names = [str(i) for i in range(len(parts))]
+        ranked = Ranked(parts, names, num_live, common, communicator)
+        search = search_lowest(ranked, k, drafts=outs, start=start)
         (selection,) = search_together([search], communicator)
         cuts = [PartCut(i, selection.cut) for i in range(len(parts))]
         write_masks(parts, cuts, outs, selection.drafted)

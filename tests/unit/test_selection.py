@@ -1,6 +1,7 @@
 """Selection over virtual ranks equals a sort, for any data, layout and number of ranks."""
 
 import math
+from dataclasses import replace
 from itertools import product
 from unittest import mock
 
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 from distprune._common.collectives import Communicator
 from distprune.selection import small
 from distprune.selection.bracket import COLLECT_ALL
-from distprune.selection.candidates import PartCut
-from distprune.selection.keys import Order, key_range
+from distprune.selection.candidates import PartCut, Ranked
+from distprune.selection.keys import Order, ScoreKeys, key_range
+from distprune.selection.normalizing import Scored
 from distprune.selection.passes import finish_drafts, write_keep, write_masks
 from distprune.selection.search import select_lowest
+from distprune.selection.tallies import tallied
 from helpers import reference
 from helpers.sampling import every, num_examples
 from helpers.virtual_ranks import run_virtual_ranks
@@ -52,10 +55,8 @@ def check(tensors, masks, amount, layouts, size, *, device, max_collectives=32):
             torch.full(cut(tensor).shape, 7, device=device).to(DRAFT_DTYPES[i % len(DRAFT_DTYPES)])
             for i, (tensor, (_, cut)) in enumerate(zip(tensors, both, strict=True))
         ]
-        selection = select_lowest(
-            parts, names, num_live, k, common, communicator,
-            refuse_nan=True, drafts=drafts, count_each=True,
-        )  # fmt: skip
+        ranked = Ranked(parts, names, num_live, common, communicator)
+        selection = select_lowest(ranked, k, drafts=drafts, count_each=True)
         pruned_before = [n - int(keep.sum()) for n, keep in zip(num_live, expected, strict=True)]
         assert selection.num_before == pruned_before
         finished = [None] * len(parts)
@@ -190,9 +191,7 @@ def test_nan_raises_on_every_rank_and_names_its_parameter():
             for tensor in (torch.ones(4, 2), whole)
         ]
         with pytest.raises(ValueError, match=r"right \(1 of 12\)") as caught:
-            select_lowest(
-                parts, ["left", "right"], [8, 12], 3, common, communicator, refuse_nan=True
-            )
+            select_lowest(Ranked(parts, ["left", "right"], [8, 12], common, communicator), 3)
         assert "left" not in str(caught.value)
         return str(caught.value)
 
@@ -204,7 +203,7 @@ def test_a_pruned_nan_does_not_compete():
     live = torch.tensor([False, True, True, True])
     common = key_range(torch.float32, Order.MAGNITUDE)
     part, _ = candidates(whole, live, "rows", common, 1, 0)
-    selection = select_lowest([part], ["w"], [3], 1, common, Communicator(()), refuse_nan=True)
+    selection = select_lowest(Ranked([part], ["w"], [3], common, Communicator(())), 1)
     mask = live.float()
     assert write_keep(part, 0, selection.cut, mask, mask) == 1
     assert mask.tolist() == [0, 1, 0, 1]
@@ -242,3 +241,24 @@ def test_orders(order, dtype):
     mask = torch.ones(400)
     zero_lowest(mask, scores, 150, order)
     assert torch.equal(mask, expected)
+
+
+@pytest.mark.parametrize("k", [300, 1200, 2000])
+def test_tallies_of_shards_cut_ties_on_any_rank(k):
+    """Positions of a live shard are no indices of the parameter, so its tally has no blocks."""
+    whole = (torch.randn(60, 40, generator=torch.Generator().manual_seed(0)) * 2).round().bfloat16()
+    common = key_range(torch.bfloat16, Order.MAGNITUDE)
+    (expected,) = reference.prune([whole], k, None)
+
+    def on_rank(communicator):
+        part, cut = candidates(whole, None, "rows", common, 3, communicator.index)
+        scored = Scored("w", part.keys.scores, None, part.counted, part.device)
+        scores = tallied([scored], communicator, 1 << 20)
+        part = replace(part, keys=ScoreKeys(scores[0], common))
+        selection = select_lowest(Ranked([part], ["w"], [2400], common, communicator), k)
+        assert 0 < selection.num_ties_pruned < selection.num_ties
+        out = torch.ones(cut(whole).shape)
+        write_keep(part, 0, selection.cut, out, None)
+        assert torch.equal(out, cut(expected).float())
+
+    run_virtual_ranks(on_rank, 3)

@@ -18,7 +18,7 @@ from distprune._common import memory
 from distprune._common.collectives import Communicator
 from distprune._common.memory import on_host
 from distprune.selection import kernels, passes
-from distprune.selection.candidates import Candidates, Cut, PartCut
+from distprune.selection.candidates import Candidates, Cut, PartCut, Ranked
 from distprune.selection.keys import RANDOM_KEYS, Order, RandomKeys, ScoreKeys, key_range
 from distprune.selection.scores import ComputedScores, TensorScores
 from distprune.selection.search import select_lowest
@@ -295,9 +295,8 @@ def test_whole_selections_equal_the_oracle(kind, dtype, monkeypatch, fused):
     sizes = [t.numel() for t in tensors]
     for k in (1, sum(sizes) // 2, sum(sizes) - 1):
         drafts = [torch.empty(n, dtype=torch.bool) for n in sizes]
-        found = select_lowest(
-            parts, list("abc"), sizes, k, common, Communicator(()), refuse_nan=True, drafts=drafts
-        )
+        ranked = Ranked(parts, list("abc"), sizes, common, Communicator(()))
+        found = select_lowest(ranked, k, drafts=drafts)
         cuts = [PartCut(i, found.cut) for i in range(3)]
         assert sum(passes.write_masks(parts, cuts, drafts, found.drafted)) == k
         for draft, mask in zip(drafts, reference.prune(tensors, k, None), strict=True):
@@ -310,9 +309,7 @@ def test_nan_raises_and_names_its_parameter():
     parts = [part_of(tensor) for tensor in tensors]
     common = key_range(torch.float32, Order.MAGNITUDE)
     with pytest.raises(ValueError, match=r"right \(1 of 200\)") as caught:
-        select_lowest(
-            parts, ["left", "right"], [70, 200], 3, common, Communicator(()), refuse_nan=True
-        )
+        select_lowest(Ranked(parts, ["left", "right"], [70, 200], common, Communicator(())), 3)
     assert "left" not in str(caught.value)
 
 
