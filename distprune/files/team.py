@@ -280,6 +280,8 @@ class Team(Communicator):
         return bool(unfinished)
 
     def _reduce(self, values: Tensor, op: Op) -> Tensor:
+        if self.size == 1:
+            return values
         try:
             return self._communicator._reduce(values, op)
         except RuntimeError as error:  # of torch.distributed, with any backend

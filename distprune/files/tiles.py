@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from distprune._common.blocks import Layout
+from distprune._common.boxes import boxes_of_run
 from distprune._common.memory import Array, Runs, Scratch
 from distprune.selection.scores import ScoreSource
 from distprune.selection.tile_sums import added, num_bits_of, sums_of_tiles
-from distprune.selection.tiles import boxes_of_run
 
 _SUMMED = 1 << 16  # elements whose tiles are summed at a time: they stay in the cache
 

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distprune._common.boxes import boxes_of_run
 from distprune._common.collectives import Communicator
 from distprune._common.memory import Array, Scratch
 from distprune.selection.block_cuts import to_progressions, union
@@ -214,24 +215,6 @@ def _boxes_of(index: IndexMap, num_local: int) -> Iterator[tuple[range, ...]]:
             range(rows.start + own.start, rows.start + own.stop)
             for rows, own in zip(coordinates, ranges, strict=True)
         )
-
-
-def boxes_of_run(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[range, ...]]:
-    """The boxes that positions [first, last) of a larger box are: whole rows, and parts of two."""
-    if len(sizes) == 1:
-        yield (range(first, last),)
-        return
-    row_size = math.prod(sizes[1:])
-    while first < last:
-        row, column = divmod(first, row_size)
-        if column or last - first < row_size:
-            stop = min(last - row * row_size, row_size)
-            for ranges in boxes_of_run(sizes[1:], column, stop):
-                yield (range(row, row + 1), *ranges)
-            first = row * row_size + stop
-        else:
-            yield (range(row, last // row_size), *(range(size) for size in sizes[1:]))
-            first = last // row_size * row_size
 
 
 def _cut_box(ranges: tuple[range, ...], sizes: Sequence[int]) -> Iterator[tuple[range, ...]]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 
+from distprune._common.boxes import boxes_of_run
 from distprune.torch_private import live_graphs, private_fields
 from distprune.torch_private.managed import GradientSource, ManagedRun, Receive, padded_pieces
 
@@ -352,9 +353,10 @@ def run_as_sharded_tensor(label: str, piece: FlatPiece, run: Tensor) -> ShardedT
         first = min(max(rank * chunk - start, 0), size)
         last = min(max((rank + 1) * chunk - start, 0), size)
         taken = 0
-        for offsets, sizes in boxes_of_run(shape, first, last):
+        for box in boxes_of_run(shape, first, last):  # see [Note: boxes]
+            sizes = list(map(len, box))
             place = f"rank:{get_global_rank(group, rank)}/{run.device}"
-            metadata.append(ShardMetadata(list(offsets), list(sizes), place))
+            metadata.append(ShardMetadata([rows.start for rows in box], sizes, place))
             if rank == group.rank():
                 end = taken + math.prod(sizes)
                 shards.append(Shard(run[taken:end].view(sizes), metadata[-1]))
@@ -370,32 +372,6 @@ def run_as_sharded_tensor(label: str, piece: FlatPiece, run: Tensor) -> ShardedT
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, ShardedTensorMetadata(metadata, torch.Size(shape), properties), group
     )
-
-
-def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The boxes of a tensor that hold the elements [start, stop) in row-major order, in order.
-
-    See [Note: boxes]. At most 2 * len(shape) - 1 of them.
-    """
-    if start >= stop:
-        return []
-    if not shape:
-        return [((), ())]
-    inner = math.prod(shape[1:])
-    boxes: list[Box] = []
-    if start % inner:  # the end of a row
-        row, stop_here = start // inner, min(stop, (start // inner + 1) * inner)
-        for offsets, sizes in boxes_of_run(shape[1:], start - row * inner, stop_here - row * inner):
-            boxes.append(((row, *offsets), (1, *sizes)))
-        start = stop_here
-    rows = (stop - start) // inner
-    if rows > 0:
-        boxes.append(((start // inner, *(0,) * (len(shape) - 1)), (rows, *shape[1:])))
-        start += rows * inner
-    if start < stop:  # the beginning of a row
-        for offsets, sizes in boxes_of_run(shape[1:], 0, stop - start):
-            boxes.append(((start // inner, *offsets), (1, *sizes)))
-    return boxes
 
 
 def check_boxes(label: str, piece: FlatPiece, tensor: ShardedTensor, run: Tensor) -> None:

@@ -1,7 +1,6 @@
 """Criteria on plain modules: states, and calls that are refused by name."""
 
 import copy
-import itertools
 import math
 
 import pytest
@@ -10,7 +9,6 @@ from torch import nn
 
 import distprune as prune
 from distprune.criteria import SNIP, AdamSecondMoment, Custom, Fisher, GradientMagnitude, Movement
-from distprune.torch_private.fsdp1 import boxes_of_run
 
 
 def model() -> nn.Sequential:
@@ -20,21 +18,6 @@ def model() -> nn.Sequential:
 
 def step(net: nn.Module) -> None:
     net(torch.randn(5, 3)).square().sum().backward()
-
-
-@pytest.mark.parametrize("shape", [(7,), (3, 4), (3, 1, 2), (2, 3, 2, 2), (1, 5), ()])
-def test_boxes_of_a_run_are_its_elements_in_order(shape):
-    indices = torch.arange(math.prod(shape)).reshape(shape)
-    for start, stop in itertools.combinations_with_replacement(range(math.prod(shape) + 1), 2):
-        found = []
-        boxes = boxes_of_run(shape, start, stop)
-        for offsets, sizes in boxes:
-            box = indices
-            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-                box = box.narrow(dim, offset, size)
-            found += box.reshape(-1).tolist()
-        assert found == list(range(start, stop))
-        assert len(boxes) <= max(2 * len(shape) - 1, 1)
 
 
 def test_state_of_a_plain_module_through_torch_save(tmp_path):
