@@ -277,5 +277,5 @@ def _bytes_of_group(plan: Plan, group: PlannedGroup) -> int:
     is_wide = recipe.needs_statistics or recipe.tile is not None
     if not is_wide and all(PLAIN_FLOATS[entry.dtype].num_bytes == 2 for entry in entries):
         return num_bytes + of_outliers  # a tally answers everything else
-    is_counted = (group.has_limits and recipe.budget is None) or recipe.budget == "lamp"
-    return num_bytes * (1 + 2 * (recipe.normalize is not None) + is_counted) + of_outliers
+    num_reads = 1 + 2 * (recipe.normalize is not None) + (recipe.budget == "lamp")
+    return num_reads * num_bytes + of_outliers

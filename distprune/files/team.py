@@ -261,7 +261,7 @@ class Team(Communicator):
             error = error or caught
         facts = [error is not None, is_stopped is True, not is_finished, self._mine]
         until, self._until = self._until, None  # if this raises, all ranks have raised
-        shared = self.sum(torch.tensor(facts, dtype=torch.int64)).tolist()
+        shared = self._reduce(torch.tensor(facts, dtype=torch.int64), "sum").tolist()
         failed, stopped, unfinished, num_bytes = shared
         if failed:
             self.check(error)

@@ -15,8 +15,8 @@ A search that is repeated begins with step 2, around the key that it found befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -58,6 +58,7 @@ class Selection:
         drafted: the scan that drafted masks; None without drafts. It may have drafted them for
             another cut.
         start: where a search of the same kind may look first; None if little was searched.
+        num_upto: by key that was asked for, elements with a key up to it.
     """
 
     cut: Cut
@@ -66,6 +67,7 @@ class Selection:
     num_before: list[int]
     drafted: Scan | None = None
     start: Start | None = None
+    num_upto: Mapping[int, int] = field(default_factory=dict)
 
 
 def select_lowest(
@@ -141,6 +143,7 @@ def search_lowest(
     count_each: bool = False,
     start: Start | None = None,
     is_wanted: Callable[[list[int]], bool] | None = None,
+    pivots: Sequence[int] = (),
 ) -> Search[Selection]:
     """:func:`select_lowest` as a search that can run beside others.
 
@@ -149,16 +152,17 @@ def search_lowest(
             not change the result.
         is_wanted: from ``Selection.num_before`` to whether the cut among ties is needed; it does
             not lie among them otherwise, where it should. None: it is.
+        pivots: keys to count up to for ``Selection.num_upto``, in the first scan; not of tallies.
     """
     parts, keys = ranked.parts, ranked.keys
     nothing = Selection(Cut(keys.low, 0, 0), 0, 0, [0] * len(parts))
-    if k == 0 and not (ranked.refuse_nan and keys.is_float):
+    if k == 0 and not pivots and not (ranked.refuse_nan and keys.is_float):
         return nothing
-    reading = Reading(ranked, drafts, start)
+    reading = Reading(ranked, drafts, start, pivots)
     find = partial(find_in_tallies, ranked) if are_tallied(parts) else reading.find
     kth = yield from find(max(k, 1))
     if k == 0:
-        return nothing
+        return replace(nothing, num_upto=reading.num_upto)
 
     num_ties, num_ties_pruned = kth.num_ties, k - kth.num_below
     total = sum(ranked.num_live)
@@ -167,7 +171,7 @@ def search_lowest(
         following = next_start(keys, kth.threshold, num_ties, total, reading.density, start)
     if num_ties_pruned == num_ties and not count_each:
         cut = Cut(kth.threshold, len(parts), 0)
-        return Selection(cut, num_ties, num_ties, [], reading.drafted, following)
+        return Selection(cut, num_ties, num_ties, [], reading.drafted, following, reading.num_upto)
 
     def count() -> Tensor:
         below, ties = kth.counts()
@@ -192,7 +196,8 @@ def search_lowest(
             lambda: kth.indices_of_ties(parts[position], position),
         )
         cut = Cut(kth.threshold, position, index)
-    return Selection(cut, num_ties, num_ties_pruned, num_before, reading.drafted, following)
+    facts = num_ties, num_ties_pruned, num_before
+    return Selection(cut, *facts, reading.drafted, following, reading.num_upto)
 
 
 # At most so many indices of ties are kept; for more, the next round scans the parameter again.
