@@ -18,11 +18,10 @@ from torch import Tensor
 from distprune._common.amount import Bounds, bound_met
 from distprune._common.collectives import Communicator
 from distprune._common.naming import subject_of
-from distprune.budgets.outliers import OWL_MULTIPLE, block_of, outlier_ratios
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.planning import Plan, PlannedGroup
 from distprune.files.reading import Source
-from distprune.files.selecting import check_budget, division_of
+from distprune.files.selecting import check_budget
 from distprune.files.team import Team
 from distprune.recipes import BUDGET_FROM_STATISTICS
 from distprune.selection.candidates import Cut, PartCut, Ranked
@@ -232,17 +231,21 @@ def _limits(
         return Limits(lowest, highest), None
     counts = tuple(tensor.budgeted for tensor in tensors if tensor.budgeted is not None)
     if len(counts) < len(tensors):  # what is stored decides
-        entries, ratios = [tensor.entry for tensor in tensors], None
-        if group.recipe.budget == BUDGET_FROM_STATISTICS:
-            parts = [
+        from distprune.files.dividing import counts_of_scores
+
+        is_by_outliers = group.recipe.budget == BUDGET_FROM_STATISTICS
+        counts = counts_of_scores(
+            group.recipe,
+            [tensor.entry for tensor in tensors],
+            Bounds(lowest, highest),
+            group.num_to_prune,
+            ranked,
+            [
                 source.outlier_scores(position, part.counted)
-                for position, part in enumerate(ranked.parts, group.first)
-            ]
-            blocks = [block_of(entry.name) for entry in entries]
-            found = outlier_ratios(parts, num_numbers, blocks, OWL_MULTIPLE, ranked.communicator)
-            ratios = dict(zip([entry.name for entry in entries], found, strict=True))
-        division = division_of(group.recipe, entries, ratios)
-        counts = division.counts(group.num_to_prune, Bounds(lowest, highest), ranked).counts
+                for position, part in enumerate(ranked.parts if is_by_outliers else (), group.first)
+            ],
+            num_numbers,
+        )
     sizes = ranked.num_live
     bounds = list(map(bound_met, counts, lowest, highest, sizes, [0] * len(counts)))
     return Limits(counts, counts), bounds

@@ -29,7 +29,7 @@ from distprune.files.errors import SelectionError
 from distprune.files.layouts import Layouts
 from distprune.files.recipe import STORED_STATISTICS, FileRecipe
 from distprune.files.scoring import ScoreInputs, find_inputs
-from distprune.files.selecting import Verdict, counts_of_shapes, limits_of, select_tensors
+from distprune.files.selecting import Verdict, limits_of, select_tensors
 
 STATISTICS_FILE = f"{SIDECAR}/{STORED_STATISTICS}"  # of a result whose scores need them
 CARD_FILE = "README.md"  # the model card of a result, which is not that of its source
@@ -202,9 +202,11 @@ def _plan_group(
     else:
         num_to_prune = sum(num_blocks * num_pruned for num_blocks, num_pruned in counts) * size
     limits = limits_of(entries, recipe, num_to_prune)
-    budgeted: Sequence[int | None] | None
-    budgeted = counts_of_shapes(recipe, entries, limits, num_to_prune)
-    budgeted = [None] * len(entries) if budgeted is None else budgeted
+    budgeted: Sequence[int | None] = [None] * len(entries)
+    if recipe.budget in ("uniform", "uniform+", "erk"):
+        from distprune.files.dividing import counts_of_shapes  # torch comes with it
+
+        budgeted = counts_of_shapes(recipe, entries, limits, num_to_prune)
     tensors, offset = [], 0
     for entry, layout, (num_blocks, num_pruned), limit, count in zip(
         entries, of_tensors, counts, limits, budgeted, strict=True

@@ -7,11 +7,10 @@ rules for names; ``include`` replaces them, and ``also`` adds to what they selec
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
 
-from distprune._common.amount import CEILING, FLOOR, Bounded, Bounds, to_bounds, violated_bound
+from distprune._common.amount import CEILING, FLOOR, Bounded, to_bounds, violated_bound
 from distprune._common.blocks import Layout
 from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.selecting import ADAPTER, reason_of_shape, reason_to_keep
@@ -20,10 +19,6 @@ from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.errors import MAX_PROBLEMS, SelectionError, headline, shown
 from distprune.files.layouts import Layouts, UnknownLayout, matched
 from distprune.files.recipe import FileRecipe
-
-if TYPE_CHECKING:  # torch comes with it
-    from distprune.budgets import BudgetLike
-    from distprune.budgets.base import Division
 
 _ADAPTER_CONFIG = "adapter_config.json"
 # Elements between neighbours along the inputs: a pass has a counter for each.
@@ -294,47 +289,3 @@ def check_budget(num_to_prune: int, lowest: int, highest: int, recipe: FileRecip
 def bounded_of(entries: Sequence[TensorEntry]) -> list[Bounded]:
     """The tensors, as bounds and budgets take them."""
     return [Bounded(e.name, (e.name,), e.numel, tuple(e.shape)) for e in entries]
-
-
-def division_of(
-    recipe: FileRecipe, entries: Sequence[TensorEntry], ratios: Mapping[str, float] | None = None
-) -> Division:
-    """The budget of a recipe for some tensors.
-
-    Args:
-        recipe: of a group; it has a budget.
-        entries: of the group.
-        ratios: of the outliers of each tensor, by name, for OWL.
-    """
-    from distprune.budgets import to_budget
-    from distprune.budgets.outliers import OWL
-
-    if ratios is not None:
-        return OWL(ratios).divide(bounded_of(entries))
-    budget = to_budget(cast("BudgetLike", recipe.budget))
-    assert budget is not None
-    return budget.divide(bounded_of(entries))
-
-
-def counts_of_shapes(
-    recipe: FileRecipe,
-    entries: Sequence[TensorEntry],
-    limits: Sequence[tuple[int, int]],
-    total: int,
-) -> list[int] | None:
-    """How many elements each tensor loses; None if that depends on what is stored.
-
-    Raises:
-        SelectionError: the budget cannot divide the total.
-    """
-    if recipe.budget not in ("uniform", "uniform+", "erk"):
-        return None
-    from distprune.budgets.base import LinearDivision
-
-    division = division_of(recipe, entries)
-    assert isinstance(division, LinearDivision)
-    lowest, highest = zip(*limits, strict=True)
-    try:
-        return list(division.divided(total, Bounds(lowest, highest)).counts)
-    except ValueError as error:
-        raise SelectionError(str(error)) from error

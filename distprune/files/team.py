@@ -159,7 +159,7 @@ class Team(Communicator):
         shared: T = json.loads(self.distinct_texts(packed)[0][0])
         return shared
 
-    def gather(self, value: object) -> list[Any]:
+    def share(self, value: object) -> list[Any]:
         """The values of all ranks, in order of rank; each must be JSON."""
         if self.size == 1:
             return [value]

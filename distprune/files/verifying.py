@@ -322,7 +322,7 @@ class _Verification:
         records: list[Record] = []
         team.begin("verify", sum(unit.num_bytes for _, unit in units))
         team.work(self._steps(mine, rewriter, records))
-        found = team.gather([comparison.state(), records])
+        found = team.share([comparison.state(), records])
         for index, (state, of_rank) in enumerate(found):
             if index != team.index:
                 comparison.merge(state)

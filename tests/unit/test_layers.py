@@ -62,7 +62,7 @@ ROOMS = {
 }  # fmt: skip
 # The rooms of ``files``: each may import those before it. Its commands come last.
 FILES_ROOMS = [
-    "text", "errors", "team", "disk", "recipe", "checkpoints", "layouts", "selecting",
+    "text", "errors", "team", "disk", "recipe", "checkpoints", "layouts", "selecting", "dividing",
     "matching", "scoring", "planning", "tiles", "reading", "cuts", "units", "rewriting", "lowest",
     "reports", "journals", "partial", "results",
 ]  # fmt: skip
