@@ -7,9 +7,9 @@ import importlib.util
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -96,38 +96,24 @@ Tokenizer = Annotated[
 ]
 
 
-takes_model = takes(
-    {
-        "model": Model, "texts": Texts, "length": Length, "limit": Limit, "batch_size": BatchSize,
-        "dtype": Dtype, "device": Device, "wrap": WrapName, "mesh": Mesh, "tokenizer": Tokenizer,
-        "nproc": Nproc, "timeout": Timeout, "as_json": AsJson, "quiet": Quiet,
-    },
-    after="context",
-    defaults={
-        "model": ..., "texts": ..., "length": 1024, "batch_size": 1, "timeout": 600.0,
-        "as_json": False, "quiet": False,
-    },
-)  # fmt: skip
-
-
 @dataclass(frozen=True)
 class ModelOptions:
-    """The options of ``takes_model``."""
+    """The options of both commands."""
 
-    model: Path
-    texts: list[Path]
-    length: int
-    limit: int | None
-    batch_size: int
-    dtype: str | None
-    device: str | None
-    wrap: str | None
-    mesh: str | None
-    tokenizer: Path | None
-    nproc: int | None
-    timeout: float
-    as_json: bool
-    quiet: bool
+    model: Model
+    texts: Texts
+    length: Length = 1024
+    limit: Limit = None
+    batch_size: BatchSize = 1
+    dtype: Dtype = None
+    device: Device = None
+    wrap: WrapName = None
+    mesh: Mesh = None
+    tokenizer: Tokenizer = None
+    nproc: Nproc = None
+    timeout: Timeout = 600.0
+    as_json: AsJson = False
+    quiet: Quiet = False
 
     def check(self) -> None:
         """Check what needs no torch."""
@@ -190,6 +176,13 @@ class ModelOptions:
         return kind
 
 
+takes_model = takes(
+    get_type_hints(ModelOptions, include_extras=True),
+    after="context",
+    defaults={field.name: field.default for field in fields(ModelOptions)},
+)
+
+
 def backend_of(kind: str) -> str:
     """The backends of torch.distributed for a kind of device."""
     return {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(
@@ -202,11 +195,12 @@ class Opened:
     """A model with its windows of text, on the ranks of a process group.
 
     Attributes:
+        options: what was asked for.
         wrap, device: how the model is wrapped, and the kind of device that it is on.
-        num_ranks, dtype: of the run and of the model's parameters, for a report.
         began: time at which everything was loaded.
     """
 
+    options: ModelOptions
     terminal: Terminal
     model: nn.Module
     windows: TokenWindows
@@ -214,7 +208,6 @@ class Opened:
     device: str
     num_ranks: int
     began: float
-    batch_size: int
 
     def facts(self) -> dict[str, Any]:
         """How the run went, for JSON."""
@@ -223,15 +216,15 @@ class Opened:
             "wrap": self.wrap,
             "device": self.device,
             "num_ranks": self.num_ranks,
-            "batch_size": self.batch_size,
+            "batch_size": self.options.batch_size,
             "seconds": time.monotonic() - self.began,
         }
 
-    @staticmethod
-    def text_of(facts: dict[str, Any]) -> str:
-        """ "3.2 s on 2 processes, float32."."""
-        processes = "process" if facts["num_ranks"] == 1 else "processes"
-        return f"{facts['seconds']:.1f} s on {facts['num_ranks']} {processes}, {facts['dtype']}."
+
+def _text_of(facts: dict[str, Any]) -> str:
+    """ "3.2 s on 2 processes, float32."."""
+    processes = "process" if facts["num_ranks"] == 1 else "processes"
+    return f"{facts['seconds']:.1f} s on {facts['num_ranks']} {processes}, {facts['dtype']}."
 
 
 @contextlib.contextmanager
@@ -271,9 +264,7 @@ def opened(options: ModelOptions) -> Iterator[Opened]:
                 device=kind if kind == "cpu" else None,
                 ignore_unexpected=True,
             )
-        yield Opened(
-            terminal, model, windows, wrap, kind, num_ranks, time.monotonic(), options.batch_size
-        )
+        yield Opened(options, terminal, model, windows, wrap, kind, num_ranks, time.monotonic())
 
 
 @contextlib.contextmanager
@@ -330,7 +321,7 @@ def evaluate(context: typer.Context, **options: Any) -> None:
         run.terminal.json({"model": str(given.model), **report.as_values(), **facts})
         return
     _show(run.terminal, report)
-    run.terminal.note(f"{count(report.total.num_tokens)} tokens in {run.text_of(facts)}")
+    run.terminal.note(f"{count(report.total.num_tokens)} tokens in {_text_of(facts)}")
 
 
 def _show(terminal: Terminal, report: PerplexityReport) -> None:
@@ -474,7 +465,7 @@ def calibrate(
         terminal.text(
             f"{out}: statistics of {counted(len(layers), 'layer')} over {count(num_tokens)} tokens "
             f"in {counted(len(windows), 'window')}, {format_size(out.stat().st_size)}. "
-            f"{run.text_of(facts)}"
+            f"{_text_of(facts)}"
         )
 
 

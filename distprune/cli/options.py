@@ -230,10 +230,10 @@ def takes(
     Args:
         options: the annotation of each, by name.
         after: the parameter that they follow in the help.
-        defaults: of those whose default is not None; ... for one that is needed.
+        defaults: of those whose default is not None; MISSING for one that is needed.
     """
     given = {
-        name: inspect.Parameter.empty if value is ... else value
+        name: inspect.Parameter.empty if value is dataclasses.MISSING else value
         for name, value in (defaults or {}).items()
     }
 
