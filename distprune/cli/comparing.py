@@ -11,7 +11,7 @@ import typer
 
 from distprune.cli import process, ranks
 from distprune.cli.console import Meter, Reading, Terminal, count, percent
-from distprune.cli.copying import show_masks
+from distprune.cli.describing import show_counts
 from distprune.cli.options import AsJson, Nproc, Quiet, Timeout, Verbose, argument, option
 from distprune.files.text import format_size
 
@@ -57,6 +57,7 @@ def verify(
       distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B --nproc 4
     """
     ranks.run_on_ranks(context, nproc)
+    from distprune.files.reports.report import read_report
     from distprune.files.verifying import verify as check
 
     terminal = Terminal(as_json, -1 if quiet else verbose, is_leader=process.is_leader())
@@ -65,7 +66,9 @@ def verify(
     if as_json:
         terminal.json({"is_good": result.is_good, **asdict(result)})
     elif result.is_good:
-        show_masks(terminal, pruned)
+        if verbose:
+            tensors = read_report(pruned).tensors
+            show_counts(terminal, [(t.name, t.num_elements, t.num_pruned) for t in tensors])
         terminal.text(
             f"{pruned} is what its recipe makes of {against}: {format_size(result.num_bytes)} "
             f"compared, {count(result.num_pruned)} of {count(result.num_elements)} elements pruned "

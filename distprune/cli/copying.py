@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +14,7 @@ from distprune.cli.console import Meter, Reading, Terminal, count, counted, perc
 from distprune.cli.describing import (
     as_values,
     discard_unfinished,
+    show_counts,
     tell,
     tell_names,
     tell_skipped,
@@ -38,37 +37,6 @@ from distprune.files.text import format_size
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.applying import Application, Applied
     from distprune.files.checkpoints.checkpoint import Checkpoint
-
-
-_CHUNK = 1 << 20  # elements; a multiple of 8
-
-
-def show_masks(terminal: Terminal, folder: Path) -> None:
-    """Write a table of the tensors that have a mask, with ``-v`` only.
-
-    Cost: one read of the masks.
-    """
-    if terminal.verbosity < 1 or terminal.as_json:
-        return
-    import numpy as np
-
-    from distprune.files.checkpoints.mask_files import open_masks, read_keep
-    from distprune.files.disk.access import OpenFiles
-
-    masks, files, rows = open_masks(folder), OpenFiles(os.O_RDONLY), []
-    try:
-        for name, shape in masks.shapes.items():
-            numel = math.prod(shape)
-            num_kept = 0
-            for first in range(0, numel, _CHUNK):
-                last = min(first + _CHUNK, numel)
-                num_kept += int(np.count_nonzero(read_keep(masks, files, name, first, last)))
-            num_pruned = numel - num_kept
-            rows.append((name, count(numel), count(num_pruned), percent(num_pruned, numel)))
-    finally:
-        files.close()
-    numbers = ("elements", "pruned", "sparsity")
-    terminal.table(("tensor", *numbers), rows, right=numbers)
 
 
 MaskFolder = Annotated[
@@ -120,9 +88,11 @@ def apply(
         checkpoint, applied = _apply(terminal, find, destination, stop, take_over)
     if as_json:
         values = {"source": checkpoint.folder, "masks": str(masks), **asdict(applied)}
+        del values["tensors"]
         terminal.json({**values, **as_values(checkpoint)})
         return
-    show_masks(terminal, destination)
+    if verbose:
+        show_counts(terminal, applied.tensors)
     terminal.text(
         f"{destination}: the masks prune {count(applied.num_pruned)} of "
         f"{count(applied.num_elements)} elements "

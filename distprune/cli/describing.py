@@ -51,6 +51,13 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names)
 
 
+def show_counts(terminal: Terminal, tensors: Iterable[tuple[str, int, int]]) -> None:
+    """Write a table of tensors: name, elements, and how many of them are pruned."""
+    numbers = ("elements", "pruned", "sparsity")
+    rows = [(name, count(size), count(gone), percent(gone, size)) for name, size, gone in tensors]
+    terminal.table(("tensor", *numbers), rows, right=numbers)
+
+
 def discard_unfinished(terminal: Terminal, destination: Path, take_over: bool) -> None:
     """Remove the unfinished results of a destination, and write how large they were."""
     if not terminal.is_leader:

@@ -42,12 +42,14 @@ class Applied:
         num_pruned: elements that the masks prune.
         num_zeroed: pruned elements that were not zero before.
         num_tensors: tensors that have a mask.
+        tensors: (name, elements, pruned ones) of each.
     """
 
     num_elements: int
     num_pruned: int
     num_zeroed: int
     num_tensors: int
+    tensors: tuple[tuple[str, int, int], ...]
 
 
 class Application:
@@ -147,6 +149,9 @@ class Application:
             num_pruned=report["num_pruned"],
             num_zeroed=report["num_zeroed"],
             num_tensors=len(report["tensors"]),
+            tensors=tuple(
+                (own["name"], own["num_elements"], own["num_pruned"]) for own in report["tensors"]
+            ),
         )
 
     def _complete(self, partial: Partial, records: Sequence[Record], run: RunFacts) -> None:

@@ -9,6 +9,7 @@ have to be those that ``prune`` writes, and so has the report.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -25,7 +26,7 @@ from distprune._common.memory import Array
 from distprune._common.process_groups import world
 from distprune.files.checkpoints.checkpoint import SourceFile
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskFile, mask_layout, read_keep
-from distprune.files.cuts import Cuts, find_cuts
+from distprune.files.cuts import find_cuts
 from distprune.files.disk.access import OpenFiles, read_into
 from distprune.files.errors import (
     CheckpointError,
@@ -124,7 +125,7 @@ def verify(
     target = ascii(os.path.abspath(destination))
     team.compare([("destination", target), ("plan", result.plan.digest)])
     try:
-        return _Verification(team, result).run()
+        return _verified(team, result)
     except Interrupted as error:
         raise Interrupted("stopped as asked; nothing was changed.") from error
     except (NaNError, SelectionError) as error:
@@ -285,109 +286,91 @@ def _described(what: str, count: int, first: int) -> str:
     return f"{count} elements {problem}; the first is number {first}."
 
 
-class _Verification:
-    """One comparison, on all ranks."""
-
-    def __init__(self, team: Team, result: _Result) -> None:
-        self._team = team
-        self._result = result
-        self._plan = result.plan
-        self._source = Source(result.plan, functools.partial(team.did_in, "count"))
-        self._comparison = _Comparison(result)
-
-    def run(self) -> VerifyReport:
-        comparison = self._comparison
-        try:
-            self._team.expect("verify", sum(unit.num_bytes for unit in self._result.units))
-            self._team.begin("count", bytes_to_count(self._plan))
-            cuts = find_cuts(self._team, self._plan, self._source)
-            records = self._compare(cuts)
-            problems = self._team.from_leader(self._problems, cuts, records)
-        finally:
-            self._source.close()
-            comparison.outputs.close()
-        num_elements = self._plan.num_elements
-        return VerifyReport(
-            tuple(problems), comparison.num_bytes, num_elements, comparison.num_pruned
-        )
-
-    def _compare(self, cuts: Cuts) -> list[Record]:
-        """Compare all files; returns the records of all units, as ``prune`` makes them."""
-        team, comparison = self._team, self._comparison
-        units = [
-            (i, unit) for i, unit in enumerate(self._result.units) if self._result.is_readable(unit)
-        ]
+def _verified(team: Team, result: _Result) -> VerifyReport:
+    """The comparison on all ranks."""
+    plan, comparison = result.plan, _Comparison(result)
+    source = Source(plan, functools.partial(team.did_in, "count"))
+    with contextlib.closing(source), contextlib.closing(comparison.outputs):
+        team.expect("verify", sum(unit.num_bytes for unit in result.units))
+        team.begin("count", bytes_to_count(plan))
+        cuts = find_cuts(team, plan, source)
+        units = [(i, unit) for i, unit in enumerate(result.units) if result.is_readable(unit)]
         mine = units_by_rank(units, team.size)[team.index]
-        rewriter = Rewriter(LowestElements(self._plan, self._source, cuts), comparison)
         records: list[Record] = []
+
+        def steps() -> Iterator[int]:
+            rewriter = Rewriter(LowestElements(plan, source, cuts), comparison)
+            for number in mine:
+                unit = result.units[number]
+                if isinstance(unit, CopyUnit):
+                    yield from comparison.compare_copy(source.files, unit)
+                else:
+                    yield from rewriter.rewrite(unit)
+                    records.append(rewriter.record())
+
         team.begin("verify", sum(unit.num_bytes for _, unit in units))
-        team.work(self._steps(mine, rewriter, records))
-        found = team.share([comparison.state(), records])
-        for index, (state, of_rank) in enumerate(found):
+        team.work(steps())
+        for index, (state, of_rank) in enumerate(team.share([comparison.state(), records])):
             if index != team.index:
                 comparison.merge(state)
                 records += of_rank
-        checkpoint = self._plan.checkpoint
-        team.attempt(check_unchanged, checkpoint.folder, checkpoint.all_files)
-        return records
-
-    def _steps(
-        self, numbers: list[int], rewriter: Rewriter, records: list[Record]
-    ) -> Iterator[int]:
-        for number in numbers:
-            unit = self._result.units[number]
-            if isinstance(unit, CopyUnit):
-                yield from self._comparison.compare_copy(self._source.files, unit)
-            else:
-                yield from rewriter.rewrite(unit)
-                records.append(rewriter.record())
-
-    def _problems(self, cuts: Cuts, records: list[Record]) -> list[str]:
-        """Everything that is wrong, in an order that does not depend on the ranks."""
-        result = self._result
-        problems = list(result.problems)
-        if MASK_FILE not in result.bad and not result.has_expected_masks:
-            problems.append(
-                f"{MASK_FILE}: its header is not the one that prune writes for these tensors."
+        team.attempt(check_unchanged, plan.checkpoint.folder, plan.checkpoint.all_files)
+        problems = team.from_leader(
+            lambda: _problems(
+                result,
+                comparison,
+                lambda: make_report(plan, source, cuts, records, result.report.run),
             )
-        problems += self._comparison.problems()
-        if all(map(result.is_readable, prune_units(self._plan))):
-            problems += self._report_problems(cuts, records)
-        else:
-            problems.append(
-                f"{REPORT_FILE} was not compared, as not all weights and masks could be."
-            )
-        run, num_bytes = result.report.run, sum(unit.num_bytes for unit in result.units)
-        if run.num_bytes != num_bytes:
-            problems.append(f"{RUN_FILE}: num_bytes is {run.num_bytes}; expected {num_bytes}.")
-        if result.run_text != run.to_json():
-            problems.append(f"{RUN_FILE}: its bytes are not those that prune writes.")
-        if RECIPE_FILE not in result.bad:
-            recipe = result.recipe.as_stored().to_yaml().encode()
-            if read_text(result.folder, RECIPE_FILE) != recipe:
-                problems.append(f"{RECIPE_FILE} is not the text of the recipe in {REPORT_FILE}.")
-        return problems
+        )
+    num_pruned = comparison.num_pruned
+    return VerifyReport(tuple(problems), comparison.num_bytes, plan.num_elements, num_pruned)
 
-    def _report_problems(self, cuts: Cuts, records: list[Record]) -> list[str]:
-        """What is wrong with counts, with the report, and with the card that states its numbers."""
-        result, num_pruned = self._result, self._comparison.num_pruned
-        problems = []
-        if num_pruned != self._plan.num_to_prune:
-            problems.append(
-                f"{num_pruned} elements are pruned in all; the recipe asks for "
-                f"{self._plan.num_to_prune}."
-            )
-        derived = make_report(self._plan, self._source, cuts, records, result.report.run)
-        expected = with_digest(derived, result.report, self._plan).result_json()
-        if result.report_text != expected:
-            values, stored = json.loads(expected), json.loads(result.report_text)
-            fields = [key for key in values | stored if stored.get(key) != values.get(key)]
-            what = f" ({', '.join(map(printable, fields))})" if fields else ", to the byte"
-            problems.append(f"{REPORT_FILE} is not the report of this result{what}.")
-        elif CARD_FILE not in result.bad:
-            problem = card_problem(result.folder, self._plan, result.report)
-            problems += [problem] if problem else []
-        return problems
+
+def _problems(result: _Result, comparison: _Comparison, derive: Callable[[], Report]) -> list[str]:
+    """Everything that is wrong, in an order that does not depend on the ranks.
+
+    Args:
+        derive: returns the report that all counts lead to.
+    """
+    problems = list(result.problems)
+    if MASK_FILE not in result.bad and not result.has_expected_masks:
+        problems.append(
+            f"{MASK_FILE}: its header is not the one that prune writes for these tensors."
+        )
+    problems += comparison.problems()
+    if all(map(result.is_readable, prune_units(result.plan))):
+        problems += _report_problems(result, comparison.num_pruned, derive())
+    else:
+        problems.append(f"{REPORT_FILE} was not compared, as not all weights and masks could be.")
+    run, num_bytes = result.report.run, sum(unit.num_bytes for unit in result.units)
+    if run.num_bytes != num_bytes:
+        problems.append(f"{RUN_FILE}: num_bytes is {run.num_bytes}; expected {num_bytes}.")
+    if result.run_text != run.to_json():
+        problems.append(f"{RUN_FILE}: its bytes are not those that prune writes.")
+    if RECIPE_FILE not in result.bad:
+        recipe = result.recipe.as_stored().to_yaml().encode()
+        if read_text(result.folder, RECIPE_FILE) != recipe:
+            problems.append(f"{RECIPE_FILE} is not the text of the recipe in {REPORT_FILE}.")
+    return problems
+
+
+def _report_problems(result: _Result, num_pruned: int, derived: Report) -> list[str]:
+    """What is wrong with counts, with the report, and with the card that states its numbers."""
+    plan, problems = result.plan, []
+    if num_pruned != plan.num_to_prune:
+        problems.append(
+            f"{num_pruned} elements are pruned in all; the recipe asks for {plan.num_to_prune}."
+        )
+    expected = with_digest(derived, result.report, plan).result_json()
+    if result.report_text != expected:
+        values, stored = json.loads(expected), json.loads(result.report_text)
+        fields = [key for key in values | stored if stored.get(key) != values.get(key)]
+        what = f" ({', '.join(map(printable, fields))})" if fields else ", to the byte"
+        problems.append(f"{REPORT_FILE} is not the report of this result{what}.")
+    elif CARD_FILE not in result.bad:
+        problem = card_problem(result.folder, plan, result.report)
+        problems += [problem] if problem else []
+    return problems
 
 
 def _look_through(
