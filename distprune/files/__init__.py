@@ -15,6 +15,7 @@ and rooms, each of which imports only those above it::
     disk                             bytes, folders and locks
     recipe, checkpoints              what to do; headers, a folder of safetensors files, its masks
     layouts, selecting               where inputs lie; which tensors are pruned, in which groups
+    dividing                         the counts of a budget, by shapes or by what is stored
     matching, scoring                statistics of activations and given scores, for these tensors
     planning                         how many elements of each group
     tiles, reading                   scores and keys, read from the files when they are needed
@@ -24,5 +25,5 @@ and rooms, each of which imports only those above it::
     journals, partial, results       the folder that grows, resumes and is renamed at the end
 
 Everything up to the plan reads headers and needs neither torch nor numpy, except that statistics of
-activations are read with numpy. Nothing is imported here.
+activations are read with numpy, and budgets need torch. Nothing is imported here.
 """
