@@ -25,7 +25,7 @@ from distprune.files.errors import FilesError, NaNError, RanksError, SelectionEr
 from distprune.files.journals import Journal, all_records, recheck
 from distprune.files.partial import Partial
 from distprune.files.reports.report import Record, RunFacts
-from distprune.files.rewriting import FileSink, Pieces, Rewriter
+from distprune.files.rewriting import FileSink, Pieces, rewritten
 from distprune.files.team import Team
 from distprune.files.text import format_size
 from distprune.files.units import CopyUnit, Task, units_by_rank
@@ -149,7 +149,7 @@ class Run:
         with self.timing("write"), contextlib.closing(sink.outputs):
             try:
                 team.begin("write", task.num_bytes, task.num_bytes - num_missing)
-                team.work(self._steps(mine, Rewriter(pieces, sink), sink.outputs, journal))
+                team.work(self._steps(mine, pieces, sink, journal))
             finally:
                 # Record the finished units, whatever stopped the others; that error comes first.
                 error = error_of(attempt(journal.flush))
@@ -213,9 +213,9 @@ class Run:
         return {number for number in checksums if not damaged[number]}
 
     def _steps(
-        self, mine: list[int], rewriter: Rewriter, outputs: OpenFiles, journal: Journal
+        self, mine: list[int], pieces: Pieces, sink: FileSink, journal: Journal
     ) -> Iterator[int]:
-        folder = self.partial.folder
+        folder, outputs = self.partial.folder, sink.outputs
         for number in mine:
             self.partial.lock.check()
             unit = self._task.units[number]
@@ -227,8 +227,7 @@ class Run:
                     self._sources, unit.path, outputs, output, unit.start, unit.stop
                 )
             else:
-                yield from rewriter.rewrite(unit)
-                record |= rewriter.record()
+                yield from rewritten(unit, pieces, sink, record)
                 record["crc32"] = {
                     str(Path(path).relative_to(folder)): checksum
                     for path, checksum in outputs.take_checksums().items()

@@ -1,14 +1,15 @@
 """Tensors with zeros in their pruned elements: how ``prune`` and ``apply`` write them.
 
-    pieces of a tensor, and what is pruned of them --> Rewriter --> sink --> weights, masks
-                                                          |
-                                                          +--> counts for the report
+    pieces of a tensor, and what is pruned of them --> rewritten --> sink --> weights, masks
+                                                           |
+                                                           +--> counts for the report
 
 ``verify`` runs the same loop, with a sink that compares.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -62,40 +63,29 @@ class Sink(Protocol):
         ...
 
 
-class Rewriter:
-    """Passes the pieces of units to a sink, and counts their elements."""
+def rewritten(unit: SpanUnit, pieces: Pieces, sink: Sink, record: dict[str, Any]) -> Iterator[int]:
+    """Pass the pieces of a unit to a sink; yields bytes.
 
-    def __init__(self, pieces: Pieces, sink: Sink) -> None:
-        self._pieces = pieces
-        self._sink = sink
-        self._pruned: dict[int, int] = {}
-        self._zero: dict[int, int] = {}
-
-    def rewrite(self, unit: SpanUnit) -> Iterator[int]:
-        """Do a unit; yields bytes. Then :meth:`record` returns its counts."""
-        self._pieces.take_counts()
-        self._pruned, self._zero = {}, {}
-        for span in unit.spans:
-            num_pruned = num_zero = 0
-            for piece in self._pieces.pieces(span):
-                num_pruned += int(np.count_nonzero(piece.lowest))
-                num_zero += len(piece.bits) - int(np.count_nonzero(piece.bits << 1))
-                num_bytes = piece.bits.nbytes
-                self._sink.add(span, piece, ~piece.lowest)
-                yield num_bytes
-            self._sink.finish(span)
-            position = span.position
-            self._pruned[position] = self._pruned.get(position, 0) + num_pruned
-            self._zero[position] = self._zero.get(position, 0) + num_zero
-
-    def record(self) -> dict[str, Any]:
-        """Counts of the last unit, by position of a tensor, and those of its pieces.
-
-        How many elements were pruned, and how many were zero in the source.
-        """
-        zero = {position: count for position, count in self._zero.items() if count}
-        counts = {"pruned": self._pruned, "zero": zero, **self._pieces.take_counts()}
-        return {what: of_tensors for what, of_tensors in counts.items() if of_tensors}
+    Args:
+        record: at the end it gets counts, by position of a tensor: how many elements were pruned,
+            how many were zero in the source, and those of the pieces.
+    """
+    pieces.take_counts()
+    pruned: Counter[int] = Counter()
+    zero: Counter[int] = Counter()
+    for span in unit.spans:
+        pruned[span.position] += 0
+        for piece in pieces.pieces(span):
+            num_bytes = piece.bits.nbytes
+            pruned[span.position] += int(np.count_nonzero(piece.lowest))
+            num_zero = len(piece.bits) - int(np.count_nonzero(piece.bits << 1))
+            if num_zero:
+                zero[span.position] += num_zero
+            sink.add(span, piece, ~piece.lowest)
+            yield num_bytes
+        sink.finish(span)
+    counts = {"pruned": dict(pruned), "zero": dict(zero), **pieces.take_counts()}
+    record |= {what: of_tensors for what, of_tensors in counts.items() if of_tensors}
 
 
 class FileSink:

@@ -52,7 +52,7 @@ from distprune.files.reports.report import (
     read_text,
     recipe_of,
 )
-from distprune.files.rewriting import Piece, Rewriter
+from distprune.files.rewriting import Piece, rewritten
 from distprune.files.team import Progress, Team
 from distprune.files.text import printable
 from distprune.files.units import CopyUnit, Span, Unit, copy_units, prune_units, units_by_rank
@@ -299,14 +299,15 @@ def _verified(team: Team, result: _Result) -> VerifyReport:
         records: list[Record] = []
 
         def steps() -> Iterator[int]:
-            rewriter = Rewriter(LowestElements(plan, source, cuts), comparison)
+            pieces = LowestElements(plan, source, cuts)
             for number in mine:
                 unit = result.units[number]
                 if isinstance(unit, CopyUnit):
                     yield from comparison.compare_copy(source.files, unit)
                 else:
-                    yield from rewriter.rewrite(unit)
-                    records.append(rewriter.record())
+                    record: dict[str, Any] = {}
+                    yield from rewritten(unit, pieces, comparison, record)
+                    records.append(record)
 
         team.begin("verify", sum(unit.num_bytes for _, unit in units))
         team.work(steps())

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from distprune.files import cuts, planning, pruning, rewriting, verifying
+from distprune.files import cuts, planning, pruning, results, verifying
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.report import read_report
@@ -193,7 +193,7 @@ def test_a_run_that_stopped_after_the_count_goes_on(tmp_path, monkeypatch, small
     plan = planning.plan(source, FileRecipe(0.5, normalize="rms"))
     pruning.prune(plan, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(rewriting.Rewriter, "rewrite", lambda *_: 1 / 0)
+        patch.setattr(results, "rewritten", lambda *_: 1 / 0)
         with pytest.raises(Exception, match="division"):
             pruning.prune(plan, tmp_path / "target")
     monkeypatch.setattr(pruning, "find_cuts", lambda *_: 1 / 0)  # not needed any more
