@@ -123,26 +123,12 @@ def find_cuts(team: Team, plan: Plan, source: Source) -> Cuts:
             shares = enumerate(team.shares(sizes), group.first)
             parts = [source.scored(position, share) for position, share in shares]
             if group.recipe.score != "random":
-                scores = tallied(parts, team, _TALLY_BYTES, _block(sum(sizes)))
-                if scores is not None:
-                    parts = [replace(p, scores=own) for p, own in zip(parts, scores, strict=True)]
+                parts = tallied(parts, team, _TALLY_BYTES, _block(sum(sizes)))
             counts = _count_nan(team, plan, source, group, parts)
             numbers = [size - nan for size, nan in zip(sizes, counts, strict=True)]
             if group.recipe.normalize is not None:
                 divisors[members] = divisors_of(parts, group.recipe.normalize, numbers, team)
-            candidates = [
-                source.part(group.first + i, divisors[group.first + i], part.counted, part.scores)
-                for i, part in enumerate(parts)
-            ]
-            ranked = Ranked(
-                candidates,
-                [part.name for part in parts],
-                sizes,
-                source.key_ranges[group.first],
-                team,
-                refuse_nan=plan.recipe.nan == "error",
-                most_collected=_MOST_COLLECTED * team.size,
-            )
+            ranked = _ranked(plan, source, group.first, parts, sizes, team, divisors[members])
             k = group.num_to_prune // tensors[0].tile_size
             selection: Selection | None
             if group.has_limits or group.recipe.budget is not None:
@@ -183,20 +169,10 @@ def cut_of_block(
     """
     alone = Communicator(())
     with _errors_of_files(plan):
-        scores = None
+        parts = [source.scored(position, group)]
         if plan.tensors[position].recipe.score != "random":
-            parts = [source.scored(position, group)]
-            scores = tallied(parts, alone, _TALLY_BYTES, _block(len(group)))
-        part = source.part(position, None, group, None if scores is None else scores[0])
-        ranked = Ranked(
-            [part],
-            [plan.tensors[position].entry.name],
-            [len(group)],
-            source.key_ranges[position],
-            alone,
-            refuse_nan=plan.recipe.nan == "error",
-            most_collected=_MOST_COLLECTED,
-        )
+            parts = tallied(parts, alone, _TALLY_BYTES, _block(len(group)))
+        ranked = _ranked(plan, source, position, parts, [len(group)], alone, [None])
         selection = select_lowest(ranked, num_pruned)
     return PartCut(0, selection.cut)
 
@@ -209,6 +185,30 @@ def nan_error(plan: Plan, positions: Sequence[int]) -> NaNError:
         f"NaN in {'the scores of ' if are_given else ''}{names}; a NaN has no place in a ranking. "
         f"Repair the {'scores' if are_given else 'checkpoint'}, exclude the tensor, or keep NaN as "
         "they are (nan: keep)."
+    )
+
+
+def _ranked(
+    plan: Plan,
+    source: Source,
+    first: int,
+    parts: Sequence[Scored],
+    sizes: Sequence[int],
+    communicator: Communicator,
+    divisors: Sequence[float | None],
+) -> Ranked:
+    """Tensors from a position on, by scores that may be divided, as selection ranks them."""
+    return Ranked(
+        [
+            source.part(position, divisor, part.counted, part.scores)
+            for position, (part, divisor) in enumerate(zip(parts, divisors, strict=True), first)
+        ],
+        [part.name for part in parts],
+        sizes,
+        source.key_ranges[first],
+        communicator,
+        refuse_nan=plan.recipe.nan == "error",
+        most_collected=_MOST_COLLECTED * communicator.size,
     )
 
 

@@ -79,12 +79,7 @@ class ByScore:
             scored = call.communicator.run(lambda: _scored(call, self.make_scores(call)))
             if self.order is Order.MAGNITUDE:
                 most_bytes = sum(len(part.counted) for part in scored) // _ELEMENTS_PER_BYTE
-                tallies = tallied(scored, call.communicator, most_bytes)
-                if tallies is not None:
-                    scored = [
-                        replace(part, scores=scores)
-                        for part, scores in zip(scored, tallies, strict=True)
-                    ]
+                scored = tallied(scored, call.communicator, most_bytes)
             sources = normalized(scored, call.normalize, call.num_live, call.communicator)
         return lambda: score_keys(
             self.make_scores(call) if sources is None else sources, self.order

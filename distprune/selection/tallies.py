@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -24,7 +25,7 @@ from distprune.selection.kernels import call_all, num_threads, spans_of
 from distprune.selection.keys import ScoreKeys
 from distprune.selection.normalizing import Scored, live_array
 from distprune.selection.radix import Descent
-from distprune.selection.scores import ScaledScores, ScoreSource, TalliedScores, Tally
+from distprune.selection.scores import ScaledScores, TalliedScores, Tally
 
 _BINS = 1 << 15
 _MAGNITUDE = _BINS - 1
@@ -32,8 +33,8 @@ _MAGNITUDE = _BINS - 1
 
 def tallied(
     parts: Sequence[Scored], communicator: Communicator, most_bytes: int, block: int | None = None
-) -> list[ScoreSource] | None:
-    """The scores of all parts with their tallies; None if there are none. Collective.
+) -> list[Scored]:
+    """The same parts, with tallies of their scores if all have them. Collective.
 
     Args:
         parts: this rank's part of every parameter; ranked by |score|.
@@ -44,8 +45,8 @@ def tallied(
             parts as a whole.
 
     Returns:
-        None on every rank if the scores of a part have more than 16 bits, or are not on a CPU, or
-        if the tallies of a rank take too much memory.
+        The parts as they are, on every rank, if the scores of a part have more than 16 bits, or are
+        not on a CPU, or if the tallies of a rank take too much memory.
 
     Cost: a read of the scores, if all of them can be tallied; an all-reduce of 8 bytes. Memory: 64
     or 128 KiB for each block of a part while the part is read.
@@ -74,8 +75,11 @@ def tallied(
         return torch.tensor([len(tallies) < len(parts)], dtype=torch.int64)
 
     if int(communicator.reduce(1, make)):
-        return None
-    return [TalliedScores(part.scores, tally) for part, tally in zip(parts, tallies, strict=True)]
+        return list(parts)
+    return [
+        replace(part, scores=TalliedScores(part.scores, tally))
+        for part, tally in zip(parts, tallies, strict=True)
+    ]
 
 
 def _is_tallied(part: Scored) -> bool:

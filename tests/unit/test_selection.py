@@ -253,8 +253,9 @@ def test_tallies_of_shards_cut_ties_on_any_rank(k):
     def on_rank(communicator):
         part, cut = candidates(whole, None, "rows", common, 3, communicator.index)
         scored = Scored("w", part.keys.scores, None, part.counted, part.device)
-        scores = tallied([scored], communicator, 1 << 20)
-        part = replace(part, keys=ScoreKeys(scores[0], common))
+        (scored,) = tallied([scored], communicator, 1 << 20)
+        assert scored.scores.tally is not None
+        part = replace(part, keys=ScoreKeys(scored.scores, common))
         selection = select_lowest(Ranked([part], ["w"], [2400], common, communicator), k)
         assert 0 < selection.num_ties_pruned < selection.num_ties
         out = torch.ones(cut(whole).shape)
