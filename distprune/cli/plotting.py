@@ -166,9 +166,12 @@ _MAX_TEXTS = 700  # cells with a number in them
 def draw_grid(figure: Figure, axes: Axes, grid: Grid, zeros: str) -> None:
     """A row for each layer and a column for each kind; tensors in no layer are rows below."""
     import numpy as np
+    from matplotlib import colormaps
     from matplotlib.colors import Normalize
 
-    totals = Row(_ALL_LAYERS, "", grid.totals, _sum(grid.totals.values()))
+    totals = Row(_ALL_LAYERS, "", grid.totals)
+    for of_kind in grid.totals.values():
+        totals.total.add(of_kind.num_elements, of_kind.num_zero)
     rows = [*grid.layers, *([totals] if len(grid.layers) > 1 else []), *grid.outside]
     width = len(grid.kinds) + 1
     shares = np.full((max(len(rows), 1), width), np.nan)
@@ -180,7 +183,7 @@ def draw_grid(figure: Figure, axes: Axes, grid: Grid, zeros: str) -> None:
         else:  # a tensor in no layer has no kind: its row is one cell
             shares[y, :] = row.total.share
     low, high = _limits(shares[shares >= _DENSE])
-    colours = _colours()
+    colours = colormaps["viridis"].with_extremes(under="0.87", bad="white")
     drawn = np.where(shares < _DENSE, -1.0, shares)  # below the limits: in grey
     # Rows below those of many layers are higher, so that there is room for their names.
     high_row = max(1.0, len(rows) / 180)
@@ -213,19 +216,6 @@ def draw_grid(figure: Figure, axes: Axes, grid: Grid, zeros: str) -> None:
     )
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
     bar.ax.tick_params(labelsize=7.5)
-
-
-def _sum(counts: Iterable[Count]) -> Count:
-    total = Count()
-    for part in counts:
-        total.add(part.num_elements, part.num_zero)
-    return total
-
-
-def _colours() -> Any:
-    from matplotlib import colormaps
-
-    return colormaps["viridis"].with_extremes(under="0.87", bad="white")
 
 
 def _limits(shares: Any) -> tuple[float, float]:

@@ -29,7 +29,10 @@ recipe = typer.Typer(
 @recipe.command("ls")
 def ls(as_json: AsJson = False) -> None:
     """List the recipes that `-r NAME` knows."""
-    about = {name: _first_comment(path) for name, path in shipped_recipes().items()}
+    about = {}
+    for name, path in shipped_recipes().items():  # each begins with a comment
+        first = path.read_text(encoding="utf-8").partition("\n")[0]
+        about[name] = first.removeprefix("#").strip()
     terminal = Terminal(as_json)
     if as_json:
         terminal.json([{"name": name, "about": text} for name, text in about.items()])
@@ -62,11 +65,6 @@ def schema(as_json: AsJson = False) -> None:
     It is JSON with and without --json.
     """
     Terminal(True).json(recipe_schema())
-
-
-def _first_comment(path: Path) -> str:
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
-    return first.removeprefix("#").strip()
 
 
 _PACKAGES = (

@@ -18,12 +18,12 @@ of its expert, in whatever order the outputs are merged.
 from __future__ import annotations
 
 import hashlib
-import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import add, methodcaller
 from typing import Any
 
 from distprune._common.blocks import Layout, layout_along
@@ -115,7 +115,9 @@ def match_statistics(
 
     Cost: two reads of the file, and as much memory.
     """
-    sha256 = _sha256(path)
+    digest = hashlib.sha256()
+    for block in _blocks(path):
+        digest.update(block)
     mode, stored = read_statistics(path)
     renamed = _renaming([entry.name for entry, _ in tensors], stored)
     # Of each matrix of an expert, how many experts have a tensor of it.
@@ -146,7 +148,7 @@ def match_statistics(
         raise SelectionError(headline(f"the file of statistics {path}", problems), details)
     own = {renamed(origin.parameter) for name in names for origin in origins_of(name)}
     others = [label for label in stored if label not in own]
-    return TensorStatistics(path, sha256, mode, needed, _warnings(path, needed, others))
+    return TensorStatistics(path, digest.hexdigest(), mode, needed, _warnings(path, needed, others))
 
 
 def _renaming(tensors: Sequence[str], stored: Collection[str]) -> Callable[[str], str]:
@@ -162,18 +164,14 @@ def _renaming(tensors: Sequence[str], stored: Collection[str]) -> Callable[[str]
     added = {label.removesuffix(own) for label, own in pairs if label.endswith(f".{own}")}
     removed = {own.removesuffix(label) for label, own in pairs if own.endswith(f".{label}")}
     renamings: list[Callable[[str], str]] = []
-    renamings += [partial(operator.add, prefix) for prefix in added if prefix.count(".") == 1]
-    renamings += [partial(_without, prefix) for prefix in removed if prefix.count(".") == 1]
+    renamings += [partial(add, prefix) for prefix in added if prefix.count(".") == 1]
+    renamings += [methodcaller("removeprefix", p) for p in removed if p.count(".") == 1]
     fitting = [
         rename
         for rename in renamings
         if all(any(rename(label) in stored for label in of_one) for of_one in labels)
     ]
     return fitting[0] if len(fitting) == 1 else str
-
-
-def _without(prefix: str, name: str) -> str:
-    return name.removeprefix(prefix)
 
 
 def _other_weight(
@@ -236,13 +234,6 @@ def _without_tokens(needed: Mapping[str, StoredStatistics]) -> Iterator[str]:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
     return ", ".join(names[:_NUM_SHOWN]) + more
-
-
-def _sha256(path: str) -> str:
-    digest = hashlib.sha256()
-    for block in _blocks(path):
-        digest.update(block)
-    return digest.hexdigest()
 
 
 def _blocks(path: str) -> Iterator[bytes]:

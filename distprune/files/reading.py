@@ -140,7 +140,9 @@ class Source:
     def __init__(self, plan: Plan, did: Callable[[int], None] = lambda num_bytes: None) -> None:
         self.files = OpenFiles(os.O_RDONLY)
         self._plan = plan
-        self._seed = _hash_seed(plan.recipe.seed)
+        # What ``RandomUnstructured`` draws after ``torch.manual_seed(seed)``.
+        generator = torch.Generator().manual_seed(plan.recipe.seed or 0)
+        self._seed = int(draw_seed(generator))
         self._latest: tuple[int, str, list[list[Tensor]]] | None = None
         self._sums: dict[int, list[Tensor]] = {}  # of |w|, by position: of inputs, of outputs
         paths = {file.name: file.path for file in plan.checkpoint.files}
@@ -278,11 +280,6 @@ def _key_ranges(recipe: FileRecipe, dtypes: list[torch.dtype]) -> list[KeyRange]
     if recipe.normalize is not None:
         common = torch.promote_types(common, torch.float32)
     return [key_range(common, Order.MAGNITUDE)] * len(dtypes)
-
-
-def _hash_seed(seed: int | None) -> int:
-    """The seed of hashes that ``RandomUnstructured`` draws after ``torch.manual_seed(seed)``."""
-    return int(draw_seed(torch.Generator().manual_seed(seed or 0)))
 
 
 @dataclass(frozen=True)

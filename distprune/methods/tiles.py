@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from distprune._common.amount import Amount, Bounds, checked_count, resolve_count
@@ -45,7 +46,8 @@ def ranked_in_tiles(
     is_first_copy = [shard.replica == 0 for shard in call.shards]
     tiled = TiledParts(ranked, grouping.tilings, grouping.rule.tile_size, is_first_copy)
     tiles = rank_tiles(tiled)
-    keeps, num_parameters = tiles.new_masks(), len(call.shards)
+    keeps = [torch.empty(part.num_local, dtype=torch.bool) for part in tiles.ranked.parts]
+    num_parameters = len(keeps)
     selection: Selection | None = None
     if grouping.rule.scope == "row":
         prune_in_blocks(tiles.ranked, grouping.parameters, keeps)

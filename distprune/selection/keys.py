@@ -166,10 +166,6 @@ class RandomKeys:
         self.index = index
         self._device = device
 
-    def of_others(self, offset: int, index: IndexMap, device: torch.device) -> RandomKeys:
-        """Keys of the same seed, for a list of other things than elements."""
-        return RandomKeys(self.seed, offset, index, device)
-
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
         if not memory.takes_numpy(self._device):
             positions = torch.arange(start, stop, device=self._device)

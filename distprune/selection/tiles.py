@@ -253,10 +253,6 @@ class RankedTiles:
     _tiles: Sequence[LocalTiles]
     _cut: Array  # the numbers of the tiles that are cut on any rank, ascending
 
-    def new_masks(self) -> list[Tensor]:
-        """An uninitialised mask of the tiles of each part."""
-        return [torch.empty(part.num_local, dtype=torch.bool) for part in self.ranked.parts]
-
     def share_cut(self, keeps: Sequence[Tensor]) -> list[Array]:
         """Flags of all tiles that have elements here, from masks of the ranked ones. Collective.
 
@@ -453,7 +449,7 @@ def _candidates(
         index = IndexMap((), (), int(numbers[0]))
     source: ScoreKeys | RandomKeys
     if isinstance(part.keys, RandomKeys):
-        source = part.keys.of_others(offset, index, _CPU)
+        source = RandomKeys(part.keys.seed, offset, index, _CPU)
     else:
         if np.isnan(sums[is_live]).any():
             raise ValueError(
