@@ -4,6 +4,7 @@
 #   make prune ARGS=@configs/tiny_llama_criteria.args   compare criteria on such a model instead
 #   make language-model   fetch a real language model (250 MB), and prune it on 2 processes
 #   make language-model-table   compare criteria and scopes on it; goes on where it stopped (hours)
+#   make language-model-table TABLE=gemma_updates   compare ways to move the kept weights instead
 #   make test    lint, then run all tests
 #   make test-thorough   the same with every case of every matrix, which takes far longer
 #   make quick   run the unit tests that start no processes, in about a minute
@@ -41,6 +42,7 @@ prune: $(READY)
 	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/prune_tiny_llama.sh $(ARGS)
 
 # The model: its licence and what it is are in launch/fetch_gemma.py.
+TABLE ?= gemma_table
 GEMMA := runs/language_model/gemma-3-270m
 
 $(GEMMA): | $(READY)
@@ -54,7 +56,7 @@ language-model: $(GEMMA)
 
 language-model-table: $(GEMMA)
 	@echo "== comparing criteria on $(NPROC) processes; results in runs/language_model/table"
-	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/compare_on_language_model.py @configs/gemma_table.args $(ARGS)
+	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/compare_on_language_model.py @configs/$(TABLE).args $(ARGS)
 
 lint: $(READY)
 	@echo "== linting"
