@@ -6,7 +6,6 @@ in accumulators of the same layout. So what it costs in memory is sharded as the
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from distprune.criteria.parts import Part, scored_parameters
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured
 from distprune.shards.gradients import available_gradient, drop_gradient
+from distprune.shards.rank_batches import checked_weight
 from distprune.shards.reader import ShardReader
 
 if TYPE_CHECKING:
@@ -367,11 +367,3 @@ def checked_unit(unit: Unit) -> Unit:
     if unit not in get_args(Unit):
         raise ValueError(f"unit={unit!r}; expected {' or '.join(map(repr, get_args(Unit)))}.")
     return unit
-
-
-def checked_weight(weight: float) -> float:
-    """The weight of a unit as a float; ValueError if it is no finite number >= 0."""
-    value = float(weight)
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"weight={weight!r}; expected a finite number >= 0.")
-    return value

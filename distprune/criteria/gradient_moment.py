@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator
-from distprune._common.process_groups import over_groups, world
-from distprune.criteria.base import Criterion, Unit, checked_unit, checked_weight
-from distprune.criteria.rank_batch import Power, RankBatchSums, add_moment, factor_of
-from distprune.shards.gradients import unaveraged_gradients
+from distprune._common.process_groups import world
+from distprune.criteria.base import Criterion, Unit, checked_unit
+from distprune.criteria.rank_batch import RankBatchSums, add_moment
+from distprune.shards.gradients import ranks_with_shards, unaveraged_gradients
+from distprune.shards.rank_batches import Power, checked_loss_scale, checked_weight, factor_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -175,9 +175,7 @@ class GradientMoment(Criterion):
                 on one rank alone is raised on all of them, when ``calibrating`` ends.
         """
         weight = checked_weight(weight)
-        scale = checked_weight(loss_scale)
-        if not scale:
-            raise ValueError(f"loss_scale={loss_scale!r}; expected a finite number > 0.")
+        scale = checked_loss_scale(loss_scale)
         if self.unit == "global_batch":
             self._loss_scale = scale
             try:
@@ -229,19 +227,7 @@ class GradientMoment(Criterion):
 
     def _ranks(self) -> Communicator:
         """All ranks of ``group``, and those that shard parameters with them."""
-        if self._group is None:
-            return world()
-        groups, known = [self._group], set(dist.get_process_group_ranks(self._group))
-        for part in self._parts():
-            mesh = part.shard.mesh
-            if mesh is None or known.issuperset(part.shard.ranks or ()):
-                continue
-            for axis in range(mesh.ndim):
-                group = mesh.get_group(axis)
-                if not known.issuperset(dist.get_process_group_ranks(group)):
-                    groups.append(group)
-                    known = set(over_groups(groups).ranks)
-        return over_groups(groups)
+        return ranks_with_shards([part.shard for part in self._parts()], self._group)
 
     def _attach(self, made: list[RankBatchSums]) -> None:
         """Put hooks on; ``made`` gets what takes them off."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from distprune._common.naming import checked_pair, label_of, unwrap
 from distprune._common.pruned_form import is_dtensor
 from distprune.masks.checks import is_misplaced
-from distprune.shards.gradients import local_gradient, requires_grad
+from distprune.shards.gradients import check_trainable, local_gradient
 from distprune.shards.reader import ShardReader, local_part
 from distprune.shards.shard import LocalShard
 from distprune.torch_private.managed import ManagedRun
@@ -65,12 +65,7 @@ class Part:
 
     def check_trainable(self) -> None:
         """Raise ValueError if the parameter is frozen."""
-        if not requires_grad(self.shard):
-            raise ValueError(
-                f"{self.label} is frozen (requires_grad=False), so it has no gradient; expected "
-                "parameters that are trained. Leave it out, or call requires_grad_() on it for as "
-                "long as gradients are collected (the base weights under LoRA, say)."
-            )
+        check_trainable(self.shard)
 
     def gradient(self) -> Tensor:
         """This rank's part of ``.grad``: see :func:`distprune.shards.gradients.local_gradient`."""

@@ -1,16 +1,10 @@
-"""Moments of un-averaged gradients: E[g^2] or E[|g|] over the batches of all ranks.
-
-What is not linear in the gradient has to see the gradient of each rank before it is averaged:
-``E[g^2] = E[g]^2 + Var(g)``. Hooks on the leaves of autograd see it on every wrapper; see
-torch_private/managed.py.
-"""
+"""Moments of un-averaged gradients: E[g^2] or E[|g|] over the batches of all ranks."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,11 +12,10 @@ from torch import Tensor
 from distprune._common.collectives import Communicator, sum_of_pieces
 from distprune._common.process_groups import over_groups
 from distprune.shards.gradients import LocalGradients
+from distprune.shards.rank_batches import Power, RankBatches
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-Power = Literal[1, 2]
 
 
 def add_moment(total: Tensor, gradient: Tensor, power: Power, factor: float) -> None:
@@ -33,21 +26,10 @@ def add_moment(total: Tensor, gradient: Tensor, power: Power, factor: float) -> 
         total.add_(gradient.abs(), alpha=factor)
 
 
-def factor_of(weight: float, loss_scale: float, power: Power) -> float:
-    """What ``|gradient| ** power`` of a unit is multiplied with.
-
-    Args:
-        weight: how much the unit counts.
-        loss_scale: by which its loss, and so its gradients, were multiplied.
-    """
-    return weight / loss_scale**power
-
-
-class RankBatchSums:
+class RankBatchSums(RankBatches):
     """Sums of moments while hooks are on: between two collectives, on entry and on leaving.
 
-    What goes wrong inside (no backward in a batch, two of them) may go wrong on one rank alone, so
-    it is remembered, and raised on all ranks by :meth:`finish`.
+    What went wrong inside is raised on all ranks by :meth:`finish`.
 
     [Note: sums over replicas] Ranks that have the same elements each keep sums of their own
     batches. They are added up at the end, in :meth:`finish`. On a second calibration every replica
@@ -59,11 +41,6 @@ class RankBatchSums:
         totals: by position, the sums so far, fp32, like this rank's part of the parameter.
         labels: by position.
         power: of the moment.
-
-    Attributes:
-        num_batches: of this rank.
-        weight: the sum of their weights.
-        problem: what went wrong on this rank, if anything did.
     """
 
     def __init__(
@@ -73,21 +50,11 @@ class RankBatchSums:
         labels: Sequence[str],
         power: Power,
     ) -> None:
-        self._power = power
-        self._labels = labels
-        self._factor: float | None = None  # of the present batch
+        super().__init__(leaves, labels, power)
         self._order = hashlib.sha256()
         self._leaves = [
             _Leaf(leaf, {position: totals[position] for position in leaf.runs}) for leaf in leaves
         ]
-        self.num_batches = 0
-        self.weight = 0.0
-        self.problem: RuntimeError | None = None
-
-    def attach(self) -> None:
-        """Put the hooks on; after an error :meth:`detach` takes off those that are on."""
-        for number, leaf in enumerate(self._leaves):
-            leaf.gradients.source.attach(self._receiver(number, leaf))
 
     def begin(self) -> None:
         """Reset the earlier total that another replica keeps: see [Note: sums over replicas]."""
@@ -95,34 +62,6 @@ class RankBatchSums:
             if any(group.rank() for group in leaf.gradients.source.replica_groups):
                 for total in leaf.totals.values():
                     total.zero_()
-
-    def detach(self) -> None:
-        """Take the hooks off."""
-        for leaf in self._leaves:
-            leaf.gradients.source.detach()
-
-    @contextmanager
-    def batch(self, weight: float, loss_scale: float) -> Iterator[None]:
-        """One backward inside, whose gradients count as :func:`factor_of` says."""
-        if self._factor is not None:
-            raise RuntimeError("batch() inside of batch(); expected one after the other.")
-        for leaf in self._leaves:
-            leaf.num_gradients = 0
-        self._factor = factor_of(weight, loss_scale, self._power)
-        try:
-            yield
-        except BaseException:
-            self._note("a batch ended with an error, after some of its gradients were added up")
-            raise
-        finally:
-            self._factor = None
-        if weight and not any(leaf.num_gradients for leaf in self._leaves):
-            self._note(
-                "a batch had no gradient of any parameter; expected a backward inside of batch(), "
-                "or weight=0 for a rank without data"
-            )
-        self.num_batches += 1
-        self.weight += weight
 
     def finish(self, communicator: Communicator, facts: Sequence[tuple[str, str]]) -> list[float]:
         """Add up the sums over the ranks that have the same elements.
@@ -156,29 +95,11 @@ class RankBatchSums:
             by_position.update(dict.fromkeys(leaf.totals, weights[groups]))
         return [by_position[position] for position in range(len(self._labels))]
 
-    def _receiver(self, number: int, leaf: _Leaf) -> Callable[[Tensor], None]:
-        def receive(gradient: Tensor) -> None:
-            leaf.num_gradients += 1
-            if leaf.shard_group is not None:
-                self._order.update(number.to_bytes(4, "big"))
-            factor = 0.0
-            if self._factor is None:
-                self._note(
-                    f"{self._name(leaf)} got a gradient outside of batch(); expected every "
-                    "backward inside of one, or after calibrating()"
-                )
-            elif leaf.num_gradients > 1:
-                self._note(
-                    f"{self._name(leaf)} got {leaf.num_gradients} gradients in one batch, whose "
-                    "sum cannot be squared any more; expected one backward in each batch(). "
-                    "Checkpointing with use_reentrant=True gives a parameter that several blocks "
-                    "share a gradient from each: use use_reentrant=False"
-                )
-            else:
-                factor = self._factor
-            leaf.add(gradient, self._power, factor)
-
-        return receive
+    def _add(self, number: int, gradient: Tensor, factor: float) -> None:
+        leaf = self._leaves[number]
+        if leaf.shard_group is not None:
+            self._order.update(number.to_bytes(4, "big"))
+        leaf.add(gradient, self._power, factor)
 
     def _check(self) -> None:
         if self.problem is not None:
@@ -216,13 +137,6 @@ class RankBatchSums:
             float(over_groups(groups).reduce_floats(1, lambda: weight)) if groups else self.weight
         )
 
-    def _name(self, leaf: _Leaf) -> str:
-        return self._labels[next(iter(leaf.totals))]
-
-    def _note(self, problem: str) -> None:
-        if self.problem is None:
-            self.problem = RuntimeError(f"{problem}.")
-
 
 class _Leaf:
     """The sums of the parameters that one leaf brings gradients of."""
@@ -230,7 +144,6 @@ class _Leaf:
     def __init__(self, gradients: LocalGradients, totals: dict[int, Tensor]) -> None:
         self.gradients = gradients
         self.totals = totals
-        self.num_gradients = 0
         self.shard_group = gradients.source.shard_group
 
     def add(self, gradient: Tensor, power: Power, factor: float) -> None:

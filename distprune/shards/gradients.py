@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distprune._common.process_groups import is_distributed
+from distprune._common.collectives import Communicator
+from distprune._common.process_groups import is_distributed, over_groups, world
 from distprune._common.pruned_form import is_dtensor
 from distprune.shards.shard import LocalShard
 from distprune.torch_private.managed import GradientSource, ManagedRun, ParameterSource
@@ -19,9 +20,14 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def requires_grad(shard: LocalShard) -> bool:
-    """Whether a backward gives the parameter a gradient: false of a frozen one."""
-    return shard.optimizer_tensor[0].requires_grad
+def check_trainable(shard: LocalShard) -> None:
+    """Raise ValueError if a parameter is frozen: a backward gives it no gradient."""
+    if not shard.optimizer_tensor[0].requires_grad:
+        raise ValueError(
+            f"{shard.name} is frozen (requires_grad=False), so it has no gradient; expected "
+            "parameters that are trained. Leave it out, or call requires_grad_() on it for as "
+            "long as gradients are collected (the base weights under LoRA, say)."
+        )
 
 
 def local_gradient(shard: LocalShard) -> Tensor:
@@ -135,6 +141,23 @@ def unaveraged_gradients(
             leaf = leaves[key] = LocalGradients(source)
         leaf.runs[position] = run
     return list(leaves.values())
+
+
+def ranks_with_shards(shards: Iterable[LocalShard], group: ProcessGroup | None) -> Communicator:
+    """All ranks of a group, every rank by default, and those that shard parameters with them."""
+    if group is None:
+        return world()
+    groups, known = [group], set(dist.get_process_group_ranks(group))
+    for shard in shards:
+        mesh = shard.mesh
+        if mesh is None or known.issuperset(shard.ranks or ()):
+            continue
+        for axis in range(mesh.ndim):
+            of_axis = mesh.get_group(axis)
+            if not known.issuperset(dist.get_process_group_ranks(of_axis)):
+                groups.append(of_axis)
+                known = set(over_groups(groups).ranks)
+    return over_groups(groups)
 
 
 def _replicas_of(shard: LocalShard, group: ProcessGroup | None) -> tuple[ProcessGroup, ...]:

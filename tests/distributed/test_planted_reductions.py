@@ -12,7 +12,7 @@ from torch import Tensor
 from distprune import criteria
 from distprune._common import collectives
 from distprune.criteria import parts, rank_batch
-from distprune.shards import gradients
+from distprune.shards import gradients, rank_batches
 from distprune.testing import run_ranks
 from distprune.torch_private.managed import ParameterSource
 from helpers import wrappings
@@ -80,7 +80,7 @@ def unweighted_counts() -> Iterator[None]:
     def factor_of(weight: float, loss_scale: float, power: int) -> float:
         return float(weight > 0)
 
-    with mock.patch.object(rank_batch, "factor_of", factor_of):
+    with mock.patch.object(rank_batches, "factor_of", factor_of):
         yield
 
 
