@@ -40,10 +40,10 @@ The command line prunes checkpoints by the same recipes. A checkpoint is pruned 
 recipe has ``sparsity`` or ``pattern``. These keys are for checkpoints only::
 
     score: wanda               # |w| times the rms of its input; stade: times its deviation;
-                               # ria: relative importance times the rms
+                               # ria: relative importance times the rms; fisher: by factors
     budget: owl                # layers with more outliers lose less
-    statistics: a.safetensors  # of activations, for wanda, stade, ria and owl; relative to the
-                               # recipe
+    statistics: a.safetensors  # of activations, for wanda, stade, ria and owl; of gradients, for
+                               # fisher; relative to the recipe
     scores: FOLDER             # for score given: tensors of the same names and shapes
     nan: keep                  # keep NaN; error, the default, refuses weights that have any
     output: {masks: true, card: true}  # whether to write the masks and a model card

@@ -111,7 +111,9 @@ def show_warnings(terminal: Terminal, plan: Plan) -> None:
     if advice := advice_for_language_models(plan):
         terminal.note(f"Warning: {advice}")
     if any(
-        group.recipe.is_normalizable and group.recipe.normalize is None
+        group.recipe.is_normalizable
+        and group.recipe.normalize is None
+        and not group.recipe.reads_gradients
         for group in plan.groups
         if group.last - group.first > 1
     ):

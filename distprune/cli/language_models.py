@@ -384,6 +384,15 @@ AllowEmpty = Annotated[
     ),
 ]
 
+Gradients = Annotated[
+    bool,
+    typer.Option(
+        "--gradients",
+        help="Statistics of the gradients of the loss, for score fisher, in place of those of "
+        "activations. A batch of one process is a unit.",
+    ),
+]
+
 
 @takes_model
 def calibrate(
@@ -394,6 +403,7 @@ def calibrate(
     include: Include = None,
     exclude: Exclude = None,
     allow_empty: AllowEmpty = None,
+    gradients: Gradients = False,
     **options: Any,
 ) -> None:
     """Run text through a language model, and write statistics of what its layers are called with.
@@ -404,15 +414,26 @@ def calibrate(
     Processes share the windows. The head is left out, unless --include asks for it. It needs the
     extra language-models.
 
+    With --gradients: for each output and each input, the sum of the squared gradients of its
+    weights over all batches, from which score fisher is made. A backward follows each forward, and
+    gradients take as much memory as the model; a batch counts by its number of windows.
+
     [bold]Examples[/bold]
 
       distprune calibrate MODEL --text train.txt --samples 64 --out s.safetensors
 
       distprune calibrate MODEL --text a.txt --out stats.safetensors --nproc 4
+
+      distprune calibrate MODEL --text a.txt --out gradients.safetensors --gradients
     """
     given = ModelOptions(**options)
     given.check()
     _check_out(out)
+    if gradients and allow_empty:
+        raise SelectionError(
+            "--allow-empty has no effect with --gradients, where any layer may have none; leave it "
+            "out."
+        )
     ranks.run_on_ranks(context, given.nproc)
     with opened(given) as run:
         import distprune as prune
@@ -424,10 +445,13 @@ def calibrate(
             if samples is not None:
                 windows = windows.sample(samples, seed=seed)
             layers = language_models.linear_layers(run.model, include or None, exclude or ())
-            statistics = prune.statistics.ActivationStatistics(
-                layers, allow_empty=allow_empty or ()
+            statistics = (
+                prune.statistics.GradientStatistics(layers)
+                if gradients
+                else prune.statistics.ActivationStatistics(layers, allow_empty=allow_empty or ())
             )
-        if unseen := without_statistics(run.model):
+        unseen = [] if gradients else without_statistics(run.model)
+        if unseen:
             terminal.note(
                 f"Warning: no statistics of {counted(len(unseen), 'weight')} whose inputs are not "
                 f"seen ({unseen[0]}{', ...' if len(unseen) > 1 else ''})."
@@ -448,7 +472,7 @@ def calibrate(
             {
                 "model": str(given.model),
                 "out": str(out),
-                "mode": statistics.mode,
+                "mode": getattr(statistics, "mode", "gradients"),
                 "texts": [str(text) for text in given.texts],
                 "length": given.length,
                 "num_windows": len(windows),

@@ -12,7 +12,13 @@ import typer
 
 from distprune.files.errors import SelectionError, headline
 from distprune.files.recipe import FileRecipe
-from distprune.recipes import BUDGET_FROM_STATISTICS, FROM_STATISTICS, is_normalizable, is_tiled
+from distprune.recipes import (
+    BUDGET_FROM_STATISTICS,
+    FROM_STATISTICS,
+    default_normalization,
+    is_normalizable,
+    is_tiled,
+)
 from distprune.recipes.request import Request, shipped_recipes
 
 
@@ -148,14 +154,14 @@ _OF_RECIPE: dict[str, tuple[Any, str, str | None]] = {
     "score": (
         str,
         "What ranks weights: magnitude, random, wanda (|w| times the rms of its input), stade "
-        "(times the standard deviation) or ria (the relative importance of |w| times the rms), "
-        "these three by --statistics, or given (the |score| of --scores).",
+        "(times the standard deviation), ria (the relative importance of |w| times the rms) or "
+        "fisher (by factors), these four by --statistics, or given (the |score| of --scores).",
         "SCORE",
     ),
     "statistics": (
         Path,
         "Statistics of activations for wanda, stade, ria and the budget owl, as `distprune "
-        "calibrate` writes them.",
+        "calibrate` writes them; for fisher of gradients (calibrate --gradients).",
         "FILE",
     ),
     "scores": (
@@ -308,7 +314,8 @@ def _left(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
             if key != "statistics" or values.get("budget") != BUDGET_FROM_STATISTICS:
                 left.pop(key, None)
     if is_normalizable(*map(values.get, ("scope", "pattern", "budget", "score"))):
-        return {"normalize": "rms"} | left
+        default = default_normalization(values.get("score"))
+        return {"normalize": None if default == "none" else default} | left
     left.pop("normalize", None)
     return left
 

@@ -1,4 +1,4 @@
-"""Which statistics of activations belong to which tensors of a checkpoint.
+"""Which statistics of activations or gradients belong to which tensors of a checkpoint.
 
 Statistics have the names of a model's parameters, which are those of the checkpoint's tensors,
 except that one of the two may have the prefix of a base model ("model." before each name), and that
@@ -11,8 +11,9 @@ one parameter has those of all experts of a layer::
     ...block_sparse_moe.experts.3.w3.weight  [I, H]   part of [3] of  the same  [E, 2 I, H]
     ...block_sparse_moe.experts.3.w2.weight  [H, I]   [3] of  ...mlp.experts.down_proj  [E, H, I]
 
-An expert has one input for all outputs of such a parameter. So the statistics of a tensor are those
-of its expert, in whatever order the outputs are merged.
+An expert has one input for all outputs of such a parameter. So the statistics of activations of a
+tensor are those of its expert, in whatever order the outputs are merged. Those of gradients by
+output are of the tensor's part: transformers merges by concatenation, w1 or gate_proj first.
 """
 
 from __future__ import annotations
@@ -30,10 +31,15 @@ from distprune._common.blocks import Layout, layout_along
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.statistics_file import (
     EXPERT_LAYOUTS,
+    StoredGradients,
     StoredStatistics,
+    StoredWeight,
+    read_gradient_statistics,
     read_statistics,
 )
 from distprune.files.errors import CheckpointError, SelectionError, headline, shown
+
+Stored = StoredStatistics | StoredGradients
 
 _NUM_SHOWN = 5
 _BLOCK = 1 << 20
@@ -46,6 +52,7 @@ _MERGED = {
     "w1": (_GATED,), "w3": (_GATED,), "w2": (_LAST,),
     "gate_proj": (_GATED,), "up_proj": (_GATED, _UNGATED), "down_proj": (_LAST,),
 }  # fmt: skip
+_SECOND_PARTS = ("w3", "up_proj")  # of a merged parameter: the outputs after those of the first
 # What transformers renames in families with experts (Mixtral, Granite, Nemotron-H).
 _RENAMED = (
     (".block_sparse_moe.", ".mlp."),
@@ -57,12 +64,12 @@ _RENAMED = (
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """Statistics of activations, by tensor.
+    """Statistics of activations or of gradients, by tensor.
 
     Attributes:
         path: of the file.
         sha256: of its bytes.
-        mode: "one_pass" or "sequential".
+        mode: "one_pass" or "sequential"; of gradients "gradients".
         of_tensor: by name of the tensor.
         warnings: sentences on what is no error, but probably not meant.
     """
@@ -70,16 +77,27 @@ class TensorStatistics:
     path: str
     sha256: str
     mode: str
-    of_tensor: Mapping[str, StoredStatistics]
+    of_tensor: Mapping[str, Stored]
     warnings: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """The tokens that most layers saw; experts may have seen fewer."""
-        return max((stored.most_tokens for stored in self.of_tensor.values()), default=0)
+        return max(
+            (s.most_tokens for s in self.of_tensor.values() if isinstance(s, StoredStatistics)),
+            default=0,
+        )
+
+    @property
+    def weight(self) -> float | None:
+        """The largest weight of the batches of gradients; None: statistics of activations."""
+        weights = (s.weight for s in self.of_tensor.values() if isinstance(s, StoredGradients))
+        return max(weights, default=None)
 
     def facts(self) -> dict[str, Any]:
         """What decides the scores, as JSON."""
+        if self.weight is not None:
+            return {"sha256": self.sha256, "mode": self.mode, "weight": self.weight}
         return {"sha256": self.sha256, "mode": self.mode, "num_tokens": self.num_tokens}
 
     def blocks(self) -> Iterator[bytes]:
@@ -100,7 +118,10 @@ class TensorStatistics:
 
 
 def match_statistics(
-    path: str, tensors: Sequence[tuple[TensorEntry, Layout | None]], names: Collection[str]
+    path: str,
+    tensors: Sequence[tuple[TensorEntry, Layout | None]],
+    names: Collection[str],
+    of_gradients: bool = False,
 ) -> TensorStatistics:
     """Read statistics, and find those of some tensors.
 
@@ -108,6 +129,7 @@ def match_statistics(
         path: of the file.
         tensors: that need them, with the place of their inputs if that is known.
         names: of all tensors of the checkpoint.
+        of_gradients: whether the file has statistics of gradients, and not of activations.
 
     Raises:
         SelectionError: a tensor has no statistics, or those of another weight; names all.
@@ -118,11 +140,11 @@ def match_statistics(
     digest = hashlib.sha256()
     for block in _blocks(path):
         digest.update(block)
-    mode, stored = read_statistics(path)
+    mode, stored = _read(path, of_gradients)
     renamed = _renaming([entry.name for entry, _ in tensors], stored)
     # Of each matrix of an expert, how many experts have a tensor of it.
     counts = Counter(map(_matrix_of_experts, names))
-    needed: dict[str, StoredStatistics] = {}
+    needed: dict[str, Stored] = {}
     problems = []
     for entry, layout in tensors:
         origin = next((o for o in origins_of(entry.name) if renamed(o.parameter) in stored), None)
@@ -151,6 +173,20 @@ def match_statistics(
     return TensorStatistics(path, digest.hexdigest(), mode, needed, _warnings(path, needed, others))
 
 
+def _read(path: str, of_gradients: bool) -> tuple[str, Mapping[str, Stored]]:
+    """The mode of a file, and its statistics by parameter."""
+    if not of_gradients:
+        return read_statistics(path)
+    stored = read_gradient_statistics(path)
+    empty = [name for name, of_one in stored.items() if not of_one.weight]
+    if empty:
+        raise SelectionError(
+            f"{path}: the weights of all batches of {_listed(empty)} are 0; expected statistics "
+            "of at least one batch that counts."
+        )
+    return "gradients", stored
+
+
 def _renaming(tensors: Sequence[str], stored: Collection[str]) -> Callable[[str], str]:
     """How parameters that tensors may be are called in statistics.
 
@@ -174,9 +210,7 @@ def _renaming(tensors: Sequence[str], stored: Collection[str]) -> Callable[[str]
     return fitting[0] if len(fitting) == 1 else str
 
 
-def _other_weight(
-    entry: TensorEntry, label: str, stored: StoredStatistics, num_experts: int
-) -> str:
+def _other_weight(entry: TensorEntry, label: str, stored: StoredWeight, num_experts: int) -> str:
     """That statistics are those of another weight."""
     tensor = f"{entry.name} has the shape {list(entry.shape)}"
     if label == entry.name or num_experts == 1:
@@ -189,8 +223,10 @@ def _other_weight(
     )
 
 
-def _misfit(entry: TensorEntry, layout: Layout | None, stored: StoredStatistics) -> str:
+def _misfit(entry: TensorEntry, layout: Layout | None, stored: StoredWeight) -> str:
     """Why statistics of a weight of this shape are those of another one; "" if they fit."""
+    if isinstance(stored, StoredGradients):
+        return ""  # which of its dimensions are called inputs makes no difference
     dims = list(range(1, len(entry.shape)))
     if stored.layout in _INPUT_DIMS:
         dims = [_INPUT_DIMS[stored.layout]]
@@ -204,15 +240,24 @@ def _misfit(entry: TensorEntry, layout: Layout | None, stored: StoredStatistics)
 
 
 def _warnings(
-    path: str, needed: Mapping[str, StoredStatistics], others: Sequence[str]
+    path: str,
+    needed: Mapping[str, Stored],
+    others: Sequence[str],
 ) -> tuple[str, ...]:
     warnings = []
-    empty = list(_without_tokens(needed))
-    if empty:
-        warnings.append(
-            f"no token came to {_listed(empty)} in {path}: all scores are zero, so that these are "
-            "pruned first, in the order of their elements. Calibrate on more text, or exclude them."
-        )
+    silent: list[str] = []
+    zero: list[str] = []
+    for name, stored in needed.items():
+        if isinstance(stored, StoredStatistics):
+            silent += _without_tokens(name, stored)
+        elif not stored.by_input.any():
+            zero.append(name)
+    for what, empty in (("no token came to", silent), ("all gradients are zero of", zero)):
+        if empty:
+            warnings.append(
+                f"{what} {_listed(empty)} in {path}: all scores are zero, so that these are pruned "
+                "first, in the order of their elements. Calibrate on more text, or exclude them."
+            )
     if others:
         warnings.append(
             f"{path} has statistics of {_listed(others)}, which the checkpoint does not have; "
@@ -221,14 +266,13 @@ def _warnings(
     return tuple(warnings)
 
 
-def _without_tokens(needed: Mapping[str, StoredStatistics]) -> Iterator[str]:
-    for name, stored in needed.items():
-        counts = stored.num_tokens
-        if not stored.most_tokens:
-            yield name
-        elif isinstance(counts, tuple) and not all(counts):
-            experts = [str(number) for number, count in enumerate(counts) if not count]
-            yield f"{name} (experts {_listed(experts)})"
+def _without_tokens(name: str, stored: StoredStatistics) -> Iterator[str]:
+    counts = stored.num_tokens
+    if not stored.most_tokens:
+        yield name
+    elif isinstance(counts, tuple) and not all(counts):
+        experts = [str(number) for number, count in enumerate(counts) if not count]
+        yield f"{name} (experts {_listed(experts)})"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -253,11 +297,13 @@ class Origin:
         parameter: its name, except for the prefix of a base model.
         expert: the index of its dimension 0 where the tensor is; None: the tensor is all of it.
         num_parts: the outputs of an expert are those of so many tensors of one shape.
+        part: which of them this one is.
     """
 
     parameter: str
     expert: int | None = None
     num_parts: int = 1
+    part: int = 0
 
 
 def origins_of(name: str) -> tuple[Origin, ...]:
@@ -266,7 +312,12 @@ def origins_of(name: str) -> tuple[Origin, ...]:
     match = _OF_EXPERT.fullmatch(name)
     if match is not None:
         origins += [
-            Origin(f"{match['experts']}.{merged}", int(match["number"]), num_parts)
+            Origin(
+                f"{match['experts']}.{merged}",
+                int(match["number"]),
+                num_parts,
+                int(num_parts > 1 and match["matrix"] in _SECOND_PARTS),
+            )
             for merged, num_parts in _MERGED.get(match["matrix"], ())
         ]
     renamed = [
@@ -285,8 +336,11 @@ def _matrix_of_experts(name: str) -> tuple[str, str] | None:
 
 
 def _statistics_of(
-    entry: TensorEntry, origin: Origin, stored: StoredStatistics, num_experts: int
-) -> StoredStatistics | None:
+    entry: TensorEntry,
+    origin: Origin,
+    stored: Stored,
+    num_experts: int,
+) -> Stored | None:
     """The statistics of a tensor; None if those of its parameter are of another shape.
 
     Args:
@@ -297,7 +351,7 @@ def _statistics_of(
     """
     if origin.expert is None:
         return _as_on_disk(entry, stored)
-    if stored.layout not in EXPERT_LAYOUTS or isinstance(stored.num_tokens, int):
+    if stored.layout not in EXPERT_LAYOUTS:
         return None
     count, outputs, inputs = stored.shape
     if stored.layout == "transposed_experts":
@@ -307,12 +361,17 @@ def _statistics_of(
         return None
     if (entry.shape[0] * origin.num_parts, entry.shape[1]) != (outputs, inputs):
         return None
+    if isinstance(stored, StoredGradients):
+        rows = stored.by_output.reshape(count, origin.num_parts, -1)[row, origin.part]
+        return StoredGradients("linear", entry.shape, 1, stored.weight, rows, stored.by_input[row])
+    if isinstance(stored.num_tokens, int):
+        return None
     return StoredStatistics(
         "linear", entry.shape, 1, stored.num_tokens[row], stored.sums[row], stored.squares[row]
     )
 
 
-def _as_on_disk(entry: TensorEntry, stored: StoredStatistics) -> StoredStatistics | None:
+def _as_on_disk(entry: TensorEntry, stored: Stored) -> Stored | None:
     """Statistics of a tensor that is a whole parameter.
 
     Matrices of experts may be stored the other way round. transformers transposes them on loading

@@ -21,7 +21,11 @@ from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.hashing import draw_seed
 from distprune._common.memory import Array, Runs, Scratch
 from distprune.files.checkpoints.header import TensorEntry
-from distprune.files.checkpoints.statistics_file import EXPERT_LAYOUTS, StoredStatistics
+from distprune.files.checkpoints.statistics_file import (
+    TRANSPOSED_LAYOUTS,
+    StoredGradients,
+    StoredStatistics,
+)
 from distprune.files.disk.access import OpenFiles, read_into
 from distprune.files.planning import Plan
 from distprune.files.recipe import FileRecipe
@@ -42,6 +46,7 @@ from distprune.selection.scores import FactorScores, ScaledScores, ScoreSource
 from distprune.shards.factored import (
     POWER_OF_RIA,
     deviation_of_inputs,
+    rank_one_fisher,
     relative_importance,
     rms_of_inputs,
 )
@@ -298,17 +303,15 @@ class _Matrices:
         are_turned: whether the matrices are [in, out].
     """
 
-    stored: StoredStatistics
+    stored: StoredStatistics | StoredGradients
     shape: tuple[int, int, int]
     are_turned: bool
 
     @classmethod
-    def of(cls, stored: StoredStatistics, numel: int) -> _Matrices:
-        num_inputs = math.prod(stored.input_shape)
-        is_of_experts = stored.layout in EXPERT_LAYOUTS
-        count = stored.shape[0] if is_of_experts else stored.groups
+    def of(cls, stored: StoredStatistics | StoredGradients, numel: int) -> _Matrices:
+        num_inputs, count = math.prod(stored.input_shape), stored.num_matrices
         own_inputs, own_outputs = num_inputs // max(1, count), numel // max(1, num_inputs)
-        are_turned = stored.layout in ("conv1d_of_transformers", "transposed_experts")
+        are_turned = stored.layout in TRANSPOSED_LAYOUTS
         sizes = (own_inputs, own_outputs) if are_turned else (own_outputs, own_inputs)
         return cls(stored, (count, *sizes), are_turned)
 
@@ -336,10 +339,14 @@ class _Matrices:
         """What |w| is multiplied by, as :class:`FactorScores` takes it; float64.
 
         Args:
-            score: "wanda", "stade" or "ria".
+            score: "wanda", "stade", "ria" or "fisher".
             sums: of |w|, for "ria": of each input and of each output.
         """
         stored = self.stored
+        if isinstance(stored, StoredGradients):
+            by_output, by_input = map(torch.from_numpy, (stored.by_output, stored.by_input))
+            first, second = rank_one_fisher(by_output, by_input, stored.weight, self.shape[0])
+            return [[self._of_outputs(first), self._of_inputs(second)]]
         squares = torch.from_numpy(stored.squares)
         if score == "stade":
             deviation = deviation_of_inputs(

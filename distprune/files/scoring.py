@@ -1,13 +1,13 @@
 """The files that a recipe's scores need, found, checked and described.
 
-A plan has them as headers and small files: statistics of activations are read, some bytes for each
-input of a layer; of given scores, a tensor of the same name and shape for each pruned one, only the
+A plan has them as headers and small files: statistics are read, some bytes for each input of a
+layer; of given scores, a tensor of the same name and shape for each pruned one, only the
 headers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.errors import SelectionError, headline, shown
 from distprune.files.recipe import FileRecipe
+from distprune.recipes import BUDGET_FROM_STATISTICS
 
 if TYPE_CHECKING:  # numpy comes with it
     from distprune.files.matching import TensorStatistics
@@ -26,7 +27,7 @@ class ScoreInputs:
     """What scores are made from besides weights.
 
     Attributes:
-        statistics: of activations, for the tensors that need them.
+        statistics: of activations or gradients, for the tensors that need them.
         given: scores from files.
     """
 
@@ -57,6 +58,36 @@ class ScoreInputs:
         return replace(self, given=self.given.with_times(facts.get("scores")))
 
 
+def _without_file(part: FileRecipe) -> str:
+    """What to do where the recipe names no statistics."""
+    need = f"score {part.score}" if part.needs_statistics else f"budget {part.budget}"
+    if part.reads_gradients:
+        kind, how = "gradients", "calibrate --gradients` or GradientStatistics.save"
+    else:
+        kind, how = "activations", "calibrate` or ActivationStatistics.save"
+    return (
+        f"{need} needs statistics of {kind}; expected --statistics FILE, or 'statistics' in the "
+        f"recipe: the file that `distprune {how} writes."
+    )
+
+
+def _are_of_gradients(parts: Iterable[FileRecipe]) -> bool:
+    """Whether the statistics that parts of a recipe need are of gradients; all need one kind."""
+    needs: dict[bool, str] = {}
+    for part in parts:
+        of_activations = not part.reads_gradients or part.budget == BUDGET_FROM_STATISTICS
+        if part.needs_statistics:
+            needs.setdefault(part.reads_gradients, f"score {part.score}")
+        if of_activations:
+            needs.setdefault(False, f"budget {part.budget}")
+    if len(needs) > 1:
+        raise SelectionError(
+            f"{needs[True]} needs statistics of gradients and {needs[False]} those of activations, "
+            "and a pruning reads one file of statistics; expected one of the two."
+        )
+    return True in needs
+
+
 def find_inputs(
     recipe: FileRecipe,
     tensors: Sequence[tuple[FileRecipe, TensorEntry, Layout | None]],
@@ -80,15 +111,11 @@ def find_inputs(
     if measured := [(entry, layout) for part, entry, layout in tensors if part.reads_statistics]:
         if recipe.statistics is None:
             part = next(part for part, _, _ in tensors if part.reads_statistics)
-            need = f"score {part.score}" if part.needs_statistics else f"budget {part.budget}"
-            raise SelectionError(
-                f"{need} needs statistics of activations; expected --statistics FILE, or "
-                "'statistics' in the recipe: the file that `distprune calibrate` or "
-                "ActivationStatistics.save writes."
-            )
+            raise SelectionError(_without_file(part))
         from distprune.files.matching import match_statistics
 
-        statistics = match_statistics(recipe.statistics, measured, names)
+        of_gradients = _are_of_gradients(part for part, _, _ in tensors if part.reads_statistics)
+        statistics = match_statistics(recipe.statistics, measured, names, of_gradients)
     if given := [entry for part, entry, _ in tensors if part.score == "given"]:
         if recipe.scores is None:
             raise SelectionError(

@@ -1,4 +1,4 @@
-"""Calibration: text through a model, for activation statistics or for criteria that need gradients.
+"""Calibration: text through a model, for activation statistics or for what needs gradients.
 
 [Note: losses] The loss is the model's own, the mean over the predicted tokens of a batch. Windows
 are equally long, so that a batch counts by its number of windows:
@@ -21,7 +21,7 @@ import glob
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -53,14 +53,18 @@ from distprune.language_models.running import (
 )
 from distprune.language_models.text import TokenWindows
 from distprune.statistics.activation import ActivationStatistics, prune_sequentially
+from distprune.statistics.gradients import GradientStatistics
 from distprune.statistics.layers import layout_of
 from distprune.torch_private.wrapper import is_piece_of_flat
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
 
 
 def calibrate(
     model: nn.Module,
     windows: TokenWindows,
-    collected: ActivationStatistics | Criterion,
+    collected: ActivationStatistics | GradientStatistics | Criterion,
     *,
     batch_size: int = 1,
     progress: Report | None = None,
@@ -72,17 +76,19 @@ def calibrate(
     statistics.save("statistics.safetensors")
 
     The data-parallel ranks share the windows, in any number (running.[Note: steps]). Activation
-    statistics are then those of one process up to the rounding of fp64, and scores of criteria
-    those of one process with the same units, to 1e-6; see [Note: losses] for the units. The model
-    is in evaluation mode meanwhile, and has no gradients afterwards.
+    statistics are then those of one process up to the rounding of fp64, and scores of criteria and
+    gradient statistics those of one process with the same units, to 1e-6; see [Note: losses] for
+    the units. The model is in evaluation mode meanwhile, and has no gradients afterwards.
 
     Args:
-        model: plain or wrapped; it is called with ``input_ids``, and for a criterion also with
-            ``labels``, for which it returns an object with a ``loss``, as transformers' models do.
+        model: plain or wrapped; it is called with ``input_ids``, and where gradients are needed
+            also with ``labels``, for which it returns an object with a ``loss``, as transformers'
+            models do.
         windows: the same on every rank.
-        collected: activation statistics, of one pass; or a criterion of ``distprune.criteria``:
-            Fisher, Taylor, SNIP, GradientMagnitude, Movement, GraSP, Custom or one of your own.
-            What it has collected before stays, but GraSP's.
+        collected: activation statistics, of one pass; gradient statistics, in which a batch has the
+            weight of its number of windows; or a criterion of ``distprune.criteria``: Fisher,
+            Taylor, SNIP, GradientMagnitude, Movement, GraSP, Custom or one of your own. What it
+            has collected before stays, but GraSP's.
         batch_size: windows that a rank runs at a time.
         progress: called after every step, on every rank. GraSP runs the windows three times.
 
@@ -97,8 +103,8 @@ def calibrate(
             an error on one rank alone leaves the others waiting until the timeout of the
             process group.
 
-    Cost: a forward of each window, for a criterion with a backward; without the head of the
-    model, if the model can and statistics do not need it. Otherwise what ``collected`` says. On
+    Cost: a forward of each window, where gradients are needed with a backward; without the head of
+    the model, if the model can and statistics do not need it. Otherwise what ``collected`` says. On
     the wire 40 bytes per step, and what the forwards and backwards send.
     """
     ranks = check_same(model, windows, batch_size)
@@ -115,9 +121,10 @@ def calibrate(
             with torch.enable_grad(), _gradients_for(model, collected):
                 if isinstance(collected, GraSP):
                     run.measure(collected)
-                elif isinstance(collected, GradientMoment) and collected.unit == "rank_batch":
+                elif _reads_rank_batches(collected):
                     run.collect_rank_batches(collected)
                 else:
+                    assert isinstance(collected, Criterion)
                     run.collect_global_batches(collected)
     communicator.agree()
 
@@ -156,7 +163,7 @@ class _Run:
         with torch.no_grad():
             run(is_padding=True)
 
-    def collect_rank_batches(self, criterion: GradientMoment) -> None:
+    def collect_rank_batches(self, criterion: GradientMoment | GradientStatistics) -> None:
         """A unit for each batch; padding has the weight 0."""
         with criterion.calibrating():
             for step in self.steps:
@@ -213,20 +220,20 @@ def _check_collected(model: nn.Module, collected: object, ranks: DataRanks) -> N
     kind = type(collected).__name__
     if isinstance(collected, ActivationStatistics):
         return
-    if not isinstance(collected, Criterion):
+    if not isinstance(collected, (Criterion, GradientStatistics)):
         raise TypeError(
-            f"collected is a {kind}; expected ActivationStatistics or a criterion of "
-            "distprune.criteria."
+            f"collected is a {kind}; expected ActivationStatistics, GradientStatistics or a "
+            "criterion of distprune.criteria."
         )
     is_measured = isinstance(collected, MeasuredCriterion) and not isinstance(collected, GraSP)
     if is_measured or isinstance(collected, AdamSecondMoment):
         raise NotImplementedError(
             f"{kind} is not collected from text: SynFlow needs no data (criterion.prune), and the "
             "second moment of Adam is that of an optimizer. Expected Fisher, Taylor, SNIP, "
-            "GradientMagnitude, Movement, GraSP, Custom, or ActivationStatistics."
+            "GradientMagnitude, Movement, GraSP, Custom, ActivationStatistics, or "
+            "GradientStatistics."
         )
-    is_of_rank = isinstance(collected, GradientMoment) and collected.unit == "rank_batch"
-    if not is_of_rank and not ranks.averages_gradients:
+    if not _reads_rank_batches(collected) and not ranks.averages_gradients:
         raise NotImplementedError(
             f"{kind} reads averaged gradients, and the model is a plain one on {ranks.size} ranks, "
             "whose gradients nothing averages; expected DistributedDataParallel(model), or FSDP."
@@ -239,8 +246,17 @@ def _check_collected(model: nn.Module, collected: object, ranks: DataRanks) -> N
         )
 
 
+def _reads_rank_batches(
+    collected: Criterion | GradientStatistics,
+) -> TypeGuard[GradientMoment | GradientStatistics]:
+    """Whether a unit is the batch of one rank, whose gradient is not averaged."""
+    if isinstance(collected, GradientMoment):
+        return collected.unit == "rank_batch"
+    return isinstance(collected, GradientStatistics)
+
+
 @contextlib.contextmanager
-def _gradients_for(model: nn.Module, criterion: Criterion) -> Iterator[None]:
+def _gradients_for(model: nn.Module, criterion: Criterion | GradientStatistics) -> Iterator[None]:
     """Make no gradients but those that a criterion reads, if the model can; leave none behind.
 
     DDP and FSDP1 have decided what has gradients when they were made.

@@ -11,10 +11,12 @@ from typing import Literal
 
 from distprune._common.blocks import Pattern
 
-Score = Literal["magnitude", "random", "wanda", "stade", "ria", "given"]
+Score = Literal["magnitude", "random", "wanda", "stade", "ria", "fisher", "given"]
 Budget = Literal["uniform", "uniform+", "erk", "lamp", "owl"]
-# Scores that are made of weights and of statistics of activations.
-FROM_STATISTICS = ("wanda", "stade", "ria")
+# Scores that are made of weights and of statistics: of activations, and of gradients.
+FROM_ACTIVATIONS = ("wanda", "stade", "ria")
+FROM_GRADIENTS = ("fisher",)
+FROM_STATISTICS = (*FROM_ACTIVATIONS, *FROM_GRADIENTS)
 # The budget that is made of statistics of activations.
 BUDGET_FROM_STATISTICS = "owl"
 
@@ -31,6 +33,11 @@ def is_normalizable(scope: object, pattern: object, budget: object, score: objec
     """Whether the order of the weights depends on what each tensor is divided by."""
     is_one_ranking = scope in (None, "global") and pattern is None and budget is None
     return is_one_ranking and score != "random"
+
+
+def default_normalization(score: object) -> str:
+    """What scores that are normalizable are divided by; those of gradients compare as they are."""
+    return "none" if score in FROM_GRADIENTS else "rms"
 
 
 KeyPath = tuple[str | int, ...]

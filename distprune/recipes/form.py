@@ -295,8 +295,8 @@ class BudgetForm(Section):
 
     score: Score | None = Field(
         default=None,
-        description="What ranks weights. wanda, stade and ria need statistics, given needs "
-        "scores; these are for checkpoints only. Default: magnitude.",
+        description="What ranks weights. wanda, stade, ria and fisher need statistics, given "
+        "needs scores; these are for checkpoints only. Default: magnitude.",
     )
     method: Score | None = Field(default=None, description="The same as score.")
     scope: Scope | None = Field(
@@ -307,8 +307,8 @@ class BudgetForm(Section):
     normalize: Normalize | None = Field(
         default=None,
         description="What magnitudes are divided by before all tensors are ranked together: the "
-        "rms, the l2 norm or the mean magnitude of their tensor, or nothing. Default: rms; in "
-        "recipes of version 1: none.",
+        "rms, the l2 norm or the mean magnitude of their tensor, or nothing. Default: rms; for "
+        "score fisher and in recipes of version 1: none.",
     )
     budget: Budget | None = Field(
         default=None,
@@ -371,7 +371,8 @@ class RecipeForm(BudgetForm, _HeadForm):
     statistics: PathText | None = Field(
         default=None,
         description="The file of activation statistics, for scores wanda, stade and ria, and for "
-        "budget owl. Relative paths start at the recipe. Checkpoints only.",
+        "budget owl; or of gradient statistics, for score fisher. Relative paths start at the "
+        "recipe. Checkpoints only.",
     )
     scores: PathText | None = Field(
         default=None,
@@ -396,12 +397,12 @@ class RecipeForm(BudgetForm, _HeadForm):
     def resolved(self) -> tuple[GroupForm, ...]:
         """The groups with what they have from the top level; one group if there are none."""
         top: dict[str, Any] = {name: getattr(self, name) for name in BudgetForm.model_fields}
-        default = "none" if self.version == 1 else "rms"
+        is_raw = self.version == 1
         if not self.groups:
             whole = GroupForm.model_construct(**top, select=self.select)
-            return (_with_normalize(whole, self.normalize, default),)
+            return (_with_normalize(whole, self.normalize, is_raw),)
         return tuple(
-            _with_normalize(_with_defaults(group, top), group.normalize, default)
+            _with_normalize(_with_defaults(group, top), group.normalize, is_raw)
             for group in self.groups
         )
 
@@ -425,14 +426,15 @@ def _with_defaults(group: GroupForm, top: dict[str, Any]) -> GroupForm:
     return GroupForm.model_construct(**(inherited | own), select=group.select)
 
 
-def _with_normalize(group: GroupForm, own: str | None, default: str) -> GroupForm:
+def _with_normalize(group: GroupForm, own: str | None, is_raw: bool) -> GroupForm:
     """A group with the default; without what it has from the top level, if that has no effect.
 
     Args:
         group: with what it has from the top level.
         own: what the group itself says.
-        default: of the recipe's version.
+        is_raw: whether the recipe's version has no normalisation by default.
     """
+    default = "none" if is_raw else recipes.default_normalization(group.score or group.method)
     normalize = (group.normalize or default) if group.is_normalizable else own
     return group.model_copy(update={"normalize": normalize})
 

@@ -15,6 +15,7 @@ from distprune._common.blocks import BlockRule, Pattern, Scope
 from distprune._common.schedules import OneShot, Schedule, schedule_fields
 from distprune.recipes import (
     BUDGET_FROM_STATISTICS,
+    FROM_GRADIENTS,
     FROM_STATISTICS,
     Budget,
     Problems,
@@ -53,7 +54,8 @@ class Request:
         score: "magnitude"; "random": the numbers that ``RandomUnstructured`` would draw; for
             checkpoints also "wanda": |w| times the rms of its input; "stade": |w| times the
             standard deviation of its input; "ria": the relative importance of |w| times the rms
-            of its input; "given": |score| of ``scores``.
+            of its input; "fisher": the root of the Fisher information by factors; "given": |score|
+            of ``scores``.
         seed: of random scores. None: 0 for checkpoints, torch's generator for models.
         include: globs, or regular expressions after ``re:``, for names. None: matrices, except
             embeddings, heads, norms, routers, biases and scales.
@@ -76,9 +78,10 @@ class Request:
             source's README.md; false copies that of the source.
         normalize: what the scores of each tensor are divided by before they are ranked together
             with those of others: "rms", "l2" or "mean" (of the magnitudes); None: nothing. The
-            command line and recipe files have "rms" as their default.
+            command line and recipe files have "rms" as their default, but for "fisher".
         statistics: path of the statistics of activations that "wanda", "stade", "ria" and the
-            budget "owl" need, as ``ActivationStatistics.save`` writes them.
+            budget "owl" need, as ``ActivationStatistics.save`` writes them; or of those of
+            gradients, for "fisher", as ``GradientStatistics.save`` does.
         scores: path of the scores for "given": a folder of safetensors files, or one file, with a
             tensor for each pruned one, of its name and shape.
         schedule: instead of a sparsity, its course over the steps of training; for models.
@@ -209,13 +212,18 @@ class Request:
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether scores are made of weights and of statistics of activations."""
+        """Whether scores are made of weights and of statistics."""
         return self.score in FROM_STATISTICS
 
     @property
     def reads_statistics(self) -> bool:
-        """Whether scores or the budget are made of statistics of activations."""
+        """Whether scores or the budget are made of statistics."""
         return self.needs_statistics or self.budget == BUDGET_FROM_STATISTICS
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether scores are made of statistics of gradients."""
+        return self.score in FROM_GRADIENTS
 
     @property
     def has_limits(self) -> bool:

@@ -1,7 +1,7 @@
 """Importance scores that are computed from values and a few small factors, and these factors.
 
-Live models and files compute here what Wanda, STADE and RIA multiply |w| by, in fp64, and round it
-once to fp32.
+Live models and files compute here what Wanda, STADE, RIA and Fisher by factors multiply |w| by, in
+fp64, and round it once to fp32.
 """
 
 from __future__ import annotations
@@ -122,6 +122,31 @@ def relative_importance(
     """
     first, second = (torch.where(s > 0, 1 / s, 0.0) for s in (over_outputs, over_inputs))
     return norms * first, second
+
+
+def rank_one_fisher(
+    by_output: Tensor, by_input: Tensor, weight: float, num_matrices: int
+) -> tuple[Tensor, Tensor]:
+    """The factors of Fisher by factors: |w_ij| is multiplied by first_i * second_j.
+
+    ``first_i * second_j`` is the root of r_i * c_j / T, where r and c are the sums of the mean of
+    g**2 over rows and over columns of a matrix, and T is the sum of all of it.
+
+    Args:
+        by_output: float64 [outputs], the sums of weight * g**2 over rows, matrix by matrix.
+        by_input: float64, those over columns, matrix by matrix.
+        weight: the sum of the weights of all batches; above 0.
+        num_matrices: fused experts, or groups of a convolution; each has a T of its own.
+
+    Returns:
+        Shaped as the arguments; 0 where T is 0.
+    """
+    # One after the other, and not by rows: the sum of one matrix has the same bits, whatever
+    # else is stored beside it.
+    totals = torch.stack([c.sum() for c in by_input.reshape(num_matrices, -1)])
+    shares = by_input.reshape(num_matrices, -1) / totals.unsqueeze(1)
+    shares = torch.where(totals.unsqueeze(1) > 0, shares, 0.0)
+    return (by_output / weight).sqrt(), shares.sqrt().reshape(by_input.shape)
 
 
 def _counts(num_tokens: int | Sequence[int]) -> int | Tensor:

@@ -11,7 +11,16 @@ with collected.collecting():
 from __future__ import annotations
 
 from distprune.statistics.activation import ActivationStatistics, prune_sequentially
+from distprune.statistics.gradient_sums import GradientTotals
+from distprune.statistics.gradients import GradientStatistics
 from distprune.statistics.gram import GramMatrices
 from distprune.statistics.totals import Totals
 
-__all__ = ["ActivationStatistics", "GramMatrices", "Totals", "prune_sequentially"]
+__all__ = [
+    "ActivationStatistics",
+    "GradientStatistics",
+    "GradientTotals",
+    "GramMatrices",
+    "Totals",
+    "prune_sequentially",
+]

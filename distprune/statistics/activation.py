@@ -19,8 +19,9 @@ from distprune.files.checkpoints.statistics_file import (
 )
 from distprune.shards.factored import POWER_OF_RIA, FactoredScores
 from distprune.statistics import factors
-from distprune.statistics.collected import CollectedInputs, Pairs
+from distprune.statistics.collected import CollectedInputs
 from distprune.statistics.collecting import LocalStatistics
+from distprune.statistics.named import Pairs
 from distprune.statistics.totals import (
     VERSION,
     Totals,

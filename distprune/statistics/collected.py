@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distprune._common.collectives import Communicator
-from distprune._common.naming import NamedParameter, listed, unwrap
+from distprune._common.naming import NamedParameter, listed
 from distprune._common.process_groups import world
 from distprune._common.selecting import check_pattern, matcher
 from distprune.call.reading import read_parameters
@@ -21,21 +21,19 @@ from distprune.shards.parameters import Target
 from distprune.statistics.collecting import Collector, LocalStatistics
 from distprune.statistics.input_parts import Part, peers_of
 from distprune.statistics.layers import WeightLayout, layout_of, refusal
+from distprune.statistics.named import Pairs, StatisticsOfParameters
 from distprune.statistics.totals import Totals
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-T = TypeVar("T")
-
 Mode = Literal["one_pass", "sequential"]
-Pairs = Iterable[tuple[nn.Module, str]]
 
 # Squares on ranks with the same tokens are equal, unless their kernels add in another order.
 _TOLERANCE = 1e-6
 
 
-class CollectedInputs:
+class CollectedInputs(StatisticsOfParameters[LocalStatistics]):
     """Sums of the inputs of layers; see :class:`ActivationStatistics`."""
 
     def __init__(
@@ -46,7 +44,7 @@ class CollectedInputs:
         pipeline_parallel: bool = False,
         allow_empty: str | Sequence[str] = (),
     ) -> None:
-        self._communicator = world(group)
+        communicator = world(group)
 
         def arguments() -> ParameterArguments:
             patterns = [allow_empty] if isinstance(allow_empty, str) else list(allow_empty)
@@ -57,21 +55,16 @@ class CollectedInputs:
                 facts=[("allow_empty", str(patterns))],
             )
 
-        with self._communicator.exclusively():
-            self._arguments, targets = read_parameters(arguments, self._communicator)
-            self._local = local_statistics(targets, self._communicator)
-            self._communicator.run(self._check_patterns)
-        self._is_named = all(target.is_named or not target.places for target in targets)
+        with communicator.exclusively():
+            read, targets = read_parameters(arguments, communicator)
+            local = local_statistics(targets, communicator)
+            super().__init__(communicator, read, targets, local)
+            communicator.run(self._check_patterns)
         self._collector = self._new_collector()
         self._mode: Mode = "one_pass"
 
     def _new_collector(self) -> Collector:
         return Collector()
-
-    @property
-    def parameters(self) -> list[tuple[nn.Module, str]]:
-        """The (module, name) pairs of this rank that have statistics, under all their names."""
-        return [place for parameter in self._local for place in parameter.places]
 
     @property
     def mode(self) -> Mode:
@@ -81,16 +74,6 @@ class CollectedInputs:
         block, where the blocks before were pruned already, as Wanda was published.
         """
         return self._mode
-
-    @property
-    def num_collectives(self) -> int:
-        """All-reduces so far."""
-        return self._communicator.num_collectives
-
-    @property
-    def bytes_sent(self) -> int:
-        """Payload of those, per rank."""
-        return self._communicator.bytes_sent
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
@@ -162,14 +145,6 @@ class CollectedInputs:
         """
         return self._by_pair(self._labelled(parameters))
 
-    def _by_pair(self, by_label: Mapping[str, T]) -> dict[NamedParameter, T]:
-        """What belongs to parameters of this rank, by (module, name)."""
-        return {
-            NamedParameter(*parameter.places[0], parameter.label): by_label[parameter.label]
-            for parameter in self._local
-            if parameter.label in by_label and parameter.places
-        }
-
     def _read_weights(self) -> list[Target]:
         """The parameters as they are now, in the order of the statistics. Collective."""
         _, targets = read_parameters(lambda: self._arguments, self._communicator)
@@ -198,25 +173,6 @@ class CollectedInputs:
                 sum_over_ranks(new, same_tokens, self._allow_empty, self._communicator)
         return {parameter.label: parameter.summed for parameter in asked if parameter.summed}
 
-    def _positions_of(self, parameters: Pairs | None) -> list[int]:
-        if parameters is None:
-            return list(range(len(self._local)))
-        own = {
-            (id(module), name): position
-            for position, parameter in enumerate(self._local)
-            for module, name in parameter.places
-        }
-        positions = []
-        for module, name in parameters:
-            position = own.get((id(unwrap(module)), name))
-            if position is None:
-                raise ValueError(
-                    f"({type(module).__name__}, {name!r}) is none of the parameters of these "
-                    "statistics; expected pairs that they were made with."
-                )
-            positions.append(position)
-        return positions
-
     def _check_patterns(self) -> None:
         for pattern in self._allow_empty:
             check_pattern(pattern)
@@ -225,13 +181,6 @@ class CollectedInputs:
                     f"allow_empty: {pattern!r} matches no parameter; expected globs or 're:' "
                     f"patterns for names such as {self._local[0].label}."
                 )
-
-    def _check_names(self) -> None:
-        if not self._is_named:
-            raise ValueError(
-                "parameters have no full names, by which statistics are stored; expected pairs as "
-                "select(model) lists them, or NamedParameter(module, name, fqn)."
-            )
 
 
 def local_statistics(

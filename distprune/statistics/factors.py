@@ -1,6 +1,7 @@
-"""From sums to scores: the factors of Wanda, RIA and STADE, and the outlier ratios of OWL.
+"""From sums to scores: the factors of Wanda, RIA, STADE and Fisher, and the outlier ratios of OWL.
 
-All factors are |w_ij| times a number of the input feature j, and for RIA of the output i. They are
+All factors are |w_ij| times a number of the input feature j, and for RIA and Fisher of the output
+i. They are
 computed in fp64 and rounded once to fp32. The sums of |w| that RIA needs, and the counts of OWL,
 are the same on every sharding.
 """
@@ -20,11 +21,13 @@ from distprune.selection.scores import FactorScores, ScoreSource, TensorScores
 from distprune.shards.factored import (
     FactoredScores,
     deviation_of_inputs,
+    rank_one_fisher,
     relative_importance,
     rms_of_inputs,
 )
 from distprune.shards.geometry import MatrixRun
 from distprune.shards.parameters import Target
+from distprune.statistics.gradient_sums import GradientTotals
 from distprune.statistics.layers import WeightLayout
 from distprune.statistics.totals import Totals
 
@@ -100,6 +103,14 @@ def ria(
             [layout.of_outputs(second).float(), layout.of_inputs(norms).float()],
         ]
     )
+
+
+def fisher(totals: GradientTotals, layout: WeightLayout) -> FactoredScores:
+    """|w_ij| * sqrt(r_i * c_j / T), for the sums of the mean of g**2 over rows and over columns."""
+    first, second = rank_one_fisher(
+        totals.by_output, totals.by_input, totals.weight, layout.num_matrices
+    )
+    return FactoredScores([[layout.of_outputs(first).float(), layout.of_inputs(second).float()]])
 
 
 def outlier_ratios(

@@ -28,11 +28,11 @@ from distprune.files.checkpoints.gram_folder import (
 from distprune.files.errors import CheckpointError
 from distprune.shards.factored import FactoredScores
 from distprune.statistics.activation import ActivationStatistics
-from distprune.statistics.collected import Pairs
 from distprune.statistics.collecting import LocalStatistics
 from distprune.statistics.gram_collecting import GramCollector, LocalGram
 from distprune.statistics.input_parts import peers_of
 from distprune.statistics.layers import WeightLayout
+from distprune.statistics.named import Pairs
 from distprune.statistics.totals import Totals
 
 if TYPE_CHECKING:

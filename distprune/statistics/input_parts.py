@@ -197,7 +197,7 @@ def sums_of_rows(rows: Tensor, keep: Tensor | None = None, num_kept: int | None 
     Cost: one read; temporaries in fp64 of a chunk, 1 MiB on a CPU and 32 MiB elsewhere.
     """
     totals = torch.zeros(2, rows.shape[1], dtype=torch.float64, device=rows.device)
-    for start, stop in _spans(rows.shape[0], rows.shape[1], rows.device):
+    for start, stop in spans(rows.shape[0], rows.shape[1], rows.device):
         chunk = rows[start:stop].to(torch.float64, copy=True)
         if keep is not None:
             chunk.masked_fill_(~keep[start:stop].unsqueeze(1), 0)
@@ -240,7 +240,7 @@ def sums_of_windows(images: Tensor, layer: nn.Conv1d | nn.Conv2d) -> Sums:
     channels, dims = images.shape[1], len(layer.kernel_size)
     totals = torch.zeros(2, channels, *layer.kernel_size, dtype=torch.float64, device=images.device)
     num_tokens = 0
-    for start, stop in _spans(images.shape[0], images.shape[1:].numel(), images.device):
+    for start, stop in spans(images.shape[0], images.shape[1:].numel(), images.device):
         chunk = _padded(images[start:stop].to(torch.float64), layer)
         for total, padded in zip(totals, (chunk, chunk.square()), strict=True):
             windows = _windows(padded, layer)
@@ -266,7 +266,7 @@ def products_of_windows(images: Tensor, layer: nn.Conv1d | nn.Conv2d) -> Tensor:
     dtype = torch.promote_types(images.dtype, torch.float32)
     total = torch.zeros(groups, num_inputs, num_inputs, dtype=dtype, device=images.device)
     size = images.shape[1:].numel() * torch.Size(layer.kernel_size).numel()
-    for start, stop in _spans(images.shape[0], size, images.device):
+    for start, stop in spans(images.shape[0], size, images.device):
         windows = _windows(_padded(images[start:stop].to(dtype), layer), layer)
         # From [samples, channels, *positions, *kernel] to [channels, *kernel, samples, *positions].
         order = [1, *range(2 + dims, 2 + 2 * dims), 0, *range(2, 2 + dims)]
@@ -302,7 +302,7 @@ def _padding(layer: nn.Conv1d | nn.Conv2d) -> list[tuple[int, int]]:
     return [(int(size), int(size)) for size in layer.padding]
 
 
-def _spans(length: int, size: int, device: torch.device) -> Iterator[tuple[int, int]]:
+def spans(length: int, size: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """Spans of a dimension; with ``size`` elements in each place they are chunks."""
     chunk = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
     step = max(1, chunk // max(1, size))

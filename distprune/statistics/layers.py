@@ -56,6 +56,11 @@ class WeightLayout:
         return torch.Size(self.input_shape).numel()
 
     @property
+    def num_matrices(self) -> int:
+        """How many matrices it is: fused experts, or groups of a convolution."""
+        return self.shape[0] if self.are_experts else self.groups
+
+    @property
     def are_experts(self) -> bool:
         """Whether it is matrices of fused experts: each has tokens of its own."""
         return self.kind in EXPERT_LAYOUTS
@@ -143,6 +148,29 @@ def layout_of(module: nn.Module, name: str, shape: torch.Size) -> WeightLayout |
     if kind == "convolution":
         assert isinstance(module, _CONVOLUTIONS)
         return WeightLayout(kind, tuple(shape), module.groups)
+    return WeightLayout(kind, tuple(shape))
+
+
+def matrices_of(module: nn.Module, name: str, shape: torch.Size) -> WeightLayout:
+    """How a parameter lies as matrices of outputs and inputs, whatever its layer does with it.
+
+    Where that is not known, rows are outputs: dimension 0 of two, and of more than three; of three
+    dimensions, dimension 0 counts matrices.
+
+    Raises:
+        NotImplementedError: fewer than two dimensions.
+    """
+    known = layout_of(module, name, shape)
+    if isinstance(known, WeightLayout):
+        return known
+    if len(shape) < 2:
+        raise NotImplementedError(
+            f"it has {len(shape)} dimension(s), so there are no rows and columns of it; expected "
+            "parameters of two or more dimensions. Leave it out, as select(model) does."
+        )
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return WeightLayout("convolution", tuple(shape), 1 if module.transposed else module.groups)
+    kind = {2: "linear", 3: "experts"}.get(len(shape), "convolution")
     return WeightLayout(kind, tuple(shape))
 
 

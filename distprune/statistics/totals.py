@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distprune._common.collectives import Communicator
 from distprune._common.naming import listed
-from distprune.files.checkpoints.statistics_file import MODES, StoredStatistics
+from distprune.files.checkpoints.statistics_file import MODES, StoredStatistics, StoredWeight
 from distprune.statistics.layers import WeightLayout
 
 VERSION = 1  # of state dictionaries
@@ -95,7 +95,20 @@ def checked_entries(state: object) -> tuple[str, dict[str, StoredStatistics]]:
 def fitting(
     layouts: Mapping[str, WeightLayout], stored: Mapping[str, StoredStatistics], where: str
 ) -> dict[str, Totals]:
-    """The statistics of parameters among those that are stored.
+    """The statistics of parameters among those that are stored; see :func:`check_fit`."""
+    check_fit(layouts, stored, where)
+    totals = {}
+    for label in layouts:
+        found = stored[label]
+        sums, squares = torch.from_numpy(found.sums), torch.from_numpy(found.squares)
+        totals[label] = Totals(found.num_tokens, sums, squares)
+    return totals
+
+
+def check_fit(
+    layouts: Mapping[str, WeightLayout], stored: Mapping[str, StoredWeight], where: str
+) -> None:
+    """Check that stored statistics are those of some parameters.
 
     Args:
         layouts: of the parameters that are needed, by name.
@@ -112,7 +125,6 @@ def fitting(
             f"{', '.join(list(stored)[:3])}{', ...' if len(stored) > 3 else ''}. Expected the full "
             "names of the model that they were collected on."
         )
-    totals = {}
     for label, layout in layouts.items():
         found = stored[label]
         if WeightLayout(found.layout, tuple(found.shape), found.groups) != layout:
@@ -121,9 +133,6 @@ def fitting(
                 f"{tuple(found.shape)} ({found.layout}, {found.groups} groups); expected "
                 f"{layout.shape} ({layout.kind}, {layout.groups} groups)."
             )
-        sums, squares = torch.from_numpy(found.sums), torch.from_numpy(found.squares)
-        totals[label] = Totals(found.num_tokens, sums, squares)
-    return totals
 
 
 def digest_of(totals: Mapping[str, Totals]) -> str:

@@ -230,6 +230,10 @@ class FlatPiece(ManagedRun):
     def gradient_source(self) -> FlatSource:
         return FlatSource(self)
 
+    def of_leaf(self, gradient: Tensor) -> Tensor:
+        start = gradient.storage_offset() + _start_in_flat_parameter(self)
+        return gradient.as_strided(self.shape, self.stride, start)
+
     @property
     def gradient(self) -> Tensor | None:
         flat_param, (offset, size) = self.handle.flat_param, self.span

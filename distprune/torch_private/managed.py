@@ -140,6 +140,10 @@ class Managed(ABC):
     def gradient_source(self) -> GradientSource:
         """Where the un-averaged gradients of the parameter are seen."""
 
+    def of_leaf(self, gradient: Tensor) -> Tensor:
+        """The gradient of this parameter in what its ``gradient_source`` receives: a view."""
+        return gradient
+
     @property
     @abstractmethod
     def gradient(self) -> Tensor | None:

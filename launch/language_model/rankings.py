@@ -11,7 +11,7 @@ from torch import nn
 
 import distprune as prune
 from distprune import criteria, language_models
-from distprune.statistics import ActivationStatistics, GramMatrices
+from distprune.statistics import ActivationStatistics, GradientStatistics, GramMatrices
 from jobs.processes import Job
 from jobs.ranking import Pairs, Ranking, by_statistics
 
@@ -94,7 +94,9 @@ class Calibration:
             finished=finished,
         )
 
-    def run(self, collected: ActivationStatistics | criteria.Criterion) -> None:
+    def run(
+        self, collected: ActivationStatistics | GradientStatistics | criteria.Criterion
+    ) -> None:
         """Run all windows through the model, and collect."""
         language_models.calibrate(
             self.model,
@@ -126,6 +128,13 @@ def _by_gradients(make: Callable[..., criteria.Criterion]) -> Callable[[Calibrat
     return rank
 
 
+def _fisher_by_factors(calibration: Calibration) -> Ranking:
+    """Fisher without memory of the size of the model: by the sums of rows and of columns."""
+    statistics = GradientStatistics(calibration.parameters)
+    calibration.run(statistics)
+    return Ranking(prune.L1Unstructured, statistics.fisher())
+
+
 # By name on the command line.
 CRITERIA: dict[str, Callable[[Calibration], Ranking]] = {
     "magnitude": lambda _: Ranking(prune.L1Unstructured),
@@ -136,6 +145,7 @@ CRITERIA: dict[str, Callable[[Calibration], Ranking]] = {
     # Of power 1: that of power 2 ranks as Fisher does.
     "taylor": _by_gradients(partial(criteria.Taylor, power=1)),
     "fisher": _by_gradients(criteria.Fisher),
+    "factored_fisher": _fisher_by_factors,
 }
 NEEDS_TEXT = tuple(name for name in CRITERIA if name not in ("magnitude", "random"))
 

@@ -73,8 +73,9 @@ class Run:
         settings, read, kept = self.settings, [], 0
         if settings.recovery_steps and settings.lora is None:
             read, kept = [p for p in self.model.parameters() if p.requires_grad], 2  # of AdamW
-        elif settings.criterion in ("taylor", "fisher"):
-            read, kept = [getattr(*pair) for pair in self.parameters], 1
+        elif settings.criterion in ("taylor", "fisher", "factored_fisher"):
+            read = [getattr(*pair) for pair in self.parameters]
+            kept = int(settings.criterion != "factored_fisher")
         estimate = language_models.estimate_memory(
             self.model,
             settings.batch_size * settings.length,

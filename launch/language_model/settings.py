@@ -167,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--scope",
         choices=SCOPES,
-        help="what competes (global for random, taylor, fisher, budgets and tiles; else row)",
+        help="what competes (global for random, taylor, both fishers, budgets and tiles; else row)",
     )
     group.add_argument(
         "--pattern", help="2:4: prune 2 of each 4 weights along the inputs; 4x4: whole tiles"

@@ -5,10 +5,15 @@ import json
 import numpy as np
 import pytest
 from commands import start
+from safetensors.torch import load_file
 
+import distprune as prune
 from distprune.cli import language_models
 from distprune.cli.console import describe_windows
-from distprune.files.checkpoints.statistics_file import read_statistics
+from distprune.files.checkpoints.statistics_file import (
+    read_gradient_statistics,
+    read_statistics,
+)
 from distprune.language_models import (
     RunProgress,
     calibrate,
@@ -17,7 +22,7 @@ from distprune.language_models import (
     perplexity,
     read_windows,
 )
-from distprune.statistics import ActivationStatistics
+from distprune.statistics import ActivationStatistics, GradientStatistics
 from helpers.sampling import THOROUGH
 from helpers.tiny_language_model import save_tiny_llama, save_tiny_mixtral, tiny_llama, write_text
 
@@ -82,6 +87,38 @@ def test_calibrate_writes_the_statistics_of_the_library(run, made, tmp_path):
     assert list(stored) == other.json["layers"] and other.json["num_tokens"] == 32
     kept = [f"model.layers.{n}.mlp.{name}_proj.weight" for n in (0, 1) for name in ("gate", "up")]
     assert set(stored) == {*kept, "lm_head.weight"}
+
+
+@pytest.mark.filterwarnings("ignore:the ranking over all parameters")
+def test_calibrate_writes_gradients_that_prune_a_checkpoint(run, made, tmp_path):
+    """The masks are those of the model with the same statistics."""
+    model, text, _ = made
+    out = tmp_path / "gradients.safetensors"
+    options = ["--text", text, "--length", "16", "--device", "cpu", "--limit", "4"]
+    options += ["--batch-size", "2"]
+    done = run("calibrate", model, *options, "--out", out, "--gradients", "--json")
+    assert done.code == 0, done.err
+    assert done.json["mode"] == "gradients" and done.json["without_statistics"] == []
+    llama = tiny_llama()
+    pairs = linear_layers(llama)
+    statistics = GradientStatistics(pairs)
+    calibrate(llama, of_library(model, text, limit=4), statistics, batch_size=2)
+    found = read_gradient_statistics(out)
+    assert list(found) == [pair.fqn for pair in pairs] == done.json["layers"]
+    for pair, held in statistics.totals().items():
+        assert found[pair.fqn].weight == held.weight == 4
+        assert np.allclose(found[pair.fqn].by_input, held.by_input.numpy(), rtol=1e-6)
+    loaded = GradientStatistics.load(out, pairs)
+    prune.global_unstructured(pairs, prune.L1Unstructured, loaded.fisher(), amount=0.5)
+    pruned = tmp_path / "pruned"
+    options = ["-s", "0.5", "--score", "fisher", "--statistics", out]
+    assert run("prune", model, pruned, *options).code == 0
+    state = load_file(pruned / "model.safetensors")
+    for pair in pairs:
+        assert state[pair.fqn].equal(pair[0].weight.detach())
+    refused = run("calibrate", model, "--text", text, "--out", out, "--gradients",
+                  "--allow-empty", "x")  # fmt: skip
+    assert refused.code == 2 and "--allow-empty has no effect with --gradients" in refused.err
 
 
 def test_calibrate_takes_fused_experts(run, tmp_path):

@@ -9,7 +9,7 @@ import distprune as prune
 from distprune import criteria
 from distprune.language_models import TokenWindows, calibrate, linear_layers, read_windows
 from distprune.language_models.calibrating import without_statistics
-from distprune.statistics import ActivationStatistics
+from distprune.statistics import ActivationStatistics, GradientStatistics
 from distprune.testing import run_ranks
 from helpers.sampling import every
 from helpers.tiny_language_model import tiny_llama, tiny_tokenizer, write_text
@@ -100,6 +100,14 @@ def test_sums_of_integers_are_bit_equal(folder, count):
 def scores_of(wrapping, folder, kind, count, batch_size):
     torch.set_num_threads(1)
     model = wrapped_llama(tiny_llama(), wrapping)
+    if kind == "gradient statistics":
+        statistics = GradientStatistics(layers_of(model))
+        calibrate(model, read(folder, count), statistics, batch_size=batch_size)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return {
+            pair.fqn: [held.weight, *held.by_output.tolist(), *held.by_input.tolist()]
+            for pair, held in statistics.totals().items()
+        }
     if kind == "fisher":
         criterion = criteria.Fisher(layers_of(model), unit="rank_batch")
     elif kind == "grasp":
@@ -129,7 +137,7 @@ def closest(found, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-2", "fsdp2-4"])
-@pytest.mark.parametrize("kind", ["fisher", "snip"])
+@pytest.mark.parametrize("kind", ["fisher", "snip", "gradient statistics"])
 def test_scores_are_those_of_one_process(folder, wrapping, kind):
     """5 windows: batches of 2, 2 and 1, so that units and ranks have unequal ones."""
     expected = run_ranks(scores_of, 1, "none", folder, kind, 5, 2)[0]

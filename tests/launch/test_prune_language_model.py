@@ -259,6 +259,7 @@ def test_the_shipped_arguments_are_read(monkeypatch):
         (["--criterion", "magnitude", "--budget", "lamp"], "global", None),
         (["--criterion", "magnitude", "--pattern", "4x4"], "global", "rms"),
         (["--criterion", "fisher", "--calibrate", "a.txt"], "global", None),
+        (["--criterion", "factored_fisher", "--calibrate", "a.txt"], "global", None),
         (["--criterion", "random"], "global", None),
     ],
 )

@@ -224,11 +224,11 @@ def _facts(plan: Plan, report: Report) -> list[tuple[str, str]]:
     statistics = plan.inputs.statistics
     if statistics is not None:
         mode = statistics.mode.replace("_", " ")
-        value = (
-            f"`distprune/statistics.safetensors`, {mode}, {statistics.num_tokens:,} tokens, sha256 "
-            f"`{statistics.sha256}`"
-        )
-        facts.append(("statistics of activations", value))
+        kind, seen = "activations", f"{mode}, {statistics.num_tokens:,} tokens"
+        if statistics.weight is not None:
+            kind, seen = "gradients", f"weight {statistics.weight:,g}"
+        value = f"`distprune/statistics.safetensors`, {seen}, sha256 `{statistics.sha256}`"
+        facts.append((f"statistics of {kind}", value))
     if report.threshold is not None:
         only = plan.groups[0].recipe
         weights = "weights" if only.tile is None else "tiles"

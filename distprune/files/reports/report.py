@@ -145,8 +145,8 @@ class Report:
         groups: those of the recipe, in its order.
         warnings: what may be wrong with the result, one or two sentences each.
         inputs: what scores were made from besides weights: ``statistics``, with the sha256 of the
-            file, its mode and its number of tokens; ``scores``, with sizes, crc32 of headers and
-            times of change. None without.
+            file, its mode and its number of tokens, or of gradients their weight; ``scores``, with
+            sizes, crc32 of headers and times of change. None without.
     """
 
     digest: str

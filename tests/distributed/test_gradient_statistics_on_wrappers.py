@@ -1,0 +1,402 @@
+"""Gradient statistics on every wrapper: exactly those of one process that runs all batches."""
+
+import contextlib
+import copy
+import re
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import distprune as prune
+from distprune.shards import rank_batches
+from distprune.statistics import GradientStatistics, gradient_sums
+from distprune.testing import run_ranks
+from helpers import wrappings
+from helpers.collective_traffic import Traffic
+from helpers.comparisons import assert_nothing_wrong
+from helpers.micro_batches import (
+    Wrapped,
+    data_rank,
+    gradients_of_units,
+    loss_of,
+    make_model,
+    micro_batch,
+    num_tokens,
+)
+from helpers.models import target
+from helpers.sampling import every
+
+WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]
+ALL = wrappings.sampled([*wrappings.TRAINED, *wrappings.FSDP2_DIM1])
+Units = list[tuple[float, dict[str, Tensor]]]
+
+
+def expected_of(units: Units, name: str) -> tuple[float, Tensor, Tensor]:
+    """(weight, sums by output, sums by input) of a matrix [out, in], from all units."""
+    squares = sum(n * gradients[name].double() ** 2 for n, gradients in units)
+    return sum(n for n, _ in units), squares.sum(1), squares.sum(0)
+
+
+def pairs_of(wrapped: Wrapped) -> list[prune.NamedParameter]:
+    inner = wrappings.unwrapped(wrapped.model)
+    return [prune.NamedParameter(*target(inner, name), name) for name in WEIGHTS]
+
+
+def wrong_totals(statistics: GradientStatistics, units: Units, is_exact: bool = True) -> list[str]:
+    wrong = []
+    for pair, held in statistics.totals().items():
+        weight, by_output, by_input = expected_of(units, pair.fqn)
+        if held.weight != weight:
+            wrong.append(f"{pair.fqn}: weight {held.weight}, not {weight}")
+        for what, mine, right in (
+            ("output", held.by_output, by_output),
+            ("input", held.by_input, by_input),
+        ):
+            is_equal = (
+                torch.equal(mine, right)
+                if is_exact
+                else torch.allclose(mine, right, rtol=2e-6, atol=0)
+            )
+            if not is_equal:
+                wrong.append(f"{pair.fqn} by {what}: {mine.tolist()}, not {right.tolist()}")
+    return wrong
+
+
+def differences(wrapping: str, data: str, num_batches: int) -> list[str]:
+    """Twice the same batches, in two calibrations, of which each has other tokens on each rank."""
+    wrapped = Wrapped(wrapping, data)
+    statistics = GradientStatistics(pairs_of(wrapped))
+    for _ in range(2):
+        wrapped.calibrate(statistics, num_batches)
+    is_exact = data.startswith("integer")
+    wrong = wrong_totals(statistics, 2 * wrapped.units(num_batches), is_exact)
+    for held in statistics.totals().values():
+        own = torch.cat([held.by_output, held.by_input])
+        of_all = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_all, own)
+        if not all(torch.equal(own, other) for other in of_all):
+            wrong.append("ranks have different bits")
+    return wrong
+
+
+CASES = [(d, n) for d in ("integer float32", "integer bfloat16", "float32") for n in (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("wrapping", "case"),
+    [(w, case) for i, w in enumerate(ALL) for case in every(4, CASES, start=i)],
+)
+def test_the_sums_are_those_of_one_process(wrapping, case):
+    assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping, *case))
+
+
+def uneven_participation(wrapping: str) -> list[str]:
+    """Rank r has r micro-batches. Where a backward needs all ranks, the others weigh nothing."""
+    wrapped = Wrapped(wrapping, "integer float32")
+    statistics = GradientStatistics(pairs_of(wrapped))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    is_alone = wrappings.kind_of(wrapping) in ("plain", "ddp")
+    quiet = wrapped.model.no_sync() if wrapping.startswith("ddp") else contextlib.nullcontext()
+    with statistics.calibrating(), quiet:
+        for number in range(rank if is_alone else size - 1):
+            has_data = number < rank
+            with statistics.batch(weight=num_tokens(rank, number) if has_data else 0):
+                # Whatever a rank without data runs.
+                (wrapped.loss(number) * (1 if has_data else torch.inf)).backward()
+    units = wrapped.units(size - 1)
+    return wrong_totals(
+        statistics, [units[r * (size - 1) + a] for r in range(size) for a in range(r)]
+    )
+
+
+@pytest.mark.parametrize("wrapping", ["plain-3", "ddp-3", "fsdp1-3", "fsdp2-3"])
+def test_ranks_with_fewer_batches(wrapping):
+    size = wrappings.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(uneven_participation, size, wrapping))
+
+
+def data_parallel_over_tensor_parallel() -> list[str]:
+    """Plain replicas of a tensor-parallel model: the ranks of group= have other batches."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dense = make_model("tp-2", "integer float32")
+    plan = {"l1": ColwiseParallel(), "l2": RowwiseParallel()}
+    model = parallelize_module(copy.deepcopy(dense), mesh["tp"], plan)
+    pairs = [prune.NamedParameter(*target(model, name), name) for name in WEIGHTS]
+    wrong = []
+    try:
+        with GradientStatistics(pairs).calibrating():
+            wrong.append("a parameter whose data-parallel ranks are not known was accepted")
+    except ValueError as error:
+        if "expected group=" not in str(error):
+            wrong.append(str(error))
+    statistics = GradientStatistics(iter(pairs), group=mesh["dp"].get_group())
+    rank = data_rank("fsdp2_tp-2x2")
+    with statistics.calibrating():
+        for number in range(3):
+            with statistics.batch(weight=num_tokens(rank, number)):
+                loss_of(model, micro_batch(dense, "integer float32", rank, number)).backward()
+    return wrong + wrong_totals(statistics, gradients_of_units(dense, "integer float32", 2, 3))
+
+
+def test_data_parallel_replicas_of_a_tensor_parallel_model():
+    assert_nothing_wrong(run_ranks(data_parallel_over_tensor_parallel, 4))
+
+
+def traffic(wrapping: str) -> tuple[dict[str, int], int]:
+    """Bytes that are sent besides the training's own, and the number of outputs and inputs."""
+    wrapped = Wrapped(wrapping, "integer float32")
+    statistics = GradientStatistics(pairs_of(wrapped))
+
+    def run(batch=contextlib.nullcontext) -> None:
+        for number in range(2):
+            with batch():
+                wrapped.loss(number).backward()
+
+    run()  # what is sent at the first step only
+    with Traffic() as without:
+        run()
+    with Traffic() as both, statistics.calibrating(), Traffic() as inside:
+        run(statistics.batch)
+    with Traffic() as asked:
+        statistics.fisher()
+    sent = {
+        "inside": inside.num_bytes - without.num_bytes,
+        "outside": both.num_bytes - inside.num_bytes,
+        "asked": asked.num_bytes,
+    }
+    shapes = [wrapped.dense.get_parameter(name).shape for name in WEIGHTS]
+    return sent, sum(sum(shape) for shape in shapes)
+
+
+@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp1-2", "fsdp2-2", "tp-2"])
+def test_what_is_sent(wrapping):
+    for sent, num_sums in run_ranks(traffic, 2, wrapping):
+        assert sent["inside"] == 0
+        # Agreements when it begins and when it ends, and the sums, with a digest of them.
+        assert 0 <= sent["outside"] - 3 * 40 - 8 * (num_sums + 2 * 3 + 1) - 16 <= 3 * 8 * 10
+        assert sent["asked"] == 40
+
+
+# Wrong reductions.
+
+
+@contextlib.contextmanager
+def unweighted():
+    right = rank_batches.factor_of
+    with mock.patch.object(
+        rank_batches, "factor_of", lambda weight, *others: right(float(weight > 0), *others)
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def averaged_before_squared():
+    """The square of the mean over ranks, and not the mean of squares."""
+    right = gradient_sums._LocalSums.add
+
+    def add(self, gradient, factor):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        right(self, gradient / dist.get_world_size(), factor)
+
+    with mock.patch.object(gradient_sums._LocalSums, "add", add):
+        yield
+
+
+@contextlib.contextmanager
+def means_of_ranks():
+    """Each rank divides by its own weight, and the means are averaged."""
+    right = gradient_sums._LocalSums.packed
+
+    def packed(self, peers, rank, weight):
+        row = right(self, peers, rank, weight)
+        row[2:] /= weight
+        row[0] = 1
+        return row
+
+    with mock.patch.object(gradient_sums._LocalSums, "packed", packed):
+        yield
+
+
+@contextlib.contextmanager
+def every_rank_counts():
+    """As if the ranks of tensor parallelism had batches of their own."""
+    right = gradient_sums._LocalSums.packed
+
+    def packed(self, peers, rank, weight):
+        block = gradient_sums.GradientBlock(self.block.coordinates, (rank,), (rank,))
+        with mock.patch.object(self, "block", block):
+            return right(self, (rank,), rank, weight)
+
+    with mock.patch.object(gradient_sums._LocalSums, "packed", packed):
+        yield
+
+
+@contextlib.contextmanager
+def shards_at_the_beginning():
+    """Rows of a part are added to the first rows."""
+    right = gradient_sums.matrix_ranges
+
+    def at_zero(label, layout, coordinates):
+        return tuple(range(len(rows)) for rows in right(label, layout, coordinates))
+
+    with mock.patch.object(gradient_sums, "matrix_ranges", at_zero):
+        yield
+
+
+@contextlib.contextmanager
+def replicas_left_out():
+    """As if the replicas of HSDP had the batches of the first one."""
+    right = gradient_sums._LocalSums.packed
+
+    def packed(self, peers, rank, weight):
+        return right(self, peers, rank, weight) * (rank < 2)
+
+    with mock.patch.object(gradient_sums._LocalSums, "packed", packed):
+        yield
+
+
+@contextlib.contextmanager
+def loss_scale_not_squared():
+    right = rank_batches.factor_of
+    with mock.patch.object(rank_batches, "factor_of", lambda w, scale, power: right(w, scale, 1)):
+        yield
+
+
+def noticed(fault, wrapping: str) -> tuple[list[str], list[str]]:
+    found = []
+    for plant in (contextlib.nullcontext, fault):
+        wrapped = Wrapped(wrapping, "integer float32")
+        statistics = GradientStatistics(pairs_of(wrapped))
+        with plant(), statistics.calibrating():
+            for number in range(3):
+                weight = num_tokens(wrapped.rank, number)
+                with statistics.batch(weight=weight, loss_scale=4.0):
+                    (wrapped.loss(number) * 4).backward()
+        found.append(wrong_totals(statistics, wrapped.units()))
+    return tuple(found)
+
+
+@pytest.mark.parametrize(
+    ("fault", "wrapping"),
+    [
+        (unweighted, "ddp-2"),
+        (averaged_before_squared, "ddp-2"),
+        (averaged_before_squared, "fsdp2-2"),
+        (means_of_ranks, "fsdp1-2"),
+        (every_rank_counts, "tp-2"),
+        (every_rank_counts, "fsdp2_tp-2x2"),
+        (shards_at_the_beginning, "tp-2"),
+        (replicas_left_out, "hsdp-2x2"),
+        (loss_scale_not_squared, "plain-1"),
+    ],
+)
+def test_a_wrong_reduction_is_seen(fault, wrapping):
+    for healthy, planted in run_ranks(noticed, wrappings.world_size(wrapping), fault, wrapping):
+        assert not healthy
+        assert planted
+
+
+# What is refused.
+
+
+def errors_of(wrapping: str) -> list[str]:
+    """What goes wrong on one rank alone is raised on all of them, and changes nothing."""
+    wrapped = Wrapped(wrapping, "integer float32")
+    pairs = pairs_of(wrapped)
+    statistics = GradientStatistics(pairs)
+    wrapped.calibrate(statistics)
+    is_first = dist.get_rank() == 0
+    found = []
+
+    def note(attempt) -> None:
+        try:
+            attempt()
+            found.append("nothing was raised")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+
+    def run(weight=1.0, times=1, scale=1.0) -> None:
+        with statistics.calibrating(), statistics.batch(weight):
+            for _ in range(times):
+                (wrapped.loss(0) * scale).backward()
+
+    note(lambda: run(times=2))
+    note(lambda: run(scale=torch.inf if is_first else 1.0))
+    if wrappings.kind_of(wrapping) in ("tp", "fsdp2_tp"):
+        note(lambda: run(weight=1.0 + is_first))
+    else:
+        note(lambda: run(times=int(not is_first)) if wrapping.startswith("plain") else run(times=0))
+    note(lambda: statistics.fisher([(wrapped.model, "weight")] if is_first else None))
+    note(lambda: GradientStatistics(pairs[: 2 + is_first]))
+    note(GradientStatistics(pairs).fisher)
+    return found + wrong_totals(statistics, wrapped.units())  # those of the first calibration
+
+
+@pytest.mark.parametrize("wrapping", ["plain-2", "fsdp1-2", "fsdp2-2", "tp-2"])
+def test_an_error_of_one_rank_is_raised_on_all_and_changes_nothing(wrapping):
+    messages = [
+        r"RuntimeError: .*l\d.weight got 2 gradients in one batch",
+        r"ValueError: .*l\d.weight: the sum of its squared gradients is not finite",
+        r"ValueError: .*different weights"
+        if wrapping == "tp-2"
+        else r"RuntimeError: .*a batch had no gradient of any parameter",
+        r"ValueError: .*is none of the parameters of these statistics",
+        r"ValueError: .*number of parameters",
+        r"ValueError: .*l1.weight: the weights of all its batches are 0, or there was none",
+    ]
+    for found in run_ranks(errors_of, 2, wrapping):
+        assert len(found) == len(messages), found
+        for text, message in zip(found, messages, strict=True):
+            assert re.match(message, text), text
+
+
+def refusal_under(wrapping: str) -> str:
+    wrapped = Wrapped(wrapping, "integer float32")
+    pairs = pairs_of(wrapped)
+    statistics = GradientStatistics(pairs)
+    prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5)
+    try:
+        wrapped.calibrate(statistics)
+    except NotImplementedError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp1-2", "fsdp2-2"])
+def test_pruned_parameters_under_fsdp_are_refused(wrapping):
+    for text in run_ranks(refusal_under, 2, wrapping):
+        assert text.startswith("l1.weight is pruned, and FSDP shows"), text
+
+
+def scores_after_saving(wrapping: str, path: str) -> list[str]:
+    """A file of any sharding gives the same statistics on one process, and back."""
+    wrapped = Wrapped(wrapping, "integer float32")
+    statistics = GradientStatistics(pairs_of(wrapped))
+    wrapped.calibrate(statistics)
+    statistics.save(path)
+    loaded = GradientStatistics.load(path, pairs_of(wrapped))
+    single = make_model(wrapping, "integer float32")
+    alone = [prune.NamedParameter(*target(single, name), name) for name in WEIGHTS]
+    on_one = GradientStatistics.load(path, alone, group=dist.new_subgroups(1)[0])
+    from_state = GradientStatistics(pairs_of(wrapped))
+    from_state.load_state_dict(on_one.state_dict())
+    wrong = []
+    for other in (loaded, on_one, from_state):
+        for mine, its in zip(statistics.fisher().values(), other.fisher().values(), strict=True):
+            if not mine.equals(its):
+                wrong.append(f"{mine} is not {its}")
+    wrapped.calibrate(loaded)  # goes on
+    return wrong + wrong_totals(loaded, 2 * wrapped.units())
+
+
+@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-3", "fsdp2_tp-2x2"])
+def test_statistics_are_saved_and_loaded_on_any_sharding(wrapping, tmp_path):
+    path = str(tmp_path / "statistics.safetensors")
+    size = wrappings.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(scores_after_saving, size, wrapping, path))

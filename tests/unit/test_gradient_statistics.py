@@ -1,0 +1,118 @@
+"""Gradient statistics of one process: what is accepted, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+import distprune as prune
+from distprune.shards.factored import rank_one_fisher
+from distprune.statistics import GradientStatistics, gradient_sums
+from distprune.statistics.layers import WeightLayout, matrices_of
+
+
+def named(module: nn.Module) -> list[prune.NamedParameter]:
+    return [prune.NamedParameter(module, "weight", "layer.weight")]
+
+
+@pytest.mark.parametrize(
+    ("module", "layout"),
+    [
+        (nn.Linear(4, 3), WeightLayout("linear", (3, 4))),
+        (nn.Embedding(5, 4), WeightLayout("linear", (5, 4))),
+        (nn.Conv2d(4, 6, 3, groups=2), WeightLayout("convolution", (6, 2, 3, 3), 2)),
+        (nn.Conv3d(4, 6, 3), WeightLayout("convolution", (6, 4, 3, 3, 3))),
+        (nn.ConvTranspose1d(4, 6, 3, groups=2), WeightLayout("convolution", (4, 3, 3))),
+        (nn.Bilinear(4, 5, 3), WeightLayout("experts", (3, 4, 5))),
+    ],
+)
+def test_how_parameters_lie(module, layout):
+    assert matrices_of(module, "weight", module.weight.shape) == layout
+
+
+def test_vectors_are_refused():
+    with pytest.raises(NotImplementedError, match=r"layer.weight: it has 1 dimension\(s\)"):
+        GradientStatistics(named(nn.LayerNorm(3)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk"), [((3, 5, 7), 8), ((3, 5, 7), 1 << 17), ((1, 40, 3), 8)]
+)
+def test_squares_in_chunks(monkeypatch, shape, chunk):
+    monkeypatch.setattr("distprune.statistics.input_parts._CPU_CHUNK", chunk)
+    matrices = torch.randint(-9, 10, shape).to(torch.bfloat16)
+    squares = matrices.double() ** 2
+    along, across = gradient_sums.squares_along(matrices)
+    assert along.equal(squares.sum(2)) and across.equal(squares.sum(1))
+
+
+def test_the_matrix_of_rank_one_has_the_sums():
+    torch.manual_seed(0)
+    squares = torch.rand(2, 4, 3, dtype=torch.float64)
+    squares[1, 2] = 0
+    first, second = rank_one_fisher(squares.sum(2).flatten(), squares.sum(1).flatten(), 5.0, 2)
+    fitted = (first.view(2, 4, 1) * second.view(2, 1, 3)) ** 2
+    assert torch.allclose(fitted.sum(2), squares.sum(2) / 5, rtol=1e-14)
+    assert torch.allclose(fitted.sum(1), squares.sum(1) / 5, rtol=1e-14)
+    of_one, _ = rank_one_fisher(squares[0].sum(1), squares[0].sum(0), 5.0, 1)
+    assert of_one.equal(first[:4])
+
+
+def test_gradients_of_zero_give_scores_of_zero_and_a_warning():
+    layer = nn.Linear(3, 2)
+    statistics = GradientStatistics(named(layer))
+    with statistics.calibrating(), statistics.batch():
+        (layer(torch.zeros(1, 3)) * 0).sum().backward()
+    with pytest.warns(UserWarning, match=r"all gradients are zero of layer.weight: all their"):
+        (scores,) = statistics.fisher().values()
+    assert all(bool(factor.eq(0).all()) for factor in scores.terms[0])
+
+
+def test_what_is_out_of_order_is_refused():
+    layer = nn.Linear(3, 2)
+    statistics = GradientStatistics(named(layer))
+    with (
+        pytest.raises(RuntimeError, match="batch\\(\\) outside of calibrating"),
+        statistics.batch(),
+    ):
+        pass
+    with statistics.calibrating():
+        with pytest.raises(RuntimeError, match="inside of calibrating"), statistics.calibrating():
+            pass
+        for call in (statistics.totals, statistics.fisher, statistics.state_dict):
+            with pytest.raises(RuntimeError, match="have not added up what they saw yet"):
+                call()
+        with pytest.raises(ValueError, match="loss_scale=0"), statistics.batch(loss_scale=0):
+            pass
+        with pytest.raises(ValueError, match="weight=-1"), statistics.batch(-1):
+            pass
+    assert not layer.weight._backward_hooks
+    layer.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="is frozen"), statistics.calibrating():
+        pass
+
+
+def test_a_pruned_parameter_counts_what_is_left():
+    layer = nn.Linear(3, 2)
+    mask = torch.tensor([[1, 0, 1], [0, 1, 1]])
+    prune.custom_from_mask(layer, "weight", mask)
+    statistics = GradientStatistics(named(layer))
+    x = torch.tensor([[1.0, 2.0, 3.0]])
+    with statistics.calibrating(), statistics.batch(2.0):
+        layer(x).sum().backward()
+    (held,) = statistics.totals().values()
+    squares = 2 * (mask * x).double() ** 2
+    assert held.by_output.equal(squares.sum(1)) and held.by_input.equal(squares.sum(0))
+
+
+def test_states_of_others_are_refused():
+    statistics = GradientStatistics(named(nn.Linear(3, 2)))
+    state = statistics.state_dict()
+    for wrong in ({}, state | {"version": 2}, state | {"kind": "activations"}):
+        with pytest.raises(ValueError, match="no state dictionary of GradientStatistics"):
+            statistics.load_state_dict(wrong)
+    other = GradientStatistics(named(nn.Linear(4, 2)))
+    with pytest.raises(ValueError, match=r"layer.weight: state has statistics of a weight of shap"):
+        other.load_state_dict(state)
+    without_names = GradientStatistics([(nn.Linear(3, 2), "weight")])
+    with pytest.raises(ValueError, match="parameters have no full names"):
+        without_names.state_dict()
