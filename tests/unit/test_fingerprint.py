@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distprune.masks import record
-from distprune.masks.record import fingerprint_part
+from distprune.masks.record import fingerprint_part, fingerprint_parts
 from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order, run_index_map
 from distprune.shards.shard import FlatShard, LocalShard
 from helpers.sampling import num_examples
@@ -52,7 +52,12 @@ def run_of(mask, start, stop):
 
 
 def fingerprint_of(parts):
-    total = sum(int(fingerprint_part(*part)) for part in parts)
+    parts = list(parts)
+    each = [int(fingerprint_part(*part)) for part in parts]
+    # Short runs are processed together: twice as many as there are, of any lengths.
+    shards, masks = [shard for shard, _ in parts], [mask for _, mask in parts]
+    assert fingerprint_parts(shards * 2, masks * 2) == each * 2
+    total = sum(each)
     return (total + 2**63) % 2**64 - 2**63
 
 

@@ -10,6 +10,7 @@ import torch
 
 import distprune as prune
 from distprune import schedule
+from distprune.call import run
 from helpers import reference
 from helpers.models import Net, fill
 
@@ -46,6 +47,19 @@ def test_counts_are_those_of_the_total():
     pruner.remove()
     assert not prune.is_pruned(model)
     assert sum(int((p == 0).sum()) for p in model.parameters()) == round(0.83 * total(model))
+
+
+@pytest.mark.parametrize(("scores", "num_reads"), [(None, 1), ({}, 2)])
+def test_a_due_step_reads_the_parameters_once(scores, num_reads, monkeypatch):
+    """Unless there are scores: a function for them may change the model before they are used."""
+    reads, read = [], run.read_parameters
+    monkeypatch.setattr(run, "read_parameters", lambda *args: (reads.append(args), read(*args))[1])
+    model = fill(Net(), "normal", "float32")
+    pruner = schedule.ScheduledPruner(
+        weights(model), schedule.OneShot(0, 0.5), importance_scores=scores
+    )
+    assert pruner.step() is not None
+    assert len(reads) == num_reads
 
 
 def test_nothing_is_pruned_where_the_model_is_pruned_further_already():
