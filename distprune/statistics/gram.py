@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from distprune.files.checkpoints.gram_folder import (
     write_index,
     write_matrix,
 )
+from distprune.files.checkpoints.statistics_file import StoredStatistics
 from distprune.files.errors import CheckpointError
 from distprune.shards.factored import FactoredScores
 from distprune.statistics.activation import ActivationStatistics
@@ -266,6 +267,12 @@ class GramMatrices(ActivationStatistics):
                 lambda: made._read_blocks(folder), lambda names: [("matrices", str(names))]
             )
         return made
+
+    def _restore_from(
+        self, read: Callable[[], tuple[str, dict[str, StoredStatistics]]], where: str
+    ) -> None:
+        super()._restore_from(read, where)
+        self.forget()  # what was collected before, as the sums of it
 
     def _read_blocks(self, folder: Path) -> list[str]:
         """Read this rank's rows of all parameters; the names of those that have some.

@@ -9,11 +9,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
 
-from language_model.table_results import perplexity_text, table_of
+from language_model.table_results import perplexity_text, row_of, table_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests" / "benchmarks" / "results" / "language_model_gemma3_270m_202611.json"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "criteria.md")
+# The same table with kept weights moved; a run of its own.
+UPDATED = RESULTS.with_name("language_model_updates_gemma3_270m_202611.json")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "criteria.md", ROOT / "docs" / "reconstruction.md")
 START, END = "<!-- table of a language model -->", "<!-- /table of a language model -->"
 
 
@@ -25,12 +27,16 @@ def sentence(results: dict) -> str:
         return perplexity_text(cells[criterion, scope, 0.5])
 
     dense = perplexity_text(results["dense"])
+    updated = keyed(json.loads(UPDATED.read_text(encoding="utf-8"))["cells"])
+    moved = {key: perplexity_text(cell) for key, cell in updated.items()}
     return (
         f"Perplexity of Gemma-3-270M at 50 % (dense: {dense}): magnitude "
         f"{at('magnitude', 'global')} ranked globally and {at('magnitude', 'row')} by row; Wanda "
         f"{at('wanda', 'global')} globally, {at('wanda', 'global-rms')} with\n"
         f'`normalize="rms"`, {at("wanda", "row")} by row; Fisher {at("fisher", "global")} '
-        "globally. "
+        f"globally; Taylor globally {moved['taylor', 'global', 0.5]}, and "
+        f"{moved['taylor, least-squares', 'global', 0.5]} with "
+        "[the kept weights moved](docs/reconstruction.md).\n"
         "[The whole table, and what it is not](docs/criteria.md#which-criterion-which-scope)."
     )
 
@@ -57,7 +63,18 @@ def tables(results: dict) -> str:
 
 
 def keyed(cells: list[dict]) -> dict:
-    return {(cell["criterion"], cell["scope"], cell["sparsity"]): cell for cell in cells}
+    return {(row_of(cell), cell["scope"], cell["sparsity"]): cell for cell in cells}
+
+
+def table_of_updates() -> str:
+    """Markdown: perplexity with the kept weights as they were, and moved."""
+    results = json.loads(UPDATED.read_text(encoding="utf-8"))
+    dense = results["dense"]["all"]
+    return (
+        f"Perplexity of Gemma-3-270M on {dense['num_tokens']:,} tokens of four documents; the "
+        f"dense model: {dense['perplexity']:.2f}. Factors of 1.5 are safe, decimals are not.\n\n"
+        f"{table_of(keyed(results['cells']), perplexity_text)}"
+    )
 
 
 def with_tables(page: Path) -> str:
@@ -66,7 +83,10 @@ def with_tables(page: Path) -> str:
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    made = sentence(results) if page.name == "README.md" else tables(results)
+    if page.name == "reconstruction.md":
+        made = table_of_updates()
+    else:
+        made = sentence(results) if page.name == "README.md" else tables(results)
     return f"{before}{START}\n{made}\n{END}{after}"
 
 

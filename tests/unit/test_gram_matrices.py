@@ -158,3 +158,17 @@ def test_a_folder_that_is_not_one_of_grams_is_refused(tmp_path):
     index.unlink()
     with pytest.raises(CheckpointError, match=r"has no grams\.json"):
         GramMatrices.load(tmp_path / "grams", [pair])
+
+
+def test_a_state_that_is_loaded_replaces_what_was_collected():
+    """A state has no matrices: those that were collected before would be of other inputs."""
+    net = Attention()
+    grams = GramMatrices(prune.select(net))
+    with grams.collecting():
+        net(torch.ones(2, 3))
+    state = grams.state_dict()
+    with grams.collecting():
+        net(torch.ones(5, 3))
+    grams.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="never collected"):
+        grams.matrix(net.q)
