@@ -424,7 +424,7 @@ def calibrate(
 
       distprune calibrate MODEL --text a.txt --out stats.safetensors --nproc 4
 
-      distprune calibrate MODEL --text a.txt --out gradients.safetensors --gradients
+      distprune calibrate MODEL --text a.txt --out g.safetensors --gradients
     """
     given = ModelOptions(**options)
     given.check()

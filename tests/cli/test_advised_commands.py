@@ -156,6 +156,16 @@ def test_what_a_score_is_made_from(run, llama, source, tmp_path):
         options = ["--text", text, "--length", "16", "--device", "cpu", "--out", statistics]
         works(run("calibrate", model, *options))
         works(run("plan", model, *wanda, "--statistics", statistics))
+    fisher = ["plan", model, "--score", "fisher", "-s", "0.5"]
+    said(run(*fisher), "expected --statistics FILE", "`distprune calibrate --gradients`", code=2)
+    works(run("calibrate", model, *options, "--gradients"))
+    works(run(*fisher, "--statistics", statistics))
+    wanda = ["plan", model, "--score", "wanda", "-s", "0.5", "--statistics", statistics]
+    said(run(*wanda), "`distprune calibrate` without --gradients", code=3)
+    works(run("calibrate", model, *options))
+    works(run(*wanda))
+    other = run(*fisher, "--statistics", statistics)
+    said(other, "`distprune calibrate --gradients` write", code=3)
     given = ["--score", "given", "-s", "0.5"]
     said(run("plan", source, *given), "expected --scores FOLDER", code=2)
     scores = save(tmp_path / "scores", {name: torch.randn(8, 12) for name in TENSORS})
@@ -374,6 +384,12 @@ RUN_BY = {
     "leave --scope out.": "test_an_amount_where_there_is_none",
     "expected --sparsity too, which replaces": "test_an_amount_where_there_is_none",
     "expected --statistics FILE": "test_what_a_score_is_made_from",
+    "calibrate --gradients` or GradientStatistics.save": "test_what_a_score_is_made_from",
+    "`distprune calibrate` without --gradients": "test_what_a_score_is_made_from",
+    "`distprune calibrate --gradients` write": "test_what_a_score_is_made_from",
+    "--allow-empty has no effect with --gradients": (
+        "cli/test_eval_and_calibrate.py::test_calibrate_writes_gradients_that_prune_a_checkpoint"
+    ),
     "expected --scores FOLDER": "test_what_a_score_is_made_from",
     "leave --scores out": "test_what_a_score_is_made_from",
     "copy of them (--scores FOLDER)": "test_what_a_score_is_made_from",
@@ -447,7 +463,7 @@ def test_every_text_that_names_a_command_is_in_a_table():
     texts = [
         (place, text)
         for place, text in texts_of_the_package()
-        if ADVISES.search(text) and not re.fullmatch(r"--[\w/{}-]+", text)
+        if ADVISES.search(text) and not re.fullmatch(r"--[\w/{}\[\]:-]+", text)
     ]
     parts = [*RUN_BY, *NOTHING_TO_RUN]
     unknown = [each for each in texts if not any(part in each[1] for part in parts)]

@@ -226,7 +226,7 @@ def merges_of_transformers():
         for converter in transforms:
             if not hasattr(converter, "operations"):
                 continue
-            for pattern in converter.source_patterns:
+            for part, pattern in enumerate(converter.source_patterns):
                 if "experts.*." not in pattern:
                     continue
                 own = pattern.replace("\\", "").removeprefix(".").replace("*", "3")
@@ -237,7 +237,7 @@ def merges_of_transformers():
                     renamed, _ = copy.deepcopy(renaming).rename_source_key(renamed)
                 target, matched = copy.deepcopy(converter).rename_source_key(renamed)
                 assert matched is not None, (family, name)
-                yield family, name, target, len(converter.source_patterns)
+                yield family, name, target, len(converter.source_patterns), part
 
 
 # Families whose names on disk lead to no statistics: their tensors are refused, by name.
@@ -248,8 +248,8 @@ NOT_FOUND = {
 
 def test_the_experts_of_nearly_every_family_are_found():
     families, missing = set(), set()
-    for family, name, parameter, num_parts in merges_of_transformers():
+    for family, name, parameter, num_parts, part in merges_of_transformers():
         families.add(family)
-        if Origin(parameter, 3, num_parts) not in origins_of(name):
+        if Origin(parameter, 3, num_parts, part) not in origins_of(name):
             missing.add(family)
     assert missing == NOT_FOUND and len(families) > 40
