@@ -162,7 +162,7 @@ def test_more_elements_than_are_collected_outright():
 def test_a_sample_says_which_bounds_decide():
     """One read of each parameter, of those that a bound decides and of the others."""
     tensors = [
-        torch.randn(30_000, generator=torch.Generator().manual_seed(1)) * s for s in (1, 2, 4)
+        torch.randn(90_000, generator=torch.Generator().manual_seed(1)) * s for s in (1, 2, 4)
     ]
     loads = []
     load = ScoreKeys.load
@@ -172,9 +172,9 @@ def test_a_sample_says_which_bounds_decide():
         return load(self, start, stop, scratch)
 
     with mock.patch.object(ScoreKeys, "load", counted):
-        held, _ = check(tensors, None, 50_000, [0.4] * 3, [0.7] * 3, ["rows"] * 3, 2)
+        held, _ = check(tensors, None, 150_000, [0.4] * 3, [0.7] * 3, ["rows"] * 3, 2)
     assert held == ["max_sparsity", None, "min_sparsity"]
-    assert sum(loads) == 2 * 90_000  # the masks are written by another read
+    assert sum(loads) == 2 * 270_000  # the masks are written by another read
 
 
 def test_searches_in_batches(monkeypatch):
