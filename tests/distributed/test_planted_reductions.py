@@ -64,8 +64,8 @@ def sum_over_tensor_parallel_ranks() -> Iterator[None]:
     """A reduction over all ranks, of which those of tensor parallelism have other elements."""
     plain = gradients.local_gradient
 
-    def summed(shard, managed) -> Tensor:
-        gradient = plain(shard, managed).clone()
+    def summed(shard) -> Tensor:
+        gradient = plain(shard).clone()
         dist.all_reduce(gradient)
         return gradient
 
