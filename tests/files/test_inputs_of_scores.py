@@ -227,7 +227,8 @@ def test_nan_and_infinities(source, tmp_path, more):
         ({"budget": "owl"}, "budget owl needs statistics .*--statistics FILE"),
         (
             {"statistics": "a"},
-            "statistics: has no effect without score 'wanda', 'stade' or 'ria', or budget 'owl'",
+            "statistics: has no effect without score 'wanda', 'stade', 'ria' or 'fisher', or "
+            "budget 'owl'",
         ),
         ({"budget": "erk", "scope": "row"}, "budget: has no effect with scope 'row'"),
         ({"budget": "erk", "normalize": "rms"}, "normalize: has no effect beside a budget"),
