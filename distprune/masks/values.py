@@ -215,17 +215,17 @@ class ValueChange:
         return values
 
     def finish(self) -> None:
-        """Let the masks act on the new values."""
-        for part in self._parts:
-            part.refresh_products()
+        """Let the masks act on the new values, in products that have a graph again."""
+        with torch.enable_grad():
+            for part in self._parts:
+                part.refresh_products()
 
     def rollback(self) -> None:
         """Write back what was there before."""
         with interrupts_wait():
             for restore in self._restores.values():
                 restore()
-            for part in self._parts:
-                part.refresh_products()
+            self.finish()
 
 
 def _read(parameters: Iterable[Pair], communicator: Communicator) -> Iterator[_Part]:

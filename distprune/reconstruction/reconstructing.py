@@ -84,7 +84,7 @@ def reconstruct(
     Sent: the Gram matrices once (an all-gather of each); rows that a rank has alone need no more,
     as under ``fully_shard``. Rows that the sharding cuts (FSDP1's boundaries, ``Shard(1)``,
     row-wise tensor parallelism) and rows of replicas are shared among the ranks and summed:
-    4 or 12 bytes per element.
+    8 bytes per element where every rank has the row, else 24; half of it in float32.
 
     Source: the problem is that of Optimal Brain Surgeon and SparseGPT (arXiv 2301.00774) for a
     mask that is given; conjugate gradients on the support as in ALPS, arXiv 2406.07831.

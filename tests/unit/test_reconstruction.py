@@ -1,6 +1,7 @@
 """Least squares for kept weights in one process: against elimination, and exact cases."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -202,3 +203,15 @@ def test_training_goes_on_from_the_new_weights():
     assert not torch.equal(layer.weight_orig, before)
     layer(x)
     assert not layer.weight[layer.weight_mask == 0].any()
+
+
+@pytest.mark.parametrize("damping", [0.01, 0])
+def test_the_weight_has_a_graph_afterwards(damping):
+    """Also after an error: programs may use the attribute without calling the layer."""
+    layer = nn.Linear(4, 2)
+    grams, _ = pruned_layer(layer, torch.ones(3, 4))
+    with pytest.raises(ValueError, match="singular") if not damping else nullcontext():
+        prune.reconstruct([(layer, "weight")], grams, damping=damping)
+    assert torch.equal(layer.weight, layer.weight_orig * layer.weight_mask)
+    layer.weight.sum().backward()
+    assert torch.equal(layer.weight_orig.grad, layer.weight_mask)
