@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from distprune._common.naming import Pair
 from distprune._common.process_groups import world
@@ -19,10 +19,8 @@ from distprune.language_models.text import TokenWindows
 from distprune.methods.builtin import L1Unstructured
 from distprune.reconstruction.reconstructing import reconstruct
 from distprune.reconstruction.report import ReconstructionReport
-from distprune.shards.factored import FactoredScores
+from distprune.shards.parameters import Scores
 from distprune.statistics.gram import GramMatrices
-
-Scores = Mapping[tuple[nn.Module, str], Tensor | FactoredScores]
 
 
 @dataclass(frozen=True)

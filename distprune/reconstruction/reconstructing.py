@@ -17,7 +17,7 @@ from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
 from distprune.masks.values import ValueChange
 from distprune.reconstruction.report import ReconstructedParameter, ReconstructionReport
-from distprune.reconstruction.rows import Block, Matrices, blocks_of
+from distprune.reconstruction.rows import Block, blocks_of
 from distprune.reconstruction.solving import STEPS, least_squares
 from distprune.shards.parameters import Target
 from distprune.shards.shard import LocalShard
@@ -182,23 +182,22 @@ class _Weight:
         self._shard = shard
         self._change = change
         self._communicator = communicator
-        self._size = Matrices.of(layout)
+        height, self._width = layout.matrix_shape
         self._blocks: list[Block] = []
         self._dtype = dtype
         chunk = _CPU_CHUNK if shard.values.device.type == "cpu" else _DEVICE_CHUNK
-        self._height = max(1, chunk // max(1, self._size.width))
+        self._height = max(1, chunk // max(1, self._width))
 
         def whole_rows() -> Tensor:
             self._blocks = blocks_of(shard, layout)
-            have = torch.zeros(self._size.num, self._size.height, dtype=torch.int64)
+            have = torch.zeros(layout.num_matrices, height, dtype=torch.int64)
             for block in self._blocks:
-                if len(block.columns) == self._size.width:
+                if len(block.columns) == self._width:
                     have[block.matrix, block.rows.start : block.rows.stop] = 1
             return have.view(-1)
 
-        num_rows = self._size.num * self._size.height
-        shared = communicator.reduce(num_rows, whole_rows)
-        self._num_having = shared.view(self._size.num, self._size.height)
+        shared = communicator.reduce(layout.num_outputs, whole_rows)
+        self._num_having = shared.view(layout.num_matrices, height)
 
     def solve(self, number: int, gram: Tensor, added: float, steps: int, errors: _Errors) -> None:
         """Change the rows of one matrix. Collective.
@@ -219,9 +218,10 @@ class _Weight:
             return found.weights
 
         def solve_own() -> None:
+            alone = (num_having == 1).nonzero().view(-1)
             for block in self._blocks:
-                if block.matrix == number and len(block.columns) == self._size.width:
-                    for rows in self._runs((num_having == 1).nonzero().view(-1), block.rows):
+                if block.matrix == number and len(block.columns) == self._width:
+                    for rows in self._runs(alone, block.rows):
                         values, keep = self._read(block, rows)
                         block.write(self._change.values(self.number), rows, solved(values, keep))
 
@@ -237,7 +237,7 @@ class _Weight:
         communicator = self._communicator
         have_all = bool((self._num_having[number][ids] == communicator.size).all())
         blocks = [block for block in self._blocks if block.matrix == number]
-        shape, device = (len(ids), self._size.width), self._shard.values.device
+        shape, device = (len(ids), self._width), self._shard.values.device
 
         def places() -> Iterator[tuple[Block, range, slice, slice]]:
             for block in blocks:
@@ -326,7 +326,7 @@ def _damped(
     whole = block.whole(number, communicator)
 
     def damp() -> tuple[Tensor, float]:
-        damped, added = with_damping(whole.to(dtype), damping)
+        damped, added = with_damping(whole, damping, dtype)
         if not damping and int(torch.linalg.cholesky_ex(damped).info):
             raise ValueError(
                 f"{label}: damping=0, and its Gram matrix is singular: the calibration data has "

@@ -22,28 +22,6 @@ from distprune.statistics.layers import WeightLayout
 
 
 @dataclass(frozen=True)
-class Matrices:
-    """The matrices of a weight.
-
-    Attributes:
-        num: how many there are.
-        height: rows of each.
-        width: inputs, which are elements of a row.
-    """
-
-    num: int
-    height: int
-    width: int
-
-    @classmethod
-    def of(cls, layout: WeightLayout) -> Matrices:
-        """Those that a layout says."""
-        num = layout.shape[0] if layout.are_experts else layout.groups
-        height = layout.num_outputs // max(1, num)
-        return cls(num, height, torch.Size(layout.shape).numel() // max(1, num * height))
-
-
-@dataclass(frozen=True)
 class Block:
     """What a rank has of one matrix.
 
@@ -88,7 +66,7 @@ def blocks_of(shard: LocalShard, layout: WeightLayout) -> list[Block]:
 
 def _blocks_of_region(shard: LocalShard, layout: WeightLayout) -> Iterator[Block]:
     """Of a range in each dimension."""
-    where, size = shard.coordinates, Matrices.of(layout)
+    where, (height, _) = shard.coordinates, layout.matrix_shape
     if layout.are_experts:
         rows, columns = where[layout.output_dim], where[layout.input_dim]
         for place, expert in enumerate(where[0]):
@@ -108,30 +86,30 @@ def _blocks_of_region(shard: LocalShard, layout: WeightLayout) -> Iterator[Block
             "its outputs or its channels."
         )
     columns = range(where[1].start * inner, where[1].stop * inner)
-    for matrix in range(size.num):
-        start = max(where[0].start, matrix * size.height)
-        stop = min(where[0].stop, (matrix + 1) * size.height)
+    for matrix in range(layout.num_matrices):
+        start = max(where[0].start, matrix * height)
+        stop = min(where[0].stop, (matrix + 1) * height)
         if start < stop:
             here = slice(start - where[0].start, stop - where[0].start)
 
             def of_group(local: Tensor, here: slice = here) -> Tensor:
                 return local[here]
 
-            first = matrix * size.height
+            first = matrix * height
             yield Block(matrix, range(start - first, stop - first), columns, of_group)
 
 
 def _blocks_of_run(shard: FlatShard, layout: WeightLayout) -> Iterator[Block]:
     """Of a run of row-major memory: a part of a line, whole lines, a part of a line."""
-    begin, size = shard.index.start, Matrices.of(layout)
+    begin, (height, width) = shard.index.start, layout.matrix_shape
     if begin is None:
         raise NotImplementedError(
             f"{shard.name}: FSDP1 has flattened a weight that is not row-major in memory "
             "(channels_last, say), so that its rows are not runs. Make it contiguous before the "
             "model is wrapped, or use fully_shard."
         )
-    length = size.height if layout.is_transposed else size.width  # of a line in memory
-    num_lines = size.width if layout.is_transposed else size.height
+    length = height if layout.is_transposed else width  # of a line in memory
+    num_lines = width if layout.is_transposed else height
     end = begin + shard.values.numel()
     position = begin
     while position < end:

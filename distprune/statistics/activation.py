@@ -389,8 +389,9 @@ def prune_sequentially(
     statistics._mode = "sequential"
     results = []
     with communicator.raising_everywhere():
+        to_do = [number for number, parameters in enumerate(of_block) if parameters][finished:]
         for number, parameters in enumerate(of_block):
-            if parameters and sum(map(bool, of_block[:number])) >= finished:
+            if number in to_do:
                 with statistics._collector.collecting(parameters):
                     for position, batch in enumerate(batches):
                         if passes is not None:

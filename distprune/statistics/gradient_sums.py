@@ -181,10 +181,7 @@ class _LocalSums:
         if self._sums is None:
             self._sums = tuple(
                 torch.zeros(layout.num_matrices, size, dtype=torch.float64, device=gradient.device)
-                for size in (
-                    layout.num_outputs // max(1, layout.num_matrices),
-                    layout.num_inputs // max(1, layout.num_matrices),
-                )
+                for size in layout.matrix_shape
             )  # type: ignore[assignment]
         assert self._sums is not None
         counts, *both = self._matrices

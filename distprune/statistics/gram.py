@@ -102,9 +102,8 @@ class GramMatrices(ActivationStatistics):
         That much memory a rank needs for them while it collects.
         """
         return sum(
-            4 * num * size**2
-            for position in self._positions_of(parameters)
-            for num, size in (_matrices_of(self._local[position].layout),)
+            4 * layout.num_matrices * layout.matrix_shape[1] ** 2
+            for layout in (self._local[p].layout for p in self._positions_of(parameters))
         )
 
     def matrix(self, module: nn.Module, name: str = "weight") -> Tensor:
@@ -126,7 +125,7 @@ class GramMatrices(ActivationStatistics):
         num = block.rows.shape[0]
         with self._communicator.exclusively():
             whole = [block.whole(number, self._communicator) for number in range(num)]
-        layout = next(p.layout for p in self._local if p.label == labels[0])
+        layout = self._layouts[labels[0]]
         has_several = layout.are_experts or layout.groups > 1
         return torch.stack(whole) if has_several else whole[0].clone()
 
@@ -153,7 +152,7 @@ class GramMatrices(ActivationStatistics):
             raise ValueError(f"damping={damping!r}; expected a number > 0, such as 0.01.")
         totals = self._labelled(parameters)
         blocks = self.blocks(parameters)
-        layouts = {p.label: p.layout for p in self._local}
+        layouts = self._layouts
         factors: dict[str, Tensor] = {}
         turns = itertools.cycle(range(self._communicator.size))
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
@@ -283,12 +282,12 @@ class GramMatrices(ActivationStatistics):
         by_sharing: dict[tuple[str, ...], list[StoredMatrix]] = {}
         for stored in read_index(folder):
             by_sharing.setdefault(stored.parameters, []).append(stored)
-        layouts = {parameter.label: parameter.layout for parameter in self._local}
+        layouts = self._layouts
         for names, matrices in by_sharing.items():
             wanted = [name for name in names if name in layouts]
             if not wanted:
                 continue
-            num, size = _matrices_of(layouts[wanted[0]])
+            num, size = layouts[wanted[0]].num_matrices, layouts[wanted[0]].matrix_shape[1]
             matrices.sort(key=lambda stored: stored.number)
             if [(m.number, m.size) for m in matrices] != [(n, size) for n in range(num)]:
                 raise CheckpointError(
@@ -329,13 +328,16 @@ class GramMatrices(ActivationStatistics):
 
         def share() -> Tensor:
             numbers = []
+            first_with: dict[int, str] = {}  # of each block
+            for label, block in self._blocks.items():
+                first_with.setdefault(id(block), label)
             for parameter in asked:
                 gram = self._counted(parameter)
-                block = self._blocks.get(parameter.label)
-                first = 0 if gram is None else 1 + self._local.index(gram.parameters[0])
-                before = [p.label for p in self._local if self._blocks.get(p.label) is block]
-                text = f"{self._communicator.index} {first} {before[0] if block else None}"
-                text += f" {_matrices_of(parameter.layout)}"
+                first = None if gram is None else gram.parameters[0].label
+                before = first_with.get(id(self._blocks.get(parameter.label)))
+                layout = parameter.layout
+                text = f"{self._communicator.index} {first} {before} "
+                text += f"{layout.num_matrices} {layout.matrix_shape[1]}"
                 digest = hashlib.sha256(text.encode()).digest()
                 numbers.append(int.from_bytes(digest[:8], "big", signed=True))
             return torch.tensor(numbers, dtype=torch.int64)
@@ -357,7 +359,7 @@ class GramMatrices(ActivationStatistics):
             RuntimeError: inputs were seen, and the matrices are gone.
         """
         communicator, label = self._communicator, group[0].label
-        num, size = _matrices_of(group[0].layout)
+        num, size = group[0].layout.num_matrices, group[0].layout.matrix_shape[1]
         height = -(-size // communicator.size)
         gram, before = self._counted(group[0]), self._blocks.get(label)
         dtypes = torch.tensor([0 if gram is None else 1 + int(_is_double(gram))])
@@ -395,27 +397,21 @@ class GramMatrices(ActivationStatistics):
 
 def inverse_diagonal(gram: Tensor, damping: float) -> Tensor:
     """The diagonal of the inverse of a damped Gram matrix, fp64."""
-    damped, _ = with_damping(gram.double(), damping)
+    damped, _ = with_damping(gram, damping, torch.float64)
     return torch.cholesky_inverse(torch.linalg.cholesky(damped)).diagonal()
 
 
-def with_damping(gram: Tensor, damping: float) -> tuple[Tensor, float]:
+def with_damping(gram: Tensor, damping: float, dtype: torch.dtype) -> tuple[Tensor, float]:
     """A copy with ``damping`` times the mean of the diagonal added to it, and how much that is.
 
     It is 1 where nothing was seen: then least squares leaves weights as they are.
     """
     mean = float(gram.diagonal().mean(dtype=torch.float64)) if len(gram) else 0.0
     added = damping * mean if mean > 0 else 1.0
-    damped = gram.clone()
+    damped = gram.to(dtype, copy=True)
     damped.diagonal().add_(added)
     return damped, added
 
 
 def _is_double(gram: LocalGram | None) -> bool:
     return gram is not None and any(m.dtype == torch.float64 for m in gram.matrices.values())
-
-
-def _matrices_of(layout: WeightLayout) -> tuple[int, int]:
-    """How many Gram matrices a weight has, and their inputs."""
-    num = layout.num_token_counts if layout.are_experts else layout.groups
-    return num, layout.num_inputs // max(1, num)

@@ -61,6 +61,12 @@ class WeightLayout:
         return self.shape[0] if self.are_experts else self.groups
 
     @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Outputs and inputs of each of its matrices."""
+        num = max(1, self.num_matrices)
+        return self.num_outputs // num, self.num_inputs // num
+
+    @property
     def are_experts(self) -> bool:
         """Whether it is matrices of fused experts: each has tokens of its own."""
         return self.kind in EXPERT_LAYOUTS

@@ -108,10 +108,9 @@ def main() -> None:
             threshold = ranked.quantile(amount, dim=1, keepdim=True)
             cases.append((weights, (ranked > threshold).double(), gram))
         for name, solve in SOLVERS.items():
-            left, began = 0.0, time.perf_counter()
-            seconds = 0.0
+            left = seconds = 0.0
             for weights, keep, gram in cases:
-                damped, _ = with_damping(gram, 0.01)
+                damped, _ = with_damping(gram, 0.01, torch.float64)
                 began = time.perf_counter()
                 new = solve(weights, keep, damped)
                 seconds += time.perf_counter() - began
