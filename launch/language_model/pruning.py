@@ -11,7 +11,7 @@ import distprune as prune
 from distprune import budgets, language_models
 from distprune.schedule import Cubic, Linear, ScheduledPruner
 from distprune.statistics import ActivationStatistics, GramMatrices
-from jobs.ranking import Pairs, Scores
+from jobs.ranking import Pairs
 
 from .blocks import FinishedBlocks
 from .rankings import CRITERIA, Calibration
@@ -67,17 +67,12 @@ def prune_and_move(
             yield with_errors(rows, prune.reconstruct(parameters, grams))
         return
 
-    def score() -> Scores:
-        scores = CRITERIA[settings.criterion](calibration.renewed()).scores
-        assert scores is not None
-        return scores
-
     for made in language_models.prune_in_rounds(
         calibration.model,
         calibration.text,
         parameters,
         [*settings.rounds, settings.sparsity or 0.0],
-        score,
+        lambda: calibration.scores_anew(settings.criterion),
         update=settings.update != "none",
         batch_size=settings.batch_size,
         progress=calibration.job.progress("collecting the inputs of layers"),
@@ -118,6 +113,7 @@ def prune_block_by_block(
     made = calibration.run_block_by_block(statistics, prune_block, finished=len(rows))
     if blocks is None:
         rows = made
+        assert calibration.statistics_file is not None
         statistics.save(calibration.statistics_file)
     return [row for of_block in rows for row in of_block]
 

@@ -13,7 +13,7 @@ import distprune as prune
 from distprune import criteria, language_models
 from distprune.statistics import ActivationStatistics, GradientStatistics, GramMatrices
 from jobs.processes import Job
-from jobs.ranking import Pairs, Ranking, by_statistics
+from jobs.ranking import Pairs, Ranking, Scores, by_statistics
 
 R = TypeVar("R")
 
@@ -23,7 +23,8 @@ class Calibration:
 
     Args:
         windows: None if only criteria without text are asked for.
-        statistics_file: read if it exists, else written when statistics are asked for.
+        statistics_file: read if it exists, else written when statistics are asked for; None: of a
+            model that is another one later.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class Calibration:
         model: nn.Module,
         parameters: Pairs,
         windows: language_models.TokenWindows | None,
-        statistics_file: Path,
+        statistics_file: Path | None,
         batch_size: int,
         job: Job,
     ) -> None:
@@ -45,11 +46,13 @@ class Calibration:
     @cached_property
     def statistics(self) -> ActivationStatistics:
         """Of the inputs of all layers. Collective when first asked for."""
-        if self.job.of_rank_0(self.statistics_file.exists):
-            return ActivationStatistics.load(self.statistics_file, self.parameters)
+        file = self.statistics_file
+        if file is not None and self.job.of_rank_0(file.exists):
+            return ActivationStatistics.load(file, self.parameters)
         statistics = ActivationStatistics(self.parameters)
         self.run(statistics)
-        statistics.save(self.statistics_file)
+        if file is not None:
+            statistics.save(file)
         return statistics
 
     @property
@@ -58,10 +61,14 @@ class Calibration:
         assert self.windows is not None  # the settings were checked
         return self.windows
 
-    def renewed(self) -> Calibration:
-        """One of the model as it is now, that has learnt nothing yet."""
-        file = self.statistics_file.with_name("of_a_round.safetensors")
-        return _OfARound(self.model, self.parameters, self.windows, file, self.batch_size, self.job)
+    def scores_anew(self, criterion: str) -> Scores:
+        """Scores by a criterion of the model as it is now. Collective."""
+        of_round = Calibration(
+            self.model, self.parameters, self.windows, None, self.batch_size, self.job
+        )
+        scores = CRITERIA[criterion](of_round).scores
+        assert scores is not None  # the settings were checked
+        return scores
 
     @cached_property
     def grams(self) -> GramMatrices:
@@ -105,16 +112,6 @@ class Calibration:
             batch_size=self.batch_size,
             progress=self.job.progress("calibrating"),
         )
-
-
-class _OfARound(Calibration):
-    """A calibration that neither reads nor writes a file: the model is another one later."""
-
-    @cached_property
-    def statistics(self) -> ActivationStatistics:
-        statistics = ActivationStatistics(self.parameters)
-        self.run(statistics)
-        return statistics
 
 
 def _by_gradients(make: Callable[..., criteria.Criterion]) -> Callable[[Calibration], Ranking]:

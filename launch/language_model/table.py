@@ -16,7 +16,7 @@ import distprune as prune
 from distprune import language_models
 from distprune.language_models import TokenWindows
 from jobs.processes import Job
-from jobs.ranking import Pairs, Ranking, Scores
+from jobs.ranking import Pairs, Ranking
 from jobs.scopes import is_meaningful, keywords_of
 from jobs.work import Folder
 
@@ -105,17 +105,12 @@ class Table:
         if self.job.of_rank_0(lambda: all(file.exists() for file in files)):
             return
 
-        def score() -> Scores:
-            scores = CRITERIA[criterion](self.calibration.renewed()).scores
-            assert scores is not None
-            return scores
-
         rounds = language_models.prune_in_rounds(
             self.model,
             self.texts.calibration,
             self.parameters,
             [cell.sparsity for cell in cells],
-            score,
+            lambda: self.calibration.scores_anew(criterion),
             batch_size=self.settings.batch_size,
         )
         for cell, made in zip(cells, rounds, strict=True):
