@@ -379,7 +379,12 @@ def prune_block_by_block(
             output_of(model, input_ids=ids)
         reporter.add(step.num_in_step)
 
-    states = HiddenStates(blocks, None if storage is None else torch.device(storage))
+    communicator = world()
+    place = None if storage is None else torch.device(storage)
+    states = communicator.run(lambda: HiddenStates(blocks, place))
+
+    def is_chain() -> bool:
+        return not int(communicator.max(torch.tensor([int(not states.is_chain)])))
 
     def catch() -> None:
         for step in steps:
@@ -395,15 +400,13 @@ def prune_block_by_block(
         reporter.add(step.num_in_step)
 
     with in_eval_mode(model), torch.inference_mode(False), torch.no_grad():
-        communicator = world()
-        with communicator.raising_everywhere():
-            catch()
-        is_chain = communicator.run(lambda: torch.tensor([int(not states.is_chain)]))
-        passes = None
-        if int(communicator.max(is_chain)):
+        if is_chain():
+            with communicator.raising_everywhere():
+                catch()
+            communicator.agree()
+        passes = _Passes(collect, states.advance) if is_chain() else None
+        if passes is None:
             states.forget()
-        else:
-            passes = _Passes(collect, states.advance)
         return prune_sequentially(
             statistics,
             model,

@@ -120,11 +120,11 @@ class HiddenStates:
         return state.detach().to(self._storage or state.device, copy=True)
 
     def _shared(self, calls: list[Arguments]) -> list[Arguments]:
-        """Arguments, without tensors that are equal to those of another batch."""
-        for earlier in self._arguments[-1:] + self._arguments[:1]:
-            if len(earlier) == len(calls):
-                return [_same(new, old) for new, old in zip(calls, earlier, strict=True)]
-        return calls
+        """Arguments, without tensors that are equal to those of the batch before."""
+        earlier = self._arguments[-1] if self._arguments else []
+        if len(earlier) != len(calls):
+            return calls
+        return [_same(new, old) for new, old in zip(calls, earlier, strict=True)]
 
 
 def _runs_alone(block: nn.Module) -> bool:

@@ -390,7 +390,8 @@ def prune_sequentially(
     results = []
     with communicator.raising_everywhere():
         to_do = [number for number, parameters in enumerate(of_block) if parameters][finished:]
-        for number, parameters in enumerate(of_block):
+        last = max(to_do, default=-1)
+        for number, parameters in enumerate(of_block[: last + 1]):
             if number in to_do:
                 with statistics._collector.collecting(parameters):
                     for position, batch in enumerate(batches):
@@ -403,7 +404,7 @@ def prune_sequentially(
                 pairs = [NamedParameter(*p.places[0], p.label) for p in parameters]
                 results.append(prune_block(pairs))
                 statistics.forget(pairs)
-            if passes is not None:
+            if passes is not None and number < last:
                 passes.advance(number)
     communicator.agree()
     return results
