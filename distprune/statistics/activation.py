@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 R = TypeVar("R")
+A = TypeVar("A", bound="ActivationStatistics")
 
 
 class ActivationStatistics(CollectedInputs):
@@ -228,14 +229,14 @@ class ActivationStatistics(CollectedInputs):
 
     @classmethod
     def load(
-        cls,
+        cls: type[A],
         path: str | os.PathLike[str],
         parameters: Pairs,
         *,
         group: ProcessGroup | None = None,
         pipeline_parallel: bool = False,
         allow_empty: str | Sequence[str] = (),
-    ) -> ActivationStatistics:
+    ) -> A:
         """Statistics of a file that :meth:`save` wrote, for any sharding. Collective.
 
         Args:
@@ -254,8 +255,11 @@ class ActivationStatistics(CollectedInputs):
         made = cls(
             parameters, group=group, pipeline_parallel=pipeline_parallel, allow_empty=allow_empty
         )
-        made._restore_from(lambda: read_statistics(path), os.fspath(path))
+        made._load(os.fspath(path))
         return made
+
+    def _load(self, path: str) -> None:
+        self._restore_from(lambda: read_statistics(path), path)
 
     def state_dict(self) -> dict[str, Any]:
         """The statistics as a plain dictionary, equal on all ranks. Collective.
@@ -286,10 +290,14 @@ class ActivationStatistics(CollectedInputs):
             mode, stored = read()
             return mode, fitting({p.label: p.layout for p in self._local}, stored, where)
 
+        def facts(read: tuple[str, dict[str, Totals]]) -> list[tuple[str, str]]:
+            sums = [
+                (f"{label} {t.num_tokens}", (t.sums, t.squares)) for label, t in read[1].items()
+            ]
+            return [("statistics to load", f"{read[0]}, {digest_of(sums)}")]
+
         with self._communicator.exclusively():
-            mode, totals = self._communicator.run(
-                restore, lambda read: [("statistics to load", f"{read[0]}, {digest_of(read[1])}")]
-            )
+            mode, totals = self._communicator.run(restore, facts)
         for parameter in self._local:
             parameter.begin_with(totals[parameter.label])
         self._collector.forwards.problem = None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ import torch
 from torch import nn
 
 from distprune._common.collectives import Communicator
-from distprune._common.naming import NamedParameter, checked_pair, label_of, listed
+from distprune._common.naming import NamedParameter, checked_pair, label_of
 from distprune._common.process_groups import world
 from distprune.call.reading import read_parameters
 from distprune.call.request import ParameterArguments
@@ -32,7 +30,7 @@ from distprune.statistics import factors
 from distprune.statistics.gradient_sums import GradientSums, GradientTotals
 from distprune.statistics.layers import WeightLayout, matrices_of
 from distprune.statistics.named import Pairs, StatisticsOfParameters
-from distprune.statistics.totals import check_fit
+from distprune.statistics.totals import check_fit, digest_of, named_experts, warn_of_zero_scores
 from distprune.torch_private.masked_value import shard_mask_key
 
 if TYPE_CHECKING:
@@ -324,10 +322,14 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter]):
                 for found in (stored[label],)
             }
 
+        def facts(read: dict[str, GradientTotals]) -> list[tuple[str, str]]:
+            sums = [
+                (f"{label} {t.weight!r}", (t.by_output, t.by_input)) for label, t in read.items()
+            ]
+            return [("statistics to load", digest_of(sums))]
+
         with self._communicator.exclusively():
-            totals = self._communicator.run(
-                restore, lambda read: [("statistics to load", _digest_of(read))]
-            )
+            totals = self._communicator.run(restore, facts)
         for parameter in self._local:
             parameter.totals = totals[parameter.label]
 
@@ -420,15 +422,6 @@ def _checked_entries(state: Mapping[str, Any]) -> dict[str, StoredGradients]:
     return stored
 
 
-def _digest_of(totals: Mapping[str, GradientTotals]) -> str:
-    """A short text that is the same for the same statistics."""
-    made = hashlib.sha256()
-    for label, of_one in totals.items():
-        made.update(f"{label} {of_one.weight!r}".encode())
-        made.update(of_one.by_output.numpy().tobytes() + of_one.by_input.numpy().tobytes())
-    return made.hexdigest()[:16]
-
-
 def _warn_of_zeros(asked: list[_OfParameter], communicator: Communicator) -> None:
     """Warn, on the first rank, of parameters and experts whose gradients are all zero."""
     zero = []
@@ -437,13 +430,5 @@ def _warn_of_zeros(asked: list[_OfParameter], communicator: Communicator) -> Non
         if not bool(counts.any()):
             zero.append(parameter.label)
         elif parameter.layout.are_experts and not bool(counts.all()):
-            experts = [str(number) for number, is_seen in enumerate(counts.tolist()) if not is_seen]
-            which = "experts" if len(experts) > 1 else "expert"
-            zero.append(f"{which} {listed(experts, 8)} of {parameter.label}")
-    if zero and communicator.index == 0:
-        warnings.warn(
-            f"all gradients are zero of {listed(zero, separator='; ')}: all their scores are zero, "
-            "so that they are pruned first, in the order of their elements. Collect statistics of "
-            "more data, or leave them out.",
-            stacklevel=3,
-        )
+            zero.append(named_experts(counts.tolist(), parameter.label))
+    warn_of_zero_scores("all gradients are zero of", zero, "data", communicator, stacklevel=4)

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,9 +34,6 @@ from distprune.statistics.input_parts import peers_of
 from distprune.statistics.layers import WeightLayout
 from distprune.statistics.named import Pairs
 from distprune.statistics.totals import Totals
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(eq=False)
@@ -88,6 +84,9 @@ class GramMatrices(ActivationStatistics):
     2 x inputs**2 operations. Once the matrices are asked for, each rank keeps a block of rows, and
     4 bytes x inputs**2 / ranks: one reduce-scatter per matrix. Where this is too much, go
     block by block: :func:`prune_sequentially` forgets the matrices of a block after its pruning.
+
+    :meth:`save` writes a folder, which :meth:`load` reads for any sharding and any number of ranks;
+    each rank reads and keeps its own rows.
     """
 
     _collector: GramCollector
@@ -235,37 +234,12 @@ class GramMatrices(ActivationStatistics):
                     communicator.run(write)
             communicator.run(lambda: write_index(folder, stored) if is_first else None)
 
-    @classmethod
-    def load(
-        cls,
-        path: str | os.PathLike[str],
-        parameters: Pairs,
-        *,
-        group: ProcessGroup | None = None,
-        pipeline_parallel: bool = False,
-        allow_empty: str | Sequence[str] = (),
-    ) -> GramMatrices:
-        """Matrices of a folder that :meth:`save` wrote, for any sharding. Collective.
-
-        Args, Raises: as :meth:`ActivationStatistics.load`, for a folder.
-
-        Cost: each rank reads and keeps its own rows.
-        """
-        folder = Path(path)
-        made = super().load(
-            folder / STATISTICS,
-            parameters,
-            group=group,
-            pipeline_parallel=pipeline_parallel,
-            allow_empty=allow_empty,
-        )
-        assert isinstance(made, GramMatrices)
-        communicator = made._communicator
-        with communicator.exclusively():
-            communicator.run(
-                lambda: made._read_blocks(folder), lambda names: [("matrices", str(names))]
+    def _load(self, path: str) -> None:
+        super()._load(os.path.join(path, STATISTICS))
+        with self._communicator.exclusively():
+            self._communicator.run(
+                lambda: self._read_blocks(Path(path)), lambda names: [("matrices", str(names))]
             )
-        return made
 
     def _restore_from(
         self, read: Callable[[], tuple[str, dict[str, StoredStatistics]]], where: str

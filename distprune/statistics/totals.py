@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,12 +135,11 @@ def check_fit(
             )
 
 
-def digest_of(totals: Mapping[str, Totals]) -> str:
-    """A short text that is the same for the same statistics."""
+def digest_of(statistics: Iterable[tuple[str, Sequence[Tensor]]]) -> str:
+    """A short text that is the same for the same statistics: of each, words and sums."""
     made = hashlib.sha256()
-    for label, of_one in totals.items():
-        made.update(f"{label} {of_one.num_tokens}".encode())
-        made.update(of_one.sums.numpy().tobytes() + of_one.squares.numpy().tobytes())
+    for words, sums in statistics:
+        made.update(words.encode() + b"".join(each.numpy().tobytes() for each in sums))
     return made.hexdigest()[:16]
 
 
@@ -150,15 +149,25 @@ def warn_of_empty(by_label: Mapping[str, Totals], communicator: Communicator) ->
     for label, totals in by_label.items():
         if isinstance(totals.num_tokens, int):
             empty += [] if totals.num_tokens else [label]
-            continue
-        experts = [str(number) for number, tokens in enumerate(totals.num_tokens) if not tokens]
-        if experts:
-            which = "experts" if len(experts) > 1 else "expert"
-            empty.append(f"{which} {listed(experts, 8)} of {label}")
-    if empty and communicator.index == 0:
+        elif not all(totals.num_tokens):
+            empty.append(named_experts(totals.num_tokens, label))
+    warn_of_zero_scores("no token came to", empty, "text", communicator, stacklevel=5)
+
+
+def named_experts(counts: Sequence[int], label: str) -> str:
+    """The experts of a parameter whose count is 0, in words."""
+    experts = [str(number) for number, count in enumerate(counts) if not count]
+    return f"{'experts' if len(experts) > 1 else 'expert'} {listed(experts, 8)} of {label}"
+
+
+def warn_of_zero_scores(
+    why: str, labels: Sequence[str], more: str, communicator: Communicator, stacklevel: int
+) -> None:
+    """Warn, on the first rank, of parameters and experts whose scores are all zero, if any."""
+    if labels and communicator.index == 0:
         warnings.warn(
-            f"no token came to {listed(empty, separator='; ')}: all their scores are zero, so that "
-            "they are pruned first, in the order of their elements. Collect statistics of "
-            "more text, or leave them out.",
-            stacklevel=4,
+            f"{why} {listed(labels, separator='; ')}: all their scores are zero, so that they are "
+            f"pruned first, in the order of their elements. Collect statistics of more {more}, or "
+            "leave them out.",
+            stacklevel=stacklevel,
         )
