@@ -122,23 +122,29 @@ def test_the_sums_are_those_of_one_process(wrapping, case):
     assert_nothing_wrong_on(wrapping, differences, *case)
 
 
-def wrong_with_normal_data(wrapping: str) -> list[str]:
-    """Rounded activations: within 1e-6 of one process, and the same bits on all ranks."""
+def of_normal_data(kind: type, wrapping: str, num_rows: int) -> tuple:
+    """Statistics of some rows per rank, their parameters, and both of one process with all rows."""
     sizes = wrappings.runnable_sizes(wrapping)
     torch.manual_seed(3)
     net = Net(sizes)
-    state = net.state_dict()
+    state = {name: value.clone() for name, value in net.state_dict().items()}
     model = wrappings.wrap(net, wrapping)
     part, num_parts = parts_of(wrapping)
-    data = torch.randn(num_parts, 5, sizes[0])
-    statistics = ActivationStatistics(prune.select(model))
+    data = torch.randn(num_parts, num_rows, sizes[0])
+    statistics = kind(prune.select(model))
     with statistics.collecting():
         model(data[part])
     single = Net(sizes)
     single.load_state_dict(state)
-    reference = ActivationStatistics(prune.select(single), group=dist.new_subgroups(1)[0])
+    reference = kind(prune.select(single), group=dist.new_subgroups(1)[0])
     with reference.collecting():
         single(data.flatten(0, 1))
+    return statistics, prune.select(model), reference, prune.select(single)
+
+
+def wrong_with_normal_data(wrapping: str) -> list[str]:
+    """Rounded activations: within 1e-6 of one process, and the same bits on all ranks."""
+    statistics, _, reference, _ = of_normal_data(ActivationStatistics, wrapping, 5)
     wrong = []
     for mine, right in zip(statistics.totals().values(), reference.totals().values(), strict=True):
         for a, b in ((mine.sums, right.sums), (mine.squares, right.squares)):

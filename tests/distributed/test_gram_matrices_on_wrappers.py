@@ -1,12 +1,18 @@
 """Gram matrices on every wrapper: exactly those of one process that runs all batches."""
 
-import contextlib
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_activation_statistics_on_wrappers import ALL, batches_of, collect, parts_of
+from test_activation_statistics_on_wrappers import (
+    ALL,
+    batches_of,
+    collect,
+    of_normal_data,
+    parts_of,
+)
+from test_wrong_reductions_of_statistics import planted
 from torch import Tensor, nn
 
 import distprune as prune
@@ -16,7 +22,6 @@ from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong_on
 from helpers.integer_nets import integer_net
 from helpers.least_squares import gram_of
-from helpers.models import Net
 
 
 def expected(net: nn.Module, parts: list[list], is_masked: bool) -> dict[str, Tensor]:
@@ -68,24 +73,9 @@ def test_the_matrices_are_those_of_one_process(wrapping, case):
 
 
 def wrong_with_normal_data(wrapping: str) -> list[str]:
-    sizes = wrappings.runnable_sizes(wrapping)
-    torch.manual_seed(3)
-    net = Net(sizes)
-    state = {name: value.clone() for name, value in net.state_dict().items()}
-    model = wrappings.wrap(net, wrapping)
-    part, num_parts = parts_of(wrapping)
-    data = torch.randn(num_parts, 500, sizes[0])
-    grams = GramMatrices(prune.select(model))
-    with grams.collecting():
-        model(data[part])
-    single = Net(sizes)
-    single.load_state_dict(state)
-    alone = dist.new_subgroups(1)[0]
-    reference = GramMatrices(prune.select(single), group=alone)
-    with reference.collecting():
-        single(data.flatten(0, 1))
+    grams, pairs, reference, others = of_normal_data(GramMatrices, wrapping, 500)
     wrong = []
-    for pair, own in zip(prune.select(model), prune.select(single), strict=True):
+    for pair, own in zip(pairs, others, strict=True):
         found, right = grams.matrix(*pair), reference.matrix(*own)
         if (found - right).abs().max() > 1e-6 * right.abs().max():
             wrong.append(f"{pair.fqn}: {(found - right).abs().max()}")
@@ -127,9 +117,7 @@ def one_rank_only():
 
 
 def wrong_with(fault, *case):
-    with contextlib.ExitStack() as stack:
-        for patch in fault():
-            stack.enter_context(patch)
+    with planted(fault):
         try:
             return differences(*case)
         except (ValueError, RuntimeError) as error:  # refused, which is as good

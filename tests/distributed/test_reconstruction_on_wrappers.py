@@ -1,12 +1,12 @@
 """Least squares for kept weights on every wrapper: what one process gives."""
 
-import contextlib
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from test_activation_statistics_on_wrappers import ALL, parts_of
+from test_wrong_reductions_of_statistics import planted
 from torch import Tensor, nn
 
 import distprune as prune
@@ -105,9 +105,7 @@ def replicas_counted_twice():
 
 
 def wrong_with(fault, wrapping):
-    with contextlib.ExitStack() as stack:
-        for patch in fault():
-            stack.enter_context(patch)
+    with planted(fault):
         return reconstruct_on(wrapping, 0.01)
 
 

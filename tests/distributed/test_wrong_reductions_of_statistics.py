@@ -76,10 +76,17 @@ def squares_in_the_dtype_of_the_input():
     return [mock.patch.object(collecting, "sums_of_rows", rounded)]
 
 
-def wrong_with(fault, *case):
+@contextlib.contextmanager
+def planted(fault):
+    """What a function returns is in force: patches."""
     with contextlib.ExitStack() as stack:
         for patch in fault():
             stack.enter_context(patch)
+        yield
+
+
+def wrong_with(fault, *case):
+    with planted(fault):
         try:
             return differences(*case)
         except ValueError as error:  # refused, which is as good
