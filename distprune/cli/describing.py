@@ -87,20 +87,12 @@ def advice_for_language_models(plan: Plan) -> str:
     is_by_magnitude = any(group.recipe.ranks_magnitudes for group in plan.groups)
     if not is_by_magnitude or plan.num_to_prune < _TOO_MUCH_BY_MAGNITUDE * plan.num_elements:
         return ""
-    recipe = plan.recipe
-    how = "--score wanda --statistics FILE"
-    if recipe.groups:
-        how = "score: wanda in the recipe, and --statistics FILE"
-    elif (
-        recipe.pattern is None
-        and not (recipe.has_limits or recipe.budget)
-        and recipe.normalize in (None, "rms")
-    ):
-        how += " --scope row"
+    how = "score: fisher in the recipe, and --text FILE" if plan.recipe.groups else "--text FILE"
+    share = plan.num_to_prune / plan.num_elements
     return (
-        f"pruning {plan.num_to_prune / plan.num_elements:.0%} of a language model by magnitude may "
-        f"ruin it. Statistics of activations (distprune calibrate, then {how}) lose far less; "
-        "distprune eval measures it."
+        f"pruning {share:.0%} of a language model by magnitude may ruin it. With text such as it "
+        f"was trained on ({how}), gradients rank its weights, and the kept ones move: that loses "
+        "far less. distprune eval measures it."
     )
 
 

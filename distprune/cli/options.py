@@ -246,7 +246,11 @@ def takes(
     def extend(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         kind = inspect.Parameter.KEYWORD_ONLY
-        own = [each.replace(kind=kind) for each in signature.parameters.values()][:-1]
+        own = [
+            each.replace(kind=kind)
+            for each in signature.parameters.values()
+            if each.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
         place = list(signature.parameters).index(after) + 1
         own[place:place] = [
             inspect.Parameter(name, kind, default=given.get(name), annotation=option)

@@ -28,6 +28,7 @@ from distprune.cli.options import (
     resolve,
     takes_recipe,
 )
+from distprune.cli.pruning_by_text import TextOptions, prune_by_text, takes_text
 from distprune.files.errors import FilesError
 from distprune.files.text import format_size
 
@@ -52,6 +53,7 @@ Card = Annotated[
 ]
 
 
+@takes_text
 @takes_recipe
 def prune(
     context: typer.Context,
@@ -76,13 +78,16 @@ def prune(
 
     Files, headers and the index stay as they are; only the bytes of pruned elements change, to
     zero. DST/distprune holds the masks, the recipe and the report, and README.md describes the
-    pruning above the text of the source's README.md. After an interruption of any kind, the same
+    pruning above the text of the source's README.md. With --text, a language model is pruned by
+    gradients on the text, and its kept weights move. After an interruption of any kind, the same
     command continues where the last one stopped; with --discard it removes the unfinished result
     instead. If DST is finished, it changes nothing.
 
     [bold]Examples[/bold]
 
       distprune prune Llama-3.2-1B Llama-3.2-1B-50 --sparsity 0.5
+
+      distprune prune Llama-3.2-1B Llama-60 -s 0.6 --text train.txt --eval held-out.txt
 
       distprune prune Llama-3.2-1B Llama-2of4 -r semi_structured_2_4 --nproc 4
 
@@ -96,12 +101,33 @@ def prune(
         describing.discard_unfinished(terminal, destination, take_over)
         return
 
+    given = TextOptions.taken_from(options)
+
     def make_recipe() -> FileRecipe:
         if plot is not None:
             from distprune.cli import plotting
 
             plotting.check(plot)
-        return resolve(recipe, options | {"masks": masks, "card": card})
+        chosen = resolve(recipe, options | {"masks": masks, "card": card})
+        if given.text and not (options.get("score") or chosen.groups) and chosen.ranks_magnitudes:
+            options["score"] = "fisher"
+            chosen = resolve(recipe, options | {"masks": masks, "card": card})
+        return chosen
+
+    if given.text:
+        report, plan_of_text = prune_by_text(
+            context,
+            terminal,
+            source,
+            destination,
+            make_recipe,
+            given,
+            nproc=nproc,
+            timeout=timeout,
+            take_over=take_over,
+        )
+        _conclude(terminal, report, plan_of_text, destination, plot)
+        return
 
     def check() -> None:
         from distprune.files.planning import plan
@@ -111,7 +137,6 @@ def prune(
     ranks.run_on_ranks(context, nproc, check)
     from distprune._common.process_groups import world
     from distprune.files import pruning
-    from distprune.files.reports.building import advice_about
     from distprune.files.team import Team
 
     # Listen before the ranks meet: a signal to all of them must not end some of them at once.
@@ -130,14 +155,24 @@ def prune(
                 take_over=take_over,
                 tell=terminal.note,
             )
-    if terminal.is_leader:
-        for warning in report.warnings:
-            terminal.note(f"Warning: {warning}")
-        if advice := advice_about(plan, report.tensors):
-            terminal.note(f"Warning: {advice}")
-        _show(terminal, report, plan, destination)
-        if plot is not None:
-            _draw(terminal, plan, report, destination, plot)
+    _conclude(terminal, report, plan, destination, plot)
+
+
+def _conclude(
+    terminal: Terminal, report: Report, plan: Plan, destination: Path, plot: Path | None
+) -> None:
+    """Say what was done, on the first rank."""
+    if not terminal.is_leader:
+        return
+    from distprune.files.reports.building import advice_about
+
+    for warning in report.warnings:
+        terminal.note(f"Warning: {warning}")
+    if advice := advice_about(plan, report.tensors):
+        terminal.note(f"Warning: {advice}")
+    _show(terminal, report, plan, destination)
+    if plot is not None:
+        _draw(terminal, plan, report, destination, plot)
 
 
 def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> None:

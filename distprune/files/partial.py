@@ -222,7 +222,8 @@ class Partial:
                 self._remove(self._aside)
 
     def _check_others(self) -> None:
-        own = (self.folder.name, self._aside.name)
+        # What a pruning with text keeps is of this destination, whatever its plan is.
+        own = (self.folder.name, self._aside.name, f"{self.destination.name}.partial-text")
         others = [path for path in partial_folders(self.destination) if path.name not in own]
         if others:
             raise OutputError(

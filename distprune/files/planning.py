@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, open_che
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.disk.listing import OtherFile
 from distprune.files.errors import SelectionError
+from distprune.files.kept_values import KeptValues
 from distprune.files.layouts import Layouts
 from distprune.files.recipe import STORED_STATISTICS, FileRecipe
 from distprune.files.scoring import ScoreInputs, find_inputs
@@ -140,13 +141,20 @@ class Plan:
         return tuple(other for other in others if other.name != CARD_FILE)
 
 
-def plan(source: str | Path, recipe: FileRecipe, *, follow_links: bool = False) -> Plan:
+def plan(
+    source: str | Path,
+    recipe: FileRecipe,
+    *,
+    follow_links: bool = False,
+    values: KeptValues | None = None,
+) -> Plan:
     """Read the headers of a checkpoint and decide what to prune.
 
     Args:
         source: as for :func:`~distprune.files.checkpoints.checkpoint.open_checkpoint`.
         recipe: what to prune.
         follow_links: also follow links that lead out of the source.
+        values: of kept elements, in place of those of the source.
 
     Raises:
         CheckpointError: the checkpoint, or a file that scores are made from, is malformed or of an
@@ -169,7 +177,8 @@ def plan(source: str | Path, recipe: FileRecipe, *, follow_links: bool = False) 
         tensors += planned
         groups.append(group)
     scored = [(tensor.recipe, tensor.entry, tensor.layout) for tensor in tensors]
-    inputs = find_inputs(recipe, scored, {verdict.entry.name for verdict in selection.verdicts})
+    names = {verdict.entry.name for verdict in selection.verdicts}
+    inputs = replace(find_inputs(recipe, scored, names), values=values)
     return Plan(
         checkpoint=checkpoint,
         recipe=recipe,

@@ -10,8 +10,12 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from distprune._common.collectives import Communicator
+from distprune._common.memory import Array
 from distprune._common.process_groups import world
 from distprune.files.checkpoints.mask_files import mask_layout
 from distprune.files.cuts import Cuts, add_up, find_cuts
@@ -27,7 +31,7 @@ from distprune.files.reports.model_card import card_of
 from distprune.files.reports.report import Record, Report, RunFacts, parse_report
 from distprune.files.results import resumed, versions
 from distprune.files.team import Progress, Team
-from distprune.files.units import Task, prune_units
+from distprune.files.units import Span, Task, prune_units
 
 
 def plan_together(
@@ -135,6 +139,47 @@ def prune(
     return parse_report(*run.texts)
 
 
+class RankedMasks:
+    """The masks of a plan, tensor by tensor, before anything is written.
+
+    Args:
+        plan: what to prune.
+        team: the ranks.
+        cuts: what :attr:`cuts` was on an earlier run; None: they are found. Collective then.
+
+    Attributes:
+        cuts: where rankings are cut, as JSON.
+
+    Raises, Cost: as :func:`prune`, for what is read before it writes.
+    """
+
+    def __init__(self, plan: Plan, team: Team, cuts: Any = None) -> None:
+        self._source = Source(plan, functools.partial(team.did_in, "count"))
+        self._positions = {tensor.entry.name: i for i, tensor in enumerate(plan.tensors)}
+        self._plan = plan
+        if cuts is None:
+            team.begin("count", bytes_to_count(plan))
+            found = find_cuts(team, plan, self._source)
+        else:
+            found = Cuts.from_json(cuts)
+            add_up(team, plan, self._source)
+        self.cuts = found.to_json()
+        self._lowest = LowestElements(plan, self._source, found)
+
+    def keep(self, name: str) -> Array:
+        """bool, of the shape of the tensor: which of its elements are kept."""
+        position = self._positions[name]
+        entry = self._plan.tensors[position].entry
+        keep: Array = np.empty(entry.numel, dtype=np.bool_)
+        for piece in self._lowest.pieces(Span(position, 0, entry.numel)):
+            np.logical_not(piece.lowest, out=keep[piece.first : piece.first + len(piece.lowest)])
+        return keep.reshape(entry.shape)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._source.close()
+
+
 def _task_of(plan: Plan) -> Task:
     """The files of the result, and the units that fill them."""
     entries = [tensor.entry for tensor in plan.tensors]
@@ -148,6 +193,7 @@ def _task_of(plan: Plan) -> Task:
         layout=mask_layout(entries, plan.checkpoint.files) if plan.recipe.masks else None,
         copied=plan.copied,
         written_last=written_last,
+        values=plan.inputs.values,
     )
 
 

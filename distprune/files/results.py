@@ -143,10 +143,10 @@ class Run:
         team, task = self._team, self._task
         missing = [(i, unit) for i, unit in enumerate(task.units) if i not in self._finished]
         mine = units_by_rank(missing, team.size)[team.index]
-        sink = FileSink(self.partial.folder, task.tensors, task.layout)
+        sink = FileSink(self.partial.folder, task.tensors, task.layout, task.values)
         journal = Journal(self.partial.work, task.digest, self._number, team.index, sink.outputs)
         num_missing = sum(unit.num_bytes for _, unit in missing)
-        with self.timing("write"), contextlib.closing(sink.outputs):
+        with self.timing("write"), contextlib.closing(sink):
             try:
                 team.begin("write", task.num_bytes, task.num_bytes - num_missing)
                 team.work(self._steps(mine, pieces, sink, journal))

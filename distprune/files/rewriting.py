@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from distprune._common.memory import Array
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout, MaskWriter
 from distprune.files.disk.access import WRITE, OpenFiles, write_from
+from distprune.files.kept_values import KeptValues, ValueReader
 from distprune.files.units import Span, SpanUnit
 
 Counts = dict[str, dict[int, int]]  # by what is counted, by position of a tensor
@@ -62,6 +64,10 @@ class Sink(Protocol):
         """Note that all pieces of a span were added."""
         ...
 
+    def take_checksum(self) -> int | None:
+        """Of what was written since the last call where values are not those of the source."""
+        ...
+
 
 def rewritten(unit: SpanUnit, pieces: Pieces, sink: Sink, record: dict[str, Any]) -> Iterator[int]:
     """Pass the pieces of a unit to a sink; yields bytes.
@@ -86,6 +92,8 @@ def rewritten(unit: SpanUnit, pieces: Pieces, sink: Sink, record: dict[str, Any]
         sink.finish(span)
     counts = {"pruned": dict(pruned), "zero": dict(zero), **pieces.take_counts()}
     record |= {what: of_tensors for what, of_tensors in counts.items() if of_tensors}
+    if (checksum := sink.take_checksum()) is not None:
+        record["values"] = checksum
 
 
 class FileSink:
@@ -95,11 +103,18 @@ class FileSink:
         folder: the unfinished result.
         entries: the rewritten tensors; the positions of spans count these.
         layout: the layout of the mask file; None: no masks are written.
+        values: of kept elements; None: they are those of the source.
     """
 
     def __init__(
-        self, folder: Path, entries: Sequence[TensorEntry], layout: MaskLayout | None
+        self,
+        folder: Path,
+        entries: Sequence[TensorEntry],
+        layout: MaskLayout | None,
+        values: KeptValues | None = None,
     ) -> None:
+        self._values = None if values is None else ValueReader(values, entries)
+        self._checksum: int | None = None
         self.outputs = OpenFiles(WRITE)
         self._folder = folder
         self._entries = entries
@@ -108,7 +123,10 @@ class FileSink:
 
     def add(self, span: Span, piece: Piece, keep: Array) -> None:
         entry, bits = self._entries[span.position], piece.bits
+        is_new = self._values is not None and self._values.read(entry.name, piece.first, bits)
         np.multiply(bits, keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
+        if is_new:
+            self._checksum = zlib.crc32(bits.data.cast("B"), self._checksum or 0)
         start = entry.start + piece.first * bits.itemsize
         write_from(self.outputs, str(self._folder / entry.file), start, bits.data)
         if self._layout is None:
@@ -122,3 +140,13 @@ class FileSink:
         if self._masks is not None:
             self._masks.finish()
             self._masks = None
+
+    def take_checksum(self) -> int | None:
+        checksum, self._checksum = self._checksum, None
+        return checksum
+
+    def close(self) -> None:
+        """Close all files."""
+        self.outputs.close()
+        if self._values is not None:
+            self._values.close()

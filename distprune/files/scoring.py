@@ -15,6 +15,7 @@ from distprune._common.blocks import Layout
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.errors import SelectionError, headline, shown
+from distprune.files.kept_values import KeptValues
 from distprune.files.recipe import FileRecipe
 from distprune.recipes import BUDGET_FROM_STATISTICS
 
@@ -24,15 +25,17 @@ if TYPE_CHECKING:  # numpy comes with it
 
 @dataclass(frozen=True)
 class ScoreInputs:
-    """What scores are made from besides weights.
+    """What scores are made from besides weights, and kept values from besides the source.
 
     Attributes:
         statistics: of activations or gradients, for the tensors that need them.
         given: scores from files.
+        values: of kept elements, which are not those of the source.
     """
 
     statistics: TensorStatistics | None = None
     given: GivenScores | None = None
+    values: KeptValues | None = None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -49,6 +52,8 @@ class ScoreInputs:
             facts["statistics"] = self.statistics.facts()
         if self.given is not None:
             facts["scores"] = self.given.facts()
+        if self.values is not None:
+            facts["update"] = self.values.as_json()
         return facts
 
     def with_times(self, facts: Mapping[str, Any]) -> ScoreInputs:
@@ -71,7 +76,7 @@ def _without_file(part: FileRecipe) -> str:
     )
 
 
-def _are_of_gradients(parts: Iterable[FileRecipe]) -> bool:
+def are_of_gradients(parts: Iterable[FileRecipe]) -> bool:
     """Whether the statistics that parts of a recipe need are of gradients; all need one kind."""
     needs: dict[bool, str] = {}
     for part in parts:
@@ -114,7 +119,7 @@ def find_inputs(
             raise SelectionError(_without_file(part))
         from distprune.files.matching import match_statistics
 
-        of_gradients = _are_of_gradients(part for part, _, _ in tensors if part.reads_statistics)
+        of_gradients = are_of_gradients(part for part, _, _ in tensors if part.reads_statistics)
         statistics = match_statistics(recipe.statistics, measured, names, of_gradients)
     if given := [entry for part, entry, _ in tensors if part.score == "given"]:
         if recipe.scores is None:

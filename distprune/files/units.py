@@ -21,6 +21,7 @@ from distprune.files.checkpoints.checkpoint import Checkpoint, SourceFile
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout
 from distprune.files.disk.listing import OtherFile
+from distprune.files.kept_values import KeptValues
 from distprune.files.planning import Plan
 from distprune.files.tiles import Bands
 
@@ -196,6 +197,7 @@ class Task:
         layout: of the mask file; None: there is none.
         copied: files without weights that are copied.
         written_last: names of small files that are written when all units are done.
+        values: of kept elements, in place of those of the source.
     """
 
     checkpoint: Checkpoint
@@ -205,6 +207,7 @@ class Task:
     layout: MaskLayout | None
     copied: Sequence[OtherFile]
     written_last: Sequence[str] = ()
+    values: KeptValues | None = None
 
     @cached_property
     def units(self) -> Sequence[Unit]:

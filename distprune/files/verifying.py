@@ -1,8 +1,9 @@
 """``verify``: compare a pruned checkpoint with its source, byte by byte.
 
 Of what the run left behind, only the recipe, and statistics of activations if the scores are made
-from them, are trusted. The source is ranked again, as ``prune`` ranks it; then masks and weights
-have to be those that ``prune`` writes, and so has the report.
+from them, are trusted; and where kept weights were updated, the checksums of these weights. The
+source is ranked again, as ``prune`` ranks it; then masks and weights have to be those that
+``prune`` writes, and so has the report.
 
  plan --> find_cuts --cuts--> all ranks read source, result and masks --findings--> report
 """
@@ -14,6 +15,7 @@ import functools
 import json
 import os
 import stat
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +37,7 @@ from distprune.files.errors import (
     NaNError,
     SelectionError,
 )
+from distprune.files.kept_values import KeptValues
 from distprune.files.lowest import LowestElements
 from distprune.files.partial import RECIPE_FILE, check_unchanged
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, bytes_to_count, plan
@@ -149,7 +152,9 @@ class _Result:
             )
         try:
             located = _located(self.recipe, folder, scores)
-            self.plan: Plan = plan(source, located, follow_links=True)
+            update = (self.report.inputs or {}).get("update")
+            values = None if update is None else KeptValues.from_json(update)
+            self.plan: Plan = plan(source, located, follow_links=True, values=values)
         except SelectionError as error:
             raise _misfit(folder, source, error) from error
         checkpoint = self.plan.checkpoint
@@ -206,6 +211,9 @@ class _Comparison:
         self.found: dict[tuple[str, str], tuple[int, int]] = {}
         self._folder = result.folder
         self._entries = [tensor.entry for tensor in result.plan.tensors]
+        values = result.plan.inputs.values
+        self._updated = frozenset[str]() if values is None else values.names
+        self._checksum: int | None = None
         shapes = {entry.name: entry.shape for entry in self._entries}
         self._masks = MaskFile(str(result.folder / MASK_FILE), shapes, {}, result.layout.starts)
 
@@ -216,6 +224,9 @@ class _Comparison:
         written: Array = np.empty_like(bits)
         start = entry.start + first * bits.itemsize
         read_into(self.outputs, str(self._folder / entry.file), start, written.data.cast("B"))
+        if entry.name in self._updated:  # the report has a checksum of what was kept
+            self._checksum = zlib.crc32(written.data.cast("B"), self._checksum or 0)
+            bits = written
         self._note("wrong", entry.name, written != bits * kept, first)
         self._note("misplaced", entry.name, kept != keep, first)
         self.num_pruned += len(kept) - int(np.count_nonzero(kept))
@@ -228,6 +239,10 @@ class _Comparison:
             end = -(-span.last // 8) * 8
             tail = read_keep(self._masks, self.outputs, entry.name, span.last, end)
             self._note("tail", entry.name, tail, span.last)
+
+    def take_checksum(self) -> int | None:
+        checksum, self._checksum = self._checksum, None
+        return checksum
 
     def compare_copy(self, sources: OpenFiles, unit: CopyUnit) -> Iterator[int]:
         """Read bytes that have to be equal; yields numbers of bytes."""
@@ -305,7 +320,7 @@ def _verified(team: Team, result: _Result) -> VerifyReport:
                 if isinstance(unit, CopyUnit):
                     yield from comparison.compare_copy(source.files, unit)
                 else:
-                    record: dict[str, Any] = {}
+                    record: dict[str, Any] = {"unit": number}
                     yield from rewritten(unit, pieces, comparison, record)
                     records.append(record)
 

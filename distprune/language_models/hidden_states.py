@@ -29,34 +29,41 @@ Run = Callable[[], object]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class HiddenStates:
-    """What a decoder layer is called with, for each batch of this rank.
+class LayerCalls:
+    """What the decoder layers of a model are called with beside the hidden states, by batch.
 
     Args:
         blocks: the decoder layers, in the order in which they run.
-        storage: where the hidden states are kept; None: where they come from.
 
     Attributes:
         is_chain: whether layers can run on their own; see [Note: a chain]. Of this rank.
+        shares_objects: whether layers are called with objects that they may change, such as a
+            dictionary of keys and values.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], storage: torch.device | None) -> None:
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._blocks = list(blocks)
-        self._storage = storage
-        self._states: list[Tensor] = []
         self._arguments: list[list[Arguments]] = []
         self._last: Tensor | None = None  # what a layer of the present forward returned
         self.is_chain = all(map(_runs_alone, self._blocks))
+        self.shares_objects = False
 
-    def catch(self, run: Run) -> None:
-        """Run the model on a batch, and keep what its layers are called with."""
+    def catch(self, run: Run) -> Tensor | None:
+        """Run the model on the next batch; keeps the arguments of its layers.
+
+        Returns:
+            What the first layer is called with; None if it is no tensor on this rank.
+        """
         calls: list[Arguments] = []
+        firsts: list[Tensor] = []
         self._last = None
         handles = [
             handle
             for block in self._blocks
             for handle in (
-                block.register_forward_pre_hook(partial(self._enter, calls), with_kwargs=True),
+                block.register_forward_pre_hook(
+                    partial(self._enter, calls, firsts), with_kwargs=True
+                ),
                 block.register_forward_hook(self._leave),
             )
         ]
@@ -68,35 +75,24 @@ class HiddenStates:
             self._last = None
         self.is_chain &= len(calls) == len(self._blocks)
         self._arguments.append(self._shared(calls))
+        return firsts[0] if firsts else None
+
+    def call(self, number: int, batch: int, state: Tensor) -> Tensor:
+        """Run a layer on the hidden states of a batch; returns those of the next layer."""
+        rest, keywords = self._arguments[batch][number]
+        device = next((p.device for p in self._blocks[number].parameters()), state.device)
+        found = state_of(self._blocks[number](state.to(device), *rest, **keywords))
+        assert found is not None
+        return found
 
     def forget(self) -> None:
-        """Free the hidden states."""
-        self._states, self._arguments = [], []
-
-    def tokens(self, batch: int) -> Tensor:
-        """Of a batch, [batch, tokens]: zeros, as a mask that leaves all of them out."""
-        return torch.zeros(self._states[batch].shape[:2], dtype=torch.int64)
-
-    def run(self, number: int, batch: int) -> None:
-        """Run a layer on a batch."""
-        self._call(number, batch)
-
-    def advance(self, number: int) -> None:
-        """Run a layer on all batches: what it returns are the hidden states of the next."""
-        for batch in range(len(self._states)):
-            state = _state_of(self._call(number, batch))
-            assert state is not None
-            self._states[batch] = self._stored(state)
-
-    def _call(self, number: int, batch: int) -> Any:
-        rest, keywords = self._arguments[batch][number]
-        state = self._states[batch]
-        device = next((p.device for p in self._blocks[number].parameters()), state.device)
-        return self._blocks[number](state.to(device), *rest, **keywords)
+        """Free what was kept."""
+        self._arguments = []
 
     def _enter(
         self,
         calls: list[Arguments],
+        firsts: list[Tensor],
         block: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -106,18 +102,16 @@ class HiddenStates:
             self.is_chain = False
             return
         if not calls:
-            self._states.append(self._stored(state))
+            firsts.append(state)
         elif self._last is None or not torch.equal(self._last, state):
             self.is_chain = False
         if block is not self._blocks[len(calls) % len(self._blocks)]:
             self.is_chain = False
+        self.shares_objects |= not _is_plain((args[1:], *kwargs.values()))
         calls.append((args[1:], kwargs))
 
     def _leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._last = _state_of(output)
-
-    def _stored(self, state: Tensor) -> Tensor:
-        return state.detach().to(self._storage or state.device, copy=True)
+        self._last = state_of(output)
 
     def _shared(self, calls: list[Arguments]) -> list[Arguments]:
         """Arguments, without tensors that are equal to those of the batch before."""
@@ -127,6 +121,46 @@ class HiddenStates:
         return [_same(new, old) for new, old in zip(calls, earlier, strict=True)]
 
 
+class HiddenStates(LayerCalls):
+    """What a decoder layer is called with, for each batch of this rank.
+
+    Args:
+        blocks: as for :class:`LayerCalls`.
+        storage: where the hidden states are kept; None: where they come from.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], storage: torch.device | None) -> None:
+        super().__init__(blocks)
+        self._storage = storage
+        self._states: list[Tensor] = []
+
+    def catch(self, run: Run) -> Tensor | None:
+        first = super().catch(run)
+        if first is not None:
+            self._states.append(self._stored(first))
+        return first
+
+    def forget(self) -> None:
+        super().forget()
+        self._states = []
+
+    def tokens(self, batch: int) -> Tensor:
+        """Of a batch, [batch, tokens]: zeros, as a mask that leaves all of them out."""
+        return torch.zeros(self._states[batch].shape[:2], dtype=torch.int64)
+
+    def run(self, number: int, batch: int) -> None:
+        """Run a layer on a batch."""
+        self.call(number, batch, self._states[batch])
+
+    def advance(self, number: int) -> None:
+        """Run a layer on all batches: what it returns are the hidden states of the next."""
+        for batch, state in enumerate(self._states):
+            self._states[batch] = self._stored(self.call(number, batch, state))
+
+    def _stored(self, state: Tensor) -> Tensor:
+        return state.detach().to(self._storage or state.device, copy=True)
+
+
 def _runs_alone(block: nn.Module) -> bool:
     """Whether a layer gathers all of its parameters when it is called itself."""
     owned = {id(module) for module in block.modules()}
@@ -134,10 +168,17 @@ def _runs_alone(block: nn.Module) -> bool:
     return not is_managed or hasattr(block, "set_reshard_after_forward")  # FSDP2 around the layer
 
 
-def _state_of(output: Any) -> Tensor | None:
+def state_of(output: Any) -> Tensor | None:
     """The hidden states that a layer returns, alone or first of a tuple."""
     first = output[0] if isinstance(output, tuple) and output else output
     return first if isinstance(first, Tensor) else None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is one that no layer changes."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (Tensor, bool, int, float, str))
 
 
 def _same(new: Any, old: Any) -> Any:

@@ -169,8 +169,8 @@ def load_sharded(
     def build() -> tuple[Any, Checkpoint, list[TensorSource], torch.device]:
         check_wrap(wrap, mesh)
         checkpoint = open_checkpoint(folder, follow_links=True)
-        model = build_without_weights(checkpoint.folder, dtype or _dtype_of(checkpoint))
-        _untie_different(model, checkpoint)
+        model = build_without_weights(checkpoint.folder, dtype or stored_dtype(checkpoint))
+        untie_different(model, checkpoint)
         sources = find_sources(model, checkpoint, ignore_unexpected=ignore_unexpected)
         return model, checkpoint, sources, _device(device, mesh)
 
@@ -211,8 +211,7 @@ def _fill(
     with torch.no_grad():
         for names, source in sources:
             tensor = tensors[names[0]]
-            filled = torch.empty_like(tensor, device=device)
-            _read(source, _ranges(names[0], tensor), local_tensor(filled), reader)
+            filled = read_tensor(names[0], tensor, source, reader, device)
             if isinstance(tensor, nn.Parameter):
                 # FSDP2 knows the parameter object, and tied modules share it: it stays.
                 new = nn.Parameter(filled, requires_grad=tensor.requires_grad)
@@ -226,6 +225,20 @@ def _fill(
             put_tensor(model, name, buffer.to(device))
     left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     assert not left, left
+
+
+def read_tensor(
+    name: str, tensor: Tensor, source: MaskSource, reader: PartReader, device: torch.device
+) -> Tensor:
+    """What this rank has of a tensor of a model, read from where it is stored.
+
+    Args:
+        name: of the tensor, for messages.
+        tensor: of the model, without memory.
+    """
+    filled = torch.empty_like(tensor, device=device)
+    _read(source, _ranges(name, tensor), local_tensor(filled), reader)
+    return filled
 
 
 def _read(source: MaskSource, ranges: Ranges, out: Tensor, reader: PartReader) -> None:
@@ -259,7 +272,7 @@ def _ranges(name: str, tensor: Tensor) -> Ranges:
     return [range(size) for size in tensor.shape]
 
 
-def _untie_different(model: Any, checkpoint: Checkpoint) -> None:
+def untie_different(model: Any, checkpoint: Checkpoint) -> None:
     """Untie parameters that the checkpoint stores with different values, as transformers does."""
     with contextlib.closing(PartReader(checkpoint)) as reader:
         for names in names_by_tensor(tensors_of_checkpoints(model)):
@@ -278,7 +291,7 @@ def _untie_different(model: Any, checkpoint: Checkpoint) -> None:
                 model.all_tied_weights_keys.pop(other, None)
 
 
-def _dtype_of(checkpoint: Checkpoint) -> torch.dtype | None:
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
     """The dtype of the weights where the config does not say one."""
     if checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype"):
         return None

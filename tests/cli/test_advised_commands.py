@@ -70,34 +70,35 @@ HOW = [
 
 
 @pytest.mark.parametrize("how", every(4, HOW), ids=" ".join)
-def test_statistics_for_a_language_model(run, llama, tmp_path, how):
-    model, statistics, text = llama
-    written = said(run("plan", model, *how), "distprune calibrate", "distprune eval measures it")
-    on_cpu = ["--text", text, "--length", "16", "--device", "cpu"]
-    if not statistics.exists():
-        works(run("calibrate", model, *on_cpu, "--out", statistics))
-    options = re.search(r"then (--score .*?)\) lose far less", written)[1].replace(
-        "FILE", str(statistics)
-    )
-    done = works(run("prune", model, tmp_path / "out", *how, *shlex.split(options)))
+def test_text_for_a_language_model(run, llama, tmp_path, how):
+    model, _, text = llama
+    written = said(run("plan", model, *how), "distprune eval measures it")
+    option = re.search(r"\((--text) FILE\), gradients rank", written)[1]
+    on_cpu = [option, text, "--length", "16", "--device", "cpu"]
+    done = works(run("prune", model, tmp_path / "out", *how, *on_cpu, "--windows", "2"))
     recipe = yaml.safe_load((tmp_path / "out" / "distprune" / "recipe.yaml").read_text())
-    assert recipe["score"] == "wanda" and "may ruin it" not in done.err
+    assert recipe["score"] == "fisher" and "may ruin it" not in done.err
     if how == HOW[0]:
-        assert recipe["scope"] == "row"
         works(run("eval", tmp_path / "out", *on_cpu))
 
 
-def test_statistics_for_a_recipe_with_groups(run, llama, tmp_path):
-    model, statistics, text = llama
-    how = "score: wanda in the recipe, and --statistics FILE"
-    said(run("plan", model, "-r", "by_kind_of_layer"), f"distprune calibrate, then {how}")
-    options = ["--text", text, "--length", "16", "--device", "cpu", "--out", statistics]
-    works(run("calibrate", model, *options))
+def test_text_for_a_recipe_with_groups(run, llama, tmp_path):
+    model, _, text = llama
+    how = "score: fisher in the recipe, and --text FILE"
+    said(run("plan", model, "-r", "by_kind_of_layer"), f"({how}), gradients rank")
     recipe = tmp_path / "recipe.yaml"
     shipped = shipped_recipes()["by_kind_of_layer"].read_text()
-    recipe.write_text(shipped.replace("score: magnitude", "score: wanda"))
-    done = works(run("plan", model, "-r", recipe, "--statistics", statistics))
+    recipe.write_text(shipped.replace("score: magnitude", "score: fisher"))
+    on_cpu = ["--text", text, "--length", "16", "--device", "cpu", "--windows", "2"]
+    done = works(run("prune", model, tmp_path / "out", "-r", recipe, *on_cpu))
     assert "may ruin it" not in done.err
+
+
+def test_options_of_text_need_text(run, llama, tmp_path):
+    model, _, text = llama
+    command = ["prune", model, tmp_path / "out", "-s", "0.5", "--windows", "2", "--length", "16"]
+    said(run(*command), "--windows has no effect without --text", code=2)
+    works(run(*command, "--text", text, "--device", "cpu"))
 
 
 def test_normalize_where_raw_magnitudes_empty_a_tensor(run, tmp_path):
@@ -370,11 +371,11 @@ GOING_ON = "cli/test_going_on_and_giving_up.py::"
 DOCUMENTED = "docs/test_documented_commands.py::"
 SELFTEST = "selftest/test_selftest.py::"
 RUN_BY = {
-    "(distprune calibrate, then {how}) lose far less": "test_statistics_for_a_language_model",
-    "distprune eval measures it": "test_statistics_for_a_language_model",
-    "--score wanda --statistics FILE": "test_statistics_for_a_language_model",
-    " --scope row": "test_statistics_for_a_language_model",
-    "in the recipe, and --statistics FILE": "test_statistics_for_a_recipe_with_groups",
+    "was trained on ({how}), gradients": "test_text_for_a_language_model",
+    "--text FILE": "test_text_for_a_language_model",
+    "has no effect without --text": "test_options_of_text_need_text",
+    "distprune eval measures it": "test_text_for_a_language_model",
+    "in the recipe, and --text FILE": "test_text_for_a_recipe_with_groups",
     "--normalize rms, or ": "test_normalize_where_raw_magnitudes_empty_a_tensor",
     " (--normalize rms)": "test_normalize_where_raw_magnitudes_empty_a_tensor",
     "limits.max_sparsity (--max-sparsity)": "test_normalize_where_raw_magnitudes_empty_a_tensor",
@@ -439,6 +440,8 @@ RUN_BY = {
 NOTHING_TO_RUN = {
     "--pattern {text}: expected": "the option that is wrong",
     "--csv {path}": "the option that is wrong",
+    "--update {given.update}": "the option that is wrong",
+    "unless --score says otherwise": "help of an option",
     "--plot {path}": "the option that is wrong",
     "--mesh {self.mesh}": "the option that is wrong",
     "torchrun has started the processes already": "an option to leave out",

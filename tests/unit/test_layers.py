@@ -49,6 +49,10 @@ ROOMS = {
         "_common", "torch_private", "_transformers", "shards", "masks", "call", "methods", "api",
         "files", "criteria", "statistics", "reconstruction",
     },
+    "streaming": {
+        "_common", "_transformers", "_version", "api", "files", "language_models",
+        "reconstruction", "statistics",
+    },
     "_public": {
         "_common", "shards", "budgets", "call", "methods", "api", "verification", "schedule",
         "checkpoint",
@@ -57,14 +61,16 @@ ROOMS = {
     "": {"_public", "_version"},
     "testing": set(),
     "selftest": {"_common", "torch_private", ""},
-    "cli": {"_common", "files", "recipe", "recipes", "selftest", "language_models", ""},
+    "cli": {
+        "_common", "files", "recipe", "recipes", "selftest", "language_models", "streaming", "",
+    },
     "__main__": {"cli"},
 }  # fmt: skip
 # The rooms of ``files``: each may import those before it. Its commands come last.
 FILES_ROOMS = [
     "text", "errors", "team", "disk", "recipe", "checkpoints", "layouts", "selecting", "dividing",
-    "matching", "scoring", "planning", "tiles", "reading", "cuts", "units", "rewriting", "lowest",
-    "reports", "journals", "partial", "results",
+    "matching", "kept_values", "scoring", "planning", "tiles", "reading", "cuts", "units",
+    "rewriting", "lowest", "reports", "journals", "partial", "results",
 ]  # fmt: skip
 FILES_COMMANDS = {"pruning", "applying", "verifying", "inspecting", "converting"}
 

@@ -69,7 +69,7 @@ def resolve_destination(destination: str | Path) -> Path:
 def partial_folders(destination: Path) -> list[Path]:
     """The folders of unfinished results of a destination, whichever command made them."""
     pattern = re.compile(
-        re.escape(destination.name) + r"\.partial-([0-9a-f]{16}(\.work)?|apply|convert|save)"
+        re.escape(destination.name) + r"\.partial-([0-9a-f]{16}(\.work)?|apply|convert|save|text)"
     )
     with writing(destination.parent):
         names = sorted(os.listdir(destination.parent))

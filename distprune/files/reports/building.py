@@ -79,7 +79,13 @@ def make_report(
         groups=tuple(groups),
         warnings=warnings_about(plan, tensors),
         inputs=plan.inputs.facts() or None,
+        checksums=None if plan.inputs.values is None else _checksums(records),
     )
+
+
+def _checksums(records: Sequence[Record]) -> tuple[tuple[int, int], ...]:
+    """(unit, checksum) of the units that have one, in order."""
+    return tuple(sorted((r["unit"], r["values"]) for r in records if "values" in r))
 
 
 def check_counts(report: Report, plan: Plan) -> None:
@@ -192,6 +198,7 @@ def advice_about(plan: Plan, tensors: Sequence[TensorReport]) -> str:
         for tensor in _of_collapsed(plan, tensors)
         if plan.groups[tensor.group].recipe.normalize is None
         and plan.groups[tensor.group].recipe.is_normalizable
+        and not plan.groups[tensor.group].recipe.reads_gradients
     ]
     if not raw:
         return ""

@@ -161,7 +161,7 @@ def _section(plan: Plan, report: Report, base: str | None, version: str) -> list
         "",
         f"This checkpoint is {source} with zeros in the place of {report.num_pruned:,} of "
         f"{report.num_elements:,} selected weights ({percent}). It was pruned by "
-        f"distprune {version}, and not trained afterwards; its quality was not measured.",
+        f"distprune {version}, and not trained afterwards; {_quality(plan)}",
         "",
         "## What was done",
         "",
@@ -184,17 +184,57 @@ def _section(plan: Plan, report: Report, base: str | None, version: str) -> list
         "weights, or a compressed format that is made from this one.",
         "",
         "```bash",
-        f"distprune prune SRC DST -r distprune/recipe.yaml{scores}  # makes it again, to the byte",
+        *_command_that_makes_it(plan, scores),
         f"distprune verify DST --against SRC{scores}                # compares it with its source",
         "```",
         "",
         f"`SRC` is a folder with {base or 'the source'}, and `DST` one with this checkpoint. "
         + ("`SCORES` are the scores that it was ranked by. " if scores else "")
-        + "Every "
-        "byte of the weights that was not pruned, and every other file but this one, is that of "
-        "the source. `distprune/report.json` has the counts of every tensor"
+        + _what_is_the_same(plan)
+        + "`distprune/report.json` has the counts of every tensor"
         + (", and `distprune/masks.safetensors` the masks." if plan.recipe.masks else "."),
     ]
+
+
+def _quality(plan: Plan) -> str:
+    """The end of a sentence on how good the result is."""
+    found = _perplexity(plan)
+    if not found:
+        return "its quality was not measured."
+    before, after = found
+    return f"its perplexity on held-out text went from {before:.4g} to {after:.4g}."
+
+
+def _perplexity(plan: Plan) -> tuple[float, float] | None:
+    """Of all held-out text, before and after; None: it was not measured."""
+    facts = {} if plan.inputs.values is None else plan.inputs.values.facts
+    measured = facts.get("perplexity")
+    return None if measured is None else (measured["before"], measured["after"])
+
+
+def _are_updated(plan: Plan) -> bool:
+    """Whether kept weights are others than in the source."""
+    return plan.inputs.values is not None and bool(plan.inputs.values.tensors)
+
+
+def _command_that_makes_it(plan: Plan, scores: str) -> list[str]:
+    if _are_updated(plan):
+        return []
+    return [
+        f"distprune prune SRC DST -r distprune/recipe.yaml{scores}  # makes it again, to the byte"
+    ]
+
+
+def _what_is_the_same(plan: Plan) -> str:
+    if _are_updated(plan):
+        return (
+            "The kept weights of pruned matrices were moved so that the outputs of their layers "
+            "change least; every other file but this one is that of the source. "
+        )
+    return (
+        "Every byte of the weights that was not pruned, and every other file but this one, is "
+        "that of the source. "
+    )
 
 
 def _facts(plan: Plan, report: Report) -> list[tuple[str, str]]:

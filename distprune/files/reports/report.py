@@ -146,7 +146,9 @@ class Report:
         warnings: what may be wrong with the result, one or two sentences each.
         inputs: what scores were made from besides weights: ``statistics``, with the sha256 of the
             file, its mode and its number of tokens, or of gradients their weight; ``scores``, with
-            sizes, crc32 of headers and times of change. None without.
+            sizes, crc32 of headers and times of change; ``update``, what was done to the kept
+            weights, and the tensors where they are others than in the source. None without.
+        checksums: (unit of work, crc32 of what it wrote of such tensors); None without.
     """
 
     digest: str
@@ -167,6 +169,7 @@ class Report:
     groups: tuple[GroupReport, ...] = ()
     warnings: tuple[str, ...] = ()
     inputs: dict[str, Any] | None = None
+    checksums: tuple[tuple[int, int], ...] | None = None
 
     def magnitude_cut_at(self, tensor: TensorReport) -> float | None:
         """About where the magnitudes (the raw scores) of a tensor were cut; None if unknown.
@@ -187,6 +190,8 @@ class Report:
         del values["run"]
         if self.inputs is None:  # as in reports from before there were any
             del values["inputs"]
+        if self.checksums is None:
+            del values["checksums"]
         for tensor in values["tensors"]:
             if tensor["divisor"] is None:  # as in reports from before there were any
                 del tensor["divisor"]

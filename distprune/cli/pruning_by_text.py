@@ -1,0 +1,194 @@
+"""``distprune prune --text``: scores and an update from text, one decoder layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from distprune.cli import process, ranks
+from distprune.cli.console import Meter, Terminal
+from distprune.cli.language_models import (
+    BatchSize,
+    Device,
+    Dtype,
+    ModelOptions,
+    Tokenizer,
+    backend_of,
+    translated,
+)
+from distprune.cli.options import option, takes
+from distprune.files.errors import SelectionError, TextError
+from distprune.files.planning import Plan, plan
+from distprune.files.recipe import STORED_STATISTICS, FileRecipe
+from distprune.files.reports.report import Report
+
+_PANEL = "Language models: prune by text"
+_UPDATES = {"least-squares": "least_squares", "none": "none"}
+
+Texts = Annotated[
+    list[Path] | None,
+    option(
+        "--text",
+        metavar="FILE",
+        help="Text in UTF-8, such as the model was trained on. Scores come from gradients on it "
+        "(fisher, unless --score says otherwise), and kept weights move so that the outputs of "
+        "their layers change least. The model may be larger than memory. Repeat it for more.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Windows = Annotated[
+    int,
+    typer.Option(
+        "--windows", min=1, help="Windows of text, drawn at random.", rich_help_panel=_PANEL
+    ),
+]
+Length = Annotated[
+    int,
+    typer.Option("--length", min=2, help="Tokens of a window.", rich_help_panel=_PANEL),
+]
+UpdateName = Annotated[
+    str | None,
+    option(
+        "--update",
+        metavar="least-squares|none",
+        help="What moves the kept weights (least-squares).",
+        rich_help_panel=_PANEL,
+    ),
+]
+Held = Annotated[
+    list[Path] | None,
+    option(
+        "--eval",
+        metavar="FILE",
+        help="Held-out text: its perplexity before and after comes into the report and the card. "
+        "Repeat it for more.",
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """The options of pruning by text."""
+
+    text: Texts = None
+    windows: Windows = 32
+    length: Length = 1024
+    update: UpdateName = None
+    eval_text: Held = None
+    batch_size: BatchSize = 1
+    dtype: Dtype = None
+    device: Device = None
+    tokenizer: Tokenizer = None
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> TextOptions:
+        """Take these options out of all options of a command.
+
+        Raises:
+            SelectionError: one that has no effect without --text.
+        """
+        given = cls(**{field.name: options.pop(field.name) for field in fields(cls)})
+        changed = [f.name for f in fields(cls) if getattr(given, f.name) not in (f.default, [])]
+        if changed and not given.text:
+            name = "--" + changed[0].replace("eval_text", "eval").replace("_", "-")
+            raise SelectionError(f"{name} has no effect without --text; add it, or leave this out.")
+        if given.update is not None and given.update not in _UPDATES:
+            raise SelectionError(f"--update {given.update}: expected {', '.join(_UPDATES)}.")
+        return given
+
+
+takes_text = takes(
+    get_type_hints(TextOptions, include_extras=True),
+    after="plot",
+    defaults={field.name: field.default for field in fields(TextOptions)},
+)
+
+
+def prune_by_text(
+    context: typer.Context,
+    terminal: Terminal,
+    source: Path,
+    destination: Path,
+    make_recipe: Callable[[], FileRecipe],
+    given: TextOptions,
+    *,
+    nproc: int | None,
+    timeout: float,
+    take_over: bool,
+) -> tuple[Report, Plan]:
+    """Prune on this rank, or start ranks; see ``streaming.prune_folder``."""
+    texts = [*(given.text or []), *(given.eval_text or [])]
+    model = ModelOptions(
+        source,
+        texts,
+        given.length,
+        dtype=given.dtype,
+        device=given.device,
+        tokenizer=given.tokenizer,
+    )
+    model.check()
+    recipe = make_recipe()
+    ranks.run_on_ranks(context, nproc)
+    kind = model.kind_of_device()
+    with process.Stop() as stop, ranks.process_group(timeout, backend_of(kind)):
+        with translated(SelectionError):
+            import torch
+            from transformers.utils import logging
+
+            from distprune import language_models, streaming
+
+            quiet: Any = logging  # without types
+            quiet.set_verbosity_error()
+            quiet.disable_progress_bar()
+            tokenizer = language_models.load_tokenizer(given.tokenizer or source)
+        with translated(TextError):
+            read = language_models.read_windows
+            windows = read(tokenizer, given.text or [], given.length).sample(given.windows)
+            evaluation = read(tokenizer, given.eval_text, given.length) if given.eval_text else None
+        terminal.note(_told(recipe, windows.tokens.shape, given))
+        with translated(SelectionError), Meter(terminal) as meter:
+            made = streaming.prune_folder(
+                source,
+                destination,
+                recipe,
+                windows,
+                update=_UPDATES[given.update or "least-squares"],  # type: ignore[arg-type]
+                evaluation=evaluation,
+                batch_size=given.batch_size,
+                dtype=None if given.dtype is None else getattr(torch, given.dtype),
+                device=torch.device(kind, torch.accelerator.current_device_index())
+                if kind != "cpu"
+                else "cpu",
+                progress=meter.windows,
+                progress_of_files=meter,
+                stop=stop,
+                take_over=take_over,
+                tell=terminal.note,
+            )
+    if terminal.is_leader and made.before is not None and made.after is not None:
+        terminal.note(
+            f"Perplexity of the held-out text: {made.before:.2f} before, {made.after:.2f} after."
+        )
+    return made.report, plan(source, _with_statistics(recipe, destination), follow_links=True)
+
+
+def _with_statistics(recipe: FileRecipe, destination: Path) -> FileRecipe:
+    """The recipe with the statistics that lie in the result, if it needs any."""
+    if recipe.statistics or not any(part.reads_statistics for part in recipe.parts):
+        return recipe
+    return recipe.replaced(statistics=str(destination / "distprune" / STORED_STATISTICS))
+
+
+def _told(recipe: FileRecipe, shape: Sequence[int], given: TextOptions) -> str:
+    """What is going to be done, and why, in a sentence."""
+    update = "" if given.update == "none" else ", then least squares for the kept weights"
+    score = recipe.score_text if not recipe.groups else "the scores of the recipe"
+    why = ""
+    if score == "fisher":
+        why = " (squared gradients by output and input, as good as those of every weight)"
+    return f"{shape[0]:,} windows of {shape[1]:,} tokens: score {score}{why}{update}."

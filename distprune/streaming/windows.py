@@ -1,0 +1,223 @@
+"""Windows of text on their way through the layers of a streamed model.
+
+[Note: stages] The hidden states of a batch before layer i are its stage i; after the last layer,
+stage n. They are files of one folder, named by stage and batch, as are the gradients of the loss by
+them. So a pass over all layers has one layer and one batch in memory, and a run that was killed
+goes on at the layer where it was. Batches are numbered over all ranks, which share them.
+
+    forward     stage 0 (embedding)  -->  stage 1  -->  ...  -->  stage n  -->  loss (norm, head)
+    backward    gradient 0  <--  gradient 1  <--  ...  <--  gradient n   <-------+
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from distprune._common.process_groups import world
+from distprune.files.disk.access import writing
+from distprune.language_models.evaluating import PerplexityReport, perplexity
+from distprune.language_models.hidden_states import LayerCalls
+from distprune.language_models.losses import BatchLosses
+from distprune.language_models.running import (
+    DataRanks,
+    Report,
+    Step,
+    accepts,
+    inputs_of,
+    output_of,
+    steps_of,
+)
+from distprune.language_models.text import TokenWindows
+from distprune.statistics.activation import ActivationStatistics
+from distprune.statistics.gradients import GradientStatistics
+from distprune.streaming.layers import StreamedModel
+
+
+class WindowStream:
+    """The hidden states of some windows of text; this rank has its share of the batches.
+
+    Args:
+        streamed: the model.
+        windows: the same on every rank.
+        batch_size: windows that a rank runs at a time.
+        folder: gets the hidden states; it exists.
+        name: of the files in it.
+
+    Raises:
+        NotImplementedError: the layers are no chain: what one returns is not what the next is
+            called with, or they are called with objects that they may change.
+    """
+
+    def __init__(
+        self,
+        streamed: StreamedModel,
+        windows: TokenWindows,
+        batch_size: int,
+        folder: Path,
+        name: str,
+    ) -> None:
+        self._streamed = streamed
+        self._windows = windows
+        self._batch_size = batch_size
+        self._folder = folder
+        self._name = name
+        communicator = world()
+        ranks = DataRanks(communicator.index, communicator.size, True)
+        steps = steps_of(len(windows), batch_size, ranks)
+        self.batches: list[Step] = [step for step in steps if not step.is_padding]
+        self._calls = LayerCalls(streamed.layers)
+        self._embed()
+
+    def advance(self, number: int) -> None:
+        """Make the next stage. The layer is in memory."""
+        with torch.no_grad():
+            for batch in range(len(self.batches)):
+                state = self._calls.call(number, batch, self._read("state", number, batch))
+                self._write("state", number + 1, batch, state)
+
+    def collect(self, number: int, statistics: ActivationStatistics) -> None:
+        """Statistics of the inputs inside of a layer, which is in memory. Collective."""
+        with torch.no_grad(), statistics.collecting():
+            for batch in range(len(self.batches)):
+                self._calls.call(number, batch, self._read("state", number, batch))
+
+    def perplexity(self, progress: Report | None = None) -> PerplexityReport:
+        """Of the windows, whose last stage is there. Collective.
+
+        Raises:
+            ValueError: a loss that is not finite.
+        """
+        with self._after_layers(is_leaf=False) as (model, _):
+            return perplexity(model, self._windows, batch_size=self._batch_size, progress=progress)
+
+    def differentiate(self) -> None:
+        """The gradients of the losses by the last stage.
+
+        Raises:
+            ValueError: a loss that is not finite, by its window.
+        """
+        last = len(self._streamed.layers)
+        with torch.enable_grad(), self._after_layers(is_leaf=True) as (model, leaves):
+            losses = BatchLosses(model)
+            for batch, step in enumerate(self.batches):
+                loss = losses.mean(inputs_of(model, self._windows, step.rows))
+                if not bool(loss.detach().isfinite()):
+                    first = step.rows.start
+                    text = self._windows.texts[int(self._windows.text_of[first])]
+                    raise ValueError(
+                        f"the loss of window {first} ({text}) is {float(loss.detach())}; expected "
+                        "a finite one. Weights that are not finite, or a dtype that overflows "
+                        "(float16), cause this."
+                    )
+                loss.backward()  # type: ignore[no-untyped-call]
+                (leaf,) = leaves[-1:]
+                assert leaf.grad is not None
+                self._write("gradient", last, batch, leaf.grad)
+                leaves.clear()
+
+    def differentiate_layer(self, number: int, statistics: GradientStatistics | None) -> None:
+        """Collect the gradients of the weights of a layer, which is in memory. Collective.
+
+        It makes the gradients of the losses by the stage before it.
+
+        Args:
+            statistics: of parameters that need gradients; None: it has none.
+        """
+        with torch.enable_grad(), _calibrating(statistics) as unit:
+            for batch, step in enumerate(self.batches):
+                state = self._read("state", number, batch)
+                state = state.to(self._streamed.device).requires_grad_(True)
+                gradient = self._read("gradient", number + 1, batch)
+                made = self._calls.call(number, batch, state)
+                with unit(step):
+                    torch.autograd.backward(made, gradient.to(made.device))
+                assert state.grad is not None
+                self._write("gradient", number, batch, state.grad)
+                self._streamed.layers[number].zero_grad()
+
+    def remove(self, kind: str, number: int) -> None:
+        """Remove the files of a stage: "state" or "gradient"."""
+        for batch in range(len(self.batches)):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self._path(kind, number, batch))
+
+    def _embed(self) -> None:
+        """Make the first stage, and keep what layers are called with."""
+        with torch.no_grad(), self._streamed.around() as model:
+            arguments = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
+            for batch, step in enumerate(self.batches):
+                ids = inputs_of(model, self._windows, step.rows)
+                first = self._calls.catch(partial(output_of, model, input_ids=ids, **arguments))
+                if first is None or not self._calls.is_chain or self._calls.shares_objects:
+                    raise NotImplementedError(
+                        f"the decoder layers of {type(model).__name__} are no chain: expected that "
+                        "each is called with what the one before it returned, and with arguments "
+                        "that it does not change. Load the model whole, with load_sharded."
+                    )
+                self._write("state", 0, batch, first)
+
+    @contextlib.contextmanager
+    def _after_layers(self, is_leaf: bool) -> Iterator[tuple[torch.nn.Module, list[Tensor]]]:
+        """The model, whose layers return the last stage of the batch that it is called with.
+
+        Args:
+            is_leaf: whether what they return gets gradients; yields the latest of them, too.
+        """
+        last = len(self._streamed.layers)
+        numbers = {
+            self._windows.tokens[step.rows].numpy().tobytes(): batch
+            for batch, step in enumerate(self.batches)
+        }
+        asked: list[bytes] = []
+        leaves: list[Tensor] = []
+
+        def note(module: torch.nn.Module, args: object, kwargs: dict[str, Tensor]) -> None:
+            asked[:] = [kwargs["input_ids"].cpu().numpy().tobytes()]
+
+        def last_stage(state: Tensor) -> Tensor:
+            # A rank without a batch of its own in the last step runs one that does not count.
+            number = numbers.get(asked[0])
+            if number is None:
+                return state
+            made = self._read("state", last, number).to(state.device).requires_grad_(is_leaf)
+            leaves[:] = [made]
+            return made
+
+        with self._streamed.around(last_stage) as model:
+            handle = model.register_forward_pre_hook(note, with_kwargs=True)
+            try:
+                yield model, leaves
+            finally:
+                handle.remove()
+
+    def _path(self, kind: str, stage: int, batch: int) -> Path:
+        first = self.batches[batch].rows.start
+        return self._folder / f"{self._name}-{kind}-{stage:05}-{first:06}.pt"
+
+    def _write(self, kind: str, stage: int, batch: int, state: Tensor) -> None:
+        path = self._path(kind, stage, batch)
+        with writing(path):
+            torch.save(state.detach().cpu().contiguous().clone(), path)
+
+    def _read(self, kind: str, stage: int, batch: int) -> Tensor:
+        state: Tensor = torch.load(self._path(kind, stage, batch), weights_only=True)
+        return state
+
+
+@contextlib.contextmanager
+def _calibrating(
+    statistics: GradientStatistics | None,
+) -> Iterator[Callable[[Step], contextlib.AbstractContextManager[None]]]:
+    """Collect gradients inside; yields what makes a batch a unit."""
+    if statistics is None:
+        yield lambda step: contextlib.nullcontext()
+        return
+    with statistics.calibrating():
+        yield lambda step: statistics.batch(weight=float(step.num_windows))

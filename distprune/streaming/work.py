@@ -1,0 +1,114 @@
+"""The folder of a pruning with text while it is under way: hidden states, statistics, progress.
+
+    DST.partial-text/
+        facts.json              what decides the result; another command's folder is refused
+        progress.json           which layers of which pass are done
+        states/                 hidden states and gradients; see windows.[Note: stages]
+        statistics/             of each layer
+        values/                 kept weights of each layer that were moved
+
+A step is recorded when its files are written. What a killed run had begun is made again, from files
+that no step changes, so that the result does not depend on where it was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distprune._common.collectives import Communicator
+from distprune.files.disk.access import write_atomically, writing
+from distprune.files.disk.destination import check_free_bytes, folder_bytes
+from distprune.files.errors import OutputError
+from distprune.files.partial import DISCARD_HINT, check_own_folder
+
+_FACTS, _PROGRESS = "facts.json", "progress.json"
+
+
+class Work:
+    """The folder; every rank sees it. The first rank changes what is not a rank's own.
+
+    Args:
+        destination: absolute.
+        facts: what decides the result, as JSON.
+        num_bytes: that the folder takes in the end.
+        communicator: of the ranks.
+
+    Attributes:
+        path: of the folder.
+        is_resumed: whether an earlier run has begun it.
+
+    Raises:
+        OutputError: the folder is that of another command, or the disk has too few free bytes. On
+            every rank.
+    """
+
+    def __init__(
+        self,
+        destination: Path,
+        facts: Mapping[str, Any],
+        num_bytes: int,
+        communicator: Communicator,
+    ) -> None:
+        self.path = destination.with_name(f"{destination.name}.partial-text")
+        self._communicator = communicator
+        self._is_first = communicator.index == 0
+        text = json.dumps(facts, indent=1) + "\n"
+        self.is_resumed = self.path.exists()
+        communicator.run(lambda: self._open(destination, text, num_bytes))
+        self._done: dict[str, Any] = communicator.run(self._read_progress)
+
+    def folder(self, name: str) -> Path:
+        """One of the folders in it."""
+        return self.path / name
+
+    def get(self, step: str, default: Any = None) -> Any:
+        """What was recorded of a step."""
+        return self._done.get(step, default)
+
+    def record(self, step: str, value: Any) -> None:
+        """Record a step that all ranks have done. Collective.
+
+        Args:
+            value: JSON; the same on every rank.
+        """
+        self._done[step] = value
+
+        def write() -> None:
+            if self._is_first:
+                write_atomically(self.path / _PROGRESS, json.dumps(self._done).encode())
+
+        self._communicator.run(lambda: None)  # every rank has written its files
+        self._communicator.run(write)
+
+    def remove(self) -> None:
+        """Remove the folder. Collective."""
+        self._communicator.run(lambda: None)
+        self._communicator.run(
+            lambda: shutil.rmtree(self.path, ignore_errors=True) if self._is_first else None
+        )
+
+    def _open(self, destination: Path, text: str, num_bytes: int) -> None:
+        if not self._is_first:
+            return
+        if self.path.exists():
+            check_own_folder(self.path)
+            if (self.path / _FACTS).exists() and (self.path / _FACTS).read_text() != text:
+                raise OutputError(
+                    f"{self.path} is the unfinished result of another command, text, model or "
+                    f"version. Finish it with the command that began it, {DISCARD_HINT}, or choose "
+                    "another destination."
+                )
+        with writing(self.path):
+            for name in ("states", "statistics", "values"):
+                (self.path / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_free_bytes(self.path, num_bytes - folder_bytes(self.path), destination)
+        write_atomically(self.path / _FACTS, text.encode())
+
+    def _read_progress(self) -> dict[str, Any]:
+        path = self.path / _PROGRESS
+        found: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+        return found

@@ -1,0 +1,243 @@
+"""One layer in memory at a time: what the whole model gives, whatever stops it on the way."""
+
+import filecmp
+import shutil
+
+import pytest
+import torch
+
+import distprune as prune
+from distprune import language_models, streaming
+from distprune.files.disk import destination as destinations
+from distprune.files.errors import Interrupted, OutputError, SelectionError
+from distprune.files.recipe import FileRecipe
+from distprune.files.verifying import verify
+from distprune.language_models import TokenWindows
+from distprune.statistics import GradientStatistics, GramMatrices
+from distprune.testing import run_ranks
+from helpers.sampling import every
+from helpers.tiny_language_model import save_tiny_llama, write_text
+from helpers.tiny_transformers import save_tiny
+
+RECIPE = FileRecipe(sparsity=0.5, score="fisher", normalize=None)
+FAMILIES = [
+    "llama", "mistral", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3",
+]  # fmt: skip
+
+
+def tokens(num_windows, seed, vocabulary=40, length=12):
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(3, vocabulary, (num_windows, length), generator=generator)
+    text_of = torch.zeros(num_windows, dtype=torch.int64)
+    return TokenWindows(("text",), drawn, text_of, None, has_bos=False)
+
+
+def assert_same_sums(one, other):
+    totals = other.totals()
+    for pair, found in one.totals().items():
+        expected = totals[pair]
+        assert found.weight == expected.weight
+        for a, b in [
+            (found.by_output, expected.by_output), (found.by_input, expected.by_input)
+        ]:  # fmt: skip
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6 * float(b.max()))
+
+
+def weights_of(folder):
+    model = language_models.load_sharded(folder)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_does_what_the_whole_model_does(tmp_path, family):
+    """Statistics to 1e-6, masks and perplexities to the bit, moved weights to 1e-5."""
+    source = save_tiny(family, tmp_path / "source")
+    windows, held_out = tokens(6, seed=1), tokens(4, seed=2)
+    out = tmp_path / "out"
+    made = streaming.prune_folder(
+        source, out, RECIPE, windows, evaluation=held_out, batch_size=4, damping=0.1
+    )
+    model = language_models.load_sharded(source)
+    pairs = prune.select(model)
+    assert made.before == language_models.perplexity(model, held_out, batch_size=4).perplexity
+    whole = GradientStatistics(pairs)
+    language_models.calibrate(model, windows, whole, batch_size=4)
+    streamed = GradientStatistics.load(out / "distprune" / "statistics.safetensors", pairs)
+    assert_same_sums(whole, streamed)
+
+    grams = GramMatrices(pairs, allow_empty="*")
+    language_models.calibrate(model, windows, grams, batch_size=4)
+    report = prune.global_unstructured(
+        pairs, prune.L1Unstructured, streamed.fisher(), amount=0.5, pipeline_parallel=True
+    )
+    assert report.num_pruned == made.report.num_pruned
+    prune.reconstruct(pairs, grams, damping=0.1)
+    written = weights_of(out)
+    for module, name in pairs:
+        fqn = next(f"{p}.{name}" for p, m in model.named_modules() if m is module)
+        weight, mask = getattr(module, name).detach(), getattr(module, f"{name}_mask")
+        assert torch.equal(written[fqn] == 0, mask == 0), fqn
+        largest = float(weight.abs().max())
+        torch.testing.assert_close(written[fqn], weight, rtol=0, atol=1e-5 * largest)
+    again = language_models.load_sharded(out)
+    assert made.after == language_models.perplexity(again, held_out, batch_size=4).perplexity
+    assert verify(out, source).is_good
+    assert not list(tmp_path.glob("*.partial*"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder with a source, and what it becomes; see :func:`made`."""
+    folder = tmp_path_factory.mktemp("streaming")
+    save_tiny_llama(folder / "source", num_hidden_layers=3)
+    write_text(folder / "text.txt", 400)
+    run(folder, folder / "out")
+    return folder
+
+
+def run(folder, destination, **options):
+    windows, held_out = tokens(6, seed=1, vocabulary=200), tokens(3, seed=2, vocabulary=200)
+    return streaming.prune_folder(
+        folder / "source", destination, RECIPE, windows, evaluation=held_out, **options
+    )
+
+
+def other_files(one, other):
+    """Files of two folders that differ."""
+    names, of_other = (
+        sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+        for folder in (one, other)
+    )
+    assert names == of_other
+    return [name for name in names if not filecmp.cmp(one / name, other / name, shallow=False)]
+
+
+class Killed(BaseException):
+    """Not an error that anything catches."""
+
+
+@pytest.mark.parametrize("place", every(4, range(21), start=2))
+def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(llama, tmp_path, monkeypatch, place):
+    """It ends before any of its writes of progress: in each pass, and between them."""
+    from distprune.streaming import work
+
+    writes, write = [], work.write_atomically
+
+    def killed(path, data):
+        writes.append(path)
+        if len(writes) > place:
+            raise Killed
+        write(path, data)
+
+    out = tmp_path / "out"
+    monkeypatch.setattr(work, "write_atomically", killed)
+    try:
+        run(llama, out)
+    except Killed:
+        monkeypatch.setattr(work, "write_atomically", write)
+        assert not out.exists()
+        run(llama, out)
+    assert set(other_files(out, llama / "out")) <= {"distprune/run.json"}
+
+
+def test_a_stop_keeps_what_is_done_and_a_finished_result_is_found(llama, tmp_path):
+    out, asked = tmp_path / "out", []
+
+    def stop():
+        asked.append(None)
+        return len(asked) > 4
+
+    with pytest.raises(Interrupted, match="same command"):
+        run(llama, out, stop=stop)
+    told = []
+    made = run(llama, out, tell=told.append)
+    assert any("Resuming" in text for text in told)
+    again = run(llama, out, tell=told.append)
+    assert "finished" in told[-1]
+    assert (again.before, again.after, again.errors) == (made.before, made.after, made.errors)
+
+
+def test_another_command_is_refused_while_a_result_is_unfinished(llama, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(Interrupted):
+        run(llama, out, stop=lambda: True)
+    with pytest.raises(OutputError, match="unfinished result of another"):
+        run(llama, out, damping=0.5)
+    shutil.rmtree(tmp_path / "out.partial-text")
+    run(llama, out, damping=0.5)
+
+
+def test_a_disk_without_room_is_an_error_before_the_work(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(destinations, "free_bytes", lambda folder: 1000)
+    with pytest.raises(OutputError, match="1,000 are free"):
+        run(llama, tmp_path / "out")
+
+
+def test_tensors_outside_of_the_layers_are_refused(llama, tmp_path):
+    recipe = RECIPE.replaced(also=("lm_head.weight",))
+    with pytest.raises(SelectionError, match=r"lm_head\.weight is in no decoder layer"):
+        streaming.prune_folder(llama / "source", tmp_path / "out", recipe, tokens(2, 1))
+
+
+def test_an_encoder_decoder_is_refused(tmp_path):
+    save_tiny("t5", tmp_path / "source")
+    with pytest.raises((NotImplementedError, ValueError)):
+        streaming.prune_folder(tmp_path / "source", tmp_path / "out", RECIPE, tokens(2, 1))
+
+
+def test_verify_finds_a_changed_kept_weight(llama, tmp_path):
+    out = shutil.copytree(llama / "out", tmp_path / "out")
+    assert verify(out, llama / "source").is_good
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(out / "model.safetensors")
+    weight = tensors["model.layers.1.mlp.up_proj.weight"].view(-1)
+    weight[int(weight.nonzero()[0])] += 1
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    assert any("checksums" in problem for problem in verify(out, llama / "source").problems)
+
+
+@pytest.mark.parametrize("score", ["wanda", "magnitude"])
+def test_other_scores_and_no_update(llama, tmp_path, score):
+    """Statistics of activations as the whole model has them; without an update no weight moves."""
+    recipe = FileRecipe(score=score, pattern="2:4")
+    windows = tokens(6, seed=1, vocabulary=200)
+    made = streaming.prune_folder(
+        llama / "source", tmp_path / "out", recipe, windows, update="none"
+    )
+    assert made.before is made.after is None and not made.errors
+    before, after = weights_of(llama / "source"), weights_of(tmp_path / "out")
+    assert all(bool(((after[n] == before[n]) | (after[n] == 0)).all()) for n in before)
+    if score == "wanda":
+        model = language_models.load_sharded(llama / "source")
+        pairs = prune.select(model)
+        statistics = prune.statistics.ActivationStatistics(pairs)
+        language_models.calibrate(model, windows, statistics)
+        file = tmp_path / "out" / "distprune" / "statistics.safetensors"
+        stored = prune.statistics.ActivationStatistics.load(file, pairs)
+        totals = stored.totals()
+        for pair, found in statistics.totals().items():
+            assert torch.equal(found.squares, totals[pair].squares)
+    assert verify(tmp_path / "out", llama / "source").is_good
+
+
+def on_ranks(folder, destination):
+    made = run(folder, destination)
+    return made.before, made.after, made.report.num_pruned
+
+
+@pytest.mark.parametrize("num_ranks", every(2, [2, 3]))
+def test_ranks_share_the_windows(llama, tmp_path, num_ranks):
+    """Scores and errors of one process, to 1e-6; the exact count."""
+    out = tmp_path / "out"
+    found = run_ranks(on_ranks, num_ranks, llama, out)
+    assert len(set(found)) == 1
+    one = run(llama, llama / "out")
+    before, after, num_pruned = found[0]
+    assert (before, num_pruned) == (one.before, one.report.num_pruned)
+    assert after == pytest.approx(one.after, rel=1e-5)
+    pairs = prune.select(language_models.load_sharded(llama / "source"))
+    files = [folder / "distprune" / "statistics.safetensors" for folder in (out, llama / "out")]
+    of_ranks, of_one = (GradientStatistics.load(file, pairs) for file in files)
+    assert_same_sums(of_ranks, of_one)
+    assert verify(out, llama / "source").is_good
