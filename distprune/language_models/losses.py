@@ -2,9 +2,10 @@
 
 [Note: slices] The logits of a batch take batch size * length * vocabulary elements, and a backward
 takes that several times. So the head does not run when the model calls it: its place is taken by
-one that makes the logits of some positions, adds up their losses, and makes those of the next. With
-gradients, each slice is checkpointed: the backward makes its logits again. To the wrappers this is
-one call of the head, and its weight has one gradient.
+one that makes the logits of some positions, adds up their losses, and makes those of the next. To
+the wrappers this is one call of the head, and its weight has one gradient. With gradients, and a
+head whose own weight has none, a slice is differentiated at once, while its logits are there; else
+it is checkpointed, and the backward makes its logits again.
 
 The model is given logits without memory instead. If it returns them as they are, and the loss as it
 was given, then the losses are right. If it scales or caps them, adds to the loss, or has another
@@ -58,7 +59,7 @@ class BatchLosses:
 
     Cost: 64 MiB of logits in fp32 at a time, some times; those of a whole batch if the model has no
     linear head, does more with logits than to compare them with labels, or has tensor parallelism.
-    With gradients, the head runs twice.
+    With gradients of its own weight, the head runs twice.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -84,7 +85,7 @@ class BatchLosses:
 
         def mean_loss(hidden: Tensor, head: Head) -> Tensor:
             states, targets = hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-            return _sum_of_slices(states, targets, head) / len(targets)
+            return _mean_of_slices(states, targets, head)
 
         output, loss = self._run(ids, mean_loss, labels=ids)
         if loss is None:
@@ -186,8 +187,8 @@ def _has_usual_loss(module: nn.Module | None) -> bool:
     return getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
 
 
-def _sum_of_slices(states: Tensor, targets: Tensor, head: Head) -> Tensor:
-    """The sum of the negative log-likelihoods of positions, fp32, with gradients.
+def _mean_of_slices(states: Tensor, targets: Tensor, head: Head) -> Tensor:
+    """The mean of the negative log-likelihoods of positions, fp32, with gradients.
 
     Args:
         states: [positions, features], what the head is called with.
@@ -199,13 +200,45 @@ def _sum_of_slices(states: Tensor, targets: Tensor, head: Head) -> Tensor:
 
     num_rows = max(1, SLICE // head.weight.shape[0])
     if num_rows >= len(states):
-        return loss(states, targets)
+        return loss(states, targets) / len(targets)
     slices = zip(torch.split(states, num_rows), torch.split(targets, num_rows), strict=True)
+    is_fixed = not any(p is not None and p.requires_grad for p in (head.weight, head.bias))
+    if is_fixed and states.requires_grad and torch.is_grad_enabled():
+        return _MeanLoss.apply(states, list(slices), loss)  # type: ignore[no-untyped-call, no-any-return]
     losses = [
         checkpoint(loss, part, expected, use_reentrant=False, preserve_rng_state=False)
         for part, expected in slices
     ]
-    return torch.stack(losses).sum()
+    return torch.stack(losses).sum() / len(targets)
+
+
+class _MeanLoss(torch.autograd.Function):
+    """The mean loss of positions, whose gradients by the states are made in the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        slices: list[tuple[Tensor, Tensor]],
+        loss: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        gradient, losses = torch.empty_like(states), []
+        for part, into in zip(slices, torch.split(gradient, len(slices[0][0])), strict=True):
+            with torch.enable_grad():
+                given = part[0].detach().requires_grad_()
+                of_slice = loss(given, part[1])
+            share = torch.ones_like(of_slice) / len(states)
+            (found,) = torch.autograd.grad(of_slice, given, share)
+            into.copy_(found)
+            losses.append(of_slice.detach())
+        ctx.save_for_backward(gradient)
+        return torch.stack(losses).sum() / len(states)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream.to(gradient.dtype), None, None
 
 
 def nll_of_windows(states: Tensor, ids: Tensor, head: Head | None = None) -> Tensor:

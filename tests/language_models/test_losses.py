@@ -95,6 +95,16 @@ def test_they_are_the_models_own(family, monkeypatch):
         assert float((found[name] - gradient).norm()) <= 1e-5 * largest, name
     assert [*vars(model)] == before[1] and vars(model.lm_head).keys() == before[0].keys()
 
+    if family in SLICED:  # a head without a gradient is not run again in the backward
+        model.lm_head.requires_grad_(False)
+        with Rows() as rows:
+            loss_of_fixed, of_others, _ = both(model, IDS)
+        assert rows.most == 3 and loss_of_fixed.equal(loss)
+        others = {name: found[name] for name, p in model.named_parameters() if p.requires_grad}
+        assert of_others.keys() == others.keys() and len(others) > 2
+        for name, gradient in others.items():
+            assert torch.allclose(of_others[name], gradient, rtol=1e-5, atol=1e-7), name
+
 
 def on_ranks(wrapping, size):
     torch.set_num_threads(1)
