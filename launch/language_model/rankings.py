@@ -25,6 +25,8 @@ class Calibration:
         windows: None if only criteria without text are asked for.
         statistics_file: read if it exists, else written when statistics are asked for; None: of a
             model that is another one later.
+        folder: keeps what else is learnt from the dense model and is small enough: Gram matrices,
+            and sums of squared gradients; None: they are collected when they are asked for.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Calibration:
         statistics_file: Path | None,
         batch_size: int,
         job: Job,
+        folder: Path | None = None,
     ) -> None:
         self.model = model
         self.parameters = parameters
@@ -42,6 +45,7 @@ class Calibration:
         self.statistics_file = statistics_file
         self.batch_size = batch_size
         self.job = job
+        self.folder = folder
 
     @cached_property
     def statistics(self) -> ActivationStatistics:
@@ -73,9 +77,26 @@ class Calibration:
     @cached_property
     def grams(self) -> GramMatrices:
         """Of the inputs of all layers of the dense model. Collective when first asked for."""
+        folder = None if self.folder is None else self.folder / "grams"
+        if folder is not None and self.job.of_rank_0((folder / "grams.json").exists):
+            return GramMatrices.load(folder, self.parameters)
         grams = GramMatrices(self.parameters)
         self.run(grams)
+        if folder is not None:
+            grams.save(folder)
         return grams
+
+    @cached_property
+    def gradients(self) -> GradientStatistics:
+        """Sums of squared gradients of the dense model. Collective when first asked for."""
+        file = None if self.folder is None else self.folder / "gradients.safetensors"
+        if file is not None and self.job.of_rank_0(file.exists):
+            return GradientStatistics.load(file, self.parameters)
+        statistics = GradientStatistics(self.parameters)
+        self.run(statistics)
+        if file is not None:
+            statistics.save(file)
+        return statistics
 
     def run_block_by_block(
         self,
@@ -125,13 +146,6 @@ def _by_gradients(make: Callable[..., criteria.Criterion]) -> Callable[[Calibrat
     return rank
 
 
-def _fisher_by_factors(calibration: Calibration) -> Ranking:
-    """Fisher without memory of the size of the model: by the sums of rows and of columns."""
-    statistics = GradientStatistics(calibration.parameters)
-    calibration.run(statistics)
-    return Ranking(prune.L1Unstructured, statistics.fisher())
-
-
 # By name on the command line.
 CRITERIA: dict[str, Callable[[Calibration], Ranking]] = {
     "magnitude": lambda _: Ranking(prune.L1Unstructured),
@@ -142,7 +156,10 @@ CRITERIA: dict[str, Callable[[Calibration], Ranking]] = {
     # Of power 1: that of power 2 ranks as Fisher does.
     "taylor": _by_gradients(partial(criteria.Taylor, power=1)),
     "fisher": _by_gradients(criteria.Fisher),
-    "factored_fisher": _fisher_by_factors,
+    # Without memory of the size of the model: by the sums of rows and of columns.
+    "factored_fisher": lambda c: Ranking(prune.L1Unstructured, c.gradients.fisher()),
+    # Of the inputs alone, as SparseGPT ranks.
+    "obs": lambda c: Ranking(prune.L1Unstructured, c.grams.obs()),
 }
 NEEDS_TEXT = tuple(name for name in CRITERIA if name not in ("magnitude", "random"))
 

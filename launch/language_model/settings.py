@@ -28,7 +28,7 @@ NORMALIZATIONS = ("none", "rms", "l2", "mean")
 BUDGETS = ("uniform", "uniform+", "erk", "lamp", "owl")
 # Criteria whose scores have another scale in each parameter. Random ones have one scale everywhere,
 # and those of gradients all estimate the same: the change of the loss.
-_NOT_TO_SCALE = ("magnitude", "wanda", "ria", "stade")
+_NOT_TO_SCALE = ("magnitude", "wanda", "ria", "stade", "obs")
 # What does not change the result.
 _OF_THE_MACHINE = ("output", "checkpoint_every")
 
@@ -89,8 +89,12 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         parser.error(f"--statistics has no meaning for --criterion {parsed.criterion}")
     if parsed.budget == "owl" and not (parsed.calibrate or parsed.statistics):
         parser.error("--budget owl needs --calibrate FILE...")
-    if parsed.sequential and (parsed.criterion not in ("wanda", "ria", "stade")):
-        parser.error("--sequential goes with --criterion wanda, ria and stade")
+    of_inputs = ("wanda", "ria", "stade", *(("obs",) if parsed.update != "none" else ()))
+    if parsed.sequential and parsed.criterion not in of_inputs:
+        parser.error(
+            "--sequential goes with --criterion wanda, ria and stade; with --update least-squares "
+            "obs, too"
+        )
     if parsed.sequential and (parsed.statistics or parsed.schedule != "one_shot" or parsed.budget):
         parser.error(
             "--sequential prunes block by block, in one shot: expected it without "
@@ -176,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
         "--normalize",
         choices=NORMALIZATIONS,
         help="what divides each parameter's scores (rms, where parameters compete by magnitude, "
-        "wanda, ria or stade)",
+        "wanda, ria, stade or obs)",
     )
     group.add_argument("--budget", choices=BUDGETS, help="divides the sparsity among layers")
     group.add_argument(

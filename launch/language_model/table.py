@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import distprune as prune
-from distprune import language_models
+from distprune import checkpoint, language_models
 from distprune.language_models import TokenWindows
 from jobs.processes import Job
-from jobs.ranking import Pairs, Ranking
+from jobs.ranking import Pairs, Ranking, Scores
 from jobs.scopes import is_meaningful, keywords_of
-from jobs.work import Folder
+from jobs.work import Folder, read_json
 
 from .rankings import CRITERIA, NEEDS_TEXT, Calibration, method_of
 from .recovery import recover
@@ -38,8 +42,8 @@ class Cell:
     def file(self) -> str:
         """Its name in the folder of cells."""
         update = "" if self.update == "none" else f"_{self.update}"
-        scope = self.scope.replace(":", "-")
-        return f"{self.criterion}_{scope}_{100 * self.sparsity:g}{update}.json"
+        name = f"{self.criterion}_{self.scope}_{100 * self.sparsity:g}{update}"
+        return re.sub(r"[^\w.-]+", "-", name) + ".json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class Texts:
 
     calibration: TokenWindows
     evaluation: TokenWindows
+    more: TokenWindows | None
     recovery: TokenWindows | None
 
 
@@ -56,6 +61,7 @@ class Table:
 
     Args:
         folder: of the cells.
+        more: of the cells that are measured on more text; None: there is none.
         recovered: of the cells after recovery; None: there is no recovery.
     """
 
@@ -65,16 +71,20 @@ class Table:
         model: nn.Module,
         texts: Texts,
         folder: Folder,
+        more: Folder | None,
         recovered: Folder | None,
         job: Job,
     ) -> None:
         self.settings, self.model, self.texts = settings, model, texts
         self.folder, self.recovered, self.job = folder, recovered, job
+        self.measured = [(folder, texts.evaluation)]
+        if more is not None and texts.more is not None:
+            self.measured.append((more, texts.more))
         self.parameters: Pairs = prune.select(model, settings.include or None, settings.exclude)
         file = folder.path / "statistics.safetensors"
         windows = texts.calibration
         self.calibration = Calibration(
-            model, self.parameters, windows, file, settings.batch_size, job
+            model, self.parameters, windows, file, settings.batch_size, job, folder.path
         )
         self._rankings: dict[str, Ranking] = {}
         # This rank's part.
@@ -82,7 +92,8 @@ class Table:
 
     def fill(self) -> None:
         """Make all cells that are not there yet. Collective."""
-        self.folder.once("dense.json", self._measure)
+        for folder, windows in self.measured:
+            folder.once("dense.json", partial(self._measure, windows))
         if self.recovered is not None:
             self.recovered.once("dense.json", self._recover_dense)
         for update in self.settings.updates:
@@ -100,40 +111,99 @@ class Table:
         """The cells of one criterion, each made from the one before."""
         if criterion not in NEEDS_TEXT:
             return
-        cells = [Cell(criterion, "global", s, "rounds") for s in sorted(self.settings.sparsities)]
-        files = [self.folder.path / "cells" / cell.file for cell in cells]
-        if self.job.of_rank_0(lambda: all(file.exists() for file in files)):
+        before, sparsities = self.settings.rounds_before, sorted(self.settings.sparsities)
+        cells = [Cell(criterion, "global", sparsity, "rounds") for sparsity in sparsities]
+        rounds = [*before, *sparsities]
+        earlier = [rounds[: len(before) + number] for number in range(len(cells))]
+        for cell, expected in zip(cells, earlier, strict=True):
+            self._check_rounds(cell, expected)
+        if all(map(self.is_measured, cells)):
             return
 
-        rounds = language_models.prune_in_rounds(
+        for number, facts in enumerate(self._rounds(criterion, rounds), start=-len(before)):
+            if number >= 0:
+                self.measure_cell(cells[number], {"rounds": earlier[number], **facts})
+        self._restore()
+
+    def _rounds(self, criterion: str, rounds: list[float]) -> Iterator[dict[str, Any]]:
+        """Give the model what each round makes; what the table says of its pruning. Collective.
+
+        A round is kept in the folder `rounds`, and read from there if it was made before.
+        """
+        kept = Folder(self.folder.path / "rounds", self.settings.facts(), self.job)
+        percents = [f"{100 * sparsity:g}" for sparsity in rounds]
+        names = ["_".join([criterion, *percents[: n + 1]]) for n in range(len(rounds))]
+        finished = self.job.of_rank_0(
+            lambda: next(
+                (n for n, name in enumerate(names) if not (kept.path / name).exists()), len(names)
+            )
+        )
+        for name in names[:finished]:
+            checkpoint.load(kept.path / name, self.model)
+            yield kept.once(f"{name}.json", dict)
+
+        def scores() -> Iterator[Scores]:
+            dense = None if finished else self._ranking(criterion).scores
+            if dense is not None:
+                yield dense
+            while True:
+                yield self.calibration.scores_anew(criterion)
+
+        def save(folder: Path) -> None:
+            dcp.save(checkpoint.get_state_dict(self.model), checkpoint_id=folder)
+
+        for made in language_models.prune_in_rounds(
             self.model,
             self.texts.calibration,
             self.parameters,
-            [cell.sparsity for cell in cells],
-            lambda: self.calibration.scores_anew(criterion),
+            rounds,
+            scores().__next__,
             batch_size=self.settings.batch_size,
-        )
-        for cell, made in zip(cells, rounds, strict=True):
+            finished=finished,
+        ):
+            name = names[made.number]
+            facts = kept.once(f"{name}.json", partial(facts_of, made.pruning))
+            kept.once_folder(name, save)
+            self.job.say(f"{criterion}: round of {made.sparsity:g}")
+            yield facts
 
-            def measure(cell: Cell = cell, made: language_models.Round = made) -> dict[str, Any]:
-                return {**asdict(cell), **facts_of(made.pruning), **self._measure()}
+    def _check_rounds(self, cell: Cell, expected: list[float]) -> None:
+        """ValueError if the cell was made after other rounds; on every rank."""
+        for folder, _ in self.measured:
+            file = folder.path / "cells" / cell.file
+            found = self.job.of_rank_0(partial(read_json, file))
+            if found is not None and found["rounds"] != expected:
+                raise ValueError(
+                    f"{file} was made after rounds of {found['rounds']}, and would be after those "
+                    f"of {expected}; expected the same --rounds-before and --sparsities, or "
+                    "another output folder; remove the file to make it anew."
+                )
 
-            self._say(cell, self.folder.once(f"cells/{cell.file}", measure))
-        self._restore()
+    def is_measured(self, cell: Cell) -> bool:
+        """Whether all that is asked of the cell is there. Collective."""
+        files = [folder.path / "cells" / cell.file for folder, _ in self.measured]
+        return self.job.of_rank_0(lambda: all(file.exists() for file in files))
+
+    def measure_cell(self, cell: Cell, facts: dict[str, Any]) -> None:
+        """Write the cell of the model as it is, as far as it is not there. Collective."""
+        for folder, windows in self.measured:
+
+            def measure(windows: TokenWindows = windows) -> dict[str, Any]:
+                return {**asdict(cell), **facts, **self._measure(windows)}
+
+            self._say(cell, folder.once(f"cells/{cell.file}", measure))
 
     def _say(self, cell: Cell, made: dict[str, Any]) -> None:
         self.job.say(f"{cell.file}: perplexity {made['all']['perplexity']:.2f}")
 
     def _fill_cell(self, cell: Cell) -> None:
-        def prune_and_measure() -> dict[str, Any]:
-            with self._pruned(cell) as report:
-                return {**asdict(cell), **facts_of(report), **self._measure()}
-
         def recover_and_measure() -> dict[str, Any]:
             with self._pruned(cell):
                 return {**asdict(cell), **self._recover(label=None)}
 
-        self._say(cell, self.folder.once(f"cells/{cell.file}", prune_and_measure))
+        if not self.is_measured(cell):
+            with self._pruned(cell) as report:
+                self.measure_cell(cell, facts_of(report))
         if self.recovered is not None:
             made = self.recovered.once(f"cells/{cell.file}", recover_and_measure)
             self._say(cell, made)
@@ -141,9 +211,7 @@ class Table:
     @contextlib.contextmanager
     def _pruned(self, cell: Cell) -> Iterator[prune.PruningReport]:
         """The model is pruned meanwhile, and then what it was."""
-        if cell.criterion not in self._rankings:
-            self._rankings[cell.criterion] = CRITERIA[cell.criterion](self.calibration)
-        ranking = self._rankings[cell.criterion]
+        ranking = self._ranking(cell.criterion)
         ratios = self.calibration.statistics if cell.scope == "owl" else None
         # Before anything is pruned: the first who asks collects them.
         grams = self.calibration.grams if cell.update == "least-squares" else None
@@ -163,30 +231,37 @@ class Table:
         yield report
         self._restore()
 
+    def _ranking(self, criterion: str) -> Ranking:
+        """By the dense model."""
+        if criterion not in self._rankings:
+            self._rankings[criterion] = CRITERIA[criterion](self.calibration)
+        return self._rankings[criterion]
+
     def _restore(self) -> None:
         """Make the model what it was when it was loaded."""
         for module, name in self.parameters:
             prune.remove(module, name)
-        self._reload()
+        self.reload()
 
     def _recover(self, label: str | None) -> dict[str, Any]:
         assert self.texts.recovery is not None
         recover(self.model, self.texts.recovery, self.settings.recovery, self.job, label=label)
-        return self._measure()
+        return self._measure(self.texts.evaluation)
 
     def _recover_dense(self) -> dict[str, Any]:
         """As many steps as the pruned models have: what more training alone does."""
         made = self._recover("the dense model trains on")
-        self._reload()
+        self.reload()
         return made
 
-    def _measure(self) -> dict[str, Any]:
+    def _measure(self, windows: TokenWindows) -> dict[str, Any]:
         report = language_models.perplexity(
-            self.model, self.texts.evaluation, batch_size=self.settings.batch_size
+            self.model, windows, batch_size=self.settings.batch_size
         )
         return report.as_values()
 
-    def _reload(self) -> None:
+    def reload(self) -> None:
+        """Give the model the values with which it was loaded; it is not pruned. Collective."""
         # It renames keys in what it is given.
         set_model_state_dict(self.model, dict(self._loaded))
 
@@ -198,3 +273,27 @@ def facts_of(report: prune.PruningReport) -> dict[str, Any]:
         "num_pruned": report.num_pruned,
         "sparsity_of_parameters": {p.name: p.sparsity for p in report.parameters},
     }
+
+
+def open_table(settings: TableSettings, job: Job) -> Table:
+    """Load the model and the texts. Collective."""
+    folder = Folder(settings.output, settings.facts(), job)
+    more = recovered = None
+    if settings.more_text:
+        more = Folder(settings.output / "more_text", settings.facts(of_more_text=True), job)
+    if settings.recover:
+        recovered = Folder(settings.output / "recovered", settings.facts(recovered=True), job)
+    tokenizer = language_models.load_tokenizer(settings.model)
+    read, length = language_models.read_windows, settings.length
+    texts = Texts(
+        read(tokenizer, settings.calibrate, length).sample(settings.windows, seed=settings.seed),
+        read(tokenizer, settings.evaluate, length, limit=settings.evaluation_windows),
+        read(tokenizer, settings.more_text, length, limit=settings.more_windows) if more else None,
+        read(tokenizer, settings.recover, length) if recovered else None,
+    )
+    model = language_models.load_sharded(
+        settings.model, wrap=settings.wrap, dtype=torch.float32, device=job.device
+    )
+    model.eval()
+    job.say(f"loaded {settings.model}; {job.num_ranks} ranks, {settings.wrap}")
+    return Table(settings, model, texts, folder, more, recovered, job)

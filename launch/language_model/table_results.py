@@ -24,9 +24,11 @@ def write_results(folder: Path, job: Job) -> None:
     """Write the three files of all cells that are there. For rank 0.
 
     Args:
-        folder: with `dense.json` and `cells/`, and the same after recovery in `recovered/`.
+        folder: with `dense.json` and `cells/`, the same of more text in `more_text/`, and after
+            recovery in `recovered/`.
     """
     dense, cells = _read(folder)
+    more_dense, more = _read(folder / "more_text")
     later_dense, later = _read(folder / "recovered")
     results = {
         "command": command_line(job),
@@ -34,12 +36,15 @@ def write_results(folder: Path, job: Job) -> None:
         "machine": machine_facts(job),
         "dense": dense,
         "cells": list(cells.values()),
+        "more_text": list(more.values()),
+        "dense_more_text": more_dense,
         "recovered": list(later.values()),
         "dense_recovered": later_dense,
         "recovery": read_json(folder / "recovered" / FACTS) if later else None,
+        "facts_more_text": read_json(folder / "more_text" / FACTS) if more else None,
     }
     (folder / "results.json").write_text(json.dumps(results, indent=1))
-    (folder / "results.md").write_text(_document(results, cells, later))
+    (folder / "results.md").write_text(_document(results, cells, more, later))
     measured = [("just pruned", dense, cells)]
     if later:
         measured.append(("recovered", later_dense, later))
@@ -133,7 +138,26 @@ def _perplexity(cell: dict[str, Any]) -> float:
 
 def perplexity_text(cell: dict[str, Any]) -> str:
     """As the table has it."""
-    value = _perplexity(cell)
+    return _short(_perplexity(cell))
+
+
+def tables_of_texts(dense: dict[str, Any], cells: Cells) -> list[str]:
+    """For each text on its own what it is, and its table."""
+    parts = []
+    for number, text in enumerate(dense["texts"]):
+
+        def value(cell: dict[str, Any], number: int = number) -> str:
+            return _short(cell["texts"][number]["perplexity"])
+
+        parts += [
+            f"{Path(text['text']).name}, {text['num_tokens']:,} tokens; the dense model: "
+            f"{value(dense)}",
+            table_of(cells, value),
+        ]
+    return parts
+
+
+def _short(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
 
 
@@ -141,7 +165,13 @@ def _highest(cell: dict[str, Any]) -> str:
     return f"{100 * max(cell['sparsity_of_parameters'].values()):.1f}"
 
 
-def _document(results: dict[str, Any], cells: Cells, later: Cells) -> str:
+def _first_round(cells: Cells) -> str:
+    """What was pruned before the first cell of rounds."""
+    found = min((cell["rounds"] for cell in cells.values() if cell.get("rounds")), default=[])
+    return f", the first from {', '.join(f'{100 * s:g} %' for s in found)}" if found else ""
+
+
+def _document(results: dict[str, Any], cells: Cells, more: Cells, later: Cells) -> str:
     facts, dense = results["facts"], results["dense"]
     num_tokens = dense["all"]["num_tokens"]
     texts = ", ".join(Path(text["text"]).name for text in dense["texts"])
@@ -150,6 +180,8 @@ def _document(results: dict[str, Any], cells: Cells, later: Cells) -> str:
         f"Just after pruning; the dense model: {perplexity_text(dense)}",
         table_of(cells, perplexity_text),
     ]
+    if more:
+        parts += tables_of_texts(results["dense_more_text"], more)
     if later:
         steps, trained = results["recovery"], results["dense_recovered"]
         parts += [
@@ -165,7 +197,7 @@ def _document(results: dict[str, Any], cells: Cells, later: Cells) -> str:
         f"Lower perplexities are better. They are of {num_tokens:,} tokens ({texts}), windows of "
         f"{facts['length']}; criteria learnt from {facts['windows']} windows of other text. Every "
         "cell is one pruning of the same model, in one shot; only rounds go on from the sparsity "
-        "before. A sparsity has the same number of "
+        f"before{_first_round(cells)}. A sparsity has the same number of "
         "zeros in each, but for rounding per layer or row. The text is not WikiText: numbers do "
         "not compare with other tables.",
         f"{machine}\n\n```\n{results['command']}\n```",

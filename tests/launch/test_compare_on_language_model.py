@@ -1,11 +1,16 @@
 """The table of criteria and scopes: cells are made once, and may be added later."""
 
 import json
+import shutil
+import sys
 
 import pytest
-from shell import run
+from shell import ROOT, run
+
+sys.path.insert(0, str(ROOT / "launch"))
 
 from helpers.tiny_language_model import save_tiny_llama, write_text
+from language_model.table_settings import parse_settings
 
 SCRIPT = "launch/compare_on_language_model.py"
 
@@ -56,5 +61,57 @@ def test_cells_are_made_once_and_added_later(tmp_path):
     assert once["all"]["nll"] == pytest.approx(again["all"]["nll"], rel=1e-6)
     assert once["all"]["nll"] != found["fisher", "global"]["all"]["nll"]
 
+    rounds = [*common, "--scopes", "global", "--updates", "rounds"]
+    status, printed = run(SCRIPT, *rounds, "--rounds-before", 0.25)
+    assert status == 1 and "made after rounds of []" in printed
+    (table / "cells" / "fisher_global_50_rounds.json").unlink()
+    status, printed = run(
+        SCRIPT, *rounds, "--rounds-before", 0.25, "--more-text", train, "--more-windows", 2
+    )
+    assert status == 0, printed
+    results = json.loads((table / "results.json").read_text())
+    (later,) = (cell for cell in results["cells"] if cell["update"] == "rounds")
+    assert later["rounds"] == [0.25] and later["num_pruned"] == 2176
+    assert later["all"]["nll"] != again["all"]["nll"]
+    (more,) = results["more_text"]
+    assert [(text["text"], text["num_windows"]) for text in more["texts"]] == [(str(train), 2)]
+    assert "the first from 25 %" in (table / "results.md").read_text()
+
+    # A run that was killed in the second round goes on after the first one.
+    cell, second = table / "cells" / "fisher_global_50_rounds.json", table / "rounds"
+    made = cell.read_bytes()
+    cell.unlink()
+    shutil.rmtree(second / "fisher_25_50")
+    (second / "fisher_25_50.json").unlink()
+    (second / "fisher_25.json").write_text("{}")  # what it says is not made again
+    status, printed = run(SCRIPT, *rounds, "--rounds-before", 0.25)
+    assert status == 0, printed
+    assert cell.read_bytes() == made and (second / "fisher_25.json").read_text() == "{}"
+
     status, printed = run(SCRIPT, *common, "--seed", 1)
     assert status == 1 and "seed was 0 and is 1" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sparsities", "0.5", "1.5"], "expected --sparsities between 0 and 1"),
+        (["--sparsities", "0.6", "0.5", "--rounds-before", "0.5"], "got [0.5]"),
+        (["--rounds-before", "0.2", "0.1"], "expected --rounds-before that rise"),
+        (["--more-windows", "0"], "expected --more-windows >= 1, got 0"),
+    ],
+)
+def test_arguments_that_do_not_fit(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        parse_settings(["model", "out", "--calibrate", "a", "--evaluate", "b", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_more_text_and_rounds_leave_the_other_cells_as_they_are():
+    common = ["model", "out", "--calibrate", "a", "--evaluate", "b"]
+    plain = parse_settings(common)
+    more = parse_settings([*common, "--more-text", "c", "--rounds-before", "0.2"])
+    assert plain.facts() == more.facts() and plain.facts(recovered=True) == more.facts(
+        recovered=True
+    )
+    assert plain.facts(of_more_text=True) != more.facts(of_more_text=True)

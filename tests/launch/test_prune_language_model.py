@@ -260,6 +260,7 @@ def test_the_shipped_arguments_are_read(monkeypatch):
         (["--criterion", "magnitude", "--pattern", "4x4"], "global", "rms"),
         (["--criterion", "fisher", "--calibrate", "a.txt"], "global", None),
         (["--criterion", "factored_fisher", "--calibrate", "a.txt"], "global", None),
+        (["--criterion", "obs", "--calibrate", "a.txt"], "row", None),
         (["--criterion", "random"], "global", None),
     ],
 )
@@ -285,6 +286,7 @@ def test_pattern_says_the_sparsity():
         (["--criterion", "magnitude", "--recovery-steps", "3"], "go together"),
         (["--criterion", "magnitude", "--sparsity", "1.5"], "between 0 and 1"),
         (["--criterion", "fisher", "--calibrate", "a", "--sequential"], "wanda, ria and stade"),
+        (["--criterion", "obs", "--calibrate", "a", "--sequential"], "obs, too"),
         (["--criterion", "magnitude", "--budget", "owl"], "owl needs --calibrate"),
         (["--criterion", "magnitude", "--windows", "0"], "--windows >= 1"),
     ],
