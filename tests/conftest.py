@@ -20,13 +20,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Folders whose tests take long; of their matrices, a sample runs by default.
-SAMPLED = ("distributed", "files", "integrations", "cli", "launch", "language_models", "selftest")
-# Each other test runs on one kind of FSDP1, and one of FSDP2, beside the other wrappers.
-EVERY_WRAPPING = (
-    "test_matches_reference", "test_random", "test_matrix", "test_training", "test_criteria_matrix",
-    "test_communication", "test_disagreement", "test_state_dict", "test_verify_healthy_models",
-    "test_verify_mutations", "test_index_oracle",
+# Folders and files whose tests take long; of their matrices, a sample runs by default.
+SAMPLED = (
+    "distributed", "files", "golden", "integrations", "cli", "launch", "language_models",
+    "selftest", "test_blocks", "test_fingerprint", "test_many_ranks", "test_selection",
+    "test_triton_kernels",
+)  # fmt: skip
+# Of wrappings, tests of the contract run on every kind, or with every number of processes; others
+# on one that holds tensors and on one that holds DTensors, which are others in each test.
+EVERY_KIND = ("test_matches_reference", "test_matrix", "test_criteria_matrix")
+EVERY_SIZE = (
+    "test_random", "test_training", "test_communication", "test_disagreement", "test_state_dict",
+    "test_verify_healthy_models", "test_verify_mutations", "test_index_oracle", "test_scopes",
 )  # fmt: skip
 ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
@@ -35,11 +40,14 @@ if ROOT not in sys.path:
 import torch  # noqa: E402
 
 from distprune.testing import preload  # noqa: E402
-from helpers.sampling import THOROUGH, by_wrapper, covering  # noqa: E402
+from helpers.sampling import THOROUGH, axes, covering, num_processes  # noqa: E402
 
 # Triton reads this when it is imported: where nothing compiles its kernels, they are interpreted.
 if not (torch.cuda.is_available() or torch.xpu.is_available()):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Collecting makes objects that stay: the collector of garbage would visit them again and again.
+gc.disable()
 
 # Imported once, in the process that the ranks are forked from.
 preload(
@@ -98,21 +106,19 @@ def pytest_collection_modifyitems(config, items):
         matrices = {}
         for item in items:
             params = getattr(getattr(item, "callspec", None), "params", {})
-            is_sampled = item.path.relative_to(ROOT).parts[1] in SAMPLED
-            if is_sampled and (len(params) > 1 or "wrapping" in params):
+            sampled = item.path.relative_to(ROOT).parts[1] in SAMPLED or item.path.stem in SAMPLED
+            is_matrix = len(params) > 1 or "wrapping" in params
+            if sampled and is_matrix and not item.get_closest_marker("whole"):
                 matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
         for name, cases in matrices.items():
-            values = [case.callspec.params for case in cases]
-            if cases[0].path.stem not in EVERY_WRAPPING:
-                values = [by_wrapper(each) for each in values]
-            elif len(values[0]) == 1:
-                continue
-            first = 0
-            if len(values[0]) == 1:  # another kind of wrapping in each test
-                first = zlib.crc32(name.encode()) % len(cases)
-            order = [*range(first, len(cases)), *range(first)]
-            kept = covering([values[i] for i in order])
-            others |= set(cases) - {cases[order[i]] for i in kept}
+            first = zlib.crc32(name.encode()) % len(cases)  # another one in each test
+            cases = [*cases[first:], *cases[:first]]
+            # Four processes cost twice as much as two: only where no other case has their values.
+            cases.sort(key=lambda case: num_processes(case.callspec.params) > 3)
+            kinds = cases[0].path.stem in EVERY_KIND
+            sizes = kinds or cases[0].path.stem in EVERY_SIZE
+            kept = covering([axes(case.callspec.params, kinds, sizes) for case in cases])
+            others |= set(cases) - {cases[i] for i in kept}
     if others:
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
@@ -142,8 +148,8 @@ def pytest_timeout_set_timer(item, settings):
 
 def pytest_collection_finish(session):
     """Exclude imported objects from garbage collections: tests collect often."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config):

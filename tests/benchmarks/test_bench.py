@@ -44,6 +44,7 @@ def test_loading_runs_from_end_to_end():
     assert output.count("not judged") == 2 + 6
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_too_little_memory_for_torch_is_a_result():
     case = Case(2_000_000, torch.float32, 0.5, slow_rounds=1)

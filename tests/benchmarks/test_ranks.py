@@ -33,6 +33,7 @@ def wait_on_one_rank():
         time.sleep(600)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_hang_does_not_last():
     started = time.monotonic()
@@ -74,6 +75,7 @@ def find_what_is_wrong():
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_wrong_masks_and_hidden_traffic_are_found():
     first, second = on_gloo_ranks(find_what_is_wrong, 2, timeout=300)

@@ -199,6 +199,7 @@ def test_the_dimension_of_the_inputs(run, llama, tmp_path):
     works(run(*command, "--input-dim", "*.q_proj.weight=1"))
 
 
+@pytest.mark.thorough
 def test_convert_what_is_no_safetensors(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("pickled").mkdir()

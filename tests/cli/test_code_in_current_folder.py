@@ -47,6 +47,7 @@ def test_python_m_distprune_does_not_import_them(trap, command):
     assert (code, trace(trap)) == (0, ""), err
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "program", [["-m", "distprune"], pytest.param(["SCRIPT"], marks=pytest.mark.thorough)]

@@ -17,9 +17,14 @@ IMPORTED = (
         ("distprune pl", ["plan"]),
         ("distprune prune --spars", ["--sparsity"]),
         ("distprune prune a b -r semi", ["semi_structured_2_4"]),
-        ("distprune recipe show layer", ["layer_50"]),
-        ("distprune recipe s", ["schema", "show"]),
-        ("distprune plan a", []),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in [
+                ("distprune recipe show layer", ["layer_50"]),
+                ("distprune recipe s", ["schema", "show"]),
+                ("distprune plan a", []),
+            ]
+        ),
     ],
 )
 def test_of_bash(words, expected):

@@ -63,6 +63,7 @@ def test_exit_codes(run, source, tmp_path):
     assert len(done.err.splitlines()) == 1 and "Traceback" not in done.err
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_signal_leaves_nothing(source, tmp_path):
     torch.save({f"w{i}": torch.ones(1 << 22) for i in range(6)}, source / "pytorch_model.bin")

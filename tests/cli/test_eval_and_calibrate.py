@@ -140,6 +140,7 @@ def test_calibrate_takes_fused_experts(run, tmp_path):
     assert some.json["layers"] == list(experts) and some.json["without_statistics"] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_processes_share_the_windows_and_say_the_same(run, made, tmp_path):
     """How the library comes to the same numbers on every wrapper, its own tests say."""

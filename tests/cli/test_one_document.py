@@ -120,6 +120,7 @@ def test_an_option_after_two_dashes_is_a_name(run, folders):
     assert done.code == 3 and done.out == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_of_several_processes(folders, tmp_path):
     """Ranks that fail; test_prune has those that do not."""
@@ -147,6 +148,7 @@ def test_a_signal_before_the_work(folders):
     assert json.loads(text) == {"exit_code": 143, "error": "terminated."}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_second_signal(folders, tmp_path):
     process = start(

@@ -136,6 +136,7 @@ finally:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_peak_of_memory_is_that_of_the_end_with_children(source, tmp_path):
     process = start("-c", TAKES_MEMORY, "prune", source, tmp_path / "out", "-s", "0.5")
@@ -196,6 +197,7 @@ def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(tmp_path, number,
     shutil.rmtree(tmp_path / "out")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_others_with_code_5(tmp_path):
     arguments = [
@@ -320,6 +322,7 @@ def pruning_on_two_ranks(tmp_path):
     return command, process, {rank_of(pid): pid for pid in children(process.pid)}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 def test_there_is_one_document_when_the_first_rank_was_killed(tmp_path):

@@ -53,6 +53,7 @@ def test_a_result_is_good_or_all_that_is_wrong_is_listed(run, made):
     assert found.json["is_good"] is False and found.json["num_pruned"] == 360
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_any_number_of_processes_says_the_same(run, made):
     source, out = made

@@ -79,15 +79,18 @@ def shapes() -> dict[str, torch.Size]:
 @pytest.mark.parametrize("kind", CRITERIA)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [
-        ("fsdp2-2", ["fsdp2-3", "plain-1", "fsdp1-3", "fsdp2_tp-2x2"]),
-        ("fsdp1-2", ["fsdp1-3", "plain-1", "fsdp2-3"]),
-        ("fsdp1_root-3", ["fsdp1_root-2", "fsdp1_flat-2", "hsdp-2x2"]),
-        ("fsdp1_hybrid-2x2", ["fsdp1_flat-4", "plain-1"]),
-        ("plain-1", ["fsdp2-2", "fsdp1_root-3", "tp-2"]),
-        ("hsdp-2x2", ["ddp-2", "fsdp1-2"]),
-        ("fsdp2_tp-2x2", ["fsdp2-3", "plain-1"]),
-    ],
+    every(
+        2,
+        [
+            ("fsdp2-2", ["fsdp2-3", "plain-1", "fsdp1-3", "fsdp2_tp-2x2"]),
+            ("fsdp1-2", ["fsdp1-3", "plain-1", "fsdp2-3"]),
+            ("fsdp1_root-3", ["fsdp1_root-2", "fsdp1_flat-2", "hsdp-2x2"]),
+            ("fsdp1_hybrid-2x2", ["fsdp1_flat-4", "plain-1"]),
+            ("plain-1", ["fsdp2-2", "fsdp1_root-3", "tp-2"]),
+            ("hsdp-2x2", ["ddp-2", "fsdp1-2"]),
+            ("fsdp2_tp-2x2", ["fsdp2-3", "plain-1"]),
+        ],
+    ),
 )
 def test_saved_here_and_loaded_there(saved, loaded, kind, tmp_path):
     parts = run_ranks(save, wrappings.world_size(saved), saved, kind, str(tmp_path))

@@ -242,6 +242,7 @@ def differences_when_compiled(wrapping: str, backend: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("wrapping", "backend"),
     every(

@@ -144,6 +144,7 @@ def differences_of_movement_pruning(wrapping: str) -> list[str]:
     return wrong + ([] if num_grown else ["no element has returned"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp2-3", "fsdp2_tp-2x2"])
 def test_movement_pruning_as_in_the_paper(wrapping):
     assert_nothing_wrong_on(wrapping, differences_of_movement_pruning)

@@ -24,6 +24,7 @@ from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.micro_batches import loss_of, make_model, micro_batch
 from helpers.models import fqns, target
+from helpers.sampling import every
 
 TIMEOUT = 60.0
 
@@ -340,7 +341,7 @@ def outcome(name: str, wrapping: str) -> tuple[str, str, int]:
 
 @pytest.mark.parametrize(
     ("name", "wrapping"),
-    [(name, wrapping) for name, (_, wrapped) in CASES.items() for wrapping in wrapped],
+    every(3, [(name, wrapping) for name, (_, wrapped) in CASES.items() for wrapping in wrapped]),
 )
 def test_every_rank_raises(name, wrapping):
     healthy, broken = run_ranks(outcome, 2, name, wrapping, timeout=TIMEOUT)

@@ -1,6 +1,7 @@
 """The mask that each rank holds is its part of the mask that one process would compute."""
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -79,8 +80,10 @@ def test_shards_of_columns(wrapping):
     assert_nothing_wrong_on(wrapping, differences, cases, Net, EVEN)
 
 
-@pytest.mark.parametrize("rows", [1, 9, 11])
-@pytest.mark.parametrize("wrapping", ["fsdp2_tp-4x2", "fsdp2_tp-3x2", "fsdp2_tp-2x3"])
+@pytest.mark.parametrize(
+    ("wrapping", "rows"),
+    every(7, product(["fsdp2_tp-4x2", "fsdp2_tp-3x2", "fsdp2_tp-2x3"], [1, 9, 11]), 1),
+)
 def test_nested_uneven_shards(wrapping, rows):
     """Splits where torch's own offsets and full_tensor() are wrong (9 rows on 4x2)."""
     cases = [("equal", "float32", (0.3, 0.5), 0), ("rounded", "bfloat16", (0.9,), 1)]
@@ -105,7 +108,8 @@ def differences_after_training_step(wrapping: str) -> list[str]:
     return wrong_masks(model, dict(zip(names, keeps, strict=True)), indices)
 
 
-@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
+@pytest.mark.whole  # the one test on every wrapper with every number of processes
+@pytest.mark.parametrize("wrapping", wrappings.ALL)
 def test_pruning_again_ranks_the_values_of_now(wrapping):
     assert_nothing_wrong_on(wrapping, differences_after_training_step)
 

@@ -88,6 +88,7 @@ def differences(wrapping: str, method: str, single: dict) -> list[str]:
     return wrong
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", every(2, METHODS))
 def test_on_shards_as_in_one_process(method):
     single = trained("plain-1", method)
@@ -98,6 +99,7 @@ def test_on_shards_as_in_one_process(method):
         assert_nothing_wrong_on(wrapping, differences, method, single)
 
 
+@pytest.mark.thorough
 def test_acdc_under_fsdp1():
     single = trained("plain-1", "AC/DC")
     assert_nothing_wrong(run_ranks(differences, 2, "fsdp1-2", "AC/DC", single))

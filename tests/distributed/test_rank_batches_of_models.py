@@ -225,6 +225,7 @@ def test_layers_that_no_loss_depends_on(wrapper):
     assert_nothing_wrong(run_ranks(differences, 2, "Unused", wrapper))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_warm", [False, True])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_compiled_models(wrapper, is_warm):

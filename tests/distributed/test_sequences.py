@@ -21,7 +21,7 @@ from helpers.random_sequences.run import Outcome, batch, run_plans, run_seeds
 from helpers.sampling import THOROUGH
 
 # Batches of 25 sequences, and of these every so many.
-NUM_BATCHES, STEP = (20, 1) if THOROUGH else (3, 4)
+NUM_BATCHES, STEP = (20, 1) if THOROUGH else (2, 6)
 
 
 @pytest.mark.slow

@@ -69,6 +69,7 @@ def test_python_blocks_run(page, folder, clean_process):
             run_ranks(run_blocks, num_ranks, ours, folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PYTHON, ids=name_of)
 def test_blocks_that_are_test_files_pass(page, tmp_path):

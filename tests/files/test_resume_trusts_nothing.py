@@ -263,6 +263,7 @@ with small_units():
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("made", ["global"], indirect=True)
 def test_python_without_assertions_publishes_nothing_tampered(made, folder, tmp_path):
     edit_a_count(folder)

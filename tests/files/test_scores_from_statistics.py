@@ -192,7 +192,7 @@ DTYPES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "scores_dtype"), DTYPES)
+@pytest.mark.parametrize(("dtype", "scores_dtype"), every(2, DTYPES, 1))
 def test_masks_of_the_model_and_of_its_checkpoint(tmp_path, dtype, scores_dtype):
     model = make_model(dtype)
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}

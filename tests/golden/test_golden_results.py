@@ -29,14 +29,15 @@ def test_checkpoints(name, num_ranks):
     check(found)
 
 
-# On these wrappings each case runs once. The frozen results are also those of one rank.
+# On these wrappings every second case runs once. The frozen results are also those of one rank.
 SAMPLE = ["fsdp2-4", "fsdp1_root-3", "tp-3", "fsdp2_dim1-2", "ddp-2", "fsdp1_flat-2"]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("wrapping", models.ALL_WRAPPINGS if THOROUGH else SAMPLE)
 def test_models(wrapping):
     number = SAMPLE.index(wrapping) if wrapping in SAMPLE else 0  # all cases, if thorough
-    names = every(len(SAMPLE), models.CASES, number)
+    names = every(2 * len(SAMPLE), models.CASES, number)
     check(models.results(wrapping, [n for n in names if models.CASES[n].runs_on(wrapping)]))
 
 

@@ -104,6 +104,7 @@ def _same_clock(monkeypatch):
     monkeypatch.setattr(run_stages, "time", run_stages.time)
 
 
+@pytest.mark.thorough
 def test_nothing_but_torch_and_numpy_is_needed():
     """Not even pytest: the stage that needs it says so."""
     code = f"""

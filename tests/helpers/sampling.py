@@ -2,12 +2,13 @@
 
 `make test-thorough` sets the variable. Samples are fixed: two runs test the same cases. Of a test
 with several arguments, as many cases run as are needed to have every value of every argument
-(``covering``, which conftest.py applies), and of wrappings one of each wrapper (``by_wrapper``). A
+(``covering``, which conftest.py applies); ``axes`` says what counts as a value of a wrapping. A
 test that makes its own list of cases takes another sample of them on each wrapping (``every``).
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -39,16 +40,28 @@ def covering(cases: Sequence[Mapping[str, object]]) -> list[int]:
     return sorted(chosen)
 
 
-def by_wrapper(case: Mapping[str, object]) -> dict[str, object]:
-    """A case with the wrapper in place of the wrapping: FSDP1 and FSDP2 have several kinds."""
+def axes(case: Mapping[str, object], kinds: bool, sizes: bool) -> dict[str, object]:
+    """A case, with what has to be covered of its wrapping in place of the wrapping.
+
+    Args:
+        kinds: each kind; otherwise the two ways to hold parameters, as tensors or as DTensors.
+        sizes: each number of processes, too.
+    """
     wrapping = case.get("wrapping")
-    if not isinstance(wrapping, str):
+    if not isinstance(wrapping, str) or "-" not in wrapping:
         return dict(case)
     kind = wrapping.partition("-")[0]
-    is_variant = kind.startswith(("fsdp1", "fsdp2_root", "fsdp2_dim1"))
-    return {**case, "wrapping": kind[:5] if is_variant else kind}
+    is_dtensor = kind.startswith(("fsdp2", "hsdp", "tp"))
+    size = {"size": num_processes(case)} if sizes else {}
+    return {**case, "wrapping": kind if kinds else is_dtensor, **size}
+
+
+def num_processes(case: Mapping[str, object]) -> int:
+    """How many ranks the wrapping of a case has; 0 for a case without one."""
+    _, _, mesh = str(case.get("wrapping", "")).partition("-")
+    return math.prod(map(int, mesh.split("x"))) if mesh else 0
 
 
 def num_examples(number: int) -> int:
-    """Examples for a test of hypothesis: a quarter by default, ``number`` in a thorough run."""
-    return number if THOROUGH else number // 4
+    """Examples for a test of hypothesis: an eighth by default, ``number`` in a thorough run."""
+    return number if THOROUGH else number // 8

@@ -87,6 +87,7 @@ def trained_under_fsdp2(folder: str, criterion) -> dict[str, torch.Tensor]:
     return undisturbed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "criterion",
     [

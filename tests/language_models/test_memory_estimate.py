@@ -47,6 +47,7 @@ def measure(wrapping, gradients):
     print(estimate)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrapping", "gradients"),

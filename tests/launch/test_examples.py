@@ -23,6 +23,7 @@ def test_prune_fsdp2():
     assert "done: loss" in output
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_prune_accelerate():
     _, output = run("launch/accelerate.sh", ROOT / "examples" / "prune_accelerate.py", CPU=1)

@@ -35,6 +35,7 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_torchrun_on_two_machines(tmp_path):
     """Two agents that meet at a rendezvous, as on two machines; here both are this one."""

@@ -172,6 +172,7 @@ def test_a_killed_run_ends_with_the_same_files(folder):
     assert status == 1 and "is not the result of these settings" in printed
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run_in_rounds_that_was_killed_ends_with_the_same_files(folder):
     more = ["--calibrate", folder / "train.txt", "--criterion", "taylor", "--sparsity", 0.6,
@@ -200,6 +201,7 @@ def test_a_run_in_rounds_that_was_killed_ends_with_the_same_files(folder):
     assert not (folder / "rounds/distprune/recipe.yaml").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_layers_are_updated_block_by_block(folder):
     more = ["--calibrate", folder / "train.txt", "--sequential", "--update", "least-squares"]
@@ -216,6 +218,7 @@ def test_layers_are_updated_block_by_block(folder):
         assert int((weights[row["name"]] == 0).sum()) == row["num_pruned"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",

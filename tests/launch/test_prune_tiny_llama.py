@@ -26,6 +26,7 @@ def run_job(output, num_ranks, *arguments):
     return json.loads((output / "results.json").read_text())
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(("wrap", "num_ranks"), every(2, [("fsdp2", 2), ("tp", 2)]))
 def test_a_short_run(tmp_path, wrap, num_ranks):

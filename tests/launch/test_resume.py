@@ -43,6 +43,7 @@ def train_and_save(folder: str, wrap: str, steps: range) -> dict[str, torch.Tens
     return {"before": before, "after": consolidated_state(model)}
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_continues_on_other_ranks_and_wrappings(tmp_path):
     saved = run_ranks(train_and_save, 2, str(tmp_path), "fsdp2", range(2))[0]["after"]
     assert sum("weight_mask" in key for key in saved) > 20

@@ -45,6 +45,7 @@ def scores_of(wrap: str) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_scores_do_not_depend_on_the_ranks():
     alone = run_ranks(scores_of, 1, "ddp")[0]

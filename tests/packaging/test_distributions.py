@@ -142,6 +142,7 @@ def test_the_metadata_says_what_is_needed(built):
     assert "**One call, any sharding, the same mask.**" in metadata.get_payload()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_library_prunes_without_any_extra(installed, tmp_path):
     code = PRUNE.format(missing=EXTRAS)
@@ -150,6 +151,7 @@ def test_the_library_prunes_without_any_extra(installed, tmp_path):
     assert count == "32"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_command_line_runs(installed, tmp_path):
     distprune = installed / "bin" / "distprune"

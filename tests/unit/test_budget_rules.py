@@ -100,6 +100,7 @@ def test_numbers_that_floats_cannot_hold():
     assert sum(rounded(counts, huge)) == huge
 
 
+@pytest.mark.thorough
 def test_thousands_of_parameters_take_little_time():
     shapes = [(64 + i % 7, 64 + i % 11) for i in range(5000)]
     parameters = bounded(shapes)

@@ -173,7 +173,7 @@ def prune_on_device(num_parameters, masks=None):
     return waits.number
 
 
-@pytest.mark.parametrize("already_pruned", [False, True])
+@pytest.mark.parametrize("already_pruned", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_the_host_does_not_wait_for_every_parameter(already_pruned):
     masks = [torch.rand(90, 50) > 0.3] if already_pruned else None
     few, many = (prune_on_device(n, masks) for n in (4, 40))

@@ -3,6 +3,7 @@ them kilobytes.
 """
 
 import functools
+from itertools import product
 
 import pytest
 import torch
@@ -208,17 +209,23 @@ def check_call(wrapping, data, dtype=torch.float32):
 @pytest.mark.parametrize(
     "wrapping, data",
     [
-        *[("fsdp2-64", data) for data in ("normal", "equal", "256 values", "row scales")],
-        ("hsdp-8x8", "256 values"),
-        ("fsdp2_tp-8x8", "equal"),
-        ("fsdp2_some_tp-16x4", "256 values"),
         ("hsdp_tp-3x7x3", "row scales"),
+        ("fsdp2_some_tp-16x4", "256 values"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in [
+                *product(["fsdp2-64"], ["normal", "equal", "256 values", "row scales"]),
+                ("hsdp-8x8", "256 values"),
+                ("fsdp2_tp-8x8", "equal"),
+            ]
+        ),
     ],
 )
 def test_the_call_is_exact_on_tens_of_ranks(wrapping, data):
     check_call(wrapping, data)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "few, many, data, dtype",

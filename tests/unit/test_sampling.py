@@ -2,7 +2,7 @@
 
 import itertools
 
-from helpers.sampling import by_wrapper, covering
+from helpers.sampling import axes, covering
 
 
 def test_a_few_cases_have_every_value_of_every_argument():
@@ -22,19 +22,13 @@ def test_one_argument_has_all_its_cases():
     assert covering([]) == []
 
 
-def test_wrappers_have_kinds_and_sizes():
-    names = [
-        "fsdp1_flat-2",
-        "fsdp1-3",
-        "fsdp2_root-2",
-        "fsdp2-4",
-        "fsdp2_tp-2x2",
-        "hsdp-2x2",
-        "tp-2",
+def test_wrappings_have_kinds_and_sizes():
+    cases = [{"wrapping": name, "x": 1} for name in ("fsdp1_flat-2", "hsdp-1x3", "tp-3")]
+    assert [axes(case, kinds=True, sizes=True) for case in cases] == [
+        {"wrapping": "fsdp1_flat", "size": 2, "x": 1},
+        {"wrapping": "hsdp", "size": 3, "x": 1},
+        {"wrapping": "tp", "size": 3, "x": 1},
     ]
-    found = [by_wrapper({"wrapping": name, "x": 1}) for name in names]
-    assert [each["wrapping"] for each in found] == [
-        "fsdp1", "fsdp1", "fsdp2", "fsdp2", "fsdp2_tp", "hsdp", "tp"
-    ]  # fmt: skip
-    assert all(each["x"] == 1 for each in found)
-    assert by_wrapper({"x": 2}) == {"x": 2}
+    ways = [axes(case, kinds=False, sizes=False)["wrapping"] for case in cases]
+    assert ways == [False, True, True]  # DTensors?
+    assert axes({"x": 2}, kinds=True, sizes=True) == {"x": 2}

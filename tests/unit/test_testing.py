@@ -307,6 +307,7 @@ def test_hangs():
 """  # noqa: E501
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_in_somebody_elses_project(tmp_path):
     """Two workers of xdist; test files under names that only pytest can import."""

@@ -374,6 +374,7 @@ def test_a_device_that_triton_does_not_reach_is_left_to_torch_and_named(caplog):
     assert "xpu:0" in caplog.text and kernels.NO_TRITON in caplog.text
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_kernels_compile_for_devices_that_are_not_here(tmp_path):
     """As they are launched, up to the launch; aligned elements are loaded 16 bytes at a time."""

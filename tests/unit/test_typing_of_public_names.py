@@ -153,6 +153,7 @@ def errors_of_mypy(folder):
 
 
 # One test: mypy reads the package once, whichever workers run the tests.
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_strict_checker_finds_the_mistakes_and_nothing_else(tmp_path):
     errors = errors_of_mypy(tmp_path)
