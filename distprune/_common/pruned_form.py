@@ -69,6 +69,9 @@ def masked_product(original: Tensor, mask: Tensor) -> Tensor:
     """
     import torch
 
+    if is_dtensor(mask) and not is_dtensor(original):
+        # transformers registers local tensors while the experts of an expert-parallel model run.
+        mask = mask.to_local()
     if mask.dtype == torch.bool:
         return mask * original  # autograd keeps the mask, and no copy of it in another dtype
     return mask.to(dtype=original.dtype) * original

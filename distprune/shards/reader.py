@@ -1,6 +1,6 @@
 """From a module's parameter, however it is wrapped, to this rank's LocalShard.
 
-Reads and changes nothing. The reader first asks for a wrapper's record of the parameter, and only
+Reads and changes no value. The reader first asks for a wrapper's record of the parameter, and only
 then for the type of the tensor: after an evaluation FSDP2's root has plain gathered tensors
 registered, which look like replicas.
 """

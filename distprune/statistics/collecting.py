@@ -33,6 +33,7 @@ from distprune.statistics.experts import FusedWeight, RunningExperts
 from distprune.statistics.input_parts import (
     Part,
     Sums,
+    parallel_input,
     read_input,
     sums_of_rows,
     sums_of_windows,
@@ -343,6 +344,10 @@ class Collector:
         label, layout = parameter.label, parameter.layout
         convolution = module if isinstance(module, (nn.Conv1d, nn.Conv2d)) else None
         spatial = 0 if convolution is None else len(convolution.kernel_size)
+        registered = module._parameters
+        weight = registered.get(name, registered.get(orig_key(name)))
+        if convolution is None and is_dtensor(weight) and not is_dtensor(value) and value.ndim:
+            value = parallel_input(value, weight, layout.input_dim)
         if value.ndim <= spatial or value.shape[-1 - spatial] != layout.input_shape[0]:
             raise ValueError(
                 f"{label}: its layer is called with a tensor of shape {tuple(value.shape)}; "
@@ -354,8 +359,6 @@ class Collector:
                 "expected batches without padding and without attention_mask, or this "
                 "parameter left out."
             )
-        registered = module._parameters
-        weight = registered.get(name, registered.get(orig_key(name)))
         value = self._prepared(value, -1 - spatial)
         keep = None if self._keep is None else self._keep.to(value.device)
         part, values, keep = read_input(label, value, weight, keep, -1 - spatial)

@@ -8,6 +8,9 @@
 
 A plain input of a layer that is not parallelised, in a model with layers that are, is the same on
 the ranks of a tensor-parallel group. These ranks are known from the other layers: :func:`peers_of`.
+
+transformers' own tensor parallelism calls layers with the local tensors: :func:`parallel_input`.
+That they are what they are taken for is seen when ranks that should have the same are compared.
 """
 
 from __future__ import annotations
@@ -73,6 +76,35 @@ def read_input(
         )
     keep = None if mask is None else _keep_of(label, value.shape, mask).reshape(-1)
     return Part(range(value.shape[feature_dim])), value.detach(), keep
+
+
+def parallel_input(value: Tensor, weight: DTensor, input_dim: int) -> Tensor:
+    """The plain input of a parallelised linear layer, as the DTensor of which it is a part.
+
+    Args:
+        value: [..., features]: all features, the same on every rank, or those that the rank's part
+            of the weight multiplies.
+        weight: what is registered as the layer's weight during this call.
+        input_dim: the weight's dimension of the inputs.
+
+    Returns:
+        ``value`` itself if it has another number of features.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    num_inputs = weight.shape[input_dim]
+    if value.shape[-1] not in (num_inputs, local_tensor(weight).shape[input_dim]):
+        return value
+    is_whole = value.shape[-1] == num_inputs
+    placements = [
+        Replicate() if is_whole or placement != Shard(input_dim) else Shard(value.ndim - 1)
+        for placement in weight.placements
+    ]
+    shape = torch.Size((*value.shape[:-1], num_inputs))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        value.detach(), weight.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def _read_dtensor(label: str, value: DTensor, mask: Tensor | None, feature_dim: int) -> LocalInput:

@@ -169,11 +169,34 @@ def managed_parameters() -> dict[tuple[int, str], ManagedParameter]:
     """Every parameter that FSDP2 shards in this process, by (id(module), name)."""
     records: dict[tuple[int, str], ManagedParameter] = {}
     for group in _groups():
+        _notice_loaded(group)
         for fsdp_param in group.fsdp_params:
             managed = ManagedParameter(fsdp_param, group)
             for module, name in _owners(fsdp_param):
                 records[id(module), name] = managed
     return records
+
+
+def _notice_loaded(group: FSDPParamGroup) -> None:
+    """Let FSDP2 take notice of parameters that replaced its own, as its first forward does.
+
+    A loader that fills a model after ``fully_shard``, as ``from_pretrained`` of transformers does,
+    leaves FSDP2's record with tensors on the meta device.
+    """
+    if group._reset_sharded_params:
+        return
+    for fsdp_param in group.fsdp_params:
+        info, known = fsdp_param._module_info, fsdp_param.sharded_param
+        registered = info.module._parameters.get(info.param_name)
+        if (
+            registered is not known
+            and isinstance(registered, DTensor)
+            and isinstance(known, DTensor)
+            and (registered.shape, registered._spec.mesh, registered.placements)
+            == (known.shape, known._spec.mesh, known.placements)
+        ):
+            with torch.no_grad():
+                fsdp_param.reset_sharded_param()
 
 
 def is_managed(module: nn.Module, name: str) -> bool:

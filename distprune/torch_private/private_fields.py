@@ -30,6 +30,7 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
         "ParamModuleInfo": ("module", "param_name", "shared_modules", "shared_param_names"),
         "FSDPParamGroup": (
             "fsdp_params", "_to_sharded", "wait_for_unshard", "_partial_reduce_output",
+            "_reset_sharded_params",
         ),
         "FSDPState": ("_fsdp_param_groups or _fsdp_param_group",),
     },

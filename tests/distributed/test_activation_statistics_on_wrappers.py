@@ -213,13 +213,14 @@ def error_of(wrapping: str, fault: str) -> str:
     sizes = wrappings.runnable_sizes(wrapping)
     model = wrappings.wrap(integer_net(sizes, torch.float32), wrapping)
     statistics = ActivationStatistics(prune.select(model))
-    seed = dist.get_rank() if fault == "different batches" else 0
+    seed = dist.get_rank()
     x = torch.randn(2, sizes[0], generator=torch.Generator().manual_seed(seed))
     plain = contextlib.nullcontext()
-    if fault == "plain input":
+    if fault == "different plain batches":
         plain = implicit_replication()
         for module in model.modules():
             module._forward_pre_hooks.clear()  # which make a DTensor of it
+        model = model.l1
     try:
         with plain, statistics.collecting():
             model(x)
@@ -230,16 +231,12 @@ def error_of(wrapping: str, fault: str) -> str:
     return "nothing"
 
 
-def test_tensor_parallel_ranks_with_different_inputs_are_told_so():
-    for text in run_ranks(error_of, 2, "tp-2", "different batches"):
+@pytest.mark.parametrize("fault", ["different batches", "different plain batches"])
+def test_tensor_parallel_ranks_with_different_inputs_are_told_so(fault):
+    for text in run_ranks(error_of, 2, "tp-2", fault):
         assert re.search(r"ValueError: .*l1\.weight: ranks of one tensor-parallel group", text), (
             text
         )
-
-
-def test_a_plain_input_of_a_sharded_layer_is_refused():
-    for text in run_ranks(error_of, 2, "tp-2", "plain input"):
-        assert re.search(r"NotImplementedError: l1\.weight: the weight is a DTensor", text), text
 
 
 def traffic(wrapping: str) -> tuple[dict[str, int], int]:

@@ -1,0 +1,278 @@
+"""Models that transformers distributes itself: from_pretrained(distributed_config=...)."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.utils.prune as torch_prune
+from torch import Tensor, nn
+
+import distprune as prune
+from distprune import checkpoint, language_models
+from distprune.criteria import SNIP
+from distprune.testing import run_ranks
+from helpers import reference
+from helpers.tiny_transformers import save_tiny, tiny_model
+from helpers.wrappings import local
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+
+# By name: the ranks, and the arguments of DistributedConfig.
+SIZES = {
+    "fsdp": (2, {"fsdp_size": 2}),
+    "replicas": (2, {"dp_replicate_size": 2}),
+    "tp": (2, {"tp_size": 2}),
+    "ep_fsdp": (2, {"ep_size": 2, "fsdp_size": 2}),
+    "ep_tp": (2, {"ep_size": 2, "tp_size": 2}),
+    "hsdp": (4, {"fsdp_size": 2, "dp_replicate_size": 2}),
+    "fsdp_tp": (4, {"fsdp_size": 2, "tp_size": 2}),
+    "ep_fsdp_of_4": (4, {"ep_size": 2, "fsdp_size": 4}),
+    "ep_fsdp_tp": (4, {"ep_size": 2, "fsdp_size": 2, "tp_size": 2}),
+    "ep_over_both": (4, {"ep_size": 4, "fsdp_size": 2, "tp_size": 2}),
+}
+EXPERTS = ("qwen3_moe", "mixtral")
+BY_DEFAULT = [
+    ("llama", "fsdp_tp"), ("llama", "replicas"), ("qwen3_moe", "ep_tp"), ("qwen3_moe", "hsdp"),
+    ("mixtral", "ep_fsdp_tp"), ("mixtral", "ep_fsdp"),
+]  # fmt: skip
+CASES = [
+    pytest.param(family, name, marks=[] if (family, name) in BY_DEFAULT else [pytest.mark.thorough])
+    for family in ("llama", *EXPERTS)
+    for name in SIZES
+    if name.startswith("ep") <= (family in EXPERTS)
+    and not (family in EXPERTS and name in ("tp", "fsdp_tp"))  # see test_experts_cut_by_columns
+]
+# Where each expert is on one rank, transformers 5.23 divides its gradient twice, pruned or not.
+HALVED = ("ep_fsdp", "ep_over_both")
+NUM_STEPS = 10
+TOLERANCE = 1e-10  # float64; the ranks add up in another order
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Of a family, a checkpoint, and one whose values are the indices of the elements."""
+    made = {}
+
+    def folders_of(family):
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            save_tiny(family, folder / "model")
+            model = tiny_model(family)
+            for parameter in model.parameters():
+                parameter.data = torch.arange(parameter.numel()).view(parameter.shape).float()
+            model.save_pretrained(folder / "indices")
+            made[family] = folder
+        return made[family]
+
+    return folders_of
+
+
+def load(folder, sizes=None):
+    options = {}
+    if sizes is not None:
+        from transformers.distributed import DistributedConfig
+
+        options["distributed_config"] = DistributedConfig(**sizes)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager", **options
+    )
+
+
+class Pair:
+    """A distributed model and a whole one, with the same masks; and what is wrong."""
+
+    def __init__(self, folder, name):
+        sizes = SIZES[name][1]
+        self.halves_experts = name in HALVED
+        self.dense = load(folder / "model")
+        self.indices = {
+            name: local(parameter).long()
+            for name, parameter in load(folder / "indices", sizes).named_parameters()
+        }
+        self.model = load(folder / "model", sizes)
+        self.names = [pair.fqn for pair in prune.select(self.model)]
+        self.keeps: dict[str, Tensor] = {}
+        self.wrong: list[str] = []
+        num_parts = sizes.get("fsdp_size", 1) * sizes.get("dp_replicate_size", 1)
+        part = dist.get_rank() // sizes.get("tp_size", 1)
+        self.part, self.num_parts = part, num_parts
+        batches = torch.randint(40, (NUM_STEPS, 4, 8), generator=torch.Generator().manual_seed(1))
+        self.batches = list(batches)
+
+    def places(self, model):
+        paths = [name.rpartition(".") for name in self.names]
+        return [(model.get_submodule(path), name) for path, _, name in paths]
+
+    def mine(self, name, whole):
+        return whole.detach().view(-1)[self.indices[name]]
+
+    def my_rows(self, batch):
+        return batch.chunk(self.num_parts)[self.part]
+
+    def prune(self, amount, scores=None, importance_scores=None):
+        """Prune both; by the oracle the whole one."""
+        places = self.places(self.dense)
+        if scores is None:
+            key = "_orig" if self.keeps else ""
+            scores = [getattr(module, name + key) for module, name in places]
+        masks = list(self.keeps.values()) or None
+        keeps = reference.prune(scores, amount, masks)
+        for (module, name), keep in zip(places, keeps, strict=True):
+            torch_prune.custom_from_mask(module, name, keep)
+        report = prune.global_unstructured(
+            prune.select(self.model), prune.L1Unstructured, importance_scores, amount=amount
+        )
+        self.keeps = dict(zip(self.names, keeps, strict=True))
+        assert report.num_pruned == sum(int((~keep).sum()) for keep in keeps), report
+        self.compare("pruned")
+
+    def compare(self, when):
+        dense = {n.removesuffix("_orig"): p for n, p in self.dense.named_parameters()}
+        for (module, name), full in zip(self.places(self.model), self.names, strict=True):
+            if not self.keeps:
+                break
+            mask = local(getattr(module, name + "_mask"))
+            wrong = int((mask != self.mine(full, self.keeps[full])).sum())
+            if wrong:
+                self.wrong.append(f"{when}: {wrong} elements of the mask of {full}")
+            effective = local(getattr(module, name))
+            if effective[~self.mine(full, self.keeps[full])].any():
+                self.wrong.append(f"{when}: pruned elements of {full} are not zero")
+        for name, parameter in self.model.named_parameters():
+            name = name.removesuffix("_orig")
+            expected = self.mine(name, dense[name])
+            if not torch.allclose(local(parameter), expected, rtol=0, atol=TOLERANCE):
+                off = (local(parameter) - expected).abs().max()
+                self.wrong.append(f"{when}: {name} is off by {off:.3g}")
+
+    def backward(self, batch):
+        losses = []
+        for model, rows in ((self.model, self.my_rows(batch)), (self.dense, batch)):
+            losses.append(model(input_ids=rows, labels=rows).loss)
+            losses[-1].backward()
+        for name, parameter in self.dense.named_parameters() if self.halves_experts else ():
+            if ".experts." in name:
+                parameter.grad /= 2
+
+
+def life(folder, name):
+    pair = Pair(folder, name)
+    model, dense = pair.model, pair.dense
+    pair.compare("loaded")
+    optimizers = [torch.optim.SGD(m.parameters(), 1e-2, 0.9, foreach=False) for m in (model, dense)]
+    pair.prune(0.5)
+    for step, batch in enumerate(pair.batches):
+        pair.backward(batch)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.compare(f"step {step}")
+        if step == 4:
+            pair.prune(0.5)
+    prune.verify(model)
+    return pair.wrong
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_is_pruned_and_trained_as_on_one_process(folders, family, name):
+    for wrong in run_ranks(life, SIZES[name][0], folders(family), name):
+        assert not wrong, wrong[:5]
+
+
+def use(folder, name, other, target):
+    """Everything else that is done with a pruned model, after it was loaded."""
+    pair = Pair(folder, name)
+    model, dense = pair.model, pair.dense
+    wrong = pair.wrong
+
+    # Calls for one parameter, at once after loading.
+    for (module, own), (whole, _), full in zip(
+        pair.places(model), pair.places(dense), pair.names, strict=True
+    ):
+        for each in (module, whole):
+            prune.l1_unstructured(each, own, amount=0.2)
+            prune.ln_structured(each, own, amount=1, n=2, dim=0)
+        keep = getattr(whole, own + "_mask").bool()
+        if not torch.equal(local(getattr(module, own + "_mask")), pair.mine(full, keep)):
+            wrong.append(f"l1_unstructured, ln_structured: {full}")
+        pair.keeps[full] = keep
+    pair.compare("single calls")
+
+    # A criterion of averaged gradients, and statistics of inputs.
+    batch = pair.batches[0]
+    scores = []
+    for each, rows in ((model, pair.my_rows(batch)), (dense, batch)):
+        linear = prune.select(each, types=nn.Linear)
+        criterion = SNIP(prune.select(each))
+        each(input_ids=rows, labels=rows).loss.backward()
+        criterion.update()
+        each.zero_grad()
+        statistics = prune.statistics.ActivationStatistics(linear)
+        with statistics.collecting(), torch.no_grad():
+            each(input_ids=rows)
+        wanda = statistics.wanda()
+        kept = prune.global_mask(linear, 1000, scores=[wanda[pair] for pair in linear])
+        scores.append([*criterion.scores().values(), *kept.masks])
+    names = [*pair.names, *(each.fqn for each in linear)]
+    for full, ours, theirs in zip(names, *scores, strict=True):
+        if not torch.allclose(local(ours), pair.mine(full, theirs), rtol=1e-8, atol=1e-12):
+            wrong.append(f"scores or mask of {full}")
+
+    # Checkpoints: resharded by DCP, and what plain transformers loads.
+    dcp.save(checkpoint.get_state_dict(model), checkpoint_id=target / "dcp")
+    resharded = Pair(folder, other)
+    checkpoint.load(target / "dcp", resharded.model)
+    resharded.dense, resharded.keeps = dense, pair.keeps
+    resharded.compare("resharded")
+    prune.verify(resharded.model)
+    checkpoint.save_pretrained(model, target / "pruned")
+    language_models.save_sharded(model, target / "sharded", source=folder / "model")
+    places = pair.places(model)
+    for place in places:
+        prune.remove(*place)
+    pair.keeps = {}
+    model.save_pretrained(target / "removed")
+    model.save_pretrained(target / "distributed", distributed_checkpoint=True)
+    again = load(target / "distributed", SIZES[name][1])
+    for full, parameter in again.named_parameters():
+        whole = dense.state_dict()
+        expected = whole.get(full)
+        if expected is None:
+            expected = whole[full + "_orig"] * whole[full + "_mask"]
+        if not torch.equal(local(parameter), pair.mine(full, expected)):
+            wrong.append(f"removed, saved and loaded: {full}")
+    return wrong + resharded.wrong
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "other"),
+    [
+        ("llama", "fsdp_tp", "hsdp"),
+        ("qwen3_moe", "ep_tp", "fsdp"),
+        ("mixtral", "ep_fsdp_tp", "hsdp"),
+    ],
+)
+def test_scores_and_checkpoints(folders, tmp_path, family, name, other):
+    folder = folders(family)
+    for wrong in run_ranks(use, SIZES[name][0], folder, name, other, tmp_path):
+        assert not wrong, wrong[:5]
+    saved = [load(tmp_path / kind).state_dict() for kind in ("removed", "pruned", "sharded")]
+    for name, tensor in saved[0].items():
+        assert all(torch.equal(other[name], tensor) for other in saved[1:]), name
+    assert any((tensor == 0).any() for tensor in saved[0].values())
+
+
+def refusal(folder, name):
+    model = load(folder / "model", SIZES[name][1])
+    with pytest.raises(NotImplementedError) as error:
+        prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
+    prune.global_unstructured(
+        prune.select(model, exclude="*gate_up_proj"), prune.L1Unstructured, amount=0.5
+    )
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["tp"])
+def test_experts_cut_by_columns_are_refused_by_name(folders, name):
+    for text in run_ranks(refusal, 2, folders("mixtral"), name):
+        assert "gate_up_proj: placement _S(1, 2)" in text or "_StridedShard" in text, text
