@@ -29,8 +29,14 @@ from distprune.cli.options import (
     Source,
     Verbose,
     argument,
-    resolve,
     takes_recipe,
+)
+from distprune.cli.pruning_by_text import (
+    TextOptions,
+    cost_by_text,
+    described_cost,
+    takes_text,
+    with_score,
 )
 from distprune.files.disk.destination import folder_bytes, free_bytes, partial_folders
 from distprune.files.errors import OutputError
@@ -180,8 +186,11 @@ class Cost:
         return None if self.free_bytes is None else self.missing_bytes <= self.free_bytes
 
 
-def estimate(plan: Plan, destination: Path | None) -> Cost:
+def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> Cost:
     """Estimate what a plan needs.
+
+    Args:
+        other_bytes: that something else needs at the destination for a while.
 
     Cost: reads up to 64 MB of the source, for a third of a second.
     """
@@ -193,7 +202,7 @@ def estimate(plan: Plan, destination: Path | None) -> Cost:
     writes = checkpoint.num_bytes + others + _sidecar_bytes(plan)
     free, missing = None, writes
     if destination is not None:
-        free, missing = _disk_space(destination, writes)
+        free, missing = _disk_space(destination, writes + other_bytes)
     rate = _sample(plan) if reads >= 2 * _SAMPLE_BYTES else None
     least, most = (reads + writes) / _FASTEST_BYTES, (reads + writes) / _SLOWEST_BYTES
     if rate is not None:
@@ -255,6 +264,7 @@ MaybeDestination = Annotated[
 ]
 
 
+@takes_text
 @takes_recipe
 def plan(
     source: Source,
@@ -271,7 +281,8 @@ def plan(
 
     Reads headers, and a few megabytes to measure the disk; writes nothing. Without a sparsity, a
     pattern or a recipe, it shows the default selection. Names that differ only in numbers share a
-    line; -v lists every tensor. The exit code is 4 if there is not enough space at DST.
+    line; -v lists every tensor. With --text, it says what that takes, too. The exit code is 4 if
+    there is not enough space at DST.
 
     [bold]Examples[/bold]
 
@@ -280,23 +291,33 @@ def plan(
       distprune plan Llama-3.2-1B Llama-3.2-1B-50 --sparsity 0.5
 
       distprune plan Llama-3.2-1B -r semi_structured_2_4 --exclude "*.up_proj.*"
+
+      distprune plan Llama-3-70B -s 0.6 --text train.txt --length 2048
     """
     from distprune.files.planning import plan as make_plan
 
     # Without an amount there is still a selection.
+    given = TextOptions.taken_from(options)
     has_amount = not (recipe is options["sparsity"] is options["pattern"] is None)
     if not has_amount:
         options["sparsity"] = 0.0
-    chosen = resolve(recipe, options)
-    made = make_plan(source, chosen, follow_links=follow_links)
-    cost = estimate(made, destination)
+    chosen = with_score(recipe, options, given)
+    by_text = None if not given.text else cost_by_text(source, chosen, given)
+    awaits = by_text is not None and chosen.statistics is None
+    made = make_plan(source, chosen, follow_links=follow_links, awaits_statistics=awaits)
+    cost = estimate(made, destination, 0 if by_text is None else by_text.disk)
     terminal = Terminal(as_json, -1 if quiet else verbose)
     tell(terminal, made.checkpoint)
     show_warnings(terminal, made)
     if as_json:
-        terminal.json(as_values(made, has_amount) | {"cost": asdict(cost) | {"fits": cost.fits}})
+        values = as_values(made, has_amount) | {"cost": asdict(cost) | {"fits": cost.fits}}
+        if by_text is not None:
+            values["cost_by_text"] = asdict(by_text)
+        terminal.json(values)
     else:
         show(terminal, made, one_by_one=verbose > 0, has_amount=has_amount)
+        if by_text is not None:
+            terminal.text(described_cost(by_text))
         _show_cost(terminal, cost, destination)
     if cost.fits is False:
         raise typer.Exit(process.OUTPUT)

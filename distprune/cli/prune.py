@@ -25,10 +25,9 @@ from distprune.cli.options import (
     Timeout,
     Verbose,
     option,
-    resolve,
     takes_recipe,
 )
-from distprune.cli.pruning_by_text import TextOptions, prune_by_text, takes_text
+from distprune.cli.pruning_by_text import TextOptions, prune_by_text, takes_text, with_score
 from distprune.files.errors import FilesError
 from distprune.files.text import format_size
 
@@ -108,11 +107,7 @@ def prune(
             from distprune.cli import plotting
 
             plotting.check(plot)
-        chosen = resolve(recipe, options | {"masks": masks, "card": card})
-        if given.text and not (options.get("score") or chosen.groups) and chosen.ranks_magnitudes:
-            options["score"] = "fisher"
-            chosen = resolve(recipe, options | {"masks": masks, "card": card})
-        return chosen
+        return with_score(recipe, options | {"masks": masks, "card": card}, given)
 
     if given.text:
         report, plan_of_text = prune_by_text(

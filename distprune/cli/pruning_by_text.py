@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -20,11 +20,15 @@ from distprune.cli.language_models import (
     backend_of,
     translated,
 )
-from distprune.cli.options import option, takes
+from distprune.cli.options import option, resolve, takes
 from distprune.files.errors import SelectionError, TextError
 from distprune.files.planning import Plan, plan
 from distprune.files.recipe import STORED_STATISTICS, FileRecipe
 from distprune.files.reports.report import Report
+from distprune.files.text import format_size
+
+if TYPE_CHECKING:  # torch comes with it
+    from distprune.streaming import StreamCost
 
 _PANEL = "Language models: prune by text"
 _UPDATES = {"least-squares": "least_squares", "none": "none"}
@@ -69,6 +73,15 @@ Held = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+HeldWindows = Annotated[
+    int | None,
+    option(
+        "--eval-windows",
+        min=1,
+        help="Windows that are read of each held-out text, at most (all).",
+        rich_help_panel=_PANEL,
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,7 @@ class TextOptions:
     length: Length = 1024
     update: UpdateName = None
     eval_text: Held = None
+    eval_windows: HeldWindows = None
     batch_size: BatchSize = 1
     dtype: Dtype = None
     device: Device = None
@@ -104,9 +118,47 @@ class TextOptions:
 
 takes_text = takes(
     get_type_hints(TextOptions, include_extras=True),
-    after="plot",
+    after="recipe",
     defaults={field.name: field.default for field in fields(TextOptions)},
 )
+
+
+def with_score(name: str | None, options: dict[str, Any], given: TextOptions) -> FileRecipe:
+    """The recipe; with text, it ranks by gradients what it would rank by magnitude."""
+    chosen = resolve(name, options)
+    if given.text and not (options.get("score") or chosen.groups) and chosen.ranks_magnitudes:
+        chosen = resolve(name, options | {"score": "fisher"})
+    return chosen
+
+
+def cost_by_text(source: Path, recipe: FileRecipe, given: TextOptions) -> StreamCost:
+    """What pruning by text takes beside what pruning takes."""
+    ModelOptions(source, given.text or []).check()
+    with translated(SelectionError):
+        import torch
+
+        from distprune import streaming
+
+        return streaming.estimate(
+            source,
+            recipe,
+            given.windows,
+            given.length,
+            update=_UPDATES[given.update or "least-squares"],  # type: ignore[arg-type]
+            num_evaluated=given.windows if given.eval_text else 0,
+            batch_size=given.batch_size,
+            dtype=None if given.dtype is None else getattr(torch, given.dtype),
+        )
+
+
+def described_cost(cost: StreamCost) -> str:
+    """The cost in a sentence."""
+    memory = ", ".join(f"{name} {format_size(size)}" for name, size in cost.memory.items())
+    return (
+        f"By text, each process needs at most {format_size(cost.peak)} of memory ({memory}) and "
+        f"reads {format_size(cost.reads)}; for a while {format_size(cost.disk)} of the disk are "
+        "needed beside the result."
+    )
 
 
 def prune_by_text(
@@ -149,7 +201,10 @@ def prune_by_text(
         with translated(TextError):
             read = language_models.read_windows
             windows = read(tokenizer, given.text or [], given.length).sample(given.windows)
-            evaluation = read(tokenizer, given.eval_text, given.length) if given.eval_text else None
+            evaluation = None
+            if given.eval_text:
+                limit = given.eval_windows
+                evaluation = read(tokenizer, given.eval_text, given.length, limit=limit)
         terminal.note(_told(recipe, windows.tokens.shape, given))
         with translated(SelectionError), Meter(terminal) as meter:
             made = streaming.prune_folder(

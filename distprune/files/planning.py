@@ -147,6 +147,7 @@ def plan(
     *,
     follow_links: bool = False,
     values: KeptValues | None = None,
+    awaits_statistics: bool = False,
 ) -> Plan:
     """Read the headers of a checkpoint and decide what to prune.
 
@@ -155,6 +156,7 @@ def plan(
         recipe: what to prune.
         follow_links: also follow links that lead out of the source.
         values: of kept elements, in place of those of the source.
+        awaits_statistics: the plan only tells what will be done once there are statistics.
 
     Raises:
         CheckpointError: the checkpoint, or a file that scores are made from, is malformed or of an
@@ -178,7 +180,8 @@ def plan(
         groups.append(group)
     scored = [(tensor.recipe, tensor.entry, tensor.layout) for tensor in tensors]
     names = {verdict.entry.name for verdict in selection.verdicts}
-    inputs = replace(find_inputs(recipe, scored, names), values=values)
+    inputs = ScoreInputs() if awaits_statistics else find_inputs(recipe, scored, names)
+    inputs = replace(inputs, values=values)
     return Plan(
         checkpoint=checkpoint,
         recipe=recipe,

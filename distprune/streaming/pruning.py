@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,7 @@ from distprune.language_models.running import Reporter
 from distprune.language_models.text import TokenWindows
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
+from distprune.streaming.cost import StreamCost, cost_of
 from distprune.streaming.layers import StreamedModel
 from distprune.streaming.updating import StoredLayers, prune_layer, write_tensors
 from distprune.streaming.windows import WindowStream
@@ -53,7 +54,7 @@ from distprune.streaming.work import Work
 
 Update = Literal["least_squares", "none"]
 # About how long a layer takes on a window, in forwards of it.
-_FORWARD, _BACKWARD, _UPDATE = 1, 3, 2
+_WEIGHTS = {"forward": 1, "backward": 3, "update": 2}
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,40 @@ def prune_folder(
     return _result_of(report)
 
 
+def estimate(
+    source: str | Path,
+    recipe: FileRecipe,
+    num_windows: int,
+    length: int,
+    *,
+    update: Update = "least_squares",
+    num_evaluated: int = 0,
+    batch_size: int = 1,
+    dtype: torch.dtype | None = None,
+) -> StreamCost:
+    """What :func:`prune_folder` would need of each process, and of the disk. Local.
+
+    Args:
+        source, recipe, update, batch_size, dtype: as for :func:`prune_folder`.
+        num_windows, length: of the text.
+        num_evaluated: windows of held-out text.
+
+    Raises: as :func:`prune_folder`, for what the headers show.
+
+    Cost: builds the model without weights; some seconds.
+    """
+    require_extra()
+    checkpoint = open_checkpoint(source, follow_links=True)
+    with closing(StreamedModel(checkpoint, dtype, torch.device("cpu"))) as streamed:
+        windows, evaluation = (_without_text(num, length) for num in (num_windows, num_evaluated))
+        return _Run(streamed, recipe, windows, evaluation, update, 0.0, batch_size).cost()
+
+
+def _without_text(num_windows: int, length: int) -> TokenWindows:
+    tokens = torch.zeros(num_windows, length, dtype=torch.int64)
+    return TokenWindows(("",), tokens, tokens[:, 0], None, has_bos=False)
+
+
 def _finished(target: Path, text: str) -> PrunedFolder | None:
     """The destination, if this command has made it."""
     if not (target / REPORT_FILE).exists():
@@ -253,16 +288,33 @@ class _Run:
         self.stored = StoredLayers(self.streamed, [entry.name for entry in self.entries])
         self.num_layers = len(self.streamed.layers)
 
+    @property
+    def passes(self) -> list[str]:
+        """The passes over all layers, in their order."""
+        has_update = self.moves or self.evaluation is not None
+        return [
+            "forward",
+            *(["backward"] if self.collects_gradients else []),
+            *(["update"] if has_update else []),
+        ]
+
+    def cost(self) -> StreamCost:
+        """What it takes, at most."""
+        return cost_of(
+            self.streamed,
+            self.stored.parameters,
+            passes=[name for name in self.passes if name != "update" or self.moves],
+            num_windows=len(self.windows),
+            length=self.windows.length,
+            batch_size=self.batch_size,
+            num_evaluated=0 if self.evaluation is None else len(self.evaluation),
+        )
+
     def num_bytes(self) -> int:
-        """Bytes on the disk that the folder of work and the result take."""
-        model = self.streamed.model
-        width = model.config.get_text_config().hidden_size * model.dtype.itemsize
-        of_text = self.windows.tokens.numel() * width * (self.num_layers + 3)
-        of_evaluation = 0 if self.evaluation is None else self.evaluation.tokens.numel() * width * 4
-        selected: int = sum(entry.nbytes for entry in self.entries)
-        result: int = sum(file.size for file in self.streamed.checkpoint.files)
-        num_bytes: int = of_text + of_evaluation + result + selected * (1 if self.moves else 0)
-        return num_bytes
+        """Bytes on the disk that the folder of work and the result take; checks memory, too."""
+        cost = self.cost()
+        cost.check(self.streamed.device)
+        return cost.disk + sum(file.size for file in self.streamed.checkpoint.files)
 
     def in_layers(
         self,
@@ -284,7 +336,7 @@ class _Run:
         dense = self._stream(states, "dense", self.windows) if reads else None
         before = self._stream(states, "before", self.evaluation)
         pace = _Pace(self, work, progress, stop, communicator)
-        for number in pace.layers("forward", range(self.num_layers), _FORWARD):
+        for number in pace.layers("forward", range(self.num_layers)):
             with self.streamed.layer(number):
                 if dense is not None and self.collects_activations:
                     self._collect(dense, number, work)
@@ -299,7 +351,7 @@ class _Run:
             if work.get("head") is None:
                 communicator.run(dense.differentiate)
                 work.record("head", True)
-            for number in pace.layers("backward", reversed(range(self.num_layers)), _BACKWARD):
+            for number in pace.layers("backward", reversed(range(self.num_layers))):
                 with self.streamed.layer(number):
                     self._differentiate(dense, number, work)
                 dense.remove("gradient", number + 2)
@@ -310,7 +362,7 @@ class _Run:
         after = self._stream(states, "after", self.evaluation)
         if after is not None or self.moves:
             with self._masks(planned, work, communicator, stop) as masks:
-                for number in pace.layers("update", range(self.num_layers), _UPDATE):
+                for number in pace.layers("update", range(self.num_layers)):
                     with self.streamed.layer(number):
                         self._update(dense if self.moves else None, number, work, masks)
                         if after is not None:
@@ -445,15 +497,12 @@ class _Pace:
         self._stop = stop or (lambda: False)
         self._communicator = communicator
         self._num_windows = len(run.windows)
-        weights = {"forward": _FORWARD}
-        weights |= {"backward": _BACKWARD} if run.collects_gradients else {}
-        weights |= {"update": _UPDATE} if run.moves or run.evaluation is not None else {}
         missing = sum(
-            weight * (run.num_layers - len(work.get(name, []))) for name, weight in weights.items()
+            _WEIGHTS[name] * (run.num_layers - len(work.get(name, []))) for name in run.passes
         )
         self._reporter = Reporter("prune", missing * self._num_windows, progress)
 
-    def layers(self, name: str, numbers: Any, weight: int) -> Iterator[int]:
+    def layers(self, name: str, numbers: Iterable[int]) -> Iterator[int]:
         """The layers of a pass that are not done yet; one is done when the next is asked for."""
         done: list[int] = self._work.get(name, [])
         for number in numbers:
@@ -467,4 +516,4 @@ class _Pace:
             yield number
             done = [*done, number]
             self._work.record(name, done)
-            self._reporter.add(self._num_windows * weight)
+            self._reporter.add(self._num_windows * _WEIGHTS[name])

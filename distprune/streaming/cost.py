@@ -1,0 +1,149 @@
+"""What pruning by text takes: memory, disk and reads, from headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from distprune._common.naming import NamedParameter
+from distprune.files.errors import MachineError
+from distprune.files.text import format_size
+from distprune.language_models.losses import SLICE
+from distprune.streaming.layers import StreamedModel
+
+# What Python, torch and the solver's temporaries of some rows take.
+_BASE = 500_000_000
+
+
+@dataclass(frozen=True)
+class StreamCost:
+    """What a pruning by text needs on each process, at most.
+
+    Attributes:
+        memory: bytes of each pass, by its name; where the passes run on a device, of its memory.
+        disk: bytes of the folder of work, which is removed at the end, of all processes together.
+        reads: bytes of the checkpoint that each process reads to run text through layers.
+    """
+
+    memory: dict[str, int]
+    disk: int
+    reads: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the pass that needs most."""
+        return max(self.memory.values())
+
+    def check(self, device: torch.device) -> None:
+        """Raise MachineError if a device, or this machine, has less memory in all."""
+        has = _memory_of(device)
+        if has is not None and self.peak > has:
+            name = max(self.memory, key=lambda name: self.memory[name])
+            raise MachineError(
+                f"pruning by text needs about {format_size(self.peak)} of memory for the {name}, "
+                f"and {device} has {format_size(has)}; expected more memory, shorter windows "
+                "(--length), or fewer in a batch (--batch-size)."
+            )
+
+
+def cost_of(
+    streamed: StreamedModel,
+    parameters: Sequence[Collection[NamedParameter]],
+    *,
+    passes: Collection[str],
+    num_windows: int,
+    length: int,
+    batch_size: int = 1,
+    num_evaluated: int = 0,
+) -> StreamCost:
+    """Estimate what a pruning needs.
+
+    Args:
+        streamed: the model.
+        parameters: of each layer, those that are pruned.
+        passes: those that run: "forward", "backward", "update".
+        num_windows, length: of the text.
+        batch_size: windows that a process runs at a time.
+        num_evaluated: windows of the held-out text.
+
+    Cost: walks over the modules.
+    """
+    model = streamed.model
+    item = model.dtype.itemsize
+    config = model.config.get_text_config()
+    num_layers = len(streamed.layers)
+    tokens = batch_size * length
+    layers = [streamed.num_bytes(number) for number in range(num_layers)]
+    features = max(map(_features, streamed.layers)) + 4 * config.hidden_size
+    activations = tokens * features * item
+    # A layer's attention matrices, where the implementation makes them.
+    heads = getattr(config, "num_attention_heads", 1)
+    activations += batch_size * heads * length**2 * item
+    around = streamed.num_bytes(None) + 3 * 4 * min(tokens * config.vocab_size, SLICE)
+    memory = {
+        "embedding and head": around + tokens * config.hidden_size * item * 4,
+        "forward": max(layers) + activations,
+    }
+    pruned = [sum(_numel(p) for p in of_layer) for of_layer in parameters]
+    if "backward" in passes:
+        memory["backward"] = 2 * activations + max(
+            size + numel * item for size, numel in zip(layers, pruned, strict=True)
+        )
+    if "update" in passes:
+        memory["update"] = activations + max(
+            _of_update(size, of_layer) for size, of_layer in zip(layers, parameters, strict=True)
+        )
+    disk = num_windows * length * config.hidden_size * item * (num_layers + 3)
+    disk += num_evaluated * length * config.hidden_size * item * 4
+    disk += sum(pruned) * item if "update" in passes else 0
+    reads = len(passes) * sum(layers)
+    reads += 2 * streamed.num_bytes(None)
+    return StreamCost({name: size + _BASE for name, size in memory.items()}, disk, reads)
+
+
+def _of_update(layer: int, parameters: Collection[NamedParameter]) -> int:
+    """A layer with masks and Gram matrices, a matrix of the solver in fp64, and new weights."""
+    if not parameters:
+        return layer
+    inputs = {id(module): module for module, _ in parameters}
+    sizes = [_inputs(module) for module in inputs.values()]
+    grams = sum(4 * size**2 * num for size, num in sizes)
+    solver = max(8 * 2 * size**2 for size, _ in sizes)
+    largest = max(_numel(p) for p in parameters)
+    return layer + sum(5 * _numel(p) for p in parameters) + grams + solver + 24 * largest
+
+
+def _inputs(module: nn.Module) -> tuple[int, int]:
+    """Inputs of a layer, and how many matrices it has; of experts, the larger dimension."""
+    shapes = [tuple(p.shape) for p in module.parameters(recurse=False) if p.ndim >= 2]
+    if isinstance(module, nn.Linear) or not shapes:
+        return getattr(module, "in_features", 0), 1
+    largest = max(shapes, key=lambda shape: max(shape[-2:]))
+    return max(largest[-2:]), largest[0] if len(largest) == 3 else 1
+
+
+def _features(layer: nn.Module) -> int:
+    """Numbers of a token that a layer keeps for a backward, about."""
+    linear = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    experts = [p for p in layer.parameters() if p.ndim == 3]
+    of_experts = sum(sum(p.shape[-2:]) for p in experts)
+    return sum(m.in_features + m.out_features for m in linear) + of_experts
+
+
+def _numel(parameter: NamedParameter) -> int:
+    module, name = parameter
+    return module.get_parameter(name).numel()
+
+
+def _memory_of(device: torch.device) -> int | None:
+    """Bytes of a device's memory, or of this machine's; None: it does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            return int(file.readline().split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        return None
