@@ -105,15 +105,15 @@ def cost_of(
 
 
 def _of_update(layer: int, parameters: Collection[NamedParameter]) -> int:
-    """A layer with masks and Gram matrices, a matrix of the solver in fp64, and new weights."""
+    """A layer with masks, new weights and what undoes them, Gram matrices, and one in fp64."""
     if not parameters:
         return layer
     inputs = {id(module): module for module, _ in parameters}
     sizes = [_inputs(module) for module in inputs.values()]
     grams = sum(4 * size**2 * num for size, num in sizes)
-    solver = max(8 * 2 * size**2 for size, _ in sizes)
-    largest = max(_numel(p) for p in parameters)
-    return layer + sum(5 * _numel(p) for p in parameters) + grams + solver + 24 * largest
+    solver = max(8 * size**2 for size, _ in sizes)
+    of_weights = sum((1 + 3 * _item(p)) * _numel(p) for p in parameters)
+    return layer + of_weights + grams + solver + max(_numel(p) for p in parameters)
 
 
 def _inputs(module: nn.Module) -> tuple[int, int]:
@@ -136,6 +136,11 @@ def _features(layer: nn.Module) -> int:
 def _numel(parameter: NamedParameter) -> int:
     module, name = parameter
     return module.get_parameter(name).numel()
+
+
+def _item(parameter: NamedParameter) -> int:
+    module, name = parameter
+    return module.get_parameter(name).itemsize
 
 
 def _memory_of(device: torch.device) -> int | None:
