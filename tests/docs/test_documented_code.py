@@ -180,10 +180,10 @@ def problem_of_make(words):
 def problem_of_install(what):
     project = (ROOT / "pyproject.toml").read_text()
     extras = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    match = re.fullmatch(r"(?:-e )?\.(?:\[([\w,]+)\])?", what)
+    match = re.fullmatch(r"(?:-e )?\.(?:\[([\w,-]+)\])?", what)
     if match is None:
         return "the project is installed from a checkout: pip install ."
-    known = re.findall(r"^(\w+) = ", extras, re.MULTILINE)
+    known = re.findall(r"^([\w-]+) = ", extras, re.MULTILINE)
     unknown = set((match[1] or "").split(",")) - {"", *known}
     return f"no extra {', '.join(unknown)}" if unknown else None
 

@@ -81,8 +81,10 @@ def ours(arguments):
     arguments = [
         SMALL.get(before, word) for before, word in zip(["", *arguments], arguments, strict=False)
     ]
-    if arguments[0] in ("eval", "calibrate"):
+    if arguments[0] in ("eval", "calibrate") or "--text" in arguments:
         arguments += ["--length", LENGTH]  # the last one counts
+    if "--text" in arguments and arguments[0] in ("prune", "plan"):
+        arguments += ["--windows", "4"]
     if arguments[0] in ("prune", "apply", "convert"):
         named = [word for word in arguments[1:] if not word.startswith("-")]
         destination = named[2 if arguments[0] == "apply" else 1]
