@@ -54,7 +54,7 @@ _COMMANDS = {
     "apply": ("Prune", "copying", "apply"),
     "convert": ("Prune", "copying", "convert"),
     "eval": ("Language models", "language_models", "evaluate"),
-    "calibrate": ("Language models", "language_models", "calibrate"),
+    "calibrate": ("Language models", "calibrating", "calibrate"),
     "inspect": ("Look", "inspect", "inspect"),
     "verify": ("Look", "comparing", "verify"),
     "diff": ("Look", "comparing", "diff"),

@@ -1,4 +1,4 @@
-"""``distprune eval`` and ``calibrate``: text through a language model."""
+"""``distprune eval``, and what commands that run text through a language model share."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from distprune.cli import process, ranks
-from distprune.cli.console import Meter, Terminal, count, counted
+from distprune.cli.console import Meter, Terminal, count
 from distprune.cli.options import AsJson, Nproc, Quiet, Timeout, argument, option, takes
 from distprune.files.errors import (
     CheckpointError,
     FilesError,
-    OutputError,
     RanksError,
     SelectionError,
     TextError,
     explained,
 )
-from distprune.files.text import format_size
 
 if TYPE_CHECKING:  # torch comes with it
     from torch import nn
@@ -34,7 +32,7 @@ if TYPE_CHECKING:  # torch comes with it
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_WRAPS = ("none", "ddp", "fsdp2", "tp", "fsdp2_tp")
+_WRAPS = ("none", "ddp", "fsdp2", "tp", "fsdp2_tp", "stream")
 _DIFFERENT = "the ranks were called with different arguments"
 
 Model = Annotated[
@@ -79,7 +77,7 @@ WrapName = Annotated[
         "--wrap",
         metavar="WRAP",
         help=f"How several processes hold the model: {', '.join(_WRAPS)} (fsdp2, so that none "
-        "holds all of it).",
+        "holds all of it). With stream each has one decoder layer at a time (eval only).",
     ),
 ]
 Mesh = Annotated[
@@ -196,13 +194,14 @@ class Opened:
 
     Attributes:
         options: what was asked for.
+        model: None: it is streamed.
         wrap, device: how the model is wrapped, and the kind of device that it is on.
         began: time at which everything was loaded.
     """
 
     options: ModelOptions
     terminal: Terminal
-    model: nn.Module
+    model: nn.Module | None
     windows: TokenWindows
     wrap: str
     device: str
@@ -211,8 +210,11 @@ class Opened:
 
     def facts(self) -> dict[str, Any]:
         """How the run went, for JSON."""
+        dtype = self.options.dtype or "dtype of the model"
+        if self.model is not None:
+            dtype = str(next(self.model.parameters()).dtype)
         return {
-            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            "dtype": dtype.removeprefix("torch."),
             "wrap": self.wrap,
             "device": self.device,
             "num_ranks": self.num_ranks,
@@ -221,7 +223,7 @@ class Opened:
         }
 
 
-def _text_of(facts: dict[str, Any]) -> str:
+def text_of_run(facts: dict[str, Any]) -> str:
     """ "3.2 s on 2 processes, float32."."""
     processes = "process" if facts["num_ranks"] == 1 else "processes"
     return f"{facts['seconds']:.1f} s on {facts['num_ranks']} {processes}, {facts['dtype']}."
@@ -251,18 +253,22 @@ def opened(options: ModelOptions) -> Iterator[Opened]:
         terminal.note(f"{len(windows):,} windows of {windows.length} tokens.")
         num_ranks = world().size
         wrap: Any = options.wrap or ("fsdp2" if num_ranks > 1 else "none")
-        if wrap != "none" and num_ranks == 1 and not process.is_rank():
+        if wrap not in ("none", "stream") and num_ranks == 1 and not process.is_rank():
             raise SelectionError(
                 f"--wrap {wrap}: there is one process; expected --nproc or torchrun, or no --wrap."
             )
         with translated(CheckpointError):
-            model = language_models.load_sharded(
-                options.model,
-                wrap=wrap,
-                mesh=options.mesh_sizes(),
-                dtype=None if options.dtype is None else getattr(torch, options.dtype),
-                device=kind if kind == "cpu" else None,
-                ignore_unexpected=True,
+            model = (
+                None
+                if wrap == "stream"
+                else language_models.load_sharded(
+                    options.model,
+                    wrap=wrap,
+                    mesh=options.mesh_sizes(),
+                    dtype=None if options.dtype is None else getattr(torch, options.dtype),
+                    device=kind if kind == "cpu" else None,
+                    ignore_unexpected=True,
+                )
             )
         yield Opened(options, terminal, model, windows, wrap, kind, num_ranks, time.monotonic())
 
@@ -305,23 +311,42 @@ def evaluate(context: typer.Context, **options: Any) -> None:
       distprune eval Llama-3.2-1B --text a.txt --text b.txt --limit 100 --json
 
       torchrun --nproc-per-node 8 -m distprune eval Llama-3-70B --text test.txt
+
+      distprune eval Llama-3-70B --text test.txt --wrap stream
     """
     given = ModelOptions(**options)
     given.check()
     ranks.run_on_ranks(context, given.nproc)
-    with opened(given) as run:
-        from distprune.language_models import perplexity
-
-        with translated(CheckpointError), Meter(run.terminal) as meter:
-            report = perplexity(
-                run.model, run.windows, batch_size=given.batch_size, progress=meter.windows
-            )
+    with opened(given) as run, translated(CheckpointError), Meter(run.terminal) as meter:
+        report = _perplexity(run, meter)
         facts = run.facts()
     if given.as_json:
         run.terminal.json({"model": str(given.model), **report.as_values(), **facts})
         return
     _show(run.terminal, report)
-    run.terminal.note(f"{count(report.total.num_tokens)} tokens in {_text_of(facts)}")
+    run.terminal.note(f"{count(report.total.num_tokens)} tokens in {text_of_run(facts)}")
+
+
+def _perplexity(run: Opened, meter: Meter) -> PerplexityReport:
+    given = run.options
+    if run.model is not None:
+        from distprune import language_models
+
+        return language_models.perplexity(
+            run.model, run.windows, batch_size=given.batch_size, progress=meter.windows
+        )
+    import torch
+
+    from distprune import streaming
+
+    return streaming.perplexity(
+        given.model,
+        run.windows,
+        batch_size=given.batch_size,
+        dtype=None if given.dtype is None else getattr(torch, given.dtype),
+        device=run.device,
+        progress=meter.windows,
+    )
 
 
 def _show(terminal: Terminal, report: PerplexityReport) -> None:
@@ -339,165 +364,3 @@ def _show(terminal: Terminal, report: PerplexityReport) -> None:
         )
     numbers = ("windows", "tokens", "perplexity", "bits/byte")
     terminal.table(("text", *numbers), rows, right=numbers)
-
-
-Out = Annotated[
-    Path,
-    option(
-        "--out",
-        metavar="FILE.safetensors",
-        help="The statistics; an existing file is replaced when everything is done.",
-    ),
-]
-Samples = Annotated[
-    int | None,
-    option(
-        "--samples",
-        min=1,
-        help="Take so many windows, drawn at random (all that are read).",
-    ),
-]
-Seed = Annotated[int, typer.Option("--seed", help="Of --samples.")]
-Include = Annotated[
-    list[str] | None,
-    option(
-        "--include",
-        metavar="PATTERN",
-        help="Linear layers and fused experts whose whole name matches a glob, or an expression "
-        "after re:. Repeat it for more. Without it: all but the head.",
-    ),
-]
-Exclude = Annotated[
-    list[str] | None,
-    option(
-        "--exclude",
-        metavar="PATTERN",
-        help="Leave out layers that match. Repeat it for more.",
-    ),
-]
-AllowEmpty = Annotated[
-    list[str] | None,
-    option(
-        "--allow-empty",
-        metavar="PATTERN",
-        help="Layers to which no token need come, such as experts. Repeat it for more.",
-    ),
-]
-
-Gradients = Annotated[
-    bool,
-    typer.Option(
-        "--gradients",
-        help="Statistics of the gradients of the loss, for score fisher, in place of those of "
-        "activations. A batch of one process is a unit.",
-    ),
-]
-
-
-@takes_model
-def calibrate(
-    context: typer.Context,
-    out: Out,
-    samples: Samples = None,
-    seed: Seed = 0,
-    include: Include = None,
-    exclude: Exclude = None,
-    allow_empty: AllowEmpty = None,
-    gradients: Gradients = False,
-    **options: Any,
-) -> None:
-    """Run text through a language model, and write statistics of what its layers are called with.
-
-    For each input of each linear layer, and of each of fused experts: the sums of x and of x
-    squared over all its tokens, from which Wanda, RIA, STADE and OWL are made. The file has 16
-    bytes per input, and full names, so that any run on any number of processes can use it.
-    Processes share the windows. The head is left out, unless --include asks for it. It needs the
-    extra language-models.
-
-    With --gradients: for each output and each input, the sum of the squared gradients of its
-    weights over all batches, from which score fisher is made. A backward follows each forward, and
-    gradients take as much memory as the model; a batch counts by its number of windows.
-
-    [bold]Examples[/bold]
-
-      distprune calibrate MODEL --text train.txt --samples 64 --out s.safetensors
-
-      distprune calibrate MODEL --text a.txt --out stats.safetensors --nproc 4
-
-      distprune calibrate MODEL --text a.txt --out g.safetensors --gradients
-    """
-    given = ModelOptions(**options)
-    given.check()
-    _check_out(out)
-    if gradients and allow_empty:
-        raise SelectionError(
-            "--allow-empty has no effect with --gradients, where any layer may have none; leave it "
-            "out."
-        )
-    ranks.run_on_ranks(context, given.nproc)
-    with opened(given) as run:
-        import distprune as prune
-        from distprune import language_models
-        from distprune.language_models.calibrating import without_statistics
-
-        terminal, windows = run.terminal, run.windows
-        with translated(SelectionError):
-            if samples is not None:
-                windows = windows.sample(samples, seed=seed)
-            layers = language_models.linear_layers(run.model, include or None, exclude or ())
-            statistics = (
-                prune.statistics.GradientStatistics(layers)
-                if gradients
-                else prune.statistics.ActivationStatistics(layers, allow_empty=allow_empty or ())
-            )
-        unseen = [] if gradients else without_statistics(run.model)
-        if unseen:
-            terminal.note(
-                f"Warning: no statistics of {counted(len(unseen), 'weight')} whose inputs are not "
-                f"seen ({unseen[0]}{', ...' if len(unseen) > 1 else ''})."
-            )
-        with translated(CheckpointError), Meter(terminal) as meter:
-            language_models.calibrate(
-                run.model,
-                windows,
-                statistics,
-                batch_size=given.batch_size,
-                progress=meter.windows,
-            )
-            statistics.save(out)
-        facts = run.facts()
-    num_tokens = windows.tokens.numel()
-    if given.as_json:
-        terminal.json(
-            {
-                "model": str(given.model),
-                "out": str(out),
-                "mode": getattr(statistics, "mode", "gradients"),
-                "texts": [str(text) for text in given.texts],
-                "length": given.length,
-                "num_windows": len(windows),
-                "num_tokens": num_tokens,
-                "samples": samples,
-                "seed": None if samples is None else seed,
-                "num_layers": len(layers),
-                "layers": [layer.fqn for layer in layers],
-                "without_statistics": unseen,
-                **facts,
-            }
-        )
-    elif terminal.is_leader:
-        terminal.text(
-            f"{out}: statistics of {counted(len(layers), 'layer')} over {count(num_tokens)} tokens "
-            f"in {counted(len(windows), 'window')}, {format_size(out.stat().st_size)}. "
-            f"{_text_of(facts)}"
-        )
-
-
-def _check_out(out: Path) -> None:
-    """Raise OutputError for a file that could not be written, before hours of work."""
-    folder = out.absolute().parent
-    if not folder.is_dir():
-        raise OutputError(f"{out}: the folder {folder} does not exist; expected one that does.")
-    if out.is_dir() or not os.access(folder, os.W_OK):
-        why = "it is a folder" if out.is_dir() else f"{folder} is not writable"
-        raise OutputError(f"{out} cannot be written: {why}.")

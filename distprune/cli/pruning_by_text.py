@@ -22,12 +22,12 @@ from distprune.cli.language_models import (
 )
 from distprune.cli.options import option, resolve, takes
 from distprune.files.errors import SelectionError, TextError
-from distprune.files.planning import Plan, plan
 from distprune.files.recipe import STORED_STATISTICS, FileRecipe
-from distprune.files.reports.report import Report
 from distprune.files.text import format_size
 
 if TYPE_CHECKING:  # torch comes with it
+    from distprune.files.planning import Plan
+    from distprune.files.reports.report import Report
     from distprune.streaming import StreamCost
 
 _PANEL = "Language models: prune by text"
@@ -229,6 +229,8 @@ def prune_by_text(
         terminal.note(
             f"Perplexity of the held-out text: {made.before:.2f} before, {made.after:.2f} after."
         )
+    from distprune.files.planning import plan
+
     return made.report, plan(source, _with_statistics(recipe, destination), follow_links=True)
 
 

@@ -13,6 +13,7 @@ The command ``distprune prune SRC DST --text FILE`` does this. It needs the extr
 """
 
 from distprune.streaming.cost import StreamCost
+from distprune.streaming.evaluating import perplexity
 from distprune.streaming.pruning import PrunedFolder, estimate, prune_folder
 
-__all__ = ["PrunedFolder", "StreamCost", "estimate", "prune_folder"]
+__all__ = ["PrunedFolder", "StreamCost", "estimate", "perplexity", "prune_folder"]

@@ -343,6 +343,8 @@ class _Run:
                 for stream in (dense, before):
                     if stream is not None:
                         stream.advance(number)
+            if before is not None:  # a run that is killed now needs the stage after it
+                before.remove("state", number - 1)
         perplexities = {}
         if before is not None:
             perplexities["before"] = self._perplexity(before, work, "before")
@@ -367,6 +369,8 @@ class _Run:
                         self._update(dense if self.moves else None, number, work, masks)
                         if after is not None:
                             after.advance(number)
+                    if after is not None:
+                        after.remove("state", number - 1)
         if after is not None:
             perplexities["after"] = self._perplexity(after, work, "after")
         tensors = [name for n in range(self.num_layers) for name in self.stored.names_of(n)]

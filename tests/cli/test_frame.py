@@ -70,7 +70,7 @@ def test_a_wrong_recipe_names_every_problem(run, tmp_path):
 
 def test_shipped_recipes_are_listed_shown_and_valid(run):
     listed = {each["name"]: each["about"] for each in run("recipe", "ls", "--json").json}
-    assert set(listed) == set(shipped_recipes()) and len(listed) == 9
+    assert set(listed) == set(shipped_recipes()) and len(listed) == 13
     for name, about in listed.items():
         assert about in run("recipe", "ls").out
         text = run("recipe", "show", name).out

@@ -70,3 +70,26 @@ def test_what_is_wrong_is_said_before_the_work(run, made, tmp_path):
     done = run("prune", model, tmp_path / "out", *OPTIONS, "--text", text)
     assert done.code in (2, 3) and not (tmp_path / "out").exists(), done.err
     assert not list(tmp_path.glob("out*"))
+
+
+def test_eval_of_a_model_that_is_streamed(run, made):
+    model, text, _ = made
+    command = ["eval", model, "--text", text, "--length", "16", "--device", "cpu", "--json", "-q"]
+    whole, streamed = run(*command), run(*command, "--wrap", "stream")
+    assert streamed.code == 0, streamed.err
+    assert streamed.json["all"] == whole.json["all"]
+    done = run("calibrate", *command[1:], "--out", "s.safetensors", "--wrap", "stream")
+    assert done.code == 2 and "is for eval" in done.err
+
+
+def test_plan_says_what_text_takes(run, made):
+    model, text, _ = made
+    command = ["plan", model, "-s", "0.5", "--text", text, "--length", "16", "--windows", "4"]
+    done = run(*command)
+    assert done.code == 0 and "By text, each process needs at most" in done.out, done.err
+    assert "ranked together by fisher" in done.out
+    cost = run(*command, "--json").json["cost_by_text"]
+    # Embedding and head of 264 tokens, and two layers, in float32; three stages of 64 tokens more.
+    layers = 2 * 4 * (4 * 16 * 16 + 3 * 16 * 24 + 2 * 16)
+    assert cost["reads"] == 3 * layers + 2 * 4 * (2 * 264 * 16 + 16)
+    assert cost["disk"] == 4 * (64 * 16 * (2 + 3) + 2 * (4 * 16 * 16 + 3 * 16 * 24))
