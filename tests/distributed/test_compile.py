@@ -94,7 +94,7 @@ def differences(wrapping: str, backends: list[str]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("wrapping", every(3, WRAPPINGS))
+@pytest.mark.parametrize("wrapping", every(6, WRAPPINGS))
 def test_compiled_training_equals_one_process(wrapping):
     backends = every(2, ["eager", "aot_eager"], WRAPPINGS.index(wrapping))
     assert_nothing_wrong_on(wrapping, differences, backends)

@@ -282,6 +282,7 @@ def noticed(fault, wrapping: str) -> tuple[list[str], list[str]]:
     return tuple(found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "wrapping"),
     [

@@ -109,6 +109,7 @@ def wrong_with(fault, wrapping):
         return reconstruct_on(wrapping, 0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", [solution_of_another_row, replicas_counted_twice])
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2_dim1-2"])
 def test_a_wrong_sum_is_seen(fault, wrapping):

@@ -74,6 +74,7 @@ def outcomes_of(which: int, folder: str) -> list[Outcome]:
         return run_plans(plans, folder, until_wrong=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("which", range(len(MUTANTS)), ids=lambda i: MUTANTS[i].__name__)
 def test_a_fault_in_the_library_is_found(which, tmp_path):

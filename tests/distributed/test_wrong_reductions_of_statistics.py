@@ -96,6 +96,7 @@ def wrong_with(fault, *case):
 F32, BF16 = torch.float32, torch.bfloat16
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "size", "case"),
     [

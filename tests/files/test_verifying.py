@@ -28,7 +28,7 @@ from helpers.sampling import THOROUGH, every
 from helpers.small_work_units import small_chunks, small_units
 
 THE_ORDER = "elements are pruned or kept against the order of scores; the first is number"
-BY_DEFAULT = ("global", "layer", "row", "tiles", "chosen")
+BY_DEFAULT = ("global", "tiles", "chosen")
 
 
 @pytest.fixture(scope="module", params=RECIPES if THOROUGH else BY_DEFAULT)
@@ -394,48 +394,6 @@ def edited(raw, path, value, delete=False):
     return (json.dumps(values, indent=1) + "\n").encode()
 
 
-def changed(value):
-    """Another value of the same type, and one of another type."""
-    if isinstance(value, bool | int | float):
-        return [value + 1, str(value)]
-    if isinstance(value, str):
-        return [value + "x", 0]
-    if isinstance(value, list):
-        return [[*value, *(value or [1])], {}]
-    if isinstance(value, dict):
-        return [{**value, "more": 1}, []]
-    return [0.5, "0x1"]
-
-
-def test_any_value_of_the_report(found, made, turn):
-    raw = (made[1] / REPORT_FILE).read_bytes()
-    values = json.loads(raw)
-    paths = [((key,), value) for key, value in values.items()]
-    for key in ("recipe", "source", "mtimes_ns"):
-        paths += [((key, inner), value) for inner, value in values[key].items()]
-    for key in ("tensors", "groups"):
-        paths += [((key, 0, inner), value) for inner, value in values[key][0].items()]
-    edits = [edited(raw, path, each) for path, value in paths for each in changed(value)]
-    edits += [edited(raw, path, None, delete=True) for path, _ in paths]
-    for edit in [*every(12, edits, turn), raw + b" ", raw.replace(b"\n", b"", 1), raw[:-1]]:
-        problems = found(lambda target, raw=edit: (target / REPORT_FILE).write_bytes(raw))
-        assert problems and any("report.json" in each for each in problems), edit
-    assert problems == ("distprune/report.json is not the report of this result, to the byte.",)
-
-
-def test_any_field_of_the_recipe(found, made, turn):
-    text = (made[1] / RECIPE_FILE).read_text()
-    lines = text.splitlines(keepends=True)
-    edits = [text + "# more\n", text + "masks: false\n", text[:-1], "", text.replace(":", ": ", 1)]
-    for number, line in enumerate(lines):
-        key = line.partition(":")[0]
-        for new in every(3, ["", f"{key}: 7\n", f'{key}: "x"\n'], number):
-            edits.append("".join([*lines[:number], new, *lines[number + 1 :]]))
-    for edit in every(3, edits, turn):
-        problems = found(lambda target, edit=edit: (target / RECIPE_FILE).write_text(edit))
-        assert len(problems) == 1 and "recipe.yaml" in problems[0], edit
-
-
 @pytest.mark.parametrize("made", ["global"], indirect=True)
 def test_the_form_of_run_json_and_its_number_of_bytes(found, made):
     raw = (made[1] / RUN_FILE).read_bytes()
@@ -507,11 +465,6 @@ NO_JSON = [
     b'{"schema": 1}', b'{"schema": 1, "status": "complete"}', b"\0" * 100, b'{"schema": true}',
     json.dumps({"schema": 1, "x": "\ud800"}).encode(),
 ]  # fmt: skip
-# In the place of a value.
-ODD = [
-    '{"\\u001b[2J": 1}', "true", "-1", "18446744073709551616", '"\\ud800\\u001b[2J"', "[[]]",
-    "[null]", "NaN", "1e999", "9" * 5000, "[" * 900 + "]" * 900, "[" * 50_000 + "]" * 50_000, "-0",
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("made", ["global"], indirect=True)
@@ -524,19 +477,6 @@ def test_what_is_no_json_or_another_one(found, made, name):
             files = {REPORT_FILE: b"{}", RUN_FILE: (made[1] / RUN_FILE).read_bytes(), name: raw}
             with pytest.raises(CheckpointError, match=name):
                 parse_report(files[REPORT_FILE], files[RUN_FILE], "folder")
-
-
-@pytest.mark.parametrize("made", ["global"], indirect=True)
-@pytest.mark.parametrize("name", [REPORT_FILE, RUN_FILE])
-def test_values_of_other_types(found, made, name):
-    raw = (made[1] / name).read_bytes()
-    for number, key in enumerate(json.loads(raw)):
-        for odd in every(6, ODD, number):
-            edit = edited(raw, (key,), "(here)").replace(b'"(here)"', odd.encode())
-            text = "; ".join(found(lambda target, raw=edit: (target / name).write_bytes(raw)))
-            # A run of any number of ranks is plausible.
-            assert name in text or (name, key) == (RUN_FILE, "num_ranks"), (key, odd)
-            assert "\x1b" not in text and len(text) < 3000
 
 
 def test_a_name_of_a_file_that_no_json_can_hold(tmp_path):

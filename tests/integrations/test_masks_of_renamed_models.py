@@ -17,6 +17,7 @@ from distprune.files import applying, planning, pruning
 from distprune.files.checkpoints.mask_files import open_masks
 from distprune.files.recipe import FileRecipe
 from distprune.testing import run_ranks
+from helpers.sampling import every
 
 # Everything that has a dimension, so that nothing is spared by the default selection.
 EVERYTHING = FileRecipe(0.5, include=("*",), min_ndim=1)
@@ -57,7 +58,7 @@ def zeros_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("recipe", [EVERYTHING, SOME], ids=["everything", "some"])
-@pytest.mark.parametrize("family", renamed_families.FAMILIES)
+@pytest.mark.parametrize("family", every(2, renamed_families.FAMILIES))
 def test_masks_are_the_zeros_that_transformers_loads(pruned, family, recipe):
     folder = pruned(family, recipe)
     cls = renamed_families.FAMILIES[family][0]
@@ -252,7 +253,7 @@ def save_live(family: str, source: str, folder: str, wrapping: str = "plain") ->
     prune.save_masks(model, folder)
 
 
-@pytest.mark.parametrize("family", renamed_families.FAMILIES)
+@pytest.mark.parametrize("family", every(2, renamed_families.FAMILIES, 1))
 def test_masks_of_a_live_model_are_for_its_checkpoint(tmp_path, family):
     """``distprune apply`` takes them; and the pruned files are what the live model was."""
     source, cls = tmp_path / "source", renamed_families.FAMILIES[family][0]

@@ -140,7 +140,7 @@ def test_layers_that_run_one_by_one_give_what_the_whole_model_gives(folder, name
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no token came to")
-@pytest.mark.parametrize("wrap", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("wrap", every(2, ["fsdp2", "ddp"]))
 def test_updated_weights_on_ranks_are_those_of_one_process(folder, wrap):
     _, weights, _ = update_blocks(folder, "none", "llama")
     for _, found, num_calls in run_ranks(update_blocks, 2, folder, wrap, "llama"):

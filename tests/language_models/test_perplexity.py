@@ -8,6 +8,7 @@ from torch import nn
 
 from distprune.language_models import losses, perplexity, read_windows
 from distprune.testing import run_ranks
+from helpers.sampling import every
 from helpers.tiny_language_model import tiny_llama, tiny_tokenizer, write_text
 from helpers.wrapped_llamas import wrapped_llama
 
@@ -96,7 +97,7 @@ def test_a_dtype_that_the_cpu_has_no_instructions_for_is_said(folder, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", every(2, [1, 3], 1))
 def test_bits_do_not_depend_on_the_number_of_ranks(folder, batch_size):
     expected, of_windows = run_ranks(evaluate, 1, "none", folder, batch_size)[0]
     for wrapping, size in [("ddp-2", 2), ("none", 2)]:

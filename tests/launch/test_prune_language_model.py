@@ -1,13 +1,13 @@
 """From a model's folder on disk to a pruned one: the script, as users run it."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 from safetensors.torch import load_file
 from shell import ROOT, kill_when, run, start
 
+from distprune.cli.main import main
 from helpers.sampling import THOROUGH
 from helpers.tiny_language_model import save_tiny_llama, save_tiny_mixtral, write_text
 
@@ -50,8 +50,9 @@ def prune(folder, output, num_ranks, *more, model="llama"):
 def prune_by_recipe(folder, model, output):
     """Prune with the command line, as the recipe of an output says; the weights."""
     recipe, by_files = folder / output / "distprune/recipe.yaml", folder / f"{output}_by_files"
-    command = ["-m", "distprune", "prune", folder / model, by_files, "-r", recipe]
-    subprocess.run([sys.executable, *map(str, command)], check=True, cwd=ROOT)
+    with pytest.raises(SystemExit) as ended:
+        main(["prune", str(folder / model), str(by_files), "-r", str(recipe)])
+    assert ended.value.code == 0
     return weights_of(by_files)
 
 

@@ -107,6 +107,7 @@ def test_ranks_that_share_an_accelerator_use_gloo(share, monkeypatch):
         assert device == torch.device("cpu") and "--share" in note
 
 
+@pytest.mark.thorough
 def test_an_odd_number_of_ranks_tries_what_it_can(tmp_path):
     names = [each.name for each in checks.WRAPPINGS]
     store, some = str(tmp_path / "store"), ["masks", "training"]
@@ -214,10 +215,11 @@ main(["selftest"])
     ("module", "expected", "message"),
     [
         ("torch", 2, "the self-test needs torch and numpy"),
-        (
+        pytest.param(
             "distprune.torch_private.private_fields",
             1,
             "FAILED: distprune does not import with torch",
+            marks=pytest.mark.thorough,
         ),
     ],
 )
