@@ -148,6 +148,7 @@ def pytest_timeout_set_timer(item, settings):
 
 def pytest_collection_finish(session):
     """Exclude imported objects from garbage collections: tests collect often."""
+    gc.collect()
     gc.freeze()
     gc.enable()
 

@@ -43,6 +43,7 @@ def test_one_line_and_the_right_code(run, source, tmp_path):
         assert len(lines) == 1 and lines[0].startswith("distprune: "), done.err
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_names_that_are_no_utf_8(source, tmp_path):
     odd = os.fsencode(tmp_path) + b"/caf\xe9"

@@ -200,6 +200,7 @@ def test_inspect_draws_matrices_and_says_what_it_leaves_out(run, tmp_path, monke
     assert picture.exponents == {0: 4} and picture.notes == ["Not shown: 4 other tensors."]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_no_display_is_needed(tmp_path):
     source = save(tmp_path / "source", {"layers.0.a.weight": torch.eye(4)})

@@ -25,7 +25,12 @@ def new_callback(criterion, **options):
 
 
 @pytest.mark.parametrize(
-    "criterion", [criteria.Movement, TAYLOR, criteria.AdamSecondMoment], ids=["mv", "taylor", "v"]
+    "criterion",
+    [
+        pytest.param(criteria.Movement, marks=pytest.mark.thorough, id="mv"),
+        pytest.param(TAYLOR, id="taylor"),
+        pytest.param(criteria.AdamSecondMoment, id="v"),
+    ],
 )
 def test_a_criterion_ranks_and_resumes(tmp_path, criterion):
     undisturbed = make_trainer(tmp_path / "a", [new_callback(criterion)])

@@ -58,6 +58,7 @@ def test_everything_public_is_documented():
     assert not [name for name in distprune.__all__ if not inspect.getdoc(getattr(distprune, name))]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_import_does_not_load_dtensor():
     """DTensor costs more than half a second; a user on one device has no need of it.
