@@ -63,6 +63,16 @@ UpdateName = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+Rounds = Annotated[
+    list[float] | None,
+    option(
+        "--round",
+        metavar="SHARE",
+        help="Prune to this sparsity first, with scores and an update of its own, as in --round "
+        "0.35 --round 0.5 -s 0.6: it loses less, and each round costs as much as the whole.",
+        rich_help_panel=_PANEL,
+    ),
+]
 Held = Annotated[
     list[Path] | None,
     option(
@@ -92,6 +102,7 @@ class TextOptions:
     windows: Windows = 32
     length: Length = 1024
     update: UpdateName = None
+    round_shares: Rounds = None
     eval_text: Held = None
     eval_windows: HeldWindows = None
     batch_size: BatchSize = 1
@@ -109,7 +120,8 @@ class TextOptions:
         given = cls(**{field.name: options.pop(field.name) for field in fields(cls)})
         changed = [f.name for f in fields(cls) if getattr(given, f.name) not in (f.default, [])]
         if changed and not given.text:
-            name = "--" + changed[0].replace("eval_text", "eval").replace("_", "-")
+            name = "--" + changed[0].removesuffix("_shares").replace("eval_text", "eval")
+            name = name.replace("_", "-")
             raise SelectionError(f"{name} has no effect without --text; add it, or leave this out.")
         if given.update is not None and given.update not in _UPDATES:
             raise SelectionError(f"--update {given.update}: expected {', '.join(_UPDATES)}.")
@@ -214,6 +226,7 @@ def prune_by_text(
                 windows,
                 update=_UPDATES[given.update or "least-squares"],  # type: ignore[arg-type]
                 evaluation=evaluation,
+                rounds=given.round_shares or (),
                 batch_size=given.batch_size,
                 dtype=None if given.dtype is None else getattr(torch, given.dtype),
                 device=torch.device(kind, torch.accelerator.current_device_index())

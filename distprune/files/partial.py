@@ -223,8 +223,13 @@ class Partial:
 
     def _check_others(self) -> None:
         # What a pruning with text keeps is of this destination, whatever its plan is.
-        own = (self.folder.name, self._aside.name, f"{self.destination.name}.partial-text")
-        others = [path for path in partial_folders(self.destination) if path.name not in own]
+        own = (self.folder.name, self._aside.name)
+        others = [
+            path
+            for path in partial_folders(self.destination)
+            if path.name not in own
+            and not path.name.startswith(f"{self.destination.name}.partial-text")
+        ]
         if others:
             raise OutputError(
                 f"{others[0]} is the unfinished result of another recipe or source, or the source "

@@ -154,6 +154,12 @@ class _Result:
             located = _located(self.recipe, folder, scores)
             update = (self.report.inputs or {}).get("update")
             values = None if update is None else KeptValues.from_json(update)
+            if values is not None and values.facts.get("rounds"):
+                raise CheckpointError(
+                    f"{folder} was pruned in rounds: the last one ranked what the round before "
+                    "left, which is not kept, so nothing tells whether its masks are right; "
+                    "expected a result of one round. `distprune diff` compares it with its source."
+                )
             self.plan: Plan = plan(source, located, follow_links=True, values=values)
         except SelectionError as error:
             raise _misfit(folder, source, error) from error

@@ -14,8 +14,8 @@ from distprune.files.text import format_size
 from distprune.language_models.losses import SLICE
 from distprune.streaming.layers import StreamedModel
 
-# What Python, torch and the solver's temporaries of some rows take.
-_BASE = 500_000_000
+# What Python, torch, transformers, a large tokenizer and the solver's temporaries take.
+_BASE = 900_000_000
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from distprune.files.checkpoints.statistics_file import (
     write_statistics,
 )
 from distprune.files.disk.destination import Lock, resolve_destination
-from distprune.files.errors import CheckpointError, Interrupted
+from distprune.files.errors import CheckpointError, Interrupted, SelectionError
 from distprune.files.kept_values import KeptValues
 from distprune.files.partial import check_free, check_place
 from distprune.files.planning import plan, source_facts
@@ -83,6 +84,7 @@ def prune_folder(
     update: Update = "least_squares",
     damping: float = 0.01,
     evaluation: TokenWindows | None = None,
+    rounds: Sequence[float] = (),
     batch_size: int = 1,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -120,6 +122,9 @@ def prune_folder(
         update: "least_squares", or "none": kept weights stay what they are.
         damping: as for ``reconstruct``.
         evaluation: held-out text; its perplexity before and after comes into the report.
+        rounds: sparsities below that of the recipe, rising: the model is pruned to each of them
+            first, with scores and an update of the model that the round before left. Each round
+            costs as much as the whole, and for a while a copy of the model on the disk.
         batch_size: windows that a rank runs at a time.
         dtype: in which the model computes; None: that of the config. Values are stored in the dtype
             of the source.
@@ -148,42 +153,145 @@ def prune_folder(
     require_extra()
     communicator = world()
     target = communicator.run(lambda: resolve_destination(destination))
+    communicator.run(lambda: _check_rounds(recipe, rounds))
     checkpoint = communicator.run(lambda: open_checkpoint(source, follow_links=True))
     facts = _facts(checkpoint, recipe, windows, evaluation, update, damping, batch_size, dtype)
+    facts |= {"rounds": list(rounds)} if rounds else {}
     text = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     communicator.agree([("text, recipe and model", text)])
-    finished = communicator.run(lambda: _finished(target, text))
-    if finished is not None:
-        (tell or (lambda text: None))(
-            f"{target} is finished: this command made it before. Nothing was changed."
+    tell = tell or (lambda text: None)
+    made = communicator.run(lambda: _finished(target, text))
+    if made is not None:
+        tell(f"{target} is finished: this command made it before. Nothing was changed.")
+        return made
+    communicator.run(lambda: _check_target(checkpoint, target))
+    places = [target.with_name(f"{target.name}.partial-text-{n}") for n in range(len(rounds))]
+    done = communicator.run(lambda: [_finished(place, text) for place in places])
+    first = max((number + 1 for number, found in enumerate(done) if found), default=0)
+    for number, sparsity in list(enumerate([*rounds, recipe.sparsity]))[first:]:
+        if rounds:
+            tell(f"Round {number + 1} of {len(rounds) + 1}: {sparsity:.0%}.")
+        is_last = number == len(rounds)
+        before = done[number - 1] if number else None
+        once = _Once(
+            source if number == 0 else places[number - 1],
+            target if is_last else places[number],
+            recipe if is_last else recipe.replaced(sparsity=sparsity, masks=False, card=False),
+            facts | ({"round": number} if rounds else {}),
+            text,
+            evaluation if is_last or number == 0 else None,
+            None if before is None else before.before,
         )
-        return finished
-    lock = Lock(target)
+        made = once.run(
+            windows, update, damping, batch_size, dtype, torch.device(device or "cpu"),
+            progress, progress_of_files, stop, take_over, tell,
+        )  # fmt: skip
+        done = [*done[:number], made, *done[number + 1 :]]
+        if number:
+            _remove(places[number - 1], communicator)
+    assert made is not None
+    return made
 
-    def begin() -> StreamedModel:
-        check_place(checkpoint.root, target)
-        check_free(target)
+
+def _check_rounds(recipe: FileRecipe, rounds: Sequence[float]) -> None:
+    steps = [0.0, *rounds, recipe.sparsity or 0.0]
+    if rounds and (recipe.groups or steps != sorted(set(steps))):
+        raise SelectionError(
+            f"rounds {list(rounds)} before a sparsity of {recipe.sparsity}; expected rising ones "
+            "below the sparsity of a recipe without groups, such as 0.35 and 0.5 before 0.6."
+        )
+
+
+def _check_target(checkpoint: Checkpoint, target: Path) -> None:
+    check_place(checkpoint.root, target)
+    check_free(target)
+
+
+def _remove(place: Path, communicator: Communicator) -> None:
+    """Remove the result of a round, which the next one has read. Collective."""
+
+    def remove() -> None:
         if communicator.index == 0:
-            lock.acquire(take_over)
-        return StreamedModel(checkpoint, dtype, torch.device(device or "cpu"))
+            shutil.rmtree(place, ignore_errors=True)
 
-    try:
-        streamed = communicator.run(begin)
-        with closing(streamed):
-            run = _Run(streamed, recipe, windows, evaluation, update, damping, batch_size)
-            num_bytes = communicator.run(run.num_bytes)
-            work = Work(target, facts, num_bytes, communicator)
-            if work.is_resumed and tell is not None:
-                tell(f"Resuming what is in {work.path}.")
-            recipe, values = run.in_layers(work, communicator, text, progress, stop, tell)
-    finally:
-        lock.release()
-    planned = communicator.run(lambda: plan(source, recipe, follow_links=True, values=values))
-    report = prune_files(
-        planned, target, progress=progress_of_files, stop=stop, take_over=take_over, tell=tell
-    )
-    work.remove()
-    return _result_of(report)
+    communicator.run(remove)
+
+
+@dataclass(frozen=True)
+class _Once:
+    """One pruning: the only one, or that of a round.
+
+    Attributes:
+        facts: what decides the result.
+        text: hash of what the whole command depends on.
+        evaluation: held-out text to measure with.
+        before: its perplexity under the dense model, if that is known.
+    """
+
+    source: str | Path
+    target: Path
+    recipe: FileRecipe
+    facts: dict[str, Any]
+    text: str
+    evaluation: TokenWindows | None
+    before: float | None
+
+    def run(
+        self,
+        windows: TokenWindows,
+        update: Update,
+        damping: float,
+        batch_size: int,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        progress: ReportProgress | None,
+        progress_of_files: Callable[[Progress], None] | None,
+        stop: Callable[[], bool] | None,
+        take_over: bool,
+        tell: Callable[[str], None],
+    ) -> PrunedFolder:
+        """Score, rank, update and write; see :func:`prune_folder`."""
+        communicator, lock = world(), Lock(self.target)
+
+        def begin() -> StreamedModel:
+            if communicator.index == 0:
+                lock.acquire(take_over)
+            checkpoint = open_checkpoint(self.source, follow_links=True)
+            return StreamedModel(checkpoint, dtype, device)
+
+        try:
+            with closing(communicator.run(begin)) as streamed:
+                run = _Run(
+                    streamed, self.recipe, windows, self.evaluation, self.before, update, damping,
+                    batch_size,
+                )  # fmt: skip
+                num_bytes = communicator.run(run.num_bytes)
+                work = Work(self.target, self.facts, num_bytes, communicator)
+                if work.is_resumed:
+                    tell(f"Resuming what is in {work.path}.")
+                recipe, values = run.in_layers(work, communicator, self._told(), progress, stop)
+        finally:
+            lock.release()
+        planned = communicator.run(
+            lambda: plan(self.source, recipe, follow_links=True, values=values)
+        )
+        report = prune_files(
+            planned,
+            self.target,
+            progress=progress_of_files,
+            stop=stop,
+            take_over=take_over,
+            tell=tell,
+        )
+        work.remove()
+        return _result_of(report)
+
+    def _told(self) -> dict[str, Any]:
+        """What a report says of the command."""
+        told: dict[str, Any] = {"text": self.text}
+        if "rounds" in self.facts:
+            told["rounds"] = self.facts["rounds"]
+        return told
 
 
 def estimate(
@@ -212,7 +320,7 @@ def estimate(
     checkpoint = open_checkpoint(source, follow_links=True)
     with closing(StreamedModel(checkpoint, dtype, torch.device("cpu"))) as streamed:
         windows, evaluation = (_without_text(num, length) for num in (num_windows, num_evaluated))
-        return _Run(streamed, recipe, windows, evaluation, update, 0.0, batch_size).cost()
+        return _Run(streamed, recipe, windows, evaluation, None, update, 0.0, batch_size).cost()
 
 
 def _without_text(num_windows: int, length: int) -> TokenWindows:
@@ -273,6 +381,7 @@ class _Run:
     recipe: FileRecipe
     windows: TokenWindows
     evaluation: TokenWindows | None
+    before: float | None
     update: Update
     damping: float
     batch_size: int
@@ -320,12 +429,14 @@ class _Run:
         self,
         work: Work,
         communicator: Communicator,
-        text: str,
+        told: Mapping[str, Any],
         progress: ReportProgress | None,
         stop: Callable[[], bool] | None,
-        tell: Callable[[str], None] | None,
     ) -> tuple[FileRecipe, KeptValues]:
         """Everything that runs text through layers. Collective.
+
+        Args:
+            told: what the report says beside what is found here.
 
         Returns:
             The recipe with its statistics, and the values of kept weights.
@@ -334,7 +445,8 @@ class _Run:
         reads = needs_stages or self.collects_activations
         states = work.folder("states")
         dense = self._stream(states, "dense", self.windows) if reads else None
-        before = self._stream(states, "before", self.evaluation)
+        evaluation = self.evaluation if self.before is None else None
+        before = self._stream(states, "before", evaluation)
         pace = _Pace(self, work, progress, stop, communicator)
         for number in pace.layers("forward", range(self.num_layers)):
             with self.streamed.layer(number):
@@ -345,7 +457,7 @@ class _Run:
                         stream.advance(number)
             if before is not None:  # a run that is killed now needs the stage after it
                 before.remove("state", number - 1)
-        perplexities = {}
+        perplexities = {} if self.before is None else {"before": self.before}
         if before is not None:
             perplexities["before"] = self._perplexity(before, work, "before")
         if self.collects_gradients:
@@ -375,7 +487,7 @@ class _Run:
             perplexities["after"] = self._perplexity(after, work, "after")
         tensors = [name for n in range(self.num_layers) for name in self.stored.names_of(n)]
         facts: dict[str, Any] = {
-            "text": text,
+            **told,
             "update": self.update,
             "windows": list(self.windows.tokens.shape),
             "errors": work.get("errors", []),

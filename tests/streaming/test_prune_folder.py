@@ -9,7 +9,7 @@ import torch
 import distprune as prune
 from distprune import language_models, streaming
 from distprune.files.disk import destination as destinations
-from distprune.files.errors import Interrupted, OutputError, SelectionError
+from distprune.files.errors import CheckpointError, Interrupted, OutputError, SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify
 from distprune.language_models import TokenWindows
@@ -241,3 +241,37 @@ def test_ranks_share_the_windows(llama, tmp_path, num_ranks):
     of_ranks, of_one = (GradientStatistics.load(file, pairs) for file in files)
     assert_same_sums(of_ranks, of_one)
     assert verify(out, llama / "source").is_good
+
+
+def test_rounds_go_on_from_the_round_before(llama, tmp_path):
+    """As three commands would; a stop in any of them keeps the rounds that are done."""
+    out, told = tmp_path / "out", []
+
+    def stop():
+        return (tmp_path / "out.partial-text-1.partial-text" / "progress.json").exists()
+
+    rounds = {"rounds": [0.2, 0.3], "tell": told.append}
+    with pytest.raises(Interrupted):
+        run(llama, out, **rounds, stop=stop)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "out.partial-text-0", "out.partial-text-1.partial-text"
+    ]  # fmt: skip
+    made = run(llama, out, **rounds)
+    assert [text for text in told if text.startswith("Round")] == [
+        "Round 1 of 3: 20%.", "Round 2 of 3: 30%.", "Round 2 of 3: 30%.", "Round 3 of 3: 50%."
+    ]  # fmt: skip
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert run(llama, out, **rounds).after == made.after
+
+    windows, source = tokens(6, seed=1, vocabulary=200), llama / "source"
+    for number, sparsity in enumerate([0.2, 0.3, 0.5]):
+        step = tmp_path / f"step{number}"
+        recipe = RECIPE.replaced(sparsity=sparsity)
+        streaming.prune_folder(source, step, recipe, windows)
+        source = step
+    assert filecmp.cmp(out / "model.safetensors", source / "model.safetensors", shallow=False)
+    assert made.before == run(llama, llama / "out").before
+    with pytest.raises(CheckpointError, match="in rounds"):
+        verify(out, llama / "source")
+    with pytest.raises(SelectionError, match="rising ones below the sparsity"):
+        run(llama, tmp_path / "other", rounds=[0.6])
