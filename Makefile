@@ -5,7 +5,7 @@
 #   make language-model   fetch a real language model (250 MB), and prune it on 2 processes
 #   make language-model-table   compare criteria and scopes on it; goes on where it stopped (hours)
 #   make language-model-table TABLE=gemma_updates   compare ways to move the kept weights instead
-#   make language-model-table TABLE=gemma_more_text   some of these on a larger text, and on news
+#   make language-model-table TABLE=gemma_rounds   add rounds to these, and measure on a larger text, and on news
 #   make test    lint, then run all tests
 #   make test-thorough   the same with every case of every matrix, which takes far longer
 #   make quick   run the unit tests that start no processes, in about a minute

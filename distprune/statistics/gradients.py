@@ -79,6 +79,10 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter]):
     experts. Of other parameters, such as embeddings, dimension 0 counts rows; of three dimensions,
     matrices. A tied parameter counts once, with the sum of the gradients of all its uses.
 
+    Collect before the first pruning. What is pruned has no gradient, so that rows and columns that
+    have lost much would seem to matter little. The scores are of the weights at the moment when
+    they are ranked: those of the dense model's sums serve all rounds of ``prune_in_rounds``.
+
     A calibration that ends with an error changes nothing.
 
     Making the object, ``calibrating`` when it begins and when it ends, and everything that asks

@@ -72,7 +72,7 @@ def prune_and_move(
         calibration.text,
         parameters,
         [*settings.rounds, settings.sparsity or 0.0],
-        lambda: calibration.scores_anew(settings.criterion),
+        lambda: calibration.scores_of_round(settings.criterion),
         update=settings.update != "none",
         batch_size=settings.batch_size,
         progress=calibration.job.progress("collecting the inputs of layers"),

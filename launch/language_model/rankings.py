@@ -25,8 +25,7 @@ class Calibration:
         windows: None if only criteria without text are asked for.
         statistics_file: read if it exists, else written when statistics are asked for; None: of a
             model that is another one later.
-        folder: keeps what else is learnt from the dense model and is small enough: Gram matrices,
-            and sums of squared gradients; None: they are collected when they are asked for.
+        gradients_file, grams_folder: the same for sums of squared gradients and Gram matrices.
     """
 
     def __init__(
@@ -37,7 +36,8 @@ class Calibration:
         statistics_file: Path | None,
         batch_size: int,
         job: Job,
-        folder: Path | None = None,
+        gradients_file: Path | None = None,
+        grams_folder: Path | None = None,
     ) -> None:
         self.model = model
         self.parameters = parameters
@@ -45,7 +45,8 @@ class Calibration:
         self.statistics_file = statistics_file
         self.batch_size = batch_size
         self.job = job
-        self.folder = folder
+        self.gradients_file = gradients_file
+        self.grams_folder = grams_folder
 
     @cached_property
     def statistics(self) -> ActivationStatistics:
@@ -65,8 +66,15 @@ class Calibration:
         assert self.windows is not None  # the settings were checked
         return self.windows
 
-    def scores_anew(self, criterion: str) -> Scores:
-        """Scores by a criterion of the model as it is now. Collective."""
+    def scores_of_round(self, criterion: str) -> Scores:
+        """Scores by a criterion of the model as it is now. Collective.
+
+        Sums of squared gradients stay those of the dense model. In a pruned one what is pruned has
+        no gradient, so that a row that lost much would seem to matter little: measured in
+        tests/benchmarks/TRIED.md.
+        """
+        if criterion == "factored_fisher":
+            return self.gradients.fisher()
         of_round = Calibration(
             self.model, self.parameters, self.windows, None, self.batch_size, self.job
         )
@@ -77,7 +85,7 @@ class Calibration:
     @cached_property
     def grams(self) -> GramMatrices:
         """Of the inputs of all layers of the dense model. Collective when first asked for."""
-        folder = None if self.folder is None else self.folder / "grams"
+        folder = self.grams_folder
         if folder is not None and self.job.of_rank_0((folder / "grams.json").exists):
             return GramMatrices.load(folder, self.parameters)
         grams = GramMatrices(self.parameters)
@@ -89,7 +97,7 @@ class Calibration:
     @cached_property
     def gradients(self) -> GradientStatistics:
         """Sums of squared gradients of the dense model. Collective when first asked for."""
-        file = None if self.folder is None else self.folder / "gradients.safetensors"
+        file = self.gradients_file
         if file is not None and self.job.of_rank_0(file.exists):
             return GradientStatistics.load(file, self.parameters)
         statistics = GradientStatistics(self.parameters)

@@ -133,6 +133,7 @@ class Run:
             self.statistics_file,
             settings.batch_size,
             self.job,
+            gradients_file=self.work.path / "gradients.safetensors",
         )
 
     @property

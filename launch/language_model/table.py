@@ -84,7 +84,14 @@ class Table:
         file = folder.path / "statistics.safetensors"
         windows = texts.calibration
         self.calibration = Calibration(
-            model, self.parameters, windows, file, settings.batch_size, job, folder.path
+            model,
+            self.parameters,
+            windows,
+            file,
+            settings.batch_size,
+            job,
+            gradients_file=folder.path / "gradients.safetensors",
+            grams_folder=folder.path / "grams",
         )
         self._rankings: dict[str, Ranking] = {}
         # This rank's part.
@@ -147,7 +154,7 @@ class Table:
             if dense is not None:
                 yield dense
             while True:
-                yield self.calibration.scores_anew(criterion)
+                yield self.calibration.scores_of_round(criterion)
 
         def save(folder: Path) -> None:
             dcp.save(checkpoint.get_state_dict(self.model), checkpoint_id=folder)

@@ -176,8 +176,8 @@ def test_a_killed_run_ends_with_the_same_files(folder):
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run_in_rounds_that_was_killed_ends_with_the_same_files(folder):
-    more = ["--calibrate", folder / "train.txt", "--criterion", "taylor", "--sparsity", 0.6,
-            "--rounds", 0.3, 0.5, "--update", "least-squares"]  # fmt: skip
+    more = ["--calibrate", folder / "train.txt", "--criterion", "factored_fisher",
+            "--sparsity", 0.6, "--rounds", 0.3, 0.5, "--update", "least-squares"]  # fmt: skip
     prune(folder, "rounds", 2, *more)
     job = start("launch/torchrun.sh", ROOT / SCRIPT, *arguments(folder, "killed_round", *more))
     kill_when(folder / "killed_round.work" / "round-0", job)
