@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
 
-from language_model.table_results import perplexity_text, row_of, table_of
+from language_model.table_results import perplexity_text, row_of, table_of, tables_of_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests" / "benchmarks" / "results" / "language_model_gemma3_270m_202611.json"
@@ -34,9 +34,10 @@ def sentence(results: dict) -> str:
         f"{at('magnitude', 'global')} ranked globally and {at('magnitude', 'row')} by row; Wanda "
         f"{at('wanda', 'global')} globally, {at('wanda', 'global-rms')} with\n"
         f'`normalize="rms"`, {at("wanda", "row")} by row; Fisher {at("fisher", "global")} '
-        f"globally; Taylor globally {moved['taylor', 'global', 0.5]}, and "
-        f"{moved['taylor, least-squares', 'global', 0.5]} with "
-        "[the kept weights moved](docs/reconstruction.md).\n"
+        f"globally, by factors {moved['factored_fisher', 'global', 0.5]}; the latter "
+        "with\n[the kept weights moved](docs/reconstruction.md) "
+        f"{moved['factored_fisher, least-squares', 'global', 0.5]}, and in rounds "
+        f"{moved['factored_fisher, rounds', 'global', 0.5]}.\n"
         "[The whole table, and what it is not](docs/criteria.md#which-criterion-which-scope)."
     )
 
@@ -70,11 +71,15 @@ def table_of_updates() -> str:
     """Markdown: perplexity with the kept weights as they were, and moved."""
     results = json.loads(UPDATED.read_text(encoding="utf-8"))
     dense = results["dense"]["all"]
-    return (
+    parts = [
         f"Perplexity of Gemma-3-270M on {dense['num_tokens']:,} tokens of four documents; the "
-        f"dense model: {dense['perplexity']:.2f}. Factors of 1.5 are safe, decimals are not.\n\n"
-        f"{table_of(keyed(results['cells']), perplexity_text)}"
-    )
+        f"dense model: {dense['perplexity']:.2f}. Factors of 1.5 are safe, decimals are not.",
+        table_of(keyed(results["cells"]), perplexity_text),
+    ]
+    if results["more_text"]:
+        parts.append("The same models on more text:")
+        parts += tables_of_texts(results["dense_more_text"], keyed(results["more_text"]))
+    return "\n\n".join(parts)
 
 
 def with_tables(page: Path) -> str:
