@@ -271,6 +271,7 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
     overrides = {key: value for key, value in options.items() if value is not None and value != []}
     if recipe is not None and not overrides:
         return recipe
+    _check_of_users(overrides)
     given = _as_typed(overrides)
     overrides |= {key: str(overrides[key]) for key in ("statistics", "scores") if key in overrides}
     fields = {} if recipe is None else _fields_of(recipe)
@@ -296,6 +297,25 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
         raise SelectionError(headline(subject, error.problems), error.problems) from error
     except ImportError as error:
         raise SelectionError("recipes need pydantic: pip install 'distprune[cli]'") from error
+
+
+# Scores of live models, which need a number for each weight.
+_OF_MODELS = ("taylor", "snip", "movement", "grasp", "synflow", "gradient", "obs", "sparsegpt")
+
+
+def _check_of_users(overrides: dict[str, Any]) -> None:
+    """Say what was probably meant by a percentage, or by a score that files do not have."""
+    share, score = overrides.get("sparsity"), overrides.get("score")
+    if share is not None and 1 < share <= 100:
+        raise SelectionError(
+            f"--sparsity {share:g}: expected a number from 0 to 1; did you mean {share / 100:g}?"
+        )
+    if score in _OF_MODELS:
+        raise SelectionError(
+            f"--score {score} is of live models: criteria and statistics of the library, or "
+            "launch/prune_language_model.py. Expected fisher with --text FILE, which ranks a "
+            "checkpoint by gradients, too."
+        )
 
 
 def _left(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -54,6 +54,14 @@ class CommonSettings:
         return {k: _as_json(v) for k, v in asdict(self).items() if k not in names}
 
 
+class _WithDefaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Says the default of an option, unless its text does, or there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        says = action.default in (None, False, []) or (action.help or "").endswith(")")
+        return action.help if says else super()._get_help_string(action)
+
+
 def make_parser(description: str, output: str) -> argparse.ArgumentParser:
     """A parser with the two folders.
 
@@ -64,7 +72,7 @@ def make_parser(description: str, output: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description,
         fromfile_prefix_chars="@",  # @FILE: one argument per line
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_WithDefaults,
     )
     parser.add_argument("model", type=Path, help="folder of a Hugging Face model in safetensors")
     parser.add_argument("output", type=Path, help=output)

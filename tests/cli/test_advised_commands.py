@@ -94,6 +94,26 @@ def test_text_for_a_recipe_with_groups(run, llama, tmp_path):
     assert "may ruin it" not in done.err
 
 
+def test_what_was_probably_meant(run, llama, tmp_path):
+    model, _, text = llama
+    command = [
+        "prune",
+        model,
+        tmp_path / "out",
+        "--device",
+        "cpu",
+        "--length",
+        "16",
+        "--windows",
+        "2",
+    ]
+    share = said(run(*command, "-s", "50", "--text", text), "did you mean", code=2)
+    meant = re.search(r"did you mean (.*)\?", share)[1]
+    score = said(run(*command, "-s", meant, "--text", text, "--score", "taylor"), "fisher", code=2)
+    words = re.search(r"Expected (\w+) with (--text) FILE", score)
+    works(run(*command, "-s", meant, "--score", words[1], words[2], text))
+
+
 def test_options_of_text_need_text(run, llama, tmp_path):
     model, _, text = llama
     command = ["prune", model, tmp_path / "out", "-s", "0.5", "--windows", "2", "--length", "16"]
@@ -375,6 +395,8 @@ RUN_BY = {
     "was trained on ({how}), gradients": "test_text_for_a_language_model",
     "--text FILE": "test_text_for_a_language_model",
     "has no effect without --text": "test_options_of_text_need_text",
+    "--sparsity {share}": "test_what_was_probably_meant",
+    "--score {score} is of live models": "test_what_was_probably_meant",
     "`distprune prune --text` collects": "test_options_of_text_need_text",
     "distprune eval measures it": "test_text_for_a_language_model",
     "in the recipe, and --text FILE": "test_text_for_a_recipe_with_groups",
@@ -444,6 +466,7 @@ NOTHING_TO_RUN = {
     "--csv {path}": "the option that is wrong",
     "--update {given.update}": "the option that is wrong",
     "unless --score says otherwise": "help of an option",
+    "`distprune diff` compares it with its source": "a command without a result to expect",
     "or fewer in a batch (--batch-size)": "options whose value depends on the machine",
     "--plot {path}": "the option that is wrong",
     "--mesh {self.mesh}": "the option that is wrong",
