@@ -46,9 +46,6 @@ from helpers.sampling import THOROUGH, axes, covering, num_processes  # noqa: E4
 if not (torch.cuda.is_available() or torch.xpu.is_available()):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Collecting makes objects that stay: the collector of garbage would visit them again and again.
-gc.disable()
-
 # Imported once, in the process that the ranks are forked from.
 preload(
     "pytest",
@@ -113,8 +110,9 @@ def pytest_collection_modifyitems(config, items):
         for name, cases in matrices.items():
             first = zlib.crc32(name.encode()) % len(cases)  # another one in each test
             cases = [*cases[first:], *cases[:first]]
-            # Four processes cost twice as much as two: only where no other case has their values.
-            cases.sort(key=lambda case: num_processes(case.callspec.params) > 3)
+            # Four processes cost twice as much as two, and one shards nothing: only where no other
+            # case has their values.
+            cases.sort(key=lambda case: num_processes(case.callspec.params) not in (2, 3))
             kinds = cases[0].path.stem in EVERY_KIND
             sizes = kinds or cases[0].path.stem in EVERY_SIZE
             kept = covering([axes(case.callspec.params, kinds, sizes) for case in cases])
@@ -146,11 +144,20 @@ def pytest_timeout_set_timer(item, settings):
     return is_set
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """Collect no garbage meanwhile: the objects that are made stay, and would be visited often."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish(session):
     """Exclude imported objects from garbage collections: tests collect often."""
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 def pytest_configure(config):

@@ -39,10 +39,10 @@ SHARDED = ANY_FSDP1 + FSDP2 + FSDP2_ROOT + HSDP + TP + FSDP2_TP  # any sizes
 ALL = REPLICATED + SHARDED
 # The support matrix: see distributed/test_matrix.py.
 TRAINED = [*ALL, *(w for w in FSDP1 + FSDP1_ROOT + FSDP1_FLAT if w not in ALL)]
-# Every kind once, with even or uneven shards: see sampled.
+# Every kind once, with even or uneven shards, and one process: see sampled.
 _SAMPLE = {
-    "plain-2", "ddp-3", "fsdp1-2", "fsdp1_root-3", "fsdp1_flat-2", "fsdp1_hybrid-2x2", "fsdp2-3",
-    "fsdp2_root-2", "fsdp2_dim1-3", "hsdp-2x2", "tp-3", "fsdp2_tp-2x2",
+    "plain-2", "ddp-3", "fsdp1-2", "fsdp1_root-3", "fsdp1_flat-2", "fsdp1_hybrid-2x2", "fsdp2-1",
+    "fsdp2-3", "fsdp2_root-2", "fsdp2_dim1-3", "hsdp-2x2", "tp-3", "fsdp2_tp-2x2",
 }  # fmt: skip
 
 
