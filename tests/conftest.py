@@ -23,7 +23,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Folders and files whose tests take long; of their matrices, a sample runs by default.
 SAMPLED = (
     "distributed", "files", "golden", "integrations", "cli", "launch", "language_models",
-    "selftest", "test_blocks", "test_fingerprint", "test_many_ranks", "test_selection",
+    "selftest", "streaming", "test_blocks", "test_fingerprint", "test_many_ranks", "test_selection",
     "test_triton_kernels",
 )  # fmt: skip
 # Of wrappings, tests of the contract run on every kind, or with every number of processes; others

@@ -91,7 +91,7 @@ def work_of_sizes(kind: str, sizes: list[int]) -> list[dict[str, int]]:
     return [work_of_everything(kind, size) for size in sizes]
 
 
-@pytest.mark.parametrize("kind", ["plain", "fsdp2", "tp"])
+@pytest.mark.parametrize("kind", ["plain", "fsdp2", pytest.param("tp", marks=pytest.mark.thorough)])
 def test_work_is_linear_in_the_number_of_parameters(kind):
     for small, medium, large in run_ranks(work_of_sizes, 2, kind, [3, 9, 27]):
         assert small["another one"] == large["another one"] < 500  # a step that is not due

@@ -60,6 +60,7 @@ main(quick, endless)
 DIES = "import os; os._exit(7)"
 
 
+@pytest.mark.thorough
 def test_a_stage_that_fails_or_hangs_loses_nothing(tmp_path, monkeypatch):
     for name, text in {"four": FOUR_PARTS, "hangs": HANGS, "dies": DIES}.items():
         (tmp_path / f"stage_{name}.py").write_text(text)
