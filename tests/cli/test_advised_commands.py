@@ -466,6 +466,7 @@ NOTHING_TO_RUN = {
     "--csv {path}": "the option that is wrong",
     "--update {given.update}": "the option that is wrong",
     "unless --score says otherwise": "help of an option",
+    "as in --round 0.35": "help of an option",
     "`distprune diff` compares it with its source": "a command without a result to expect",
     "or fewer in a batch (--batch-size)": "options whose value depends on the machine",
     "--plot {path}": "the option that is wrong",
