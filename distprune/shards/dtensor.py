@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distprune._common.pruned_form import is_dtensor, local_tensor
+from distprune._common.pruned_form import is_dtensor
 from distprune.shards.geometry import IndexMap, Split, dim_coordinates, index_map, memory_order
 from distprune.shards.shard import LocalShard
 from distprune.torch_private.managed import ManagedDTensor
@@ -296,5 +296,6 @@ def local_part(name: str, what: str, tensor: DTensor, shard: LocalShard) -> Tens
             f"with {shard.placements} on {shard.mesh}, as the parameter. "
             "Redistribute it, or pass the full tensor."
         )
-    detached: Tensor = tensor.detach()
-    return local_tensor(detached)
+    local = _local(tensor)
+    # Outside of the mesh, where DTensor has one dimension only.
+    return local if local.numel() else local.new_empty(shard.values.shape)

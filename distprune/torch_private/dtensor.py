@@ -18,8 +18,11 @@ def rebind(parameter: Tensor, values: Tensor) -> None:
 
     Args:
         parameter: plain or a DTensor; it stays the same object.
-        values: of this rank, detached; not copied.
+        values: of this rank, detached; not copied. Without elements they change nothing: outside
+            of its mesh a DTensor has another shape than a shard.
     """
+    if not values.numel():
+        return
     (parameter._local_tensor if is_dtensor(parameter) else parameter).data = values
 
 
