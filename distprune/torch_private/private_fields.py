@@ -25,7 +25,8 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
             "post_forward_mesh_info", "padded_sharded_param_size", "mp_policy",
             "init_unsharded_param", "_get_grad_inner_tensor",
             "_init_extensions", "fsdp_placement", "reset_sharded_param", "offload_to_cpu",
-            "device", "unsharded_accumulated_grad",
+            "device", "unsharded_accumulated_grad", "to_sharded", "to_unsharded",
+            "to_sharded_post_forward",
         ),
         "ParamModuleInfo": ("module", "param_name", "shared_modules", "shared_param_names"),
         "FSDPParamGroup": (

@@ -46,12 +46,12 @@ def masked_by(managed: Managed) -> masked_value.ShardMask:
     The mask is what the module has as its buffer, laid out like this rank's shard: a DTensor under
     FSDP2, a run under FSDP1.
     """
-    from distprune.torch_private import fsdp1, fsdp1_mask, fsdp2
+    from distprune.torch_private import fsdp1, fsdp1_mask, fsdp2, fsdp2_mask
 
     if isinstance(managed, fsdp1.FlatPiece):
         return fsdp1_mask.FlatMask(managed)
     assert isinstance(managed, fsdp2.ManagedParameter)
-    return fsdp2.DTensorMask(managed)
+    return fsdp2_mask.DTensorMask(managed)
 
 
 def plain_class(module: nn.Module) -> type:

@@ -22,9 +22,10 @@ from helpers.models import EVEN_HIDDEN, Net, fqns, target
 from helpers.sampling import THOROUGH
 
 SAVERS = ["fsdp1-3", "fsdp2-4", "hsdp-2x2", "fsdp2_tp-2x2", "tp-2", "ddp-2", "plain-1"]
+SAVERS += ["replicate-2"]
 LOADERS = ["fsdp2-1", "fsdp2-2", "fsdp2-3", "fsdp2-4", "fsdp2_root-2", "hsdp-2x2", "hsdp-1x3"]
 LOADERS += ["fsdp1-2", "fsdp1_root-3", "fsdp1_flat-2", "fsdp1_hybrid-2x2"]
-LOADERS += ["fsdp2_tp-2x2", "tp-2", "ddp-2", "plain-1"]
+LOADERS += ["fsdp2_tp-2x2", "tp-2", "ddp-2", "plain-1", "replicate-2"]
 ASYNC = ["hsdp-2x2", "tp-2", "plain-1"]
 WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]
 NUM_STEPS = 3  # before the checkpoint; the pruner prunes at steps 1, 3 and 5

@@ -13,6 +13,7 @@ from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, w
 from helpers.models import DATA, DTYPES, EVEN, Net, ShapesNet, fill, fqns, target
 from helpers.sampling import THOROUGH, every
 
+ALL = wrappings.ALL + wrappings.REPLICATE
 # Amounts of successive calls on one model; "all" is the number of elements that are left.
 ROUNDS = [
     (0.1, 0.9),
@@ -48,14 +49,14 @@ def differences(wrapping: str, cases: list, net: type = ShapesNet, *sizes) -> li
     return wrong
 
 
-@pytest.mark.parametrize("wrapping", wrappings.ALL)
+@pytest.mark.parametrize("wrapping", ALL)
 def test_any_data_and_dtype(wrapping):
     """One dtype for each data; in a thorough run all of them on 1 and 2 ranks.
 
     Each wrapping starts at another dtype, so that all pairs of data and dtype are tested.
     """
     size, cases = wrappings.world_size(wrapping), []
-    for turn, data in enumerate(DATA, start=wrappings.ALL.index(wrapping)):
+    for turn, data in enumerate(DATA, start=ALL.index(wrapping)):
         if size > 2 and turn % 2 and not THOROUGH:
             continue
         dtypes = [*DTYPES[turn % len(DTYPES) :], *DTYPES[: turn % len(DTYPES)]]

@@ -15,7 +15,7 @@ from helpers.micro_batches import Wrapped, num_data_ranks, num_tokens
 from helpers.models import fqns
 
 NUM_BATCHES = 3
-FSDP2 = ["fsdp2-1", "fsdp2-3", "hsdp-2x2", "fsdp2_root-2"]
+FSDP2 = ["fsdp2-1", "fsdp2-3", "hsdp-2x2", "fsdp2_root-2", "replicate-2"]
 
 
 def backward(model: nn.Module, loss: Tensor, number: int) -> None:

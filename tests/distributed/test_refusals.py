@@ -75,18 +75,6 @@ def test_scores_on_other_placements_than_their_parameter():
         assert changed == []
 
 
-def integer_reshard(single: bool) -> tuple[str, str, list[str]]:
-    model = wrappings.wrap(fill(Net(), "normal", "float32"), "fsdp2-4", reshard_after_forward=2)
-    if single:
-        return refusal(model, lambda: prune.l1_unstructured(model.l2, "weight", 0.5))
-    return refusal(model, lambda: prune_all(model, ["l1.weight", "l2.weight"]))
-
-
-@pytest.mark.parametrize("single", [False, True])
-def test_reshard_after_forward_to_a_smaller_mesh(single):
-    assert_refused(run_ranks(integer_reshard, 4, single), "weight(.|\n)*reshard_after_forward")
-
-
 def fsdp1(use_orig_params: bool, case: str, single: bool) -> tuple[str, str, list[str]]:
     model = wrappings.wrap(
         fill(Net(), "normal", "float32"),

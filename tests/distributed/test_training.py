@@ -20,6 +20,7 @@ from helpers.training_pair import OPTIMIZERS, Pair, train
 WRAPPINGS = [
     *["plain-1", "ddp-2", "fsdp2-2", "fsdp2_root-2", "fsdp2_dim1-2", "hsdp-2x2", "tp-2"],
     *["fsdp2_tp-2x2", "fsdp1-2", "fsdp1_root-3", "fsdp1_flat-2", "fsdp1_hybrid-2x2"],
+    *["replicate-2", "fsdp2_replicate-2"],
 ]
 if THOROUGH:
     WRAPPINGS += ["ddp-3", "fsdp2-1", "fsdp2-3", "fsdp2_root-4", "hsdp-1x3"]
@@ -68,6 +69,14 @@ def test_training_with_options_of_fsdp2(wrapping, options):
     plans = ["evaluated in between", "accumulated and clipped"]
     plans = every(2, plans, list(OPTIONS).index(options))
     assert_nothing_wrong_on(wrapping, differences, plans, **OPTIONS[options])
+
+
+@pytest.mark.parametrize(
+    "wrapping", ["fsdp2_root-4", pytest.param("fsdp2-4", marks=pytest.mark.thorough)]
+)
+def test_resharding_to_a_smaller_mesh_after_forward(wrapping):
+    plans = ["evaluated in between", "removed and pruned again", "accumulated and clipped"]
+    assert_nothing_wrong_on(wrapping, differences, plans, reshard_after_forward=2)
 
 
 @pytest.mark.parametrize("recompute", ["inside", "wrapper"])

@@ -10,8 +10,14 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
@@ -34,6 +40,8 @@ FSDP1_ROOT = ["fsdp1_root-2", "fsdp1_root-3"]  # one flat parameter, layers cut 
 FSDP1_FLAT = ["fsdp1_flat-2", "fsdp1_flat-4"]  # use_orig_params=False
 TP = [f"tp-{size}" for size in (1, 2, 3, 4)]
 FSDP2_TP = [f"fsdp2_tp-{mesh}" for mesh in ("1x2", "2x1", "1x3", "3x1", "2x2")]
+# torch's composable replicate(), of each layer; and of one layer under fully_shard.
+REPLICATE = ["replicate-1", "replicate-3", "fsdp2_replicate-2"]
 ANY_FSDP1 = ["fsdp1-2", "fsdp1-3", "fsdp1_root-3", "fsdp1_flat-2", "fsdp1_hybrid-2x2"]
 SHARDED = ANY_FSDP1 + FSDP2 + FSDP2_ROOT + HSDP + TP + FSDP2_TP  # any sizes
 ALL = REPLICATED + SHARDED
@@ -85,6 +93,12 @@ def wrap(model: nn.Module, wrapping: str, **fsdp_options) -> nn.Module:
         case "hsdp":
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
             return _fully_shard(model, mesh, **fsdp_options)
+        case "replicate" | "fsdp2_replicate":
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate",))
+            layers = [model.l2] if kind == "fsdp2_replicate" else [*model.children(), model]
+            for layer in layers:
+                replicate(layer, mesh=mesh)
+            return model if kind == "replicate" else _fully_shard(model, mesh, **fsdp_options)
         case "fsdp1" | "fsdp1_root" | "fsdp1_flat" | "fsdp1_hybrid":
             return _fsdp1(model, kind, shape, **fsdp_options)
         case "tp":
@@ -97,7 +111,7 @@ def wrap(model: nn.Module, wrapping: str, **fsdp_options) -> nn.Module:
 
 def _fully_shard(model: nn.Module, mesh, **options) -> nn.Module:
     for layer in model.children():
-        if next(layer.parameters(), None) is not None:
+        if next(layer.parameters(), None) is not None and not isinstance(layer, FSDPModule):
             fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
