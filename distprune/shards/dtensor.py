@@ -225,9 +225,10 @@ def _check_strided(
             f"{name}: placement {placement} (dimension {dim} of size {shape[dim]}, placements "
             f"{tuple(placements)} on a mesh of shape {tuple(mesh_shape)}) spreads rows that lie "
             "apart over the ranks, as a view of a DTensor does that merges a sharded dimension "
-            "with another one; expected Shard, or the placements that fully_shard makes over "
-            "tensor parallelism. Keep the parameter in the shape in which it was sharded, or call "
-            f".redistribute() to Shard({dim}) before pruning."
+            "with another one, or transformers' tensor parallelism of fused experts; expected "
+            "Shard, or the placements that fully_shard makes over tensor parallelism. Keep the "
+            "parameter in the shape in which it was sharded, or call .redistribute() to "
+            f"Shard({dim}) before pruning; for fused experts, use ep_size beside tp_size."
         )
 
 

@@ -157,7 +157,7 @@ def managed_parameters() -> dict[tuple[int, str], ManagedParameter]:
 
 
 def _notice_loaded(group: FSDPParamGroup) -> None:
-    """Let FSDP2 take notice of parameters that replaced its own, as its first forward does.
+    """Let FSDP2 take notice of loaded parameters, as its first forward does.
 
     A loader that fills a model after ``fully_shard``, as ``from_pretrained`` of transformers does,
     leaves FSDP2's record with tensors on the meta device.
@@ -169,6 +169,7 @@ def _notice_loaded(group: FSDPParamGroup) -> None:
         registered = info.module._parameters.get(info.param_name)
         if (
             registered is not known
+            and known.is_meta
             and isinstance(registered, DTensor)
             and isinstance(known, DTensor)
             and (registered.shape, registered._spec.mesh, registered.placements)
