@@ -86,7 +86,7 @@ def prune(
 
       distprune prune Llama-3.2-1B Llama-3.2-1B-50 --sparsity 0.5
 
-      distprune prune Llama-3.2-1B Llama-60 -s 0.6 --text train.txt --eval held-out.txt
+      distprune prune SRC DST -s 0.6 --text train.txt --eval held-out.txt
 
       distprune prune Llama-3.2-1B Llama-2of4 -r semi_structured_2_4 --nproc 4
 

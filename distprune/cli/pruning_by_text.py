@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -41,18 +42,15 @@ Texts = Annotated[
         help="Text in UTF-8, such as the model was trained on. Scores come from gradients on it "
         "(fisher, unless --score says otherwise), and kept weights move so that the outputs of "
         "their layers change least. The model may be larger than memory. Repeat it for more.",
-        rich_help_panel=_PANEL,
     ),
 ]
 Windows = Annotated[
     int,
-    typer.Option(
-        "--windows", min=1, help="Windows of text, drawn at random.", rich_help_panel=_PANEL
-    ),
+    typer.Option("--windows", min=1, help="Windows of text, drawn at random."),
 ]
 Length = Annotated[
     int,
-    typer.Option("--length", min=2, help="Tokens of a window.", rich_help_panel=_PANEL),
+    typer.Option("--length", min=2, help="Tokens of a window."),
 ]
 UpdateName = Annotated[
     str | None,
@@ -60,7 +58,6 @@ UpdateName = Annotated[
         "--update",
         metavar="least-squares|none",
         help="What moves the kept weights (least-squares).",
-        rich_help_panel=_PANEL,
     ),
 ]
 Rounds = Annotated[
@@ -70,7 +67,6 @@ Rounds = Annotated[
         metavar="SHARE",
         help="Prune to this sparsity first, with scores and an update of its own, as in --round "
         "0.35 --round 0.5 -s 0.6: it loses less, and each round costs as much as the whole.",
-        rich_help_panel=_PANEL,
     ),
 ]
 Held = Annotated[
@@ -80,7 +76,6 @@ Held = Annotated[
         metavar="FILE",
         help="Held-out text: its perplexity before and after comes into the report and the card. "
         "Repeat it for more.",
-        rich_help_panel=_PANEL,
     ),
 ]
 HeldWindows = Annotated[
@@ -89,9 +84,16 @@ HeldWindows = Annotated[
         "--eval-windows",
         min=1,
         help="Windows that are read of each held-out text, at most (all).",
-        rich_help_panel=_PANEL,
     ),
 ]
+
+
+def _in_panel(annotation: Any) -> Any:
+    """An option of other commands, beside those of text."""
+    kind, info = get_args(annotation)
+    info = copy(info)
+    info.rich_help_panel = _PANEL
+    return Annotated[kind, info]
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,10 @@ class TextOptions:
 
 
 takes_text = takes(
-    get_type_hints(TextOptions, include_extras=True),
+    {
+        name: _in_panel(annotation)
+        for name, annotation in get_type_hints(TextOptions, include_extras=True).items()
+    },
     after="recipe",
     defaults={field.name: field.default for field in fields(TextOptions)},
 )

@@ -72,7 +72,8 @@ def _without_file(part: FileRecipe) -> str:
         kind, how = "activations", "calibrate` or ActivationStatistics.save"
     return (
         f"{need} needs statistics of {kind}; expected --statistics FILE, or 'statistics' in the "
-        f"recipe: the file that `distprune {how} writes."
+        f"recipe: the file that `distprune {how} writes. For a language model, --text FILE makes "
+        "them."
     )
 
 

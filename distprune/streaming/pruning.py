@@ -269,7 +269,8 @@ class _Once:
                 work = Work(self.target, self.facts, num_bytes, communicator)
                 if work.is_resumed:
                     tell(f"Resuming what is in {work.path}.")
-                recipe, values = run.in_layers(work, communicator, self._told(), progress, stop)
+                with communicator.raising_everywhere():
+                    recipe, values = run.in_layers(work, communicator, self._told(), progress, stop)
         finally:
             lock.release()
         planned = communicator.run(
@@ -624,6 +625,7 @@ class _Pace:
         for number in numbers:
             if number in done:
                 continue
+            self._communicator.agree()  # an error of a rank in the layer before
             if int(self._communicator.max(torch.tensor([int(self._stop())]))):
                 raise Interrupted(
                     f"stopped as asked; {self._work.path} keeps what is finished. The same command "

@@ -12,7 +12,7 @@ import torch
 
 import distprune.checkpoint
 import distprune.selection.search
-import distprune.torch_private.fsdp2
+import distprune.torch_private.fsdp2_mask
 from distprune.selection.candidates import Cut
 from distprune.testing import run_ranks
 from helpers import wrappings
@@ -45,7 +45,7 @@ def fsdp2_gathers_what_is_not_masked() -> AbstractContextManager:
     def copied(values: torch.Tensor, mask: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(values)
 
-    return patch.object(distprune.torch_private.fsdp2, "write_product", copied)
+    return patch.object(distprune.torch_private.fsdp2_mask, "write_product", copied)
 
 
 def rows_of_a_mask_are_exchanged_by_loading() -> AbstractContextManager:

@@ -77,13 +77,13 @@ def one_too_many(stack):
 def idle_mask(stack):
     """The mask is registered and does not act in the all-gather."""
     keep = lambda local, mask, out: out.copy_(local)  # noqa: E731
-    replace(stack, "distprune.torch_private.fsdp2", "write_product", keep)
+    replace(stack, "distprune.torch_private.fsdp2_mask", "write_product", keep)
 
 
 def dense_gradient(stack):
     replace(
         stack,
-        "distprune.torch_private.fsdp2",
+        "distprune.torch_private.fsdp2_mask",
         "DTensorMask._mask_gradient",
         lambda self, p: None,
     )

@@ -275,3 +275,33 @@ def test_rounds_go_on_from_the_round_before(llama, tmp_path):
         verify(out, llama / "source")
     with pytest.raises(SelectionError, match="rising ones below the sparsity"):
         run(llama, tmp_path / "other", rounds=[0.6])
+
+
+def on_ranks_with_a_damaged_disk(folder, destination, kind):
+    """Rank 1 alone cannot write its first files of a kind."""
+    import torch.distributed as dist
+
+    from distprune.streaming.windows import WindowStream
+
+    write = WindowStream._write
+
+    def broken(self, of_kind, *arguments):
+        if dist.get_rank() == 1 and of_kind == kind:
+            raise OutputError("the disk of rank 1 is full")
+        write(self, of_kind, *arguments)
+
+    WindowStream._write = broken
+    try:
+        run(folder, destination)
+    except Exception as error:
+        return type(error).__name__, str(error), destination.exists()
+    finally:
+        WindowStream._write = write
+    return None
+
+
+@pytest.mark.parametrize("kind", ["state", "gradient"])
+def test_an_error_of_one_rank_is_raised_on_all(llama, tmp_path, kind):
+    found = run_ranks(on_ranks_with_a_damaged_disk, 2, llama, tmp_path / "out", kind)
+    assert all("disk of rank 1 is full" in text and not exists for _, text, exists in found), found
+    assert {kind for kind, _, _ in found} <= {"OutputError", "RuntimeError"}
