@@ -59,7 +59,10 @@ class Work:
         text = json.dumps(facts, indent=1) + "\n"
         self.is_resumed = self.path.exists()
         communicator.run(lambda: self._open(destination, text, num_bytes))
-        self._done: dict[str, Any] = communicator.run(self._read_progress)
+        # Different where the folder is not one that all ranks see.
+        self._done: dict[str, Any] = communicator.run(
+            self._read_progress, lambda done: [(f"progress in {self.path}", json.dumps(done))]
+        )
 
     def folder(self, name: str) -> Path:
         """One of the folders in it."""
