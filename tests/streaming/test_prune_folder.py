@@ -234,8 +234,9 @@ def test_ranks_share_the_windows(llama, tmp_path, num_ranks):
     assert len(set(found)) == 1
     one = run(llama, llama / "out")
     before, after, num_pruned = found[0]
-    assert (before, num_pruned) == (one.before, one.report.num_pruned)
-    assert after == pytest.approx(one.after, rel=1e-5)
+    assert num_pruned == one.report.num_pruned
+    # This process may use more threads, whose products are rounded otherwise.
+    assert (before, after) == pytest.approx((one.before, one.after), rel=1e-5)
     pairs = prune.select(language_models.load_sharded(llama / "source"))
     files = [folder / "distprune" / "statistics.safetensors" for folder in (out, llama / "out")]
     of_ranks, of_one = (GradientStatistics.load(file, pairs) for file in files)
