@@ -62,7 +62,7 @@ language-model: $(GEMMA)
 	@echo "== pruning it on $(NPROC) processes; the result is in runs/language_model"
 	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/prune_language_model.py @configs/gemma.args $(ARGS)
 
-language-model-table: $(GEMMA) $(NEWS)
+language-model-table: $(GEMMA) $(if $(filter gemma_rounds,$(TABLE)),$(NEWS))
 	@echo "== comparing criteria on $(NPROC) processes; results in runs/language_model/table"
 	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/compare_on_language_model.py @configs/$(TABLE).args $(ARGS)
 

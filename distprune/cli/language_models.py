@@ -26,7 +26,9 @@ from distprune.files.errors import (
 )
 
 if TYPE_CHECKING:  # torch comes with it
+    import torch
     from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
     from distprune.language_models import PerplexityReport, TokenWindows
 
@@ -150,6 +152,21 @@ class ModelOptions:
             raise SelectionError(f"--mesh {self.mesh}: expected DPxTP, such as 2x4.")
         return tuple(map(int, sizes))
 
+    def torch_dtype(self) -> torch.dtype | None:
+        """The value of ``--dtype``."""
+        return dtype_named(self.dtype)
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer; transformers says nothing but errors from now on."""
+        from transformers.utils import logging
+
+        from distprune import language_models
+
+        quiet: Any = logging  # without types
+        quiet.set_verbosity_error()
+        quiet.disable_progress_bar()
+        return language_models.load_tokenizer(self.tokenizer or self.model)
+
     def kind_of_device(self) -> str:
         """ "cpu", or the kind of an accelerator; this rank's is the current one afterwards."""
         import torch
@@ -179,6 +196,13 @@ takes_model = takes(
     after="context",
     defaults={field.name: field.default for field in fields(ModelOptions)},
 )
+
+
+def dtype_named(name: str | None) -> torch.dtype | None:
+    """The dtype that an option names; None without one."""
+    import torch
+
+    return None if name is None else getattr(torch, name)
 
 
 def backend_of(kind: str) -> str:
@@ -236,16 +260,10 @@ def opened(options: ModelOptions) -> Iterator[Opened]:
     kind = options.kind_of_device()
     with ranks.process_group(options.timeout, backend_of(kind)):
         with translated(CheckpointError):
-            import torch
-            from transformers.utils import logging
-
             from distprune import language_models
             from distprune._common.process_groups import world
 
-            quiet: Any = logging  # without types
-            quiet.set_verbosity_error()
-            quiet.disable_progress_bar()
-            tokenizer = language_models.load_tokenizer(options.tokenizer or options.model)
+            tokenizer = options.load_tokenizer()
         with translated(TextError):
             windows = language_models.read_windows(
                 tokenizer, options.texts, options.length, limit=options.limit
@@ -265,7 +283,7 @@ def opened(options: ModelOptions) -> Iterator[Opened]:
                     options.model,
                     wrap=wrap,
                     mesh=options.mesh_sizes(),
-                    dtype=None if options.dtype is None else getattr(torch, options.dtype),
+                    dtype=options.torch_dtype(),
                     device=kind if kind == "cpu" else None,
                     ignore_unexpected=True,
                 )
@@ -335,15 +353,13 @@ def _perplexity(run: Opened, meter: Meter) -> PerplexityReport:
         return language_models.perplexity(
             run.model, run.windows, batch_size=given.batch_size, progress=meter.windows
         )
-    import torch
-
     from distprune import streaming
 
     return streaming.perplexity(
         given.model,
         run.windows,
         batch_size=given.batch_size,
-        dtype=None if given.dtype is None else getattr(torch, given.dtype),
+        dtype=given.torch_dtype(),
         device=run.device,
         progress=meter.windows,
     )

@@ -19,6 +19,7 @@ from distprune.cli.language_models import (
     ModelOptions,
     Tokenizer,
     backend_of,
+    dtype_named,
     translated,
 )
 from distprune.cli.options import option, resolve, takes
@@ -152,8 +153,6 @@ def cost_by_text(source: Path, recipe: FileRecipe, given: TextOptions) -> Stream
     """What pruning by text takes beside what pruning takes."""
     ModelOptions(source, given.text or []).check()
     with translated(SelectionError):
-        import torch
-
         from distprune import streaming
 
         return streaming.estimate(
@@ -164,7 +163,7 @@ def cost_by_text(source: Path, recipe: FileRecipe, given: TextOptions) -> Stream
             update=_UPDATES[given.update or "least-squares"],  # type: ignore[arg-type]
             num_evaluated=given.windows if given.eval_text else 0,
             batch_size=given.batch_size,
-            dtype=None if given.dtype is None else getattr(torch, given.dtype),
+            dtype=dtype_named(given.dtype),
         )
 
 
@@ -206,15 +205,9 @@ def prune_by_text(
     kind = model.kind_of_device()
     with process.Stop() as stop, ranks.process_group(timeout, backend_of(kind)):
         with translated(SelectionError):
-            import torch
-            from transformers.utils import logging
-
             from distprune import language_models, streaming
 
-            quiet: Any = logging  # without types
-            quiet.set_verbosity_error()
-            quiet.disable_progress_bar()
-            tokenizer = language_models.load_tokenizer(given.tokenizer or source)
+            tokenizer = model.load_tokenizer()
         with translated(TextError):
             read = language_models.read_windows
             windows = read(tokenizer, given.text or [], given.length).sample(given.windows)
@@ -233,10 +226,8 @@ def prune_by_text(
                 evaluation=evaluation,
                 rounds=given.round_shares or (),
                 batch_size=given.batch_size,
-                dtype=None if given.dtype is None else getattr(torch, given.dtype),
-                device=torch.device(kind, torch.accelerator.current_device_index())
-                if kind != "cpu"
-                else "cpu",
+                dtype=model.torch_dtype(),
+                device=kind,
                 progress=meter.windows,
                 progress_of_files=meter,
                 stop=stop,

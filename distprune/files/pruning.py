@@ -60,6 +60,7 @@ def prune(
     stop: Callable[[], bool] | None = None,
     take_over: bool = False,
     tell: Callable[[str], None] | None = None,
+    cuts: Any = None,
 ) -> Report:
     """Write a pruned copy of a checkpoint.
 
@@ -85,6 +86,7 @@ def prune(
             is at work after all, it stops with an error.
         tell: called with sentences for the user: that a run continues, or that nothing is left to
             do.
+        cuts: of :class:`RankedMasks` for the same recipe and source; None: they are found.
 
     Returns:
         The report, the same on every rank.
@@ -109,7 +111,6 @@ def prune(
     target = resolve_destination(destination)
     team.compare(_facts(plan, target))
     task = _task_of(plan)
-    num_bytes = bytes_to_count(plan)
     source = Source(plan, functools.partial(team.did_in, "count"))
     with (
         contextlib.closing(source),
@@ -118,25 +119,30 @@ def prune(
             task,
             target,
             source.files,
-            bytes_to_prepare=num_bytes,
+            bytes_to_prepare=bytes_to_count(plan) if cuts is None else 0,
             take_over=take_over,
             tell=tell,
         ) as run,
     ):
         if run.texts is None:
             with run.timing("count"):
-                if run.prepared is not None:
-                    cuts = Cuts.from_json(run.prepared)
-                    add_up(team, plan, source)
-                else:
-                    team.begin("count", num_bytes)
-                    cuts = find_cuts(team, plan, source)
-                    if any(group.recipe.is_global for group in plan.groups):
-                        team.from_leader(keep_prepared, task, run.partial.work, cuts.to_json())
-            run.write(LowestElements(plan, source, cuts))
-            run.publish(functools.partial(_complete, plan, source, cuts))
+                known = cuts if run.prepared is None else run.prepared
+                found = _cuts_of(team, plan, source, known)
+                if known is None and any(group.recipe.is_global for group in plan.groups):
+                    team.from_leader(keep_prepared, task, run.partial.work, found.to_json())
+            run.write(LowestElements(plan, source, found))
+            run.publish(functools.partial(_complete, plan, source, found))
     assert run.texts is not None  # it is published
     return parse_report(*run.texts)
+
+
+def _cuts_of(team: Team, plan: Plan, source: Source, known: Any) -> Cuts:
+    """Where rankings are cut: as it is known from an earlier search, or found. Collective."""
+    if known is not None:
+        add_up(team, plan, source)
+        return Cuts.from_json(known)
+    team.begin("count", bytes_to_count(plan))
+    return find_cuts(team, plan, source)
 
 
 class RankedMasks:
@@ -157,12 +163,7 @@ class RankedMasks:
         self._source = Source(plan, functools.partial(team.did_in, "count"))
         self._positions = {tensor.entry.name: i for i, tensor in enumerate(plan.tensors)}
         self._plan = plan
-        if cuts is None:
-            team.begin("count", bytes_to_count(plan))
-            found = find_cuts(team, plan, self._source)
-        else:
-            found = Cuts.from_json(cuts)
-            add_up(team, plan, self._source)
+        found = _cuts_of(team, plan, self._source, cuts)
         self.cuts = found.to_json()
         self._lowest = LowestElements(plan, self._source, found)
 

@@ -131,9 +131,7 @@ class ValueReader:
         if entry is None:
             return False
         start = entry.start + first * bits.itemsize
-        new: Array = np.empty_like(bits)
-        read_into(self._files, self._paths[entry.file], start, new.data.cast("B"))
-        bits[:] = new
+        read_into(self._files, self._paths[entry.file], start, bits.data.cast("B"))
         return True
 
     def close(self) -> None:

@@ -205,15 +205,7 @@ class _Run:
         world().run(run)
 
     def _loss(self, step: Step) -> Tensor:
-        loss = self.losses.mean(inputs_of(self.model, self.windows, step.rows))
-        if not bool(loss.detach().isfinite()):
-            first = step.rows.start
-            text = self.windows.texts[int(self.windows.text_of[first])]
-            raise ValueError(
-                f"the loss of window {first} ({text}) is {float(loss.detach())}; expected a finite "
-                "one. Weights that are not finite, or a dtype that overflows (float16), cause this."
-            )
-        return loss
+        return self.losses.of_batch(self.windows, step.rows)
 
 
 def _check_collected(model: nn.Module, collected: object, ranks: DataRanks) -> None:

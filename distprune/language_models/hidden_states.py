@@ -81,7 +81,7 @@ class LayerCalls:
         """Run a layer on the hidden states of a batch; returns those of the next layer."""
         rest, keywords = self._arguments[batch][number]
         device = next((p.device for p in self._blocks[number].parameters()), state.device)
-        found = state_of(self._blocks[number](state.to(device), *rest, **keywords))
+        found = _state_of(self._blocks[number](state.to(device), *rest, **keywords))
         assert found is not None
         return found
 
@@ -111,7 +111,7 @@ class LayerCalls:
         calls.append((args[1:], kwargs))
 
     def _leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._last = state_of(output)
+        self._last = _state_of(output)
 
     def _shared(self, calls: list[Arguments]) -> list[Arguments]:
         """Arguments, without tensors that are equal to those of the batch before."""
@@ -168,7 +168,7 @@ def _runs_alone(block: nn.Module) -> bool:
     return not is_managed or hasattr(block, "set_reshard_after_forward")  # FSDP2 around the layer
 
 
-def state_of(output: Any) -> Tensor | None:
+def _state_of(output: Any) -> Tensor | None:
     """The hidden states that a layer returns, alone or first of a tuple."""
     first = output[0] if isinstance(output, tuple) and output else output
     return first if isinstance(first, Tensor) else None

@@ -29,7 +29,8 @@ from distprune._common.collectives import whole
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import is_dtensor
 from distprune.api.select import head_of
-from distprune.language_models.running import data_ranks, output_of
+from distprune.language_models.running import data_ranks, inputs_of, output_of
+from distprune.language_models.text import TokenWindows
 from distprune.torch_private.wrapper import plain_class
 
 SLICE = 1 << 24  # logits that there are at a time: 64 MiB in fp32
@@ -94,6 +95,22 @@ class BatchLosses:
             raise TypeError(
                 "the model returns no loss for labels=; expected an object with one, as causal "
                 "language models of transformers return."
+            )
+        return loss
+
+    def of_batch(self, windows: TokenWindows, rows: slice) -> Tensor:
+        """:meth:`mean` of some windows.
+
+        Raises:
+            ValueError: it is not finite; names the first window.
+        """
+        loss = self.mean(inputs_of(self._model, windows, rows))
+        if not bool(loss.detach().isfinite()):
+            text = windows.texts[int(windows.text_of[rows.start])]
+            raise ValueError(
+                f"the loss of window {rows.start} ({text}) is {float(loss.detach())}; expected a "
+                "finite one. Weights that are not finite, or a dtype that overflows (float16), "
+                "cause this."
             )
         return loss
 

@@ -148,7 +148,8 @@ def prune_folder(
     with its Gram matrices (4 bytes x inputs**2 for each different input) and the solver's copies of
     one matrix; or embedding and head; and one batch. Disk: tokens x width x (layers + 3) elements,
     and for the update a copy of the pruned tensors; both are removed at the end. Reads of the
-    checkpoint: one for each pass, and those of ``files.pruning.prune`` twice.
+    checkpoint: one for each pass, those of ``files.pruning.prune``, and one for the masks of the
+    update.
     """
     require_extra()
     communicator = world()
@@ -283,6 +284,7 @@ class _Once:
             stop=stop,
             take_over=take_over,
             tell=tell,
+            cuts=work.get("cuts"),
         )
         work.remove()
         return _result_of(report)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-import distprune._common.float_formats as formats
 from distprune._common.naming import NamedParameter
 from distprune._transformers.mask_matching import MaskSource, SameTensor
 from distprune._transformers.saving import SavedMasks, as_saved
 from distprune.api.local import custom_from_mask, remove
 from distprune.files.checkpoints.checkpoint import Checkpoint
-from distprune.files.checkpoints.header import TensorEntry, make_header
+from distprune.files.checkpoints.header import make_header
 from distprune.files.disk.access import write_atomically
 from distprune.files.errors import SelectionError
+from distprune.language_models.loading import dtype_of
 from distprune.reconstruction.reconstructing import reconstruct
 from distprune.reconstruction.report import ReconstructedParameter
 from distprune.statistics.gram import GramMatrices
@@ -43,14 +43,13 @@ class StoredLayers:
 
     def __init__(self, streamed: StreamedModel, pruned: Sequence[str]) -> None:
         wanted, found = set(pruned), set[str]()
-        entries = {entry.name: entry for entry in streamed.checkpoint.tensors}
         model = streamed.model
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._saved = {
             name: saved for saved in as_saved(model, shapes, shapes) for name in saved.parameters
         }
         self._sources: dict[str, MaskSource] = {}
-        self._entries: dict[str, TensorEntry] = entries
+        self._entries = {entry.name: entry for entry in streamed.checkpoint.tensors}
         self.parameters: list[list[NamedParameter]] = []
         self._pruned = wanted
         for sources in streamed.sources:
@@ -91,7 +90,7 @@ class StoredLayers:
             elif name == saved.parameters[0]:
                 found |= saved.make(values)
         return {
-            name: value.to(getattr(torch, formats.TORCH_NAMES[self._entries[name].dtype]))
+            name: value.to(dtype_of(self._entries[name]))
             for name, value in found.items()
             if name in self._pruned
         }
@@ -150,7 +149,7 @@ def prune_layer(
     if grams is None:
         return {}, []
     made = stored.stored({p.fqn: _weight(p).detach().cpu() for p in parameters})
-    _round(stored, parameters, made)
+    _round(parameters, {tensor.dtype for tensor in made.values()})
     return made, errors
 
 
@@ -159,11 +158,8 @@ def _weight(parameter: NamedParameter) -> Tensor:
     return weight
 
 
-def _round(
-    stored: StoredLayers, parameters: Sequence[NamedParameter], made: Mapping[str, Tensor]
-) -> None:
-    """Give parameters the values that the dtypes of the checkpoint can hold."""
-    dtypes = {tensor.dtype for tensor in made.values()}
+def _round(parameters: Sequence[NamedParameter], dtypes: Collection[torch.dtype]) -> None:
+    """Give parameters values that the dtypes of the checkpoint can hold."""
     with torch.no_grad():
         for parameter in parameters:
             for dtype in dtypes:

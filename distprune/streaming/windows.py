@@ -107,16 +107,7 @@ class WindowStream:
         with torch.enable_grad(), self._after_layers(is_leaf=True) as (model, leaves):
             losses = BatchLosses(model)
             for batch, step in enumerate(self.batches):
-                loss = losses.mean(inputs_of(model, self._windows, step.rows))
-                if not bool(loss.detach().isfinite()):
-                    first = step.rows.start
-                    text = self._windows.texts[int(self._windows.text_of[first])]
-                    raise ValueError(
-                        f"the loss of window {first} ({text}) is {float(loss.detach())}; expected "
-                        "a finite one. Weights that are not finite, or a dtype that overflows "
-                        "(float16), cause this."
-                    )
-                loss.backward()  # type: ignore[no-untyped-call]
+                losses.of_batch(self._windows, step.rows).backward()  # type: ignore[no-untyped-call]
                 (leaf,) = leaves[-1:]
                 assert leaf.grad is not None
                 self._write("gradient", last, batch, leaf.grad)
