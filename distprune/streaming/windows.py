@@ -30,6 +30,7 @@ from distprune.language_models.running import (
     Report,
     Step,
     accepts,
+    check_run,
     inputs_of,
     output_of,
     steps_of,
@@ -51,6 +52,7 @@ class WindowStream:
         name: of the files in it.
 
     Raises:
+        ValueError: tokens or positions that the model does not have.
         NotImplementedError: the layers are no chain: what one returns is not what the next is
             called with, or they are called with objects that they may change.
     """
@@ -68,6 +70,7 @@ class WindowStream:
         self._batch_size = batch_size
         self._folder = folder
         self._name = name
+        check_run(streamed.model, windows, batch_size)
         communicator = world()
         ranks = DataRanks(communicator.index, communicator.size, True)
         steps = steps_of(len(windows), batch_size, ranks)

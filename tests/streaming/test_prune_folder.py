@@ -179,6 +179,12 @@ def test_tensors_outside_of_the_layers_are_refused(llama, tmp_path):
         streaming.prune_folder(llama / "source", tmp_path / "out", recipe, tokens(2, 1))
 
 
+def test_tokens_that_the_model_does_not_have_are_refused(llama, tmp_path):
+    windows = tokens(2, 1, vocabulary=5000)
+    with pytest.raises(ValueError, match="expected the tokenizer of this model"):
+        streaming.prune_folder(llama / "source", tmp_path / "out", RECIPE, windows)
+
+
 def test_an_encoder_decoder_is_refused(tmp_path):
     save_tiny("t5", tmp_path / "source")
     with pytest.raises((NotImplementedError, ValueError)):
