@@ -134,6 +134,7 @@ def registered_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, str
 
 
 _WRAPPERS = (
+    ("deepspeed.runtime.engine", "DeepSpeedEngine", "module"),
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),

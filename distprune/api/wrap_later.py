@@ -64,7 +64,7 @@ def shard_masks(model: nn.Module, *, group: ProcessGroup | None = None) -> int:
 
     def shard_all() -> dict[str, int]:
         """The checksum of each whole mask: every rank cuts its own."""
-        reader, sharded = ShardReader(), {}
+        reader, sharded, to_attach = ShardReader(), {}, []
         for path, name, hook in list(named_hooks(model)):
             module, label = model.get_submodule(path), full_name(path, name)
             check_state(module, name)
@@ -76,7 +76,14 @@ def shard_masks(model: nn.Module, *, group: ProcessGroup | None = None) -> int:
                 check_binary(shard.mask, label)
                 check_hook(hook, label)
                 sharded[label] = _checksum(module._buffers[mask_key(name)])
-                _attach(transaction, module, name, hook, shard, shard.mask)
+                to_attach.append((module, name, hook, shard))
+                if name in module.__dict__:  # a product that no forward has used
+                    module.__dict__[name] = module.__dict__[name].detach()
+            elif shard.forgets_pruned:
+                transaction.hold(module, name)
+        for module, name, hook, shard in to_attach:
+            assert shard.mask is not None
+            _attach(transaction, module, name, hook, shard, shard.mask)
         return sharded
 
     with torch.inference_mode(False), torch.no_grad():
@@ -85,6 +92,7 @@ def shard_masks(model: nn.Module, *, group: ProcessGroup | None = None) -> int:
         except BaseException:
             transaction.rollback()
             raise
+        transaction.commit()
     return len(sharded)
 
 
@@ -155,6 +163,7 @@ def _put_back_everywhere(
     if error is None:
         try:
             communicator.agree(error=failure)
+            transaction.commit()
             return
         except BaseException as of_any_rank:  # also that of a body
             error = of_any_rank

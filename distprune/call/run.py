@@ -268,6 +268,7 @@ def attach_masks(
     except BaseException:  # also of the network: another rank may be gone
         transaction.rollback()
         raise
+    transaction.commit()
     members = []
     token, total = new_token(), sum(pruned for pruned, *_ in shared)
     obstacle = _obstacle(decision, targets, num_live, arguments.pipeline_parallel)

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from typing_extensions import TypeIs
 
-    from distprune.torch_private.fsdp1 import FlatPiece
-
 
 @dataclass(frozen=True)
 class ScoredParameter:
@@ -77,11 +75,11 @@ class Part:
         Raises:
             NotImplementedError: DCP of this torch cannot save it.
         """
-        piece = self._fsdp1_piece
-        if piece is not None:
-            from distprune.torch_private import fsdp1
+        run = self._run
+        if run is not None:
+            from distprune.torch_private import run_tensors
 
-            return fsdp1.run_as_sharded_tensor(self.label, piece, accumulator)
+            return run_tensors.run_as_sharded_tensor(self.label, run, accumulator)
         tensor = self.shard.as_parameter_layout(accumulator)
         if is_dtensor(tensor) and is_misplaced(self.label, tensor):
             raise NotImplementedError(
@@ -96,31 +94,26 @@ class Part:
         Raises:
             ValueError: another shape or layout.
         """
-        label, shard, piece = self.label, self.shard, self._fsdp1_piece
+        label, shard, run = self.label, self.shard, self._run
         if not isinstance(value, Tensor):
             raise ValueError(f"{label}: the state has a {type(value).__name__}; expected a tensor.")
         if not _is_sharded_tensor(value):
             local_part(label, "the state", value, shard)
             return lambda own: own.copy_(local_part(label, "the state", value, shard))
-        if piece is None:
+        if run is None:
             raise ValueError(
-                f"{label}: the state has a ShardedTensor, and FSDP1 does not shard the "
-                "parameter; expected a tensor laid out like it. Load the state with "
+                f"{label}: the state has a ShardedTensor, and the parameter is not sharded into "
+                "runs, as FSDP1 does; expected a tensor laid out like it. Load the state with "
                 "torch.distributed.checkpoint, which reshards."
             )
-        from distprune.torch_private import fsdp1
+        from distprune.torch_private import run_tensors
 
-        fsdp1.check_boxes(label, piece, value, shard.values)
-        return lambda own: fsdp1.load_run(label, piece, value, own)
+        run_tensors.check_boxes(label, run, value, shard.values)
+        return lambda own: run_tensors.load_run(label, run, value, own)
 
     @property
-    def _fsdp1_piece(self) -> FlatPiece | None:
-        if not isinstance(self.shard.managed, ManagedRun):
-            return None
-        from distprune.torch_private.fsdp1 import FlatPiece
-
-        assert isinstance(self.shard.managed, FlatPiece)
-        return self.shard.managed
+    def _run(self) -> ManagedRun | None:
+        return self.shard.managed if isinstance(self.shard.managed, ManagedRun) else None
 
 
 def scored_parameters(parameters: Iterable[tuple[nn.Module, str]]) -> tuple[ScoredParameter, ...]:

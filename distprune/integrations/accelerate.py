@@ -44,8 +44,9 @@ if TYPE_CHECKING:
 
 __all__ = ["check_wrapping", "load_state", "register_pruning"]
 
-_UNSUPPORTED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
+_UNSUPPORTED = ("MEGATRON_LM", "XLA")
 _NAMES = {"fsdp1": "FSDP1", "fsdp2": "FSDP2", "ddp": "DDP", "tp": "tensor parallelism"}
+_NAMES |= {f"zero{stage}": f"DeepSpeed's ZeRO-{stage}" for stage in range(4)}
 
 
 def check_wrapping(
@@ -63,13 +64,13 @@ def check_wrapping(
             (as with ``accelerate launch --cpu``); by default WORLD_SIZE, if set.
 
     Returns:
-        How the model is distributed: "fsdp2", "fsdp1", "ddp", "tp", "fsdp2+tp", or "plain" for one
-        process.
+        How the model is distributed: "fsdp2", "fsdp1", "ddp", "tp", "fsdp2+tp", "zero1" to "zero3"
+        under DeepSpeed, or "plain" for one process.
 
     Raises:
         RuntimeError: names the request, what is running, and what to do. It is raised on every
             rank, because all have the same environment.
-        NotImplementedError: DeepSpeed, Megatron-LM or XLA, which distprune does not prune.
+        NotImplementedError: Megatron-LM or XLA, which distprune does not prune.
         TypeError: ``accelerator`` is no Accelerator.
 
     Cost: one walk over the modules; no communication.
@@ -82,8 +83,9 @@ def check_wrapping(
         )
     if kind in _UNSUPPORTED:
         raise NotImplementedError(
-            f"accelerate runs as {kind}, which distprune does not prune; expected DDP, FSDP or "
-            "tensor parallelism. Choose another distributed_type in accelerate's config."
+            f"accelerate runs as {kind}, which distprune does not prune; expected DDP, FSDP, "
+            "DeepSpeed or tensor parallelism. Choose another distributed_type in accelerate's "
+            "config."
         )
     fsdp = _requested_fsdp(accelerator)
     num_requested = num_processes or int(os.environ.get("WORLD_SIZE", 0)) or None
@@ -167,6 +169,11 @@ def _way_out(accelerator: Accelerator, kind: str) -> str:
 
 def _wrapping(model: nn.Module) -> str:
     """How the model is actually distributed."""
+    if "deepspeed" in sys.modules:
+        from deepspeed import DeepSpeedEngine
+
+        if isinstance(model, DeepSpeedEngine):
+            return f"zero{model.zero_optimization_stage()}"
     kinds = []
     # FSDP is loaded if the model uses it; importing it takes more than a second.
     if "torch.distributed.fsdp" in sys.modules:
@@ -351,6 +358,9 @@ def keys_of_model(folder: Path, number: int = 0) -> list[str]:
     sharded = folder / f"pytorch_model_fsdp_{number}"
     if sharded.is_dir():
         return keys_of_sharded_model(sharded)
+    of_deepspeed = sorted((folder / f"pytorch_model{ending}").glob("*model_states.pt"))
+    if of_deepspeed:
+        return list(torch.load(of_deepspeed[0], map_location="meta", mmap=True)["module"])
     safe = folder / f"model{ending}.safetensors"
     if safe.is_file():
         return [tensor.name for tensor in read_header(safe).tensors]

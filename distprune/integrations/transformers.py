@@ -129,6 +129,12 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
     ) -> None:
         """Refuse settings that cannot work, and prepare the model for loading masks."""
         _check_arguments(args)
+        if args.deepspeed and self._make_criterion is not None:
+            raise NotImplementedError(
+                "criterion= reads averaged gradients, and DeepSpeed leaves the Trainer no moment "
+                "between backward and step; expected pruning by magnitude, or scores that were "
+                "collected before."
+            )
         model: nn.Module | None = kwargs.get("model")
         if model is not None:
             register: Callable[[Callable[..., None]], object] = (
@@ -248,10 +254,6 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 
 def _check_arguments(args: TrainingArguments) -> None:
     """Raise for settings under which pruning would fail later, or silently not work."""
-    if args.deepspeed:
-        raise NotImplementedError(
-            "DeepSpeed is not supported by distprune; expected one process, DDP or FSDP."
-        )
     if args.n_gpu > 1:
         raise NotImplementedError(
             f"the Trainer would copy the model to {args.n_gpu} GPUs by nn.DataParallel, at every "

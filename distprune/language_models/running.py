@@ -26,6 +26,7 @@ from distprune._common.naming import named_modules, unwrap
 from distprune._common.process_groups import is_distributed, over_groups, world
 from distprune._common.pruned_form import is_dtensor
 from distprune.language_models.text import TokenWindows
+from distprune.torch_private.managed import ManagedRun
 from distprune.torch_private.wrapper import managed_parameters
 
 # Of CPUs, x86 and ARM: those that multiply matrices of a dtype.
@@ -101,9 +102,12 @@ def data_ranks(model: nn.Module) -> DataRanks:
     paths = {id(module): path for path, module in named_modules(model)}
     for (owner, name), record in managed_parameters(model).items():
         if owner in paths:
-            source = record.gradient_source()
-            shards = source.shard_group
-            groups = ([] if shards is None else [shards]) + list(source.replica_groups)
+            if isinstance(record, ManagedRun):
+                groups = list(record.groups)
+            else:
+                source = record.gradient_source()
+                shards = source.shard_group
+                groups = ([] if shards is None else [shards]) + list(source.replica_groups)
             found.setdefault(tuple(over_groups(groups).ranks), f"{paths[owner]}.{name}")
     if len(found) > 1:
         (ranks, name), (others, other) = list(found.items())[:2]

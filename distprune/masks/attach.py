@@ -1,11 +1,15 @@
 """Put masks on modules and take them off, all of them or none.
 
-| parameter   | the mask acts                              | ``<name>_mask``            |
-|-------------|--------------------------------------------|----------------------------|
+| parameter   | the mask acts                              | ``<name>_mask``             |
+|-------------|--------------------------------------------|-----------------------------|
 | plain       | ``module.<name> = mask * orig`` in a hook  | as the parameter, its dtype |
 | TP          | ``mask * orig`` whenever it is read        | as the parameter, bool      |
 | FSDP2       | on the shard, before the all-gather        | as the parameter, bool      |
 | FSDP1       | the same, on the flat parameter's slice    | this rank's run, bool       |
+| ZeRO-1, -2  | as plain, and on what the optimizer steps  | as the parameter, its dtype |
+| ZeRO-3      | on all that a rank stores, optimizer too   | this rank's run, bool       |
+
+Registered layouts are masked as ZeRO-3.
 
 The Parameter object and its position in ``module._parameters`` stay the same, so that
 optimizers made before pruning keep working.
@@ -13,6 +17,7 @@ optimizers made before pruning keep working.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +28,7 @@ from distprune._common.pruned_form import is_dtensor, mask_key, orig_key
 from distprune.masks import guards
 from distprune.masks.hook import PruningHook, find_hook, hooks_on, register, unregister
 from distprune.shards.shard import LocalShard
-from distprune.torch_private import masked_value
+from distprune.torch_private import deepspeed, masked_value
 from distprune.torch_private.dtensor import rebind
 from distprune.torch_private.managed import Managed
 from distprune.torch_private.masked_value import ShardMask
@@ -45,6 +50,7 @@ class Transaction:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+        self._settle: list[Callable[[], None]] = []
 
     def attach(
         self, module: nn.Module, name: str, hook: PruningHook, mask: Tensor, managed: Managed | None
@@ -60,14 +66,21 @@ class Transaction:
         self._remember(owners, name, managed, is_renamed)
         if managed is None:
             _reparametrize(module, name, hook, mask)
+            if deepspeed.has_master(module._parameters[orig_key(name)]):
+                self.hold(module, name)
         else:
-            _mask_shards(owners, name, mask, managed, is_renamed)
+            shard_mask = _mask_shards(owners, name, mask, managed, is_renamed)
+            self._settle.append(shard_mask.settle)
         hook.register_module(module)
         hook.remember_parameter(module, is_managed=managed is not None)
         for owner in owners:
             guards.keep_mask(owner, name)
             _update_after_loading(owner)
             register(owner, hook)
+
+    def hold(self, module: nn.Module, name: str) -> None:
+        """Let the mask of a plain parameter act, too, on what ZeRO's optimizer steps."""
+        self._settle.append(functools.partial(deepspeed.hold_master, module, name))
 
     def detach(
         self, module: nn.Module, name: str, final: Tensor | None, managed: Managed | None
@@ -92,13 +105,23 @@ class Transaction:
             assert parameter is not None
             others = _tied_places(module, name)
             if final is not None:
-                rebind(parameter, final)
+                if deepspeed.has_master(parameter):  # ZeRO keeps the memory of parameters
+                    parameter.data.copy_(final)
+                    deepspeed.update_master(parameter)
+                else:
+                    rebind(parameter, final)
             for owner, owned_name in [(module, name), *others]:
                 self._remember([owner], owned_name, None, False)
                 _restore_parameter(owner, owned_name)
                 _refresh_flat_weights(owner, owned_name)
         for owner, owned_name in others:
             unregister(owner, owned_name)
+
+    def commit(self) -> None:
+        """Let the masks act for good, on every rank: nothing is undone any more."""
+        with torch.inference_mode(False), torch.no_grad():
+            for settle in self._settle:
+                settle()
 
     def rollback(self) -> None:
         """Leave every module as it was."""
@@ -211,7 +234,7 @@ def _restore_parameter(module: nn.Module, name: str) -> None:
 
 def _mask_shards(
     owners: list[nn.Module], name: str, mask: Tensor, managed: Managed, is_renamed: bool
-) -> None:
+) -> ShardMask:
     """Mask a parameter's shards; if it was pruned before it was wrapped, it is renamed already."""
     original, buffer = orig_key(name), mask_key(name)
     key = masked_value.shard_mask_key(name)
@@ -234,6 +257,7 @@ def _mask_shards(
     if previous is not None:
         previous.detach()
     shard_mask.attach()
+    return shard_mask
 
 
 def _unmask_shards(owners: list[nn.Module], name: str, managed: Managed) -> None:

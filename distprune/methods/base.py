@@ -225,6 +225,7 @@ class BasePruningMethod(PruningHook, ABC):
         except BaseException:  # an interrupt, too
             transaction.rollback()
             raise
+        transaction.commit()
         mask = mask.detach()
         num_pruned = int((mask == 0).sum())
         hook.record = MaskRecord(int(fingerprint_part(shard, mask)), num_pruned)

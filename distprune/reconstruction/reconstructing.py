@@ -77,7 +77,8 @@ def reconstruct(
             out of range; with damping 0 a singular Gram matrix; weights that are not finite. On
             every rank; every parameter is as it was.
         RuntimeError: Gram matrices that were forgotten; a backward that is still to come.
-        NotImplementedError: dtypes other than real floating-point ones; as ``global_unstructured``.
+        NotImplementedError: dtypes other than real floating-point ones; parameters that DeepSpeed
+            or a registered layout pruned; as ``global_unstructured``.
 
     Cost: 2 x elements x inputs operations for each step, shared by the ranks. Memory for one
     matrix [inputs, inputs] and a copy of what this rank has of the parameters, for a moment.
@@ -306,6 +307,13 @@ def _known(
             raise NotImplementedError(
                 f"{target.label}: its dtype is {target.shard.values.dtype}; expected a real "
                 "floating-point one."
+            )
+        if target.shard.forgets_pruned and target.shard.mask is not None:
+            raise NotImplementedError(
+                f"{target.label}: its wrapper (DeepSpeed, or a registered layout) stores zeros "
+                "where it is pruned, so that the weights before the pruning are gone, which least "
+                "squares need; expected pruning and reconstruct() before that wrapper takes the "
+                "model, or under FSDP."
             )
     return grams.layouts_of([target.places[0] for target in targets])
 

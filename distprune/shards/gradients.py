@@ -14,6 +14,7 @@ from distprune._common.collectives import Communicator
 from distprune._common.process_groups import is_distributed, over_groups, world
 from distprune._common.pruned_form import is_dtensor
 from distprune.shards.shard import LocalShard
+from distprune.torch_private import deepspeed
 from distprune.torch_private.managed import GradientSource, ManagedRun, ParameterSource
 
 if TYPE_CHECKING:
@@ -56,10 +57,15 @@ def available_gradient(shard: LocalShard) -> Tensor | None:
     """This rank's part of what ``.grad`` has, laid out like ``shard.values``, or None.
 
     Raises:
-        NotImplementedError: a gradient of another layout than the parameter's.
+        NotImplementedError: a gradient of another layout than the parameter's; ZeRO-1 and -2.
     """
     if not shard.values.numel():
         return shard.values
+    if shard.managed is None and deepspeed.has_master(shard.parameter):
+        raise NotImplementedError(
+            f"{shard.name}: ZeRO-1 and ZeRO-2 leave each averaged gradient on the rank that steps "
+            'it; expected a criterion of single batches (unit="rank_batch"), or ZeRO-3.'
+        )
     gradient = shard.parameter.grad if shard.managed is None else shard.managed.gradient
     if gradient is None:
         return None
@@ -129,7 +135,7 @@ def unaveraged_gradients(
         key: Hashable = shard.key if shard.key is not None else id(shard.parameter)
         if isinstance(record, ManagedRun):
             offset, size = record.span
-            run, key = slice(offset, offset + size), ("flat", id(record.wrapper))
+            run, key = slice(offset, offset + size), record.leaf_key
         leaf = leaves.get(key)
         if leaf is None:
             if record is None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from distprune._common.collectives import Communicator
 from distprune._common.naming import unwrap
@@ -25,6 +26,7 @@ from distprune.shards.geometry import (
     whole_index_map,
 )
 from distprune.shards.shard import FlatShard, LocalShard
+from distprune.torch_private import layouts
 from distprune.torch_private.managed import Managed, ManagedDTensor, ManagedRun
 from distprune.torch_private.masked_value import ShardMask, shard_mask_key
 from distprune.torch_private.wrapper import is_flattened, managed_parameters
@@ -112,8 +114,8 @@ class ShardReader:
         self._num_replicas = num_replicas
         # Made on demand: a call for one parameter may not need the records of all others.
         self._managed: dict[tuple[int, str], Managed] | None = None
-        # By FSDP1 module: lists of ranks are long, and the same for many parameters.
-        self._ranks: dict[nn.Module, tuple[int, ...]] = {}
+        # By process groups: lists of ranks are long, and the same for many parameters.
+        self._ranks: dict[tuple[ProcessGroup, ...], tuple[int, ...]] = {}
 
     def managed(self, module: nn.Module, name: str) -> Managed | None:
         """A wrapper's record of a parameter, pruned or not.
@@ -122,6 +124,9 @@ class ShardReader:
             NotImplementedError: the parameter belongs to an FSDP1 wrapper that is gone.
         """
         record = _record_with_mask(module, name)
+        if record is not None:
+            return record
+        record = layouts.find(module, name)
         if record is not None:
             return record
         if self._managed is None:
@@ -198,9 +203,10 @@ class ShardReader:
         mask: Tensor | None,
     ) -> LocalShard:
         if isinstance(managed, ManagedRun):
-            if managed.wrapper not in self._ranks:
-                self._ranks[managed.wrapper] = managed.ranks
-            return shard_of_run(label, managed, mask, self._ranks[managed.wrapper])
+            groups = tuple(managed.groups)
+            if groups not in self._ranks:
+                self._ranks[groups] = managed.ranks
+            return shard_of_run(label, managed, mask, self._ranks[groups])
         if isinstance(managed, ManagedDTensor):
             return self.read_tensor(managed.sharded, label, mask, managed)
         return self.read_tensor(_registered(module, name, label), label, mask)

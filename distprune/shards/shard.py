@@ -25,8 +25,10 @@ from torch import Tensor
 
 from distprune._common.pruned_form import is_dtensor
 from distprune.shards.geometry import IndexMap
+from distprune.torch_private import deepspeed
 from distprune.torch_private.dtensor import Specs, laid_out_like
 from distprune.torch_private.managed import Managed
+from distprune.torch_private.stored_run import StoredRun
 
 if TYPE_CHECKING:  # importing DTensor costs more than all the rest
     from torch.distributed.device_mesh import DeviceMesh
@@ -85,6 +87,13 @@ class LocalShard:
     def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
         """The tensor registered with the optimizer; see :class:`managed.Managed`."""
         return (self.parameter, None) if self.managed is None else self.managed.optimizer_tensor
+
+    @property
+    def forgets_pruned(self) -> bool:
+        """Whether a mask makes values zero for good: stored_run.[Note: masks on stored values]."""
+        if self.managed is None:
+            return deepspeed.has_master(self.parameter)
+        return isinstance(self.managed, StoredRun)
 
     @property
     def numel(self) -> int:

@@ -8,36 +8,24 @@ even slice of it, so a rank has a *run* of a parameter's elements, in the order 
     slices         |   rank 0    |    rank 1   |   rank 2   |   rank 3     |
 
 How a mask acts on it, and masks in state dicts: fsdp1_mask.
-
-[Note: boxes] torch.distributed.checkpoint (DCP) saves boxes of an N-d tensor. A run of elements in
-row-major order is a few boxes, here elements 4 to 13 of a [4, 4] parameter:
-
-    .  .  .  .
-    4  5  6  7      rows 1 and 2, a box of [2, 4]
-    8  9 10 11
-   12 13  .  .      the rest of the run, a box of [1, 2]
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, get_global_rank, get_process_group_ranks, get_rank
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
-from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 
-from distprune._common.boxes import boxes_of_run
 from distprune.torch_private import live_graphs, private_fields
 from distprune.torch_private.managed import GradientSource, ManagedRun, Receive, padded_pieces
 
@@ -83,7 +71,6 @@ class FlatPiece(ManagedRun):
 
     wrapper: FullyShardedDataParallel
     number: int
-    persists_mask = False  # hooks put the mask into state dicts
 
     @property
     def handle(self) -> FlatParamHandle:
@@ -160,17 +147,19 @@ class FlatPiece(ManagedRun):
         return [self.handle.process_group, *([replicas] if replicas is not None else [])]
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        me, ranks = get_rank(), {0}
-        for group in self.groups:  # the axes of a grid
-            members = get_process_group_ranks(group)
-            ranks = {base + member - me for base in ranks for member in members}
-        return tuple(sorted(me + offset for offset in ranks))
+    def runs(self) -> Sequence[tuple[int, int]]:
+        size, chunk = math.prod(self.shape), local_slice(self.handle).numel()
+        first = _start_in_flat_parameter(self)
+        # What each rank's slice of the flat parameter has of the parameter.
+        ends = [
+            min(max(rank * chunk - first, 0), size)
+            for rank in range(self.handle.process_group.size() + 1)
+        ]
+        return [(start, end - start) for start, end in itertools.pairwise(ends)]
 
     @property
-    def replica(self) -> tuple[int, int]:
-        _, *replicas = self.groups
-        return (replicas[0].rank(), replicas[0].size()) if replicas else (0, 1)
+    def leaf_key(self) -> Hashable:
+        return ("flat", id(self.handle))
 
     @property
     def layout(self) -> str:
@@ -325,84 +314,6 @@ class FlatSource(GradientSource):
     def pieces(self, gradient: Tensor) -> Tensor:
         num_ranks = self._flat_handle.process_group.size()
         return padded_pieces(gradient, num_ranks, local_slice(self._flat_handle).numel())
-
-
-# (offsets, sizes) in the whole tensor.
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def run_as_sharded_tensor(label: str, piece: FlatPiece, run: Tensor) -> ShardedTensor:
-    """A run as DCP saves and loads it: in place, and without communication.
-
-    Args:
-        label: of the parameter, for messages.
-        piece: the parameter.
-        run: this rank's run of a tensor like it, 1-d; the result has views of it.
-
-    Raises:
-        NotImplementedError: a parameter that is not row-major in memory.
-    """
-    shape = tuple(piece.shape)
-    if piece.stride != torch.empty(shape, device="meta").stride():
-        raise NotImplementedError(
-            f"{label}: its memory is not row-major (stride {tuple(piece.stride)}, channels_last "
-            "say), so FSDP1's slices of it are no boxes, which checkpoints need. Expected a "
-            "contiguous parameter: call .contiguous() before wrapping, or wrap with fully_shard."
-        )
-    group, start = piece.handle.process_group, _start_in_flat_parameter(piece)
-    size, chunk = math.prod(shape), local_slice(piece.handle).numel()
-    shards, metadata = [], []
-    for rank in range(group.size()):
-        # What this rank's slice of the flat parameter has of the parameter.
-        first = min(max(rank * chunk - start, 0), size)
-        last = min(max((rank + 1) * chunk - start, 0), size)
-        taken = 0
-        for box in boxes_of_run(shape, first, last):  # see [Note: boxes]
-            sizes = list(map(len, box))
-            place = f"rank:{get_global_rank(group, rank)}/{run.device}"
-            metadata.append(ShardMetadata([rows.start for rows in box], sizes, place))
-            if rank == group.rank():
-                end = taken + math.prod(sizes)
-                shards.append(Shard(run[taken:end].view(sizes), metadata[-1]))
-                taken = end
-    assert sum(shard.tensor.numel() for shard in shards) == run.numel()
-    properties = TensorProperties(
-        dtype=run.dtype,
-        layout=torch.strided,
-        requires_grad=False,
-        memory_format=torch.contiguous_format,
-        pin_memory=False,
-    )
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, ShardedTensorMetadata(metadata, torch.Size(shape), properties), group
-    )
-
-
-def check_boxes(label: str, piece: FlatPiece, tensor: ShardedTensor, run: Tensor) -> None:
-    """Refuse a tensor that has other boxes than :func:`run_as_sharded_tensor` makes of a run.
-
-    Raises:
-        ValueError: names the boxes.
-    """
-    expected = _boxes(run_as_sharded_tensor(label, piece, run))
-    if _boxes(tensor) != expected or tensor.size() != piece.shape:
-        raise ValueError(
-            f"{label}: the state has boxes {_boxes(tensor)} of a tensor of shape "
-            f"{tuple(tensor.size())} on this rank; expected {expected} of {tuple(piece.shape)}. "
-            "Load it with torch.distributed.checkpoint, which reshards."
-        )
-
-
-def load_run(label: str, piece: FlatPiece, tensor: ShardedTensor, run: Tensor) -> None:
-    """Copy a tensor of :func:`run_as_sharded_tensor` into a run, of the same boxes."""
-    targets = run_as_sharded_tensor(label, piece, run).local_shards()
-    for target, source in zip(targets, tensor.local_shards(), strict=True):
-        target.tensor.copy_(source.tensor)
-
-
-def _boxes(tensor: ShardedTensor) -> list[Box]:
-    metadata = [shard.metadata for shard in tensor.local_shards()]
-    return [(tuple(each.shard_offsets), tuple(each.shard_sizes)) for each in metadata]
 
 
 def _start_in_flat_parameter(piece: FlatPiece) -> int:

@@ -54,7 +54,7 @@ def _reaches(parameter: Tensor) -> bool:
     if _walked_at != _clock() or time.monotonic() - _walked_time > _MAX_AGE:
         _walk()
     leaves, storages = _reached
-    return id(parameter) in leaves or _storage(parameter) in storages
+    return id(parameter) in leaves or storage_of(parameter) in storages
 
 
 def _clock() -> int:
@@ -81,7 +81,7 @@ def _walk() -> None:
                 continue
             for data in saved:
                 if isinstance(data, Tensor):
-                    storages.add(_storage(data))
+                    storages.add(storage_of(data))
             variable = getattr(node, "variable", None)  # of an AccumulateGrad
             if isinstance(variable, Tensor):
                 leaves.add(id(variable))
@@ -131,7 +131,7 @@ def _saved_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith(_SAVED))
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     """Identifies the memory of a tensor, or of what a DTensor holds; 0 if it has none."""
     try:
         with torch.no_grad():  # else to_local() is a node itself

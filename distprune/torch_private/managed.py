@@ -29,10 +29,11 @@ HYBRID_SHARD.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -40,7 +41,6 @@ from distprune._common.collectives import resolved
 from distprune._common.pruned_form import is_dtensor, name_without_orig
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
 
@@ -49,7 +49,7 @@ def backward_to_come(module: nn.Module, name: str) -> RuntimeError:
     name = name_without_orig(name)
     return RuntimeError(
         f"{type(module).__name__}.{name} was used by a forward whose backward is still to come. "
-        "FSDP gathers parameters again for backward, so that gradients would mix the weights "
+        "Its wrapper may gather parameters again for backward: gradients would mix the weights "
         "before and after this call; expected a call before the forward, or after its backward. "
         "If no backward is to come, delete what the forward returned (loss, outputs) first, or run "
         "it under torch.no_grad()."
@@ -185,13 +185,9 @@ class ManagedDTensor(Managed):
 
 
 class ManagedRun(Managed):
-    """A parameter of which each rank has a run of elements, in the order of memory (FSDP1).
+    """A parameter of which each rank has a run of elements, in the order of memory."""
 
-    Attributes:
-        wrapper: the module that shards the parameter; all its parameters have the same ranks.
-    """
-
-    wrapper: nn.Module
+    persists_mask = False  # a run says nothing without its place; hooks put masks into state dicts
 
     @property
     @abstractmethod
@@ -205,33 +201,51 @@ class ManagedRun(Managed):
 
     @property
     @abstractmethod
-    def span(self) -> tuple[int, int]:
-        """(offset, size) of this rank's run in what it has of all parameters of the wrapper."""
-
-    @property
-    @abstractmethod
     def values(self) -> Tensor:
         """This rank's run, 1-d, a view of the unmasked shard."""
 
     @property
     @abstractmethod
-    def groups(self) -> list[dist.ProcessGroup]:
+    def groups(self) -> Sequence[dist.ProcessGroup]:
         """Process groups of the ranks that have the parameter: shards, then replicas."""
 
     @property
     @abstractmethod
-    def ranks(self) -> tuple[int, ...]:
-        """Global ranks that have the parameter."""
-
-    @property
-    @abstractmethod
-    def replica(self) -> tuple[int, int]:
-        """Which copy of its elements this rank has, and how many copies there are."""
+    def runs(self) -> Sequence[tuple[int, int]]:
+        """(start, size) of the run of each rank of the first group, in its order."""
 
     @property
     @abstractmethod
     def layout(self) -> str:
         """How the parameter is sharded, for messages and for comparing ranks."""
+
+    @property
+    def leaf_key(self) -> Hashable:
+        """The same for all parameters whose gradients one leaf of autograd gets."""
+        return self.key
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """(offset, size) of this rank's run in its piece of the leaf."""
+        return 0, self.values.numel()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks that have the parameter."""
+        me, ranks = dist.get_rank(), {0}
+        for group in self.groups:  # the axes of a grid
+            members = dist.get_process_group_ranks(group)
+            ranks = {base + member - me for base in ranks for member in members}
+        return tuple(sorted(me + offset for offset in ranks))
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Which copy of its elements this rank has, and how many copies there are."""
+        _, *replicas = self.groups
+        place, number = 0, 1
+        for group in replicas:
+            place, number = place * group.size() + group.rank(), number * group.size()
+        return place, number
 
 
 Receive = Callable[[Tensor], None]

@@ -78,6 +78,13 @@ class ShardMask(ABC):
     def is_attached(self) -> bool:
         """Whether the mask still acts."""
 
+    def settle(self) -> None:  # noqa: B027
+        """Let the mask act for good, once no rank can fail any more."""
+
+    def problem(self) -> str | None:
+        """Why the mask, attached, does not act all the same; None if it does."""
+        return None
+
     @abstractmethod
     def value(self, module: nn.Module, name: str) -> Tensor:
         """``module.<name>`` as the mask leaves it, in whatever state the wrapper has it."""

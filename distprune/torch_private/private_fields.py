@@ -53,6 +53,16 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
             "_is_padding_mask", "_numels_with_padding",
         ),
     },
+    "DeepSpeed": {
+        "parameter": (
+            "ds_tensor", "ds_shape", "ds_numel", "ds_status", "ds_process_group", "partition",
+        ),
+        "optimizer": (
+            "module", "grad_position", "get_param_id", "fp32_partitioned_groups_flat",
+            "get_local_fp32_grad_for_param", "set_local_grad_for_param", "loss_scale",
+            "_epilogue_ran_this_backward", "swap_optimizer", "micro_step_id",
+        ),
+    },
     "DDP": {
         "DistributedDataParallel": (
             "_active_ddp_module", "parameters_to_ignore", "_assign_modules_buffers",

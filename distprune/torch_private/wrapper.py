@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from distprune._common.pruned_form import orig_key
-from distprune.torch_private import masked_value
+from distprune.torch_private import layouts, masked_value
 from distprune.torch_private.managed import Managed
+from distprune.torch_private.stored_run import StoredMask, StoredRun
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 def managed_parameters(
     root: nn.Module | None = None, *, everywhere: bool = False
 ) -> dict[tuple[int, str], Managed]:
-    """Every parameter that a wrapper shards in this process, by (id(module), name).
+    """Every parameter that FSDP shards in this process, by (id(module), registered name).
+
+    And those of a model, if one is given, that are stored as runs (``layouts``).
 
     A leaf does not know the module that gathers it, and the parameter registered on it may be a
     gathered copy, so its type says nothing.
@@ -28,15 +31,16 @@ def managed_parameters(
         root: a model whose FSDP1 modules may not be known yet.
         everywhere: search all Python objects for FSDP1 modules (a fraction of a second).
     """
-    if "torch.distributed.fsdp" not in sys.modules:
-        return {}
-    from distprune.torch_private import fsdp1, fsdp2
-
-    if everywhere:
-        fsdp1.find_modules()
     records: dict[tuple[int, str], Managed] = {}
-    records.update(fsdp2.managed_parameters())
-    records.update(fsdp1.managed_parameters(root))
+    if "torch.distributed.fsdp" in sys.modules:
+        from distprune.torch_private import fsdp1, fsdp2
+
+        if everywhere:
+            fsdp1.find_modules()
+        records.update(fsdp2.managed_parameters())
+        records.update(fsdp1.managed_parameters(root))
+    if root is not None:
+        records.update(layouts.found_in(root))
     return records
 
 
@@ -44,8 +48,10 @@ def masked_by(managed: Managed) -> masked_value.ShardMask:
     """The object that lets a mask act on a managed parameter; :meth:`attach` it.
 
     The mask is what the module has as its buffer, laid out like this rank's shard: a DTensor under
-    FSDP2, a run under FSDP1.
+    FSDP2, a run anywhere else.
     """
+    if isinstance(managed, StoredRun):
+        return StoredMask(managed)
     from distprune.torch_private import fsdp1, fsdp1_mask, fsdp2, fsdp2_mask
 
     if isinstance(managed, fsdp1.FlatPiece):
@@ -69,6 +75,8 @@ def is_managed(module: nn.Module, name: str) -> bool:
 
     Cost: 0.1 microseconds for each parameter that FSDP2 shards; no dictionary.
     """
+    if layouts.find(module, name) is not None:
+        return True
     if "torch.distributed.fsdp" not in sys.modules:
         return False
     from distprune.torch_private import fsdp2

@@ -168,6 +168,9 @@ def _check_managed(place: Place, record: Managed, shard_mask: ShardMask) -> None
     if not record.has_registered(module, original):
         place.fail(f"{original} was replaced by a parameter that the wrapper does not have")
     _check_layout(place, _parameter_of(record))
+    problem = shard_mask.problem() if place.is_readable else None
+    if problem is not None:
+        place.problems.append(problem)
     if place.is_readable and place.mask.dtype is not torch.bool:
         place.fail(f"its mask has dtype {place.mask.dtype}; expected torch.bool under FSDP")
 

@@ -134,9 +134,9 @@ def one_process() -> None:
         assert "asked for 2 processes and runs as NO with one process" in text
         with pytest.raises(TypeError, match="accelerator is a Sequential"):
             check_wrapping(small_model(), accelerator)
-        AcceleratorState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
-        PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
-        with pytest.raises(NotImplementedError, match="DEEPSPEED"):
+        AcceleratorState._shared_state["distributed_type"] = DistributedType.MEGATRON_LM
+        PartialState._shared_state["distributed_type"] = DistributedType.MEGATRON_LM
+        with pytest.raises(NotImplementedError, match="MEGATRON_LM"):
             check_wrapping(accelerator, small_model())
 
 

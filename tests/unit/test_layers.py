@@ -39,6 +39,7 @@ ROOMS = {
     },
     "reconstruction": {"_common", "shards", "masks", "call", "statistics"},
     "checkpoint": {"_common", "masks", "methods", "api"},
+    "layouts": {"torch_private"},
     "dynamic": {"_common", "torch_private", "shards", "masks", "call", "api"},
     "recipe": {"recipes", "call", "methods", "api", "schedule"},
     "integrations": {

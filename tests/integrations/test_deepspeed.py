@@ -1,0 +1,580 @@
+"""DeepSpeed's ZeRO, stages 1 to 3, on real DeepSpeed: masks, training, checkpoints, criteria."""
+
+import contextlib
+import importlib
+import itertools
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import distprune as prune
+from distprune._common.naming import unwrap
+from distprune.criteria import SNIP, Fisher
+from distprune.testing import run_ranks
+from helpers import reference
+from helpers.comparisons import assert_nothing_wrong
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+pytest.importorskip("deepspeed", minversion="0.19")
+
+SIZES = (7, 9, 5, 3)  # 63, 45 and 15 weights: paddings, and on 4 ranks an empty run
+NUM_STEPS = 10
+STILL = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}
+TOLERANCE = 1e-6  # float32; the ranks add up in another order
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in itertools.pairwise(SIZES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+NAMES = [f"layers.{number}.weight" for number in range(3)]
+
+
+def start() -> None:
+    """Let DeepSpeed use the process group of this test, and compile nothing."""
+    import deepspeed
+
+    communication = importlib.import_module("deepspeed.comm.torch")
+    communication.build_shm_op = lambda: None
+    importlib.import_module("deepspeed.comm.comm").cdb = None
+    groups = importlib.import_module("deepspeed.utils.groups")
+    for name, value in vars(groups).items():
+        if name.startswith("_") and name.isupper() and not callable(value):
+            setattr(groups, name, {} if isinstance(value, dict) else None)
+    # DeepSpeed counts modules and parameters of a process, and compares the numbers of the ranks.
+    offload = importlib.import_module("deepspeed.runtime.zero.parameter_offload")
+    offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+    deepspeed.zero.Init.param_id = 0
+    for variable, value in (("LOCAL_RANK", dist.get_rank()), ("WORLD_SIZE", dist.get_world_size())):
+        os.environ[variable] = str(value)
+    os.environ["RANK"] = os.environ["LOCAL_RANK"]
+    deepspeed.init_distributed("gloo", verbose=False)
+
+
+def net(dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def engine_of(model: nn.Module, stage: int, *, offload: bool = False, **config):
+    import deepspeed
+
+    zero = {"stage": stage, "stage3_param_persistence_threshold": config.pop("persist", 0)}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True},
+        },
+        "gradient_clipping": 0.05,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=settings | config
+    )
+    return engine
+
+
+def trained(stage: int, num_steps: int = 2, **options):
+    """An engine after some steps, so that its optimizer has momentum."""
+    start()
+    engine = engine_of(net(), stage, **options)
+    for batch in batches(dist.get_rank())[:num_steps]:
+        step(engine, batch)
+    return engine
+
+
+def step(engine, batch: Tensor) -> None:
+    dtype = next(engine.module.parameters()).dtype
+    engine.backward(engine(batch.to(dtype)).float().square().mean())
+    engine.step()
+
+
+def prune_half(engine, **options):
+    return prune.global_unstructured(
+        prune.select(engine), pruning_method=prune.L1Unstructured, amount=0.5, **options
+    )
+
+
+def whole(engine, name: str) -> Tensor:
+    """A parameter of the forward, whole."""
+    import deepspeed
+
+    parameter = engine.module.get_parameter(name)
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def places(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [(model.get_submodule(name.rpartition(".")[0]), "weight") for name in NAMES]
+
+
+def my_run(whole: Tensor, stage: int) -> Tensor:
+    """What this rank has of a parameter, 1-d."""
+    flat = whole.detach().reshape(-1)
+    if stage < 3:
+        return flat
+    chunk = -(-flat.numel() // dist.get_world_size())
+    return flat[dist.get_rank() * chunk :][:chunk]
+
+
+def stored(parameter: Tensor, stage: int) -> Tensor:
+    flat = parameter.ds_tensor if stage == 3 else parameter.detach().reshape(-1)
+    return flat[: my_run(torch.empty(parameter.ds_shape), 3).numel()] if stage == 3 else flat
+
+
+def batches(rank: int | None = None) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(NUM_STEPS, dist.get_world_size(), 2, SIZES[0], generator=generator)
+    return list(whole.flatten(1, 2) if rank is None else whole[:, rank])
+
+
+def train_as_one_process(stage: int, options: dict) -> list[str]:
+    """Prune, train, prune again; compare masks and weights with a dense model at each step."""
+    start()
+    wrong: list[str] = []
+    dense = net()
+    optimizer = torch.optim.AdamW(dense.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+    engine = engine_of(net(), stage, **options)
+    keeps = None
+    for step, (mine, whole) in enumerate(zip(batches(dist.get_rank()), batches(), strict=True)):
+        if step in (2, 6):
+            values = [dense.get_parameter(name).detach() for name in NAMES]
+            keeps = reference.prune(values, 0.4, keeps)
+            with torch.no_grad():
+                for name, keep in zip(NAMES, keeps, strict=True):
+                    dense.get_parameter(name).mul_(keep)
+            prune.global_unstructured(
+                prune.select(engine), pruning_method=prune.L1Unstructured, amount=0.4
+            )
+        engine.backward(engine(mine).square().mean())
+        engine.step()
+        dense(whole).square().mean().backward()
+        if keeps is not None:
+            for name, keep in zip(NAMES, keeps, strict=True):
+                dense.get_parameter(name).grad.mul_(keep)
+        nn.utils.clip_grad_norm_(dense.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        if keeps is None:
+            continue
+        with torch.no_grad():
+            for name, keep in zip(NAMES, keeps, strict=True):
+                dense.get_parameter(name).mul_(keep)
+        for number, (module, _) in enumerate(places(engine.module)):
+            mask = my_run(module.weight_mask, stage if stage < 3 else 0)
+            keep = my_run(keeps[number], stage)
+            if not torch.equal(mask != 0, keep):
+                wrong.append(f"step {step}: mask of layer {number}")
+            found = stored(module.weight_orig, stage)
+            expected = my_run(dense.get_parameter(NAMES[number]), stage)
+            if not torch.allclose(found, expected, rtol=0, atol=TOLERANCE):
+                wrong.append(f"step {step}: weights of layer {number} {found} {expected}")
+            if not torch.equal(found[~keep], torch.zeros_like(found[~keep])):
+                wrong.append(f"step {step}: pruned weights of layer {number} are not zero")
+    prune.verify(engine)
+    return wrong
+
+
+CASES = {
+    "one": (1, {}),
+    "two": (2, {}),
+    "three": (3, {}),
+    "three_persisting": (3, {"persist": 50}),
+    "three_offloaded": (3, {"offload": True}),
+    "two_offloaded": (2, {"offload": True}),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_zero_trains_as_one_process(case, world_size):
+    assert_nothing_wrong(run_ranks(train_as_one_process, world_size, *CASES[case]))
+
+
+def checkpoint_and_go_on(stage: int, options: dict, folder) -> list[str]:
+    """Save a pruned run, go on, and let a fresh engine load it and go on as well."""
+    wrong = []
+    engine = trained(stage, **options)
+    prune_half(engine)
+    step(engine, batches(dist.get_rank())[2])
+    engine.save_checkpoint(str(folder), tag="pruned")
+    step(engine, batches(dist.get_rank())[3])
+
+    fresh = engine_of(net(), stage, **options)
+    for parameter in fresh.module.parameters():
+        with torch.no_grad():
+            parameter.add_(1)
+    prune_half(fresh)
+    fresh.load_checkpoint(str(folder), tag="pruned")
+    step(fresh, batches(dist.get_rank())[3])
+    for number, ((module, _), (other, _)) in enumerate(
+        zip(places(engine.module), places(fresh.module), strict=True)
+    ):
+        if not torch.equal(module.weight_mask, other.weight_mask):
+            wrong.append(f"the mask of layer {number} was not loaded")
+        if not torch.equal(stored(module.weight_orig, stage), stored(other.weight_orig, stage)):
+            wrong.append(f"layer {number} went on differently")
+    # Other masks than those that this process pruned to, and nothing else.
+    problems = [str(problem) for problem in prune.verify(fresh, raise_errors=False).all_problems]
+    return wrong + [problem for problem in problems if "was changed since" not in problem]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_checkpoint_continues_and_consolidates(stage, tmp_path):
+    assert_nothing_wrong(run_ranks(checkpoint_and_go_on, 2, stage, {}, tmp_path))
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    state = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="pruned")
+    assert [name for name in state if "_orig" in name] == []
+    pruned = sum(int((state[name] == 0).sum()) for name in NAMES)
+    assert pruned == round(0.5 * sum(state[name].numel() for name in NAMES))
+    # What torch loads is the pruned model, under its own names.
+    assert set(net().state_dict()) <= set(state)
+
+
+def bf16_ranks_what_the_forward_uses(stage: int) -> list[str]:
+    start()
+    engine = engine_of(net(), stage, bf16={"enabled": True})
+    for batch in batches(dist.get_rank())[:3]:
+        step(engine, batch)
+    values = [whole(engine, name) for name in NAMES]
+    assert {value.dtype for value in values} == {torch.bfloat16}
+    keeps = reference.prune(values, 0.5)
+    report = prune_half(engine)
+    step(engine, batches(dist.get_rank())[3])
+    wrong = [] if report.num_pruned == 62 else [f"{report.num_pruned} pruned"]
+    for number, (module, _) in enumerate(places(engine.module)):
+        if not torch.equal(my_run(module.weight_mask, 0) != 0, my_run(keeps[number], stage)):
+            wrong.append(f"mask of layer {number}")
+        orig = whole(engine, NAMES[number] + "_orig")
+        if not torch.equal(orig[~keeps[number]], torch.zeros_like(orig[~keeps[number]])):
+            wrong.append(f"layer {number} is not zero where it is pruned")
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_low_precision_is_ranked_as_the_forward_uses_it(stage):
+    assert_nothing_wrong(run_ranks(bf16_ranks_what_the_forward_uses, 3, stage))
+
+
+def criteria_equal_those_of_replicas(stage: int) -> list[str]:
+    """Of single batches and of averaged gradients, before and after a pruning."""
+    engine, dense, wrong = trained(stage, 0, optimizer=STILL), net(), []
+    batch = batches(dist.get_rank())[0]
+    for when in ("dense", "pruned"):
+        scores = []
+        for model in (engine, dense):
+            module = unwrap(model)
+            snip, fisher = SNIP(places(module)), Fisher(places(module), unit="rank_batch")
+            with fisher.calibrating(), fisher.batch():
+                loss = model(batch).square().mean()
+                engine.backward(loss) if model is engine else loss.backward()
+            if model is dense:
+                for parameter in dense.parameters():
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= dist.get_world_size()
+            if stage == 3:
+                snip.update()
+            elif model is engine:
+                with pytest.raises(NotImplementedError, match="rank_batch"):
+                    snip.update()
+            scores.append([snip.scores() if stage == 3 else {}, fisher.scores()])
+            if model is engine:
+                engine.step()  # at a rate of 0
+                with pytest.raises((RuntimeError, NotImplementedError), match="gradient"):
+                    snip.update()
+            dense.zero_grad()
+        for kind, found, expected in zip(("snip", "fisher"), *scores, strict=True):
+            for one, other in zip(found.values(), expected.values(), strict=True):
+                other = my_run(other, stage)
+                if not torch.allclose(one.reshape(-1), other, rtol=1e-5, atol=1e-9):
+                    wrong.append(f"{when}: {kind}: {one} {other}")
+        prune_half(engine)
+        prune_half(dense)
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_criteria_equal_those_of_replicas(stage):
+    assert_nothing_wrong(run_ranks(criteria_equal_those_of_replicas, 2, stage))
+
+
+def frozen_and_tied(stage: int) -> list[str]:
+    """A parameter that is never trained, and one that two modules have."""
+    start()
+    model = net()
+    model.layers[0].weight.requires_grad_(False)
+    model.layers.append(nn.Linear(SIZES[2], SIZES[3]))
+    model.layers[3].weight = model.layers[2].weight
+    model.forward = lambda x: (
+        model.layers[2](h := model.layers[1](model.layers[0](x))) + model.layers[3](h)
+    )
+    values = [model.get_parameter(name).detach().clone() for name in NAMES]
+    keeps = reference.prune(values, 0.5)
+    engine = engine_of(model, stage)
+    report = prune_half(engine)
+    wrong = [] if report.num_pruned == 62 else [f"{report.num_pruned} are pruned"]
+    for batch in batches(dist.get_rank())[:2]:
+        step(engine, batch)
+    for number, (module, _) in enumerate(places(engine.module)):
+        orig = whole(engine, NAMES[number] + "_orig")
+        weight = orig if stage == 3 else module.weight
+        if not torch.equal(weight == 0, ~keeps[number]):
+            wrong.append(f"layer {number}: other elements are zero than the reference pruned")
+    return [*wrong, *prune.verify(engine, raise_errors=False).all_problems]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_and_tied_parameters(stage):
+    assert_nothing_wrong(run_ranks(frozen_and_tied, 2, stage))
+
+
+def refuses(stage: int, case: str) -> list[str]:
+    """The error of every rank; nothing has changed."""
+    import deepspeed
+
+    start()
+    if case == "before initialize":
+        with deepspeed.zero.Init(
+            config_dict_or_path={
+                "train_micro_batch_size_per_gpu": 2,
+                "zero_optimization": {"stage": 3},
+            }
+        ):
+            model = net()
+        target = model
+    else:
+        engine = engine_of(net(), stage)
+        target = engine
+        if case == "NaN" and dist.get_rank() == 1:
+            module = engine.module.layers[0]
+            stored(module.weight, stage).fill_(float("nan"))
+    try:
+        prune_half(target)
+    except (NotImplementedError, ValueError) as error:
+        names = [name for name, _ in prune.select(target)[0][0].named_parameters()]
+        return [f"{type(error).__name__}: {error}", *(n for n in names if n.endswith("_orig"))]
+    return ["nothing was raised"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "case", "text"),
+    [(3, "before initialize", "prune after deepspeed.initialize"), (3, "NaN", "layers.0.weight")],
+)
+def test_what_cannot_be_held_is_refused(stage, case, text):
+    found = run_ranks(refuses, 2, stage, case)
+    assert all(len(errors) == 1 and text in errors[0] for errors in found), found
+
+
+def single_parameter_functions(stage: int) -> list[str]:
+    engine = trained(stage)
+    module = engine.module.layers[1]
+    value = whole(engine, NAMES[1])
+    prune.l1_unstructured(module, "weight", 0.3)
+    prune.random_unstructured(module, "weight", 10)
+    (keep,) = reference.prune([value], 0.3)
+    wrong = []
+    masks = my_run(module.weight_mask, 0) != 0
+    if bool((masks & ~my_run(keep, stage)).any()):
+        wrong.append("l1_unstructured")
+    step(engine, batches(dist.get_rank())[2])
+    before = whole(engine, NAMES[1] + "_orig")
+    prune.remove(module, "weight")
+    if prune.is_pruned(module) or "weight" not in dict(module.named_parameters()):
+        wrong.append("remove left something")
+    if not torch.equal(before, whole(engine, NAMES[1])):
+        wrong.append("remove changed a value")
+    number = int((before == 0).sum())
+    if number != round(0.3 * 45) + 10:
+        wrong.append(f"{number} are pruned")
+    step(engine, batches(dist.get_rank())[3])
+    if not bool((whole(engine, NAMES[1]) != 0).all()):
+        wrong.append("what is no longer pruned is not trained")
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_single_parameter_functions(stage):
+    assert_nothing_wrong(run_ranks(single_parameter_functions, 2, stage))
+
+
+def verify_finds(stage: int) -> list[str]:
+    engine = trained(stage)
+    prune_half(engine)
+    module = engine.module.layers[0]
+    with torch.no_grad():
+        stored(module.weight_orig, stage).fill_(1)
+    problems = [str(each) for each in prune.verify(engine, raise_errors=False).all_problems]
+    step(engine, batches(dist.get_rank())[2])
+    return [*problems, *prune.verify(engine).all_problems]
+
+
+def test_verify_finds_pruned_elements_that_are_not_zero():
+    for found in run_ranks(verify_finds, 2, 3):
+        assert len(found) == 2, found  # one for each rank, and none after the step
+        assert all("not zero in what the rank stores" in problem for problem in found)
+
+
+def reconstruct_is_refused(stage: int) -> list[str]:
+    engine = trained(stage)
+    targets = prune.select(engine)
+    grams = prune.statistics.GramMatrices(targets)
+    with grams.collecting(), torch.no_grad():
+        engine(batches(dist.get_rank())[0])
+    prune_half(engine)
+    with pytest.raises(NotImplementedError, match="weights before the pruning are gone"):
+        prune.reconstruct(targets, grams)
+    return []
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_that_are_gone_are_not_reconstructed(stage):
+    assert_nothing_wrong(run_ranks(reconstruct_is_refused, 2, stage))
+
+
+def pruned_before(stage: int) -> list[str]:
+    """Masks that were made before DeepSpeed took the model, and shard_masks afterwards."""
+    start()
+    model = net()
+    prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
+    keeps = [module.weight_mask != 0 for module, _ in places(model)]
+    engine = engine_of(model, stage)
+    wrong = [] if prune.shard_masks(engine) == (3 if stage == 3 else 0) else ["number"]
+    for batch in batches(dist.get_rank())[:2]:
+        step(engine, batch)
+    for number, (module, _) in enumerate(places(engine.module)):
+        kept = my_run(keeps[number], stage)
+        if not torch.equal(my_run(module.weight_mask, 0) != 0, kept):
+            wrong.append(f"mask of layer {number}")
+        if bool(stored(module.weight_orig, stage)[~kept].any()):
+            wrong.append(f"layer {number} is not zero where it is pruned")
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_pruned_before_initialize(stage):
+    assert_nothing_wrong(run_ranks(pruned_before, 2, stage))
+
+
+@contextlib.contextmanager
+def launched_by_accelerate():
+    """What ``accelerate launch --use_deepspeed`` sets; reset afterwards."""
+    from accelerate import DistributedType
+    from accelerate.state import AcceleratorState, PartialState
+
+    start()
+    prepare = PartialState._prepare_backend
+    variables = {
+        "ACCELERATE_USE_DEEPSPEED": "true", "LOCAL_WORLD_SIZE": str(dist.get_world_size()),
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "29999",
+    }  # fmt: skip
+    os.environ |= variables
+    # Without a GPU accelerate takes DeepSpeed for one process; nothing else is simulated here.
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
+    try:
+        yield
+    finally:
+        PartialState._prepare_backend = prepare
+        AcceleratorState._reset_state(True)
+        for name in variables:
+            os.environ.pop(name, None)
+
+
+def config_of(stage: int) -> dict:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {
+            "stage": stage, "stage3_gather_16bit_weights_on_model_save": True
+        },
+        "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+
+
+def with_accelerate(stage: int, folder) -> list[str]:
+    """What a user of accelerate does: prepare, prune, train, save, load into a dense model."""
+    import accelerate
+
+    from distprune.integrations.accelerate import check_wrapping, load_state, register_pruning
+
+    with launched_by_accelerate():
+        plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config_of(stage))
+        accelerator = accelerate.Accelerator(deepspeed_plugin=plugin)
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        engine, optimizer = accelerator.prepare(model, optimizer)
+        wrong = [] if check_wrapping(accelerator, engine) == f"zero{stage}" else ["kind"]
+        register_pruning(accelerator, engine)
+        for number, batch in enumerate(batches(dist.get_rank())[:3]):
+            if number == 1:
+                prune_half(engine)
+            accelerator.backward(engine(batch).square().mean())
+            optimizer.step()
+        accelerator.save_state(folder)
+        kept = [stored(m.weight_orig, stage).clone() for m, _ in places(engine.module)]
+        accelerator.free_memory()
+        model = net()
+        engine, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        load_state(accelerator, folder, engine)
+        for (module, _), values in zip(places(engine.module), kept, strict=True):
+            if not torch.equal(stored(module.weight_orig, stage), values):
+                wrong.append("weights were not loaded")
+        return wrong
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_with_accelerate(stage, tmp_path):
+    assert_nothing_wrong(run_ranks(with_accelerate, 2, stage, tmp_path))
+
+
+def with_trainer(stage: int, folder) -> list[str]:
+    """A run that was stopped and resumed ends as an undisturbed one; what it saves is ordinary."""
+    from test_transformers import SCHEDULE, StopAt, make_trainer
+    from transformers import LlamaForCausalLM
+
+    from distprune.criteria import SNIP
+    from distprune.integrations.transformers import PruningCallback
+
+    def train(name: str, *callbacks, resume=False):
+        options = {"use_cpu": False, "deepspeed": config_of(stage)}
+        trainer = make_trainer(folder / name, list(callbacks), **options)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    with launched_by_accelerate():
+        with pytest.raises(NotImplementedError, match="between backward and step"):
+            train("criterion", PruningCallback(SCHEDULE, criterion=SNIP))
+        train("whole", PruningCallback(SCHEDULE)).save_model(str(folder / "saved"))
+        train("parts", PruningCallback(SCHEDULE), StopAt(5))
+        train("parts", PruningCallback(SCHEDULE), resume=True).save_model(str(folder / "resumed"))
+    dist.barrier()
+    one, other = (
+        LlamaForCausalLM.from_pretrained(folder / name).state_dict()
+        for name in ("saved", "resumed")
+    )
+    wrong = [name for name in one if not torch.equal(one[name], other[name])]
+    pruned = [value for name, value in one.items() if name.endswith("proj.weight")]
+    number = sum(int((value == 0).sum()) for value in pruned)
+    if number < 0.79 * sum(value.numel() for value in pruned):
+        wrong.append(f"{number} elements are zero")
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_with_the_trainer(stage, tmp_path):
+    assert_nothing_wrong(run_ranks(with_trainer, 2, stage, tmp_path))
