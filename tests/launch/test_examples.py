@@ -54,6 +54,15 @@ def test_prune_trainer(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.thorough
+def test_prune_ray():
+    pytest.importorskip("ray.train", reason="Ray is not among what the tests install")
+    status, output = run("examples/prune_ray.py")
+    assert status == 0, output
+    assert "'sparsity': 0.8} in Checkpoint(" in output
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
 def test_lottery_ticket():
     """Sharded; alone, it finds tickets of the same sizes."""
     _, output = run("launch/torchrun.sh", ROOT / "examples" / "lottery_ticket.py")
