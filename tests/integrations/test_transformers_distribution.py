@@ -1,5 +1,7 @@
 """Models that transformers distributes itself: from_pretrained(distributed_config=...)."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from distprune import checkpoint, language_models
 from distprune.criteria import SNIP
 from distprune.testing import run_ranks
 from helpers import reference
+from helpers.comparisons import assert_nothing_wrong
 from helpers.tiny_transformers import save_tiny, tiny_model
 from helpers.wrappings import local
 
@@ -276,3 +279,33 @@ def refusal(folder, name):
 def test_experts_cut_by_columns_are_refused_by_name(folders, name):
     for text in run_ranks(refusal, 2, folders("mixtral"), name):
         assert "gate_up_proj: placement _S(1, 2)" in text or "_StridedShard" in text, text
+
+
+def train_with_the_trainer(folder) -> list[str]:
+    """The callback prunes a model that is sharded already; what is saved is an ordinary one."""
+    from test_transformers import SCHEDULE, make_trainer
+
+    from distprune.integrations.transformers import PruningCallback
+
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29988"}
+    distribution = transformers.distributed.DistributedConfig(fsdp_size=2)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "model", distributed_config=distribution
+    )
+    callback = PruningCallback(SCHEDULE, verify_every=1)
+    # transformers 5.23 refuses to save what it could not resume.
+    trainer = make_trainer(folder / "runs", [callback], model, save_strategy="no")
+    trainer.train()
+    trainer.save_model(str(folder / "trained"))
+    dist.barrier()
+    saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "trained")
+    pairs = prune.select(saved)
+    number = sum(int((module.weight == 0).sum()) for module, _ in pairs)
+    expected = round(0.8 * sum(module.weight.numel() for module, _ in pairs))
+    return [] if number == expected else [f"{number} weights are zero, expected {expected}"]
+
+
+def test_the_trainer_takes_such_a_model(folders):
+    assert_nothing_wrong(run_ranks(train_with_the_trainer, 2, folders("llama")))
