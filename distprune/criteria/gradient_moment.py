@@ -16,6 +16,7 @@ from distprune.criteria.base import Criterion, Unit, checked_unit
 from distprune.criteria.rank_batch import RankBatchSums, add_moment
 from distprune.shards.gradients import ranks_with_shards, unaveraged_gradients
 from distprune.shards.rank_batches import Power, checked_loss_scale, checked_weight, factor_of
+from distprune.torch_private.masked_value import base_class, own_property
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -234,6 +235,13 @@ class GradientMoment(Criterion):
         parts = self._parts()
         for part in parts:
             part.check_trainable()
+            module, name = part.pair
+            if own_property(base_class(module), name) is not None:
+                raise NotImplementedError(
+                    f"{part.label}: {type(module).__name__} gathers it in a property (SimpleFSDP), "
+                    "where the gradients of single ranks are not seen; expected "
+                    'unit="global_batch".'
+                )
         shards = [part.shard for part in parts]
         sums = RankBatchSums(
             unaveraged_gradients(shards, self._group),

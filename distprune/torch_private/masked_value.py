@@ -7,6 +7,8 @@ A value set before forward is not enough in two cases:
 - ``nn.MultiheadAttention`` reads ``out_proj.weight`` without calling ``out_proj``,
   so no hook on ``out_proj`` ever runs.
 
+A class may also compute ``weight`` in a property of its own; then that gets the masked value.
+
 There the module gets a subclass of its class with a property, made once per class and set of
 names, as ``torch.nn.utils.parametrize`` does. Every other module keeps its class.
 
@@ -19,6 +21,7 @@ fsdp2).
 from __future__ import annotations
 
 import functools
+import inspect
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -144,7 +147,11 @@ def _live_class(base: type, names: tuple[str, ...]) -> type:
         "__doc__": base.__doc__,
         "__reduce_ex__": _reduce,
     }
-    attributes |= {name: _live_value(name) for name in names}
+    for name in names:
+        computed = own_property(base, name)
+        attributes[name] = (
+            _live_value(name) if computed is None else _computed_value(name, computed)
+        )
     if hasattr(base, "_orig_cls_mro_index"):  # where FSDPModule.__new__ finds the user's class
         attributes["_orig_cls_mro_index"] = base._orig_cls_mro_index + 1
     return type(base.__name__, (base,), attributes)
@@ -158,6 +165,34 @@ def _live_value(name: str) -> property:
         return masked_value(module, name)
 
     return property(get, _refuse)
+
+
+def _computed_value(name: str, computed: property) -> property:
+    def get(module: nn.Module) -> Tensor:
+        result: Tensor = computed.__get__(_WithValue(module, name, masked_value(module, name)))
+        return result
+
+    return property(get, _refuse)
+
+
+def own_property(cls: type, name: str) -> property | None:
+    """The property by which a class computes ``module.<name>`` of what it registers, if it does.
+
+    torchtitan's SimpleFSDP gathers parameters in such properties.
+    """
+    value = inspect.getattr_static(cls, name, None)
+    return value if isinstance(value, property) else None
+
+
+class _WithValue:
+    """A module whose registered parameter is another tensor: what its own property reads."""
+
+    def __init__(self, module: nn.Module, name: str, value: Tensor) -> None:
+        self._module = module
+        self._parameters = {**module._parameters, name: value}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 def _refuse(module: nn.Module, value: Any) -> None:

@@ -4,6 +4,7 @@ Of a mixture it shards the experts on a mesh (efsdp, ep) and all else on (fsdp,)
 FSDP2 or in two; experts are cut along dimension 1 where there are more ranks than experts.
 """
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,9 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 import distprune as prune
+from distprune.criteria import Fisher
 from distprune.testing import run_ranks
 from helpers import reference
 from helpers.comparisons import assert_nothing_wrong
@@ -105,3 +114,74 @@ def test_ten_steps_of_titans_layouts_equal_one_process(layout):
     if not hasattr(_fsdp_common, "ShardPlacementResult"):
         pytest.skip("in this torch a group of FSDP2 has one mesh")
     assert_nothing_wrong(run_ranks(differences, 4, layout))
+
+
+def simple_fsdp(model: nn.Module, mesh: DeviceMesh, placements: list[Placement]) -> nn.Module:
+    """Parameters as DTensors, gathered by properties of the modules, as SimpleFSDP does."""
+
+    def gathered(parameter: DTensor) -> Tensor:
+        whole = parameter.redistribute(placements=[Replicate()] * mesh.ndim)
+        return whole.to_local(grad_placements=[Partial()] * mesh.ndim)
+
+    for module in model.modules():
+        names = [name for name, parameter in module._parameters.items() if parameter is not None]
+        for name in names:
+            shards = distribute_tensor(module._parameters[name].detach(), mesh, placements)
+            module._parameters[name] = nn.Parameter(shards)
+        properties = {
+            name: property(lambda self, name=name: gathered(self._parameters[name]))
+            for name in names
+        }
+        module.__class__ = type(f"Simple{type(module).__name__}", (type(module),), properties)
+    return model
+
+
+def train_simple_fsdp(mode: str) -> list[str]:
+    sizes = (2, 2) if mode == "hybrid" else (dist.get_world_size(),)
+    mesh = init_device_mesh("cpu", sizes)
+    kinds = {"shard": [Shard(0)], "replicate": [Replicate()], "hybrid": [Replicate(), Shard(0)]}
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    model = simple_fsdp(copy.deepcopy(dense), mesh, kinds[mode])
+    indices = [
+        local(distribute_tensor(torch.arange(w.numel()).view(w.shape), mesh, kinds[mode]))
+        for w in (dense[0].weight, dense[2].weight)
+    ]
+    optimizers = [torch.optim.SGD(m.parameters(), 0.05, foreach=False) for m in (model, dense)]
+    batches = torch.randn(NUM_STEPS, dist.get_world_size(), 2, 5)
+    dist.broadcast(batches, 0)
+    keeps, wrong = None, []
+    fisher = Fisher(prune.select(model), unit="rank_batch")
+    with pytest.raises(NotImplementedError, match="in a property"), fisher.calibrating():
+        pass
+    for step, batch in enumerate(batches):
+        if step in (2, 6):
+            keeps = reference.prune([dense[n].weight.detach() for n in (0, 2)], 0.4, keeps)
+            prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.4)
+        for number, keep in zip((0, 2), keeps or (), strict=bool(keeps)):
+            dense[number].weight.data.mul_(keep)
+        model(batch[dist.get_rank()]).square().sum().backward()
+        dense(batch.flatten(0, 1)).square().sum().backward()
+        for number, keep in zip((0, 2), keeps or (), strict=bool(keeps)):
+            dense[number].weight.grad.mul_(keep)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for number, mine, keep in zip((0, 2), indices, keeps or (), strict=bool(keeps)):
+            if not torch.equal(local(model[number].weight_mask), keep.view(-1)[mine]):
+                wrong.append(f"step {step}: mask of {number}")
+            if not torch.allclose(
+                model[number].weight, dense[number].weight * keep, rtol=0, atol=1e-5
+            ):
+                wrong.append(f"step {step}: weight of {number}")
+    prune.verify(model)
+    prune.remove(model[0], "weight")
+    if bool(local(model[0]._parameters["weight"])[~keeps[0].view(-1)[indices[0]]].any()):
+        wrong.append("remove left no zeros")
+    model(batches[0][0])
+    return wrong
+
+
+@pytest.mark.parametrize(("mode", "world_size"), [("shard", 2), ("replicate", 2), ("hybrid", 4)])
+def test_simple_fsdp(mode, world_size):
+    assert_nothing_wrong(run_ranks(train_simple_fsdp, world_size, mode))
