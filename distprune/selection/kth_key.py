@@ -28,7 +28,6 @@ from distprune.selection.radix import (
     narrowed,
     within,
 )
-from distprune.selection.small import is_small
 from distprune.selection.tallies import keys_of_tally
 
 
@@ -53,7 +52,7 @@ class KthKey:
 
     def indices_of_ties(self, part: Candidates, position: int) -> Tensor | None:
         """Global indices, 1-d, of this rank's ties in a parameter; None if none were collected."""
-        if self.scanned is None or is_small(part):
+        if self.scanned is None or part.is_small:
             return None
         return concatenate(
             [
