@@ -6,6 +6,7 @@ numpy has no bfloat16. torch's comparisons of bytes take twenty times as long.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,7 @@ def is_one(mask: Tensor, out: Array | None = None) -> Array:
     return flags
 
 
+@functools.cache
 def bits_of_one(dtype: torch.dtype) -> np.integer[Any]:
     """The bits of 1 in a dtype, as an integer of its size."""
     ones = torch.ones(1, dtype=dtype).view(INTEGERS[dtype.itemsize]).numpy()

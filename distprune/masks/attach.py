@@ -73,33 +73,14 @@ class Transaction:
     def detach(
         self, module: nn.Module, name: str, final: Tensor | None, managed: Managed | None
     ) -> None:
-        """Make the pruning of ``module.<name>`` final. The caller deletes the hook, as in torch.
-
-        Args:
-            final: the local masked values, with pruned elements at +0; None keeps the unmasked
-                values. Outside FSDP the parameter gets this memory, as in torch: a state dict that
-                was taken before, and a graph whose backward is still to come, keep the old one.
-            managed: the wrapper's record of the parameter, if a wrapper manages it.
-        """
+        """:func:`detach`, but for the values, so that it can be undone."""
         if managed is not None:
             owners, is_renamed = _owners(module, name, managed)
             self._remember(owners, name, managed, is_renamed)
-            if final is not None:
-                managed.write(final)
-            _unmask_shards(owners, name, managed)
-            others = [(owner, name) for owner in owners[1:]]
         else:
-            parameter = module._parameters[orig_key(name)]
-            assert parameter is not None
-            others = _tied_places(module, name)
-            if final is not None:
-                rebind(parameter, final)
-            for owner, owned_name in [(module, name), *others]:
+            for owner, owned_name in [(module, name), *_tied_places(module, name)]:
                 self._remember([owner], owned_name, None, False)
-                _restore_parameter(owner, owned_name)
-                _refresh_flat_weights(owner, owned_name)
-        for owner, owned_name in others:
-            unregister(owner, owned_name)
+        detach(module, name, final, managed)
 
     def rollback(self) -> None:
         """Leave every module as it was."""
@@ -112,6 +93,34 @@ class Transaction:
         shard_mask = owners[0].__dict__.get(masked_value.shard_mask_key(name))
         saved = [_saved(owner, name) for owner in owners]
         self._changes.append(_Change(owners, name, managed, was_renamed, shard_mask, saved))
+
+
+def detach(module: nn.Module, name: str, final: Tensor | None, managed: Managed | None) -> None:
+    """Make the pruning of ``module.<name>`` final. The caller deletes the hook, as in torch.
+
+    Args:
+        final: the local masked values, with pruned elements at +0; None keeps the unmasked
+            values. Outside FSDP the parameter gets this memory, as in torch: a state dict that
+            was taken before, and a graph whose backward is still to come, keep the old one.
+        managed: the wrapper's record of the parameter, if a wrapper manages it.
+    """
+    if managed is not None:
+        owners, _ = _owners(module, name, managed)
+        if final is not None:
+            managed.write(final)
+        _unmask_shards(owners, name, managed)
+        others = [(owner, name) for owner in owners[1:]]
+    else:
+        parameter = module._parameters[orig_key(name)]
+        assert parameter is not None
+        others = _tied_places(module, name)
+        if final is not None:
+            rebind(parameter, final)
+        for owner, owned_name in [(module, name), *others]:
+            _restore_parameter(owner, owned_name)
+            _refresh_flat_weights(owner, owned_name)
+    for owner, owned_name in others:
+        unregister(owner, owned_name)
 
 
 # What pruning changes of a module: its class, the contents of its registries, its buffers that are

@@ -118,7 +118,8 @@ def count_each_live(live: Sequence[Tensor | None], counted: Sequence[range]) -> 
         if mask is None:
             continue
         if memory.takes_numpy(mask.device) and 0 < len(positions) <= candidates.MOST_ELEMENTS:
-            few[position] = mask[positions.start : positions.stop]
+            is_whole = len(positions) == len(mask)
+            few[position] = mask if is_whole else mask[positions.start : positions.stop]
             continue
         spans = spans_of(positions, mask.device, mask.itemsize)
         chunks += [(position, mask[span.start : span.stop]) for span in spans]

@@ -65,7 +65,7 @@ class Batch:
     def masks(self) -> Tensor | None:
         """The masks in force of all segments, one after the other; None if there are none."""
         masks = [
-            part.live[span.start : span.stop]
+            part.live if len(span) == part.num_local else part.live[span.start : span.stop]
             for part, span in zip(self.parts, self.spans, strict=True)
             if part.live is not None
         ]
