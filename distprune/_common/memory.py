@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import re
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,22 +116,6 @@ def concatenate(tensors: Sequence[Tensor]) -> Tensor:
     if all(takes_numpy(tensor.device) for tensor in filled):
         return torch.from_numpy(np.concatenate([tensor.numpy() for tensor in filled]))
     return torch.cat([tensor.to(filled[0].device) for tensor in filled]).cpu()
-
-
-@contextlib.contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Run a block that makes many objects which stay, and hardly any garbage in cycles.
-
-    Python looks through all objects of the process whenever their number has grown by a quarter:
-    beside thousands of parameters that takes as long as pruning them.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def peak_rss_bytes() -> int:

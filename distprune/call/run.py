@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distprune._common.collectives import Communicator
-from distprune._common.memory import without_garbage_collection
+from distprune._common.garbage import without_garbage_collection
 from distprune._common.report_text import share as share_of
 from distprune.call.grouping import Grouping
 from distprune.call.reading import agree_on_share, read_parameters

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distprune._common.collectives import Communicator
-from distprune._common.memory import without_garbage_collection
+from distprune._common.garbage import without_garbage_collection
 from distprune._common.naming import Pair, checked_pair, label_of, tied_places
 from distprune._common.process_groups import world
 from distprune.call.report import PruningReport
