@@ -7,6 +7,7 @@ the next round brackets inside the interval that two exact counts leave.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -121,7 +122,11 @@ class Reading:
     scanned: Scan | None = None
     drafted: Scan | None = None
     local_counts: dict[int, list[int]] = field(default_factory=dict)
-    generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    @functools.cached_property
+    def generator(self) -> np.random.Generator:
+        """Of the positions to sample; few elements need none."""
+        return np.random.default_rng(0)
 
     def find(self, k: int) -> Search[KthKey]:
         """The k-th key (1-based)."""
