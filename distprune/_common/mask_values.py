@@ -53,6 +53,25 @@ def bits_of_one(dtype: torch.dtype) -> np.integer[Any]:
     return one
 
 
+def zero_pruned(values: Tensor, mask: Tensor) -> None:
+    """Write +0, in place, wherever a mask is 0: also over -0.0, inf and NaN.
+
+    Args:
+        values: of any dtype; no other tensor is to see the change.
+        mask: of any dtype, of the same shape, on the same device.
+
+    Cost: on the CPU a multiplication of the bits by 0 or 1; torch's masked_fill_ branches at every
+    element, and takes 5 to 20 times as long where zeros are scattered.
+    """
+    if values.device.type != "cpu" or values.itemsize not in INTEGERS:
+        values.masked_fill_(mask.logical_not(), 0)
+        return
+    keep = is_zero(mask)
+    np.logical_not(keep, out=keep)
+    bits = values.view(INTEGERS[values.itemsize]).numpy()
+    np.multiply(bits, keep, out=bits)
+
+
 # 1 MiB of float32: the temporaries of a chunk stay in a core's cache.
 _CHUNK = 1 << 18
 # For fewer elements, torch's product takes less time than the calls of the chunked one.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.amount import Amount, checked_count
+from distprune._common.mask_values import zero_pruned
 from distprune._common.naming import NamedParameter, unwrap
 from distprune.call.reading import read_at_rest
 from distprune.call.request import Decision, Fact, PruningArguments, PruningCall
@@ -304,7 +305,8 @@ class BasePruningMethod(PruningHook, ABC):
             assert shard.mask is not None
             if shard.is_sharded or self.multiplies:
                 # +0 wherever the mask is 0, also where -0.0, inf or NaN stood.
-                final = shard.live_values().masked_fill_(shard.mask.logical_not(), 0)
+                final = shard.live_values()
+                zero_pruned(final, shard.mask)
             else:
                 final = self.apply_mask(module)
             present = find_hook(module, name)
