@@ -101,16 +101,39 @@ _OF_TORCH = (  # private in torch.nn.utils.prune, but programs call them
 if not TYPE_CHECKING:  # a checker would take any name for one of the library
 
     def __getattr__(name: str) -> object:
-        """Import the library when one of its names is first used.
+        """Import a name of the library, and what it needs, when it is first used.
 
         The command line is a part of this package, and its ``--help`` need not wait seconds for
-        torch.
+        torch. A first pruning needs half of the library.
         """
         if name not in __all__ and name not in _OF_TORCH:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module("distprune._public"), name)
+        home = _homes().get(name, _TABLE)
+        if home == __name__:  # a module of its own
+            value = importlib.import_module(f"{home}.{name}")
+        else:
+            value = getattr(importlib.import_module(home), name)
         globals()[name] = value
         return value
+
+    _TABLE = "distprune._public"
+    _found: dict[str, str] = {}
+
+    def _homes() -> dict[str, str]:
+        """The modules of the public names: the table of imports is read, not run.
+
+        Names that are not in it, and all of them where there is no source, come from the table.
+        """
+        if not _found:
+            import importlib.util
+            import re
+
+            spec = importlib.util.find_spec(_TABLE)
+            loader = None if spec is None else spec.loader
+            source = loader.get_source(_TABLE) if hasattr(loader, "get_source") else None
+            line = re.compile(r"^from (\S+) import (\w+) as \2$", re.MULTILINE)
+            _found.update((name, home) for home, name in line.findall(source or ""))
+        return _found
 
 
 def __dir__() -> list[str]:

@@ -200,7 +200,9 @@ class Communicator:
 
         def run_step() -> tuple[T, Sequence[tuple[str, str]]]:
             result = step()
-            return result, () if facts_of is None else facts_of(result)
+            if facts_of is None or self.size == 1:  # nobody to compare them with
+                return result, ()
+            return result, facts_of(result)
 
         began = moment()
         outcome = attempt_all(run_step)

@@ -6,6 +6,7 @@ numpy has no bfloat16. torch's comparisons of bytes take twenty times as long.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -44,11 +45,31 @@ def is_one(mask: Tensor, out: Array | None = None) -> Array:
     return flags
 
 
+@functools.cache
 def bits_of_one(dtype: torch.dtype) -> np.integer[Any]:
     """The bits of 1 in a dtype, as an integer of its size."""
     ones = torch.ones(1, dtype=dtype).view(INTEGERS[dtype.itemsize]).numpy()
     one: np.integer[Any] = ones[0]
     return one
+
+
+def zero_pruned(values: Tensor, mask: Tensor) -> None:
+    """Write +0, in place, wherever a mask is 0: also over -0.0, inf and NaN.
+
+    Args:
+        values: of any dtype; no other tensor is to see the change.
+        mask: of any dtype, of the same shape, on the same device.
+
+    Cost: on the CPU a multiplication of the bits by 0 or 1; torch's masked_fill_ branches at every
+    element, and takes 5 to 20 times as long where zeros are scattered.
+    """
+    if values.device.type != "cpu" or values.itemsize not in INTEGERS:
+        values.masked_fill_(mask.logical_not(), 0)
+        return
+    keep = is_zero(mask)
+    np.logical_not(keep, out=keep)
+    bits = values.view(INTEGERS[values.itemsize]).numpy()
+    np.multiply(bits, keep, out=bits)
 
 
 # 1 MiB of float32: the temporaries of a chunk stay in a core's cache.

@@ -92,7 +92,7 @@ SortKey = list[tuple[int, int, str]]
 
 def natural_key(name: str) -> SortKey:
     """A key to sort names by: numbers in them compare as numbers."""
-    return [_part_key(part) for part in _RUNS.findall(name)]
+    return list(map(_part_key, _RUNS.findall(name)))
 
 
 @functools.lru_cache(maxsize=1 << 16)

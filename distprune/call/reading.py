@@ -89,16 +89,16 @@ def agree_on_share(
             communicator,
             pipeline_parallel=arguments.pipeline_parallel,
         )
-    bounds, bounded = None, _bounded(targets)
+    bounds = None
     if share.has_bounds:
         bounds = communicator.run(
-            lambda: to_bounds(bounded, share.min_sparsity, share.max_sparsity),
+            lambda: to_bounds(_bounded(targets), share.min_sparsity, share.max_sparsity),
             lambda bounds: _describe_bounds(targets, bounds),
         )
     if not isinstance(share, ByBudget):
         return Together(bounds)
     division = communicator.run(
-        lambda: share.budget.divide(bounded), lambda division: division.facts
+        lambda: share.budget.divide(_bounded(targets)), lambda division: division.facts
     )
     return Divided(bounds, division=division, has_amount=share.has_amount)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from distprune._common.collectives import Communicator
+from distprune._common.garbage import without_garbage_collection
 from distprune._common.report_text import share as share_of
 from distprune.call.grouping import Grouping
 from distprune.call.reading import agree_on_share, read_parameters
@@ -78,7 +79,11 @@ def prune_parameters(
     """
     started = time.perf_counter()
     # Masks made in inference mode could never be part of a backward.
-    with communicator.exclusively(), torch.inference_mode(False):
+    with (
+        communicator.exclusively(),
+        torch.inference_mode(False),
+        without_garbage_collection(),
+    ):
         if counted is None:
             arguments, targets = read_parameters(make_arguments, communicator)
         else:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from distprune._common.garbage import without_garbage_collection
 from distprune._common.mask_bits import num_bytes_of
 from distprune.cli import describing, process
 from distprune.cli.console import (
@@ -47,6 +48,7 @@ if TYPE_CHECKING:  # torch comes with it
     from distprune.files.selecting import Verdict
 
 
+@without_garbage_collection()
 def show(terminal: Terminal, plan: Plan, *, one_by_one: bool, has_amount: bool = True) -> None:
     """Write a plan as a table and a summary."""
     planned = {tensor.entry.name: tensor for tensor in plan.tensors}
@@ -100,6 +102,7 @@ def _show_groups(terminal: Terminal, plan: Plan) -> None:
     terminal.table((*numbers, "how", "what"), rows, right=numbers)
 
 
+@without_garbage_collection()
 def as_values(plan: Plan, has_amount: bool = True) -> dict[str, Any]:
     """A plan as plain values, for JSON; without an amount, what depends on it is None."""
     planned = {tensor.entry.name: tensor for tensor in plan.tensors}

@@ -11,6 +11,7 @@ families are read from their definitions in transformers. It is never guessed: o
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -86,7 +87,6 @@ class Layouts:
                 self._given.setdefault(name, dims)
         if problems:
             raise SelectionError(problems[0], problems[1:])
-        self._conv1d_votes = self._votes()
 
     def is_given(self, entry: TensorEntry) -> bool:
         """Whether the layout comes from ``input_dims``."""
@@ -186,7 +186,8 @@ class Layouts:
             return False
         return next(iter(self._conv1d_votes)) if len(self._conv1d_votes) == 1 else None
 
-    def _votes(self) -> set[bool]:
+    @functools.cached_property
+    def _conv1d_votes(self) -> set[bool]:
         """The answers of all biases of modules named as Conv1D modules."""
         matrices = (entry for entry in self._entries.values() if len(entry.shape) == 2)
         named = (entry for entry in matrices if CONV1D_NAMES.search(entry.name))

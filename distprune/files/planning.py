@@ -21,6 +21,7 @@ from typing import Any
 from distprune._common.amount import resolve_count
 from distprune._common.blocks import Blocks, Layout
 from distprune._common.float_formats import PLAIN_FLOATS
+from distprune._common.garbage import without_garbage_collection
 from distprune._common.selecting import natural_key
 from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
@@ -141,6 +142,7 @@ class Plan:
         return tuple(other for other in others if other.name != CARD_FILE)
 
 
+@without_garbage_collection()
 def plan(
     source: str | Path,
     recipe: FileRecipe,
@@ -289,7 +291,7 @@ def _bytes_of_group(plan: Plan, group: PlannedGroup) -> int:
     num_bytes = sum(entry.nbytes for entry in entries)
     of_outliers = 3 * num_bytes if recipe.budget == "owl" else 0
     is_wide = recipe.needs_statistics or recipe.tile is not None
-    if not is_wide and all(PLAIN_FLOATS[entry.dtype].num_bytes == 2 for entry in entries):
+    if not is_wide and all(PLAIN_FLOATS[d].num_bytes == 2 for d in {e.dtype for e in entries}):
         return num_bytes + of_outliers  # a tally answers everything else
     num_reads = 1 + 2 * (recipe.normalize is not None) + (recipe.budget == "lamp")
     return num_reads * num_bytes + of_outliers

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class Transaction:
     """
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._changes: list[_Change] = []
         self._settle: list[Callable[[], None]] = []
 
     def attach(
@@ -85,37 +85,14 @@ class Transaction:
     def detach(
         self, module: nn.Module, name: str, final: Tensor | None, managed: Managed | None
     ) -> None:
-        """Make the pruning of ``module.<name>`` final. The caller deletes the hook, as in torch.
-
-        Args:
-            final: the local masked values, with pruned elements at +0; None keeps the unmasked
-                values. Outside FSDP the parameter gets this memory, as in torch: a state dict that
-                was taken before, and a graph whose backward is still to come, keep the old one.
-            managed: the wrapper's record of the parameter, if a wrapper manages it.
-        """
+        """:func:`detach`, but for the values, so that it can be undone."""
         if managed is not None:
             owners, is_renamed = _owners(module, name, managed)
             self._remember(owners, name, managed, is_renamed)
-            if final is not None:
-                managed.write(final)
-            _unmask_shards(owners, name, managed)
-            others = [(owner, name) for owner in owners[1:]]
         else:
-            parameter = module._parameters[orig_key(name)]
-            assert parameter is not None
-            others = _tied_places(module, name)
-            if final is not None:
-                if deepspeed.has_master(parameter):  # ZeRO keeps the memory of parameters
-                    parameter.data.copy_(final)
-                    deepspeed.update_master(parameter)
-                else:
-                    rebind(parameter, final)
-            for owner, owned_name in [(module, name), *others]:
+            for owner, owned_name in [(module, name), *_tied_places(module, name)]:
                 self._remember([owner], owned_name, None, False)
-                _restore_parameter(owner, owned_name)
-                _refresh_flat_weights(owner, owned_name)
-        for owner, owned_name in others:
-            unregister(owner, owned_name)
+        detach(module, name, final, managed)
 
     def commit(self) -> None:
         """Let the masks act for good, on every rank: nothing is undone any more."""
@@ -125,60 +102,116 @@ class Transaction:
 
     def rollback(self) -> None:
         """Leave every module as it was."""
-        while self._undo:
-            self._undo.pop()()
+        while self._changes:
+            self._changes.pop().undo()
 
     def _remember(
         self, owners: list[nn.Module], name: str, managed: Managed | None, was_renamed: bool
     ) -> None:
-        key = masked_value.shard_mask_key(name)
-        shard_mask: ShardMask | None = owners[0].__dict__.get(key)
-        restores = [_snapshot(owner, name) for owner in owners]
-
-        def undo() -> None:
-            new_shard_mask: ShardMask | None = owners[0].__dict__.get(key)
-            if managed is not None and new_shard_mask is not shard_mask:
-                if new_shard_mask is not None:
-                    new_shard_mask.detach()
-                if was_renamed != _owners(owners[0], name, managed)[1]:
-                    old, new = (name, orig_key(name)) if was_renamed else (orig_key(name), name)
-                    managed.rename(old, new)
-                if shard_mask is not None:
-                    shard_mask.attach()
-            for restore in restores:
-                restore()
-
-        self._undo.append(undo)
+        shard_mask = owners[0].__dict__.get(masked_value.shard_mask_key(name))
+        saved = [_saved(owner, name) for owner in owners]
+        self._changes.append(_Change(owners, name, managed, was_renamed, shard_mask, saved))
 
 
-def _snapshot(module: nn.Module, name: str) -> Callable[[], None]:
-    """Save everything that pruning changes on a module; returns a function that restores it."""
-    cls = module.__class__
-    dicts: list[dict[Any, Any]] = [
+def detach(module: nn.Module, name: str, final: Tensor | None, managed: Managed | None) -> None:
+    """Make the pruning of ``module.<name>`` final. The caller deletes the hook, as in torch.
+
+    Args:
+        final: the local masked values, with pruned elements at +0; None keeps the unmasked
+            values. Outside FSDP the parameter gets this memory, as in torch: a state dict that
+            was taken before, and a graph whose backward is still to come, keep the old one.
+        managed: the wrapper's record of the parameter, if a wrapper manages it.
+    """
+    if managed is not None:
+        owners, _ = _owners(module, name, managed)
+        if final is not None:
+            managed.write(final)
+        _unmask_shards(owners, name, managed)
+        others = [(owner, name) for owner in owners[1:]]
+    else:
+        parameter = module._parameters[orig_key(name)]
+        assert parameter is not None
+        others = _tied_places(module, name)
+        if final is not None:
+            if deepspeed.has_master(parameter):  # ZeRO keeps the memory of parameters
+                parameter.data.copy_(final)
+                deepspeed.update_master(parameter)
+            else:
+                rebind(parameter, final)
+        for owner, owned_name in [(module, name), *others]:
+            _restore_parameter(owner, owned_name)
+            _refresh_flat_weights(owner, owned_name)
+    for owner, owned_name in others:
+        unregister(owner, owned_name)
+
+
+# What pruning changes of a module: its class, the contents of its registries, its buffers that are
+# not persistent, and attributes.
+_Saved = tuple[type, list[dict[Any, Any]], set[str], dict[str, Any]]
+
+
+class _Change(NamedTuple):
+    """One parameter as it was before a change."""
+
+    owners: list[nn.Module]
+    name: str
+    managed: Managed | None
+    was_renamed: bool
+    shard_mask: ShardMask | None
+    saved: list[_Saved]
+
+    def undo(self) -> None:
+        """Leave the modules of the parameter, and its wrapper, as they were."""
+        first, name, managed = self.owners[0], self.name, self.managed
+        present: ShardMask | None = first.__dict__.get(masked_value.shard_mask_key(name))
+        if managed is not None and present is not self.shard_mask:
+            if present is not None:
+                present.detach()
+            if self.was_renamed != _owners(first, name, managed)[1]:
+                pair = (name, orig_key(name))
+                managed.rename(*(pair if self.was_renamed else pair[::-1]))
+            if self.shard_mask is not None:
+                self.shard_mask.attach()
+        for owner, saved in zip(self.owners, self.saved, strict=True):
+            _restore(owner, name, saved)
+
+
+def _registries(module: nn.Module) -> tuple[dict[Any, Any], ...]:
+    return (
         module._parameters,
         module._buffers,
         module._forward_pre_hooks,
         module._load_state_dict_post_hooks,
-    ]
-    saved = [dict(contents) for contents in dicts]
-    non_persistent = module._non_persistent_buffers_set
-    saved_non_persistent = set(non_persistent)
-    keys = (name, orig_key(name), masked_value.shard_mask_key(name), guards.KEY)
-    attributes = {key: module.__dict__[key] for key in keys if key in module.__dict__}
+    )
 
-    def restore() -> None:
-        module.__class__ = cls
-        for registry, contents in zip(dicts, saved, strict=True):
-            registry.clear()
-            registry.update(contents)
-        non_persistent.clear()
-        non_persistent.update(saved_non_persistent)
-        for key in keys:
-            module.__dict__.pop(key, None)
-        module.__dict__.update(attributes)
-        _refresh_flat_weights(module, name)
 
-    return restore
+@functools.lru_cache(maxsize=1 << 10)
+def _attributes(name: str) -> tuple[str, ...]:
+    """The attributes that pruning sets or deletes."""
+    return (name, orig_key(name), masked_value.shard_mask_key(name), guards.KEY)
+
+
+def _saved(module: nn.Module, name: str) -> _Saved:
+    own = module.__dict__
+    return (
+        module.__class__,
+        [dict(registry) for registry in _registries(module)],
+        set(module._non_persistent_buffers_set),
+        {key: own[key] for key in _attributes(name) if key in own},
+    )
+
+
+def _restore(module: nn.Module, name: str, saved: _Saved) -> None:
+    module.__class__, all_contents, non_persistent, attributes = saved
+    for registry, contents in zip(_registries(module), all_contents, strict=True):
+        registry.clear()
+        registry.update(contents)
+    module._non_persistent_buffers_set.clear()
+    module._non_persistent_buffers_set.update(non_persistent)
+    for key in _attributes(name):
+        module.__dict__.pop(key, None)
+    module.__dict__.update(attributes)
+    _refresh_flat_weights(module, name)
 
 
 def _owners(module: nn.Module, name: str, managed: Managed | None) -> tuple[list[nn.Module], bool]:
@@ -290,10 +323,14 @@ def _refresh_flat_weights(module: nn.Module, name: str) -> None:
 def _check_free(module: nn.Module, *names: str) -> None:
     # All that hasattr looks through; torch's error for what is missing takes longer than all else.
     is_plain = type(module).__getattr__ is nn.Module.__getattr__
-    registries = (module.__dict__, module._parameters, module._buffers, module._modules)
     for name in names:
-        is_taken = any(name in each for each in registries)
-        if is_taken or hasattr(type(module) if is_plain else module, name):
+        if (
+            name in module.__dict__
+            or name in module._parameters
+            or name in module._buffers
+            or name in module._modules
+            or hasattr(type(module) if is_plain else module, name)
+        ):
             raise KeyError(
                 f"{type(module).__name__} has an attribute {name!r} already; expected none, "
                 "because pruning stores its state under that name."

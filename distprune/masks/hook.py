@@ -229,7 +229,7 @@ def new_modules() -> Iterator[nn.Module]:
     One is forgotten once the caller asks for the next. Copies get their attributes when all of them
     have been copied; those without are still being made, or their copying has failed.
     """
-    for module in list(_bound):
+    for module in list(_bound) if _bound else ():  # an empty set takes longer to walk than to ask
         if "_forward_pre_hooks" in vars(module):
             yield module
             _bound.discard(module)

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.amount import Amount, checked_count
+from distprune._common.mask_values import zero_pruned
 from distprune._common.naming import NamedParameter, unwrap
 from distprune.call.reading import read_at_rest
 from distprune.call.request import Decision, Fact, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters
 from distprune.masks import checks
-from distprune.masks.attach import Transaction
+from distprune.masks.attach import Transaction, detach
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.masks.record import MaskRecord, Member, fingerprint_part, join
 from distprune.methods import mask_functions, ranking
@@ -305,11 +306,12 @@ class BasePruningMethod(PruningHook, ABC):
             assert shard.mask is not None
             if shard.is_sharded or self.multiplies:
                 # +0 wherever the mask is 0, also where -0.0, inf or NaN stood.
-                final = shard.live_values().masked_fill_(shard.mask == 0, 0)
+                final = shard.live_values()
+                zero_pruned(final, shard.mask)
             else:
                 final = self.apply_mask(module)
             present = find_hook(module, name)
-            Transaction().detach(module, name, final, shard.managed)
+            detach(module, name, final, shard.managed)
         if present is not None and present.member is not None:
             present.member.forget()
 

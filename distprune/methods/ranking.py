@@ -157,7 +157,7 @@ def scores_or_values(
         if isinstance(given, FactoredScores):
             sources.append(FactorScores.of_shard(shard, given, are_signed=are_signed))
         else:
-            sources.append(TensorScores(shard.flat(shard.values if given is None else given)))
+            sources.append(TensorScores(shard.flat_values if given is None else shard.flat(given)))
     return sources
 
 

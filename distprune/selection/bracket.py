@@ -29,7 +29,7 @@ from distprune.selection.candidates import Candidates, Interval
 from distprune.selection.kernels import kernels_on
 from distprune.selection.keys import KeyRange
 from distprune.selection.radix import Descent, Search, binning, descent_over, narrowed, within
-from distprune.selection.small import batches_of, is_small
+from distprune.selection.small import batches_of
 
 # A bracket this many standard deviations wide misses about once in a million.
 _SIGMAS = 5.0
@@ -211,11 +211,11 @@ def sample(
     """
     found = []
     for part in parts:
-        if not is_small(part):
+        if not part.is_small:
             runs = _runs(part.counted, rate, generator)
             if runs.numbers.numel():
                 found.append(kernels_on(part.device).gather(part, runs, dead))
-    few = [position for position, part in enumerate(parts) if is_small(part)]
+    few = [position for position, part in enumerate(parts) if part.is_small]
     for batch in batches_of(parts, few, only_counted=True):
         runs = _runs(range(batch.bounds[-1]), rate, generator)
         if runs.numbers.numel():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 
 from distprune._common.collectives import Communicator
-from distprune._common.memory import Count, Runs, Scratch
-from distprune.selection.keys import KeyRange, Keys
+from distprune._common.memory import INTEGERS, SERIAL, Count, Runs, Scratch, takes_numpy
+from distprune.selection.keys import KeyRange, Keys, ScoreKeys
 from distprune.selection.scores import Tally
 from distprune.shards.geometry import IndexMap
 from distprune.shards.shard import LocalShard
 
+# Parts of more elements are visited one by one; see small.py.
+MOST_ELEMENTS = SERIAL
 # Closed interval of keys.
 Interval = tuple[int, int]
 
@@ -55,6 +58,18 @@ class Candidates:
     num_local: int
     numel: int
     device: torch.device
+
+    @functools.cached_property
+    def is_small(self) -> bool:
+        """Whether the part is visited together with others, by small.py."""
+        keys = self.keys
+        return (
+            0 < self.num_local <= MOST_ELEMENTS
+            and isinstance(keys, ScoreKeys)
+            and keys.scores.is_in_memory
+            and takes_numpy(self.device)
+            and (self.live is None or self.live.itemsize in INTEGERS)
+        )
 
     def counted_in(self, span: range) -> slice:
         """The elements of a span that this rank counts, from the beginning of the span."""

@@ -7,6 +7,7 @@ the next round brackets inside the interval that two exact counts leave.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,6 @@ from distprune.selection.radix import (
     narrowed,
     within,
 )
-from distprune.selection.small import is_small
 from distprune.selection.tallies import keys_of_tally
 
 
@@ -53,7 +53,7 @@ class KthKey:
 
     def indices_of_ties(self, part: Candidates, position: int) -> Tensor | None:
         """Global indices, 1-d, of this rank's ties in a parameter; None if none were collected."""
-        if self.scanned is None or is_small(part):
+        if self.scanned is None or part.is_small:
             return None
         return concatenate(
             [
@@ -122,7 +122,11 @@ class Reading:
     scanned: Scan | None = None
     drafted: Scan | None = None
     local_counts: dict[int, list[int]] = field(default_factory=dict)
-    generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    @functools.cached_property
+    def generator(self) -> np.random.Generator:
+        """Of the positions to sample; few elements need none."""
+        return np.random.default_rng(0)
 
     def find(self, k: int) -> Search[KthKey]:
         """The k-th key (1-based)."""

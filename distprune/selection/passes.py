@@ -38,7 +38,7 @@ from torch import Tensor
 
 from distprune._common import memory
 from distprune._common.memory import Count, Scratch, concatenate, on_host, select
-from distprune.selection import small
+from distprune.selection import candidates, small
 from distprune.selection.candidates import (
     Candidates,
     ChunkScan,
@@ -117,8 +117,9 @@ def count_each_live(live: Sequence[Tensor | None], counted: Sequence[range]) -> 
     for position, (mask, positions) in enumerate(zip(live, counted, strict=True)):
         if mask is None:
             continue
-        if memory.takes_numpy(mask.device) and 0 < len(positions) <= small.MOST_ELEMENTS:
-            few[position] = mask[positions.start : positions.stop]
+        if memory.takes_numpy(mask.device) and 0 < len(positions) <= candidates.MOST_ELEMENTS:
+            is_whole = len(positions) == len(mask)
+            few[position] = mask if is_whole else mask[positions.start : positions.stop]
             continue
         spans = spans_of(positions, mask.device, mask.itemsize)
         chunks += [(position, mask[span.start : span.stop]) for span in spans]
@@ -178,7 +179,7 @@ def scan(
                 collected[position].append(result.collected)
     in_batches: list[int] = []
     if bins is None:
-        in_batches = [position for position, part in enumerate(parts) if small.is_small(part)]
+        in_batches = [position for position, part in enumerate(parts) if part.is_small]
     keys_in_batches: dict[int, Tensor] = {}
     for batch in small.batches_of(parts, in_batches, only_counted=True):
         rows, of_parts = small.scan(batch, pivots, interval, Scratch())
@@ -303,9 +304,7 @@ def write_masks(
     in_batches = [
         position
         for position, (part, own) in enumerate(zip(parts, cuts, strict=True))
-        if counts[position] is None
-        and small.is_small(part)
-        and small.can_write(part, own, outs[position])
+        if counts[position] is None and part.is_small and small.can_write(part, own, outs[position])
     ]
     for batch in small.batches_of(parts, in_batches, only_counted=False):
         pruned = small.write(batch, cuts, outs, Scratch())
@@ -340,7 +339,7 @@ def finish_drafts(
     if not low <= cut.threshold <= high:
         return [
             scanned.num_below[position]
-            if _is_exact(position, cut, low) and not small.is_small(part)
+            if _is_exact(position, cut, low) and not part.is_small
             else None
             for position, part in enumerate(parts)
         ]
@@ -356,7 +355,7 @@ def finish_drafts(
     for position, part in enumerate(parts):
         if position in taken:
             continue
-        if small.is_small(part):
+        if part.is_small:
             counts[position] = None
             continue
         num_pruned: Count = scanned.num_below[position]

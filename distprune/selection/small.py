@@ -20,28 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common import memory
 from distprune._common.mask_values import is_one
 from distprune._common.memory import INTEGERS, SERIAL, Array, Runs, Scratch
 from distprune.selection import cpu
 from distprune.selection.candidates import Candidates, Cut, Interval, PartCut
 from distprune.selection.keys import KeyRange, Keys, ScoreKeys, keys_in, to_keys
 
-# Parts of more elements are visited one by one.
-MOST_ELEMENTS = SERIAL
 # Masks that are counted together: at most 1 MiB of flags.
 _MASKS = (1 << 20) // SERIAL
-
-
-def is_small(part: Candidates) -> bool:
-    """Whether a part is visited together with others."""
-    return (
-        0 < part.num_local <= MOST_ELEMENTS
-        and isinstance(part.keys, ScoreKeys)
-        and part.keys.scores.is_in_memory
-        and memory.takes_numpy(part.device)
-        and (part.live is None or part.live.itemsize in INTEGERS)
-    )
 
 
 @dataclass(frozen=True)
@@ -71,16 +57,15 @@ class Batch:
         """The scores of all segments, one after the other."""
         return torch.cat(
             [
-                part.keys.scores.load(span.start, span.stop)
+                part.keys.scores.load(span.start, span.stop)  # type: ignore[attr-defined]
                 for part, span in zip(self.parts, self.spans, strict=True)
-                if isinstance(part.keys, ScoreKeys)
             ]
         )
 
     def masks(self) -> Tensor | None:
         """The masks in force of all segments, one after the other; None if there are none."""
         masks = [
-            part.live[span.start : span.stop]
+            part.live if len(span) == part.num_local else part.live[span.start : span.stop]
             for part, span in zip(self.parts, self.spans, strict=True)
             if part.live is not None
         ]
@@ -232,10 +217,8 @@ def write(
         new = masks.view(INTEGERS[masks.itemsize]).mul_(new).view(masks.dtype)
     numbers = []
     segments = torch.split(new, [len(span) for span in batch.spans])
-    for position, part, start, segment in zip(
-        batch.positions, batch.parts, batch.bounds, segments, strict=False
-    ):
-        outs[position].copy_(segment)
+    torch._foreach_copy_([outs[position] for position in batch.positions], segments)
+    for part, start in zip(batch.parts, batch.bounds, strict=False):
         counted = part.counted
         kept = np.count_nonzero(stay[start + counted.start : start + counted.stop])
         numbers.append(len(counted) - int(kept))

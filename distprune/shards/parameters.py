@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from distprune._common.naming import NamedParameter, full_name, named_modules
@@ -44,10 +46,15 @@ class Target:
     def facts(self) -> str:
         """What must be the same on every rank that has the parameter."""
         shard = self.shard
-        return (
-            f"shape {tuple(shard.shape)}, dtype {shard.values.dtype}, {shard.layout}, "
-            f"{'un' if shard.mask is None else ''}pruned, importance scores: {self.about_scores}"
-        )
+        kind = _kind(shard.shape, shard.values.dtype, shard.layout)
+        pruned = "unpruned" if shard.mask is None else "pruned"
+        return f"{kind}, {pruned}, importance scores: {self.about_scores}"
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _kind(shape: torch.Size, dtype: torch.dtype, layout: str) -> str:
+    """Many parameters of a model have one kind."""
+    return f"shape {tuple(shape)}, dtype {dtype}, {layout}"
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,7 @@ from distprune._common.naming import unwrap
 from distprune._common.process_groups import over_groups, over_mesh
 from distprune._common.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
 from distprune.shards.checksum import checksums
-from distprune.shards.geometry import (
-    dim_coordinates,
-    memory_order,
-    run_index_map,
-    whole_index_map,
-)
+from distprune.shards.geometry import memory_order, run_index_map, whole_layout
 from distprune.shards.shard import FlatShard, LocalShard
 from distprune.torch_private import layouts
 from distprune.torch_private.managed import Managed, ManagedDTensor, ManagedRun
@@ -85,14 +80,15 @@ def shard_of_replica(
         replica, num_replicas: this rank's place among those that take part.
     """
     values = parameter.detach()
-    index = whole_index_map(values.shape, memory_order(values))
+    order = None if values.is_contiguous() else memory_order(values)
+    coordinates, index = whole_layout(values.shape, None if order is None else tuple(order))
     return LocalShard(
         name=name,
         parameter=parameter,
         values=values,
         mask=None if mask is None else mask.detach(),
         shape=values.shape,
-        coordinates=dim_coordinates(values.shape, ()),
+        coordinates=coordinates,
         order=index.dims,
         index=index,
         replica=replica,

@@ -15,6 +15,7 @@ part of the positions (``counted``).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -108,6 +109,11 @@ class LocalShard:
             n * self.replica // self.num_replicas, n * (self.replica + 1) // self.num_replicas
         )
 
+    @functools.cached_property
+    def flat_values(self) -> Tensor:
+        """:meth:`flat` of the values."""
+        return self.flat(self.values)
+
     def flat(self, local: Tensor) -> Tensor:
         """A tensor of the local shape as 1-d, in memory order; a view where it can be one."""
         if local.is_contiguous() and self.order == _ROW_MAJOR[: local.ndim]:
@@ -140,7 +146,10 @@ class LocalShard:
         It is laid out in memory as the values are, if they have no gaps.
         """
         mask = torch.empty_like(self.values, dtype=dtype)
-        if mask.permute(self.order).is_contiguous():
+        if self.order == _ROW_MAJOR[: mask.ndim]:
+            if mask.is_contiguous():
+                return mask
+        elif mask.permute(self.order).is_contiguous():
             return mask
         sizes = [self.values.shape[dim] for dim in self.order]
         in_order = torch.empty(sizes, dtype=dtype, device=self.values.device)
@@ -161,7 +170,7 @@ class LocalShard:
 
         They are 64 to 256: of small parameters a smaller part, because each is a cache line.
         """
-        flat = self.flat(self.values)
+        flat = self.flat_values
         size = min(max(64, flat.numel() >> 8), 256)
         return flat[:: max(1, flat.numel() // size)].clone()
 

@@ -129,10 +129,10 @@ def _zeros_and_ones(mask: Tensor) -> tuple[Array | Tensor, int, int]:
 
 def _any_nonzero(values: Tensor, where: Array | Tensor) -> bool:
     # Not values.numpy(): FSDP could not free the storage of a gathered weight any more.
-    is_nonzero = values != 0
+    is_zero = values.logical_not()  # half the time of a comparison
     if isinstance(where, Tensor):
-        return bool((is_nonzero & where).any())
-    return bool(np.any(is_nonzero.numpy() & where))
+        return bool((where > is_zero).any())
+    return bool(np.any(np.greater(where, is_zero.numpy())))
 
 
 def _is_infinite_under(values: Tensor, mask: Tensor) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from distprune._common.collectives import Communicator
+from distprune._common.garbage import without_garbage_collection
 from distprune._common.naming import Pair, checked_pair, label_of, tied_places
 from distprune._common.process_groups import world
 from distprune.call.report import PruningReport
@@ -178,7 +179,12 @@ def _verified(
         required: what has to be pruned; ``inspect_locally`` may fill this list.
     """
     started = time.perf_counter()
-    with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
+    with (
+        communicator.exclusively(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        without_garbage_collection(),
+    ):
         facts = [
             ("accept", str(accept)),
             ("reference", str(reference)),

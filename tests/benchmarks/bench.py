@@ -33,6 +33,7 @@ PARTS = (
     "projection",
     "scopes",
     "verifying",
+    "many",
     "training_step",
     "adversarial",
     "schedules",

@@ -37,6 +37,14 @@ def test_cheap_parts_run_from_end_to_end():
 
 @pytest.mark.slow
 @pytest.mark.thorough
+def test_many_parameters_are_measured_from_end_to_end():
+    output = quick_run("many")
+    assert output.count("ms of processor time per parameter") == 4
+    assert output.count("times faster than torch") == 2 * 2 * 3
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
 def test_loading_runs_from_end_to_end():
     pytest.importorskip("transformers")
     output = quick_run("loading")

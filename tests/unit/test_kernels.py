@@ -27,7 +27,7 @@ DTYPES = (
 @pytest.fixture(autouse=True)
 def no_batches(monkeypatch):
     """Small parts would not be visited by the functions that are tested here."""
-    monkeypatch.setattr("distprune.selection.small.MOST_ELEMENTS", 0)
+    monkeypatch.setattr("distprune.selection.candidates.MOST_ELEMENTS", 0)
 
 
 def part_of(scores, live=None, size=1, rank=0, kind="rows"):

@@ -1,5 +1,6 @@
 """The public surface: a change to it is always deliberate."""
 
+import importlib
 import inspect
 import subprocess
 import sys
@@ -32,6 +33,30 @@ OURS = {
 def test_public_names():
     assert distprune.__all__ == sorted(distprune.__all__)
     assert set(distprune.__all__) == TORCH | OURS
+
+
+def test_names_come_from_their_homes_as_from_the_table():
+    table = importlib.import_module("distprune._public")
+    assert distprune._homes().keys() >= set(distprune.__all__)
+    for name in distprune.__all__:
+        assert getattr(distprune, name) is getattr(table, name)
+
+
+@pytest.mark.slow
+def test_a_first_pruning_imports_what_it_needs():
+    script = """
+import sys
+import distprune
+from torch import nn
+distprune.global_unstructured(
+    distprune.select(nn.Linear(2, 2)), distprune.L1Unstructured, amount=1
+)
+rooms = {name.split(".")[1] for name in sys.modules if name.startswith("distprune.")}
+print(*sorted(rooms))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    needed = "_common _version api budgets call masks methods selection shards torch_private"
+    assert done.stdout.split() == needed.split(), done.stdout + done.stderr
 
 
 def parameters_of(function):

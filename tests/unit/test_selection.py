@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distprune._common.collectives import Communicator
-from distprune.selection import small
 from distprune.selection.bracket import COLLECT_ALL
-from distprune.selection.candidates import PartCut, Ranked
+from distprune.selection.candidates import MOST_ELEMENTS, PartCut, Ranked
 from distprune.selection.keys import Order, ScoreKeys, key_range
 from distprune.selection.normalizing import Scored
 from distprune.selection.passes import finish_drafts, write_keep, write_masks
@@ -107,8 +106,8 @@ def test_any_data_on_any_layout(device, data):
     live = sum(t.numel() if masks is None else int(masks[i].sum()) for i, t in enumerate(tensors))
     amount = data.draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]) | st.integers(0, live), "amount")
     layouts = [data.draw(st.sampled_from(LAYOUTS)) for _ in shapes]
-    most = data.draw(st.sampled_from([0, 40, small.MOST_ELEMENTS]), "elements of a small part")
-    with mock.patch("distprune.selection.small.MOST_ELEMENTS", most):
+    most = data.draw(st.sampled_from([0, 40, MOST_ELEMENTS]), "elements of a small part")
+    with mock.patch("distprune.selection.candidates.MOST_ELEMENTS", most):
         check(tensors, masks, amount, layouts, size, device=device)
 
 

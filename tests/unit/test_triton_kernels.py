@@ -17,7 +17,7 @@ import torch
 from distprune._common import memory
 from distprune._common.collectives import Communicator
 from distprune._common.memory import on_host
-from distprune.selection import kernels, passes, small
+from distprune.selection import kernels, passes
 from distprune.selection.candidates import Candidates, Cut, PartCut, Ranked
 from distprune.selection.keys import RANDOM_KEYS, Order, RandomKeys, ScoreKeys, key_range
 from distprune.selection.scores import ComputedScores, TensorScores
@@ -44,7 +44,7 @@ def fused(monkeypatch, request):
 
     monkeypatch.setattr(triton_tables, "BLOCK", BLOCK)
     # The functions for one part draft and collect as kernels do; those for many small ones do not.
-    monkeypatch.setattr(small, "MOST_ELEMENTS", 0)
+    monkeypatch.setattr("distprune.selection.candidates.MOST_ELEMENTS", 0)
     monkeypatch.setattr(passes, "fused_on", lambda device: triton_kernels)
     return triton_kernels
 

@@ -1,0 +1,203 @@
+"""Many small parameters: the price of each, beside torch's own calls where they run.
+
+Processor time of the process, one thread, divided by the number of parameters. Each wrapping is on
+one rank, which has all of every parameter: what is measured is the host's work, not the traffic.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import data
+import torch
+import torch.distributed as dist
+import torch.nn.utils.prune as torch_prune
+from gloo_ranks import on_gloo_ranks
+from measuring import Bound, Cell, Options, Table, Verdict
+from sharded_models import AMOUNT, prune
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import distprune
+
+WRAPPINGS = ("plain", "fsdp2", "tp", "ddp")
+NUMBERS = (1, 10, 100, 400, 1_000, 10_000, 20_000)
+WIDTH = 64
+# Parameters that FSDP2 gathers together, as it would those of a layer with an expert per module.
+PER_LAYER = 100
+RESNET = "ResNet-50"
+OURS = ("first", "second", "verify", "remove")
+COMPARED = ("first", "second", "remove")
+TORCH = tuple(f"torch: {call}" for call in COMPARED)
+# Milliseconds per parameter that are aimed at, for each call.
+AIM_PLAIN, AIM_WRAPPED, AIM_AT = 0.1, 0.15, 400
+AIM_RATIO = 4.0
+
+# By call, milliseconds per parameter, round by round.
+Found = dict[str, list[float]]
+
+
+def tables(options: Options) -> Iterator[Table]:
+    models: list[int | str] = [1, 10] if options.quick else [*NUMBERS, RESNET]
+    for wrapping in WRAPPINGS:
+        found = {}
+        for model in models:
+            rounds = options.num_rounds(_rounds(model))
+            (found[model],) = on_gloo_ranks(measure, 1, wrapping, model, rounds, timeout=1800)
+        yield _table(wrapping, found)
+
+
+def _rounds(model: int | str) -> int:
+    number = model if isinstance(model, int) else 1000
+    return 1 if number > 1000 else 15 if number <= 10 else 5
+
+
+def _table(wrapping: str, found: dict[int | str, Found]) -> Table:
+    rows: list[list[Cell]] = []
+    verdicts = []
+    aim = AIM_PLAIN if wrapping == "plain" else AIM_WRAPPED
+    for model, calls in found.items():
+        times = {name: statistics.median(rounds) for name, rounds in calls.items()}
+        ratios = {call: _ratio(calls, call) for call in COMPARED}
+        name = f"{model:,}" if isinstance(model, int) else model
+        rows.append([name, *(times.get(call) for call in (*OURS, *TORCH)), *ratios.values()])
+        if model == AIM_AT:
+            for call in OURS:
+                bound = Bound(f"{wrapping}, {name} parameters, {call}: ms each", aim, is_aim=True)
+                verdicts.append(Verdict(bound, times[call]))
+        for call, ratio in ratios.items():
+            if ratio is not None:
+                least = AIM_RATIO if model in (AIM_AT, RESNET) else 1.0
+                text = f"{wrapping}, {name} parameters, {call}: times faster than torch"
+                verdicts.append(Verdict(Bound(text, least, at_least=True, is_aim=True), ratio))
+    return Table(
+        f"Many parameters, {wrapping}, one rank, one thread: ms of processor time per parameter",
+        ["parameters", *OURS, *TORCH, *(f"x {call}" for call in COMPARED)],
+        rows,
+        verdicts,
+        [
+            f"Weights of {WIDTH} x {WIDTH}, float32, and those of a {RESNET}; amount "
+            f"{AMOUNT} at each pruning. Medians, above 1,000 parameters of one round; x: torch's "
+            "time by distprune's in a round.",
+            "torch's calls take no sharded parameters.",
+        ],
+    )
+
+
+def _ratio(calls: Found, call: str) -> float | None:
+    if f"torch: {call}" not in calls:
+        return None
+    pairs = zip(calls[f"torch: {call}"], calls[call], strict=True)
+    return statistics.median(theirs / own for theirs, own in pairs)
+
+
+def measure(wrapping: str, model: int | str, rounds: int) -> Found:
+    """On one rank: check the masks, then time."""
+    root = _resnet() if model == RESNET else _linears(int(model))
+    data.fill_normal(root)
+    values = data.weights(root)
+    expected = data.oracle(values, AMOUNT)
+    root = _wrapped(root, wrapping)
+    targets = distprune.select(root, include=["*.weight"])
+    saved = [parameter.detach().clone() for parameter in root.parameters()]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for parameter, value in zip(root.parameters(), saved, strict=True):
+                parameter.copy_(value)
+
+    def remove() -> None:
+        for module, name in targets:
+            distprune.remove(module, name)
+
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("first", lambda: prune(targets)),
+        ("second", lambda: prune(targets)),
+        ("verify", lambda: distprune.verify(root)),
+        ("remove", remove),
+    ]
+    of_torch = _torch_calls(targets) if wrapping in ("plain", "ddp") else []
+    report = prune(targets)
+    data.check_report(report, expected)
+    masks = [module._buffers[f"{name}_mask"] for module, name in targets]
+    own = [mask.to_local() if hasattr(mask, "to_local") else mask for mask in masks]
+    data.check_masks(values, own, expected)
+    remove()
+    restore()
+    found: Found = {}
+    num_warm = int(len(targets) <= 1000)  # rounds that fill caches; among more it is no matter
+    for number in range(num_warm + rounds):
+        for name, call in (*calls, *of_torch):
+            if name == "torch: first":
+                restore()
+            gc.collect()
+            started = time.process_time()
+            call()
+            seconds = time.process_time() - started
+            if number >= num_warm:
+                found.setdefault(name, []).append(1e3 * seconds / len(targets))
+        restore()
+    return found
+
+
+def _torch_calls(targets: Sequence[tuple[nn.Module, str]]) -> list[tuple[str, Callable[[], Any]]]:
+    pairs = [tuple(pair) for pair in targets]
+
+    def prune_by_torch() -> None:
+        torch_prune.global_unstructured(
+            pairs, pruning_method=torch_prune.L1Unstructured, amount=AMOUNT
+        )
+
+    def remove() -> None:
+        for module, name in pairs:
+            torch_prune.remove(module, name)
+
+    return list(zip(TORCH, (prune_by_torch, prune_by_torch, remove), strict=True))
+
+
+def _linears(number: int) -> nn.Sequential:
+    layers = []
+    for start in range(0, number, PER_LAYER):
+        size = min(PER_LAYER, number - start)
+        layers.append(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(size))))
+    return nn.Sequential(*layers)
+
+
+def _resnet() -> nn.Sequential:
+    """The weights of a ResNet-50 that are pruned: its convolutions and its classifier."""
+    modules: list[nn.Module] = [nn.Conv2d(3, 64, 7, bias=False)]
+    channels = 64
+    for width, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for number in range(num_blocks):
+            modules.append(nn.Conv2d(channels, width, 1, bias=False))
+            modules.append(nn.Conv2d(width, width, 3, bias=False))
+            modules.append(nn.Conv2d(width, 4 * width, 1, bias=False))
+            if number == 0:
+                modules.append(nn.Conv2d(channels, 4 * width, 1, bias=False))
+            channels = 4 * width
+    return nn.Sequential(nn.Sequential(*modules, nn.Linear(channels, 1000, bias=False)))
+
+
+def _wrapped(root: nn.Sequential, wrapping: str) -> nn.Module:
+    if wrapping == "ddp":
+        return DistributedDataParallel(root)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if wrapping == "fsdp2":
+        for layer in (*root, root):
+            fully_shard(layer, mesh=mesh)
+    elif wrapping == "tp":
+        for layer in root:
+            plan = {
+                name: ColwiseParallel()
+                for name, module in layer.named_children()
+                if isinstance(module, nn.Linear)
+            }
+            parallelize_module(layer, mesh, plan, src_data_rank=None)
+    return root
