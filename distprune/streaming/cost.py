@@ -14,6 +14,7 @@ from distprune.files.errors import MachineError
 from distprune.files.text import format_size
 from distprune.language_models.losses import SLICE
 from distprune.streaming.layers import StreamedModel
+from distprune.streaming.settings import Settings
 
 # What Python, torch, transformers, a large tokenizer and the solver's temporaries take.
 _BASE = 900_000_000
@@ -51,27 +52,20 @@ class StreamCost:
 
 
 def cost_of(
-    streamed: StreamedModel,
-    parameters: Sequence[Collection[NamedParameter]],
-    *,
-    passes: Collection[str],
-    num_windows: int,
-    length: int,
-    batch_size: int = 1,
-    num_evaluated: int = 0,
+    streamed: StreamedModel, parameters: Sequence[Collection[NamedParameter]], settings: Settings
 ) -> StreamCost:
     """Estimate what a pruning needs.
 
     Args:
         streamed: the model.
         parameters: of each layer, those that are pruned.
-        passes: those that run: "forward", "backward", "update".
-        num_windows, length: of the text.
-        batch_size: windows that a process runs at a time.
-        num_evaluated: windows of the held-out text.
+        settings: of the pruning.
 
     Cost: walks over the modules.
     """
+    batch_size, length = settings.batch_size, settings.windows.length
+    num_evaluated = 0 if settings.evaluation is None else len(settings.evaluation)
+    passes = [name for name in settings.passes if name != "update" or settings.moves]
     model = streamed.model
     item = model.dtype.itemsize
     config = model.config.get_text_config()
@@ -97,7 +91,7 @@ def cost_of(
         memory["update"] = activations + max(
             _of_update(size, of_layer) for size, of_layer in zip(layers, parameters, strict=True)
         )
-    disk = num_windows * length * config.hidden_size * item * (num_layers + 3)
+    disk = len(settings.windows) * length * config.hidden_size * item * (num_layers + 3)
     disk += num_evaluated * length * config.hidden_size * item * 4
     disk += sum(pruned) * item if "update" in passes else 0
     reads = len(passes) * sum(layers)

@@ -16,6 +16,8 @@ from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.checkpoints.header import make_header
 from distprune.files.disk.access import write_atomically
 from distprune.files.errors import SelectionError
+from distprune.files.recipe import FileRecipe
+from distprune.files.selecting import select_tensors
 from distprune.language_models.loading import dtype_of
 from distprune.reconstruction.reconstructing import reconstruct
 from distprune.reconstruction.report import ReconstructedParameter
@@ -31,18 +33,19 @@ class StoredLayers:
 
     Args:
         streamed: the model.
-        pruned: names of the tensors of the checkpoint that are pruned.
+        recipe: says which tensors of the checkpoint are pruned.
 
     Attributes:
         parameters: of each layer, the parameters that have such tensors.
 
     Raises:
-        SelectionError: a pruned tensor is in no decoder layer.
+        SelectionError: a pruned tensor is in no decoder layer; as ``select_tensors``.
         NotImplementedError: transformers computes with a tensor when it loads or saves it.
     """
 
-    def __init__(self, streamed: StreamedModel, pruned: Sequence[str]) -> None:
-        wanted, found = set(pruned), set[str]()
+    def __init__(self, streamed: StreamedModel, recipe: FileRecipe) -> None:
+        groups = select_tensors(streamed.checkpoint, recipe).groups
+        wanted, found = {entry.name for entries in groups for entry in entries}, set[str]()
         model = streamed.model
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._saved = {

@@ -68,6 +68,10 @@ class Work:
         """One of the folders in it."""
         return self.path / name
 
+    def file(self, name: str, number: int) -> Path:
+        """The safetensors file of a layer in one of the folders."""
+        return self.folder(name) / f"{number:05}.safetensors"
+
     def get(self, step: str, default: Any = None) -> Any:
         """What was recorded of a step."""
         return self._done.get(step, default)
