@@ -284,7 +284,7 @@ def _bytes_of_group(plan: Plan, group: PlannedGroup) -> int:
     if recipe.score == "random":
         return 0
     entries = [tensor.entry for tensor in plan.tensors[group.first : group.last]]
-    if recipe.score == "given" and plan.inputs.given is not None:
+    if recipe.reads_scores and plan.inputs.given is not None:
         entries = [plan.inputs.given.entries[entry.name] for entry in entries]
     num_bytes = sum(entry.nbytes for entry in entries)
     of_outliers = 3 * num_bytes if recipe.budget == "owl" else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,12 @@ from distprune.files.text import format_size
 from distprune.language_models.losses import SLICE
 from distprune.streaming.layers import StreamedModel
 from distprune.streaming.settings import Settings
+from distprune.streaming.updating import StoredLayers
 
 # What Python, torch, transformers, a large tokenizer and the solver's temporaries take.
 _BASE = 900_000_000
+# Of a weight that has a score of its own: a sum, the score, and what both are made of.
+_BYTES_OF_SCORES = 3 * torch.float32.itemsize
 
 
 @dataclass(frozen=True)
@@ -51,18 +54,17 @@ class StreamCost:
             )
 
 
-def cost_of(
-    streamed: StreamedModel, parameters: Sequence[Collection[NamedParameter]], settings: Settings
-) -> StreamCost:
+def cost_of(streamed: StreamedModel, stored: StoredLayers, settings: Settings) -> StreamCost:
     """Estimate what a pruning needs.
 
     Args:
         streamed: the model.
-        parameters: of each layer, those that are pruned.
+        stored: its layers, as they lie in the checkpoint.
         settings: of the pruning.
 
     Cost: walks over the modules.
     """
+    parameters = stored.parameters
     batch_size, length = settings.batch_size, settings.windows.length
     num_evaluated = 0 if settings.evaluation is None else len(settings.evaluation)
     passes = [name for name in settings.passes if name != "update" or settings.moves]
@@ -84,8 +86,10 @@ def cost_of(
     }
     pruned = [sum(_numel(p) for p in of_layer) for of_layer in parameters]
     if "backward" in passes:
+        num_scores = len(settings.elementwise)
         memory["backward"] = 2 * activations + max(
-            size + numel * item for size, numel in zip(layers, pruned, strict=True)
+            size + numel * (item + _BYTES_OF_SCORES * num_scores)
+            for size, numel in zip(layers, pruned, strict=True)
         )
     if "update" in passes:
         memory["update"] = activations + max(
@@ -94,6 +98,7 @@ def cost_of(
     disk = len(settings.windows) * length * config.hidden_size * item * (num_layers + 3)
     disk += num_evaluated * length * config.hidden_size * item * 4
     disk += sum(pruned) * item if "update" in passes else 0
+    disk += stored.num_scored(settings.elementwise) * torch.float32.itemsize
     reads = len(passes) * sum(layers)
     reads += 2 * streamed.num_bytes(None)
     return StreamCost({name: size + _BASE for name, size in memory.items()}, disk, reads)

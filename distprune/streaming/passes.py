@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from distprune._common.naming import NamedParameter
 from distprune._common.process_groups import world
+from distprune.criteria.gradient_moment import Fisher, GradientMoment, Taylor
+from distprune.files.checkpoints.header import INDEX_SUFFIX, read_header
 from distprune.files.checkpoints.statistics_file import (
     read_gradient_statistics,
     read_statistics,
     write_gradient_statistics,
     write_statistics,
 )
+from distprune.files.disk.access import write_atomically
 from distprune.files.errors import Interrupted
 from distprune.files.kept_values import KeptValues
 from distprune.files.planning import Plan, plan
@@ -31,6 +39,10 @@ from distprune.streaming.updating import StoredLayers, prune_layer, write_tensor
 from distprune.streaming.windows import WindowStream
 from distprune.streaming.work import Work
 
+_CRITERIA: dict[str, Callable[[Sequence[NamedParameter]], GradientMoment]] = {
+    "taylor": partial(Taylor, unit="rank_batch", power=1),
+    "elementwise_fisher": partial(Fisher, unit="rank_batch"),
+}
 # About how long a layer takes on a window, in forwards of it.
 _WEIGHTS = {"forward": 1, "backward": 3, "update": 2}
 
@@ -72,7 +84,7 @@ class Passes:
             The recipe with its statistics, and the values of kept weights.
         """
         settings, work = self._settings, self._work
-        needs_stages = settings.collects_gradients or settings.moves
+        needs_stages = settings.needs_backward or settings.moves
         reads = needs_stages or settings.collects_activations
         dense = self._stream("dense", settings.windows if reads else None)
         before = self._stream("before", settings.evaluation if self._before is None else None)
@@ -89,7 +101,7 @@ class Passes:
         perplexities = {} if self._before is None else {"before": self._before}
         if before is not None:
             perplexities["before"] = self._perplexity(before, "before")
-        if settings.collects_gradients:
+        if settings.needs_backward:
             assert dense is not None
             if work.get("head") is None:
                 self._communicator.run(dense.differentiate)
@@ -98,7 +110,7 @@ class Passes:
                 with self._streamed.layer(number):
                     self._differentiate(dense, number)
                 dense.remove("gradient", number + 2)
-        recipe = self._with_statistics()
+        recipe = self._with_scores(self._with_statistics())
         folder = self._streamed.checkpoint.folder
         planned = self._communicator.run(lambda: plan(folder, recipe, follow_links=True))
         after = self._stream("after", settings.evaluation)
@@ -152,10 +164,34 @@ class Passes:
         parameters = self._stored.parameters[number]
         for module, name in parameters:
             module.get_parameter(name).requires_grad_(True)
-        statistics = GradientStatistics(parameters) if parameters else None
-        stream.differentiate_layer(number, statistics)
-        if statistics is not None:
-            statistics.save(self._work.file("statistics", number))
+        statistics: list[GradientStatistics] = []
+        criteria: dict[str, GradientMoment] = {}
+        if parameters:
+            if self._settings.collects_gradients:
+                statistics.append(GradientStatistics(parameters))
+            criteria = {name: _CRITERIA[name](parameters) for name in self._settings.elementwise}
+        stream.differentiate_layer(number, [*statistics, *criteria.values()])
+        for each in statistics:
+            each.save(self._work.file("statistics", number))
+        if criteria:
+            self._write_scores(number, criteria)
+
+    def _write_scores(self, number: int, criteria: Mapping[str, GradientMoment]) -> None:
+        """Write the scores of a layer, as its tensors lie in the checkpoint, in float32."""
+        found: dict[str, Tensor] = {}
+        parameters = self._stored.parameters[number]
+        for score, criterion in criteria.items():
+            values = criterion.scores()
+            found |= self._stored.scores({p.fqn: values[p].cpu() for p in parameters}, score)
+
+        def write() -> None:
+            if self._communicator.index == 0:
+                path = self._work.scores / f"{number:05}.safetensors"
+                write_tensors(path, found)
+                # The report has the times of scores: that of a run which was killed is no other.
+                os.utime(path, ns=(0, 0))
+
+        self._communicator.run(write)
 
     def _with_statistics(self) -> FileRecipe:
         """The recipe with the statistics of all layers in one file."""
@@ -185,6 +221,24 @@ class Passes:
             work.record("statistics", True)
         return settings.recipe.replaced(statistics=str(path))
 
+    def _with_scores(self, recipe: FileRecipe) -> FileRecipe:
+        """The recipe with the folder of the scores of single weights."""
+        settings, place = self._settings, self._work.scores
+        if not settings.elementwise:
+            return recipe
+
+        def write_index() -> None:
+            if self._communicator.index == 0:
+                files = map(read_header, sorted(place.glob("*.safetensors")))
+                weight_map = {entry.name: file.name for file in files for entry in file.tensors}
+                index = json.dumps({"metadata": {}, "weight_map": weight_map})
+                write_atomically(place / f"model{INDEX_SUFFIX}", index.encode())
+
+        if self._work.get("scores") is None:
+            self._communicator.run(write_index)
+            self._work.record("scores", True)
+        return recipe.replaced(scores=str(place))
+
     @contextmanager
     def _masks(self, planned: Plan) -> Iterator[RankedMasks]:
         cuts = self._work.get("cuts")
@@ -208,7 +262,7 @@ class Passes:
 
         def write() -> None:
             if made and self._communicator.index == 0:
-                write_tensors(work.file("values", number), made, self._streamed.checkpoint)
+                write_tensors(work.file("values", number), made)
 
         self._communicator.run(write)
         kept = [row for row in work.get("errors", []) if row[0] not in {e.name for e in errors}]

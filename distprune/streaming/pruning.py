@@ -29,10 +29,12 @@ from distprune.files.planning import plan
 from distprune.files.pruning import prune as prune_files
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.report import REPORT_FILE, Report, read_report
+from distprune.files.scoring import check_scores
 from distprune.files.team import Progress
 from distprune.language_models.loading import require_extra
 from distprune.language_models.running import Report as ReportProgress
 from distprune.language_models.text import TokenWindows
+from distprune.recipes import ELEMENTWISE
 from distprune.streaming.cost import StreamCost, cost_of
 from distprune.streaming.layers import StreamedModel
 from distprune.streaming.passes import Passes
@@ -75,6 +77,7 @@ def prune_folder(
     progress_of_files: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] | None = None,
     take_over: bool = False,
+    keep_scores: str | Path | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> PrunedFolder:
     """Prune the decoder in a Hugging Face folder by text. Collective over all ranks.
@@ -84,9 +87,11 @@ def prune_folder(
     windows; each reads every layer.
 
     1. A forward through all layers. Scores "wanda", "stade" and "ria" get their statistics here.
-    2. For score "fisher" a backward, layer by layer, which adds up squared gradients by output and
-       by input: 16 bytes for each, and nothing of the size of a weight.
-    3. ``files.pruning`` ranks the stored weights by these, as it does for a file of statistics.
+    2. For scores of gradients a backward, layer by layer. For "fisher" it adds up squared gradients
+       by output and by input: 16 bytes for each, and nothing of the size of a weight. For "taylor"
+       and "elementwise_fisher" it writes the score of each weight to a file.
+    3. ``files.pruning`` ranks the stored weights by these, as it does for a file of statistics or a
+       folder of scores.
     4. For each layer: the Gram matrices of the inputs that it has in the dense model, and least
        squares for its kept weights (``distprune.reconstruct``).
     5. ``files.pruning`` writes the destination: what it writes without text, but for the kept
@@ -99,8 +104,9 @@ def prune_folder(
         source: a folder with config.json and safetensors files, or the name of a model in the
             local Hugging Face cache.
         destination: a free name, in a folder that all ranks see.
-        recipe: what to prune. Score "fisher" or one of activations, without ``statistics``, is
-            computed from the windows; any other is taken as it is.
+        recipe: what to prune. Score "fisher" or one of activations, without ``statistics``, and
+            "taylor" and "elementwise_fisher", without ``scores``, are computed from the windows;
+            any other is taken as it is.
         windows: text from which scores and the update learn; the same on every rank.
         update: "least_squares", or "none": kept weights stay what they are.
         damping: as for ``reconstruct``.
@@ -114,23 +120,28 @@ def prune_folder(
         device: where it computes; by default the CPU.
         progress: called after every layer.
         progress_of_files, stop, take_over, tell: as for ``files.pruning.prune``.
+        keep_scores: a free name for a folder, which gets the scores of single weights and stays:
+            ``verify`` needs them, and other recipes can rank by them.
 
     Returns:
         The report, and what was measured.
 
     Raises:
         NotImplementedError: a model that is no chain of decoder layers; as ``load_sharded``.
-        SelectionError: a tensor outside of the decoder layers is to be pruned.
+        SelectionError: a tensor outside of the decoder layers is to be pruned; nothing says where
+            given scores are.
         ValueError: a loss that is not finite; tokens that the model does not have.
         OutputError: the disk has no room for all files, which is checked before; the destination is
             taken.
         FilesError: of any other kind, as ``files.pruning.prune``. Each on every rank.
 
-    Cost: per window a forward for the hidden states, a forward and a backward for score "fisher",
-    and a forward for the update. Memory: one layer, for "fisher" with its gradients, for the update
-    with its Gram matrices (4 bytes x inputs**2 for each different input) and the solver's copies of
-    one matrix; or embedding and head; and one batch. Disk: tokens x width x (layers + 3) elements,
-    and for the update a copy of the pruned tensors; both are removed at the end. Reads of the
+    Cost: per window a forward for the hidden states, a forward and a backward for scores of
+    gradients, and a forward for the update. Memory: one layer, for scores of gradients with these
+    (and 12 bytes for each weight that has a score of its own), for the update with its Gram
+    matrices (4 bytes x inputs**2 for each different input) and the solver's copies of one matrix;
+    or embedding and head; and one batch. Disk: tokens x width x (layers + 3) elements, for the
+    update a copy of the pruned tensors, and 4 bytes for each weight that has a score of its own;
+    all are removed at the end, unless scores are kept. Reads of the
     checkpoint: one for each pass, those of ``files.pruning.prune``, and one for the masks of the
     update.
     """
@@ -148,11 +159,12 @@ def prune_folder(
         progress_of_files=progress_of_files,
         stop=stop,
         take_over=take_over,
+        keep_scores=None if keep_scores is None else Path(keep_scores).absolute(),
         tell=tell or (lambda text: None),
     )
     communicator = world()
     target = communicator.run(lambda: resolve_destination(destination))
-    communicator.run(lambda: _check_rounds(recipe, rounds))
+    communicator.run(lambda: _check_request(settings, rounds))
     checkpoint = communicator.run(lambda: open_checkpoint(source, follow_links=True))
     facts = settings.facts(checkpoint) | ({"rounds": list(rounds)} if rounds else {})
     text = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -167,13 +179,11 @@ def prune_folder(
     first = max((number + 1 for number, found in enumerate(done) if found), default=0)
     for number, sparsity in list(enumerate([*rounds, recipe.sparsity]))[first:]:
         is_last = number == len(rounds)
-        of_round = replace(
-            settings,
-            recipe=recipe
-            if is_last
-            else recipe.replaced(sparsity=sparsity, masks=False, card=False),
-            evaluation=evaluation if is_last or number == 0 else None,
-        )
+        of_round = settings
+        if not is_last:
+            step = recipe.replaced(sparsity=sparsity, masks=False, card=False)
+            held_out = None if number else evaluation
+            of_round = replace(settings, recipe=step, evaluation=held_out, keep_scores=None)
         if rounds:
             settings.tell(f"Round {number + 1} of {len(rounds) + 1}: {sparsity:.0%}.")
         before = done[number - 1] if number else None
@@ -192,7 +202,15 @@ def prune_folder(
     return made
 
 
-def _check_rounds(recipe: FileRecipe, rounds: Sequence[float]) -> None:
+def _check_request(settings: Settings, rounds: Sequence[float]) -> None:
+    """Check what would be found out after hours else."""
+    recipe = settings.recipe
+    check_scores(recipe, made=settings.elementwise)
+    if settings.keep_scores is not None and not settings.elementwise:
+        raise SelectionError(
+            f"scores are to be kept in {settings.keep_scores}, and single weights get none; "
+            f"expected score {' or '.join(ELEMENTWISE)}, without a folder of scores."
+        )
     steps = [0.0, *rounds, recipe.sparsity or 0.0]
     if rounds and (recipe.groups or steps != sorted(set(steps))):
         raise SelectionError(
@@ -240,7 +258,7 @@ def _pruned_once(
         return StreamedModel(checkpoint, settings.dtype, settings.device)
 
     def needed(stored: StoredLayers) -> int:
-        cost = cost_of(streamed, stored.parameters, settings)
+        cost = cost_of(streamed, stored, settings)
         cost.check(settings.device)
         return cost.disk + sum(file.size for file in streamed.checkpoint.files)
 
@@ -251,7 +269,7 @@ def _pruned_once(
         with closing(communicator.run(begin)) as streamed:
             stored = communicator.run(lambda: StoredLayers(streamed, settings.recipe))
             num_bytes = communicator.run(lambda: needed(stored))
-            work = Work(target, facts, num_bytes, communicator)
+            work = Work(target, facts, num_bytes, communicator, settings.keep_scores)
             if work.is_resumed:
                 settings.tell(f"Resuming what is in {work.path}.")
             with communicator.raising_everywhere():
@@ -301,7 +319,7 @@ def estimate(
     )
     checkpoint = open_checkpoint(source, follow_links=True)
     with closing(StreamedModel(checkpoint, dtype, settings.device)) as streamed:
-        return cost_of(streamed, StoredLayers(streamed, recipe).parameters, settings)
+        return cost_of(streamed, StoredLayers(streamed, recipe), settings)
 
 
 def _without_text(num_windows: int, length: int) -> TokenWindows:

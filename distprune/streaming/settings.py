@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from distprune.files.scoring import are_of_gradients
 from distprune.files.team import Progress
 from distprune.language_models.running import Report
 from distprune.language_models.text import TokenWindows
+from distprune.recipes import ELEMENTWISE
 
 Update = Literal["least_squares", "none"]
 _CPU = torch.device("cpu")
@@ -41,6 +43,7 @@ class Settings:
     progress_of_files: Callable[[Progress], None] | None = None
     stop: Callable[[], bool] | None = None
     take_over: bool = False
+    keep_scores: Path | None = None
     tell: Callable[[str], None] = lambda text: None
 
     @property
@@ -59,12 +62,25 @@ class Settings:
         return self._collects and not are_of_gradients(self._measured)
 
     @property
+    def elementwise(self) -> list[str]:
+        """The scores of single weights that are made of gradients on the windows."""
+        if self.recipe.scores is not None:
+            return []
+        scores = {part.score for part in self.recipe.parts}
+        return [score for score in ELEMENTWISE if score in scores]
+
+    @property
+    def needs_backward(self) -> bool:
+        """Whether anything is made of gradients on the windows."""
+        return self.collects_gradients or bool(self.elementwise)
+
+    @property
     def passes(self) -> list[str]:
         """The passes over all layers, in their order."""
         has_update = self.moves or self.evaluation is not None
         return [
             "forward",
-            *(["backward"] if self.collects_gradients else []),
+            *(["backward"] if self.needs_backward else []),
             *(["update"] if has_update else []),
         ]
 

@@ -54,6 +54,31 @@ def test_processes_share_the_text(made, tmp_path):
     assert "on 2 processes" in out
 
 
+def test_scores_of_single_weights(run, made, tmp_path):
+    """They take 4 bytes of the disk each, and verify needs them."""
+    model, text, _ = made
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    disk = {
+        score: run("plan", model, *OPTIONS, "--text", text, "--score", score, "--json").json
+        for score in ("fisher", "taylor")
+    }
+    of_taylor = disk["taylor"]["cost_by_text"]["disk"] - disk["fisher"]["cost_by_text"]["disk"]
+    assert of_taylor == 4 * disk["taylor"]["num_elements"]
+    done = run(
+        "prune", model, out, *OPTIONS, "--text", text, "--score", "taylor", "--update", "none",
+        "--keep-scores", kept,
+    )  # fmt: skip
+    assert done.code == 0 and "gradients of every weight" in done.err, done.err
+    assert "of `prune --text --keep-scores`" in (out / "README.md").read_text()
+    done = run("verify", out, "--against", model)
+    assert done.code == 3 and "--keep-scores" in done.err
+    assert run("verify", out, "--against", model, "--scores", kept).code == 0
+    again = run(
+        "prune", model, tmp_path / "again", "-s", "0.5", "--score", "taylor", "--scores", kept
+    )
+    assert again.code == 0, again.err
+
+
 def test_what_is_wrong_is_said_before_the_work(run, made, tmp_path):
     model, text, _ = made
     short = write_text(tmp_path / "short.txt", 4)

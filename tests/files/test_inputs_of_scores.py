@@ -234,7 +234,10 @@ def test_nan_and_infinities(source, tmp_path, more):
         ({"budget": "erk", "normalize": "rms"}, "normalize: has no effect beside a budget"),
         ({"budget": "lamp", "score": "random"}, "budget: 'lamp' divides by the squares"),
         ({"budget": "lam"}, "budget: expected .*did you mean 'lamp'"),
-        ({"score": "wanda", "scores": "a"}, "scores: has no effect without score 'given'"),
+        (
+            {"score": "wanda", "scores": "a"},
+            "scores: has no effect without score 'taylor', 'elementwise_fisher' or 'given'",
+        ),
         ({"score": "wanda", "seed": 1}, "seed: has no effect without score 'random'"),
         ({"score": "ria"}, "score ria needs statistics .*--statistics FILE"),
         ({"score": "wanda", "statistics": 3}, "statistics: expected the path of a file"),
