@@ -281,7 +281,9 @@ class _Pace:
         missing = sum(
             _WEIGHTS[name] * (num_layers - len(work.get(name, []))) for name in settings.passes
         )
-        self._reporter = Reporter("prune", missing * self._num_windows, settings.progress)
+        self._reporter = Reporter(
+            "prune", missing * self._num_windows, settings.progress, "forwards of a layer"
+        )
 
     def layers(self, name: str, numbers: Iterable[int]) -> Iterator[int]:
         """The layers of a pass that are not done yet; one is done when the next is asked for."""

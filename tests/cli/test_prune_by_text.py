@@ -104,6 +104,7 @@ def test_eval_of_a_model_that_is_streamed(run, made):
     whole, streamed = run(*command), run(*command, "--wrap", "stream")
     assert streamed.code == 0, streamed.err
     assert streamed.json["all"] == whole.json["all"]
+    assert streamed.json["dtype"] == whole.json["dtype"] == "float32"
     done = run("calibrate", *command[1:], "--out", "s.safetensors", "--wrap", "stream")
     assert done.code == 2 and "is for eval" in done.err
 
