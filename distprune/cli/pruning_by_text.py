@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 import typer
 
 from distprune.cli import process, ranks
-from distprune.cli.console import Meter, Terminal
+from distprune.cli.console import Meter, Terminal, duration
 from distprune.cli.language_models import (
     BatchSize,
     Device,
@@ -161,9 +161,12 @@ def with_score(name: str | None, options: dict[str, Any], given: TextOptions) ->
     return chosen
 
 
-def cost_by_text(source: Path, recipe: FileRecipe, given: TextOptions) -> StreamCost:
-    """What pruning by text takes beside what pruning takes."""
-    ModelOptions(source, given.text or []).check()
+def cost_by_text(
+    source: Path, recipe: FileRecipe, given: TextOptions, *, measures: bool
+) -> StreamCost:
+    """What pruning by text takes beside what pruning takes; ``measures`` says how long, too."""
+    model = ModelOptions(source, given.text or [], device=given.device)
+    model.check()
     with translated(SelectionError):
         from distprune import streaming
 
@@ -176,6 +179,8 @@ def cost_by_text(source: Path, recipe: FileRecipe, given: TextOptions) -> Stream
             num_evaluated=given.windows if given.eval_text else 0,
             batch_size=given.batch_size,
             dtype=dtype_named(given.dtype),
+            device=model.kind_of_device() if measures else None,
+            measures=measures,
         )
 
 
@@ -185,7 +190,17 @@ def described_cost(cost: StreamCost) -> str:
     return (
         f"By text, each process needs at most {format_size(cost.peak)} of memory ({memory}) and "
         f"reads {format_size(cost.reads)}; for a while {format_size(cost.disk)} of the disk are "
-        "needed beside the result."
+        "needed beside the result." + _described_time(cost)
+    )
+
+
+def _described_time(cost: StreamCost) -> str:
+    if cost.seconds is None:
+        return ""
+    passes = ", ".join(f"{name} {duration(seconds)}" for name, seconds in cost.seconds.items())
+    return (
+        f" Measured on one layer: about {duration(sum(cost.seconds.values()))} on one process "
+        f"({passes})."
     )
 
 

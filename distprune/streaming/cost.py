@@ -31,11 +31,13 @@ class StreamCost:
         memory: bytes of each pass, by its name; where the passes run on a device, of its memory.
         disk: bytes of the folder of work, which is removed at the end, of all processes together.
         reads: bytes of the checkpoint that each process reads to run text through layers.
+        seconds: of each pass on one process, from one layer that was run; None: none was.
     """
 
     memory: dict[str, int]
     disk: int
     reads: int
+    seconds: dict[str, float] | None = None
 
     @property
     def peak(self) -> int:
@@ -84,7 +86,7 @@ def cost_of(streamed: StreamedModel, stored: StoredLayers, settings: Settings) -
         "embedding and head": around + tokens * config.hidden_size * item * 4,
         "forward": max(layers) + activations,
     }
-    pruned = [sum(_numel(p) for p in of_layer) for of_layer in parameters]
+    pruned = [sum(numel(p) for p in of_layer) for of_layer in parameters]
     if "backward" in passes:
         num_scores = len(settings.elementwise)
         memory["backward"] = 2 * activations + max(
@@ -109,14 +111,14 @@ def _of_update(layer: int, parameters: Collection[NamedParameter]) -> int:
     if not parameters:
         return layer
     inputs = {id(module): module for module, _ in parameters}
-    sizes = [_inputs(module) for module in inputs.values()]
+    sizes = [inputs_of(module) for module in inputs.values()]
     grams = sum(4 * size**2 * num for size, num in sizes)
     solver = max(8 * size**2 for size, _ in sizes)
-    of_weights = sum((1 + 3 * _item(p)) * _numel(p) for p in parameters)
-    return layer + of_weights + grams + solver + max(_numel(p) for p in parameters)
+    of_weights = sum((1 + 3 * _item(p)) * numel(p) for p in parameters)
+    return layer + of_weights + grams + solver + max(numel(p) for p in parameters)
 
 
-def _inputs(module: nn.Module) -> tuple[int, int]:
+def inputs_of(module: nn.Module) -> tuple[int, int]:
     """Inputs of a layer, and how many matrices it has; of experts, the larger dimension."""
     shapes = [tuple(p.shape) for p in module.parameters(recurse=False) if p.ndim >= 2]
     if isinstance(module, nn.Linear) or not shapes:
@@ -133,7 +135,8 @@ def _features(layer: nn.Module) -> int:
     return sum(m.in_features + m.out_features for m in linear) + of_experts
 
 
-def _numel(parameter: NamedParameter) -> int:
+def numel(parameter: NamedParameter) -> int:
+    """Elements of a parameter."""
     module, name = parameter
     return module.get_parameter(name).numel()
 

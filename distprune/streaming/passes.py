@@ -162,14 +162,7 @@ class Passes:
 
     def _differentiate(self, stream: WindowStream, number: int) -> None:
         parameters = self._stored.parameters[number]
-        for module, name in parameters:
-            module.get_parameter(name).requires_grad_(True)
-        statistics: list[GradientStatistics] = []
-        criteria: dict[str, GradientMoment] = {}
-        if parameters:
-            if self._settings.collects_gradients:
-                statistics.append(GradientStatistics(parameters))
-            criteria = {name: _CRITERIA[name](parameters) for name in self._settings.elementwise}
+        statistics, criteria = gradients_of(parameters, self._settings)
         stream.differentiate_layer(number, [*statistics, *criteria.values()])
         for each in statistics:
             each.save(self._work.file("statistics", number))
@@ -268,6 +261,18 @@ class Passes:
         kept = [row for row in work.get("errors", []) if row[0] not in {e.name for e in errors}]
         rows = [[e.name, e.error_before, e.error_after] for e in errors]
         work.record("errors", kept + rows)
+
+
+def gradients_of(
+    parameters: Sequence[NamedParameter], settings: Settings
+) -> tuple[list[GradientStatistics], dict[str, GradientMoment]]:
+    """What is collected of the gradients of a layer's parameters, which need them from now on."""
+    if not parameters:
+        return [], {}
+    for module, name in parameters:
+        module.get_parameter(name).requires_grad_(True)
+    statistics = [GradientStatistics(parameters)] if settings.collects_gradients else []
+    return statistics, {name: _CRITERIA[name](parameters) for name in settings.elementwise}
 
 
 class _Pace:

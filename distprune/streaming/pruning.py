@@ -39,6 +39,7 @@ from distprune.streaming.cost import StreamCost, cost_of
 from distprune.streaming.layers import StreamedModel
 from distprune.streaming.passes import Passes
 from distprune.streaming.settings import Settings, Update
+from distprune.streaming.timing import measured_seconds
 from distprune.streaming.updating import StoredLayers
 from distprune.streaming.work import Work
 
@@ -300,26 +301,40 @@ def estimate(
     num_evaluated: int = 0,
     batch_size: int = 1,
     dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    measures: bool = False,
 ) -> StreamCost:
     """What :func:`prune_folder` would need of each process, and of the disk. Local.
 
     Args:
-        source, recipe, update, batch_size, dtype: as for :func:`prune_folder`.
+        source, recipe, update, batch_size, dtype, device: as for :func:`prune_folder`.
         num_windows, length: of the text.
         num_evaluated: windows of held-out text.
+        measures: run the largest layer on a few random tokens, and tell from it how long it takes.
 
     Raises: as :func:`prune_folder`, for what the headers show.
 
-    Cost: builds the model without weights; some seconds.
+    Cost: builds the model without weights; some seconds. To measure, reads that layer, embedding
+    and head three times, and has them in memory.
     """
     require_extra()
     windows, evaluation = (_without_text(num, length) for num in (num_windows, num_evaluated))
     settings = Settings(
-        recipe, windows, evaluation, update=update, batch_size=batch_size, dtype=dtype
+        recipe,
+        windows,
+        evaluation if num_evaluated else None,
+        update=update,
+        batch_size=batch_size,
+        dtype=dtype,
+        device=torch.device(device or "cpu"),
     )
     checkpoint = open_checkpoint(source, follow_links=True)
     with closing(StreamedModel(checkpoint, dtype, settings.device)) as streamed:
-        return cost_of(streamed, StoredLayers(streamed, recipe), settings)
+        stored = StoredLayers(streamed, recipe)
+        cost = cost_of(streamed, stored, settings)
+        if measures:
+            cost = replace(cost, seconds=measured_seconds(streamed, stored, settings))
+        return cost
 
 
 def _without_text(num_windows: int, length: int) -> TokenWindows:

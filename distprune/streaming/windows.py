@@ -141,6 +141,11 @@ class WindowStream:
                 self._write("gradient", number, batch, state.grad)
                 self._streamed.layers[number].zero_grad()
 
+    def copy(self, kind: str, number: int, other: int) -> None:
+        """Take the files of a stage for those of another one, as where one layer is measured."""
+        for batch in range(len(self.batches)):
+            self._write(kind, other, batch, self._read(kind, number, batch))
+
     def remove(self, kind: str, number: int) -> None:
         """Remove the files of a stage: "state" or "gradient"."""
         for batch in range(len(self.batches)):

@@ -471,6 +471,7 @@ NOTHING_TO_RUN = {
     "--csv {path}": "the option that is wrong",
     "--update {given.update}": "the option that is wrong",
     "unless --score says otherwise": "help of an option",
+    "With --text, run one decoder layer": "help of an option",
     "and --scores FOLDER ranks by them again": "help of an option",
     "and prune --text makes those": "help of an option",
     "as in --round 0.35": "help of an option",

@@ -6,6 +6,8 @@ import pytest
 from commands import start
 
 from distprune import language_models
+from distprune.cli.pruning_by_text import described_cost
+from distprune.streaming import StreamCost
 from helpers.tiny_language_model import save_tiny_llama, write_text
 
 pytest.importorskip("transformers")
@@ -120,3 +122,18 @@ def test_plan_says_what_text_takes(run, made):
     layers = 2 * 4 * (4 * 16 * 16 + 3 * 16 * 24 + 2 * 16)
     assert cost["reads"] == 3 * layers + 2 * 4 * (2 * 264 * 16 + 16)
     assert cost["disk"] == 4 * (64 * 16 * (2 + 3) + 2 * (4 * 16 * 16 + 3 * 16 * 24))
+    assert cost["seconds"] is None
+
+
+def test_plan_measures_one_layer(run, made):
+    model, text, held_out = made
+    command = ["plan", model, *OPTIONS, "--text", text, "--eval", held_out, "--measure", "--json"]
+    cost = run(*command).json["cost_by_text"]
+    passes = {"embedding and head", "forward", "backward", "update"}
+    assert cost["seconds"].keys() == passes and min(cost["seconds"].values()) > 0
+    said = described_cost(StreamCost(**{**cost, "seconds": {"forward": 120.0, "update": 7200.0}}))
+    assert said.endswith(
+        "Measured on one layer: about 2.0 h on one process (forward 2 min, update 2.0 h)."
+    )
+    done = run("plan", model, "-s", "0.5", "--measure")
+    assert done.code == 2 and "--measure has no effect without --text" in done.err
