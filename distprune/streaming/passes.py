@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from distprune._common.naming import NamedParameter
 from distprune._common.process_groups import world
-from distprune.criteria.gradient_moment import Fisher, GradientMoment, Taylor
+from distprune.criteria.gradient_moment import GradientMoment
 from distprune.files.checkpoints.header import INDEX_SUFFIX, read_header
 from distprune.files.checkpoints.statistics_file import (
     read_gradient_statistics,
@@ -29,6 +28,7 @@ from distprune.files.planning import Plan, plan
 from distprune.files.pruning import RankedMasks
 from distprune.files.recipe import FileRecipe
 from distprune.files.team import Team
+from distprune.language_models.calibrating import elementwise_criterion
 from distprune.language_models.running import Reporter
 from distprune.language_models.text import TokenWindows
 from distprune.statistics.activation import ActivationStatistics
@@ -39,10 +39,6 @@ from distprune.streaming.updating import StoredLayers, prune_layer, write_tensor
 from distprune.streaming.windows import WindowStream
 from distprune.streaming.work import Work
 
-_CRITERIA: dict[str, Callable[[Sequence[NamedParameter]], GradientMoment]] = {
-    "taylor": partial(Taylor, unit="rank_batch", power=1),
-    "elementwise_fisher": partial(Fisher, unit="rank_batch"),
-}
 # About how long a layer takes on a window, in forwards of it.
 _WEIGHTS = {"forward": 1, "backward": 3, "update": 2}
 
@@ -272,7 +268,8 @@ def gradients_of(
     for module, name in parameters:
         module.get_parameter(name).requires_grad_(True)
     statistics = [GradientStatistics(parameters)] if settings.collects_gradients else []
-    return statistics, {name: _CRITERIA[name](parameters) for name in settings.elementwise}
+    criteria = {name: elementwise_criterion(name, parameters) for name in settings.elementwise}
+    return statistics, criteria
 
 
 class _Pace:
