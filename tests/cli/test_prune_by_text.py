@@ -60,12 +60,13 @@ def test_scores_of_single_weights(run, made, tmp_path):
     """They take 4 bytes of the disk each, and verify needs them."""
     model, text, _ = made
     out, kept = tmp_path / "out", tmp_path / "kept"
-    disk = {
+    plans = {
         score: run("plan", model, *OPTIONS, "--text", text, "--score", score, "--json").json
         for score in ("fisher", "taylor")
     }
-    of_taylor = disk["taylor"]["cost_by_text"]["disk"] - disk["fisher"]["cost_by_text"]["disk"]
-    assert of_taylor == 4 * disk["taylor"]["num_elements"]
+    of_taylor = plans["taylor"]["cost_by_text"]["disk"] - plans["fisher"]["cost_by_text"]["disk"]
+    assert of_taylor == 4 * plans["taylor"]["num_elements"]
+    assert plans["taylor"]["recipe"].get("normalize", "none") == "none"
     done = run(
         "prune", model, out, *OPTIONS, "--text", text, "--score", "taylor", "--update", "none",
         "--keep-scores", kept,
