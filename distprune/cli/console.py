@@ -333,7 +333,7 @@ class Meter:
     def windows(self, state: RunProgress) -> None:
         """Show a run over windows of text."""
         describe = partial(describe_windows, state)
-        self._show(state.phase, state.num_windows, state.total_windows, describe)
+        self._show(state.phase, state.num_done, state.total, describe)
 
     def _show(self, phase: str, done: int, total: int, describe: Callable[[], str]) -> None:
         if not self._is_on:
@@ -381,11 +381,9 @@ def describe(state: Progress | Reading) -> str:
 
 def describe_windows(state: RunProgress) -> str:
     """ "12 of 128 windows, 3.1/s, 0:37 left"."""
-    text = f"{state.num_windows:,} of {state.total_windows:,} windows"
+    text = f"{state.num_done:,} of {state.total:,} {state.unit}"
     left = state.seconds_left
-    return (
-        text if left is None else f"{text}, {state.windows_per_second:.3g}/s, {_clock(left)} left"
-    )
+    return text if left is None else f"{text}, {state.per_second:.3g}/s, {_clock(left)} left"
 
 
 def _clock(left: float) -> str:

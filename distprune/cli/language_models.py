@@ -234,11 +234,15 @@ class Opened:
 
     def facts(self) -> dict[str, Any]:
         """How the run went, for JSON."""
-        dtype = self.options.dtype or "dtype of the model"
         if self.model is not None:
-            dtype = str(next(self.model.parameters()).dtype)
+            dtype = next(self.model.parameters()).dtype
+        else:
+            from distprune import streaming
+
+            asked = self.options.torch_dtype()
+            dtype = asked or streaming.computing_dtype(self.options.model)
         return {
-            "dtype": dtype.removeprefix("torch."),
+            "dtype": str(dtype).removeprefix("torch."),
             "wrap": self.wrap,
             "device": self.device,
             "num_ranks": self.num_ranks,

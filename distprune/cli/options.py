@@ -14,6 +14,7 @@ from distprune.files.errors import SelectionError, headline
 from distprune.files.recipe import FileRecipe
 from distprune.recipes import (
     BUDGET_FROM_STATISTICS,
+    FROM_FILES,
     FROM_STATISTICS,
     default_normalization,
     is_normalizable,
@@ -155,7 +156,8 @@ _OF_RECIPE: dict[str, tuple[Any, str, str | None]] = {
         str,
         "What ranks weights: magnitude, random, wanda (|w| times the rms of its input), stade "
         "(times the standard deviation), ria (the relative importance of |w| times the rms) or "
-        "fisher (by factors), these four by --statistics, or given (the |score| of --scores).",
+        "fisher (by factors), these four by --statistics; taylor and elementwise_fisher (by the "
+        "gradient of each weight) by --text; or given (the |score| of --scores).",
         "SCORE",
     ),
     "statistics": (
@@ -299,8 +301,8 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
         raise SelectionError("recipes need pydantic: pip install 'distprune[cli]'") from error
 
 
-# Scores of live models, which need a number for each weight.
-_OF_MODELS = ("taylor", "snip", "movement", "grasp", "synflow", "gradient", "obs", "sparsegpt")
+# Scores of live models.
+_OF_MODELS = ("snip", "movement", "grasp", "synflow", "gradient", "obs", "sparsegpt")
 
 
 def _check_of_users(overrides: dict[str, Any]) -> None:
@@ -333,7 +335,11 @@ def _left(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     left = {key: value for key, value in fields.items() if key not in gone}
     values = left | overrides
     if "score" in overrides:
-        used = {"random": "seed", "given": "scores"} | dict.fromkeys(FROM_STATISTICS, "statistics")
+        used = {
+            "random": "seed",
+            **dict.fromkeys(FROM_FILES, "scores"),
+            **dict.fromkeys(FROM_STATISTICS, "statistics"),
+        }
         for key in {"seed", "statistics", "scores"} - {used.get(values["score"])}:
             if key != "statistics" or values.get("budget") != BUDGET_FROM_STATISTICS:
                 left.pop(key, None)

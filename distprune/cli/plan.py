@@ -40,7 +40,7 @@ from distprune.cli.pruning_by_text import (
     with_score,
 )
 from distprune.files.disk.destination import folder_bytes, free_bytes, partial_folders
-from distprune.files.errors import OutputError
+from distprune.files.errors import OutputError, SelectionError
 from distprune.files.text import format_size
 
 if TYPE_CHECKING:  # torch comes with it
@@ -267,6 +267,16 @@ MaybeDestination = Annotated[
 ]
 
 
+Measure = Annotated[
+    bool,
+    typer.Option(
+        "--measure",
+        help="With --text, run one decoder layer on a few tokens, and say how long all of them "
+        "take. It reads that layer, embedding and head.",
+    ),
+]
+
+
 @takes_text
 @takes_recipe
 def plan(
@@ -274,6 +284,7 @@ def plan(
     destination: MaybeDestination = None,
     recipe: RecipeName = None,
     *,
+    measure: Measure = False,
     follow_links: FollowLinks = False,
     as_json: AsJson = False,
     verbose: Verbose = 0,
@@ -284,8 +295,8 @@ def plan(
 
     Reads headers, and a few megabytes to measure the disk; writes nothing. Without a sparsity, a
     pattern or a recipe, it shows the default selection. Names that differ only in numbers share a
-    line; -v lists every tensor. With --text, it says what that takes, too. The exit code is 4 if
-    there is not enough space at DST.
+    line; -v lists every tensor. With --text, it says what that takes, too, and with --measure how
+    long. The exit code is 4 if there is not enough space at DST.
 
     [bold]Examples[/bold]
 
@@ -295,7 +306,7 @@ def plan(
 
       distprune plan Llama-3.2-1B -r semi_structured_2_4 --exclude "*.up_proj.*"
 
-      distprune plan Llama-3-70B -s 0.6 --text train.txt --length 2048
+      distprune plan Llama-3-70B -s 0.6 --text train.txt --length 2048 --measure
     """
     from distprune.files.planning import plan as make_plan
 
@@ -305,7 +316,11 @@ def plan(
     if not has_amount:
         options["sparsity"] = 0.0
     chosen = with_score(recipe, options, given)
-    by_text = None if not given.text else cost_by_text(source, chosen, given)
+    if measure and not given.text:
+        raise SelectionError("--measure has no effect without --text; add it, or leave this out.")
+    by_text = None
+    if given.text:
+        by_text = cost_by_text(source, chosen, given, measures=measure)
     awaits = by_text is not None and chosen.statistics is None
     made = make_plan(source, chosen, follow_links=follow_links, awaits_statistics=awaits)
     cost = estimate(made, destination, 0 if by_text is None else by_text.disk)

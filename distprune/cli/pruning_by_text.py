@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 import typer
 
 from distprune.cli import process, ranks
-from distprune.cli.console import Meter, Terminal
+from distprune.cli.console import Meter, Terminal, duration
 from distprune.cli.language_models import (
     BatchSize,
     Device,
@@ -24,8 +24,9 @@ from distprune.cli.language_models import (
 )
 from distprune.cli.options import option, resolve, takes
 from distprune.files.errors import SelectionError, TextError
-from distprune.files.recipe import STORED_STATISTICS, FileRecipe
+from distprune.files.recipe import FileRecipe
 from distprune.files.text import format_size
+from distprune.recipes import ELEMENTWISE
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan
@@ -88,6 +89,16 @@ HeldWindows = Annotated[
     ),
 ]
 
+KeepScores = Annotated[
+    Path | None,
+    option(
+        "--keep-scores",
+        metavar="FOLDER",
+        help="Where the scores of single weights (taylor, elementwise_fisher) stay, 4 bytes each. "
+        "verify needs them, and --scores FOLDER ranks by them again.",
+    ),
+]
+
 
 def _in_panel(annotation: Any) -> Any:
     """An option of other commands, beside those of text."""
@@ -112,6 +123,7 @@ class TextOptions:
     dtype: Dtype = None
     device: Device = None
     tokenizer: Tokenizer = None
+    keep_scores: KeepScores = None
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> TextOptions:
@@ -149,9 +161,12 @@ def with_score(name: str | None, options: dict[str, Any], given: TextOptions) ->
     return chosen
 
 
-def cost_by_text(source: Path, recipe: FileRecipe, given: TextOptions) -> StreamCost:
-    """What pruning by text takes beside what pruning takes."""
-    ModelOptions(source, given.text or []).check()
+def cost_by_text(
+    source: Path, recipe: FileRecipe, given: TextOptions, *, measures: bool
+) -> StreamCost:
+    """What pruning by text takes beside what pruning takes; ``measures`` says how long, too."""
+    model = ModelOptions(source, given.text or [], device=given.device)
+    model.check()
     with translated(SelectionError):
         from distprune import streaming
 
@@ -164,6 +179,8 @@ def cost_by_text(source: Path, recipe: FileRecipe, given: TextOptions) -> Stream
             num_evaluated=given.windows if given.eval_text else 0,
             batch_size=given.batch_size,
             dtype=dtype_named(given.dtype),
+            device=model.kind_of_device() if measures else None,
+            measures=measures,
         )
 
 
@@ -173,7 +190,17 @@ def described_cost(cost: StreamCost) -> str:
     return (
         f"By text, each process needs at most {format_size(cost.peak)} of memory ({memory}) and "
         f"reads {format_size(cost.reads)}; for a while {format_size(cost.disk)} of the disk are "
-        "needed beside the result."
+        "needed beside the result." + _described_time(cost)
+    )
+
+
+def _described_time(cost: StreamCost) -> str:
+    if cost.seconds is None:
+        return ""
+    passes = ", ".join(f"{name} {duration(seconds)}" for name, seconds in cost.seconds.items())
+    return (
+        f" Measured on one layer: about {duration(sum(cost.seconds.values()))} on one process "
+        f"({passes})."
     )
 
 
@@ -232,6 +259,7 @@ def prune_by_text(
                 progress_of_files=meter,
                 stop=stop,
                 take_over=take_over,
+                keep_scores=given.keep_scores,
                 tell=terminal.note,
             )
     if terminal.is_leader and made.before is not None and made.after is not None:
@@ -240,14 +268,8 @@ def prune_by_text(
         )
     from distprune.files.planning import plan
 
-    return made.report, plan(source, _with_statistics(recipe, destination), follow_links=True)
-
-
-def _with_statistics(recipe: FileRecipe, destination: Path) -> FileRecipe:
-    """The recipe with the statistics that lie in the result, if it needs any."""
-    if recipe.statistics or not any(part.reads_statistics for part in recipe.parts):
-        return recipe
-    return recipe.replaced(statistics=str(destination / "distprune" / STORED_STATISTICS))
+    # What scores were made from is not asked again.
+    return made.report, plan(source, recipe, follow_links=True, awaits_statistics=True)
 
 
 def _told(recipe: FileRecipe, shape: Sequence[int], given: TextOptions) -> str:
@@ -257,4 +279,6 @@ def _told(recipe: FileRecipe, shape: Sequence[int], given: TextOptions) -> str:
     why = ""
     if score == "fisher":
         why = " (squared gradients by output and input, as good as those of every weight)"
+    elif recipe.score in ELEMENTWISE and recipe.scores is None:
+        why = " (gradients of every weight, in files)"
     return f"{shape[0]:,} windows of {shape[1]:,} tokens: score {score}{why}{update}."

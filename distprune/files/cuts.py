@@ -180,7 +180,7 @@ def cut_of_block(
 def nan_error(plan: Plan, positions: Sequence[int]) -> NaNError:
     """The error for selected tensors that have NaN among their weights or their given scores."""
     names = ", ".join(plan.tensors[position].entry.name for position in positions)
-    are_given = any(plan.tensors[position].recipe.score == "given" for position in positions)
+    are_given = any(plan.tensors[position].recipe.reads_scores for position in positions)
     return NaNError(
         f"NaN in {'the scores of ' if are_given else ''}{names}; a NaN has no place in a ranking. "
         f"Repair the {'scores' if are_given else 'checkpoint'}, exclude the tensor, or keep NaN as "

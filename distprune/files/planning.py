@@ -285,13 +285,15 @@ def _bytes_of_group(plan: Plan, group: PlannedGroup) -> int:
     recipe = group.recipe
     if recipe.score == "random":
         return 0
+    num_reads = 1 + 2 * (recipe.normalize is not None) + (recipe.budget == "lamp")
     entries = [tensor.entry for tensor in plan.tensors[group.first : group.last]]
-    if recipe.score == "given" and plan.inputs.given is not None:
+    if recipe.reads_scores:
+        if plan.inputs.given is None:  # the plan awaits them, in 32 bits
+            return num_reads * 4 * group.num_elements
         entries = [plan.inputs.given.entries[entry.name] for entry in entries]
     num_bytes = sum(entry.nbytes for entry in entries)
     of_outliers = 3 * num_bytes if recipe.budget == "owl" else 0
     is_wide = recipe.needs_statistics or recipe.tile is not None
     if not is_wide and all(PLAIN_FLOATS[d].num_bytes == 2 for d in {e.dtype for e in entries}):
         return num_bytes + of_outliers  # a tally answers everything else
-    num_reads = 1 + 2 * (recipe.normalize is not None) + (recipe.budget == "lamp")
     return num_reads * num_bytes + of_outliers

@@ -164,7 +164,7 @@ class Source:
         for group in plan.groups:
             positions = range(group.first, group.last)
             scores: list[ScoreSource] = [*self.values[group.first : group.last]]
-            if group.recipe.score == "given":
+            if group.recipe.reads_scores:
                 assert given is not None
                 entries = [given.entries[plan.tensors[each].entry.name] for each in positions]
                 scores = [FileValues(self.files, paths_of_given[e.file], e, did) for e in entries]

@@ -17,7 +17,7 @@ from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.errors import SelectionError, headline, shown
 from distprune.files.kept_values import KeptValues
 from distprune.files.recipe import FileRecipe
-from distprune.recipes import BUDGET_FROM_STATISTICS
+from distprune.recipes import BUDGET_FROM_STATISTICS, ELEMENTWISE
 
 if TYPE_CHECKING:  # numpy comes with it
     from distprune.files.matching import TensorStatistics
@@ -66,7 +66,7 @@ class ScoreInputs:
 def _without_file(part: FileRecipe) -> str:
     """What to do where the recipe names no statistics."""
     need = f"score {part.score}" if part.needs_statistics else f"budget {part.budget}"
-    if part.reads_gradients:
+    if part.needs_statistics and part.reads_gradients:
         kind, how = "gradients", "calibrate --gradients` or GradientStatistics.save"
     else:
         kind, how = "activations", "calibrate` or ActivationStatistics.save"
@@ -75,6 +75,25 @@ def _without_file(part: FileRecipe) -> str:
         f"recipe: the file that `distprune {how} writes. For a language model, --text FILE makes "
         "them."
     )
+
+
+def check_scores(recipe: FileRecipe, made: Collection[str] = ()) -> None:
+    """Raise SelectionError if a score needs scores of single weights, and nothing says where.
+
+    Args:
+        recipe: the whole of it.
+        made: scores that will be made.
+    """
+    missing = [p.score for p in recipe.parts if p.reads_scores and p.score not in made]
+    if missing and recipe.scores is None:
+        text = ""
+        if missing[0] in ELEMENTWISE:
+            text = " For a language model, --text FILE makes them."
+        raise SelectionError(
+            f"score {missing[0]} needs scores; expected --scores FOLDER, or 'scores' in the "
+            "recipe: safetensors files with a tensor of the same name and shape for each pruned "
+            f"one.{text}"
+        )
 
 
 def are_of_gradients(parts: Iterable[FileRecipe]) -> bool:
@@ -122,12 +141,9 @@ def find_inputs(
 
         of_gradients = are_of_gradients(part for part, _, _ in tensors if part.reads_statistics)
         statistics = match_statistics(recipe.statistics, measured, names, of_gradients)
-    if given := [entry for part, entry, _ in tensors if part.score == "given"]:
-        if recipe.scores is None:
-            raise SelectionError(
-                "score given needs scores; expected --scores FOLDER, or 'scores' in the recipe: "
-                "safetensors files with a tensor of the same name and shape for each pruned one."
-            )
+    if given := [entry for part, entry, _ in tensors if part.reads_scores]:
+        check_scores(recipe)
+        assert recipe.scores is not None
         scores = find_scores(recipe.scores, given)
     return ScoreInputs(statistics, scores)
 

@@ -456,8 +456,9 @@ def _located(recipe: FileRecipe, folder: Path, scores: str | Path | None) -> Fil
         raise CheckpointError(f"{folder} was not ranked by given scores; leave --scores out.")
     if scores is None:
         raise CheckpointError(
-            f"{folder} was ranked by given scores, which it does not hold; expected them, or a "
-            "copy of them (--scores FOLDER)."
+            f"{folder} was ranked by scores of single weights, which it does not hold; expected "
+            "them, or a copy of them (--scores FOLDER). `distprune prune --text` keeps those that "
+            "it makes with --keep-scores."
         )
     return replace(recipe, scores=str(scores))
 

@@ -14,6 +14,7 @@ All functions run on any number of ranks, are called on every rank, and need the
 from distprune.language_models.calibrating import (
     calibrate,
     decoder_blocks,
+    elementwise_criterion,
     linear_layers,
     prune_block_by_block,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "calibrate",
     "data_ranks",
     "decoder_blocks",
+    "elementwise_criterion",
     "estimate_memory",
     "linear_layers",
     "load_sharded",

@@ -41,27 +41,30 @@ class RunProgress:
     """How far a run over windows is; the same on every rank.
 
     Attributes:
-        phase: what it is: "evaluate" or "calibrate".
-        num_windows: finished ones, of all ranks together.
-        total_windows: of the run.
+        phase: what it is: "evaluate", "calibrate" or "prune".
+        num_done: how many units are finished, by all ranks together.
+        total: units of the run.
         seconds: since it began.
+        unit: what is counted: "windows"; or "forwards of a layer", of one window each, where a
+            model is streamed and its passes take unequally long.
     """
 
     phase: str
-    num_windows: int
-    total_windows: int
+    num_done: int
+    total: int
     seconds: float
+    unit: str = "windows"
 
     @property
-    def windows_per_second(self) -> float:
+    def per_second(self) -> float:
         """The rate so far; 0.0 at the beginning."""
-        return self.num_windows / self.seconds if self.seconds > 0 else 0.0
+        return self.num_done / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def seconds_left(self) -> float | None:
         """The estimated time left; None until a rate is known."""
-        rate = self.windows_per_second
-        return (self.total_windows - self.num_windows) / rate if rate else None
+        rate = self.per_second
+        return (self.total - self.num_done) / rate if rate else None
 
 
 Report = Callable[[RunProgress], object]
@@ -174,20 +177,23 @@ class Reporter:
     """Calls a function with the progress of a run, after every step.
 
     Args:
-        phase, total_windows: see :class:`RunProgress`.
+        phase, total, unit: see :class:`RunProgress`.
         report: the function; None: nothing is called.
     """
 
-    def __init__(self, phase: str, total_windows: int, report: Report | None) -> None:
-        self._phase, self._total, self._report = phase, total_windows, report
-        self._num_windows, self._began = 0, time.monotonic()
+    def __init__(
+        self, phase: str, total: int, report: Report | None, unit: str = "windows"
+    ) -> None:
+        self._phase, self._total, self._unit = phase, total, unit
+        self._report = report
+        self._num_done, self._began = 0, time.monotonic()
 
-    def add(self, num_windows: int) -> None:
-        """Count windows that all ranks have finished since the last call."""
-        self._num_windows += num_windows
+    def add(self, number: int) -> None:
+        """Count units that all ranks have finished since the last call."""
+        self._num_done += number
         if self._report is not None:
             seconds = time.monotonic() - self._began
-            self._report(RunProgress(self._phase, self._num_windows, self._total, seconds))
+            self._report(RunProgress(self._phase, self._num_done, self._total, seconds, self._unit))
 
 
 @contextlib.contextmanager

@@ -11,12 +11,25 @@ from typing import Literal
 
 from distprune._common.blocks import Pattern
 
-Score = Literal["magnitude", "random", "wanda", "stade", "ria", "fisher", "given"]
+Score = Literal[
+    "magnitude",
+    "random",
+    "wanda",
+    "stade",
+    "ria",
+    "fisher",
+    "taylor",
+    "elementwise_fisher",
+    "given",
+]
 Budget = Literal["uniform", "uniform+", "erk", "lamp", "owl"]
 # Scores that are made of weights and of statistics: of activations, and of gradients.
 FROM_ACTIVATIONS = ("wanda", "stade", "ria")
-FROM_GRADIENTS = ("fisher",)
-FROM_STATISTICS = (*FROM_ACTIVATIONS, *FROM_GRADIENTS)
+FROM_STATISTICS = (*FROM_ACTIVATIONS, "fisher")
+# Scores of which files hold one for each weight; all but the last are made of gradients.
+ELEMENTWISE = ("taylor", "elementwise_fisher")
+FROM_FILES = (*ELEMENTWISE, "given")
+FROM_GRADIENTS = ("fisher", *ELEMENTWISE)
 # The budget that is made of statistics of activations.
 BUDGET_FROM_STATISTICS = "owl"
 

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from distprune.recipes import (
     BUDGET_FROM_STATISTICS,
+    FROM_FILES,
     FROM_STATISTICS,
     KeyPath,
     Problems,
@@ -347,8 +348,9 @@ def _check_values(recipe: RecipeForm, problems: Problems) -> None:
     if recipe.statistics is not None and ranked_by.isdisjoint(FROM_STATISTICS) and not of_budget:
         text = f"score {listed(FROM_STATISTICS)}, or budget {BUDGET_FROM_STATISTICS!r}"
         problems.add(("statistics",), f"has no effect without {text}; leave it out.")
-    if recipe.scores is not None and "given" not in ranked_by:
-        problems.add(("scores",), "has no effect without score 'given'; leave it out.")
+    if recipe.scores is not None and ranked_by.isdisjoint(FROM_FILES):
+        text = f"has no effect without score {listed(FROM_FILES)}; leave it out."
+        problems.add(("scores",), text)
     is_random = any("random" in (group.score, group.method) for group in groups)
     if recipe.seed is not None and not is_random:
         problems.add(("seed",), "has no effect without score 'random'; leave it out.")

@@ -295,8 +295,9 @@ class BudgetForm(Section):
 
     score: Score | None = Field(
         default=None,
-        description="What ranks weights. wanda, stade, ria and fisher need statistics, given "
-        "needs scores; these are for checkpoints only. Default: magnitude.",
+        description="What ranks weights. wanda, stade, ria and fisher need statistics; taylor, "
+        "elementwise_fisher and given need scores, and prune --text makes those of the first two. "
+        "All these are for checkpoints only. Default: magnitude.",
     )
     method: Score | None = Field(default=None, description="The same as score.")
     scope: Scope | None = Field(
@@ -308,7 +309,7 @@ class BudgetForm(Section):
         default=None,
         description="What magnitudes are divided by before all tensors are ranked together: the "
         "rms, the l2 norm or the mean magnitude of their tensor, or nothing. Default: rms; for "
-        "score fisher and in recipes of version 1: none.",
+        "scores fisher, taylor and elementwise_fisher, and in recipes of version 1: none.",
     )
     budget: Budget | None = Field(
         default=None,
@@ -376,8 +377,8 @@ class RecipeForm(BudgetForm, _HeadForm):
     )
     scores: PathText | None = Field(
         default=None,
-        description="The folder or safetensors file of scores, for score given. Relative paths "
-        "start at the recipe. Checkpoints only.",
+        description="The folder or safetensors file of scores, for scores given, taylor and "
+        "elementwise_fisher. Relative paths start at the recipe. Checkpoints only.",
     )
     output: OutputForm = Field(default_factory=OutputForm)
     select: SelectForm = Field(default_factory=SelectForm)

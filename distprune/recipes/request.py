@@ -15,6 +15,7 @@ from distprune._common.blocks import BlockRule, Pattern, Scope
 from distprune._common.schedules import OneShot, Schedule, schedule_fields
 from distprune.recipes import (
     BUDGET_FROM_STATISTICS,
+    FROM_FILES,
     FROM_GRADIENTS,
     FROM_STATISTICS,
     Budget,
@@ -55,7 +56,8 @@ class Request:
             checkpoints also "wanda": |w| times the rms of its input; "stade": |w| times the
             standard deviation of its input; "ria": the relative importance of |w| times the rms
             of its input; "fisher": the root of the Fisher information by factors; "given": |score|
-            of ``scores``.
+            of ``scores``; "taylor", |w| times the mean |gradient|, and "elementwise_fisher", w**2
+            times the mean squared gradient: of ``scores``, which ``prune --text`` makes.
         seed: of random scores. None: 0 for checkpoints, torch's generator for models.
         include: globs, or regular expressions after ``re:``, for names. None: matrices, except
             embeddings, heads, norms, routers, biases and scales.
@@ -78,12 +80,13 @@ class Request:
             source's README.md; false copies that of the source.
         normalize: what the scores of each tensor are divided by before they are ranked together
             with those of others: "rms", "l2" or "mean" (of the magnitudes); None: nothing. The
-            command line and recipe files have "rms" as their default, but for "fisher".
+            command line and recipe files have "rms" as their default, but for scores of gradients.
         statistics: path of the statistics of activations that "wanda", "stade", "ria" and the
             budget "owl" need, as ``ActivationStatistics.save`` writes them; or of those of
             gradients, for "fisher", as ``GradientStatistics.save`` does.
-        scores: path of the scores for "given": a folder of safetensors files, or one file, with a
-            tensor for each pruned one, of its name and shape.
+        scores: path of the scores for "given", "taylor" and "elementwise_fisher": a folder of
+            safetensors files, or one file, with a tensor for each pruned one, of its name and
+            shape.
         schedule: instead of a sparsity, its course over the steps of training; for models.
         budget: how the pruned elements are divided among the tensors, with the scope "global":
             "uniform", "uniform+", "erk", "lamp", or, for checkpoints, "owl"; see
@@ -222,8 +225,13 @@ class Request:
 
     @property
     def reads_gradients(self) -> bool:
-        """Whether scores are made of statistics of gradients."""
+        """Whether scores are made of gradients."""
         return self.score in FROM_GRADIENTS
+
+    @property
+    def reads_scores(self) -> bool:
+        """Whether files hold a score for each weight."""
+        return self.score in FROM_FILES
 
     @property
     def has_limits(self) -> bool:

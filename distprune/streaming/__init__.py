@@ -13,7 +13,9 @@ The command ``distprune prune SRC DST --text FILE`` does this. It needs the extr
 """
 
 from distprune.streaming.cost import StreamCost
-from distprune.streaming.evaluating import perplexity
+from distprune.streaming.evaluating import computing_dtype, perplexity
 from distprune.streaming.pruning import PrunedFolder, estimate, prune_folder
 
-__all__ = ["PrunedFolder", "StreamCost", "estimate", "perplexity", "prune_folder"]
+__all__ = [
+    "PrunedFolder", "StreamCost", "computing_dtype", "estimate", "perplexity", "prune_folder"
+]  # fmt: skip

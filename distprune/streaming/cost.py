@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,13 @@ from distprune.files.errors import MachineError
 from distprune.files.text import format_size
 from distprune.language_models.losses import SLICE
 from distprune.streaming.layers import StreamedModel
+from distprune.streaming.settings import Settings
+from distprune.streaming.updating import StoredLayers
 
 # What Python, torch, transformers, a large tokenizer and the solver's temporaries take.
 _BASE = 900_000_000
+# Of a weight that has a score of its own: a sum, the score, and what both are made of.
+_BYTES_OF_SCORES = 3 * torch.float32.itemsize
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,13 @@ class StreamCost:
         memory: bytes of each pass, by its name; where the passes run on a device, of its memory.
         disk: bytes of the folder of work, which is removed at the end, of all processes together.
         reads: bytes of the checkpoint that each process reads to run text through layers.
+        seconds: of each pass on one process, from one layer that was run; None: none was.
     """
 
     memory: dict[str, int]
     disk: int
     reads: int
+    seconds: dict[str, float] | None = None
 
     @property
     def peak(self) -> int:
@@ -50,28 +56,20 @@ class StreamCost:
             )
 
 
-def cost_of(
-    streamed: StreamedModel,
-    parameters: Sequence[Collection[NamedParameter]],
-    *,
-    passes: Collection[str],
-    num_windows: int,
-    length: int,
-    batch_size: int = 1,
-    num_evaluated: int = 0,
-) -> StreamCost:
+def cost_of(streamed: StreamedModel, stored: StoredLayers, settings: Settings) -> StreamCost:
     """Estimate what a pruning needs.
 
     Args:
         streamed: the model.
-        parameters: of each layer, those that are pruned.
-        passes: those that run: "forward", "backward", "update".
-        num_windows, length: of the text.
-        batch_size: windows that a process runs at a time.
-        num_evaluated: windows of the held-out text.
+        stored: its layers, as they lie in the checkpoint.
+        settings: of the pruning.
 
     Cost: walks over the modules.
     """
+    parameters = stored.parameters
+    batch_size, length = settings.batch_size, settings.windows.length
+    num_evaluated = 0 if settings.evaluation is None else len(settings.evaluation)
+    passes = [name for name in settings.passes if name != "update" or settings.moves]
     model = streamed.model
     item = model.dtype.itemsize
     config = model.config.get_text_config()
@@ -88,18 +86,21 @@ def cost_of(
         "embedding and head": around + tokens * config.hidden_size * item * 4,
         "forward": max(layers) + activations,
     }
-    pruned = [sum(_numel(p) for p in of_layer) for of_layer in parameters]
+    pruned = [sum(numel(p) for p in of_layer) for of_layer in parameters]
     if "backward" in passes:
+        num_scores = len(settings.elementwise)
         memory["backward"] = 2 * activations + max(
-            size + numel * item for size, numel in zip(layers, pruned, strict=True)
+            size + numel * (item + _BYTES_OF_SCORES * num_scores)
+            for size, numel in zip(layers, pruned, strict=True)
         )
     if "update" in passes:
         memory["update"] = activations + max(
             _of_update(size, of_layer) for size, of_layer in zip(layers, parameters, strict=True)
         )
-    disk = num_windows * length * config.hidden_size * item * (num_layers + 3)
+    disk = len(settings.windows) * length * config.hidden_size * item * (num_layers + 3)
     disk += num_evaluated * length * config.hidden_size * item * 4
     disk += sum(pruned) * item if "update" in passes else 0
+    disk += stored.num_scored(settings.elementwise) * torch.float32.itemsize
     reads = len(passes) * sum(layers)
     reads += 2 * streamed.num_bytes(None)
     return StreamCost({name: size + _BASE for name, size in memory.items()}, disk, reads)
@@ -110,14 +111,14 @@ def _of_update(layer: int, parameters: Collection[NamedParameter]) -> int:
     if not parameters:
         return layer
     inputs = {id(module): module for module, _ in parameters}
-    sizes = [_inputs(module) for module in inputs.values()]
+    sizes = [inputs_of(module) for module in inputs.values()]
     grams = sum(4 * size**2 * num for size, num in sizes)
     solver = max(8 * size**2 for size, _ in sizes)
-    of_weights = sum((1 + 3 * _item(p)) * _numel(p) for p in parameters)
-    return layer + of_weights + grams + solver + max(_numel(p) for p in parameters)
+    of_weights = sum((1 + 3 * _item(p)) * numel(p) for p in parameters)
+    return layer + of_weights + grams + solver + max(numel(p) for p in parameters)
 
 
-def _inputs(module: nn.Module) -> tuple[int, int]:
+def inputs_of(module: nn.Module) -> tuple[int, int]:
     """Inputs of a layer, and how many matrices it has; of experts, the larger dimension."""
     shapes = [tuple(p.shape) for p in module.parameters(recurse=False) if p.ndim >= 2]
     if isinstance(module, nn.Linear) or not shapes:
@@ -134,7 +135,8 @@ def _features(layer: nn.Module) -> int:
     return sum(m.in_features + m.out_features for m in linear) + of_experts
 
 
-def _numel(parameter: NamedParameter) -> int:
+def numel(parameter: NamedParameter) -> int:
+    """Elements of a parameter."""
     module, name = parameter
     return module.get_parameter(name).numel()
 

@@ -9,13 +9,30 @@ from pathlib import Path
 import torch
 
 from distprune._common.process_groups import world
+from distprune._transformers.building import build_without_weights
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.language_models.evaluating import PerplexityReport
-from distprune.language_models.loading import require_extra
+from distprune.language_models.loading import require_extra, stored_dtype
 from distprune.language_models.running import Report, Reporter
 from distprune.language_models.text import TokenWindows
 from distprune.streaming.layers import StreamedModel
 from distprune.streaming.windows import WindowStream
+
+
+def computing_dtype(source: str | Path) -> torch.dtype:
+    """The dtype in which the model of a folder computes, if no other is asked for. Local.
+
+    Args:
+        source: as for :func:`perplexity`.
+
+    Raises: as :func:`perplexity`, for what the config and the headers show.
+
+    Cost: builds the model without weights.
+    """
+    require_extra()
+    checkpoint = open_checkpoint(source, follow_links=True)
+    found: torch.dtype = build_without_weights(checkpoint.folder, stored_dtype(checkpoint)).dtype
+    return found
 
 
 def perplexity(
@@ -65,7 +82,8 @@ def perplexity(
             lambda: WindowStream(streamed, windows, batch_size, Path(states), "text")
         )
         num_layers = len(streamed.layers)
-        reporter = Reporter("evaluate", num_layers * len(windows), progress)
+        total = num_layers * len(windows)
+        reporter = Reporter("evaluate", total, progress, "forwards of a layer")
         for number in range(num_layers):
 
             def advance(number: int = number) -> None:

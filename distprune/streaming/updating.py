@@ -12,11 +12,12 @@ from distprune._common.naming import NamedParameter
 from distprune._transformers.mask_matching import MaskSource, SameTensor
 from distprune._transformers.saving import SavedMasks, as_saved
 from distprune.api.local import custom_from_mask, remove
-from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.checkpoints.header import make_header
 from distprune.files.disk.access import write_atomically
 from distprune.files.errors import SelectionError
-from distprune.language_models.loading import dtype_of
+from distprune.files.recipe import FileRecipe
+from distprune.files.selecting import select_tensors
+from distprune.language_models.loading import DTYPES, dtype_of
 from distprune.reconstruction.reconstructing import reconstruct
 from distprune.reconstruction.report import ReconstructedParameter
 from distprune.statistics.gram import GramMatrices
@@ -31,18 +32,21 @@ class StoredLayers:
 
     Args:
         streamed: the model.
-        pruned: names of the tensors of the checkpoint that are pruned.
+        recipe: says which tensors of the checkpoint are pruned.
 
     Attributes:
         parameters: of each layer, the parameters that have such tensors.
 
     Raises:
-        SelectionError: a pruned tensor is in no decoder layer.
+        SelectionError: a pruned tensor is in no decoder layer; as ``select_tensors``.
         NotImplementedError: transformers computes with a tensor when it loads or saves it.
     """
 
-    def __init__(self, streamed: StreamedModel, pruned: Sequence[str]) -> None:
-        wanted, found = set(pruned), set[str]()
+    def __init__(self, streamed: StreamedModel, recipe: FileRecipe) -> None:
+        groups = zip(recipe.parts, select_tensors(streamed.checkpoint, recipe).groups, strict=True)
+        # By the names of pruned tensors, what ranks them.
+        self._scores = {entry.name: part.score for part, entries in groups for entry in entries}
+        wanted, found = set(self._scores), set[str]()
         model = streamed.model
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._saved = {
@@ -51,7 +55,6 @@ class StoredLayers:
         self._sources: dict[str, MaskSource] = {}
         self._entries = {entry.name: entry for entry in streamed.checkpoint.tensors}
         self.parameters: list[list[NamedParameter]] = []
-        self._pruned = wanted
         for sources in streamed.sources:
             of_layer = []
             for (name, *_), source in sources:
@@ -73,7 +76,7 @@ class StoredLayers:
         """The mask of a parameter, bool; what has no mask is kept."""
 
         def read(stored: str) -> Tensor:
-            if stored in self._pruned:
+            if stored in self._scores:
                 return keep(stored)
             return torch.ones(self._entries[stored].shape, dtype=torch.bool)
 
@@ -82,6 +85,24 @@ class StoredLayers:
 
     def stored(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of the checkpoint that some parameters are saved as, in its dtypes."""
+        return {
+            name: value.to(dtype_of(self._entries[name]))
+            for name, value in self._as_saved(values).items()
+            if name in self._scores
+        }
+
+    def scores(self, values: Mapping[str, Tensor], score: str) -> dict[str, Tensor]:
+        """Scores of parameters by the tensors of the checkpoint that are ranked by this score."""
+        saved = self._as_saved(values)
+        return {name: value for name, value in saved.items() if self._scores.get(name) == score}
+
+    def num_scored(self, scores: Collection[str]) -> int:
+        """How many elements are ranked by any of these scores."""
+        entries = self._entries
+        return sum(entries[name].numel for name, score in self._scores.items() if score in scores)
+
+    def _as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Values of parameters, as transformers saves them."""
         found: dict[str, Tensor] = {}
         for name, value in values.items():
             saved = self._saved[name]
@@ -89,16 +110,12 @@ class StoredLayers:
                 found[next(iter(saved.tensors))] = value
             elif name == saved.parameters[0]:
                 found |= saved.make(values)
-        return {
-            name: value.to(dtype_of(self._entries[name]))
-            for name, value in found.items()
-            if name in self._pruned
-        }
+        return found
 
     def names_of(self, number: int) -> list[str]:
         """The pruned tensors of a layer, as the checkpoint names them."""
         names = [name for p in self.parameters[number] for name in self._sources[p.fqn].names]
-        return [name for name in names if name in self._pruned]
+        return [name for name in names if name in self._scores]
 
     def _check(self, name: str) -> None:
         """Check that a parameter is saved as the tensors from which it was read."""
@@ -167,11 +184,12 @@ def _round(parameters: Sequence[NamedParameter], dtypes: Collection[torch.dtype]
                 weight.copy_(weight.to(dtype))
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
-    """Write tensors to a safetensors file, in the dtypes that the checkpoint has."""
-    dtypes = {entry.name: entry.dtype for entry in checkpoint.tensors}
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to a safetensors file."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
     described = {
-        name: (dtypes[name], tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()
+        name: (names[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
+        for name, tensor in tensors.items()
     }
     header, _ = make_header(described, {"format": "pt"})
     parts = (

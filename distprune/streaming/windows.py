@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from distprune._common.process_groups import world
+from distprune.criteria.gradient_moment import GradientMoment
 from distprune.files.disk.access import writing
 from distprune.language_models.evaluating import PerplexityReport, perplexity
 from distprune.language_models.hidden_states import LayerCalls
@@ -39,6 +41,9 @@ from distprune.language_models.text import TokenWindows
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
 from distprune.streaming.layers import StreamedModel
+
+# What a backward makes of the gradients of single batches.
+OfGradients: TypeAlias = GradientStatistics | GradientMoment
 
 
 class WindowStream:
@@ -116,15 +121,15 @@ class WindowStream:
                 self._write("gradient", last, batch, leaf.grad)
                 leaves.clear()
 
-    def differentiate_layer(self, number: int, statistics: GradientStatistics | None) -> None:
+    def differentiate_layer(self, number: int, collected: Sequence[OfGradients]) -> None:
         """Collect the gradients of the weights of a layer, which is in memory. Collective.
 
         It makes the gradients of the losses by the stage before it.
 
         Args:
-            statistics: of parameters that need gradients; None: it has none.
+            collected: what is made of the gradients of parameters, which need them.
         """
-        with torch.enable_grad(), _calibrating(statistics) as unit:
+        with torch.enable_grad(), _calibrating(collected) as unit:
             for batch, step in enumerate(self.batches):
                 state = self._read("state", number, batch)
                 state = state.to(self._streamed.device).requires_grad_(True)
@@ -135,6 +140,11 @@ class WindowStream:
                 assert state.grad is not None
                 self._write("gradient", number, batch, state.grad)
                 self._streamed.layers[number].zero_grad()
+
+    def copy(self, kind: str, number: int, other: int) -> None:
+        """Take the files of a stage for those of another one, as where one layer is measured."""
+        for batch in range(len(self.batches)):
+            self._write(kind, other, batch, self._read(kind, number, batch))
 
     def remove(self, kind: str, number: int) -> None:
         """Remove the files of a stage: "state" or "gradient"."""
@@ -207,11 +217,17 @@ class WindowStream:
 
 @contextlib.contextmanager
 def _calibrating(
-    statistics: GradientStatistics | None,
-) -> Iterator[Callable[[Step], contextlib.AbstractContextManager[None]]]:
+    collected: Sequence[OfGradients],
+) -> Iterator[Callable[[Step], contextlib.AbstractContextManager[object]]]:
     """Collect gradients inside; yields what makes a batch a unit."""
-    if statistics is None:
-        yield lambda step: contextlib.nullcontext()
-        return
-    with statistics.calibrating():
-        yield lambda step: statistics.batch(weight=float(step.num_windows))
+
+    def unit(step: Step) -> contextlib.ExitStack:
+        with contextlib.ExitStack() as stack:
+            for each in collected:
+                stack.enter_context(each.batch(weight=float(step.num_windows)))
+            return stack.pop_all()
+
+    with contextlib.ExitStack() as stack:
+        for each in collected:
+            stack.enter_context(each.calibrating())
+        yield unit

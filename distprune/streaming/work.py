@@ -5,6 +5,7 @@
         progress.json           which layers of which pass are done
         states/                 hidden states and gradients; see windows.[Note: stages]
         statistics/             of each layer
+        scores/                 of each layer, one for each weight, unless they are kept elsewhere
         values/                 kept weights of each layer that were moved
 
 A step is recorded when its files are written. What a killed run had begun is made again, from files
@@ -36,14 +37,16 @@ class Work:
         facts: what decides the result, as JSON.
         num_bytes: that the folder takes in the end.
         communicator: of the ranks.
+        scores: gets the scores of single weights, and stays; None: they are in the folder.
 
     Attributes:
         path: of the folder.
+        scores: where the scores of single weights are.
         is_resumed: whether an earlier run has begun it.
 
     Raises:
-        OutputError: the folder is that of another command, or the disk has too few free bytes. On
-            every rank.
+        OutputError: the folder is that of another command, ``scores`` is taken, or the disk has too
+            few free bytes. On every rank.
     """
 
     def __init__(
@@ -52,11 +55,14 @@ class Work:
         facts: Mapping[str, Any],
         num_bytes: int,
         communicator: Communicator,
+        scores: Path | None = None,
     ) -> None:
         self.path = destination.with_name(f"{destination.name}.partial-text")
+        self.scores = scores or self.folder("scores")
         self._communicator = communicator
         self._is_first = communicator.index == 0
-        text = json.dumps(facts, indent=1) + "\n"
+        kept = {} if scores is None else {"scores": str(scores)}
+        text = json.dumps({**facts, **kept}, indent=1) + "\n"
         self.is_resumed = self.path.exists()
         communicator.run(lambda: self._open(destination, text, num_bytes))
         # Different where the folder is not one that all ranks see.
@@ -67,6 +73,10 @@ class Work:
     def folder(self, name: str) -> Path:
         """One of the folders in it."""
         return self.path / name
+
+    def file(self, name: str, number: int) -> Path:
+        """The safetensors file of a layer in one of the folders."""
+        return self.folder(name) / f"{number:05}.safetensors"
 
     def get(self, step: str, default: Any = None) -> Any:
         """What was recorded of a step."""
@@ -105,9 +115,16 @@ class Work:
                     f"version. Finish it with the command that began it, {DISCARD_HINT}, or choose "
                     "another destination."
                 )
+        elif self.scores.exists():
+            raise OutputError(
+                f"{self.scores} exists already; expected a free name for the scores. Remove it, or "
+                "choose another."
+            )
         with writing(self.path):
             for name in ("states", "statistics", "values"):
-                (self.path / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+                self.folder(name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        with writing(self.scores):
+            self.scores.mkdir(parents=True, exist_ok=True)
         check_free_bytes(self.path, num_bytes - folder_bytes(self.path), destination)
         write_atomically(self.path / _FACTS, text.encode())
 

@@ -48,10 +48,10 @@ class Job:
 
         def report(progress: RunProgress) -> None:
             nonlocal printed
-            tenths = 10 * progress.num_windows // progress.total_windows
+            tenths = 10 * progress.num_done // progress.total
             if tenths > printed:
                 printed = tenths
-                done = f"{progress.num_windows}/{progress.total_windows} windows"
+                done = f"{progress.num_done}/{progress.total} {progress.unit}"
                 self.say(f"{label}: {done}, {progress.seconds_left:.0f} s left")
 
         return report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from distprune import __version__
+from distprune.files.recipe import FileRecipe
 from distprune.files.reports.model_card import join_front_matter, split_front_matter, with_tags
 from jobs.document import markdown_table
 
@@ -95,19 +95,17 @@ def recipe_of(settings: Settings, rows: Rows) -> str | None:
         by_tensor = settings.scope == "layer" or settings.normalize is not None
         if (settings.sparsity is not None and by_tensor) or settings.include or settings.exclude:
             return None
-    lines = ["version: 2", f"score: {settings.criterion}"]
-    if settings.criterion != "magnitude":
-        lines.append("statistics: statistics.safetensors")
-    if settings.pattern is not None:
-        lines.append(f'pattern: "{settings.pattern}"')
-    if settings.sparsity is not None:
-        lines += [f"scope: {settings.scope}", f"sparsity: {settings.sparsity}"]
-        if settings.scope == "global":
-            lines.append(f"normalize: {settings.normalize or 'none'}")
-    if settings.include or settings.exclude:
-        names = [f"    - {json.dumps(row['name'])}" for row in rows]
-        lines += ["select:", "  include:", *names]
-    return "\n".join(lines) + "\n"
+    is_global = settings.sparsity is not None and settings.scope == "global"
+    recipe = FileRecipe(
+        sparsity=settings.sparsity,
+        scope=settings.scope if settings.sparsity is not None else "global",
+        pattern=settings.pattern,
+        score=settings.criterion,
+        normalize=settings.normalize if is_global else None,
+        statistics=None if settings.criterion == "magnitude" else "statistics.safetensors",
+        include=[row["name"] for row in rows] if settings.include or settings.exclude else None,
+    )
+    return recipe.to_yaml()
 
 
 def _method(settings: Settings) -> str:

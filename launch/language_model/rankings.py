@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -143,11 +143,11 @@ class Calibration:
         )
 
 
-def _by_gradients(make: Callable[..., criteria.Criterion]) -> Callable[[Calibration], Ranking]:
-    """A criterion whose unit is one batch of one rank."""
+def _elementwise(score: str) -> Callable[[Calibration], Ranking]:
+    """By the gradient of each weight, as `distprune prune --text --score` ranks."""
 
     def rank(calibration: Calibration) -> Ranking:
-        criterion = make(calibration.parameters, unit="rank_batch")
+        criterion = language_models.elementwise_criterion(score, calibration.parameters)
         calibration.run(criterion)
         return Ranking.by(criterion)
 
@@ -161,9 +161,8 @@ CRITERIA: dict[str, Callable[[Calibration], Ranking]] = {
     "wanda": by_statistics("wanda"),
     "ria": by_statistics("ria"),
     "stade": by_statistics("stade"),
-    # Of power 1: that of power 2 ranks as Fisher does.
-    "taylor": _by_gradients(partial(criteria.Taylor, power=1)),
-    "fisher": _by_gradients(criteria.Fisher),
+    "taylor": _elementwise("taylor"),
+    "fisher": _elementwise("elementwise_fisher"),
     # Without memory of the size of the model: by the sums of rows and of columns.
     "factored_fisher": lambda c: Ranking(prune.L1Unstructured, c.gradients.fisher()),
     # Of the inputs alone, as SparseGPT ranks.

@@ -1,14 +1,17 @@
 """Pruning by text of a model that is larger than the memory that a process may have.
 
     python tests/benchmarks/bench_streaming.py [--bytes 12e9] [--limit 8e9] [--update 4]
-        [--folder DIR] [--save NAME]
+        [--dtype bfloat16] [--folder DIR] [--save NAME]
 
 Makes a bf16 Llama checkpoint, and prunes it by text (random tokens) in a process of its own, whose
-data may not take more than the limit: scores by gradients of every matrix of the layers. The
-process is killed (SIGKILL) once in each pass, and started again. A second pruning moves the kept
-weights of a projection in every ``--update``-th layer, since least squares for all of them would
-take hours on a CPU. Peak memory stands beside what ``distprune plan --text`` says; the first result
-is compared, to the byte, with that of a run that nobody kills.
+data may not take more than the limit: scores by gradients of every matrix of the layers. A second
+pruning moves the kept weights of a projection in every ``--update``-th layer, since least squares
+for all of them would take hours on a CPU. Both are done twice: once as a whole, and once by
+processes that are killed (SIGKILL), each in another phase, and started again. The results are
+compared to the byte. Peak memory stands beside what ``distprune plan --text`` says.
+
+Layers compute in ``--dtype``: float32 is faster on a CPU without products of bf16, and takes twice
+the memory of a layer.
 
 Needs three times the checkpoint's size on the disk.
 """
@@ -24,7 +27,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from bench_checkpoint import make
 
@@ -32,7 +37,7 @@ RESULTS = Path(__file__).parent / "results"
 WINDOWS, LENGTH = 2, 16
 
 
-def prune(source: Path, destination: Path, limit: int, include: list[str]) -> None:
+def prune(source: Path, destination: Path, limit: int, dtype: str, include: list[str]) -> None:
     """What the measured process does; writes what it took beside the destination."""
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     import torch
@@ -48,10 +53,12 @@ def prune(source: Path, destination: Path, limit: int, include: list[str]) -> No
     recipe = FileRecipe(
         sparsity=0.5, score="fisher", normalize=None, include=tuple(include) or None
     )
-    update = "least_squares" if include else "none"
-    cost = streaming.estimate(source, recipe, WINDOWS, LENGTH, update=update)
+    options: Any = {
+        "update": "least_squares" if include else "none", "dtype": getattr(torch, dtype)
+    }  # fmt: skip
+    cost = streaming.estimate(source, recipe, WINDOWS, LENGTH, **options)
     began = time.perf_counter()
-    streaming.prune_folder(source, destination, recipe, windows, update=update)
+    streaming.prune_folder(source, destination, recipe, windows, **options)
     facts = {
         "seconds": time.perf_counter() - began,
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -60,28 +67,84 @@ def prune(source: Path, destination: Path, limit: int, include: list[str]) -> No
     destination.with_suffix(".json").write_text(json.dumps(facts))
 
 
-def start(source: Path, destination: Path, limit: int, include: list[str]) -> subprocess.Popen:
-    command = [sys.executable, __file__, "--worker", str(source), str(destination), str(limit)]
+def start(
+    source: Path, destination: Path, limit: int, dtype: str, include: list[str]
+) -> subprocess.Popen:
+    command = [sys.executable, __file__, "--worker", source, destination, str(limit), dtype]
     return subprocess.Popen([*command, *include])
 
 
-def killed_in_each_pass(source: Path, destination: Path, limit: int) -> list[str]:
-    """Prune, and kill the process when a pass is half done; returns where."""
-    progress = destination.with_name(f"{destination.name}.partial-text") / "progress.json"
-    num_layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
-    kills = []
-    for name in ("forward", "backward"):
-        process = start(source, destination, limit, [])
+class Phases:
+    """Where a pruning is, from the files that it writes beside its destination."""
+
+    def __init__(self, source: Path, destination: Path) -> None:
+        self.num_layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+        self._destination = destination
+
+    def reached(self, name: str) -> str:
+        """Where it is, if it is well in a phase, or past it; else nothing."""
+        work = self._destination.with_name(f"{self._destination.name}.partial-text")
+        progress = work / "progress.json"
+        done = json.loads(progress.read_text()) if progress.exists() else {}
+        if name in ("forward", "backward", "update"):
+            num_done = len(done.get(name, []))
+            where = f"{name}, layer {num_done} of {self.num_layers}"
+            return where if num_done >= self.num_layers // 2 else ""
+        if name == "ranking":
+            return name if done.get("statistics") else ""
+        return name if self._writes() else ""
+
+    def _writes(self) -> bool:
+        """Whether some journal says that a part of the result is finished."""
+        journals = self._destination.parent.glob(
+            f"{self._destination.name}.partial-*/distprune/work/*.jsonl"
+        )
+        return any(journal.read_bytes().count(b"\n") > 1 for journal in journals)
+
+
+def killed(
+    source: Path, destination: Path, begin: Callable[[], subprocess.Popen], names: list[str]
+) -> list[str]:
+    """Prune, and kill the process in each of some phases; returns where."""
+    phases, kills = Phases(source, destination), []
+    for name in names:
+        process = begin()
         while process.poll() is None:
-            done = json.loads(progress.read_text()) if progress.exists() else {}
-            if len(done.get(name, [])) >= num_layers // 2:
+            if where := phases.reached(name):
+                time.sleep(1)  # into what follows
                 process.send_signal(signal.SIGKILL)
-                kills.append(f"{name}, layer {len(done[name])} of {num_layers}")
+                kills.append(where)
                 break
-            time.sleep(0.2)
-        process.wait()
-    assert start(source, destination, limit, []).wait() == 0
+            time.sleep(0.1)
+        assert process.wait() == -signal.SIGKILL, f"it was never in {name}"
+    assert begin().wait() == 0
     return kills
+
+
+def compared(
+    folder: Path, source: Path, names: list[str], *arguments: Any
+) -> tuple[dict[str, Any], str]:
+    """Prune as a whole, and with kills; returns what the whole took, and what was compared."""
+    one, other = folder / "whole", folder / "killed"
+    assert start(source, one, *arguments).wait() == 0
+    kills = killed(source, other, lambda: start(source, other, *arguments), names)
+    files = sorted(str(p.relative_to(one)) for p in one.rglob("*") if p.is_file())
+    for name in files:
+        if not name.endswith("run.json"):
+            same = subprocess.run(["cmp", "-s", one / name, other / name], check=False)
+            assert same.returncode == 0, name
+    facts = json.loads((folder / "whole.json").read_text())
+    shutil.rmtree(one)
+    shutil.rmtree(other)
+    kept = f"killed ({'; '.join(kills)}) and started again: the same bytes, {len(files)} files"
+    return facts, kept
+
+
+def described(what: str, facts: dict[str, Any]) -> str:
+    return (
+        f"{what}: {facts['seconds']:.0f} s, peak {facts['peak'] / 1e9:.2f} GB (plan: "
+        f"{facts['estimate'] / 1e9:.2f} GB)"
+    )
 
 
 def main() -> None:
@@ -89,6 +152,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=float, default=12e9)
     parser.add_argument("--limit", type=float, default=8e9)
     parser.add_argument("--update", type=int, default=4)
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--save")
     arguments = parser.parse_args()
@@ -100,35 +164,19 @@ def main() -> None:
         size = sum(file.stat().st_size for file in source.iterdir())
         num_layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
         lines = [
-            f"A Llama of {size / 1e9:.1f} GB in bf16, {num_layers} layers; {WINDOWS} windows of "
-            f"{LENGTH} tokens; a process may have {limit / 1e9:.1f} GB of data.",
+            f"A Llama of {size / 1e9:.1f} GB in bf16, {num_layers} layers, which compute in "
+            f"{arguments.dtype}; {WINDOWS} windows of {LENGTH} tokens; a process may have "
+            f"{limit / 1e9:.1f} GB of data.",
             "",
         ]
-        one, other = folder / "whole", folder / "killed"
-        assert start(source, one, limit, []).wait() == 0
-        kills = killed_in_each_pass(source, other, limit)
-        names = sorted(str(p.relative_to(one)) for p in one.rglob("*") if p.is_file())
-        for name in names:
-            if not name.endswith("run.json"):
-                same = subprocess.run(["cmp", "-s", one / name, other / name], check=False)
-                assert same.returncode == 0, name
-        facts = json.loads((folder / "whole.json").read_text())
-        lines += [
-            f"scores by gradients, all matrices, ranked globally: {facts['seconds']:.0f} s, peak "
-            f"{facts['peak'] / 1e9:.2f} GB (plan: {facts['estimate'] / 1e9:.2f} GB)",
-            f"killed ({'; '.join(kills)}) and started again: the same bytes, {len(names)} files",
-        ]
-        shutil.rmtree(one)
-        shutil.rmtree(other)
+        names = ["forward", "backward", "ranking", "writing"]
+        facts, kept = compared(folder, source, names, limit, arguments.dtype, [])
+        lines += [described("scores by gradients, all matrices, ranked globally", facts), kept]
         layers = range(0, num_layers, arguments.update)
         include = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in layers]
-        assert start(source, folder / "moved", limit, include).wait() == 0
-        facts = json.loads((folder / "moved.json").read_text())
-        lines.append(
-            f"scores and least squares, one projection of {len(include)} layers: "
-            f"{facts['seconds']:.0f} s, peak {facts['peak'] / 1e9:.2f} GB (plan: "
-            f"{facts['estimate'] / 1e9:.2f} GB)"
-        )
+        facts, kept = compared(folder, source, ["update"], limit, arguments.dtype, include)
+        what = f"scores and least squares, one projection of {len(include)} layers"
+        lines += [described(what, facts), kept]
     finally:
         shutil.rmtree(folder)
     import torch
@@ -143,7 +191,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        source, destination, limit, *include = sys.argv[2:]
-        prune(Path(source), Path(destination), int(limit), include)
+        source, destination, limit, dtype, *include = sys.argv[2:]
+        prune(Path(source), Path(destination), int(limit), dtype, include)
     else:
         main()

@@ -109,7 +109,7 @@ def test_what_was_probably_meant(run, llama, tmp_path):
     ]
     share = said(run(*command, "-s", "50", "--text", text), "did you mean", code=2)
     meant = re.search(r"did you mean (.*)\?", share)[1]
-    score = said(run(*command, "-s", meant, "--text", text, "--score", "taylor"), "fisher", code=2)
+    score = said(run(*command, "-s", meant, "--text", text, "--score", "snip"), "fisher", code=2)
     words = re.search(r"Expected (\w+) with (--text) FILE", score)
     works(run(*command, "-s", meant, "--score", words[1], words[2], text))
 
@@ -187,6 +187,9 @@ def test_what_a_score_is_made_from(run, llama, source, tmp_path):
     works(run(*wanda))
     other = run(*fisher, "--statistics", statistics)
     said(other, "`distprune calibrate --gradients` write", code=3)
+    taylor = ["plan", model, "--score", "taylor", "-s", "0.5"]
+    said(run(*taylor), "expected --scores FOLDER", "--text FILE makes them", code=2)
+    works(run(*taylor, "--text", text, "--length", "16", "--windows", "2"))
     given = ["--score", "given", "-s", "0.5"]
     said(run("plan", source, *given), "expected --scores FOLDER", code=2)
     scores = save(tmp_path / "scores", {name: torch.randn(8, 12) for name in TENSORS})
@@ -418,6 +421,8 @@ RUN_BY = {
     "expected --scores FOLDER": "test_what_a_score_is_made_from",
     "leave --scores out": "test_what_a_score_is_made_from",
     "copy of them (--scores FOLDER)": "test_what_a_score_is_made_from",
+    "with --keep-scores": "cli/test_prune_by_text.py::test_scores_of_single_weights",
+    " `prune --text --keep-scores`": "cli/test_prune_by_text.py::test_scores_of_single_weights",
     "Give it with --input-dim": "test_the_dimension_of_the_inputs",
     "correct input_dims (--input-dim)": "test_the_dimension_of_the_inputs",
     "--input-dim {option}: expected PATTERN=DIM": "test_the_dimension_of_the_inputs",
@@ -466,6 +471,9 @@ NOTHING_TO_RUN = {
     "--csv {path}": "the option that is wrong",
     "--update {given.update}": "the option that is wrong",
     "unless --score says otherwise": "help of an option",
+    "With --text, run one decoder layer": "help of an option",
+    "and --scores FOLDER ranks by them again": "help of an option",
+    "and prune --text makes those": "help of an option",
     "as in --round 0.35": "help of an option",
     "`distprune diff` compares it with its source": "a command without a result to expect",
     "or fewer in a batch (--batch-size)": "options whose value depends on the machine",

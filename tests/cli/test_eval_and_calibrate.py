@@ -252,3 +252,5 @@ def test_progress_says_what_is_left():
     state = RunProgress("evaluate", 12, 128, 4.0)
     assert describe_windows(state) == "12 of 128 windows, 3/s, 0:39 left"
     assert describe_windows(RunProgress("evaluate", 0, 128, 0.0)) == "0 of 128 windows"
+    streamed = RunProgress("prune", 1200, 9000, 0.0, "forwards of a layer")
+    assert describe_windows(streamed) == "1,200 of 9,000 forwards of a layer"

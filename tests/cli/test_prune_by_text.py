@@ -6,6 +6,8 @@ import pytest
 from commands import start
 
 from distprune import language_models
+from distprune.cli.pruning_by_text import described_cost
+from distprune.streaming import StreamCost
 from helpers.tiny_language_model import save_tiny_llama, write_text
 
 pytest.importorskip("transformers")
@@ -54,6 +56,32 @@ def test_processes_share_the_text(made, tmp_path):
     assert "on 2 processes" in out
 
 
+def test_scores_of_single_weights(run, made, tmp_path):
+    """They take 4 bytes of the disk each, and verify needs them."""
+    model, text, _ = made
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    plans = {
+        score: run("plan", model, *OPTIONS, "--text", text, "--score", score, "--json").json
+        for score in ("fisher", "taylor")
+    }
+    of_taylor = plans["taylor"]["cost_by_text"]["disk"] - plans["fisher"]["cost_by_text"]["disk"]
+    assert of_taylor == 4 * plans["taylor"]["num_elements"]
+    assert plans["taylor"]["recipe"].get("normalize", "none") == "none"
+    done = run(
+        "prune", model, out, *OPTIONS, "--text", text, "--score", "taylor", "--update", "none",
+        "--keep-scores", kept,
+    )  # fmt: skip
+    assert done.code == 0 and "gradients of every weight" in done.err, done.err
+    assert "of `prune --text --keep-scores`" in (out / "README.md").read_text()
+    done = run("verify", out, "--against", model)
+    assert done.code == 3 and "--keep-scores" in done.err
+    assert run("verify", out, "--against", model, "--scores", kept).code == 0
+    again = run(
+        "prune", model, tmp_path / "again", "-s", "0.5", "--score", "taylor", "--scores", kept
+    )
+    assert again.code == 0, again.err
+
+
 def test_what_is_wrong_is_said_before_the_work(run, made, tmp_path):
     model, text, _ = made
     short = write_text(tmp_path / "short.txt", 4)
@@ -79,6 +107,7 @@ def test_eval_of_a_model_that_is_streamed(run, made):
     whole, streamed = run(*command), run(*command, "--wrap", "stream")
     assert streamed.code == 0, streamed.err
     assert streamed.json["all"] == whole.json["all"]
+    assert streamed.json["dtype"] == whole.json["dtype"] == "float32"
     done = run("calibrate", *command[1:], "--out", "s.safetensors", "--wrap", "stream")
     assert done.code == 2 and "is for eval" in done.err
 
@@ -94,3 +123,18 @@ def test_plan_says_what_text_takes(run, made):
     layers = 2 * 4 * (4 * 16 * 16 + 3 * 16 * 24 + 2 * 16)
     assert cost["reads"] == 3 * layers + 2 * 4 * (2 * 264 * 16 + 16)
     assert cost["disk"] == 4 * (64 * 16 * (2 + 3) + 2 * (4 * 16 * 16 + 3 * 16 * 24))
+    assert cost["seconds"] is None
+
+
+def test_plan_measures_one_layer(run, made):
+    model, text, held_out = made
+    command = ["plan", model, *OPTIONS, "--text", text, "--eval", held_out, "--measure", "--json"]
+    cost = run(*command).json["cost_by_text"]
+    passes = {"embedding and head", "forward", "backward", "update"}
+    assert cost["seconds"].keys() == passes and min(cost["seconds"].values()) > 0
+    said = described_cost(StreamCost(**{**cost, "seconds": {"forward": 120.0, "update": 7200.0}}))
+    assert said.endswith(
+        "Measured on one layer: about 2.0 h on one process (forward 2 min, update 2.0 h)."
+    )
+    done = run("plan", model, "-s", "0.5", "--measure")
+    assert done.code == 2 and "--measure has no effect without --text" in done.err

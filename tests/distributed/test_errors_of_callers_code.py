@@ -267,7 +267,7 @@ def progress_of_calibrate(case: Case, failing: int) -> None:
     statistics = ActivationStatistics([(model.head, "weight")])
 
     def progress(run) -> None:
-        if run.num_windows == failing:
+        if run.num_done == failing:
             case.fail()
 
     calibrate(model, windows(), statistics, progress=progress)
@@ -275,7 +275,7 @@ def progress_of_calibrate(case: Case, failing: int) -> None:
 
 def progress_of_perplexity(case: Case, failing: int) -> None:
     def progress(run) -> None:
-        if run.num_windows == failing:
+        if run.num_done == failing:
             case.fail()
 
     torch.manual_seed(0)

@@ -200,6 +200,14 @@ def test_scores_that_do_not_fit_are_named(source, tmp_path):
     assert f"{NAMES[3]} has no scores" in text and NAMES[2] not in text
 
 
+def test_a_plan_counts_the_bytes_of_scores_that_are_still_to_be_made(tmp_path):
+    """They have 32 bits, whatever the weights have."""
+    source = save(tmp_path / "source", {n: value.bfloat16() for n, value in weights().items()})
+    recipe = FileRecipe(0.5, score="taylor")
+    made = planning.plan(source, recipe, awaits_statistics=True)
+    assert planning.bytes_to_count(made) == 4 * made.num_elements
+
+
 @pytest.mark.parametrize("more", [{}, {"normalize": "rms"}, {"scope": "row"}, {"scope": "layer"}])
 def test_nan_and_infinities(source, tmp_path, more):
     values = weights()
@@ -234,7 +242,10 @@ def test_nan_and_infinities(source, tmp_path, more):
         ({"budget": "erk", "normalize": "rms"}, "normalize: has no effect beside a budget"),
         ({"budget": "lamp", "score": "random"}, "budget: 'lamp' divides by the squares"),
         ({"budget": "lam"}, "budget: expected .*did you mean 'lamp'"),
-        ({"score": "wanda", "scores": "a"}, "scores: has no effect without score 'given'"),
+        (
+            {"score": "wanda", "scores": "a"},
+            "scores: has no effect without score 'taylor', 'elementwise_fisher' or 'given'",
+        ),
         ({"score": "wanda", "seed": 1}, "seed: has no effect without score 'random'"),
         ({"score": "ria"}, "score ria needs statistics .*--statistics FILE"),
         ({"score": "wanda", "statistics": 3}, "statistics: expected the path of a file"),

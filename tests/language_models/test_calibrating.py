@@ -53,7 +53,7 @@ def statistics_of(wrapping, folder, count, batch_size):
     statistics = ActivationStatistics(layers_of(model))
     seen = []
     calibrate(model, read(folder, count), statistics, batch_size=batch_size, progress=seen.append)
-    assert seen[-1].num_windows == seen[-1].total_windows == count
+    assert seen[-1].num_done == seen[-1].total == count
     assert all(parameter.requires_grad for parameter in model.parameters())
     return {
         pair.fqn: (total.num_tokens, total.sums.tolist(), total.squares.tolist())

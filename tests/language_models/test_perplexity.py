@@ -26,8 +26,8 @@ def evaluate(wrapping, folder, batch_size):
     model = wrapped_llama(tiny_llama(), wrapping)
     windows = read(folder, limit=7).sample(13)
     report = perplexity(model, windows, batch_size=batch_size, progress=seen.append)
-    assert seen[-1].num_windows == seen[-1].total_windows == 13
-    assert [state.num_windows for state in seen] == sorted({s.num_windows for s in seen})
+    assert seen[-1].num_done == seen[-1].total == 13
+    assert [state.num_done for state in seen] == sorted({s.num_done for s in seen})
     return report.as_values(), report.window_nll.tolist()
 
 

@@ -12,10 +12,10 @@ from distprune.files.disk import destination as destinations
 from distprune.files.errors import CheckpointError, Interrupted, OutputError, SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify
-from distprune.language_models import TokenWindows
 from distprune.statistics import GradientStatistics, GramMatrices
 from distprune.testing import run_ranks
 from helpers.sampling import every
+from helpers.streaming import killed_after, other_files, tokens, weights_of
 from helpers.tiny_language_model import save_tiny_llama, write_text
 from helpers.tiny_transformers import save_tiny
 
@@ -23,13 +23,6 @@ RECIPE = FileRecipe(sparsity=0.5, score="fisher", normalize=None)
 FAMILIES = [
     "llama", "mistral", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3",
 ]  # fmt: skip
-
-
-def tokens(num_windows, seed, vocabulary=40, length=12):
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(3, vocabulary, (num_windows, length), generator=generator)
-    text_of = torch.zeros(num_windows, dtype=torch.int64)
-    return TokenWindows(("text",), drawn, text_of, None, has_bos=False)
 
 
 def assert_same_sums(one, other):
@@ -41,11 +34,6 @@ def assert_same_sums(one, other):
             (found.by_output, expected.by_output), (found.by_input, expected.by_input)
         ]:  # fmt: skip
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6 * float(b.max()))
-
-
-def weights_of(folder):
-    model = language_models.load_sharded(folder)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,39 +90,11 @@ def run(folder, destination, **options):
     )
 
 
-def other_files(one, other):
-    """Files of two folders that differ."""
-    names, of_other = (
-        sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-        for folder in (one, other)
-    )
-    assert names == of_other
-    return [name for name in names if not filecmp.cmp(one / name, other / name, shallow=False)]
-
-
-class Killed(BaseException):
-    """Not an error that anything catches."""
-
-
 @pytest.mark.parametrize("place", every(4, range(21), start=2))
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(llama, tmp_path, monkeypatch, place):
     """It ends before any of its writes of progress: in each pass, and between them."""
-    from distprune.streaming import work
-
-    writes, write = [], work.write_atomically
-
-    def killed(path, data):
-        writes.append(path)
-        if len(writes) > place:
-            raise Killed
-        write(path, data)
-
     out = tmp_path / "out"
-    monkeypatch.setattr(work, "write_atomically", killed)
-    try:
-        run(llama, out)
-    except Killed:
-        monkeypatch.setattr(work, "write_atomically", write)
+    if not killed_after(place, monkeypatch, lambda: run(llama, out)):
         assert not out.exists()
         run(llama, out)
     assert set(other_files(out, llama / "out")) <= {"distprune/run.json"}

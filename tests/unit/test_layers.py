@@ -51,8 +51,8 @@ ROOMS = {
         "files", "criteria", "statistics", "reconstruction",
     },
     "streaming": {
-        "_common", "_transformers", "_version", "api", "files", "language_models",
-        "reconstruction", "statistics",
+        "_common", "_transformers", "_version", "api", "criteria", "files", "language_models",
+        "recipes", "reconstruction", "statistics",
     },
     "_public": {
         "_common", "shards", "budgets", "call", "methods", "api", "verification", "schedule",

@@ -25,6 +25,7 @@ from distprune.files.disk.access import reading
 from distprune.files.planning import CARD_FILE, MAX_CARD_BYTES, Plan
 from distprune.files.reports.report import Report, TensorReport
 from distprune.files.text import format_percent, role_of
+from distprune.recipes import ELEMENTWISE
 
 _TAGS = ("pruned", "sparse")
 # They describe the source; the hub would show them as facts about the result.
@@ -189,11 +190,20 @@ def _section(plan: Plan, report: Report, base: str | None, version: str) -> list
         "```",
         "",
         f"`SRC` is a folder with {base or 'the source'}, and `DST` one with this checkpoint. "
-        + ("`SCORES` are the scores that it was ranked by. " if scores else "")
+        + ("`SCORES` are the scores that it was ranked by" if scores else "")
+        + _where_scores_are(plan)
         + _what_is_the_same(plan)
         + "`distprune/report.json` has the counts of every tensor"
         + (", and `distprune/masks.safetensors` the masks." if plan.recipe.masks else "."),
     ]
+
+
+def _where_scores_are(plan: Plan) -> str:
+    """The end of a sentence on scores, if there are any."""
+    if plan.inputs.given is None:
+        return ""
+    made = any(part.score in ELEMENTWISE for part in plan.recipe.parts)
+    return ", of `prune --text --keep-scores`. " if made else ". "
 
 
 def _quality(plan: Plan) -> str:
