@@ -36,7 +36,8 @@ from distprune.files.disk.access import (
     writing,
 )
 from distprune.files.disk.destination import resolve_destination
-from distprune.files.partial import check_place, new_folder
+from distprune.files.partial import new_folder
+from distprune.files.places import check_place
 from distprune.language_models.gathering import Gathering
 from distprune.language_models.loading import DTYPES, require_extra
 from distprune.masks.hook import find_hook

@@ -32,7 +32,7 @@ from distprune.files.checkpoints.statistics_file import (
 from distprune.files.disk.destination import Lock, resolve_destination
 from distprune.files.errors import CheckpointError, Interrupted, SelectionError
 from distprune.files.kept_values import KeptValues
-from distprune.files.partial import check_free, check_place
+from distprune.files.places import check_free, check_place, check_replaceable
 from distprune.files.planning import plan, source_facts
 from distprune.files.pruning import RankedMasks
 from distprune.files.pruning import prune as prune_files
@@ -92,6 +92,7 @@ def prune_folder(
     progress_of_files: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] | None = None,
     take_over: bool = False,
+    replace: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> PrunedFolder:
     """Prune the decoder in a Hugging Face folder by text. Collective over all ranks.
@@ -130,7 +131,7 @@ def prune_folder(
             of the source.
         device: where it computes; by default the CPU.
         progress: called after every layer.
-        progress_of_files, stop, take_over, tell: as for ``files.pruning.prune``.
+        progress_of_files, stop, take_over, replace, tell: as for ``files.pruning.prune``.
 
     Returns:
         The report, and what was measured.
@@ -165,7 +166,7 @@ def prune_folder(
     if made is not None:
         tell(f"{target} is finished: this command made it before. Nothing was changed.")
         return made
-    communicator.run(lambda: _check_target(checkpoint, target))
+    communicator.run(lambda: _check_target(checkpoint, target, replace))
     places = [target.with_name(f"{target.name}.partial-text-{n}") for n in range(len(rounds))]
     done = communicator.run(lambda: [_finished(place, text) for place in places])
     first = max((number + 1 for number, found in enumerate(done) if found), default=0)
@@ -185,7 +186,7 @@ def prune_folder(
         )
         made = once.run(
             windows, update, damping, batch_size, dtype, torch.device(device or "cpu"),
-            progress, progress_of_files, stop, take_over, tell,
+            progress, progress_of_files, stop, take_over, replace and is_last, tell,
         )  # fmt: skip
         done = [*done[:number], made, *done[number + 1 :]]
         if number:
@@ -203,9 +204,12 @@ def _check_rounds(recipe: FileRecipe, rounds: Sequence[float]) -> None:
         )
 
 
-def _check_target(checkpoint: Checkpoint, target: Path) -> None:
+def _check_target(checkpoint: Checkpoint, target: Path, replace: bool) -> None:
     check_place(checkpoint.root, target)
-    check_free(target)
+    if replace:
+        check_replaceable(target, [file.path for file in checkpoint.all_files])
+    else:
+        check_free(target, is_replaceable=True)
 
 
 def _remove(place: Path, communicator: Communicator) -> None:
@@ -249,6 +253,7 @@ class _Once:
         progress_of_files: Callable[[Progress], None] | None,
         stop: Callable[[], bool] | None,
         take_over: bool,
+        replace: bool,
         tell: Callable[[str], None],
     ) -> PrunedFolder:
         """Score, rank, update and write; see :func:`prune_folder`."""
@@ -283,6 +288,7 @@ class _Once:
             progress=progress_of_files,
             stop=stop,
             take_over=take_over,
+            replace=replace,
             tell=tell,
             cuts=work.get("cuts"),
         )
