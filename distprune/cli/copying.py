@@ -24,6 +24,7 @@ from distprune.cli.options import (
     Destination,
     Discard,
     FollowLinks,
+    Force,
     Nproc,
     Quiet,
     Source,
@@ -54,6 +55,7 @@ def apply(
     timeout: Timeout = 600.0,
     take_over: TakeOver = False,
     discard: Discard = False,
+    force: Force = False,
     as_json: AsJson = False,
     verbose: Verbose = 0,
     quiet: Quiet = False,
@@ -85,7 +87,7 @@ def apply(
     ranks.run_on_ranks(context, nproc, find)
     # Listen before the ranks meet: a signal to all of them must not end some of them at once.
     with process.Stop() as stop, ranks.process_group(timeout):
-        checkpoint, applied = _apply(terminal, find, destination, stop, take_over)
+        checkpoint, applied = _apply(terminal, find, destination, stop, take_over, force)
     if as_json:
         values = {"source": checkpoint.folder, "masks": str(masks), **asdict(applied)}
         del values["tensors"]
@@ -108,6 +110,7 @@ def _apply(
     destination: Path,
     stop: process.Stop,
     take_over: bool,
+    force: bool,
 ) -> tuple[Checkpoint, Applied]:
     from distprune._common.process_groups import world
     from distprune.files.team import Team
@@ -116,7 +119,12 @@ def _apply(
     tell(terminal, application.checkpoint)
     with Meter(terminal) as meter:
         applied = application.write(
-            destination, progress=meter, stop=stop, take_over=take_over, tell=terminal.note
+            destination,
+            progress=meter,
+            stop=stop,
+            take_over=take_over,
+            replace=force,
+            tell=terminal.note,
         )
     return application.checkpoint, applied
 

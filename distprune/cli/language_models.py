@@ -46,8 +46,17 @@ Model = Annotated[
     ),
 ]
 Texts = Annotated[
-    list[Path],
+    list[Path] | None,
     option("--text", metavar="FILE", help="Text in UTF-8. Repeat it for more."),
+]
+Generate = Annotated[
+    list[str] | None,
+    option(
+        "--generate",
+        metavar="TEXT",
+        help="Print how the model goes on with this text, by its likeliest tokens. Repeat it for "
+        "more.",
+    ),
 ]
 Length = Annotated[int, typer.Option("--length", min=2, help="Tokens of a window.")]
 Limit = Annotated[
@@ -101,7 +110,7 @@ class ModelOptions:
     """The options of both commands."""
 
     model: Model
-    texts: Texts
+    texts: Texts = None
     length: Length = 1024
     limit: Limit = None
     batch_size: BatchSize = 1
@@ -137,7 +146,7 @@ class ModelOptions:
         from distprune.files.checkpoints.locating import locate
 
         locate(self.model)
-        for text in self.texts:
+        for text in self.texts or ():
             try:
                 text.open("rb").close()
             except OSError as error:
@@ -219,6 +228,7 @@ class Opened:
     Attributes:
         options: what was asked for.
         model: None: it is streamed.
+        windows: None without a text.
         wrap, device: how the model is wrapped, and the kind of device that it is on.
         began: time at which everything was loaded.
     """
@@ -226,7 +236,8 @@ class Opened:
     options: ModelOptions
     terminal: Terminal
     model: nn.Module | None
-    windows: TokenWindows
+    tokenizer: PreTrainedTokenizerBase
+    windows: TokenWindows | None
     wrap: str
     device: str
     num_ranks: int
@@ -268,11 +279,13 @@ def opened(options: ModelOptions) -> Iterator[Opened]:
             from distprune._common.process_groups import world
 
             tokenizer = options.load_tokenizer()
-        with translated(TextError):
-            windows = language_models.read_windows(
-                tokenizer, options.texts, options.length, limit=options.limit
-            )
-        terminal.note(f"{len(windows):,} windows of {windows.length} tokens.")
+        windows = None
+        if options.texts:
+            with translated(TextError):
+                windows = language_models.read_windows(
+                    tokenizer, options.texts, options.length, limit=options.limit
+                )
+            terminal.note(f"{len(windows):,} windows of {windows.length} tokens.")
         num_ranks = world().size
         wrap: Any = options.wrap or ("fsdp2" if num_ranks > 1 else "none")
         if wrap not in ("none", "stream") and num_ranks == 1 and not process.is_rank():
@@ -292,7 +305,8 @@ def opened(options: ModelOptions) -> Iterator[Opened]:
                     ignore_unexpected=True,
                 )
             )
-        yield Opened(options, terminal, model, windows, wrap, kind, num_ranks, time.monotonic())
+        began = time.monotonic()
+        yield Opened(options, terminal, model, tokenizer, windows, wrap, kind, num_ranks, began)
 
 
 @contextlib.contextmanager
@@ -317,18 +331,21 @@ def translated(kind: type[FilesError]) -> Iterator[None]:
 
 
 @takes_model
-def evaluate(context: typer.Context, **options: Any) -> None:
+def evaluate(context: typer.Context, generate: Generate = None, **options: Any) -> None:
     """Measure the perplexity of texts under a language model, before or after pruning.
 
     Each text is cut into windows that do not overlap; what is left at its end is dropped. If the
     tokenizer puts a bos token in front of texts, each window begins with one. Bits per byte
     compare models with different tokenizers. Processes share the windows, and the numbers do not
     depend on how many there are (but for rounding, with tp). Numbers of other lengths or texts do
-    not compare. It needs the extra language-models.
+    not compare. With --generate, with or without texts, the model goes on with a sentence. It needs
+    the extra language-models.
 
     [bold]Examples[/bold]
 
       distprune eval Llama-3.2-1B-50 --text held-out.txt
+
+      distprune eval Llama-3.2-1B-50 --generate "The capital of France is"
 
       distprune eval Llama-3.2-1B --text a.txt --text b.txt --limit 100 --json
 
@@ -337,31 +354,55 @@ def evaluate(context: typer.Context, **options: Any) -> None:
       distprune eval Llama-3-70B --text test.txt --wrap stream
     """
     given = ModelOptions(**options)
+    if not (given.texts or generate):
+        raise SelectionError("nothing to evaluate; expected --text FILE, or --generate TEXT.")
+    if generate and given.wrap == "stream":
+        raise SelectionError(
+            "--generate with --wrap stream would read the whole model for every token; expected "
+            "another --wrap, or --text alone."
+        )
     given.check()
     ranks.run_on_ranks(context, given.nproc)
     with opened(given) as run, translated(CheckpointError), Meter(run.terminal) as meter:
-        report = _perplexity(run, meter)
+        report = None if run.windows is None else _perplexity(run, run.windows, meter)
+        generated = _generated(run, generate or [])
         facts = run.facts()
     if given.as_json:
-        run.terminal.json({"model": str(given.model), **report.as_values(), **facts})
+        measured = {} if report is None else report.as_values()
+        told = {"generated": generated} if generate else {}
+        run.terminal.json({"model": str(given.model), **measured, **told, **facts})
         return
-    _show(run.terminal, report)
-    run.terminal.note(f"{count(report.total.num_tokens)} tokens in {text_of_run(facts)}")
+    if report is not None:
+        _show(run.terminal, report)
+        run.terminal.note(f"{count(report.total.num_tokens)} tokens in {text_of_run(facts)}")
+    for each in generated:
+        run.terminal.text(each["text"] + each["continuation"])
 
 
-def _perplexity(run: Opened, meter: Meter) -> PerplexityReport:
+def _generated(run: Opened, texts: list[str]) -> list[dict[str, str]]:
+    """What the model says after each text."""
+    from distprune.language_models.generating import continued
+
+    found = []
+    for text in texts:
+        assert run.model is not None
+        found.append({"text": text, "continuation": continued(run.model, run.tokenizer, text)})
+    return found
+
+
+def _perplexity(run: Opened, windows: TokenWindows, meter: Meter) -> PerplexityReport:
     given = run.options
     if run.model is not None:
         from distprune import language_models
 
         return language_models.perplexity(
-            run.model, run.windows, batch_size=given.batch_size, progress=meter.windows
+            run.model, windows, batch_size=given.batch_size, progress=meter.windows
         )
     from distprune import streaming
 
     return streaming.perplexity(
         given.model,
-        run.windows,
+        windows,
         batch_size=given.batch_size,
         dtype=given.torch_dtype(),
         device=run.device,

@@ -69,6 +69,13 @@ Discard = Annotated[
         "--discard", help="Only remove the unfinished result of an interrupted run beside DST."
     ),
 ]
+Force = Annotated[
+    bool,
+    typer.Option(
+        "--force",
+        help="Replace a finished result of distprune at DST; it stays until the new one is ready.",
+    ),
+]
 Timeout = Annotated[
     float,
     typer.Option(

@@ -16,6 +16,7 @@ from distprune.cli.options import (
     Destination,
     Discard,
     FollowLinks,
+    Force,
     Nproc,
     Plot,
     Quiet,
@@ -67,6 +68,7 @@ def prune(
     timeout: Timeout = 600.0,
     take_over: TakeOver = False,
     discard: Discard = False,
+    force: Force = False,
     plot: Plot = None,
     as_json: AsJson = False,
     verbose: Verbose = 0,
@@ -80,7 +82,8 @@ def prune(
     pruning above the text of the source's README.md. With --text, a language model is pruned by
     gradients on the text, and its kept weights move. After an interruption of any kind, the same
     command continues where the last one stopped; with --discard it removes the unfinished result
-    instead. If DST is finished, it changes nothing.
+    instead. If this command has finished DST before, it changes nothing; --force replaces what
+    another one has finished there.
 
     [bold]Examples[/bold]
 
@@ -120,6 +123,7 @@ def prune(
             nproc=nproc,
             timeout=timeout,
             take_over=take_over,
+            replace=force,
         )
         _conclude(terminal, report, plan_of_text, destination, plot)
         return
@@ -148,6 +152,7 @@ def prune(
                 progress=meter,
                 stop=stop,
                 take_over=take_over,
+                replace=force,
                 tell=terminal.note,
             )
     _conclude(terminal, report, plan, destination, plot)

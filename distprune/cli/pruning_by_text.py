@@ -215,6 +215,7 @@ def prune_by_text(
     nproc: int | None,
     timeout: float,
     take_over: bool,
+    replace: bool,
 ) -> tuple[Report, Plan]:
     """Prune on this rank, or start ranks; see ``streaming.prune_folder``."""
     texts = [*(given.text or []), *(given.eval_text or [])]
@@ -260,6 +261,7 @@ def prune_by_text(
                 stop=stop,
                 take_over=take_over,
                 keep_scores=given.keep_scores,
+                replace=replace,
                 tell=terminal.note,
             )
     if terminal.is_leader and made.before is not None and made.after is not None:

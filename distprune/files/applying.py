@@ -103,6 +103,7 @@ class Application:
         progress: Callable[[Progress], None] | None = None,
         stop: Callable[[], bool] | None = None,
         take_over: bool = False,
+        replace: bool = False,
         tell: Callable[[str], None] | None = None,
     ) -> Applied:
         """Write the copy. It appears by one rename at the end, or not at all.
@@ -134,6 +135,8 @@ class Application:
             make_units=lambda: mask_units(self.entries),
             layout=mask_layout(self.entries, self.checkpoint.files),
             copied=self.checkpoint.others,
+            replaces=replace,
+            inputs=[self.masks.path],
         )
         with (
             contextlib.closing(self.sources),

@@ -38,7 +38,8 @@ from distprune.files.errors import (
     SelectionError,
     headline,
 )
-from distprune.files.partial import check_place, check_unchanged, new_folder
+from distprune.files.partial import check_unchanged, new_folder
+from distprune.files.places import check_place
 from distprune.files.text import printable
 
 # Names that libraries look for; any other file becomes model.safetensors.

@@ -32,7 +32,6 @@ from distprune.files.disk.access import (
     OpenFiles,
     allocate,
     check_own_file,
-    check_owner,
     sync_folder,
     write_atomically,
     write_from,
@@ -54,6 +53,15 @@ from distprune.files.journals import (
     next_run,
     readable_units,
     usable,
+)
+from distprune.files.places import (
+    check_free,
+    check_own_folder,
+    check_place,
+    check_replaceable,
+    has_replaced,
+    put,
+    settle,
 )
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE
 from distprune.files.text import format_size
@@ -106,9 +114,10 @@ class Partial:
         if finished is not None:
             self._remove_remains()
             return {"finished": finished}
-        check_free(self.destination)
+        self._check_taken()
         self.lock.acquire(take_over)
-        check_free(self.destination)
+        settle(self.destination)
+        self._check_taken()
         self._check_others()
         self._open_folder()
         prepared, units, num_lost = usable(self._task, self.folder, self.work)
@@ -161,15 +170,14 @@ class Partial:
         """
         self.lock.check()
         self._check_contents(is_complete=True)
-        check_free(self.destination)
+        self._check_taken()
         with writing(self.destination):
             self._remove(self._aside)
             os.rename(self.work, self._aside)
             sync_folder(self.folder / SIDECAR)
             # Until now only its owner had access; from now on, the permissions of the source.
             os.chmod(self.folder, top_mode(self._task.checkpoint.folders))
-            os.rename(self.folder, self.destination)
-            sync_folder(self.destination.parent)
+        put(self.folder, self.destination, replaces=self._task.replaces)
         shutil.rmtree(self._aside, ignore_errors=True)
         return self._texts
 
@@ -216,10 +224,20 @@ class Partial:
 
     def _remove_remains(self) -> None:
         """Remove the lock and journals of a run that was killed just after the last rename."""
-        if os.path.lexists(self.lock.path) or os.path.lexists(self._aside):
+        remains = os.path.lexists(self._aside) or has_replaced(self.destination)
+        if os.path.lexists(self.lock.path) or remains:
             with contextlib.suppress(OutputError):
                 self.lock.acquire()
                 self._remove(self._aside)
+                settle(self.destination)
+
+    def _check_taken(self) -> None:
+        """Raise OutputError if the destination exists, and may not be replaced."""
+        if self._task.replaces:
+            files = [file.path for file in self._task.checkpoint.all_files]
+            check_replaceable(self.destination, [*files, *self._task.inputs])
+        else:
+            check_free(self.destination, is_replaceable=True)
 
     def _check_others(self) -> None:
         # What a pruning with text keeps is of this destination, whatever its plan is.
@@ -348,12 +366,13 @@ def discard(destination: str | Path, *, take_over: bool = False) -> list[tuple[s
     """
     target = resolve_destination(destination)
     if not target.parent.is_dir() or not (
-        partial_folders(target) or os.path.lexists(f"{target}.partial.lock")
+        partial_folders(target) or os.path.lexists(f"{target}.partial.lock") or has_replaced(target)
     ):
         return []
     lock = Lock(target)
     lock.acquire(take_over)
     try:
+        settle(target)
         folders = partial_folders(target)
         for folder in folders:
             check_own_folder(folder)
@@ -409,39 +428,6 @@ def new_folder(
             shutil.rmtree(folder, ignore_errors=True)
     finally:
         lock.release()
-
-
-def check_own_folder(path: Path) -> None:
-    """Raise OutputError if a path is a link, not a folder, or belongs to another user."""
-    if path.is_symlink() or not path.is_dir():
-        problem = f"is a link to {os.readlink(path)!a}" if path.is_symlink() else "is not a folder"
-        raise OutputError(
-            f"{path} {problem}; expected a folder that distprune made. Nothing was written to it. "
-            "Remove it, or choose another destination."
-        )
-    with writing(path):
-        check_owner(path)
-
-
-def check_free(destination: Path) -> None:
-    """Raise OutputError if the destination exists."""
-    if os.path.lexists(destination):
-        is_done = (destination / REPORT_FILE).exists()
-        state = "holds a finished result of distprune" if is_done else "exists"
-        raise OutputError(
-            f"{destination} {state}; expected a new name. Delete it, or choose another destination."
-        )
-
-
-def check_place(source: str, destination: Path) -> None:
-    """Raise OutputError if the destination is inside the source, or its parent is not a folder."""
-    target, root = Path(os.path.realpath(destination)), Path(os.path.realpath(source))
-    if target == root or root in target.parents:
-        raise OutputError(
-            f"{destination} is inside the source {source}; expected a path outside of it."
-        )
-    if not destination.parent.is_dir():
-        raise OutputError(f"{destination.parent} is not a folder; create it first.")
 
 
 def check_unchanged(folder: str, files: Iterable[SourceFile]) -> None:

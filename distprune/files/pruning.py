@@ -59,6 +59,7 @@ def prune(
     progress: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] | None = None,
     take_over: bool = False,
+    replace: bool = False,
     tell: Callable[[str], None] | None = None,
     cuts: Any = None,
 ) -> Report:
@@ -84,6 +85,9 @@ def prune(
         stop: called after every few megabytes; True on any rank stops all of them.
         take_over: replace the lock of a run that is not known to run on this machine. If that run
             is at work after all, it stops with an error.
+        replace: take the place of a finished result of another command at the destination, which
+            stays until this one is complete. Nothing else is replaced: no input, and no folder that
+            holds other files.
         tell: called with sentences for the user: that a run continues, or that nothing is left to
             do.
         cuts: of :class:`RankedMasks` for the same recipe and source; None: they are found.
@@ -110,7 +114,7 @@ def prune(
     team = Team(communicator or world(), progress, stop)
     target = resolve_destination(destination)
     team.compare(_facts(plan, target))
-    task = _task_of(plan)
+    task = _task_of(plan, replace)
     source = Source(plan, functools.partial(team.did_in, "count"))
     with (
         contextlib.closing(source),
@@ -181,7 +185,7 @@ class RankedMasks:
         self._source.close()
 
 
-def _task_of(plan: Plan) -> Task:
+def _task_of(plan: Plan, replace: bool) -> Task:
     """The files of the result, and the units that fill them."""
     entries = [tensor.entry for tensor in plan.tensors]
     written_last = [CARD_FILE] if plan.has_card else []
@@ -195,7 +199,16 @@ def _task_of(plan: Plan) -> Task:
         copied=plan.copied,
         written_last=written_last,
         values=plan.inputs.values,
+        replaces=replace,
+        inputs=_input_files(plan),
     )
+
+
+def _input_files(plan: Plan) -> list[str]:
+    """Files of statistics and scores that the recipe names."""
+    named = [part.statistics for part in plan.recipe.parts if part.statistics is not None]
+    given = plan.inputs.given
+    return named if given is None else [*named, *(file.path for file in given.checkpoint.files)]
 
 
 def _complete(

@@ -198,6 +198,8 @@ class Task:
         copied: files without weights that are copied.
         written_last: names of small files that are written when all units are done.
         values: of kept elements, in place of those of the source.
+        replaces: whether it takes the place of a finished result at its destination.
+        inputs: other files that it is made from; none may be in a result that is replaced.
     """
 
     checkpoint: Checkpoint
@@ -208,6 +210,8 @@ class Task:
     copied: Sequence[OtherFile]
     written_last: Sequence[str] = ()
     values: KeptValues | None = None
+    replaces: bool = False
+    inputs: Sequence[str] = ()
 
     @cached_property
     def units(self) -> Sequence[Unit]:

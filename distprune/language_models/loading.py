@@ -154,7 +154,8 @@ def load_sharded(
             share; a conversion of transformers does more than move elements.
         CheckpointError: the folder does not exist or is damaged.
         ImportError: the extra ``language-models`` is not installed.
-        Where one rank fails, every rank raises.
+
+    Where one rank fails, every rank raises.
 
     Cost: memory: the shard, and one buffer of 16 MiB or, for parameters that a conversion makes,
     some copies of one expert, or of one whole parameter that is not a stack of experts, because it

@@ -121,7 +121,7 @@ class BatchLosses:
             TypeError: the model returns no logits.
         """
         output, losses = self._run(ids, lambda hidden, head: nll_of_windows(hidden, ids, head))
-        return nll_of_windows(_logits_of(output), ids) if losses is None else losses
+        return nll_of_windows(logits_of(output), ids) if losses is None else losses
 
     def _run(self, ids: Tensor, reduce: Reduce, **arguments: Any) -> tuple[Any, Tensor | None]:
         """What the model returns; and what ``reduce`` does, None if the former has the logits."""
@@ -283,7 +283,7 @@ def nll_of_windows(states: Tensor, ids: Tensor, head: Head | None = None) -> Ten
     return losses.cpu()
 
 
-def _logits_of(output: Any) -> Tensor:
+def logits_of(output: Any) -> Tensor:
     """The whole logits in what a model returns; sharded ones are gathered."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.ndim != 3:

@@ -36,7 +36,8 @@ from distprune.files.disk.access import (
     writing,
 )
 from distprune.files.disk.destination import resolve_destination
-from distprune.files.partial import check_place, new_folder
+from distprune.files.partial import new_folder
+from distprune.files.places import check_place
 from distprune.language_models.gathering import Gathering
 from distprune.language_models.loading import DTYPES, require_extra
 from distprune.masks.hook import find_hook
@@ -116,7 +117,8 @@ def save_sharded(
         CheckpointError: ``source`` is damaged or does not exist.
         OutputError: the destination exists or is in use, or cannot be written.
         ImportError: the extra ``language-models`` is not installed.
-        Where one rank fails, every rank raises; what was written is removed.
+
+    Where one rank fails, every rank raises; what was written is removed.
 
     Cost: memory: some copies of 8 MB of a parameter, or of one index of its dimension 0; on the
         first rank, parameters that are several tensors in the file as a whole, twice. On the wire:

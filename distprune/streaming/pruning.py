@@ -8,12 +8,13 @@ text --> forward  --> backward --> ranking  --> update --> DST
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from distprune._common.process_groups import world
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.disk.destination import Lock, resolve_destination
 from distprune.files.errors import CheckpointError, SelectionError
-from distprune.files.partial import check_free, check_place
+from distprune.files.places import check_free, check_place, check_replaceable
 from distprune.files.planning import plan
 from distprune.files.pruning import prune as prune_files
 from distprune.files.recipe import FileRecipe
@@ -79,6 +80,7 @@ def prune_folder(
     stop: Callable[[], bool] | None = None,
     take_over: bool = False,
     keep_scores: str | Path | None = None,
+    replace: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> PrunedFolder:
     """Prune the decoder in a Hugging Face folder by text. Collective over all ranks.
@@ -120,7 +122,7 @@ def prune_folder(
             of the source.
         device: where it computes; by default the CPU.
         progress: called after every layer.
-        progress_of_files, stop, take_over, tell: as for ``files.pruning.prune``.
+        progress_of_files, stop, take_over, replace, tell: as for ``files.pruning.prune``.
         keep_scores: a free name for a folder, which gets the scores of single weights and stays:
             ``verify`` needs them, and other recipes can rank by them.
 
@@ -160,6 +162,7 @@ def prune_folder(
         progress_of_files=progress_of_files,
         stop=stop,
         take_over=take_over,
+        replace=replace,
         keep_scores=None if keep_scores is None else Path(keep_scores).absolute(),
         tell=tell or (lambda text: None),
     )
@@ -174,7 +177,7 @@ def prune_folder(
     if made is not None:
         settings.tell(f"{target} is finished: this command made it before. Nothing was changed.")
         return made
-    communicator.run(lambda: _check_target(checkpoint, target))
+    communicator.run(lambda: _check_target(checkpoint, target, replace))
     places = [target.with_name(f"{target.name}.partial-text-{n}") for n in range(len(rounds))]
     done = communicator.run(lambda: [_finished(place, text) for place in places])
     first = max((number + 1 for number, found in enumerate(done) if found), default=0)
@@ -184,7 +187,9 @@ def prune_folder(
         if not is_last:
             step = recipe.replaced(sparsity=sparsity, masks=False, card=False)
             held_out = None if number else evaluation
-            of_round = replace(settings, recipe=step, evaluation=held_out, keep_scores=None)
+            of_round = dataclasses.replace(
+                settings, recipe=step, evaluation=held_out, keep_scores=None, replace=False
+            )
         if rounds:
             settings.tell(f"Round {number + 1} of {len(rounds) + 1}: {sparsity:.0%}.")
         before = done[number - 1] if number else None
@@ -220,9 +225,12 @@ def _check_request(settings: Settings, rounds: Sequence[float]) -> None:
         )
 
 
-def _check_target(checkpoint: Checkpoint, target: Path) -> None:
+def _check_target(checkpoint: Checkpoint, target: Path, replace: bool) -> None:
     check_place(checkpoint.root, target)
-    check_free(target)
+    if replace:
+        check_replaceable(target, [file.path for file in checkpoint.all_files])
+    else:
+        check_free(target, is_replaceable=True)
 
 
 def _remove(place: Path, communicator: Communicator) -> None:
@@ -284,6 +292,7 @@ def _pruned_once(
         progress=settings.progress_of_files,
         stop=settings.stop,
         take_over=settings.take_over,
+        replace=settings.replace,
         tell=settings.tell,
         cuts=work.get("cuts"),
     )
@@ -333,7 +342,7 @@ def estimate(
         stored = StoredLayers(streamed, recipe)
         cost = cost_of(streamed, stored, settings)
         if measures:
-            cost = replace(cost, seconds=measured_seconds(streamed, stored, settings))
+            cost = dataclasses.replace(cost, seconds=measured_seconds(streamed, stored, settings))
         return cost
 
 

@@ -43,6 +43,7 @@ class Settings:
     progress_of_files: Callable[[Progress], None] | None = None
     stop: Callable[[], bool] | None = None
     take_over: bool = False
+    replace: bool = False
     keep_scores: Path | None = None
     tell: Callable[[str], None] = lambda text: None
 

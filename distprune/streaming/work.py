@@ -24,7 +24,8 @@ from distprune._common.collectives import Communicator
 from distprune.files.disk.access import write_atomically, writing
 from distprune.files.disk.destination import check_free_bytes, folder_bytes
 from distprune.files.errors import OutputError
-from distprune.files.partial import DISCARD_HINT, check_own_folder
+from distprune.files.partial import DISCARD_HINT
+from distprune.files.places import check_own_folder
 
 _FACTS, _PROGRESS = "facts.json", "progress.json"
 

@@ -449,6 +449,18 @@ RUN_BY = {
     "Every command has a --help": "test_every_command_has_help",
     "(`distprune recipe ls`)": "test_every_command_has_help",
     "pip install": "test_extras_that_messages_name_exist",
+    "Add --force to replace it": (
+        "cli/test_force.py::test_a_result_is_replaced_by_what_a_free_place_would_get"
+    ),
+    "`distprune --install-completion` installs": (
+        "cli/test_completion.py::test_it_can_be_installed"
+    ),
+    "expected --text FILE, or --generate TEXT": (
+        "cli/test_eval_and_calibrate.py::test_eval_goes_on_with_a_text"
+    ),
+    "--generate with --wrap stream": (
+        "cli/test_eval_and_calibrate.py::test_eval_goes_on_with_a_text"
+    ),
     "add --take-over": f"{GOING_ON}test_a_lock_of_a_machine_that_is_gone",
     "add --discard to that command": f"{GOING_ON}test_discard_gives_up",
     "with --discard, and then again without": f"{GOING_ON}test_discard_gives_up",
@@ -467,6 +479,9 @@ RUN_BY = {
 }
 # A part of a text -> why there is nothing to run.
 NOTHING_TO_RUN = {
+    "--force replaces nothing else": "an option to leave out",
+    "which --force would replace": "an option to leave out",
+    "and --force would remove it": "an option to leave out",
     "--pattern {text}: expected": "the option that is wrong",
     "--csv {path}": "the option that is wrong",
     "--update {given.update}": "the option that is wrong",

@@ -49,3 +49,8 @@ def test_of_what_a_shell_reads(shell):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "_DISTPRUNE_COMPLETE" in out and "distprune" in out
+
+
+def test_the_command_that_does_not_exist_names_the_option(run):
+    done = run("completion")
+    assert done.code == 2 and "distprune --install-completion" in " ".join(done.err.split())

@@ -63,6 +63,27 @@ def test_eval_says_what_the_library_does(run, made):
     assert limited.json["all"]["nll"] != expected.total.nll
 
 
+def test_eval_goes_on_with_a_text(run, made):
+    """As transformers generates by the likeliest tokens, without a cache."""
+    model, text, _ = made
+    llama, tokenizer = tiny_llama(), load_tokenizer(model)
+    ids = tokenizer("the weights", return_tensors="pt")["input_ids"]
+    expected = llama.generate(ids, do_sample=False, max_new_tokens=24, use_cache=False)
+    words = tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
+    command = ["eval", model, "--generate", "the weights", "--device", "cpu"]
+    found = run(*command, "--json", "-q")
+    assert found.json["generated"] == [{"text": "the weights", "continuation": words}] and words
+    assert "perplexity" not in str(found.json)
+    done = run(*command, "--generate", "a", "--text", text, "--length", "16")
+    assert [line.split(" ")[0] for line in done.out.splitlines()[-3:-1]] == [str(text), "the"]
+    refused = run(*command, "--wrap", "stream")
+    assert refused.code == 2 and "the whole model for every token" in refused.err
+    assert run("eval", model).code == 2 and "--generate TEXT" in run("eval", model).err
+    assert "expected --text FILE" in run("calibrate", model, "--out", "x").err
+    long = run("eval", model, "--generate", "the " * 60, "--device", "cpu")
+    assert long.code == 3 and "positions" in long.err
+
+
 def test_calibrate_writes_the_statistics_of_the_library(run, made, tmp_path):
     model, text, _ = made
     out = tmp_path / "stats.safetensors"
@@ -191,7 +212,7 @@ def test_what_is_wrong_is_said_with_an_exit_code(run, made, tmp_path):
         (2, ["eval", model, "--text", text, "--wrap", "tp", *length], "there is one process"),
         (2, ["eval", model, "--text", text, "--mesh", "2x2"], "--mesh and --wrap fsdp2_tp"),
         (2, ["eval", model, "--text", text, "--device", "abacus"], "--device abacus: expected"),
-        (2, ["eval", model], "Missing option '--text'"),
+        (2, ["eval", model], "expected --text FILE"),
         (2, ["calibrate", model, "--text", text, "--out", out, *length, "--include", "x"],
          "'x' match no parameter"),
         (2, ["calibrate", model, "--text", text, "--out", out, *length, "--samples", "9999"],

@@ -1,4 +1,4 @@
-"""Make the tables of criteria of the documentation from what test_criteria_matrix.py measured.
+"""Make the table of criteria of the documentation from what test_criteria_matrix.py measured.
 
 python tests/distributed/make_criteria_table.py [criteria.json]
 """
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, README = ROOT / "docs" / "criteria.md", ROOT / "README.md"
+PAGE = ROOT / "docs" / "criteria.md"
 MEASURED = ROOT / "tests" / "distributed" / "criteria.json"
 START, END = "<!-- table of criteria -->", "<!-- /table of criteria -->"
 WRAPPERS = {
@@ -56,28 +56,6 @@ def table(measured: dict) -> str:
     return "\n".join(lines)
 
 
-def short_table(measured: dict) -> str:
-    """Markdown: what criteria read and send, and how exact they are on all wrappers.
-
-    Criteria that read and send the same share a row, with the largest difference of them all.
-    """
-    kinds = tuple(kind for of_wrapper in WRAPPERS.values() for kind in of_wrapper)
-    titles: dict[tuple[str, str, bool], list[str]] = {}
-    for title, about in measured["about"].items():
-        is_exact = _cell(_rows_of(measured, [title]), kinds).startswith("exact")
-        titles.setdefault((about["reads"], about["wire"], is_exact), []).append(title)
-    lines = ["| criteria | read | send | scores, beside one process |", "|---|---|---|---|"]
-    lines += [
-        f"| {'; '.join(of_row)} | {reads} | {wire} | {_cell(_rows_of(measured, of_row), kinds)} |"
-        for (reads, wire, _), of_row in titles.items()
-    ]
-    return "\n".join(lines)
-
-
-def _rows_of(measured: dict, titles: list[str]) -> list[dict]:
-    return [row for row in measured["results"] if row["criterion"] in titles]
-
-
 def _cell(rows: list[dict], kinds: tuple[str, ...]) -> str:
     """How exact a criterion is on some wrappers; empty if it was not measured there."""
     mine = [row for row in rows if row["wrapping"].split("-")[0] in kinds]
@@ -88,22 +66,18 @@ def _cell(rows: list[dict], kinds: tuple[str, ...]) -> str:
     return ("exact, " if not on_integers else "") + (f"{largest:.0e}" if largest else "0")
 
 
-def pages_with_tables(measured: dict) -> dict[Path, str]:
-    """Each page as it is to be, with its table between the markers."""
-    pages = {}
-    for page, make in ((PAGE, table), (README, short_table)):
-        text = page.read_text()
-        if START not in text or END not in text:
-            sys.exit(f"{page} has no {START} and {END} to put the table between")
-        before, _, rest = text.partition(START)
-        pages[page] = f"{before}{START}\n{make(measured)}\n{END}{rest.partition(END)[2]}"
-    return pages
+def page_with_table(measured: dict) -> str:
+    """The page as it is to be, with its table between the markers."""
+    text = PAGE.read_text()
+    if START not in text or END not in text:
+        sys.exit(f"{PAGE} has no {START} and {END} to put the table between")
+    before, _, rest = text.partition(START)
+    return f"{before}{START}\n{table(measured)}\n{END}{rest.partition(END)[2]}"
 
 
 def main() -> None:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else MEASURED
-    for page, text in pages_with_tables(json.loads(path.read_text())).items():
-        page.write_text(text)
+    PAGE.write_text(page_with_table(json.loads(path.read_text())))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,14 @@ import subprocess
 import sys
 
 import pytest
-from examples_of_pages import DOCS, ROOT
+from examples_of_pages import DOCS, ROOT, pages
 
 import distprune
+
+sys.path.insert(0, str(DOCS))
+
+import help_of_commands
+import session_of_commands
 
 MAX_FRAMES = 10  # from global_unstructured to any kernel
 MODULES = ("budgets", "criteria", "dynamic", "schedule", "statistics", "checkpoint", "testing")
@@ -82,7 +87,7 @@ def test_links_of_the_readme_lead_to_pages_and_headings():
 @pytest.mark.slow
 def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path):
     pytest.importorskip("mkdocs")
-    run("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path)
+    run("-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path)  # --quiet counts no warning
     page = (tmp_path / "one_call.html").read_text()
     assert "frames from global_unstructured to the kernel" in page
     assert "L1Unstructured.decide" in page
@@ -91,3 +96,12 @@ def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_p
             r'<(?:script|link|img|iframe)[^>]*(?:src|href)="?(https?:[^">]+)', page.read_text()
         )
         assert not elsewhere, page
+
+
+def test_lines_of_code_blocks_fit_the_pages():
+    """Longer ones are cut off in a window of 1,400 pixels (docs/assets/wide.css)."""
+    for page in pages():
+        for block in re.findall(r"^```.*?^```", page.read_text(encoding="utf-8"), re.M | re.S):
+            for line in block.splitlines():
+                assert len(line) <= 106, (page, line)
+    assert max(help_of_commands.WIDTH, session_of_commands.WIDTH) <= 106

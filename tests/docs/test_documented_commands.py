@@ -1,36 +1,21 @@
 """Every command of the documentation and of --help runs, on small checkpoints of these names."""
 
-import contextlib
 import os
 import re
 import shlex
 import shutil
 
 import pytest
-import torch
 import typer
 from examples_of_pages import ROOT, commands_of, pages
+from small_commands import exit_code_of, made_small, write_sources
 
 from distprune.cli import app
-from distprune.cli.main import main
-from distprune.recipe import shipped_recipes
-from helpers.tiny_language_model import save_tiny_llama, write_text
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 SHELL = [page for page in pages() if any(commands_of(page))]
-MODELS = (
-    "llama", "llama-instruct", "Llama-3-8B", "Llama-3.2-1B", "Llama-3.2-1B-Instruct",
-    "Llama-3-70B", "MODEL", "SRC", "A", "B", "my-model", "my_scores",
-)  # fmt: skip
-PRUNED = (
-    "llama-50", "Llama-3-8B-50", "Llama-3.2-1B-50", "Llama-3.2-1B-50-tuned", "Llama-3.2-1B-2of4",
-    "masks-of-my-run",
-)  # fmt: skip
-TEXTS = ("train.txt", "held-out.txt", "test.txt", "a.txt", "b.txt")
-SMALL = {"--samples": "4", "--limit": "4"}  # the values of these options
-LENGTH = "32"
 DIFFERENT = 6  # diff --exit-code
 # What other tests run: the beginning of a command -> where.
 ELSEWHERE = {
@@ -49,24 +34,7 @@ PROGRAMS = {"examples/": "test_examples.py", "launch/": "test_prune_language_mod
 def files(tmp_path_factory):
     """A folder with all that commands read."""
     folder = tmp_path_factory.mktemp("files")
-    save_tiny_llama(folder / MODELS[0])
-    for name in MODELS[1:]:
-        shutil.copytree(folder / MODELS[0], folder / name)
-    for name in TEXTS:
-        write_text(folder / name, 200)
-    for name in ("bert-pickled", "bert-base-pickled", "run-7"):
-        (folder / name).mkdir()
-    weights = {"encoder.0.weight": torch.randn(8, 8)}
-    torch.save(weights, folder / "run-7" / "model.pt")
-    for name in ("bert-pickled", "bert-base-pickled"):
-        torch.save(weights, folder / name / "pytorch_model.bin")
-        shutil.copy(folder / "llama" / "config.json", folder / name)
-    shutil.copy(shipped_recipes()["layer_50"], folder / "recipe.yaml")
-    with contextlib.chdir(folder):
-        ours(["prune", "llama", PRUNED[0], "--sparsity", "0.5", "-q"])
-        for name in PRUNED[1:]:
-            shutil.copytree(PRUNED[0], name)
-        ours(["calibrate", "llama", "--text", "a.txt", "--out", "stats.safetensors", "-q"])
+    write_sources(folder)
     return folder
 
 
@@ -75,23 +43,7 @@ def ours(arguments):
 
     Other tests start several processes by --nproc and torchrun.
     """
-    if "--nproc" in arguments:
-        place = arguments.index("--nproc")
-        arguments = arguments[:place] + arguments[place + 2 :]
-    arguments = [
-        SMALL.get(before, word) for before, word in zip(["", *arguments], arguments, strict=False)
-    ]
-    if arguments[0] in ("eval", "calibrate") or "--text" in arguments:
-        arguments += ["--length", LENGTH]  # the last one counts
-    if "--text" in arguments and arguments[0] in ("prune", "plan"):
-        arguments += ["--windows", "4"]
-    if arguments[0] in ("prune", "apply", "convert"):
-        named = [word for word in arguments[1:] if not word.startswith("-")]
-        destination = named[2 if arguments[0] == "apply" else 1]
-        shutil.rmtree(destination, ignore_errors=True)  # of an alternative
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    code = caught.value.code
+    code = exit_code_of(made_small(arguments))
     assert code == 0 or (code == DIFFERENT and "--exit-code" in arguments), arguments
 
 

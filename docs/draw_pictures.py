@@ -1,0 +1,366 @@
+"""Draw the pictures of README.md and docs/ from committed results.
+
+python docs/draw_pictures.py
+
+The pictures are SVG, written as text: the same bytes on every machine, and a test compares them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from distprune.cli.plotting import make_grid
+
+DOCS = Path(__file__).resolve().parent
+FOLDER = DOCS / "pictures"
+RESULTS = DOCS.parent / "tests" / "benchmarks" / "results"
+DARK, GREY, LIGHT = "#1a1a1a", "#666666", "#d9d9d9"
+BLUE, GREEN, ORANGE, RED, PURPLE = "#0072b2", "#009e73", "#e69f00", "#d55e00", "#8a5a9e"
+
+
+def results(name: str) -> Any:
+    """A committed result."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+class Picture:
+    """Shapes on a white page, in pixels from the upper left corner."""
+
+    def __init__(self, width: int, height: int, title: str, description: str) -> None:
+        self.parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" role="img" font-family="system-ui, sans-serif" '
+            f'font-size="14">',
+            f"<title>{escape(title)}</title>",
+            f"<desc>{escape(description)}</desc>",
+            f'<rect width="{width}" height="{height}" fill="white"/>',
+        ]
+        self.text(width / 2, 24, title, anchor="middle", size=16, weight="bold")
+
+    def shape(self, name: str, **attributes: object) -> None:
+        words = (f'{key.replace("_", "-")}="{_short(value)}"' for key, value in attributes.items())
+        self.parts.append(f"<{name} {' '.join(words)}/>")
+
+    def text(
+        self, x: float, y: float, words: str, *, anchor: str = "start", size: int = 14,
+        colour: str = DARK, weight: str = "normal", turned: bool = False,
+    ) -> None:  # fmt: skip
+        turn = f' transform="rotate(-90 {_short(x)} {_short(y)})"' if turned else ""
+        self.parts.append(
+            f'<text x="{_short(x)}" y="{_short(y)}" text-anchor="{anchor}" font-size="{size}" '
+            f'fill="{colour}" font-weight="{weight}"{turn}>{escape(words)}</text>'
+        )
+
+    def arrow(self, x: float, y: float, to_x: float, to_y: float, colour: str = GREY) -> None:
+        self.shape("line", x1=x, y1=y, x2=to_x, y2=to_y, stroke=colour, stroke_width=1.5)
+        angle = math.atan2(to_y - y, to_x - x)
+        corners = [(to_x, to_y)] + [
+            (to_x - 8 * math.cos(angle + turn), to_y - 8 * math.sin(angle + turn))
+            for turn in (0.4, -0.4)
+        ]
+        points = " ".join(f"{_short(x)},{_short(y)}" for x, y in corners)
+        self.shape("polygon", points=points, fill=colour)
+
+    def __str__(self) -> str:
+        return "\n".join([*self.parts, "</svg>"]) + "\n"
+
+
+def _short(value: object) -> str:
+    return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else escape(str(value))
+
+
+@dataclass
+class Line:
+    """Points of one method.
+
+    Attributes:
+        label: next to the last point inside of the axes.
+        points: (x, y), by x.
+        is_marked: of points that were measured; others are computed, and dashed.
+    """
+
+    label: str
+    colour: str
+    points: list[tuple[float, float]]
+    is_marked: bool = True
+
+
+@dataclass
+class Chart:
+    """Lines over two axes; what is above the upper end of y is cut off there."""
+
+    picture: Picture
+    x_of: Callable[[float], float]
+    y_of: Callable[[float], float]
+    left: float
+    right: float
+    top: float
+    bottom: float
+    taken: list[float] = field(default_factory=list)  # heights of the labels on the right
+
+    def ticks(
+        self, xs: Iterable[tuple[float, str]], ys: Iterable[tuple[float, str]], x: str, y: str
+    ) -> None:
+        for value, words in ys:
+            height = self.y_of(value)
+            self.picture.shape(
+                "line", x1=self.left, y1=height, x2=self.right, y2=height, stroke=LIGHT
+            )
+            self.picture.text(self.left - 8, height + 5, words, anchor="end", colour=GREY)
+        for value, words in xs:
+            self.picture.text(
+                self.x_of(value), self.bottom + 20, words, anchor="middle", colour=GREY
+            )
+        middle = (self.left + self.right) / 2
+        self.picture.text(middle, self.bottom + 44, x, anchor="middle")
+        self.picture.text(16, (self.top + self.bottom) / 2, y, anchor="middle", turned=True)
+
+    def line(self, line: Line) -> None:
+        points = [(self.x_of(x), self.y_of(y)) for x, y in line.points]
+        inside = [point for point in points if point[1] >= self.top]
+        drawn = list(inside)
+        leaves = len(inside) < len(points)
+        if leaves:  # up to the edge
+            (x, y), (to_x, to_y) = inside[-1], points[len(inside)]
+            drawn.append((x + (to_x - x) * (y - self.top) / (y - to_y), self.top))
+        dash = {} if line.is_marked else {"stroke_dasharray": "5 4"}
+        path = " ".join(f"{_short(x)},{_short(y)}" for x, y in drawn)
+        self.picture.shape(
+            "polyline", points=path, fill="none", stroke=line.colour, stroke_width=2.5, **dash
+        )
+        for x, y in inside if line.is_marked else []:
+            self.picture.shape("circle", cx=x, cy=y, r=4, fill=line.colour)
+        x, y = drawn[-1]
+        if x < self.right - 30 or leaves:  # above the point, and right of the axis
+            half = 4 * len(line.label)
+            self.picture.text(
+                max(x, self.left + half), y - 10, line.label, anchor="middle", colour=line.colour
+            )
+        else:
+            while any(abs(y - other) < 16 for other in self.taken):
+                y -= 1
+            self.taken.append(y)
+            self.picture.text(x + 10, y + 5, line.label, colour=line.colour)
+
+
+def logarithmic(low: float, high: float, first: float, last: float) -> Callable[[float], float]:
+    """From a value to a place: low is at first, high at last."""
+    scale = (last - first) / math.log(high / low)
+    return lambda value: first + scale * math.log(value / low)
+
+
+TOP = 100.0  # perplexity
+METHODS = (
+    # label, criterion with its update, scope, colour; the results of updates come first
+    ("distprune, in rounds", "factored_fisher, rounds", "global", BLUE),
+    ("distprune, one shot", "factored_fisher, least-squares", "global", GREEN),
+    ("SparseGPT", "SparseGPT (plain, tests/helpers)", "layer", PURPLE),
+    ("distprune, mask only", "factored_fisher", "global", ORANGE),
+    ("Wanda", "wanda", "row", RED),
+    ("magnitude", "magnitude", "row", GREY),
+)
+
+
+def cells_of(criterion: str, scope: str) -> list[tuple[float, float]]:
+    """(sparsity in percent, perplexity just after pruning), by sparsity."""
+    found = {}
+    for name in ("language_model_gemma3_270m_202611", "language_model_updates_gemma3_270m_202611"):
+        for cell in results(name)["cells"]:
+            update = cell.get("update", "none")
+            row = cell["criterion"] if update == "none" else f"{cell['criterion']}, {update}"
+            if (row, cell["scope"]) == (criterion, scope):
+                found[100 * cell["sparsity"]] = cell["all"]["perplexity"]
+    return sorted(found.items())
+
+
+def perplexity() -> Picture:
+    """Perplexity against sparsity, a line per method."""
+    dense = results("language_model_updates_gemma3_270m_202611")["dense"]["all"]["perplexity"]
+    lines = [Line(label, colour, cells_of(row, scope)) for label, row, scope, colour in METHODS]
+    sentences = [
+        f"{line.label}: " + ", ".join(f"{y:,.2f} at {x:g} %" for x, y in line.points)
+        for line in lines
+    ]
+    picture = Picture(
+        820, 460, "Perplexity of Gemma-3-270M, just after pruning",
+        f"Lower is better. The dense model has {dense:.2f}. {'; '.join(sentences)}.",
+    )  # fmt: skip
+    x_of = lambda x: 70 + (x - 30) * 12.5  # noqa: E731
+    y_of = logarithmic(12, TOP, 400, 70)
+    chart = Chart(picture, x_of, y_of, 60, 580, 70, 400)
+    percents = (30, 40, 50, 60, 70)
+    chart.ticks(
+        [(x, f"{x} %") for x in percents], [(y, str(y)) for y in (12, 15, 20, 30, 50, 70, 100)],
+        "zeros among the weights of all layers", "perplexity (lower is better)",
+    )  # fmt: skip
+    picture.shape(
+        "line", x1=60, x2=580, y1=y_of(dense), y2=y_of(dense), stroke=DARK, stroke_dasharray="2 4"
+    )
+    chart.taken.append(y_of(dense))
+    picture.text(580 + 10, y_of(dense) + 5, f"dense: {dense:.2f}")
+    for line in lines:
+        beyond = [point for point in line.points if point[1] > TOP]
+        if beyond:
+            line.label += f" ({beyond[0][1]:,.0f} at {beyond[0][0]:g} %)"
+        chart.line(line)
+    return picture
+
+
+def layers() -> Picture:
+    """The sparsity of each matrix in the best result at 60 %."""
+    cells = results("language_model_updates_gemma3_270m_202611")["cells"]
+    at_60 = [cell for cell in cells if (cell["scope"], cell["sparsity"]) == ("global", 0.6)]
+    best = min(at_60, key=lambda cell: cell["all"]["perplexity"])
+    # The results have shares; a million elements each make counts of them.
+    shares = best["sparsity_of_parameters"]
+    grid = make_grid((name, 10**6, round(10**6 * share)) for name, share in shares.items())
+    low, high = min(shares.values()), max(shares.values())
+    picture = Picture(
+        820, 90 + 20 * len(grid.layers), "Where the zeros are: 60 % of Gemma-3-270M, in %",
+        "All matrices are ranked together, so each gets the sparsity that costs least: from "
+        f"{100 * low:.1f} % to {100 * high:.1f} %. A row per layer, a column per kind of matrix.",
+    )  # fmt: skip
+    width = 700 / len(grid.kinds)
+    for column, kind in enumerate(grid.kinds):
+        picture.text(100 + width * (column + 0.5), 52, kind, anchor="middle", size=13)
+    for number, row in enumerate(grid.layers):
+        y = 62 + 20 * number
+        picture.text(90, y + 15, f"layer {row.label}", anchor="end", size=13)
+        for column, kind in enumerate(grid.kinds):
+            share = row.cells[kind].share
+            depth = (share - low) / (high - low)
+            picture.shape(
+                "rect", x=100 + width * column, y=y, width=width - 2, height=18,
+                fill=_between((230, 240, 248), (0, 82, 130), depth),
+            )  # fmt: skip
+            picture.text(
+                100 + width * (column + 0.5), y + 14, f"{100 * share:.0f}", anchor="middle",
+                size=12, colour="white" if depth > 0.45 else DARK,
+            )  # fmt: skip
+    return picture
+
+
+def _between(low: Sequence[int], high: Sequence[int], depth: float) -> str:
+    mixed = (round(a + (b - a) * depth) for a, b in zip(low, high, strict=True))
+    return "#" + "".join(f"{value:02x}" for value in mixed)
+
+
+def table_of_performance(title: str) -> list[dict[str, Any]]:
+    """The rows of a table of the benchmark, by column."""
+    for part in results("performance_2cores_202611")["parts"]:
+        for table in part["tables"]:
+            if table["title"].startswith(title):
+                return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    raise LookupError(title)
+
+
+def measured_on(ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """The calls of 100 million weights in float32 under FSDP2."""
+    case = ("fsdp2", 100_000_000, "float32")
+    return [
+        row
+        for row in table_of_performance("Sharded models on gloo ranks")
+        if (row["wrapping"], row["elements"], row["dtype"]) == case and row["ranks"] in ranks
+    ]
+
+
+def call() -> Picture:
+    """What a call of three ranks does, and what it sends."""
+    (row,) = measured_on([2])
+    sent = f"{row['KiB per rank']:.0f} KiB in {row['collectives']} sums"
+    picture = Picture(
+        820, 340, "One call: only small sums leave a rank",
+        "Each rank reads its own shard of the weights and counts scores. Sums of the counts, "
+        f"{sent} for 100 million weights, tell every rank the same cut: a threshold, and the place "
+        "at which equal scores are divided. Each rank then writes the mask of its own shard.",
+    )  # fmt: skip
+    columns = (20, 215, 590)
+    for x, words in zip(columns, ("READ", "DECIDE", "WRITE"), strict=True):
+        picture.text(x, 62, words, weight="bold", colour=BLUE)
+    _box(picture, 375, 80, 160, 230, "#e6f0f8")
+    for y, words in ((140, "the same sums"), (160, "on every rank:")):
+        picture.text(455, y, words, anchor="middle")
+    picture.text(455, 195, "one cut of the", anchor="middle", weight="bold")
+    picture.text(455, 215, "order of all", anchor="middle", weight="bold")
+    picture.text(455, 260, sent, anchor="middle", size=12, colour=GREY)
+    picture.text(455, 277, "for 100M weights", anchor="middle", size=12, colour=GREY)
+    for rank in range(3):
+        y = 80 + 85 * rank
+        _box(picture, 20, y, 150, 60, "#f2f2f2")
+        picture.text(95, y + 26, f"rank {rank}", anchor="middle", weight="bold")
+        picture.text(95, y + 46, "its weights", anchor="middle", size=13)
+        _box(picture, 215, y, 115, 60, "white")
+        picture.text(272, y + 26, "scores,", anchor="middle", size=13)
+        picture.text(272, y + 46, "counted", anchor="middle", size=13)
+        _box(picture, 590, y, 210, 60, "#f2f2f2")
+        picture.text(695, y + 26, "its slice of the mask that", anchor="middle", size=13)
+        picture.text(695, y + 46, "one process would make", anchor="middle", size=13)
+        picture.arrow(172, y + 30, 213, y + 30)
+        picture.arrow(332, y + 30, 373, y + 30, BLUE)
+        picture.arrow(537, y + 30, 588, y + 30, BLUE)
+    return picture
+
+
+def _box(picture: Picture, x: float, y: float, width: float, height: float, fill: str) -> None:
+    picture.shape("rect", x=x, y=y, width=width, height=height, rx=6, fill=fill, stroke=GREY)
+
+
+def traffic() -> Picture:
+    """Bytes that a rank sends, against ranks."""
+    measured = [(float(row["ranks"]), 1024 * row["KiB per rank"]) for row in measured_on([2, 4])]
+    computed = {
+        model: [
+            (float(row["ranks"]), 1024 * row["KiB sent"])
+            for row in table_of_performance("Predictions")
+            if row["model"] == model
+        ]
+        for model in ("8B", "405B")
+    }
+    ranks = [2.0, *(x for x, _ in computed["8B"])]
+    # Every other rank's shard has to arrive, four bytes for each weight.
+    gathered = [(x, 4 * 8.0e9 * (x - 1) / x) for x in ranks]
+    sends = ", ".join(f"{y / 1024:.0f} KiB on {x:g} ranks" for x, y in measured)
+    picture = Picture(
+        820, 420, "What a rank sends or receives in one pruning, float32",
+        f"Measured, 100 million weights: {sends}. Computed from the same calls: 8 billion weights "
+        f"{computed['8B'][-1][1] / 1024:.0f} KiB and 405 billion "
+        f"{computed['405B'][-1][1] / 1024:.0f} KiB on any number of ranks. Gathering 8 billion "
+        "weights: 16 GB on 2 ranks, and 32 GB on many.",
+    )  # fmt: skip
+    x_of = logarithmic(2, 4096, 110, 560)
+    y_of = logarithmic(1e4, 1e11, 360, 60)
+    chart = Chart(picture, x_of, y_of, 95, 580, 60, 360)
+    chart.ticks(
+        [(x, f"{x:,}") for x in (2, 8, 64, 512, 4096)],
+        [(1e4, "10 kB"), (1e5, "100 kB"), (1e6, "1 MB"), (1e8, "100 MB"), (1e10, "10 GB")],
+        "ranks", "bytes per rank",
+    )  # fmt: skip
+    chart.line(Line("gathering 8B weights (computed)", RED, gathered, is_marked=False))
+    chart.line(Line("distprune, 8B (computed)", BLUE, computed["8B"], is_marked=False))
+    chart.line(Line("distprune, 405B (computed)", PURPLE, computed["405B"], is_marked=False))
+    chart.line(Line("distprune, 100M (measured)", GREEN, measured))
+    return picture
+
+
+PICTURES = {
+    "perplexity.svg": perplexity,
+    "layers.svg": layers,
+    "call.svg": call,
+    "traffic.svg": traffic,
+}
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in PICTURES.items():
+        (FOLDER / name).write_text(str(draw()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Commands of the README and the documentation run with just the extras that they name.
+
+An environment has links to the packages that an extra needs, and to what these need, and to nothing
+else of the environment that runs the tests.
+"""
+
+import contextlib
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
+
+from examples_of_pages import ROOT, commands_of, pages
+from small_commands import made_small, write_sources
+
+
+def needed_by(extras):
+    """The names of the distributions that distprune needs with some extras."""
+    found, seen, left = {}, set(), [("distprune", frozenset(extras))]
+    while left:
+        name, its_extras = left.pop()
+        if (name, its_extras) in seen:
+            continue
+        seen.add((name, its_extras))
+        try:
+            found[canonicalize_name(name)] = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of another platform
+        for text in found[canonicalize_name(name)].requires or ():
+            requirement = Requirement(text)
+            marker = requirement.marker
+            if marker is None or any(marker.evaluate({"extra": e}) for e in ("", *its_extras)):
+                left.append((requirement.name, frozenset(requirement.extras)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def python_with(tmp_path_factory):
+    """python_with(extras) -> a Python that has only what they bring."""
+    made = {}
+
+    def make(extras):
+        if extras in made:
+            return made[extras]
+        folder = tmp_path_factory.mktemp("only") / "environment"
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+        (place,) = (folder / "lib").glob("python*/site-packages")
+        for distribution in needed_by(extras).values():
+            names = {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}
+            for name in names:
+                if not (place / name).exists() and not name.startswith("__editable__"):
+                    (place / name).symlink_to(distribution.locate_file(name))
+        if not (place / "distprune").exists():
+            (place / "distprune").symlink_to(ROOT / "distprune")
+        made[extras] = folder / "bin" / "python"
+        return made[extras]
+
+    return make
+
+
+def extras_of(words):
+    """What the documentation says that a command needs."""
+    if "selftest" in words:
+        return ()
+    if "convert" in words:
+        return "cli", "convert"
+    if "--plot" in words:
+        return "cli", "plot"
+    if "--text" in words or words[0] in ("eval", "calibrate"):
+        return "cli", "language-models"
+    return ("cli",)
+
+
+def run(python, arguments, folder):
+    """Run a command of distprune, made small."""
+    with contextlib.chdir(folder):
+        words = ["distprune", *(arguments if "selftest" in arguments else made_small(arguments))]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [python, "-m", *words],
+        cwd=folder,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode in (0, 6), f"{words}\n{done.stdout}{done.stderr}"  # 6: diff --exit-code
+
+
+def commands_of_ours(page):
+    """The arguments of distprune in the commands of a page."""
+    for _place, words in commands_of(page):
+        if words[0] == "distprune" or (words[0] in ("torchrun", "python") and "distprune" in words):
+            yield words[words.index("distprune") + 1 :]
+
+
+PAGES = [page for page in pages() if any(commands_of_ours(page))]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    write_sources(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_command_of_the_readme(python_with, files, tmp_path):
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    commands = commands_of_ours(ROOT / "README.md")
+    arguments = next(each for each in commands if each[0] == "prune" and "--eval" in each)
+    python = python_with(("cli", "language-models"))
+    run(python, arguments, tmp_path)
+    missing = subprocess.run([python, "-c", "import hypothesis"], capture_output=True, text=True)
+    assert "ModuleNotFoundError" in missing.stderr  # it is no copy of this environment
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_a_page(page, python_with, files, tmp_path):
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    for arguments in commands_of_ours(page):
+        run(python_with(extras_of(arguments)), arguments, tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program", [*(ROOT / "examples").glob("*.py"), *(ROOT / "launch").glob("*.py")], ids=str
+)
+def test_programs_import_what_their_extra_brings(program, python_with):
+    extras = ("language-models",) if "language_model" in program.name else ("examples",)
+    if "lora" in program.name:
+        extras = ("examples", "peft")
+    code = f"import runpy, sys; sys.path.insert(0, {str(program.parent)!r}); "
+    code += f"runpy.run_path({str(program)!r}, run_name='imported')"
+    done = subprocess.run([python_with(extras), "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
