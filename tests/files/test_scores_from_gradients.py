@@ -13,7 +13,7 @@ import distprune
 from distprune.files import planning, pruning
 from distprune.files.checkpoints.statistics_file import (
     StoredGradients,
-    StoredWeight,
+    WeightLayout,
     write_gradient_statistics,
 )
 from distprune.files.errors import CheckpointError, SelectionError
@@ -38,10 +38,10 @@ CALLS = [
 
 def stored(layout, shape, groups=1, seed=0, weight=6.0):
     draws = np.random.default_rng([seed, *shape])
-    sizes = StoredWeight(layout, tuple(shape), groups)
+    sizes = WeightLayout(layout, tuple(shape), groups)
     by_output, by_input = draws.random(sizes.num_outputs), draws.random(sizes.input_shape)
     by_output[0] = 0
-    return StoredGradients(layout, sizes.shape, groups, weight, by_output, by_input)
+    return StoredGradients(sizes, weight, by_output, by_input)
 
 
 def make_gradients(path):
@@ -189,7 +189,7 @@ def test_statistics_of_the_other_kind_are_refused(tmp_path):
         ({"by_output": np.ones(9)}, "has sums of shape"),
         ({"by_input": -np.ones(12)}, "not finite or negative"),
         ({"by_input": np.full(12, np.inf)}, "not finite or negative"),
-        ({"layout": "unknown"}, "are malformed"),
+        ({"layout": WeightLayout("unknown", (10, 12))}, "are malformed"),
     ],
 )
 def test_malformed_statistics_are_refused(tmp_path, change, message):

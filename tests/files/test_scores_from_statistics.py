@@ -11,7 +11,11 @@ from torch import nn
 import distprune
 from distprune import budgets
 from distprune.files import planning, pruning
-from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
+from distprune.files.checkpoints.statistics_file import (
+    StoredStatistics,
+    WeightLayout,
+    write_statistics,
+)
 from distprune.files.reading import Source
 from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify
@@ -56,17 +60,13 @@ def make_statistics(path, prefix=""):
         layout = {nn.Linear: "linear", Conv1D: "conv1d_of_transformers"}.get(
             type(module), "convolution"
         )
-        stored = StoredStatistics(
-            layout, tuple(weight.shape), getattr(module, "groups", 1), 300, None, None
-        )
-        sums, squares = torch.randn(2, *stored.input_shape, dtype=torch.float64).numpy()
+        of_one = WeightLayout(layout, tuple(weight.shape), getattr(module, "groups", 1))
+        sums, squares = torch.randn(2, *of_one.input_shape, dtype=torch.float64).numpy()
         squares = squares**2 * 40 + sums**2 / 300
         num_tokens = 300
         if pair.fqn.startswith("layers.5"):
             num_tokens, sums, squares = 0, sums * 0, squares * 0
-        parameters[prefix + pair.fqn] = StoredStatistics(
-            layout, stored.shape, stored.groups, num_tokens, sums, squares
-        )
+        parameters[prefix + pair.fqn] = StoredStatistics(of_one, num_tokens, sums, squares)
     write_statistics(path, "one_pass", parameters)
     return path
 
