@@ -411,7 +411,7 @@ RUN_BY = {
     "expected --statistics FILE": "test_what_a_score_is_made_from",
     "calibrate --gradients` or GradientStatistics.save": "test_what_a_score_is_made_from",
     "`distprune calibrate` without --gradients": "test_what_a_score_is_made_from",
-    "`distprune calibrate --gradients` write": "test_what_a_score_is_made_from",
+    "`distprune calibrate --gradients`": "test_what_a_score_is_made_from",
     "--allow-empty has no effect with --gradients": (
         "cli/test_eval_and_calibrate.py::test_calibrate_writes_gradients_that_prune_a_checkpoint"
     ),
