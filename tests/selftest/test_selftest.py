@@ -199,9 +199,10 @@ main(["selftest", "--cpu"])
 """
 
 
-def test_what_does_not_hold_is_exit_code_1():
-    code, out, err = end_of(start("-c", FAILING))
-    assert code == 1, err
+def test_what_does_not_hold_is_exit_code_1(tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    code, out = run_forked(tmp_path / "failing.py")
+    assert code == 1, out
     assert 'FAILED: "masks" on plain\n    planted\n' in out
     assert "1 of 4 checks FAILED" in out
 
