@@ -1,8 +1,6 @@
 """language_models.save_sharded: a folder that plain transformers loads, with the masks' zeros."""
 
 import json
-import subprocess
-import sys
 from functools import cache
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 from test_load_sharded import WRAPS
 
 import distprune as prune
+from distprune.cli.main import main
 from distprune.testing import run_ranks
 from helpers.tiny_transformers import save_tiny
 
@@ -98,16 +97,12 @@ def test_names_and_bytes_are_those_of_save_pretrained(folders, tmp_path, family)
                 assert torch.equal(ours.get_tensor(name), theirs.get_tensor(name)), name
 
 
-def test_command_line_inspects_it(folders, tmp_path):
+def test_command_line_inspects_it(folders, tmp_path, capsys):
     target = tmp_path / "out"
     zeros, *_ = run_ranks(saved, 2, folders("llama"), target, "fsdp2", None, 0.5)[0]
-    done = subprocess.run(
-        [sys.executable, "-m", "distprune", "inspect", str(target), "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    tensors = json.loads(done.stdout)["tensors"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["inspect", str(target), "--json"])
+    tensors = json.loads(capsys.readouterr().out)["tensors"]
     assert {tensor["name"]: tensor["num_zero"] for tensor in tensors} == zeros
 
 
