@@ -24,8 +24,8 @@ from distprune.api.local import ln_structured as ln_structured
 from distprune.api.local import random_structured as random_structured
 from distprune.api.local import random_unstructured as random_unstructured
 from distprune.api.local import remove as remove
+from distprune.api.mask_files import load_masks as load_masks
 from distprune.api.mask_files import save_masks as save_masks
-from distprune.api.mask_loading import load_masks as load_masks
 from distprune.api.replacing_masks import get_masks as get_masks
 from distprune.api.replacing_masks import set_masks as set_masks
 from distprune.api.select import select as select

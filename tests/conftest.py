@@ -16,8 +16,9 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Each worker of pytest-xdist has a core of its own at best: threads of torch would only compete.
-if "PYTEST_XDIST_WORKER" in os.environ:
+# Each worker of pytest-xdist has a core of its own at best: threads of torch would only compete. Of
+# a process alone, they would add up in another order than ranks do, which have one thread each.
+if not any(argument.startswith("--device") for argument in sys.argv):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Folders and files whose tests take long; of their matrices, a sample runs by default.
@@ -156,6 +157,8 @@ def pytest_collection(session):
 
 def pytest_collection_finish(session):
     """Exclude imported objects from garbage collections: tests collect often."""
+    if "transformers" in sys.modules:
+        preload("transformers.models.llama.modeling_llama")
     gc.collect()
     gc.freeze()
 

@@ -14,7 +14,7 @@ from distprune._common.blocks import Scope
 from distprune._common.exact_sums import Normalization, check_normalization
 from distprune._common.process_groups import world
 from distprune.budgets import BudgetLike, to_budget
-from distprune.budgets.rules import Sparsities
+from distprune.budgets.base import Sparsities
 from distprune.call.grouping import InputDims, to_rule
 from distprune.call.importance_scores import check_mapping, check_order
 from distprune.call.report import PruningReport, warn_of_collapse

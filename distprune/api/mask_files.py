@@ -1,15 +1,18 @@
-"""``save_masks``: the masks of a live model, in a folder.
+"""``save_masks`` and ``load_masks``: the masks of a live model in a folder, and back.
 
-    distprune.save_masks(model, "masks")  # `distprune apply masks SRC DST` prunes a checkpoint so
+    distprune.load_masks(model, "Llama-3-8B-sparse")  # wrapped or not: train with the zeros held
 
-The form is that of distprune.files.checkpoints.mask_files: one bit per element of the whole
-parameter.
+The folder is what ``distprune prune`` or ``save_masks`` writes; see
+distprune.files.checkpoints.mask_files.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import zlib
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
@@ -19,17 +22,41 @@ from torch import Tensor, nn
 from distprune._common import mask_bits
 from distprune._common.attempts import attempt, error_of
 from distprune._common.collectives import Communicator
-from distprune._common.naming import NamedParameter
+from distprune._common.naming import NamedParameter, checked_pair, label_of
 from distprune._common.process_groups import world
+from distprune._transformers.loading import rules_for
+from distprune._transformers.mask_matching import (
+    MaskSource,
+    Matching,
+    match_masks,
+    with_close_names,
+)
 from distprune._transformers.saving import SavedMasks, as_saved
 from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
-from distprune.call.request import ParameterArguments
+from distprune.call.report import MaskLoadingReport
+from distprune.call.request import (
+    Decision,
+    LocalMasks,
+    ParameterArguments,
+    PruningArguments,
+    PruningCall,
+)
+from distprune.call.run import prune_parameters
+from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
-from distprune.files.checkpoints.mask_files import MASK_FILE, mask_layout
-from distprune.files.disk.access import sync_folder
+from distprune.files.checkpoints.mask_files import (
+    MASK_FILE,
+    MaskFile,
+    mask_layout,
+    open_masks,
+    read_keep,
+)
+from distprune.files.disk.access import OpenFiles, sync_folder
+from distprune.files.errors import CheckpointError
 from distprune.masks.hook import find_hook
-from distprune.shards.parameters import Target, all_places, find_places
+from distprune.methods.builtin import hook_for_chosen_mask
+from distprune.shards.parameters import Place, Target, all_places, by_parameter, find_places
 from distprune.shards.shard import LocalShard
 
 if TYPE_CHECKING:
@@ -207,3 +234,262 @@ def _whole_bits(shard: LocalShard, communicator: Communicator) -> Tensor:
         return words
 
     return communicator.reduce(num_words, own_bits)
+
+
+_NUM_SHOWN = 200
+_NOT_STRICT = (
+    "Pass strict=False to load the other masks and leave such parameters as they are (the report "
+    "lists these names)."
+)
+
+
+def load_masks(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    parameters: Iterable[tuple[nn.Module, str]] | None = None,
+    strict: bool = True,
+    group: ProcessGroup | None = None,
+    pipeline_parallel: bool = False,
+) -> MaskLoadingReport:
+    """Put the masks of a pruned checkpoint onto a model, whatever wraps it. Collective.
+
+    Each rank gets its slice. Parameters are found by their names in the checkpoint. A model of
+    transformers may be any that ``from_pretrained`` makes of the checkpoint: with or without the
+    prefix of the base model, with parameters that are renamed on loading, and with those that are
+    merged, split or transposed (the experts of a mixture), whose masks go the same way. A
+    parameter that is pruned already keeps its zeros, too. The weights do not change; what was
+    pruned is zero in the forward, whichever weights the model has.
+
+    Args:
+        model: plain or wrapped in anything that distprune supports; a stage, with
+            ``pipeline_parallel``.
+        folder: what ``distprune prune`` or :func:`save_masks` wrote, on every rank's disk.
+        parameters: (module, name) pairs, as ``select`` lists them, that are to get a mask; masks
+            of other parameters are left out. Every parameter that has one, by default.
+        strict: raise if a mask fits no parameter, or if one of ``parameters`` has no mask. If
+            not, the report lists them; and such parameters stay as they are. (A fine-tuned model
+            has another head than the checkpoint.)
+        group: the ranks that take part; every rank by default.
+        pipeline_parallel: the ranks hold different parts of the model.
+
+    Returns:
+        A report, the same on every rank. Under ``pipeline_parallel`` its ``missing_keys`` and
+        ``mismatched_keys`` are those of the calling rank.
+
+    Raises:
+        ValueError: a mask whose parameter the model does not have, or has in another shape, or
+            of which transformers makes something that has no mask, all by name, with the names
+            that are most alike; no mask at all fits; names of a tied parameter with different
+            masks; ranks that read different masks. On every rank; no module has changed then.
+        FilesError: no masks, or malformed ones; on every rank (a RuntimeError where only some
+            ranks failed).
+
+    Cost: every rank reads the masks, an eighth of a byte per element; memory for its part of the
+    masks and, for a moment, one byte per element of one parameter (two if it is merged or
+    permuted on loading).
+    """
+    communicator = world(group)
+    with communicator.exclusively():
+        method = communicator.run(
+            lambda: _masks_for(model, folder, parameters, strict, pipeline_parallel),
+            lambda made: [("crc32 of the masks", str(made.crc)), ("strict", str(strict))],
+        )
+    report = prune_parameters(
+        lambda: PruningArguments(
+            parameters=method.parameters,
+            method=method,
+            make_hook=hook_for_chosen_mask,
+            pipeline_parallel=pipeline_parallel,
+        ),
+        communicator,
+    )
+    return MaskLoadingReport(
+        **vars(report),
+        missing_keys=method.missing,
+        unexpected_keys=tuple(method.unexpected),
+        mismatched_keys=tuple(method.matching.mismatched),
+    )
+
+
+@dataclass
+class MasksFromFile:
+    """Which masks go where, on this rank; decides by reading them: see request.DecidesMasks.
+
+    Attributes:
+        folder, masks: the files.
+        crc: the checksum of the masks' file.
+        matching: which parameter each mask is for.
+        parameters: to be pruned, with all their places.
+        sources: the masks of each parameter, by its full name: a tied one may have several.
+        missing: parameters without a mask.
+        names: the names of all parameters of the model.
+        strict: as for ``load_masks``.
+        pipeline_parallel: other ranks may have the parameters of other masks.
+        unexpected: masks that no rank has a parameter for, and why; of a pipeline, known when it
+            has decided.
+    """
+
+    folder: str | os.PathLike[str]
+    masks: MaskFile
+    crc: int
+    matching: Matching
+    parameters: list[NamedParameter]
+    sources: dict[str, list[MaskSource]]
+    missing: tuple[str, ...]
+    names: tuple[str, ...]
+    strict: bool
+    pipeline_parallel: bool
+    unexpected: dict[str, str]
+
+    READS_VALUES = False
+
+    def decide(self, call: PruningCall) -> Decision:
+        if self.pipeline_parallel:
+            self._leave_to_other_ranks(call)
+
+        def finish() -> LocalMasks:
+            files = OpenFiles(os.O_RDONLY)
+            try:
+                return call.changed_masks(lambda *of_one: self._prune(call, files, *of_one))
+            finally:
+                files.close()
+
+        return Decision(finish)
+
+    def _leave_to_other_ranks(self, call: PruningCall) -> None:
+        """Expect those masks that another rank has a parameter for."""
+        names = list(self.masks.shapes)
+
+        def claimed() -> Tensor:
+            own = [name not in self.matching.unexpected for name in names]
+            return torch.tensor(own, dtype=torch.int64)
+
+        counts = call.communicator.reduce(len(names), claimed).tolist()
+        nobody = [name for name, count in zip(names, counts, strict=True) if not count]
+        self.unexpected = {name: self.matching.unexpected[name] for name in nobody}
+        if self.unexpected and self.strict:
+            raise _unexpected(self.folder, self.unexpected, self.names)
+
+    def _prune(self, call: PruningCall, files: OpenFiles, position: int, mask: Tensor) -> None:
+        if not mask.numel():
+            return
+
+        def read_mask(name: str) -> Tensor:
+            shape = torch.Size(self.masks.shapes[name])
+            return torch.from_numpy(read_keep(self.masks, files, name, 0, shape.numel())).view(
+                shape
+            )
+
+        shard = call.shards[position]
+        first, *others = self.sources[shard.name]
+        whole = first.read(read_mask)
+        for other in others:
+            if not torch.equal(other.read(read_mask), whole):
+                raise ValueError(
+                    f"{shard.name} is tied, and {self.folder} has different masks under its names "
+                    f"({', '.join([*first.names, *other.names][:4])}); expected equal ones."
+                )
+        mask.mul_(shard.slice_of(whole).to(mask.device, mask.dtype).view(mask.shape))
+
+    def check(self, missing: Sequence[str]) -> None:
+        """Raise ValueError for what does not fit, under ``strict``."""
+        matching, folder = self.matching, self.folder
+        if matching.unexpected and not self.pipeline_parallel:
+            raise _unexpected(folder, matching.unexpected, self.names)
+        if matching.mismatched:
+            differences = "; ".join(list(matching.mismatched.values())[:_NUM_SHOWN])
+            raise ValueError(
+                f"{differences}. {len(matching.mismatched)} of {len(self.masks.shapes)} masks in "
+                f"{folder} have another shape than the model's parameters; expected the model that "
+                f"the masks are for. {_NOT_STRICT}"
+            )
+        if missing:
+            raise ValueError(
+                f"{folder} has no mask of {len(missing)} of the given parameters:\n"
+                f"{with_close_names(missing, self.masks.shapes)}\n{_NOT_STRICT}"
+            )
+
+
+def _masks_for(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    parameters: Iterable[tuple[nn.Module, str]] | None,
+    strict: bool,
+    pipeline_parallel: bool,
+) -> MasksFromFile:
+    """Local: find the parameters of all masks; raises what there is to say under ``strict``."""
+    masks = open_masks(Path(folder))
+    places = list(all_places(model))
+    shapes = {place.pair.fqn: place.shape for place in places}
+    matching = match_masks(
+        masks.shapes,
+        shapes,
+        rules_for(model),
+        is_checkpoint=masks.is_of_checkpoint,
+        others=_names_of_checkpoint(folder) if masks.header_crcs else (),
+    )
+    asked = None if parameters is None else _keys_of(parameters, places)
+    wanted = (place for place in places if asked is None or place.key in asked)
+    chosen: list[NamedParameter] = []
+    sources: dict[str, list[MaskSource]] = {}
+    missing = []
+    for of_one in by_parameter(wanted).values():
+        named = [place for place in of_one if place.pair.fqn in matching.sources]
+        if named:
+            chosen.append(named[0].with_all(of_one))
+            sources[named[0].pair.fqn] = [matching.sources[place.pair.fqn] for place in named]
+        elif asked is not None or sum(size > 1 for size in of_one[0].shape) > 1:
+            missing.append(of_one[0].pair.fqn)
+    found = MasksFromFile(
+        folder, masks, _file_crc(masks.path), matching, chosen, sources, tuple(missing),
+        tuple(shapes), strict, pipeline_parallel, matching.unexpected,
+    )  # fmt: skip
+    if strict:
+        found.check([] if asked is None else missing)
+    if not chosen and not pipeline_parallel:
+        raise _unexpected(folder, matching.unexpected | matching.mismatched, found.names)
+    return found
+
+
+def _keys_of(parameters: Iterable[tuple[nn.Module, str]], places: Sequence[Place]) -> set[Hashable]:
+    key_of = {(id(place.pair[0]), place.pair[1]): place.key for place in places}
+    keys = set()
+    for position, pair in enumerate(parameters):
+        module, name = checked_pair(pair, f"parameters[{position}]")
+        key = key_of.get((id(module), name))
+        if key is None:
+            raise ValueError(
+                f"parameters[{position}] is {label_of(pair)}, which the model does not have; "
+                "expected (module, name) pairs of its parameters, as select(model) lists them."
+            )
+        keys.add(key)
+    return keys
+
+
+def _names_of_checkpoint(folder: str | os.PathLike[str]) -> list[str]:
+    """All tensors that lie beside the masks, if they do."""
+    try:
+        return [tensor.name for tensor in open_checkpoint(Path(folder)).tensors]
+    except CheckpointError:  # the masks were moved away from the weights, say
+        return []
+
+
+def _unexpected(
+    folder: str | os.PathLike[str], names: Mapping[str, str], known: Iterable[str]
+) -> ValueError:
+    reasons = "".join(f"\n  {name}: {reason}" for name, reason in names.items() if reason)
+    return ValueError(
+        f"the model has no parameter for {len(names)} of the masks in {folder}:\n"
+        f"{with_close_names(list(names), known)}{reasons}\n"
+        "Expected a model that the checkpoint is for, or the part of yours that is one "
+        f"(load_masks(model.backbone, ...)). {_NOT_STRICT}"
+    )
+
+
+def _file_crc(path: str) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+    return crc

@@ -18,10 +18,9 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, Literal
 
-from distprune.budgets.base import Budget
+from distprune.budgets.base import ERK, Budget, Sparsities, Uniform, UniformPlus
 from distprune.budgets.lamp import LAMP
 from distprune.budgets.outliers import OWL
-from distprune.budgets.rules import ERK, Sparsities, Uniform, UniformPlus
 
 __all__ = ["ERK", "LAMP", "OWL", "Budget", "Sparsities", "Uniform", "UniformPlus"]
 

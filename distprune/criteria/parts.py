@@ -48,17 +48,13 @@ class ScoredParameter:
 
 
 @dataclass(frozen=True)
-class Part:
-    """This rank's part of a :class:`ScoredParameter`, as it was when it was read.
+class Part(ScoredParameter):
+    """A parameter with this rank's part of it, as it was when it was read.
 
     Attributes:
-        pair, label, key: of the parameter.
         shard: this rank's part.
     """
 
-    pair: tuple[nn.Module, str]
-    label: str
-    key: str
     shard: LocalShard
 
     def check_trainable(self) -> None:

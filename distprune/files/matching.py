@@ -33,7 +33,7 @@ from distprune.files.checkpoints.statistics_file import (
     EXPERT_LAYOUTS,
     StoredGradients,
     StoredStatistics,
-    StoredWeight,
+    WeightLayout,
     read_gradient_statistics,
     read_statistics,
 )
@@ -159,7 +159,7 @@ def match_statistics(
         num_experts = 1 if matrix is None else counts[matrix]
         found = _statistics_of(entry, origin, stored[label], num_experts)
         if found is None:
-            problems.append(_other_weight(entry, label, stored[label], num_experts))
+            problems.append(_other_weight(entry, label, stored[label].layout, num_experts))
         elif problem := _misfit(entry, layout, found):
             problems.append(problem)
         else:
@@ -210,7 +210,7 @@ def _renaming(tensors: Sequence[str], stored: Collection[str]) -> Callable[[str]
     return fitting[0] if len(fitting) == 1 else str
 
 
-def _other_weight(entry: TensorEntry, label: str, stored: StoredWeight, num_experts: int) -> str:
+def _other_weight(entry: TensorEntry, label: str, stored: WeightLayout, num_experts: int) -> str:
     """That statistics are those of another weight."""
     tensor = f"{entry.name} has the shape {list(entry.shape)}"
     if label == entry.name or num_experts == 1:
@@ -223,17 +223,17 @@ def _other_weight(entry: TensorEntry, label: str, stored: StoredWeight, num_expe
     )
 
 
-def _misfit(entry: TensorEntry, layout: Layout | None, stored: StoredWeight) -> str:
+def _misfit(entry: TensorEntry, layout: Layout | None, stored: Stored) -> str:
     """Why statistics of a weight of this shape are those of another one; "" if they fit."""
     if isinstance(stored, StoredGradients):
         return ""  # which of its dimensions are called inputs makes no difference
     dims = list(range(1, len(entry.shape)))
-    if stored.layout in _INPUT_DIMS:
-        dims = [_INPUT_DIMS[stored.layout]]
+    if stored.layout.kind in _INPUT_DIMS:
+        dims = [_INPUT_DIMS[stored.layout.kind]]
     if layout is not None and layout != layout_along(entry.name, entry.shape, dims):
         return (
             f"{entry.name}: its statistics say that the inputs are along the dimensions {dims} "
-            f"({stored.layout}), and the selection says otherwise; correct input_dims "
+            f"({stored.layout.kind}), and the selection says otherwise; correct input_dims "
             "(--input-dim)."
         )
     return ""
@@ -351,24 +351,20 @@ def _statistics_of(
     """
     if origin.expert is None:
         return _as_on_disk(entry, stored)
-    if stored.layout not in EXPERT_LAYOUTS:
+    if not stored.layout.are_experts:
         return None
-    count, outputs, inputs = stored.shape
-    if stored.layout == "transposed_experts":
-        inputs, outputs = outputs, inputs
-    row = origin.expert
+    count, (outputs, inputs) = stored.layout.num_matrices, stored.layout.matrix_shape
+    row, layout = origin.expert, WeightLayout("linear", entry.shape)
     if num_experts != count or row >= count or len(entry.shape) != 2:
         return None
     if (entry.shape[0] * origin.num_parts, entry.shape[1]) != (outputs, inputs):
         return None
     if isinstance(stored, StoredGradients):
         rows = stored.by_output.reshape(count, origin.num_parts, -1)[row, origin.part]
-        return StoredGradients("linear", entry.shape, 1, stored.weight, rows, stored.by_input[row])
+        return StoredGradients(layout, stored.weight, rows, stored.by_input[row])
     if isinstance(stored.num_tokens, int):
         return None
-    return StoredStatistics(
-        "linear", entry.shape, 1, stored.num_tokens[row], stored.sums[row], stored.squares[row]
-    )
+    return StoredStatistics(layout, stored.num_tokens[row], stored.sums[row], stored.squares[row])
 
 
 def _as_on_disk(entry: TensorEntry, stored: Stored) -> Stored | None:
@@ -377,10 +373,12 @@ def _as_on_disk(entry: TensorEntry, stored: Stored) -> Stored | None:
     Matrices of experts may be stored the other way round. transformers transposes them on loading
     if their shape is not the expected one (qwen3_vl_moe), and so only then.
     """
-    if entry.shape == stored.shape:
+    layout = stored.layout
+    if entry.shape == layout.shape:
         return stored
-    count, *matrix = stored.shape
-    if stored.layout not in EXPERT_LAYOUTS or entry.shape != (count, *reversed(matrix)):
+    count, *matrix = layout.shape
+    if not layout.are_experts or entry.shape != (count, *reversed(matrix)):
         return None
-    first, second = EXPERT_LAYOUTS
-    return replace(stored, layout=second if stored.layout == first else first, shape=entry.shape)
+    return replace(
+        stored, layout=WeightLayout(EXPERT_LAYOUTS[not layout.is_transposed], entry.shape)
+    )

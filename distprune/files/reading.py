@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,11 +20,7 @@ from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.hashing import draw_seed
 from distprune._common.memory import Array, Runs, Scratch
 from distprune.files.checkpoints.header import TensorEntry
-from distprune.files.checkpoints.statistics_file import (
-    TRANSPOSED_LAYOUTS,
-    StoredGradients,
-    StoredStatistics,
-)
+from distprune.files.checkpoints.statistics_file import StoredGradients, StoredStatistics
 from distprune.files.disk.access import OpenFiles, read_into
 from distprune.files.planning import Plan
 from distprune.files.recipe import FileRecipe
@@ -272,7 +267,7 @@ class Source:
     def _matrices(self, position: int) -> _Matrices:
         entry, statistics = self._plan.tensors[position].entry, self._plan.inputs.statistics
         assert statistics is not None
-        return _Matrices.of(statistics.of_tensor[entry.name], entry.numel)
+        return _Matrices(statistics.of_tensor[entry.name])
 
 
 def _key_ranges(recipe: FileRecipe, dtypes: list[torch.dtype]) -> list[KeyRange]:
@@ -300,20 +295,16 @@ class _Matrices:
     Attributes:
         stored: the statistics.
         shape: number of matrices, rows and columns.
-        are_turned: whether the matrices are [in, out].
     """
 
     stored: StoredStatistics | StoredGradients
-    shape: tuple[int, int, int]
-    are_turned: bool
 
-    @classmethod
-    def of(cls, stored: StoredStatistics | StoredGradients, numel: int) -> _Matrices:
-        num_inputs, count = math.prod(stored.input_shape), stored.num_matrices
-        own_inputs, own_outputs = num_inputs // max(1, count), numel // max(1, num_inputs)
-        are_turned = stored.layout in TRANSPOSED_LAYOUTS
-        sizes = (own_inputs, own_outputs) if are_turned else (own_outputs, own_inputs)
-        return cls(stored, (count, *sizes), are_turned)
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        layout = self.stored.layout
+        outputs, inputs = layout.matrix_shape
+        sizes = (inputs, outputs) if layout.is_transposed else (outputs, inputs)
+        return (layout.num_matrices, *sizes)
 
     @property
     def run(self) -> MatrixRun:
@@ -325,9 +316,7 @@ class _Matrices:
     @property
     def sizes(self) -> tuple[int, int]:
         """How many inputs there are, and how many outputs."""
-        count, rows, columns = self.shape
-        num_rows, num_columns = count * rows, count * columns
-        return (num_rows, num_columns) if self.are_turned else (num_columns, num_rows)
+        return self.stored.layout.num_inputs, self.stored.layout.num_outputs
 
     @property
     def places(self) -> tuple[Tensor, Tensor]:
@@ -362,8 +351,12 @@ class _Matrices:
 
     def _of_inputs(self, values: Tensor) -> Tensor:
         count, rows, columns = self.shape
-        return values.reshape((count, rows, 1) if self.are_turned else (count, 1, columns))
+        return values.reshape(
+            (count, rows, 1) if self.stored.layout.is_transposed else (count, 1, columns)
+        )
 
     def _of_outputs(self, values: Tensor) -> Tensor:
         count, rows, columns = self.shape
-        return values.reshape((count, 1, columns) if self.are_turned else (count, rows, 1))
+        return values.reshape(
+            (count, 1, columns) if self.stored.layout.is_transposed else (count, rows, 1)
+        )

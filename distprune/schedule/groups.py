@@ -13,8 +13,7 @@ from distprune._common.exact_sums import Normalization, check_normalization
 from distprune._common.naming import Pair, checked_pair, label_of, tied_places
 from distprune._common.schedules import Schedule
 from distprune.budgets import BudgetLike, to_budget
-from distprune.budgets.base import Budget
-from distprune.budgets.rules import Sparsities
+from distprune.budgets.base import Budget, Sparsities
 from distprune.call.grouping import InputDims, to_pattern, to_rule
 from distprune.call.report import ParameterReport, PruningReport
 from distprune.methods.base import BasePruningMethod

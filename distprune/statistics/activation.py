@@ -21,15 +21,7 @@ from distprune.shards.factored import POWER_OF_RIA, FactoredScores
 from distprune.statistics import factors
 from distprune.statistics.collected import CollectedInputs
 from distprune.statistics.collecting import LocalStatistics
-from distprune.statistics.named import Pairs
-from distprune.statistics.totals import (
-    VERSION,
-    Totals,
-    checked_entries,
-    digest_of,
-    fitting,
-    warn_of_empty,
-)
+from distprune.statistics.totals import Pairs, Totals, warn_of_empty
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -202,31 +194,6 @@ class ActivationStatistics(CollectedInputs):
     def forget(self, parameters: Pairs | None = None) -> None:
         """Free what is too large to be kept for all parameters; here nothing is."""
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the statistics to one small safetensors file. Collective; the first rank writes.
-
-        It has the sums over all ranks of the whole weights, by full names: any run on any sharding
-        can load it. The form is in files.checkpoints.statistics_file.[Note: statistics file]. An
-        existing file is replaced at the end, or stays as it was.
-
-        Raises:
-            ValueError: as :meth:`totals`; parameters without full names.
-            OutputError: of distprune.files.errors, the file cannot be written; a RuntimeError on
-                the other ranks.
-
-        Cost: as :meth:`totals`; 16 bytes per input feature on disk.
-        """
-        totals = self._labelled(None)
-
-        def write() -> None:
-            self._check_names()
-            stored = {p.label: totals[p.label].as_stored(p.layout) for p in self._local}
-            if self._communicator.index == 0:
-                write_statistics(path, self._mode, stored)
-
-        with self._communicator.exclusively():
-            self._communicator.run(write)
-
     @classmethod
     def load(
         cls: type[A],
@@ -261,47 +228,10 @@ class ActivationStatistics(CollectedInputs):
     def _load(self, path: str) -> None:
         self._restore_from(lambda: read_statistics(path), path)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The statistics as a plain dictionary, equal on all ranks. Collective.
-
-        Raises, Cost: as :meth:`totals`; ValueError for parameters without full names.
-        """
-        totals = self._labelled(None)
-        self._communicator.run(self._check_names)
-        parameters = {p.label: totals[p.label].as_entry(p.layout) for p in self._local}
-        return {"version": VERSION, "mode": self._mode, "parameters": parameters}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned, on any sharding. Collective.
-
-        What was collected before is forgotten.
-
-        Raises:
-            ValueError: no such dictionary; a parameter that it does not have, or that has another
-                shape; ranks with different ones. Nothing has changed then.
-        """
-        self._restore_from(lambda: checked_entries(state), "state")
-
-    def _restore_from(
-        self, read: Callable[[], tuple[str, dict[str, StoredStatistics]]], where: str
+    def _write_file(
+        self, path: str | os.PathLike[str], stored: Mapping[str, StoredStatistics]
     ) -> None:
-        def restore() -> tuple[str, dict[str, Totals]]:
-            self._check_names()
-            mode, stored = read()
-            return mode, fitting({p.label: p.layout for p in self._local}, stored, where)
-
-        def facts(read: tuple[str, dict[str, Totals]]) -> list[tuple[str, str]]:
-            sums = [
-                (f"{label} {t.num_tokens}", (t.sums, t.squares)) for label, t in read[1].items()
-            ]
-            return [("statistics to load", f"{read[0]}, {digest_of(sums)}")]
-
-        with self._communicator.exclusively():
-            mode, totals = self._communicator.run(restore, facts)
-        for parameter in self._local:
-            parameter.begin_with(totals[parameter.label])
-        self._collector.forwards.problem = None
-        self._mode = "sequential" if mode == "sequential" else "one_pass"
+        write_statistics(path, self._mode, stored)
 
     def _scores(
         self, totals: Mapping[str, Totals], make: Callable[[LocalStatistics], FactoredScores]

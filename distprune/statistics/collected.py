@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
@@ -17,12 +17,12 @@ from distprune._common.process_groups import world
 from distprune._common.selecting import check_pattern, matcher
 from distprune.call.reading import read_parameters
 from distprune.call.request import ParameterArguments
+from distprune.files.checkpoints.statistics_file import MODES
 from distprune.shards.parameters import Target
 from distprune.statistics.collecting import Collector, LocalStatistics
 from distprune.statistics.input_parts import Part, peers_of
 from distprune.statistics.layers import WeightLayout, layout_of, refusal
-from distprune.statistics.named import Pairs, StatisticsOfParameters
-from distprune.statistics.totals import Totals
+from distprune.statistics.totals import Pairs, StatisticsOfParameters, Totals
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,8 +33,10 @@ Mode = Literal["one_pass", "sequential"]
 _TOLERANCE = 1e-6
 
 
-class CollectedInputs(StatisticsOfParameters[LocalStatistics]):
+class CollectedInputs(StatisticsOfParameters[LocalStatistics, Totals]):
     """Sums of the inputs of layers; see :class:`ActivationStatistics`."""
+
+    TOTALS, MODE_KEY, MODES = Totals, "mode", MODES
 
     def __init__(
         self,
@@ -144,6 +146,15 @@ class CollectedInputs(StatisticsOfParameters[LocalStatistics]):
         something is new, one of 16 bytes per input feature and about 32 per parameter.
         """
         return self._by_pair(self._labelled(parameters))
+
+    def _all_totals(self) -> Mapping[str, Totals]:
+        return self._labelled(None)
+
+    def _begin_with(self, mode: str, totals: Mapping[str, Totals]) -> None:
+        for parameter in self._local:
+            parameter.begin_with(totals[parameter.label])
+        self._collector.forwards.problem = None
+        self._mode = "sequential" if mode == "sequential" else "one_pass"
 
     def _read_weights(self) -> list[Target]:
         """The parameters as they are now, in the order of the statistics. Collective."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from distprune.shards.parameters import Target
 from distprune.shards.rank_batches import RankBatches
 from distprune.statistics.input_parts import peers_of, spans
 from distprune.statistics.layers import WeightLayout
+from distprune.statistics.totals import TotalsOfAnyKind
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,7 +28,7 @@ _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
-class GradientTotals:
+class GradientTotals(TotalsOfAnyKind):
     """The statistics of one parameter's gradients over all ranks; equal on all of them.
 
     Attributes:
@@ -40,6 +41,8 @@ class GradientTotals:
     weight: float
     by_output: Tensor
     by_input: Tensor
+
+    STORED = StoredGradients
 
     @classmethod
     def none_of(cls, layout: WeightLayout) -> GradientTotals:
@@ -57,24 +60,6 @@ class GradientTotals:
             self.by_output + other.by_output,
             self.by_input + other.by_input,
         )
-
-    def as_stored(self, layout: WeightLayout) -> StoredGradients:
-        """What a file has of the parameter."""
-        by_output, by_input = self.by_output.numpy(), self.by_input.numpy()
-        return StoredGradients(
-            layout.kind, layout.shape, layout.groups, self.weight, by_output, by_input
-        )
-
-    def as_entry(self, layout: WeightLayout) -> dict[str, Any]:
-        """What a state dictionary has of the parameter."""
-        return {
-            "layout": layout.kind,
-            "shape": list(layout.shape),
-            "groups": layout.groups,
-            "weight": self.weight,
-            "by_output": self.by_output.clone(),
-            "by_input": self.by_input.clone(),
-        }
 
 
 class GradientSums(RankBatches):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -29,14 +29,16 @@ from distprune.shards.reader import ShardReader
 from distprune.statistics import factors
 from distprune.statistics.gradient_sums import GradientSums, GradientTotals
 from distprune.statistics.layers import WeightLayout, matrices_of
-from distprune.statistics.named import Pairs, StatisticsOfParameters
-from distprune.statistics.totals import check_fit, digest_of, named_experts, warn_of_zero_scores
+from distprune.statistics.totals import (
+    Pairs,
+    StatisticsOfParameters,
+    named_experts,
+    warn_of_zero_scores,
+)
 from distprune.torch_private.masked_value import shard_mask_key
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_VERSION = 1  # of state dictionaries
 
 
 @dataclass
@@ -56,7 +58,7 @@ class _OfParameter:
     totals: GradientTotals
 
 
-class GradientStatistics(StatisticsOfParameters[_OfParameter]):
+class GradientStatistics(StatisticsOfParameters[_OfParameter, GradientTotals]):
     """Sums of squared gradients by output and by input, from which Fisher by factors is made.
 
     statistics = GradientStatistics(prune.select(model))
@@ -104,6 +106,8 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter]):
     calibration ends: nothing of the size of a weight is stored or sent. A backward reads each
     gradient once more, in fp64, chunk by chunk.
     """
+
+    TOTALS, MODE_KEY, MODES = GradientTotals, "kind", ("gradients",)
 
     def __init__(self, parameters: Pairs, *, group: ProcessGroup | None = None) -> None:
         self._group = group
@@ -240,32 +244,6 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter]):
         _warn_of_zeros(asked, self._communicator)
         return self._by_pair({p.label: factors.fisher(p.totals, p.layout) for p in asked})
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the statistics to one small safetensors file. Collective; the first rank writes.
-
-        It has the sums over all ranks of the whole weights, by full names: any run on any sharding
-        can load it. The form is in files.checkpoints.statistics_file.[Note: statistics file]. An
-        existing file is replaced at the end, or stays as it was.
-
-        Raises:
-            ValueError: parameters without full names.
-            RuntimeError: inside of ``calibrating``.
-            OutputError: of distprune.files.errors, the file cannot be written; a RuntimeError on
-                the other ranks.
-
-        Cost: two all-reduces of 40 bytes; 8 bytes for each output and each input on disk.
-        """
-        asked = self._asked(None)
-
-        def write() -> None:
-            self._check_names()
-            if self._communicator.index == 0:
-                stored = {p.label: p.totals.as_stored(p.layout) for p in asked}
-                write_gradient_statistics(path, stored)
-
-        with self._communicator.exclusively():
-            self._communicator.run(write)
-
     @classmethod
     def load(
         cls, path: str | os.PathLike[str], parameters: Pairs, *, group: ProcessGroup | None = None
@@ -285,57 +263,26 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter]):
         Cost: a read of the file; all-reduces of some hundred bytes.
         """
         made = cls(parameters, group=group)
-        made._restore_from(lambda: read_gradient_statistics(path), os.fspath(path))
+        where = os.fspath(path)
+        made._restore_from(lambda: ("gradients", read_gradient_statistics(where)), where)
         return made
 
-    def state_dict(self) -> dict[str, Any]:
-        """The statistics as a plain dictionary, equal on all ranks. Collective.
+    @property
+    def mode(self) -> str:
+        """That these are statistics of gradients."""
+        return "gradients"
 
-        Raises, Cost: as :meth:`totals`; ValueError for parameters without full names.
-        """
-        asked = self._asked(None)
-        self._communicator.run(self._check_names)
-        parameters = {p.label: p.totals.as_entry(p.layout) for p in asked}
-        return {"version": _VERSION, "kind": "gradients", "parameters": parameters}
+    def _all_totals(self) -> dict[str, GradientTotals]:
+        return {p.label: p.totals for p in self._asked(None)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned, on any sharding. Collective.
-
-        What was collected before is forgotten.
-
-        Raises:
-            ValueError: no such dictionary; a parameter that it does not have, or that has another
-                shape; ranks with different ones. Nothing has changed then.
-            RuntimeError: inside of ``calibrating``.
-        """
-        self._restore_from(lambda: _checked_entries(state), "state")
-
-    def _restore_from(self, read: Callable[[], dict[str, StoredGradients]], where: str) -> None:
-        def restore() -> dict[str, GradientTotals]:
-            self._check_between()
-            self._check_names()
-            stored = read()
-            check_fit(self._layouts, stored, where)
-            return {
-                label: GradientTotals(
-                    found.weight,
-                    torch.from_numpy(found.by_output),
-                    torch.from_numpy(found.by_input),
-                )
-                for label in self._layouts
-                for found in (stored[label],)
-            }
-
-        def facts(read: dict[str, GradientTotals]) -> list[tuple[str, str]]:
-            sums = [
-                (f"{label} {t.weight!r}", (t.by_output, t.by_input)) for label, t in read.items()
-            ]
-            return [("statistics to load", digest_of(sums))]
-
-        with self._communicator.exclusively():
-            totals = self._communicator.run(restore, facts)
+    def _begin_with(self, mode: str, totals: Mapping[str, GradientTotals]) -> None:
         for parameter in self._local:
             parameter.totals = totals[parameter.label]
+
+    def _write_file(
+        self, path: str | os.PathLike[str], stored: Mapping[str, StoredGradients]
+    ) -> None:
+        write_gradient_statistics(path, stored)
 
     def _attach(self, targets: list[Target], made: list[GradientSums]) -> None:
         """Put hooks on; ``made`` gets what takes them off."""
@@ -356,7 +303,7 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter]):
         """The parameters that all ranks ask for. Collective."""
 
         def positions() -> list[int]:
-            self._check_between()
+            self._check_ready()
             return self._positions_of(parameters)
 
         found = self._communicator.run(
@@ -364,7 +311,7 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter]):
         )
         return [self._local[position] for position in dict.fromkeys(found)]
 
-    def _check_between(self) -> None:
+    def _check_ready(self) -> None:
         if self._sums is not None:
             raise RuntimeError(
                 "the ranks have not added up what they saw yet; expected a call after "
@@ -400,30 +347,6 @@ def _described(targets: list[Target]) -> list[_OfParameter]:
 
 def _layouts_of(described: list[_OfParameter]) -> list[tuple[str, str]]:
     return [(f"matrices of {parameter.label}", str(parameter.layout)) for parameter in described]
-
-
-def _checked_entries(state: Mapping[str, Any]) -> dict[str, StoredGradients]:
-    """The statistics in a state dictionary; ValueError if it is none."""
-    is_known = isinstance(state, Mapping) and state.get("version") == _VERSION
-    if not (is_known and state.get("kind") == "gradients"):
-        raise ValueError(
-            f"state is no state dictionary of GradientStatistics of version {_VERSION}; expected "
-            "what state_dict() returns."
-        )
-    stored = {}
-    for name, entry in state["parameters"].items():
-        by_output, by_input = (
-            entry[key].detach().double().cpu().numpy().copy() for key in ("by_output", "by_input")
-        )
-        stored[name] = StoredGradients(
-            entry["layout"],
-            tuple(entry["shape"]),
-            int(entry["groups"]),
-            float(entry["weight"]),
-            by_output,
-            by_input,
-        )
-    return stored
 
 
 def _warn_of_zeros(asked: list[_OfParameter], communicator: Communicator) -> None:

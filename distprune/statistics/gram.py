@@ -24,7 +24,6 @@ from distprune.files.checkpoints.gram_folder import (
     write_index,
     write_matrix,
 )
-from distprune.files.checkpoints.statistics_file import StoredStatistics
 from distprune.files.errors import CheckpointError
 from distprune.shards.factored import FactoredScores
 from distprune.statistics.activation import ActivationStatistics
@@ -32,8 +31,7 @@ from distprune.statistics.collecting import LocalStatistics
 from distprune.statistics.gram_collecting import GramCollector, LocalGram
 from distprune.statistics.input_parts import peers_of
 from distprune.statistics.layers import WeightLayout
-from distprune.statistics.named import Pairs
-from distprune.statistics.totals import Totals
+from distprune.statistics.totals import Pairs, Read, Totals
 
 
 @dataclass(eq=False)
@@ -241,9 +239,7 @@ class GramMatrices(ActivationStatistics):
                 lambda: self._read_blocks(Path(path)), lambda names: [("matrices", str(names))]
             )
 
-    def _restore_from(
-        self, read: Callable[[], tuple[str, dict[str, StoredStatistics]]], where: str
-    ) -> None:
+    def _restore_from(self, read: Callable[[], Read], where: str) -> None:
         super()._restore_from(read, where)
         self.forget()  # what was collected before, as the sums of it
 

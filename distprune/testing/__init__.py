@@ -27,7 +27,6 @@ accelerator and no more cores than one. Linux and macOS; nothing here imports py
 The library itself does not need this package, and ``import distprune`` does not load it.
 """
 
-from distprune.testing.calls import RankError
-from distprune.testing.pool import preload, run_ranks
+from distprune.testing.pool import RankError, preload, run_ranks
 
 __all__ = ["RankError", "preload", "run_ranks"]

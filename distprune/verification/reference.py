@@ -18,7 +18,7 @@ from distprune._common.memory import INTEGERS
 from distprune.masks.record import CallRecord
 from distprune.shards.shard import LocalShard
 from distprune.verification.inspecting import LocalEntry
-from distprune.verification.sharing import leader_of
+from distprune.verification.report import leader_of
 
 _UNKNOWN = "what pruned it last is not known (its mask was loaded, or another function made it)"
 

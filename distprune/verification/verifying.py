@@ -25,8 +25,12 @@ from distprune.verification.inspecting import (
 )
 from distprune.verification.places import Place, places_of, traces
 from distprune.verification.reference import Recomputed, recompute
-from distprune.verification.report import VerificationError, VerificationReport
-from distprune.verification.sharing import SharedEntry, share
+from distprune.verification.report import (
+    SharedEntry,
+    VerificationError,
+    VerificationReport,
+    share_findings,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -192,7 +196,7 @@ def _verified(
             ("pipeline_parallel", str(pipeline_parallel)),
         ]
         local = communicator.run(inspect_locally, lambda _: facts)
-        shared, model_problems = share(
+        shared, model_problems = share_findings(
             local.entries, local.problems, communicator, pipeline_parallel=pipeline_parallel
         )
         recomputed = Recomputed()

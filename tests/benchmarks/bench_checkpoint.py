@@ -121,14 +121,19 @@ def make_statistics(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
     """Statistics of activations of every layer, as random numbers."""
     import numpy as np
 
-    from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
+    from distprune.files.checkpoints.statistics_file import (
+        StoredStatistics,
+        WeightLayout,
+        write_statistics,
+    )
 
     draws = np.random.default_rng(0)
     parameters = {}
     for name, shape in tensors.items():
         if ".layers." in name and len(shape) == 2:
             sums, squares = draws.random((2, shape[1]))
-            parameters[name] = StoredStatistics("linear", shape, 1, 4096, sums, squares * 4096)
+            layout = WeightLayout("linear", shape)
+            parameters[name] = StoredStatistics(layout, 4096, sums, squares * 4096)
     write_statistics(path, "one_pass", parameters)
 
 

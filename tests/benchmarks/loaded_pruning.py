@@ -65,14 +65,20 @@ def write_statistics_of(model: str, file: str) -> None:
     import numpy as np
 
     from distprune.files.checkpoints.checkpoint import open_checkpoint
-    from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
+    from distprune.files.checkpoints.statistics_file import (
+        StoredStatistics,
+        WeightLayout,
+        write_statistics,
+    )
 
     random = np.random.default_rng(0)
     stored = {}
     for entry in open_checkpoint(model).tensors:
         if len(entry.shape) == 2 and "layers" in entry.name:
             values = random.random((2, entry.shape[1]))
-            stored[entry.name] = StoredStatistics("linear", entry.shape, 1, 1000, *values)
+            stored[entry.name] = StoredStatistics(
+                WeightLayout("linear", entry.shape), 1000, *values
+            )
     write_statistics(file, "one_pass", stored)
 
 

@@ -414,7 +414,7 @@ RUN_BY = {
     "expected --statistics FILE": "test_what_a_score_is_made_from",
     "calibrate --gradients` or GradientStatistics.save": "test_what_a_score_is_made_from",
     "`distprune calibrate` without --gradients": "test_what_a_score_is_made_from",
-    "`distprune calibrate --gradients` write": "test_what_a_score_is_made_from",
+    "`distprune calibrate --gradients`": "test_what_a_score_is_made_from",
     "--allow-empty has no effect with --gradients": (
         "cli/test_eval_and_calibrate.py::test_calibrate_writes_gradients_that_prune_a_checkpoint"
     ),
@@ -468,7 +468,7 @@ RUN_BY = {
         "cli/test_follow_links.py::test_what_copies_refuses_them_by_name_unless_told"
     ),
     "distprune plan Llama-3.2-1B --sparsity 0.5": f"{DOCUMENTED}test_examples_of_the_help_run",
-    "python -m distprune selftest": f"{SELFTEST}test_two_ranks_under_torchrun_print_once",
+    "python -m distprune selftest": f"{SELFTEST}test_two_ranks_print_once",
     "Pass --cpu to use none": f"{SELFTEST}test_one_process_with_torch_and_numpy_only",
     "With --share they have the devices in common": (
         f"{SELFTEST}test_ranks_that_share_an_accelerator_use_gloo"

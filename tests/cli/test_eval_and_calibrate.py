@@ -155,7 +155,7 @@ def test_calibrate_takes_fused_experts(run, tmp_path):
     assert list(experts) == [
         f"model.layers.{n}.mlp.experts.{name}_proj" for n in (0, 1) for name in ("gate_up", "down")
     ]
-    assert {of_one.layout for of_one in experts.values()} == {"experts"}
+    assert {of_one.layout.kind for of_one in experts.values()} == {"experts"}
     assert {sum(of_one.num_tokens) for of_one in experts.values()} == {2 * 48}
     some = run("calibrate", tmp_path / "model", *options, "--json", "--include", "*experts*")
     assert some.json["layers"] == list(experts) and some.json["without_statistics"] == []

@@ -8,6 +8,7 @@ from commands import start
 from distprune import language_models
 from distprune.cli.pruning_by_text import described_cost
 from distprune.streaming import StreamCost
+from helpers.forked_scripts import run_forked
 from helpers.tiny_language_model import save_tiny_llama, write_text
 
 pytest.importorskip("transformers")
@@ -47,12 +48,19 @@ def test_one_line_scores_moves_and_measures(run, made, tmp_path):
     assert again.code == 0 and again.json["inputs"] == report["inputs"]
 
 
-def test_processes_share_the_text(made, tmp_path):
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_processes_share_the_text(made, tmp_path, launched):
     model, text, _ = made
-    command = ["prune", model, tmp_path / "out", *OPTIONS, "--text", text, "--nproc", 2]
-    process = start("-m", "distprune", *command)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
+    command = ["prune", model, tmp_path / "out", *OPTIONS, "--text", text]
+    if launched:
+        process = start("-m", "distprune", *command, "--nproc", 2)
+        out, err = process.communicate(timeout=300)
+        code = process.returncode
+    else:
+        script = tmp_path / "command.py"
+        script.write_text("import sys\nfrom distprune.cli.main import main\nmain(sys.argv[1:])\n")
+        (code, out), err = run_forked(script, *command, num_ranks=2), ""
+    assert code == 0, out + err
     assert "on 2 processes" in out
 
 

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
+from distprune.files.checkpoints.statistics_file import (
+    StoredStatistics,
+    WeightLayout,
+    write_statistics,
+)
 from helpers.tiny_checkpoints import save
 
 NAMES = [f"layers.{n}.mlp.weight" for n in range(3)]
@@ -22,7 +26,8 @@ def source(tmp_path):
 def statistics(tmp_path):
     draws = np.random.default_rng(0)
     parameters = {
-        name: StoredStatistics("linear", (8, 12), 1, 10, *draws.random((2, 12))) for name in NAMES
+        name: StoredStatistics(WeightLayout("linear", (8, 12)), 10, *draws.random((2, 12)))
+        for name in NAMES
     }
     write_statistics(tmp_path / "stats.safetensors", "one_pass", parameters)
     return tmp_path / "stats.safetensors"

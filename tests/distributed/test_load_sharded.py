@@ -1,5 +1,7 @@
 """language_models.load_sharded: on every wrap the model of from_pretrained, bit for bit."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -27,15 +29,11 @@ WITHOUT_PLAN = {"mixtral": "moe_tp_experts", "gpt2": "no tensor-parallel plan"}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Checkpoints of several files, by family; each is made once."""
-    made = {}
-
-    def folder(family):
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family) / "model"
-            save_tiny(family, made[family], max_shard_size="10KB")
-        return made[family]
-
-    return folder
+    return cache(
+        lambda family: save_tiny(
+            family, tmp_path_factory.mktemp(family) / "model", max_shard_size="10KB"
+        )
+    )
 
 
 def whole(tensor):

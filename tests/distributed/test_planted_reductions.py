@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distprune import criteria
 from distprune._common import collectives
-from distprune.criteria import parts, rank_batch
+from distprune.criteria import gradient_moment, parts
 from distprune.shards import gradients, rank_batches
 from distprune.testing import run_ranks
 from distprune.torch_private.managed import ParameterSource
@@ -99,7 +99,7 @@ def absolute_values_of_units() -> Iterator[None]:
 @contextlib.contextmanager
 def averaged_before_squared() -> Iterator[None]:
     """E[g]^2 where E[g^2] is meant: the averaged gradient is squared."""
-    plain = rank_batch._Leaf.add
+    plain = gradient_moment._Leaf.add
 
     def add(leaf, gradient: Tensor, power: int, factor: float) -> None:
         if leaf.shard_group is None:
@@ -113,7 +113,7 @@ def averaged_before_squared() -> Iterator[None]:
             run = mean[leaf.gradients.runs[position]]
             total.view(-1).add_(run.abs() ** power, alpha=factor * size)
 
-    with mock.patch.object(rank_batch._Leaf, "add", add):
+    with mock.patch.object(gradient_moment._Leaf, "add", add):
         yield
 
 
@@ -128,7 +128,7 @@ def rank_batches_of_tensor_parallel_ranks() -> Iterator[None]:
 def weights_of_this_rank_only() -> Iterator[None]:
     """The sum over all ranks is divided by the weight of the batches of one."""
     local = lambda sums, groups: sums.weight  # noqa: E731
-    with mock.patch.object(rank_batch.RankBatchSums, "_summed_weight", local):
+    with mock.patch.object(gradient_moment.RankBatchSums, "_summed_weight", local):
         yield
 
 

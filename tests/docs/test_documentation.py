@@ -10,6 +10,7 @@ import pytest
 from examples_of_pages import DOCS, ROOT, pages
 
 import distprune
+from helpers.forked_scripts import run_forked
 
 sys.path.insert(0, str(DOCS))
 
@@ -66,7 +67,8 @@ def test_the_walk_names_every_kernel():
 
 @pytest.mark.slow
 def test_the_path_of_a_call_is_short():
-    text = run("docs/trace_of_a_call.py")
+    code, text = run_forked(DOCS / "trace_of_a_call.py")
+    assert code == 0, text
     lengths = text.partition("frames to each kernel")[2].partition("files of the package")[0]
     frames = re.findall(r"^ *(\d+)  (\w+)$", lengths, re.MULTILINE)
     assert "scan" in [kernel for _, kernel in frames], text

@@ -1,6 +1,7 @@
 """Statistics of fused experts for a checkpoint: whose they are, and what is refused."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,11 @@ import torch
 from test_meets_the_library import masks_of
 
 from distprune.files import planning, pruning
-from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
+from distprune.files.checkpoints.statistics_file import (
+    StoredStatistics,
+    WeightLayout,
+    write_statistics,
+)
 from distprune.files.errors import SelectionError
 from distprune.files.reading import Source
 from distprune.files.recipe import FileRecipe
@@ -21,9 +26,9 @@ GATE_UP, DOWN = (E, 2 * INNER, H), (E, H, INNER)
 
 def stored(shape, layout="experts", counts=(5, 9, 2)):
     draws = np.random.default_rng(shape[1])
-    of_one = StoredStatistics(layout, shape, 1, counts, None, None)
-    sums, squares = draws.random((2, *of_one.input_shape)) * 50
-    return StoredStatistics(layout, shape, 1, counts, sums, squares)
+    weight = WeightLayout(layout, shape)
+    sums, squares = draws.random((2, *weight.input_shape)) * 50
+    return StoredStatistics(weight, counts, sums, squares)
 
 
 def fused(stem=LAYER, **changes):
@@ -74,7 +79,7 @@ def test_each_expert_has_its_own_row_of_statistics(tmp_path, on_disk, in_model):
         expert, own = name.removeprefix(on_disk + ".").split(".")[:2]
         merged = "down_proj" if own == "down_proj" else "gate_up_proj"
         whole, row = statistics[f"{in_model}.{merged}"], int(expert)
-        assert found.layout == "linear" and found.num_tokens == (5, 9, 2)[row]
+        assert found.layout.kind == "linear" and found.num_tokens == (5, 9, 2)[row]
         assert np.array_equal(found.sums, whole.sums[row])
         assert np.array_equal(found.squares, whole.squares[row])
     assert len(plan.inputs.statistics.of_tensor) == 9
@@ -98,7 +103,7 @@ def test_statistics_of_other_experts_are_refused_by_name(tmp_path, kind):
     elif kind == "hidden":
         tensors = separate(hidden=INNER // 2)
     else:
-        linear = StoredStatistics("linear", GATE_UP[1:], 1, 5, np.ones(H), np.ones(H))
+        linear = StoredStatistics(WeightLayout("linear", GATE_UP[1:]), 5, np.ones(H), np.ones(H))
         statistics[f"{LAYER}.gate_up_proj"] = linear
     text = problems_of(tmp_path, tensors, statistics)
     assert f"{LAYER}.0.gate_proj.weight has the shape" in text
@@ -143,12 +148,10 @@ def statistics_in(layout):
     """The same numbers for both layouts."""
     turned = {}
     for name, of_one in fused().items():
-        shape = of_one.shape
+        shape = of_one.layout.shape
         if layout == "transposed_experts":
             shape = (shape[0], shape[2], shape[1])
-        turned[name] = StoredStatistics(
-            layout, shape, 1, of_one.num_tokens, of_one.sums, of_one.squares
-        )
+        turned[name] = replace(of_one, layout=WeightLayout(layout, shape))
     return turned
 
 

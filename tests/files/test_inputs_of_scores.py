@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from distprune.files import planning, pruning
-from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
+from distprune.files.checkpoints.statistics_file import (
+    StoredStatistics,
+    WeightLayout,
+    write_statistics,
+)
 from distprune.files.errors import CheckpointError, Interrupted, NaNError, SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify
@@ -36,9 +40,9 @@ def write(path, names=NAMES, shape=(16, 24), num_tokens=100, layout="linear", fa
     draws = np.random.default_rng(0)
     parameters = {}
     for name in names:
-        stored = StoredStatistics(layout, shape, 1, num_tokens, None, None)
-        sums, squares = draws.random((2, *stored.input_shape)) * 50 * factor
-        parameters[name] = StoredStatistics(layout, shape, 1, num_tokens, sums, squares)
+        weight = WeightLayout(layout, shape)
+        sums, squares = draws.random((2, *weight.input_shape)) * 50 * factor
+        parameters[name] = StoredStatistics(weight, num_tokens, sums, squares)
     write_statistics(path, "sequential", parameters)
     return str(path)
 

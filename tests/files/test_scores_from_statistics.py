@@ -1,8 +1,9 @@
-"""Masks by magnitude, Wanda, RIA and given scores, scaled or not: of files as of models."""
+"""Masks by every score, scaled or not: of files as of models, bit for bit."""
 
 import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from test_meets_the_library import masks_of
@@ -11,11 +12,17 @@ from torch import nn
 import distprune
 from distprune import budgets
 from distprune.files import planning, pruning
-from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
+from distprune.files.checkpoints.statistics_file import (
+    StoredGradients,
+    StoredStatistics,
+    WeightLayout,
+    write_gradient_statistics,
+    write_statistics,
+)
 from distprune.files.reading import Source
 from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify
-from distprune.statistics import ActivationStatistics
+from distprune.statistics import ActivationStatistics, GradientStatistics
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
 from helpers.sampling import every
@@ -47,28 +54,45 @@ def selected(model):
     return distprune.select(model, exclude=f"{EXCLUDED}*")
 
 
+def layout_of(module, name):
+    kinds = {nn.Linear: "linear", Conv1D: "conv1d_of_transformers"}
+    groups = getattr(module, "groups", 1)
+    return WeightLayout(kinds.get(type(module), "convolution"), tuple(module.weight.shape), groups)
+
+
 def make_statistics(path, prefix=""):
     """Random statistics; no token came to the last layer."""
     torch.manual_seed(1)
     parameters = {}
     for pair in selected(make_model(torch.float32)):
-        module, weight = pair[0], pair[0].weight
-        layout = {nn.Linear: "linear", Conv1D: "conv1d_of_transformers"}.get(
-            type(module), "convolution"
-        )
-        stored = StoredStatistics(
-            layout, tuple(weight.shape), getattr(module, "groups", 1), 300, None, None
-        )
-        sums, squares = torch.randn(2, *stored.input_shape, dtype=torch.float64).numpy()
+        of_one = layout_of(*pair)
+        sums, squares = torch.randn(2, *of_one.input_shape, dtype=torch.float64).numpy()
         squares = squares**2 * 40 + sums**2 / 300
         num_tokens = 300
         if pair.fqn.startswith("layers.5"):
             num_tokens, sums, squares = 0, sums * 0, squares * 0
-        parameters[prefix + pair.fqn] = StoredStatistics(
-            layout, stored.shape, stored.groups, num_tokens, sums, squares
-        )
+        parameters[prefix + pair.fqn] = StoredStatistics(of_one, num_tokens, sums, squares)
     write_statistics(path, "one_pass", parameters)
     return path
+
+
+def stored_gradients(layout):
+    draws = np.random.default_rng([0, *layout.shape])
+    by_output, by_input = draws.random(layout.num_outputs), draws.random(layout.input_shape)
+    by_output[0] = 0
+    return StoredGradients(layout, 6.0, by_output, by_input)
+
+
+def make_gradients(path):
+    """Random sums; the gradients of the last layer are all zero."""
+    parameters = {}
+    for pair in selected(make_model(torch.float32)):
+        of_one = stored_gradients(layout_of(*pair))
+        if pair.fqn.startswith("layers.5"):
+            of_one.by_output[:], of_one.by_input[:] = 0, 0
+        parameters[pair.fqn] = of_one
+    write_gradient_statistics(path, parameters)
+    return str(path)
 
 
 CALLS = [
@@ -109,6 +133,14 @@ CALLS = [
     {"amount": 0.7, "budget": "owl", "score": "magnitude", "max_sparsity": 0.75},
     {"amount": 0.6, "budget": "owl", "score": "ria"},
     {"amount": 0.5, "budget": "owl", "score": "given"},
+    {"amount": 0.4, "normalize": None, "score": "fisher"},
+    {"amount": 0.5, "normalize": "rms", "score": "fisher"},
+    {"amount": 0.5, "normalize": None, "min_sparsity": 0.4, "max_sparsity": 0.7, "score": "fisher"},
+    {"amount": 0.3, "scope": "layer", "score": "fisher"},
+    {"amount": 0.5, "scope": "row", "score": "fisher"},
+    {"pattern": "1:2", "score": "fisher"},
+    {"amount": 0.4, "pattern": "2x2", "score": "fisher"},
+    {"amount": 0.6, "budget": "erk", "score": "fisher"},
 ]
 
 
@@ -125,7 +157,7 @@ def given_scores(model, dtype):
     }
 
 
-def masks_of_model(calls, dtype, statistics, scores_dtype):
+def masks_of_model(calls, dtype, statistics, gradients, scores_dtype):
     """In the library: the masks of each call, by name."""
     found = []
     for call in calls:
@@ -138,8 +170,11 @@ def masks_of_model(calls, dtype, statistics, scores_dtype):
             warnings.filterwarnings("ignore", "no token")
             if call.get("budget") == "owl":
                 keywords["budget"] = budgets.OWL(collected)
+            warnings.filterwarnings("ignore", "all gradients are zero of layers.5.weight")
             if call["score"] in ("wanda", "stade", "ria"):
                 scores = getattr(collected, call["score"])()
+            if call["score"] == "fisher":
+                scores = GradientStatistics.load(gradients, parameters).fisher()
         if call["score"] == "given":
             given = given_scores(make_model(dtype), scores_dtype)
             scores = {pair: given[pair.fqn] for pair in parameters}
@@ -151,7 +186,7 @@ def masks_of_model(calls, dtype, statistics, scores_dtype):
 
 
 @small_units(num_elements=44)
-def prune_files(source, folder, calls, statistics, scores, chunk):
+def prune_files(source, folder, calls, statistics, gradients, scores, chunk):
     """On every rank."""
     with pytest.MonkeyPatch.context() as patch:
         small_chunks(patch, chunk, 8 * chunk)
@@ -161,6 +196,8 @@ def prune_files(source, folder, calls, statistics, scores, chunk):
                 keywords["scores"] = scores
             if needs_statistics(call):
                 keywords["statistics"] = statistics
+            if call["score"] == "fisher":
+                keywords["statistics"] = gradients
             recipe = FileRecipe(
                 call.get("amount"),
                 exclude=(f"{EXCLUDED}*", "*.bias"),
@@ -169,7 +206,9 @@ def prune_files(source, folder, calls, statistics, scores, chunk):
                 **keywords,
             )
             plan = pruning.plan_together(source, recipe)
-            assert ("no token" in " ".join(plan.warnings)) == needs_statistics(call)
+            warned = " ".join(plan.warnings)
+            assert ("no token" in warned) == needs_statistics(call)
+            assert ("all gradients are zero of layers.5" in warned) == (call["score"] == "fisher")
             pruning.prune(plan, folder / str(number))
 
 
@@ -198,11 +237,12 @@ def test_masks_of_the_model_and_of_its_checkpoint(tmp_path, dtype, scores_dtype)
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     source = tiny_checkpoints.save(tmp_path / "source", state)
     statistics = str(make_statistics(tmp_path / "statistics.safetensors"))
+    gradients = make_gradients(tmp_path / "gradients.safetensors")
     scores = str(tiny_checkpoints.save(tmp_path / "scores", given_scores(model, scores_dtype)))
     calls = every(4, CALLS, [scores for _, scores in DTYPES].index(scores_dtype))
-    wanted = masks_of_model(calls, dtype, statistics, scores_dtype)
+    wanted = masks_of_model(calls, dtype, statistics, gradients, scores_dtype)
     assert all(sum(int((~keep).sum()) for keep in masks.values()) > 0 for masks in wanted)
-    inputs = (calls, statistics, scores)
+    inputs = (calls, statistics, gradients, scores)
     check(source, tmp_path / "one", inputs, wanted, 1, chunk=1 << 19)
     check(source, tmp_path / "three", inputs, wanted, 3, chunk=24)
     for number, call in enumerate(calls):

@@ -12,7 +12,11 @@ import numpy as np
 import torch
 
 from distprune.files.checkpoints.header import TensorEntry
-from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
+from distprune.files.checkpoints.statistics_file import (
+    StoredStatistics,
+    WeightLayout,
+    write_statistics,
+)
 from distprune.files.planning import plan
 from distprune.files.pruning import plan_together, prune
 from distprune.files.recipe import FileRecipe
@@ -104,7 +108,7 @@ class Source:
         num_inputs = shape[0 if is_turned else 1]
         sums = (np.arange(num_inputs) * 37 + len(name)) % 101 - 50.0
         squares = (np.arange(num_inputs) * 53 + len(name)) % 211 + 10.0
-        return StoredStatistics(layout, tuple(shape), 1, 300, sums, squares)
+        return StoredStatistics(WeightLayout(layout, tuple(shape)), 300, sums, squares)
 
     def recipe_of(self, request: str) -> FileRecipe:
         arguments = dict(REQUESTS[request])

@@ -1,6 +1,7 @@
 """The default selection and the layouts of some forty families, as transformers saves them."""
 
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -41,14 +42,8 @@ def kind(name):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Checkpoints by family, made once."""
-    folder, made = tmp_path_factory.mktemp("families"), {}
-
-    def get(family):
-        if family not in made:
-            made[family] = save_tiny(family, folder / family)
-        return made[family]
-
-    return get
+    folder = tmp_path_factory.mktemp("families")
+    return cache(lambda family: save_tiny(family, folder / family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,6 +1,7 @@
 """Models that transformers distributes itself: from_pretrained(distributed_config=...)."""
 
 import os
+from functools import cache
 
 import pytest
 import torch
@@ -54,18 +55,16 @@ TOLERANCE = 1e-10  # float64; the ranks add up in another order
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Of a family, a checkpoint, and one whose values are the indices of the elements."""
-    made = {}
 
+    @cache
     def folders_of(family):
-        if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            save_tiny(family, folder / "model")
-            model = tiny_model(family)
-            for parameter in model.parameters():
-                parameter.data = torch.arange(parameter.numel()).view(parameter.shape).float()
-            model.save_pretrained(folder / "indices")
-            made[family] = folder
-        return made[family]
+        folder = tmp_path_factory.mktemp(family)
+        save_tiny(family, folder / "model")
+        model = tiny_model(family)
+        for parameter in model.parameters():
+            parameter.data = torch.arange(parameter.numel()).view(parameter.shape).float()
+        model.save_pretrained(folder / "indices")
+        return folder
 
     return folders_of
 

@@ -13,7 +13,11 @@ from torch import nn
 import distprune as prune
 from distprune._common.selecting import natural_key
 from distprune.files import planning, pruning
-from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
+from distprune.files.checkpoints.statistics_file import (
+    StoredStatistics,
+    WeightLayout,
+    write_statistics,
+)
 from distprune.files.matching import Origin, origins_of
 from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify
@@ -41,12 +45,12 @@ def random_statistics(family):
         if len(shape) == 3:
             layout = "transposed_experts" if family == "gpt_oss" else "experts"
         num_tokens = 50 if layout == "linear" else (*range(7, 6 + shape[0]), 0)
-        stored = StoredStatistics(layout, shape, 1, num_tokens, None, None)
-        sums, squares = draws.random((2, *stored.input_shape)) * 50
+        weight = WeightLayout(layout, shape)
+        sums, squares = draws.random((2, *weight.input_shape)) * 50
         squares += sums**2 / 7  # the variance is positive: no scores are equal without a reason
         if layout != "linear":
             sums[-1] = squares[-1] = 0
-        made[pair.fqn] = StoredStatistics(layout, shape, 1, num_tokens, sums, squares)
+        made[pair.fqn] = StoredStatistics(weight, num_tokens, sums, squares)
     return made
 
 
@@ -58,8 +62,8 @@ def factor_of(stored, score):
     if score == "stade":
         squares = np.maximum(squares - (stored.sums / counts) ** 2, 0)
     factor = torch.from_numpy(np.sqrt(squares)).float()
-    outputs = {"linear": 0, "experts": 1, "transposed_experts": 2}[stored.layout]
-    return factor.unsqueeze(outputs).expand(stored.shape)
+    outputs = {"linear": 0, "experts": 1, "transposed_experts": 2}[stored.layout.kind]
+    return factor.unsqueeze(outputs).expand(stored.layout.shape)
 
 
 def pruned_live(source, family, path, call):

@@ -1,4 +1,4 @@
-"""Run a shell script of the checkout as its users do."""
+"""Run a script of the checkout as its users do."""
 
 import os
 import subprocess
@@ -7,6 +7,10 @@ import time
 from pathlib import Path
 
 import psutil
+
+from distprune.testing import preload
+
+preload("distprune.language_models", "transformers.models.llama.modeling_llama")
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from shell import ROOT, kill_when, run, start
 
 from distprune.cli.main import main
+from helpers.forked_scripts import run_forked
 from helpers.sampling import THOROUGH
 from helpers.tiny_language_model import save_tiny_llama, save_tiny_mixtral, write_text
 
@@ -42,7 +43,7 @@ def arguments(folder, output, *more, model="llama"):
 def prune(folder, output, num_ranks, *more, model="llama"):
     """Run the script to its end on some ranks; what it printed."""
     given = arguments(folder, output, *more, model=model)
-    status, printed = run("launch/torchrun.sh", ROOT / SCRIPT, *given, NPROC=num_ranks)
+    status, printed = run_forked(ROOT / SCRIPT, *given, num_ranks=num_ranks)
     assert status == 0, printed
     return printed
 
@@ -72,7 +73,9 @@ def test_every_sharding_prunes_the_same_weights(folder):
     """By Wanda, of the same statistics: one process, FSDP2 on 2 ranks, FSDP2 with TP on 4."""
     how = ["--sparsity", 0.6, "--scope", "global"]
     calibration = ["--calibrate", folder / "train.txt", *how]
-    status, printed = run(SCRIPT, *arguments(folder, "alone", "--wrap", "none", *calibration))
+    status, printed = run_forked(
+        ROOT / SCRIPT, *arguments(folder, "alone", "--wrap", "none", *calibration)
+    )
     assert status == 0, printed
     assert "1 ranks, none, float32" in printed
     assert "memory of a rank, estimated: 0.00 GB (weights 0.00 GB" in printed

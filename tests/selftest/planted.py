@@ -149,7 +149,7 @@ def one_rank_sleeps(stack):
 
     def check(case):
         if case.rank == 1:
-            time.sleep(8)
+            time.sleep(5)
         return []
 
     _as_check(stack, check)

@@ -14,6 +14,7 @@ import torch
 from distprune.selftest import checks
 from distprune.selftest.running import Report, Result, choose_device, end_text
 from distprune.testing import run_ranks
+from helpers.forked_scripts import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,11 +68,13 @@ main(["selftest", "--cpu"])
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_two_ranks_under_torchrun_print_once(whole, tmp_path):
-    (tmp_path / "some.py").write_text(SOME)
-    program = ["-m", "distprune", "selftest", "--cpu"] if whole else [tmp_path / "some.py"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    code, out, err = end_of(start(*torchrun, *program))
+def test_two_ranks_print_once(whole, tmp_path):
+    if whole:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        code, out, err = end_of(start(*torchrun, "-m", "distprune", "selftest", "--cpu"))
+    else:
+        (tmp_path / "some.py").write_text(SOME)
+        (code, out), err = run_forked(tmp_path / "some.py", num_ranks=2), ""
     assert code == 0, out + err
     num_checks = len(checks.CHECKS) if whole else 2
     assert out.count("masks") == 1
@@ -196,9 +199,10 @@ main(["selftest", "--cpu"])
 """
 
 
-def test_what_does_not_hold_is_exit_code_1():
-    code, out, err = end_of(start("-c", FAILING))
-    assert code == 1, err
+def test_what_does_not_hold_is_exit_code_1(tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    code, out = run_forked(tmp_path / "failing.py")
+    assert code == 1, out
     assert 'FAILED: "masks" on plain\n    planted\n' in out
     assert "1 of 4 checks FAILED" in out
 

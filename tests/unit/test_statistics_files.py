@@ -10,6 +10,7 @@ from torch import nn
 import distprune as prune
 from distprune.files.checkpoints.statistics_file import (
     StoredStatistics,
+    WeightLayout,
     read_statistics,
     write_statistics,
 )
@@ -126,15 +127,14 @@ def test_parameters_without_names_cannot_be_stored(tmp_path):
 
 
 def stored(**changes) -> StoredStatistics:
-    fields = {
-        "layout": "linear", "shape": (2, 3), "groups": 1, "num_tokens": 4,
-        "sums": np.zeros(3), "squares": np.ones(3),
-    }  # fmt: skip
-    return StoredStatistics(**fields | changes)
+    weight = {"kind": "linear", "shape": (2, 3)}
+    fields = {"num_tokens": 4, "sums": np.zeros(3), "squares": np.ones(3)} | changes
+    weight |= {key: fields.pop(key) for key in ("kind", "shape") if key in fields}
+    return StoredStatistics(WeightLayout(**weight), **fields)
 
 
 EXPERTS = {
-    "layout": "transposed_experts", "shape": (2, 3, 5), "num_tokens": (4, 4),
+    "kind": "transposed_experts", "shape": (2, 3, 5), "num_tokens": (4, 4),
     "sums": np.zeros((2, 3)), "squares": np.ones((2, 3)),
 }  # fmt: skip
 
@@ -144,7 +144,7 @@ EXPERTS = {
     [
         ({"squares": np.array([1, np.nan, 1])}, "not finite"),
         ({"squares": np.array([1, -1.0, 1])}, "negative"),
-        ({"layout": "other"}, "malformed"),
+        ({"kind": "other"}, "malformed"),
         ({"num_tokens": -1}, "malformed"),
         ({"shape": (2, -3)}, "shape|malformed"),
         ({"num_tokens": (4, 4)}, "malformed"),
@@ -185,11 +185,11 @@ def test_what_is_read_is_what_was_written(tmp_path):
 )
 def test_fused_experts_have_a_row_of_sums_and_a_number_of_tokens_each(layout, shape, tmp_path):
     sums, squares = np.arange(6.0).reshape(2, 3), np.arange(6.0, 12).reshape(2, 3)
-    written = stored(layout=layout, shape=shape, num_tokens=(7, 0), sums=sums, squares=squares)
+    written = stored(kind=layout, shape=shape, num_tokens=(7, 0), sums=sums, squares=squares)
     write_statistics(tmp_path / "a", "one_pass", {"up": written, "fc.weight": stored()})
     found = read_statistics(tmp_path / "a")[1]
     assert found["up"].num_tokens == (7, 0) and found["up"].most_tokens == 7
-    assert found["up"].input_shape == (2, 3)
+    assert found["up"].layout.input_shape == (2, 3)
     assert np.array_equal(found["up"].sums, sums) and np.array_equal(found["up"].squares, squares)
     assert found["fc.weight"].num_tokens == found["fc.weight"].most_tokens == 4
 

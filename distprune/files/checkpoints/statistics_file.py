@@ -40,9 +40,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -56,52 +56,168 @@ from distprune.files.checkpoints.header import (
 from distprune.files.disk.access import write_atomically
 from distprune.files.errors import CheckpointError
 
-FORMAT = "distprune-activation-statistics-1"
-FORMAT_OF_GRADIENTS = "distprune-gradient-statistics-1"
+if TYPE_CHECKING:
+    from torch import Tensor
+
 MODES = ("one_pass", "sequential")
 EXPERT_LAYOUTS = ("experts", "transposed_experts")
-TRANSPOSED_LAYOUTS = ("conv1d_of_transformers", "transposed_experts")
+_TRANSPOSED_LAYOUTS = ("conv1d_of_transformers", "transposed_experts")
 _LAYOUTS = ("linear", "conv1d_of_transformers", "convolution", *EXPERT_LAYOUTS)
-_SUFFIXES = (".input_sum", ".input_square_sum")
-_SUFFIXES_OF_GRADIENTS = (".gradient_sum_by_output", ".gradient_sum_by_input")
 
 
 @dataclass(frozen=True)
-class StoredWeight:
-    """The weight that statistics are of.
+class WeightLayout:
+    """How the weight of a layer meets its input.
 
     Attributes:
-        layout: "linear", "conv1d_of_transformers", "convolution", "experts" or
-            "transposed_experts".
-        shape: the shape of the whole weight.
-        groups: how many groups a convolution has; 1 otherwise.
+        kind: "linear" ([out, in]), "conv1d_of_transformers" ([in, out]), "convolution", or
+            "experts" ([experts, out, in]) or "transposed_experts" ([experts, in, out]).
+        shape: of the whole weight.
+        groups: of a convolution.
     """
 
-    layout: str
+    kind: str
     shape: tuple[int, ...]
-    groups: int
+    groups: int = 1
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of what has one number for each input, as the layout says."""
-        return input_shape(self.layout, self.shape, self.groups)
+        """Shape of a statistic that has one number for each input feature."""
+        shape = self.shape
+        if self.are_experts:
+            return (shape[0], shape[self.input_dim])
+        if self.kind == "convolution":
+            return (self.groups * shape[1], *shape[2:])
+        return shape[:1] if self.is_transposed else shape[1:]
+
+    @property
+    def num_inputs(self) -> int:
+        """Number of input features."""
+        return math.prod(self.input_shape)
 
     @property
     def num_matrices(self) -> int:
         """How many matrices it is: fused experts, or groups of a convolution."""
-        return self.shape[0] if self.layout in EXPERT_LAYOUTS else self.groups
+        return self.shape[0] if self.are_experts else self.groups
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Outputs and inputs of each of its matrices."""
+        num = max(1, self.num_matrices)
+        return self.num_outputs // num, self.num_inputs // num
+
+    @property
+    def are_experts(self) -> bool:
+        """Whether it is matrices of fused experts: each has tokens of its own."""
+        return self.kind in EXPERT_LAYOUTS
+
+    @property
+    def num_token_counts(self) -> int:
+        """How many numbers of tokens there are: one, or one for each expert."""
+        return self.shape[0] if self.are_experts else 1
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the matrices are [in, out]."""
+        return self.kind in _TRANSPOSED_LAYOUTS
+
+    @property
+    def input_dim(self) -> int:
+        """The dimension of the inputs; of a convolution, that of the channels in a group."""
+        return int(self.are_experts) + int(not self.is_transposed)
+
+    @property
+    def output_dim(self) -> int:
+        """The dimension of the weight that has one row for each output."""
+        return int(self.are_experts) + int(self.is_transposed)
 
     @property
     def num_outputs(self) -> int:
         """Number of outputs; of experts, those of each counted."""
-        if self.layout in EXPERT_LAYOUTS:
-            dim = 2 if self.layout in TRANSPOSED_LAYOUTS else 1
-            return self.shape[0] * self.shape[dim]
-        return self.shape[1 if self.layout in TRANSPOSED_LAYOUTS else 0]
+        return self.num_token_counts * self.shape[self.output_dim]
+
+    def of_inputs(self, values: Tensor) -> Tensor:
+        """A number per input feature, as a factor that broadcasts to the weight.
+
+        Args:
+            values: of the input shape.
+
+        Returns:
+            Of as many dimensions as the weight; a view. For a convolution with groups it has
+            the shape of the weight: outputs of different groups see different inputs.
+        """
+        if self.kind != "convolution":
+            return values.unsqueeze(self.output_dim)
+        if self.groups == 1:
+            return values.unsqueeze(0)
+        per_group = values.reshape(self.groups, 1, *self.shape[1:])
+        repeats = self.shape[0] // self.groups
+        return per_group.expand(-1, repeats, *self.shape[1:]).reshape(self.shape)
+
+    def of_outputs(self, values: Tensor) -> Tensor:
+        """A number per output, [outputs], as a factor that broadcasts to the weight; a view."""
+        shape = [1] * len(self.shape)
+        shape[self.output_dim] = -1
+        if self.are_experts:
+            shape[0] = self.shape[0]
+        return values.reshape(shape)
 
 
 @dataclass(frozen=True)
-class StoredStatistics(StoredWeight):
+class StoredSums:
+    """The statistics of one parameter: a count, and two arrays of float64.
+
+    Attributes:
+        layout: of the weight.
+        FORMAT, SUFFIXES: of the file, and of the names of its arrays.
+        COUNT, KEYS: the names of the count, and of the arrays in a state dictionary.
+        WHAT, ABOUT, MAKERS: what such statistics are called, and what writes them, for messages.
+    """
+
+    layout: WeightLayout
+
+    FORMAT: ClassVar[str]
+    COUNT: ClassVar[str]
+    SUFFIXES: ClassVar[tuple[str, str]]
+    KEYS: ClassVar[tuple[str, str]]
+    WHAT: ClassVar[str]
+    ABOUT: ClassVar[str]
+    MAKERS: ClassVar[tuple[str, str]]
+
+    @property
+    def count(self) -> Any:
+        """How much was seen."""
+        return vars(self)[self.COUNT]
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """What was added up."""
+        *_, first, second = vars(self).values()
+        return first, second
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Those that the arrays should have."""
+        raise NotImplementedError
+
+    @property
+    def squares_of(self) -> tuple[np.ndarray, ...]:
+        """The arrays that are sums of squares."""
+        return self.arrays
+
+    @classmethod
+    def is_count(cls, value: Any, layout: WeightLayout) -> bool:
+        """Whether a value of JSON is how much was seen."""
+        raise NotImplementedError
+
+    @classmethod
+    def as_count(cls, value: Any) -> Any:
+        """How much was seen, of the type of the field."""
+        return float(value)
+
+
+@dataclass(frozen=True)
+class StoredStatistics(StoredSums):
     """The statistics of the inputs of one parameter.
 
     Attributes:
@@ -113,6 +229,21 @@ class StoredStatistics(StoredWeight):
     sums: np.ndarray
     squares: np.ndarray
 
+    FORMAT = "distprune-activation-statistics-1"
+    COUNT = "num_tokens"
+    SUFFIXES = (".input_sum", ".input_square_sum")
+    KEYS = ("input_sum", "input_square_sum")
+    WHAT, ABOUT = "activation", "activations"
+    MAKERS = ("ActivationStatistics.save", "`distprune calibrate` without --gradients")
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.layout.input_shape, self.layout.input_shape
+
+    @property
+    def squares_of(self) -> tuple[np.ndarray, ...]:
+        return (self.squares,)
+
     @property
     def most_tokens(self) -> int:
         """How many inputs were seen; of fused experts, by the one that saw most."""
@@ -120,9 +251,19 @@ class StoredStatistics(StoredWeight):
             return self.num_tokens
         return max(self.num_tokens, default=0)
 
+    @classmethod
+    def is_count(cls, value: Any, layout: WeightLayout) -> bool:
+        if layout.are_experts:
+            return are_sizes(value) and len(value) == layout.shape[0]
+        return are_sizes([value])
+
+    @classmethod
+    def as_count(cls, value: Any) -> int | tuple[int, ...]:
+        return tuple(map(int, value)) if isinstance(value, Sequence) else int(value)
+
 
 @dataclass(frozen=True)
-class StoredGradients(StoredWeight):
+class StoredGradients(StoredSums):
     """The statistics of the gradients of one parameter.
 
     Attributes:
@@ -135,18 +276,24 @@ class StoredGradients(StoredWeight):
     by_output: np.ndarray
     by_input: np.ndarray
 
+    FORMAT = "distprune-gradient-statistics-1"
+    COUNT = "weight"
+    SUFFIXES = (".gradient_sum_by_output", ".gradient_sum_by_input")
+    KEYS = ("by_output", "by_input")
+    WHAT, ABOUT = "gradient", "gradients"
+    MAKERS = ("GradientStatistics.save", "`distprune calibrate --gradients`")
 
-def input_shape(layout: str, shape: tuple[int, ...], groups: int) -> tuple[int, ...]:
-    """The shape of a statistic of a weight: one number for each input feature."""
-    if layout == "linear":
-        return shape[1:]
-    if layout == "conv1d_of_transformers":
-        return shape[:1]
-    if layout == "experts":
-        return (shape[0], shape[2])
-    if layout == "transposed_experts":
-        return shape[:2]
-    return (groups * shape[1], *shape[2:])
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.layout.num_outputs,), self.layout.input_shape
+
+    @classmethod
+    def is_count(cls, value: Any, layout: WeightLayout) -> bool:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and math.isfinite(value) and value >= 0
+
+
+Stored = TypeVar("Stored", bound=StoredSums)
 
 
 def write_statistics(
@@ -157,52 +304,34 @@ def write_statistics(
     Raises:
         OutputError: it cannot be written.
     """
-    facts = {name: {"num_tokens": stored.num_tokens} for name, stored in parameters.items()}
-    arrays = {
-        name + suffix: values
-        for name, stored in parameters.items()
-        for suffix, values in zip(_SUFFIXES, (stored.sums, stored.squares), strict=True)
-    }
-    _write(path, {"format": FORMAT, "mode": mode}, parameters, facts, arrays)
+    _write(path, {"format": StoredStatistics.FORMAT, "mode": mode}, parameters)
 
 
 def write_gradient_statistics(
     path: str | os.PathLike[str], parameters: Mapping[str, StoredGradients]
 ) -> None:
     """Write statistics of gradients; see :func:`write_statistics`."""
-    facts = {name: {"weight": stored.weight} for name, stored in parameters.items()}
-    arrays = {
-        name + suffix: values
-        for name, stored in parameters.items()
-        for suffix, values in zip(
-            _SUFFIXES_OF_GRADIENTS, (stored.by_output, stored.by_input), strict=True
-        )
-    }
-    _write(path, {"format": FORMAT_OF_GRADIENTS}, parameters, facts, arrays)
+    _write(path, {"format": StoredGradients.FORMAT}, parameters)
 
 
 def _write(
     path: str | os.PathLike[str],
     metadata: Mapping[str, str],
-    parameters: Mapping[str, StoredWeight],
-    facts: Mapping[str, Mapping[str, Any]],
-    arrays: Mapping[str, np.ndarray],
+    parameters: Mapping[str, StoredSums],
 ) -> None:
-    described = {
-        name: {
-            "layout": stored.layout,
-            "shape": list(stored.shape),
-            "groups": stored.groups,
-            **facts[name],
-        }
-        for name, stored in parameters.items()
-    }
-    tensors, data = {}, []
-    for name, values in arrays.items():
-        data.append(np.ascontiguousarray(values, "<f8").tobytes())
-        tensors[name] = ("F64", values.shape, len(data[-1]))
+    described, tensors, data = {}, {}, []
+    for name, stored in parameters.items():
+        described[name] = described_layout(stored.layout) | {stored.COUNT: stored.count}
+        for suffix, values in zip(stored.SUFFIXES, stored.arrays, strict=True):
+            data.append(np.ascontiguousarray(values, "<f8").tobytes())
+            tensors[name + suffix] = ("F64", values.shape, len(data[-1]))
     header, _ = make_header(tensors, {**metadata, "parameters": json.dumps(described)})
     write_atomically(os.path.abspath(path), [header, *data])
+
+
+def described_layout(layout: WeightLayout) -> dict[str, Any]:
+    """A layout as it stands in files and state dictionaries."""
+    return {"layout": layout.kind, "shape": list(layout.shape), "groups": layout.groups}
 
 
 def read_statistics(path: str | os.PathLike[str]) -> tuple[str, dict[str, StoredStatistics]]:
@@ -213,103 +342,88 @@ def read_statistics(path: str | os.PathLike[str]) -> tuple[str, dict[str, Stored
 
     Cost: a read of the file, and as much memory.
     """
-    name = os.fspath(path)
-    file = read_header(name, name)
+    file, stored = _read(path, StoredStatistics)
     mode = file.metadata.get("mode")
-    if file.metadata.get("format") == FORMAT_OF_GRADIENTS:
-        raise CheckpointError(
-            f"{name} holds statistics of gradients; expected those of activations, which "
-            "ActivationStatistics.save and `distprune calibrate` without --gradients write."
-        )
-    if file.metadata.get("format") != FORMAT or mode not in MODES:
-        raise CheckpointError(
-            f"{name} holds no activation statistics of format {FORMAT}; expected a file that "
-            "ActivationStatistics.save has written."
-        )
-    stored = {}
-    for parameter, fact, sums, squares in _read(file, name, _are_facts, _SUFFIXES):
-        counts = fact["num_tokens"]
-        num_tokens = tuple(counts) if isinstance(counts, list) else counts
-        of_one = StoredStatistics(
-            fact["layout"], tuple(fact["shape"]), fact["groups"], num_tokens, sums, squares
-        )
-        if not sums.shape == squares.shape == of_one.input_shape:
-            raise CheckpointError(
-                f"{name}: {parameter} has sums of shape {list(sums.shape)} and "
-                f"{list(squares.shape)}; expected {list(of_one.input_shape)}."
-            )
-        if not (squares >= 0).all():
-            raise CheckpointError(_NO_SUMS.format(name, parameter))
-        stored[parameter] = of_one
-    assert isinstance(mode, str)
-    return mode, stored
+    if mode not in MODES:
+        raise _of_other_format(file.name, StoredStatistics)
+    return str(mode), stored
 
 
 def read_gradient_statistics(path: str | os.PathLike[str]) -> dict[str, StoredGradients]:
     """The statistics of gradients by name of the parameter; see :func:`read_statistics`."""
+    return _read(path, StoredGradients)[1]
+
+
+def _of_other_format(name: str, kind: type[StoredSums]) -> CheckpointError:
+    return CheckpointError(
+        f"{name} holds no {kind.WHAT} statistics of format {kind.FORMAT}; expected a file that "
+        f"{kind.MAKERS[0]} has written."
+    )
+
+
+def _read(path: str | os.PathLike[str], kind: type[Stored]) -> tuple[WeightFile, dict[str, Stored]]:
     name = os.fspath(path)
     file = read_header(name, name)
-    if file.metadata.get("format") == FORMAT:
-        raise CheckpointError(
-            f"{name} holds statistics of activations; expected those of gradients, which "
-            "GradientStatistics.save and `distprune calibrate --gradients` write."
-        )
-    if file.metadata.get("format") != FORMAT_OF_GRADIENTS:
-        raise CheckpointError(
-            f"{name} holds no gradient statistics of format {FORMAT_OF_GRADIENTS}; expected a "
-            "file that GradientStatistics.save has written."
-        )
-    stored = {}
-    for parameter, fact, by_output, by_input in _read(
-        file, name, _are_facts_of_gradients, _SUFFIXES_OF_GRADIENTS
-    ):
-        of_one = StoredGradients(
-            fact["layout"],
-            tuple(fact["shape"]),
-            fact["groups"],
-            float(fact["weight"]),
-            by_output,
-            by_input,
-        )
-        shapes = [(of_one.num_outputs,), of_one.input_shape]
-        if [by_output.shape, by_input.shape] != shapes:
+    form = file.metadata.get("format")
+    for other in (StoredStatistics, StoredGradients):
+        if form == other.FORMAT != kind.FORMAT:
             raise CheckpointError(
-                f"{name}: {parameter} has sums of shape {list(by_output.shape)} and "
-                f"{list(by_input.shape)}; expected {list(shapes[0])} and {list(shapes[1])}."
+                f"{name} holds statistics of {other.ABOUT}; expected those of {kind.ABOUT}, which "
+                f"{' and '.join(kind.MAKERS)} write."
             )
-        if not ((by_output >= 0).all() and (by_input >= 0).all()):
-            raise CheckpointError(_NO_SUMS.format(name, parameter))
-        stored[parameter] = of_one
-    return stored
-
-
-_NO_SUMS = "{}: {} has sums that are not finite or negative."
-
-
-def _read(
-    file: WeightFile,
-    name: str,
-    are_facts: Callable[[object], bool],
-    suffixes: Sequence[str],
-) -> list[tuple[str, dict[str, Any], np.ndarray, np.ndarray]]:
-    """(parameter, its facts, its first and its second array) of each parameter of a file."""
+    if form != kind.FORMAT:
+        raise _of_other_format(name, kind)
     facts = load_json(file.metadata.get("parameters", ""), f"{name}: parameters")
-    if not isinstance(facts, dict) or not all(map(are_facts, facts.values())):
-        raise CheckpointError(f"{name}: the parameters in its metadata are malformed.")
+    if not isinstance(facts, dict):
+        raise CheckpointError(_MALFORMED.format(name))
+    layouts = {parameter: _layout_in(value, kind, name) for parameter, value in facts.items()}
     arrays = _read_arrays(file, name)
-    expected = {parameter + suffix for parameter in facts for suffix in suffixes}
+    expected = {parameter + suffix for parameter in facts for suffix in kind.SUFFIXES}
     if expected != set(arrays):
         wrong = sorted(expected ^ set(arrays))
         raise CheckpointError(
             f"{name}: its metadata and its tensors name different parameters, such as {wrong[0]}."
         )
-    found = []
-    for parameter, fact in facts.items():
-        first, second = (arrays[parameter + suffix] for suffix in suffixes)
-        if not (np.isfinite(first).all() and np.isfinite(second).all()):
-            raise CheckpointError(_NO_SUMS.format(name, parameter))
-        found.append((parameter, fact, first, second))
-    return found
+    found = {}
+    for parameter, layout in layouts.items():
+        count = facts[parameter][kind.COUNT]
+        both = [arrays[parameter + suffix] for suffix in kind.SUFFIXES]
+        stored = make_stored(kind, layout, count, both)
+        shapes = tuple(array.shape for array in both)
+        if shapes != stored.shapes:
+            has, should = (
+                " and ".join(str(list(s)) for s in pair) for pair in (shapes, stored.shapes)
+            )
+            raise CheckpointError(
+                f"{name}: {parameter} has sums of shape {has}; expected {should}."
+            )
+        is_finite = all(np.isfinite(array).all() for array in both)
+        if not is_finite or not all((array >= 0).all() for array in stored.squares_of):
+            raise CheckpointError(f"{name}: {parameter} has sums that are not finite or negative.")
+        found[parameter] = stored
+    return file, found
+
+
+def make_stored(
+    kind: type[Stored], layout: WeightLayout, count: Any, arrays: Sequence[np.ndarray]
+) -> Stored:
+    """Statistics of a kind, with a count of JSON or of a state dictionary."""
+    return kind(layout, kind.as_count(count), *arrays)  # type: ignore[call-arg]
+
+
+_MALFORMED = "{}: the parameters in its metadata are malformed."
+
+
+def _layout_in(value: Any, kind: type[StoredSums], name: str) -> WeightLayout:
+    """The layout in the facts of a parameter, which are checked."""
+    if isinstance(value, dict) and value.keys() == {"layout", "shape", "groups", kind.COUNT}:
+        shape, groups = value["shape"], value["groups"]
+        if are_sizes(shape) and value["layout"] in _LAYOUTS and are_sizes([groups]) and groups:
+            layout = WeightLayout(value["layout"], tuple(shape), groups)
+            fits = len(shape) == 3 if layout.are_experts else len(shape) > 1
+            if fits and kind.is_count(value[kind.COUNT], layout):
+                return layout
+    raise CheckpointError(_MALFORMED.format(name))
 
 
 def _read_arrays(file: WeightFile, name: str) -> dict[str, np.ndarray]:
@@ -324,32 +438,3 @@ def _read_arrays(file: WeightFile, name: str) -> dict[str, np.ndarray]:
         values = raw[entry.start : entry.stop].view("<f8")
         arrays[entry.name] = np.require(values, np.float64, "A").reshape(entry.shape)
     return arrays
-
-
-def _are_facts(value: object) -> bool:
-    if not isinstance(value, dict) or not _describes_weight(value, "num_tokens"):
-        return False
-    shape, counts = value["shape"], value["num_tokens"]
-    if value["layout"] in EXPERT_LAYOUTS:
-        return are_sizes(counts) and len(counts) == shape[0]
-    return are_sizes([counts])
-
-
-def _are_facts_of_gradients(value: object) -> bool:
-    if not isinstance(value, dict) or not _describes_weight(value, "weight"):
-        return False
-    weight = value["weight"]
-    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-    return is_number and math.isfinite(weight) and weight >= 0
-
-
-def _describes_weight(value: Mapping[str, Any], count: str) -> bool:
-    """Whether facts are a layout, a shape, a number of groups, and one more."""
-    if value.keys() != {"layout", "shape", "groups", count}:
-        return False
-    shape, groups = value["shape"], value["groups"]
-    if not are_sizes(shape) or value["layout"] not in _LAYOUTS or len(shape) < 2:
-        return False
-    if value["layout"] in EXPERT_LAYOUTS and len(shape) != 3:
-        return False
-    return are_sizes([groups]) and groups >= 1

@@ -181,14 +181,7 @@ def warnings_about(plan: Plan, tensors: Sequence[TensorReport]) -> tuple[str, ..
         plan: what was done.
         tensors: counts of each tensor of the plan.
     """
-    is_raw = all(
-        group.recipe.normalize is None
-        and group.recipe.budget is None
-        and group.recipe.score in ("magnitude", "random")
-        for group in plan.groups
-    )
-    emptied = _nearly_empty(plan, tensors) if is_raw else _collapsed(plan, tensors)
-    return (*emptied, *_sparse_before(tensors))
+    return (*_emptied(plan, tensors), *_sparse_before(tensors))
 
 
 def advice_about(plan: Plan, tensors: Sequence[TensorReport]) -> str:
@@ -225,17 +218,20 @@ def _of_collapsed(plan: Plan, tensors: Sequence[TensorReport]) -> list[TensorRep
     return found
 
 
-def _collapsed(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
-    """A warning about tensors that a ranking has emptied."""
-    emptied = _of_collapsed(plan, tensors)
+def _emptied(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
+    """A warning about tensors that lost nearly all: raw weights, or what a ranking has emptied."""
+    recipes = [group.recipe for group in plan.groups]
+    are_weights = all(recipe.score in ("magnitude", "random") for recipe in recipes)
+    if are_weights and all(each.normalize is None and each.budget is None for each in recipes):
+        emptied, lost, what = _nearly_empty(plan, tensors), "lose{} more than 99 %", "weights"
+    else:
+        emptied, lost = _of_collapsed(plan, tensors), "keep{} at most 1 %"
+        what = "normalised weights" if are_weights else "scores"
     if not emptied:
         return []
-    keep = "keeps" if len(emptied) == 1 else "keep"
-    are_weights = all(group.recipe.score in ("magnitude", "random") for group in plan.groups)
-    what = "normalised weights" if are_weights else "scores"
     return [
-        f"{_shown(emptied)} {keep} at most 1 %, because the {what} are "
-        f"smaller than those of the other tensors. The model may be useless; {_remedy(plan)}"
+        f"{_shown(emptied)} {lost.format('s' if len(emptied) == 1 else '')}, because the {what} "
+        f"are smaller than those of the other tensors. The model may be useless; {_remedy(plan)}"
     ]
 
 
@@ -264,21 +260,14 @@ def _shown(tensors: Sequence[TensorReport]) -> str:
     return ", ".join(shown)
 
 
-def _nearly_empty(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
-    """A warning about tensors that lost nearly all, in groups that did not."""
-    emptied = [
+def _nearly_empty(plan: Plan, tensors: Sequence[TensorReport]) -> list[TensorReport]:
+    """The tensors that lost nearly all, in groups that did not."""
+    return [
         tensor
         for tensor in tensors
         if tensor.num_pruned > _NEARLY_ALL * tensor.num_elements
         and plan.groups[tensor.group].num_to_prune
         <= _NEARLY_ALL * plan.groups[tensor.group].num_elements
-    ]
-    if not emptied:
-        return []
-    lose = "loses" if len(emptied) == 1 else "lose"
-    return [
-        f"{_shown(emptied)} {lose} more than 99 %, because the weights are smaller than those of "
-        f"the other tensors. The model may be useless; {_remedy(plan)}"
     ]
 
 

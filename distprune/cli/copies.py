@@ -1,8 +1,8 @@
-"""``distprune apply`` and ``convert``: copies that no recipe decides on."""
+"""``distprune apply``, ``convert``, ``verify`` and ``diff``: a checkpoint beside another one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,13 +32,14 @@ from distprune.cli.options import (
     Timeout,
     Verbose,
     argument,
+    option,
 )
 from distprune.files.text import format_size
 
-if TYPE_CHECKING:  # torch comes with it
+if TYPE_CHECKING:
     from distprune.files.applying import Application, Applied
     from distprune.files.checkpoints.checkpoint import Checkpoint
-
+    from distprune.files.inspecting import TensorDifference
 
 MaskFolder = Annotated[
     Path, argument("MASKS", "A pruned checkpoint, or what distprune.save_masks wrote.")
@@ -186,3 +187,149 @@ def convert(
         f"({format_size(converted.num_bytes)}) in {files}, "
         f"{counted(len(converted.copied), 'other file')} copied."
     )
+
+
+Pruned = Annotated[Path, argument("DST", "What prune wrote, with masks.")]
+Against = Annotated[Path, option("--against", metavar="SRC", help="Its source.")]
+Scores = Annotated[
+    Path | None,
+    option(
+        "--scores",
+        metavar="FOLDER",
+        help="The scores that it was ranked by, if they were given.",
+    ),
+]
+
+
+def verify(
+    context: typer.Context,
+    pruned: Pruned,
+    against: Against,
+    scores: Scores = None,
+    nproc: Nproc = None,
+    timeout: Timeout = 600.0,
+    as_json: AsJson = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Check a pruned checkpoint against its source, byte by byte.
+
+    DST must have the files that prune writes and no others. Every byte that was not pruned must
+    equal that of the source, exactly as many elements must be pruned as the recipe says, and none
+    of them may come after a kept one in the order of scores. Every number of the report is derived
+    again. If anything is wrong, it is listed and the exit code is 3. -v lists every tensor with its
+    sparsity.
+
+    [bold]Examples[/bold]
+
+      distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B
+
+      distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B --nproc 4
+    """
+    ranks.run_on_ranks(context, nproc)
+    from distprune.files.reports.report import read_report
+    from distprune.files.verifying import verify as check
+
+    terminal = Terminal(as_json, -1 if quiet else verbose, is_leader=process.is_leader())
+    with process.Stop() as stop, ranks.process_group(timeout), Meter(terminal) as meter:
+        result = check(pruned, against, scores=scores, progress=meter, stop=stop)
+    if as_json:
+        terminal.json({"is_good": result.is_good, **asdict(result)})
+    elif result.is_good:
+        if verbose:
+            tensors = read_report(pruned).tensors
+            show_counts(terminal, [(t.name, t.num_elements, t.num_pruned) for t in tensors])
+        terminal.text(
+            f"{pruned} is what its recipe makes of {against}: {format_size(result.num_bytes)} "
+            f"compared, {count(result.num_pruned)} of {count(result.num_elements)} elements pruned "
+            f"({percent(result.num_pruned, result.num_elements)})."
+        )
+    else:
+        for problem in result.problems:
+            terminal.text(problem)
+    if not result.is_good:
+        raise typer.Exit(process.INPUT)
+
+
+First = Annotated[Path, argument("A", "A checkpoint.")]
+Second = Annotated[Path, argument("B", "Another one.")]
+
+
+def diff(
+    first: First,
+    second: Second,
+    exit_code: Annotated[
+        bool,
+        typer.Option(
+            "--exit-code",
+            help=f"Exit with {process.DIFFERENT} if there is a difference, else with 0.",
+        ),
+    ] = False,
+    as_json: AsJson = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Compare two checkpoints tensor by tensor: values, and which elements are zero.
+
+    Names, shapes, dtypes and the metadata of the headers are compared too. The tensors may be in
+    different files; files without weights are not compared. Tensors that are equal bit for bit are
+    listed only with -v.
+
+    [bold]Examples[/bold]
+
+      distprune diff Llama-3.2-1B-50 Llama-3.2-1B-50-tuned
+
+      distprune diff --exit-code A B && echo equal
+    """
+    from distprune.files.checkpoints.checkpoint import open_checkpoint
+    from distprune.files.inspecting import compare, compare_metadata
+
+    a, b = (open_checkpoint(path, follow_links=True) for path in (first, second))
+    terminal = Terminal(as_json, -1 if quiet else verbose)
+    with Meter(terminal) as meter:
+        reading = Reading(meter, a.num_bytes + b.num_bytes)
+        tensors = list(compare(a, b, reading))
+    metadata = compare_metadata(a, b)
+    are_equal = all(tensor.is_equal for tensor in tensors) and not metadata
+    if as_json:
+        values = [{**asdict(tensor), "is_equal": tensor.is_equal} for tensor in tensors]
+        texts = {key: {"first": one, "second": two} for key, (one, two) in metadata.items()}
+        terminal.json({"are_equal": are_equal, "metadata": texts, "tensors": values})
+    else:
+        _show_differences(terminal, tensors, metadata, with_equal=verbose > 0)
+    if exit_code and not are_equal:
+        raise typer.Exit(process.DIFFERENT)
+
+
+def _show_differences(
+    terminal: Terminal,
+    tensors: list[TensorDifference],
+    metadata: Mapping[str, tuple[Sequence[str], Sequence[str]]],
+    *,
+    with_equal: bool,
+) -> None:
+    rows = [
+        (tensor.name, tensor.problem, "", "", "", "")
+        if tensor.problem
+        else (
+            tensor.name,
+            "equal"
+            if tensor.is_equal
+            else f"differs in {percent(tensor.num_differing, tensor.numel)}",
+            count(tensor.num_differing),
+            count(tensor.num_zero_in_both),
+            count(tensor.num_zero_in_first),
+            count(tensor.num_zero_in_second),
+        )
+        for tensor in tensors
+        if with_equal or not tensor.is_equal
+    ]
+    numbers = ("elements that differ", "zero in both", "zero in A only", "zero in B only")
+    if rows:
+        terminal.table(("tensor", "values", *numbers), rows, right=numbers)
+        terminal.text()
+    for key, values in metadata.items():
+        one, two = (", ".join(map(ascii, texts)) or "none" for texts in values)
+        terminal.text(f"Metadata differ: {ascii(key)[1:-1]}: {one} in A, {two} in B.")
+    num_equal = sum(tensor.is_equal for tensor in tensors)
+    terminal.text(f"{num_equal} of {len(tensors)} tensors are equal bit for bit.")

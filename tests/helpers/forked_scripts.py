@@ -1,0 +1,53 @@
+"""Run scripts on ranks that are forked from the process in which tests import things once."""
+
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+from distprune.testing import pool
+
+
+def run_forked(script: Path, *arguments: object, num_ranks: int = 1) -> tuple[int, str]:
+    """Exit status and output of a Python script; without a launcher, on ranks that meet by env://."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(pool._PRELOAD)
+    settings: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+        free.bind(("localhost", 0))
+        group = {"MASTER_ADDR": "localhost", "MASTER_PORT": free.getsockname()[1]}
+        group |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+        free.close()
+        processes = []
+        for rank in range(num_ranks):
+            if num_ranks > 1:
+                settings |= group | {"RANK": rank, "LOCAL_RANK": rank}
+            given = [str(script), list(map(str, arguments)), f"{folder}/{rank}"]
+            texts = {name: str(value) for name, value in settings.items()}
+            processes.append(
+                context.Process(target=_be_a_script, args=(*given, texts), daemon=True)
+            )
+            processes[-1].start()
+        for process in processes:
+            process.join(200)
+            process.kill()
+            process.join()
+        printed = "".join(Path(f"{folder}/{rank}").read_text() for rank in range(num_ranks))
+    return next((p.exitcode for p in processes if p.exitcode), 0), printed
+
+
+def _be_a_script(script: str, arguments: list[str], output: str, settings: dict[str, str]) -> None:
+    """In a process of its own; the script may end it."""
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(settings)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
