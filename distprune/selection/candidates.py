@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from distprune._common import memory
 from distprune._common.collectives import Communicator
-from distprune._common.memory import INTEGERS, SERIAL, Count, Runs, Scratch, takes_numpy
+from distprune._common.memory import INTEGERS, SERIAL, Count, Runs, Scratch
 from distprune.selection.keys import KeyRange, Keys, ScoreKeys
 from distprune.selection.scores import Tally
 from distprune.shards.geometry import IndexMap
@@ -67,7 +68,7 @@ class Candidates:
             0 < self.num_local <= MOST_ELEMENTS
             and isinstance(keys, ScoreKeys)
             and keys.scores.is_in_memory
-            and takes_numpy(self.device)
+            and memory.takes_numpy(self.device)
             and (self.live is None or self.live.itemsize in INTEGERS)
         )
 
