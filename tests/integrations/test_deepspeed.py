@@ -40,6 +40,19 @@ class Net(nn.Module):
 NAMES = [f"layers.{number}.weight" for number in range(3)]
 
 
+def run_here(function, args) -> object:
+    """ZeRO-3 replaces ``torch.nn.functional.linear`` for all that comes later in a process."""
+    linear = nn.functional.linear
+    try:
+        return function(*args)
+    finally:
+        nn.functional.linear = linear
+
+
+def run_deepspeed(function, world_size: int, *args) -> list:
+    return run_ranks(run_here, world_size, function, args)
+
+
 def start() -> None:
     """Let DeepSpeed use the process group of this test, and compile nothing."""
     import deepspeed
@@ -203,7 +216,7 @@ CASES = {
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_zero_trains_as_one_process(case, world_size):
-    assert_nothing_wrong(run_ranks(train_as_one_process, world_size, *CASES[case]))
+    assert_nothing_wrong(run_deepspeed(train_as_one_process, world_size, *CASES[case]))
 
 
 def checkpoint_and_go_on(stage: int, options: dict, folder) -> list[str]:
@@ -236,7 +249,7 @@ def checkpoint_and_go_on(stage: int, options: dict, folder) -> list[str]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_checkpoint_continues_and_consolidates(stage, tmp_path):
-    assert_nothing_wrong(run_ranks(checkpoint_and_go_on, 2, stage, {}, tmp_path))
+    assert_nothing_wrong(run_deepspeed(checkpoint_and_go_on, 2, stage, {}, tmp_path))
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     state = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="pruned")
@@ -269,7 +282,7 @@ def bf16_ranks_what_the_forward_uses(stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_low_precision_is_ranked_as_the_forward_uses_it(stage):
-    assert_nothing_wrong(run_ranks(bf16_ranks_what_the_forward_uses, 3, stage))
+    assert_nothing_wrong(run_deepspeed(bf16_ranks_what_the_forward_uses, 3, stage))
 
 
 def criteria_equal_those_of_replicas(stage: int) -> list[str]:
@@ -311,7 +324,7 @@ def criteria_equal_those_of_replicas(stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_criteria_equal_those_of_replicas(stage):
-    assert_nothing_wrong(run_ranks(criteria_equal_those_of_replicas, 2, stage))
+    assert_nothing_wrong(run_deepspeed(criteria_equal_those_of_replicas, 2, stage))
 
 
 def frozen_and_tied(stage: int) -> list[str]:
@@ -341,7 +354,7 @@ def frozen_and_tied(stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_frozen_and_tied_parameters(stage):
-    assert_nothing_wrong(run_ranks(frozen_and_tied, 2, stage))
+    assert_nothing_wrong(run_deepspeed(frozen_and_tied, 2, stage))
 
 
 def refuses(stage: int, case: str) -> list[str]:
@@ -377,7 +390,7 @@ def refuses(stage: int, case: str) -> list[str]:
     [(3, "before initialize", "prune after deepspeed.initialize"), (3, "NaN", "layers.0.weight")],
 )
 def test_what_cannot_be_held_is_refused(stage, case, text):
-    found = run_ranks(refuses, 2, stage, case)
+    found = run_deepspeed(refuses, 2, stage, case)
     assert all(len(errors) == 1 and text in errors[0] for errors in found), found
 
 
@@ -410,7 +423,7 @@ def single_parameter_functions(stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_single_parameter_functions(stage):
-    assert_nothing_wrong(run_ranks(single_parameter_functions, 2, stage))
+    assert_nothing_wrong(run_deepspeed(single_parameter_functions, 2, stage))
 
 
 def verify_finds(stage: int) -> list[str]:
@@ -425,7 +438,7 @@ def verify_finds(stage: int) -> list[str]:
 
 
 def test_verify_finds_pruned_elements_that_are_not_zero():
-    for found in run_ranks(verify_finds, 2, 3):
+    for found in run_deepspeed(verify_finds, 2, 3):
         assert len(found) == 2, found  # one for each rank, and none after the step
         assert all("not zero in what the rank stores" in problem for problem in found)
 
@@ -444,7 +457,7 @@ def reconstruct_is_refused(stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_weights_that_are_gone_are_not_reconstructed(stage):
-    assert_nothing_wrong(run_ranks(reconstruct_is_refused, 2, stage))
+    assert_nothing_wrong(run_deepspeed(reconstruct_is_refused, 2, stage))
 
 
 def pruned_before(stage: int) -> list[str]:
@@ -468,7 +481,7 @@ def pruned_before(stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_pruned_before_initialize(stage):
-    assert_nothing_wrong(run_ranks(pruned_before, 2, stage))
+    assert_nothing_wrong(run_deepspeed(pruned_before, 2, stage))
 
 
 @contextlib.contextmanager
@@ -539,7 +552,7 @@ def with_accelerate(stage: int, folder) -> list[str]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_with_accelerate(stage, tmp_path):
-    assert_nothing_wrong(run_ranks(with_accelerate, 2, stage, tmp_path))
+    assert_nothing_wrong(run_deepspeed(with_accelerate, 2, stage, tmp_path))
 
 
 def with_trainer(stage: int, folder) -> list[str]:
@@ -577,4 +590,4 @@ def with_trainer(stage: int, folder) -> list[str]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_with_the_trainer(stage, tmp_path):
-    assert_nothing_wrong(run_ranks(with_trainer, 2, stage, tmp_path))
+    assert_nothing_wrong(run_deepspeed(with_trainer, 2, stage, tmp_path))
