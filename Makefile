@@ -5,7 +5,7 @@
 #   make language-model   fetch a real language model (250 MB), and prune it on 2 processes
 #   make language-model-table   compare criteria and scopes on it; goes on where it stopped (hours)
 #   make language-model-table TABLE=gemma_updates   compare ways to move the kept weights instead
-#   make language-model-table TABLE=gemma_rounds   add rounds to these, and measure on a larger text, and on news
+#   make peers   add to the latter what llm-compressor and torch.nn.utils.prune make of the same model and text
 #   make test    lint, then run all tests
 #   make test-thorough   the same with every case of every matrix, which takes far longer
 #   make quick   run the unit tests that start no processes, in about a minute
@@ -25,7 +25,7 @@ NPROC ?= 2
 # Two workers: most tests run processes of their own.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
-.PHONY: help prune language-model language-model-table test test-thorough quick lint docs dist bench clean
+.PHONY: help prune language-model language-model-table peers test test-thorough quick lint docs dist bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -62,9 +62,22 @@ language-model: $(GEMMA)
 	@echo "== pruning it on $(NPROC) processes; the result is in runs/language_model"
 	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/prune_language_model.py @configs/gemma.args $(ARGS)
 
-language-model-table: $(GEMMA) $(if $(filter gemma_rounds,$(TABLE)),$(NEWS))
+language-model-table: $(GEMMA) $(if $(filter gemma_updates,$(TABLE)),$(NEWS))
 	@echo "== comparing criteria on $(NPROC) processes; results in runs/language_model/table"
 	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/compare_on_language_model.py @configs/$(TABLE).args $(ARGS)
+
+# llm-compressor pins versions of its own. One process, so that all programs have the same threads.
+PEERS := .venv-peers
+
+$(PEERS)/.ready: configs/peers.requirements.txt
+	@echo "== installing llm-compressor into $(PEERS)"
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+peers: $(GEMMA) $(NEWS) $(PEERS)/.ready
+	@echo "== pruning with other programs; make language-model-table TABLE=gemma_updates shows the results"
+	$(BIN)/python tests/benchmarks/peers_on_language_model.py @configs/gemma_updates.args --wrap none --peer-python $(PEERS)/bin/python $(ARGS)
 
 lint: $(READY)
 	@echo "== linting"
@@ -102,4 +115,4 @@ bench: $(READY)
 	$(BIN)/python tests/benchmarks/bench.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-torch* runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

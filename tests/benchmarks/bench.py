@@ -34,6 +34,7 @@ PARTS = (
     "scopes",
     "verifying",
     "many",
+    "reconstructing",
     "training_step",
     "adversarial",
     "schedules",

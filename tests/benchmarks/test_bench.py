@@ -45,6 +45,12 @@ def test_many_parameters_are_measured_from_end_to_end():
 
 @pytest.mark.slow
 @pytest.mark.thorough
+def test_reconstructing_runs_from_end_to_end():
+    assert "SparseGPT (plain, tests/helpers), one process" in quick_run("reconstructing")
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
 def test_loading_runs_from_end_to_end():
     pytest.importorskip("transformers")
     output = quick_run("loading")

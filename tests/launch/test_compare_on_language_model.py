@@ -88,6 +88,19 @@ def test_cells_are_made_once_and_added_later(tmp_path):
     assert status == 0, printed
     assert cell.read_bytes() == made and (second / "fisher_25.json").read_text() == "{}"
 
+    # Other programs are given the same model, text and sparsity.
+    names = ["torch", "distprune", "plain_sparse_gpt"]
+    status, printed = run("tests/benchmarks/peers_on_language_model.py", *common, "--peers", *names)
+    assert status == 0, printed
+    assert run(SCRIPT, *common, "--scopes", "2:4")[0] == 0
+    results = json.loads((table / "results.json").read_text())
+    made = {(c["criterion"], c["scope"]): c for c in results["cells"] if " " in c["criterion"]}
+    assert {scope for _, scope in made} == {"global", "layer", "2:4"} and len(made) == 4
+    of_torch = made["magnitude (torch.nn.utils.prune)", "global"]
+    assert of_torch["num_pruned"] == 2176 and of_torch["cpu_seconds"] > 0
+    assert of_torch["all"]["nll"] == found["magnitude", "global"]["all"]["nll"]
+    assert made["distprune prune --text", "global"]["num_pruned"] == 2176
+
     status, printed = run(SCRIPT, *common, "--seed", 1)
     assert status == 1 and "seed was 0 and is 1" in printed
 

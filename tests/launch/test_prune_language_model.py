@@ -254,8 +254,7 @@ def test_the_shipped_arguments_are_read(monkeypatch):
     monkeypatch.chdir(ROOT)
     assert parse_settings(["@configs/gemma.args"]).criterion == "wanda"
     assert parse_table_settings(["@configs/gemma_table.args"]).windows == 32
-    assert "least-squares" in parse_table_settings(["@configs/gemma_updates.args"]).updates
-    assert "rounds" in parse_table_settings(["@configs/gemma_rounds.args"]).updates
+    assert "rounds" in parse_table_settings(["@configs/gemma_updates.args"]).updates
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,161 @@
+"""``reconstruct`` of one block of a 1B-shaped decoder, beside a plain SparseGPT.
+
+Both have the Gram matrices of the same inputs, which cost what they cost for both, and grow with
+the calibration text; what comes after them does not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gloo_ranks import on_gloo_ranks
+from measuring import Bound, Cell, CheckFailed, Options, Table, Verdict, measured
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import distprune as prune
+from distprune.statistics import GramMatrices
+from helpers.sparse_gpt import sparse_gpt
+
+AMOUNT = 0.5
+
+
+class Block(nn.Module):
+    """The matrices of a decoder layer, of grouped queries, without the attention between them."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=False)
+
+        self.q, self.o = linear(width, width), linear(width, width)
+        self.k, self.v = linear(width, width // 4), linear(width, width // 4)
+        self.gate, self.up = linear(width, hidden), linear(width, hidden)
+        self.down = linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.k(x), self.v(x)
+        x = F.rms_norm(x + self.o(torch.tanh(self.q(x))), x.shape[-1:])
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def tables(options: Options) -> Iterator[Table]:
+    width, hidden, num_tokens = (64, 256, 512) if options.quick else (2048, 8192, 8192)
+    size = (width, hidden, num_tokens)
+    threads = os.cpu_count() or 1
+    whole = on_gloo_ranks(measure, 1, *size, threads, "float64", True, timeout=3600)[0]
+    single = on_gloo_ranks(measure, 1, *size, threads, "float32", False, timeout=3600)[0]
+    halves = on_gloo_ranks(measure, 2, *size, max(1, threads // 2), "float64", False, timeout=3600)
+    slower = {name: max(each[name] for each in halves) for name in halves[0]}
+    rows: list[list[Cell]] = [
+        ["one process", *_cells(whole)],
+        ["one process, float32", *_cells(single)],
+        ["FSDP2, 2 ranks", *_cells(slower)],
+        [
+            "SparseGPT (plain, tests/helpers), one process", whole["collect"], None,
+            whole["sparse_gpt"], whole["sparse_gpt_error"], whole["grams"] / 1e6, None,
+        ],
+    ]  # fmt: skip
+    yield Table(
+        f"reconstruct of a block, {width} inputs, {hidden} hidden units, {num_tokens:,} tokens",
+        [
+            "", "Gram matrices s", "mask s", "solve s", "mean relative error",
+            "Gram matrices MB, computed", "peak extra MB",
+        ],
+        rows,
+        [
+            Verdict(
+                Bound("error of reconstruct / error of SparseGPT", 1),
+                whole["error"] / whole["sparse_gpt_error"],
+            ),
+            Verdict(
+                Bound("mask and solve / SparseGPT, one process", 1, is_aim=True),
+                (whole["mask"] + whole["solve"]) / whole["sparse_gpt"],
+            ),
+            Verdict(
+                Bound("the same, with Gram matrices of 262,144 tokens, computed", 1, is_aim=True),
+                _with_text(whole, whole["mask"] + whole["solve"], num_tokens)
+                / _with_text(whole, whole["sparse_gpt"], num_tokens),
+            ),
+            Verdict(
+                Bound("2 ranks / one process", 1, is_aim=True),
+                (slower["mask"] + slower["solve"]) / (whole["mask"] + whole["solve"]),
+            ),
+        ],
+        [
+            "Masks: Wanda by rows, 50 %; SparseGPT chooses its own. The error is that of the "
+            "outputs on the calibration data, the mean over the matrices.",
+        ],
+    )  # fmt: skip
+
+
+def _cells(found: dict[str, float]) -> list[Cell]:
+    times = [found["collect"], found["mask"], found["solve"]]
+    return [*times, found["error"], found["grams"] / 1e6, found["peak"] / 1e6]
+
+
+def _with_text(found: dict[str, float], seconds: float, num_tokens: int) -> float:
+    """128 windows of 2,048 tokens, as its papers take them."""
+    return found["collect"] * 128 * 2048 / num_tokens + seconds
+
+
+def measure(
+    width: int, hidden: int, num_tokens: int, threads: int, dtype: str, has_rival: bool
+) -> dict[str, Any]:
+    """On every rank: seconds and bytes of each phase."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    block = Block(width, hidden).eval()
+    mixing = torch.randn(width, width) / width**0.5
+    inputs = F.rms_norm(torch.randn(num_tokens, width) @ mixing, (width,))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size > 1:
+        fully_shard(block)
+    pairs = prune.select(block)
+    grams = GramMatrices(pairs)
+    mine = inputs.chunk(size)[rank]
+
+    def collect() -> None:
+        with torch.no_grad(), grams.collecting():
+            for batch in mine.split(1024):
+                block(batch)
+
+    found: dict[str, Any] = {"collect": measured(collect).seconds, "grams": grams.num_bytes()}
+    if has_rival:
+        found |= _rival(pairs, grams)
+
+    def choose() -> None:
+        prune.global_unstructured(
+            pairs, prune.L1Unstructured, grams.wanda(), amount=AMOUNT, scope="row"
+        )
+
+    found["mask"] = measured(choose).seconds
+
+    def solve() -> float:
+        report = prune.reconstruct(pairs, grams, dtype=getattr(torch, dtype))
+        for entry in report.parameters:
+            if not entry.error_after < entry.error_before:
+                raise CheckFailed(f"{entry.name}: {entry}")
+        return sum(entry.error_after for entry in report.parameters) / len(report.parameters)
+
+    solved = measured(solve)
+    found |= {"solve": solved.seconds, "error": solved.result, "peak": solved.peak_extra_bytes}
+    return found
+
+
+def _rival(pairs: list[tuple[nn.Module, str]], grams: GramMatrices) -> dict[str, float]:
+    found = {"sparse_gpt": 0.0, "sparse_gpt_error": 0.0}
+    for pair in pairs:
+        weight, gram = getattr(*pair).detach(), grams.matrix(*pair)
+        run = measured(lambda weight=weight, gram=gram: sparse_gpt(weight, gram, AMOUNT))
+        change, whole = (x.double() for x in (weight - run.result, weight))
+        error = ((change @ gram.double()) * change).sum() / ((whole @ gram.double()) * whole).sum()
+        found["sparse_gpt"] += run.seconds
+        found["sparse_gpt_error"] += float(error) / len(pairs)
+    return found
