@@ -204,7 +204,7 @@ def transforms_of(model: Any, *, add_legacy: bool = True) -> list[Any]:
         version = sys.modules["transformers"].__version__
         warnings.warn(
             f"the conversion table of transformers {version} cannot be read ({error}), so masks "
-            "are matched by names alone; expected a version from 5.0 to 5.23.",
+            "are matched by names alone; expected a version from 5.0 to 5.24.",
             stacklevel=2,
         )
         return []

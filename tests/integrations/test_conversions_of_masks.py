@@ -20,6 +20,13 @@ def index(*shape: int, start: int = 0) -> torch.Tensor:
     return torch.arange(start, start + torch.Size(shape).numel()).view(shape)
 
 
+# Of one family each, since transformers 5.24: they compute new values, drop rows, or move what is
+# no matrix.
+REFUSED = {
+    "Inkling2LoopDequantizeExperts",
+    "Inkling2LoopMergeMessageQueries",
+    "Inkling2UnpadVocab",
+}
 CONFIG = hf.LlamaConfig(num_attention_heads=2)
 LISTS = {
     "a": [index(2, 4), index(2, 4, start=8)],
@@ -73,7 +80,7 @@ def test_every_operation_of_transformers_is_known():
         for name, value in vars(loading).items()
         if isinstance(value, type) and issubclass(value, loading.ConversionOps)
     }
-    assert operations - MOVING_OPERATIONS == {"ConversionOps", "_IdentityOp"}
+    assert operations - MOVING_OPERATIONS - REFUSED == {"ConversionOps", "_IdentityOp"}
     assert set(CASES) == MOVING_OPERATIONS
 
 
