@@ -28,12 +28,11 @@ from operator import add, methodcaller
 from typing import Any
 
 from distprune._common.blocks import Layout, layout_along
+from distprune._common.weight_layout import EXPERT_LAYOUTS, WeightLayout
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.statistics_file import (
-    EXPERT_LAYOUTS,
     StoredGradients,
     StoredStatistics,
-    WeightLayout,
     read_gradient_statistics,
     read_statistics,
 )

@@ -17,10 +17,12 @@ from distprune.files.checkpoints.statistics_file import (
     read_statistics,
     write_statistics,
 )
+from distprune.shards import factored
 from distprune.shards.factored import POWER_OF_RIA, FactoredScores
 from distprune.statistics import factors
 from distprune.statistics.collected import CollectedInputs
 from distprune.statistics.collecting import LocalStatistics
+from distprune.statistics.layers import WeightLayout
 from distprune.statistics.totals import Pairs, Totals, warn_of_empty
 
 if TYPE_CHECKING:
@@ -99,7 +101,7 @@ class ActivationStatistics(CollectedInputs):
         arXiv 2306.11695.
         """
         totals = self._labelled(parameters)
-        return self._scores(totals, lambda p: factors.wanda(totals[p.label], p.layout))
+        return self._scores(totals, lambda p: _wanda(totals[p.label], p.layout))
 
     def stade(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:
         """Scores of STADE: |w_ij| times the standard deviation of the input x_j. Collective.
@@ -112,7 +114,12 @@ class ActivationStatistics(CollectedInputs):
         Source: Mecke et al., "STADE: standard deviation as a pruning metric", arXiv 2503.22451.
         """
         totals = self._labelled(parameters)
-        return self._scores(totals, lambda p: factors.stade(totals[p.label], p.layout))
+
+        def make(p: LocalStatistics) -> FactoredScores:
+            own = totals[p.label]
+            return factored.stade(p.layout, own.sums, own.squares, own.num_tokens)
+
+        return self._scores(totals, make)
 
     def ria(
         self, parameters: Pairs | None = None, *, power: float = POWER_OF_RIA
@@ -141,9 +148,12 @@ class ActivationStatistics(CollectedInputs):
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
             targets = [target for target in self._read_weights() if target.label in totals]
             sums = factors.magnitudes_along(targets, layouts, self._communicator)
-        return self._scores(
-            totals, lambda p: factors.ria(totals[p.label], p.layout, sums[p.label], power)
-        )
+
+        def make(p: LocalStatistics) -> FactoredScores:
+            own = totals[p.label]
+            return factored.ria(p.layout, own.squares, own.num_tokens, sums[p.label], power)
+
+        return self._scores(totals, make)
 
     def outlier_ratios(
         self,
@@ -176,7 +186,7 @@ class ActivationStatistics(CollectedInputs):
             raise ValueError(f"per={per!r}; expected 'block' or 'parameter'.")
         totals = self._labelled(None)
         scores = {
-            parameter.label: factors.wanda(totals[parameter.label], parameter.layout)
+            parameter.label: _wanda(totals[parameter.label], parameter.layout)
             for parameter in self._local
         }
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
@@ -239,6 +249,10 @@ class ActivationStatistics(CollectedInputs):
         """The scores of the parameters that have totals, by (module, name)."""
         warn_of_empty(totals, self._communicator)
         return self._by_pair({p.label: make(p) for p in self._local if p.label in totals})
+
+
+def _wanda(totals: Totals, layout: WeightLayout) -> FactoredScores:
+    return factored.wanda(layout, totals.squares, totals.num_tokens)
 
 
 class BlockPasses(Protocol):

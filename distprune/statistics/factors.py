@@ -1,16 +1,12 @@
-"""From sums to scores: the factors of Wanda, RIA, STADE and Fisher, and the outlier ratios of OWL.
+"""Sums over weights that scores and budgets need: of |w| for RIA, and outliers for OWL.
 
-All factors are |w_ij| times a number of the input feature j, and for RIA and Fisher of the output
-i. They are
-computed in fp64 and rounded once to fp32. The sums of |w| that RIA needs, and the counts of OWL,
-are the same on every sharding.
+They are the same on every sharding. The factors of the scores are in :mod:`shards.factored`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from distprune._common.collectives import Communicator
@@ -18,18 +14,9 @@ from distprune.budgets import outliers
 from distprune.selection.matrix_sums import Summed, magnitude_sums
 from distprune.selection.normalizing import Scored
 from distprune.selection.scores import FactorScores, ScoreSource, TensorScores
-from distprune.shards.factored import (
-    FactoredScores,
-    deviation_of_inputs,
-    rank_one_fisher,
-    relative_importance,
-    rms_of_inputs,
-)
-from distprune.shards.geometry import MatrixRun
+from distprune.shards.factored import FactoredScores
 from distprune.shards.parameters import Target
-from distprune.statistics.gradient_sums import GradientTotals
 from distprune.statistics.layers import WeightLayout
-from distprune.statistics.totals import Totals
 
 
 def magnitudes_along(
@@ -54,63 +41,20 @@ def magnitudes_along(
 
     Cost: two reads of the weights; two all-reduces of 8 bytes per input feature and output.
     """
-    weights = []
-    for target in targets:
-        layout, shard = layouts[target.label], target.shard
-        numbers = [
-            layout.of_inputs(torch.arange(layout.num_inputs).view(layout.input_shape)),
-            layout.of_outputs(torch.arange(layout.num_outputs)),
-        ]
-        matrix = MatrixRun.of(shard.index, numbers if target.places else ())
-        places = [matrix.matrix_of(each, layout.shape) for each in numbers if target.places]
-        part = Scored.of_shard(shard, TensorScores(shard.flat(shard.values)))
-        weights.append(Summed(part, matrix, places, (layout.num_inputs, layout.num_outputs)))
+    weights = [
+        Summed.of(
+            Scored.of_shard(target.shard, TensorScores(target.shard.flat(target.shard.values))),
+            target.shard.index,
+            layouts[target.label],
+            is_here=bool(target.places),
+        )
+        for target in targets
+    ]
     sums = magnitude_sums(weights, communicator)
     return {
         target.label: (of_inputs.view(layouts[target.label].input_shape), of_outputs)
         for target, (of_inputs, of_outputs) in zip(targets, sums, strict=True)
     }
-
-
-def wanda(totals: Totals, layout: WeightLayout) -> FactoredScores:
-    """|w_ij| * rms of x_j."""
-    norms = rms_of_inputs(totals.squares, totals.num_tokens)
-    return FactoredScores([[layout.of_inputs(norms).float()]])
-
-
-def stade(totals: Totals, layout: WeightLayout) -> FactoredScores:
-    """|w_ij| * standard deviation of x_j."""
-    deviations = deviation_of_inputs(totals.sums, totals.squares, totals.num_tokens)
-    return FactoredScores([[layout.of_inputs(deviations).float()]])
-
-
-def ria(
-    totals: Totals, layout: WeightLayout, magnitudes: tuple[Tensor, Tensor], power: float
-) -> FactoredScores:
-    """(|w_ij| / sum over outputs + |w_ij| / sum over inputs) * (rms of x_j) ** power.
-
-    Args:
-        totals: of the inputs.
-        layout: of the weight.
-        magnitudes: the sums of |w| over outputs, of the input shape, and over inputs, [outputs].
-        power: of the norm.
-    """
-    norms = rms_of_inputs(totals.squares, totals.num_tokens) ** power
-    first, second = relative_importance(norms, *magnitudes)
-    return FactoredScores(
-        [
-            [layout.of_inputs(first).float()],
-            [layout.of_outputs(second).float(), layout.of_inputs(norms).float()],
-        ]
-    )
-
-
-def fisher(totals: GradientTotals, layout: WeightLayout) -> FactoredScores:
-    """|w_ij| * sqrt(r_i * c_j / T), for the sums of the mean of g**2 over rows and over columns."""
-    first, second = rank_one_fisher(
-        totals.by_output, totals.by_input, totals.weight, layout.num_matrices
-    )
-    return FactoredScores([[layout.of_outputs(first).float(), layout.of_inputs(second).float()]])
 
 
 def outlier_ratios(

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from distprune._common.naming import listed
-from distprune.files.checkpoints.statistics_file import WeightLayout as WeightLayout
+from distprune._common.weight_layout import WeightLayout as WeightLayout
 
 # Their forward is F.linear, or a convolution, of the input as it comes.
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
