@@ -11,7 +11,6 @@ from distprune.files.recipe import FileRecipe
 from distprune.files.reports.report import read_report
 from helpers import file_oracle, tiny_checkpoints
 from helpers.sampling import every
-from helpers.small_work_units import small_chunks, small_units
 from helpers.tiny_checkpoints import load, tree_digest
 
 STATISTICS = ["rms", "l2", "mean"]
@@ -49,14 +48,6 @@ def save(folder, tensors):
     names = list(tensors)
     shards = ({n: tensors[n] for n in part} for part in (names[:3], names[3:]))
     return tiny_checkpoints.save(folder, *shards)
-
-
-@pytest.fixture
-def small_pieces(monkeypatch):
-    """Many units, spans and chunks, as large tensors have them."""
-    small_chunks(monkeypatch, 24)
-    with small_units(num_elements=44, copy_bytes=100):
-        yield
 
 
 def check(tensors, recipe, source, target):
