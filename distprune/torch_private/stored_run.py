@@ -15,18 +15,16 @@ not only hidden as under the other wrappers.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from distprune._common.pruned_form import mask_key, name_without_orig, orig_key
+from distprune._common.pruned_form import orig_key
 from distprune.torch_private import live_graphs, optimizer_steps
 from distprune.torch_private.managed import GradientSource, ManagedRun, Receive, padded_pieces
-from distprune.torch_private.masked_value import ShardMask
+from distprune.torch_private.masked_value import RunMask
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -209,7 +207,7 @@ class WholeGradient(GradientSource):
         return pieces
 
 
-class StoredMask(ShardMask, optimizer_steps.Kept):
+class StoredMask(RunMask, optimizer_steps.Kept):
     """The mask of one parameter at work: see [Note: masks on stored values].
 
     Args:
@@ -217,35 +215,19 @@ class StoredMask(ShardMask, optimizer_steps.Kept):
     """
 
     def __init__(self, run: StoredRun) -> None:
+        super().__init__()
         self._run = run
-        self._hooks: list[RemovableHandle] = []
 
     def managed(self) -> StoredRun:
         return self._run
 
-    @property
-    def place(self) -> tuple[nn.Module, str]:
-        module, registered = self._run.owners[0]
-        return module, name_without_orig(registered)
-
     def attach(self) -> None:
-        for module, name in self._run.owners:
-            key = mask_key(name_without_orig(name))
-            self._hooks += [
-                module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
-                    partial(self._save, key)
-                ),
-                module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                    partial(self._load, key)
-                ),
-            ]
+        super().attach()
         self._run.mask_gradients_with(self)
         optimizer_steps.keep(self)
 
     def detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        super().detach()
         self._run.stop_masking_gradients(self)
         optimizer_steps.drop(self)
 
@@ -281,42 +263,17 @@ class StoredMask(ShardMask, optimizer_steps.Kept):
         return self._run.masters or (self._run.values,)
 
     # State dicts get this rank's run of the mask, as they get what else it stores.
+    def saved(self) -> Tensor:
+        return self.buffer
 
-    def _save(
-        self,
-        key: str,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-    ) -> None:
-        state_dict[prefix + key] = self.buffer
-
-    def _load(
-        self,
-        key: str,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        key = prefix + key
-        if key not in state_dict:
-            if strict:
-                missing_keys.append(key)
-            return
-        value, mask = state_dict.pop(key), self.buffer
+    def load(self, value: Tensor) -> str:
+        mask = self.buffer
         if value.numel() == self._run.shape.numel() and value.shape != mask.shape:
             value = value.reshape(-1)[self._run.start : self._run.start + mask.numel()]
         if value.shape != mask.shape:
-            error_msgs.append(
-                f"size mismatch for {key}: the state dict has {tuple(value.shape)}, expected "
+            return (
                 f"{tuple(mask.shape)}, the run of this rank, as a model that is sharded in the "
-                f"same way saves it, or the whole mask, {tuple(self._run.shape)}."
+                f"same way saves it, or the whole mask, {tuple(self._run.shape)}"
             )
-            return
         mask.copy_(value != 0)
+        return ""
