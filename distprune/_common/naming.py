@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TypeGuard
 
 from torch import nn
@@ -146,12 +146,6 @@ _WRAPPERS = (
     ),
     ("torch.optim.swa_utils", "AveragedModel", "module"),
 )
-
-
-def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
-    """The first of some names, and how many more there are, for messages."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return separator.join(names[:most]) + more
 
 
 def error_about(what: str, names: Iterable[str], text: str) -> ValueError:

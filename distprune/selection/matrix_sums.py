@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from distprune._common import exact_sums, memory
+from distprune._common.blocks import WeightLayout
 from distprune._common.collectives import Communicator
 from distprune._common.memory import Array, Scratch
 from distprune._common.naming import error_about
-from distprune._common.weight_layout import WeightLayout
 from distprune.selection.kernels import call_all, kernels_on, num_threads, spans_of
 from distprune.selection.normalizing import Scored, live_array, live_flags
 from distprune.selection.scores import slice_of, widened

@@ -14,20 +14,97 @@ not only hidden as under the other wrappers.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
 from distprune._common.pruned_form import orig_key
-from distprune.torch_private import live_graphs, optimizer_steps
+from distprune.torch_private import live_graphs
 from distprune.torch_private.managed import GradientSource, ManagedRun, Receive, padded_pieces
 from distprune.torch_private.masked_value import RunMask
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+
+class Kept(ABC):
+    """One mask, and the tensors that it keeps at zero."""
+
+    @property
+    @abstractmethod
+    def masters(self) -> Sequence[Tensor]:
+        """Views of what the optimizer steps; none if the mask is gone."""
+
+    @property
+    @abstractmethod
+    def has_dense_gradient(self) -> bool:
+        """Whether the gradient is not to be masked for now."""
+
+    @abstractmethod
+    def mask_run(self, run: Tensor) -> None:
+        """Set the pruned elements of a tensor like a master to +0, in place."""
+
+
+# They live as long as their modules.
+_kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+_handles: list[RemovableHandle] = []
+# By their memory: masters, and the masks that act on them. Only while an optimizer steps.
+_by_memory: dict[int, list[tuple[Tensor, Kept]]] = {}
+
+
+def keep_masters(kept: Kept) -> None:
+    """Mask the gradient before, and the masters after, every step from now on."""
+    _kept.add(kept)
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_before))
+        _handles.append(register_optimizer_step_post_hook(_after))
+
+
+def drop_masters(kept: Kept) -> None:
+    """Undo :func:`keep_masters`. A second call does nothing."""
+    _kept.discard(kept)
+
+
+@torch.no_grad()
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # Masters move: some wrappers take them to the host between steps.
+    _by_memory.clear()
+    for kept in list(_kept):
+        for master in filter(Tensor.numel, kept.masters):
+            _by_memory.setdefault(live_graphs.storage_of(master), []).append((master, kept))
+    if not _kept:
+        while _handles:
+            _handles.pop().remove()
+    for stepped, master, kept in _stepped_by(optimizer):
+        gradient = stepped.grad
+        if gradient is not None and not kept.has_dense_gradient:
+            first = master.storage_offset() - stepped.storage_offset()
+            kept.mask_run(gradient.view(-1)[first : first + master.numel()])
+
+
+@torch.no_grad()
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for _, master, kept in _stepped_by(optimizer):
+        kept.mask_run(master)
+    _by_memory.clear()
+
+
+def _stepped_by(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor, Kept]]:
+    """What an optimizer steps now, and the masters in it with their masks."""
+    for group in optimizer.param_groups:
+        for stepped in group["params"]:
+            for master, kept in _by_memory.get(live_graphs.storage_of(stepped), ()):
+                yield stepped, master, kept
 
 
 class StoredRun(ManagedRun):
@@ -207,7 +284,7 @@ class WholeGradient(GradientSource):
         return pieces
 
 
-class StoredMask(RunMask, optimizer_steps.Kept):
+class StoredMask(RunMask, Kept):
     """The mask of one parameter at work: see [Note: masks on stored values].
 
     Args:
@@ -224,12 +301,12 @@ class StoredMask(RunMask, optimizer_steps.Kept):
     def attach(self) -> None:
         super().attach()
         self._run.mask_gradients_with(self)
-        optimizer_steps.keep(self)
+        keep_masters(self)
 
     def detach(self) -> None:
         super().detach()
         self._run.stop_masking_gradients(self)
-        optimizer_steps.drop(self)
+        drop_masters(self)
 
     def is_attached(self) -> bool:
         return bool(self._hooks)
