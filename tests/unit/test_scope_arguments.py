@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import distprune as prune
-from distprune import schedule
+from distprune import budgets, schedule
 
 
 def layers():
@@ -63,6 +63,7 @@ def test_pairs_are_keys_in_any_wrapper():
     for call in (
         {"amount": 0.5, "min_sparsity": {wrapped: 0.25}, "max_sparsity": {wrapped: 0.75}},
         {"budget": {wrapped: 0.75}},
+        {"budget": budgets.OWL({wrapped: 0.1}), "amount": 0.5},
         {"pattern": "1:2", "input_dims": {wrapped: 1}},
     ):
         prune.global_unstructured([(layer, "weight")], prune.L1Unstructured, **call)
