@@ -50,8 +50,8 @@ from distprune.methods.builtin import Identity as Identity
 from distprune.methods.builtin import L1Unstructured as L1Unstructured
 from distprune.methods.builtin import LowestScore as LowestScore
 from distprune.methods.builtin import RandomUnstructured as RandomUnstructured
-from distprune.methods.channel_groups import ChannelGroup as ChannelGroup
-from distprune.methods.channel_groups import ChannelPart as ChannelPart
+from distprune.methods.channels import ChannelGroup as ChannelGroup
+from distprune.methods.channels import ChannelPart as ChannelPart
 from distprune.methods.structured import LnStructured as LnStructured
 from distprune.methods.structured import RandomStructured as RandomStructured
 from distprune.reconstruction.reconstructing import reconstruct as reconstruct

@@ -198,26 +198,33 @@ def per_parameter(
     """
     if not isinstance(bound, Mapping):
         return [_exact(keyword, default if bound is None else bound)] * len(parameters)
+    # Not above: it loads torch, and recipes are read without.
+    from distprune._common.naming import plain_key
+
+    given: dict[Hashable, list[tuple[Any, Any]]] = {}
+    for key, value in bound.items():
+        given.setdefault(plain_key(key), []).append((key, value))
     used: set[Hashable] = set()
     sparsities = []
     for parameter in parameters:
-        keys = [key for key in parameter.keys if key in bound]
+        keys = [key for key in parameter.keys if key in given]
         if not keys and default is None:
             raise ValueError(
                 f"{keyword} does not have {parameter.label}; expected a sparsity of every "
                 "parameter of the call. Give it one (0 keeps it dense), or leave the parameter out."
             )
         used.update(keys)
-        values = {_exact(f"{keyword}[{parameter.label}]", bound[key]) for key in keys} or {
+        of_keys = [value for key in keys for _, value in given[key]]
+        values = {_exact(f"{keyword}[{parameter.label}]", value) for value in of_keys} or {
             Fraction(default or 0)
         }
         if len(values) > 1:
             raise ValueError(
                 f"{keyword} has several values for {parameter.label}: "
-                f"{', '.join(repr(bound[key]) for key in keys)}; expected one."
+                f"{', '.join(map(repr, of_keys))}; expected one."
             )
         sparsities.append(values.pop())
-    unknown = [key for key in bound if key not in used]
+    unknown = [pairs[0][0] for key, pairs in given.items() if key not in used]
     if unknown:
         raise ValueError(
             f"{keyword} has {_shown(unknown[0])}, which is none of the parameters; expected "

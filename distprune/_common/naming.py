@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeGuard
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -65,6 +65,11 @@ def checked_pair(
             found = f"a pair of {type(value[0]).__name__} and {type(value[1]).__name__}"
         raise TypeError(f"{what} is {found}; expected {expected}.")
     return unwrap(value[0]), value[1]
+
+
+def plain_key(key: Any) -> Any:
+    """A key of a mapping by parameter: a (module, name) pair without wrappers, or as it is."""
+    return (unwrap(key[0]), key[1]) if is_pair(key) else key
 
 
 def label_of(pair: Pair, position: int | None = None) -> str:
@@ -146,12 +151,6 @@ _WRAPPERS = (
     ),
     ("torch.optim.swa_utils", "AveragedModel", "module"),
 )
-
-
-def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
-    """The first of some names, and how many more there are, for messages."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return separator.join(names[:most]) + more
 
 
 def error_about(what: str, names: Iterable[str], text: str) -> ValueError:

@@ -1,8 +1,8 @@
-"""Totals, tables and footers that the reports of a pruning and of a verification share."""
+"""Lists of names for messages; totals, tables and footers that reports share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 
@@ -55,6 +55,13 @@ class Totals:
             sum(entry.num_pruned for entry in self.parameters),
             sum(entry.num_elements for entry in self.parameters),
         )
+
+
+def listed(names: Iterable[str], most: int = 5, separator: str = ", ") -> str:
+    """The first of some names, and how many more there are, for messages."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
 
 
 def share(num_pruned: int, num_elements: int) -> float:

@@ -16,7 +16,7 @@ from distprune.call.request import PruningArguments
 from distprune.call.run import prune_parameters
 from distprune.methods.base import describe_argument
 from distprune.methods.builtin import hook_for_chosen_mask
-from distprune.methods.channel_groups import ChannelGroup
+from distprune.methods.channels import ChannelGroup
 from distprune.methods.global_channels import GlobalStructured
 from distprune.methods.structured import norm_order
 from distprune.shards.parameters import Scores

@@ -16,6 +16,7 @@ from distprune._common.collectives import Communicator
 from distprune._common.memory import on_host
 from distprune._common.naming import NamedParameter
 from distprune._common.process_groups import world
+from distprune._common.report_text import listed
 from distprune._common.selecting import reason_of_shape
 from distprune.call.reading import read_parameters
 from distprune.call.report import PruningReport
@@ -95,7 +96,7 @@ def masks_from_zeros(
             chosen.append(named if target.is_named else first)
     if entire and all_zero == "error":
         raise ValueError(
-            f"{', '.join(entire[:5])}{f' and {len(entire) - 5} more' if len(entire) > 5 else ''}: "
+            f"{listed(entire)}: "
             "every element is zero, and would stay zero. Pass all_zero='leave' if such parameters "
             "are to be trained (adapters begin at zero), all_zero='prune' if not, or a list of "
             "parameters without them (select(model, exclude=...))."

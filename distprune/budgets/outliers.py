@@ -120,10 +120,14 @@ class OWL(Budget):
         return LinearDivision(f"budget={self!r}", tuple(parameters), lines, sizes)
 
     def _per_parameter(self, parameters: Sequence[Bounded]) -> list[Fraction]:
+        # Not above: it loads torch, and recipes are read without.
+        from distprune._common.naming import plain_key
+
+        ratios = {plain_key(key): ratio for key, ratio in self.ratios.items()}
         used: set[Hashable] = set()
         own = []
         for parameter in parameters:
-            keys = [key for key in parameter.keys if key in self.ratios]
+            keys = [key for key in parameter.keys if key in ratios]
             keys = keys or self._blocks_of(parameter)
             if not keys:
                 raise ValueError(
@@ -132,11 +136,11 @@ class OWL(Budget):
                     "of its block. Leave out parameters without statistics."
                 )
             used.update(keys)
-            if len({self.ratios[key] for key in keys}) > 1:
+            if len({ratios[key] for key in keys}) > 1:
                 raise ValueError(
                     f"OWL has several outlier ratios for {parameter.label}; expected one."
                 )
-            own.append(self.ratios[keys[0]])
+            own.append(ratios[keys[0]])
         if not used and self.ratios:
             raise ValueError("OWL has outlier ratios of none of the parameters.")
         if self.per == "parameter":

@@ -13,6 +13,7 @@ from torch import nn
 from distprune._common.amount import Amount
 from distprune._common.blocks import BlockRule, Layout, Pattern, Scope, layout_along
 from distprune._common.collectives import Communicator
+from distprune._common.naming import plain_key
 from distprune._common.selecting import matcher
 from distprune.selection.block_cuts import BlockedParameter
 from distprune.selection.tiles import Tiling
@@ -210,7 +211,7 @@ def _given_dims(input_dims: InputDims, targets: Sequence[Target]) -> dict[int, t
             matches = matcher(key)
             positions = [i for i, target in enumerate(targets) if matches(target.label)]
         else:
-            positions = [i for i, target in enumerate(targets) if key in target.places]
+            positions = [i for i, target in enumerate(targets) if plain_key(key) in target.places]
         if not positions:
             raise ValueError(
                 f"input_dims: {key!r} matches none of the {len(targets)} parameters; expected "

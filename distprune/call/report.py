@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from distprune._common.amount import collapsed, is_nearly_empty
-from distprune._common.report_text import Totals, cost_facts, share, table
+from distprune._common.report_text import Totals, cost_facts, listed, share, table
 
 
 @dataclass(frozen=True)
@@ -197,8 +197,7 @@ class MaskLoadingReport(PruningReport):
             ("masks of another shape", self.mismatched_keys),
         ):
             if keys:
-                more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-                lines.append(f"{len(keys)} {what}: {', '.join(keys[:3])}{more}")
+                lines.append(f"{len(keys)} {what}: {listed(keys, 3)}")
         return "\n".join(lines)
 
 

@@ -26,7 +26,7 @@ def tell(terminal: Terminal, checkpoint: Checkpoint) -> None:
 def tell_names(terminal: Terminal, what: str, names: Collection[str]) -> None:
     """Write a line with the names of files, if there are any."""
     if names:
-        terminal.note(f"{what}: {_listed(names)}.")
+        terminal.note(f"{what}: {', '.join(names)}.")
 
 
 def tell_skipped(terminal: Terminal, skipped: Iterable[tuple[str, str]]) -> None:
@@ -35,7 +35,7 @@ def tell_skipped(terminal: Terminal, skipped: Iterable[tuple[str, str]]) -> None
     for name, reason in skipped:
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
-        terminal.note(f"Not copied: {_listed(names)} ({reason}).")
+        terminal.note(f"Not copied: {', '.join(names)} ({reason}).")
 
 
 def as_values(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -45,10 +45,6 @@ def as_values(checkpoint: Checkpoint) -> dict[str, Any]:
         "copied_not_pruned": list(checkpoint.unpruned_weights),
         "not_copied": dict(checkpoint.skipped),
     }
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
 
 
 def show_counts(terminal: Terminal, tensors: Iterable[tuple[str, int, int]]) -> None:

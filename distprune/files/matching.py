@@ -27,13 +27,12 @@ from functools import partial
 from operator import add, methodcaller
 from typing import Any
 
-from distprune._common.blocks import Layout, layout_along
+from distprune._common.blocks import EXPERT_LAYOUTS, Layout, WeightLayout, layout_along
+from distprune._common.report_text import listed
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.statistics_file import (
-    EXPERT_LAYOUTS,
     StoredGradients,
     StoredStatistics,
-    WeightLayout,
     read_gradient_statistics,
     read_statistics,
 )
@@ -41,7 +40,6 @@ from distprune.files.errors import CheckpointError, SelectionError, headline, sh
 
 Stored = StoredStatistics | StoredGradients
 
-_NUM_SHOWN = 5
 _BLOCK = 1 << 20
 # By layout, the dimension of the inputs; of others, all but the first.
 _INPUT_DIMS = {"conv1d_of_transformers": 0, "experts": 2, "transposed_experts": 1}
@@ -165,7 +163,7 @@ def match_statistics(
         else:
             needed[entry.name] = found
     if problems:
-        names_of_all = _listed(list(stored)) or "nothing"
+        names_of_all = listed(list(stored)) or "nothing"
         details = [*shown(problems), f"It has statistics of {names_of_all}."]
         raise SelectionError(headline(f"the file of statistics {path}", problems), details)
     own = {renamed(origin.parameter) for name in names for origin in origins_of(name)}
@@ -181,7 +179,7 @@ def _read(path: str, of_gradients: bool) -> tuple[str, Mapping[str, Stored]]:
     empty = [name for name, of_one in stored.items() if not of_one.weight]
     if empty:
         raise SelectionError(
-            f"{path}: the weights of all batches of {_listed(empty)} are 0; expected statistics "
+            f"{path}: the weights of all batches of {listed(empty)} are 0; expected statistics "
             "of at least one batch that counts."
         )
     return "gradients", stored
@@ -255,12 +253,12 @@ def _warnings(
     for what, empty in (("no token came to", silent), ("all gradients are zero of", zero)):
         if empty:
             warnings.append(
-                f"{what} {_listed(empty)} in {path}: all scores are zero, so that these are pruned "
+                f"{what} {listed(empty)} in {path}: all scores are zero, so that these are pruned "
                 "first, in the order of their elements. Calibrate on more text, or exclude them."
             )
     if others:
         warnings.append(
-            f"{path} has statistics of {_listed(others)}, which the checkpoint does not have; "
+            f"{path} has statistics of {listed(others)}, which the checkpoint does not have; "
             "expected statistics of this model."
         )
     return tuple(warnings)
@@ -272,12 +270,7 @@ def _without_tokens(name: str, stored: StoredStatistics) -> Iterator[str]:
         yield name
     elif isinstance(counts, tuple) and not all(counts):
         experts = [str(number) for number, count in enumerate(counts) if not count]
-        yield f"{name} (experts {_listed(experts)})"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-    return ", ".join(names[:_NUM_SHOWN]) + more
+        yield f"{name} (experts {listed(experts)})"
 
 
 def _blocks(path: str) -> Iterator[bytes]:

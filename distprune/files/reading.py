@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.hashing import draw_seed
 from distprune._common.memory import Array, Runs, Scratch
 from distprune.files.checkpoints.header import TensorEntry
-from distprune.files.checkpoints.statistics_file import StoredGradients, StoredStatistics
+from distprune.files.checkpoints.statistics_file import StoredSums
 from distprune.files.disk.access import OpenFiles, read_into
 from distprune.files.planning import Plan
 from distprune.files.recipe import FileRecipe
@@ -35,17 +35,12 @@ from distprune.selection.keys import (
     ScoreKeys,
     key_range,
 )
-from distprune.selection.matrix_sums import Summed, magnitude_sums
+from distprune.selection.matrix_sums import Summed, magnitude_sums, matrices_of
 from distprune.selection.normalizing import Scored
-from distprune.selection.scores import FactorScores, ScaledScores, ScoreSource
-from distprune.shards.factored import (
-    POWER_OF_RIA,
-    deviation_of_inputs,
-    rank_one_fisher,
-    relative_importance,
-    rms_of_inputs,
-)
-from distprune.shards.geometry import IndexMap, MatrixRun
+from distprune.selection.scores import FactorScores, ScaledScores, ScoreSource, terms_on
+from distprune.shards import factored
+from distprune.shards.factored import FactoredScores
+from distprune.shards.geometry import IndexMap
 
 CPU = torch.device("cpu")
 _MOST_SUMS = 1 << 20  # that are added up at a time; each takes some 50 bytes until it is done
@@ -187,7 +182,8 @@ class Source:
         num_sums = 0
         for position in positions:
             batch.append(position)
-            num_sums += sum(self._matrices(position).sizes)
+            layout = self._stored(position).layout
+            num_sums += layout.num_inputs + layout.num_outputs
             if num_sums >= _MOST_SUMS or position == positions[-1]:
                 found = magnitude_sums(self._summed(batch, team), team)
                 self._sums |= zip(batch, found, strict=True)
@@ -196,12 +192,15 @@ class Source:
     def _summed(self, positions: Sequence[int], team: Team) -> list[Summed]:
         """What this rank adds up of some weights."""
         sizes = [self._plan.tensors[position].entry.numel for position in positions]
-        weights = []
-        for position, share in zip(positions, team.shares(sizes), strict=True):
-            matrices = self._matrices(position)
-            part = self.scored(position, share, self.values[position])
-            weights.append(Summed(part, matrices.run, matrices.places, matrices.sizes))
-        return weights
+        return [
+            Summed.of(
+                self.scored(position, share, self.values[position]),
+                _whole(layout.shape),
+                layout,
+            )
+            for position, share in zip(positions, team.shares(sizes), strict=True)
+            for layout in (self._stored(position).layout,)
+        ]
 
     def scored(self, position: int, share: range, scores: ScoreSource | None = None) -> Scored:
         """A tensor as a normalisation sees it.
@@ -232,8 +231,7 @@ class Source:
             scores: the same scores with a tally, if there is one.
         """
         tensor = self._plan.tensors[position]
-        whole = range(tensor.num_items)
-        index = IndexMap((whole,), (1,), 0, dims=(0,))
+        whole, index = range(tensor.num_items), _whole((tensor.num_items,))
         keys: KeySource
         if tensor.recipe.score == "random":
             keys = RandomKeys(self._seed, tensor.offset, index, CPU)
@@ -251,23 +249,30 @@ class Source:
 
     def _factored(self, position: int, score: str) -> ScoreSource:
         """The scores of a tensor that are made of its weights and of statistics."""
-        matrices, values = self._matrices(position), self.values[position]
-        dtype = torch.promote_types(values.dtype, torch.float32)
+        stored, values = self._stored(position), self.values[position]
+        matrix, _ = matrices_of(_whole(stored.layout.shape), stored.layout)
 
         def make_terms() -> list[list[Tensor]]:
             # Tensors are read one after the other: only the latest factors are kept.
             if self._latest is None or self._latest[:2] != (position, score):
-                terms = matrices.terms(score, self._sums.get(position, ()))
-                terms = [[factor.float().to(dtype) for factor in term] for term in terms]
+                found = _factored_of(stored, score, self._sums.get(position, ()))
+                dtype = torch.promote_types(values.dtype, torch.float32)
+                terms = terms_on(matrix, found, stored.layout.shape, CPU, dtype)
                 self._latest = position, score, terms
             return self._latest[2]
 
-        return FactorScores(values, matrices.run, make_terms, are_signed=False)
+        return FactorScores(values, matrix, make_terms, are_signed=False)
 
-    def _matrices(self, position: int) -> _Matrices:
+    def _stored(self, position: int) -> StoredSums:
         entry, statistics = self._plan.tensors[position].entry, self._plan.inputs.statistics
         assert statistics is not None
-        return _Matrices(statistics.of_tensor[entry.name])
+        return statistics.of_tensor[entry.name]
+
+
+def _whole(shape: Sequence[int]) -> IndexMap:
+    """From positions in a tensor to themselves."""
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return IndexMap(tuple(map(range, shape)), strides, 0, dims=tuple(range(len(shape))))
 
 
 def _key_ranges(recipe: FileRecipe, dtypes: list[torch.dtype]) -> list[KeyRange]:
@@ -282,81 +287,13 @@ def _key_ranges(recipe: FileRecipe, dtypes: list[torch.dtype]) -> list[KeyRange]
     return [key_range(common, Order.MAGNITUDE)] * len(dtypes)
 
 
-@dataclass(frozen=True)
-class _Matrices:
-    """A weight as matrices [matrices, rows, columns]::
-
-    [out, in]                one matrix; a factor for each column
-    [in, out]                one matrix; a factor for each row
-    convolution, g groups    g matrices [out / g, in / g * kernel]
-    [experts, out, in]       a matrix for each expert
-    [experts, in, out]       the same, with a factor for each row
-
-    Attributes:
-        stored: the statistics.
-        shape: number of matrices, rows and columns.
-    """
-
-    stored: StoredStatistics | StoredGradients
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        layout = self.stored.layout
-        outputs, inputs = layout.matrix_shape
-        sizes = (inputs, outputs) if layout.is_transposed else (outputs, inputs)
-        return (layout.num_matrices, *sizes)
-
-    @property
-    def run(self) -> MatrixRun:
-        _, rows, columns = self.shape
-        strides = (rows * columns, columns, 1)
-        index = IndexMap(tuple(map(range, self.shape)), strides, 0, 0, (0, 1, 2))
-        return MatrixRun(max(1, rows), max(1, columns), 2, 0, index)
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """How many inputs there are, and how many outputs."""
-        return self.stored.layout.num_inputs, self.stored.layout.num_outputs
-
-    @property
-    def places(self) -> tuple[Tensor, Tensor]:
-        """The number of the input, and of the output, of each element; they broadcast."""
-        inputs, outputs = (torch.arange(size) for size in self.sizes)
-        return self._of_inputs(inputs), self._of_outputs(outputs)
-
-    def terms(self, score: str, sums: Sequence[Tensor]) -> list[list[Tensor]]:
-        """What |w| is multiplied by, as :class:`FactorScores` takes it; float64.
-
-        Args:
-            score: "wanda", "stade", "ria" or "fisher".
-            sums: of |w|, for "ria": of each input and of each output.
-        """
-        stored = self.stored
-        if isinstance(stored, StoredGradients):
-            by_output, by_input = map(torch.from_numpy, (stored.by_output, stored.by_input))
-            first, second = rank_one_fisher(by_output, by_input, stored.weight, self.shape[0])
-            return [[self._of_outputs(first), self._of_inputs(second)]]
-        squares = torch.from_numpy(stored.squares)
-        if score == "stade":
-            deviation = deviation_of_inputs(
-                torch.from_numpy(stored.sums), squares, stored.num_tokens
-            )
-            return [[self._of_inputs(deviation)]]
-        norms = rms_of_inputs(squares, stored.num_tokens)
-        if score == "wanda":
-            return [[self._of_inputs(norms)]]
-        norms = norms.reshape(-1) ** POWER_OF_RIA
-        first, second = relative_importance(norms, *sums)
-        return [[self._of_inputs(first)], [self._of_outputs(second), self._of_inputs(norms)]]
-
-    def _of_inputs(self, values: Tensor) -> Tensor:
-        count, rows, columns = self.shape
-        return values.reshape(
-            (count, rows, 1) if self.stored.layout.is_transposed else (count, 1, columns)
-        )
-
-    def _of_outputs(self, values: Tensor) -> Tensor:
-        count, rows, columns = self.shape
-        return values.reshape(
-            (count, 1, columns) if self.stored.layout.is_transposed else (count, rows, 1)
-        )
+def _factored_of(stored: StoredSums, score: str, sums: Sequence[Tensor]) -> FactoredScores:
+    """What |w| is multiplied by; ``sums`` of |w|, for "ria": of each input and of each output."""
+    first, second = map(torch.from_numpy, stored.arrays)
+    if score == "fisher":
+        return factored.fisher(stored.layout, first, second, stored.count)
+    if score == "stade":
+        return factored.stade(stored.layout, first, second, stored.count)
+    if score == "ria":
+        return factored.ria(stored.layout, second, stored.count, sums)
+    return factored.wanda(stored.layout, second, stored.count)

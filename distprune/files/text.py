@@ -15,13 +15,6 @@ def printable(name: str) -> str:
     return name if name.isprintable() else ascii(name)
 
 
-def listed(items: Iterable[str], most: int = 8) -> str:
-    """ "a, b and 3 more": the first of some items."""
-    items = list(items)
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + more
-
-
 def format_size(num_bytes: float) -> str:
     """ "1.5 GB": a size in decimal units, which are those of disks."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from distprune._common.blocks import Layout
-from distprune._common.boxes import boxes_of_run
-from distprune._common.memory import Array, Runs, Scratch
+from distprune._common.memory import Array, Runs, Scratch, boxes_of_run
 from distprune.selection.scores import ScoreSource
 from distprune.selection.tile_sums import added, num_bits_of, sums_of_tiles
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from distprune._common.memory import on_host
 from distprune._common.naming import full_name, named_modules, unwrap
 from distprune._common.process_groups import over_mesh, world
 from distprune._common.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
+from distprune._common.report_text import listed
 from distprune.masks.guards import guard_merges, holds_zeros
 from distprune.masks.hook import find_hook
 from distprune.torch_private.wrapper import is_flattened, is_managed
@@ -98,7 +98,7 @@ def hold_zeros(model: nn.Module, *, group: ProcessGroup | None = None) -> tuple[
     refused = [f"{each.name} {each.obstacle}" for each in pruned if each.obstacle is not None]
     if refused:
         raise NotImplementedError(
-            f"{_shortened(refused, '; ')}. Expected that only LoRA of nn.Linear and Conv1D changes "
+            f"{listed(refused, 3, '; ')}. Expected that only LoRA of nn.Linear and Conv1D changes "
             "weights with zeros. Leave such modules out of target_modules and modules_to_save."
         )
     for each in pruned:
@@ -136,7 +136,7 @@ def merge_and_unload(
     unheld = [each.name for each in pruned if not holds_zeros(each.layer)]
     if unheld:
         raise ValueError(
-            f"{_shortened(unheld, ', ')}: the base weight has zeros, which merging would fill; "
+            f"{listed(unheld, 3)}: the base weight has zeros, which merging would fill; "
             "expected layers that hold them. Call hold_zeros(model) after get_peft_model or "
             "PeftModel.from_pretrained, before training: an adapter that was trained without it is "
             "another model."
@@ -312,11 +312,6 @@ def _resolve(layer: Any, held: HeldDelta, **kwargs: Any) -> HeldDelta:
             "added to a layer that holds its zeros; expected plain LoRA."
         )
     return held
-
-
-def _shortened(texts: Sequence[str], separator: str) -> str:
-    rest = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
-    return separator.join(texts[:3]) + rest
 
 
 def stored_weight(base: nn.Module) -> Tensor:

@@ -30,8 +30,9 @@ from distprune._common.amount import (
 from distprune._common.exact_sums import Normalization, power_of
 from distprune.call.report import ChannelGroupReport
 from distprune.call.request import Decision, PruningCall
-from distprune.methods.channel_groups import ChannelGroup, ChannelPart
 from distprune.methods.channels import (
+    ChannelGroup,
+    ChannelPart,
     ChannelRows,
     ChannelSlice,
     count_live_of_channels,

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from distprune._common import exact_sums, memory
+from distprune._common.blocks import WeightLayout
 from distprune._common.collectives import Communicator
 from distprune._common.memory import Array, Scratch
 from distprune._common.naming import error_about
 from distprune.selection.kernels import call_all, kernels_on, num_threads, spans_of
 from distprune.selection.normalizing import Scored, live_array, live_flags
 from distprune.selection.scores import slice_of, widened
-from distprune.shards.geometry import MatrixRun
+from distprune.shards.geometry import IndexMap, MatrixRun
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,32 @@ class Summed:
     matrix: MatrixRun
     places: Sequence[Tensor]
     sizes: Sequence[int]
+
+    @classmethod
+    def of(
+        cls, part: Scored, index: IndexMap, layout: WeightLayout, *, is_here: bool = True
+    ) -> Summed:
+        """The sums over the outputs, of each input, and over the inputs, of each output.
+
+        Args:
+            index: of the part.
+            layout: of the whole weight.
+            is_here: False if no element of it is.
+        """
+        matrix, places = matrices_of(index, layout, is_here=is_here)
+        return cls(part, matrix, places, (layout.num_inputs, layout.num_outputs))
+
+
+def matrices_of(
+    index: IndexMap, layout: WeightLayout, *, is_here: bool = True
+) -> tuple[MatrixRun, list[Tensor]]:
+    """How a part lies in matrices, and the numbers of the input and of the output there."""
+    numbers = [
+        layout.of_inputs(torch.arange(layout.num_inputs).view(layout.input_shape)),
+        layout.of_outputs(torch.arange(layout.num_outputs)),
+    ]
+    matrix = MatrixRun.of(index, numbers if is_here else ())
+    return matrix, [matrix.matrix_of(each, layout.shape) for each in numbers if is_here]
 
 
 def magnitude_sums(weights: Sequence[Summed], communicator: Communicator) -> list[list[Tensor]]:

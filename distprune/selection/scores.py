@@ -6,7 +6,7 @@ stores a score per element.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -188,15 +188,7 @@ class FactorScores:
         dtype = torch.promote_types(shard.values.dtype, torch.float32)
         matrix = MatrixRun.of(shard.index, [factor for term in factored.terms for factor in term])
         device = shard.values.device
-        terms = [
-            _products(
-                [
-                    matrix.matrix_of(factor.detach().to(device, dtype), shard.shape)
-                    for factor in term
-                ]
-            )
-            for term in factored.terms
-        ]
+        terms = terms_on(matrix, factored, shard.shape, device, dtype)
         values = TensorScores(shard.flat(shard.values))
         return cls(values, matrix, lambda: terms, are_signed=are_signed)
 
@@ -360,6 +352,20 @@ def _multiply(factors: list[Array], out: Array) -> None:
     np.multiply(factors[0], factors[1], out=out)
     for factor in factors[2:]:
         np.multiply(out, factor, out=out)
+
+
+def terms_on(
+    matrix: MatrixRun,
+    factored: FactoredScores,
+    shape: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[list[Tensor]]:
+    """The terms of scores of a parameter of that shape, as :class:`FactorScores` takes them."""
+    return [
+        _products([matrix.matrix_of(each.detach().to(device, dtype), shape) for each in term])
+        for term in factored.terms
+    ]
 
 
 def _products(factors: list[Tensor]) -> list[Tensor]:

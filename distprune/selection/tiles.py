@@ -30,9 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.boxes import boxes_of_run
 from distprune._common.collectives import Communicator
-from distprune._common.memory import Array, Scratch
+from distprune._common.memory import Array, Scratch, boxes_of_run
 from distprune.selection.block_cuts import to_progressions, union
 from distprune.selection.candidates import Candidates, Ranked
 from distprune.selection.keys import RANDOM_KEYS, KeyRange, Order, RandomKeys, ScoreKeys, key_range

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distprune._common.blocks import WeightLayout
 from distprune._common.pruned_form import is_dtensor
 from distprune.shards.checksum import checksums
 
@@ -81,75 +82,82 @@ class FactoredScores:
 
 
 POWER_OF_RIA = 0.5  # of the rms of inputs, by default: the paper's a
+Tokens = int | Sequence[int]  # how many there were; of fused experts, by expert
 
 
-def rms_of_inputs(squares: Tensor, num_tokens: int | Sequence[int]) -> Tensor:
-    """The root mean square of each input; 0 if there were no tokens.
-
-    Args:
-        squares: float64, the sum of x**2 over all tokens.
-        num_tokens: how many there were; of fused experts, whose sums are [experts, inputs], by
-            expert.
-    """
-    return (squares / _counts(num_tokens)).sqrt()
-
-
-def deviation_of_inputs(sums: Tensor, squares: Tensor, num_tokens: int | Sequence[int]) -> Tensor:
-    """The standard deviation of each input; 0 if there were no tokens.
+def wanda(layout: WeightLayout, squares: Tensor, num_tokens: Tokens) -> FactoredScores:
+    """|w_ij| * root mean square of the input x_j, or 0 if there were no tokens.
 
     Args:
-        sums, squares: float64, the sums of x and of x**2 over all tokens.
-        num_tokens: as for :func:`rms_of_inputs`.
+        layout: of the weight.
+        squares: float64, of the input shape: the sum of x**2 over all tokens.
+        num_tokens: how many there were; of fused experts, by expert.
     """
+    return FactoredScores([[layout.of_inputs(_rms(squares, num_tokens)).float()]])
+
+
+def stade(
+    layout: WeightLayout, sums: Tensor, squares: Tensor, num_tokens: Tokens
+) -> FactoredScores:
+    """|w_ij| * standard deviation of the input x_j; of sums of x and of x**2."""
     count = _counts(num_tokens)
     variance = squares / count - (sums / count).square()
     # Of an input that is constant, rounding may leave less than 0.
-    return variance.clamp(min=0).sqrt()
+    return FactoredScores([[layout.of_inputs(variance.clamp(min=0).sqrt()).float()]])
 
 
-def relative_importance(
-    norms: Tensor, over_outputs: Tensor, over_inputs: Tensor
-) -> tuple[Tensor, Tensor]:
-    """RIA's factors: |w_ij| is multiplied by first_j + second_i * norms_j, each as float32.
+def ria(
+    layout: WeightLayout,
+    squares: Tensor,
+    num_tokens: Tokens,
+    magnitudes: Sequence[Tensor],
+    power: float = POWER_OF_RIA,
+) -> FactoredScores:
+    """(|w_ij| / sum over outputs + |w_ij| / sum over inputs) * (rms of x_j) ** power.
 
     Args:
-        norms: float64, of each input.
-        over_outputs: float64, of each input: the sum of |w| over the outputs.
-        over_inputs: float64, of each output: the sum of |w| over the inputs.
-
-    Returns:
-        The first, of each input, and the second, of each output; 0 where all is pruned.
+        layout, squares, num_tokens: as for :func:`wanda`.
+        magnitudes: float64, the sums of |w| over outputs, of each input, and over inputs, of each
+            output; where one is 0, all is pruned.
+        power: of the rms.
     """
-    first, second = (torch.where(s > 0, 1 / s, 0.0) for s in (over_outputs, over_inputs))
-    return norms * first, second
+    norms = _rms(squares, num_tokens) ** power
+    first, second = (torch.where(s > 0, 1 / s, 0.0) for s in magnitudes)
+    return FactoredScores(
+        [
+            [layout.of_inputs(norms * first.view(norms.shape)).float()],
+            [layout.of_outputs(second).float(), layout.of_inputs(norms).float()],
+        ]
+    )
 
 
-def rank_one_fisher(
-    by_output: Tensor, by_input: Tensor, weight: float, num_matrices: int
-) -> tuple[Tensor, Tensor]:
-    """The factors of Fisher by factors: |w_ij| is multiplied by first_i * second_j.
+def fisher(
+    layout: WeightLayout, by_output: Tensor, by_input: Tensor, weight: float
+) -> FactoredScores:
+    """|w_ij| * sqrt(r_i * c_j / T), of the sums r and c of the mean of g**2 over rows and columns.
 
-    ``first_i * second_j`` is the root of r_i * c_j / T, where r and c are the sums of the mean of
-    g**2 over rows and over columns of a matrix, and T is the sum of all of it.
+    T is the sum over the whole matrix; each expert, and each group of a convolution, has its own.
 
     Args:
+        layout: of the weight.
         by_output: float64 [outputs], the sums of weight * g**2 over rows, matrix by matrix.
-        by_input: float64, those over columns, matrix by matrix.
+        by_input: float64, of the input shape: those over columns, matrix by matrix.
         weight: the sum of the weights of all batches; above 0.
-        num_matrices: fused experts, or groups of a convolution; each has a T of its own.
-
-    Returns:
-        Shaped as the arguments; 0 where T is 0.
     """
+    columns = by_input.reshape(layout.num_matrices, -1)
     # One after the other, and not by rows: the sum of one matrix has the same bits, whatever
     # else is stored beside it.
-    totals = torch.stack([c.sum() for c in by_input.reshape(num_matrices, -1)])
-    shares = by_input.reshape(num_matrices, -1) / totals.unsqueeze(1)
-    shares = torch.where(totals.unsqueeze(1) > 0, shares, 0.0)
-    return (by_output / weight).sqrt(), shares.sqrt().reshape(by_input.shape)
+    totals = torch.stack([c.sum() for c in columns]).unsqueeze(1)
+    shares = torch.where(totals > 0, columns / totals, 0.0).sqrt().reshape(by_input.shape)
+    rows = (by_output / weight).sqrt()
+    return FactoredScores([[layout.of_outputs(rows).float(), layout.of_inputs(shares).float()]])
 
 
-def _counts(num_tokens: int | Sequence[int]) -> int | Tensor:
+def _rms(squares: Tensor, num_tokens: Tokens) -> Tensor:
+    return (squares / _counts(num_tokens)).sqrt()
+
+
+def _counts(num_tokens: Tokens) -> int | Tensor:
     """What sums are divided by: at least 1."""
     if isinstance(num_tokens, int):
         return max(1, num_tokens)

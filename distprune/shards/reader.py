@@ -21,10 +21,9 @@ from distprune._common.pruned_form import is_dtensor, local_tensor, mask_key, or
 from distprune.shards.checksum import checksums
 from distprune.shards.geometry import memory_order, run_index_map, whole_layout
 from distprune.shards.shard import FlatShard, LocalShard
-from distprune.torch_private import layouts
 from distprune.torch_private.managed import Managed, ManagedDTensor, ManagedRun
 from distprune.torch_private.masked_value import ShardMask, shard_mask_key
-from distprune.torch_private.wrapper import is_flattened, managed_parameters
+from distprune.torch_private.wrapper import find_run, is_flattened, managed_parameters
 
 
 def shard_of_run(
@@ -122,7 +121,7 @@ class ShardReader:
         record = _record_with_mask(module, name)
         if record is not None:
             return record
-        record = layouts.find(module, name)
+        record = find_run(module, name)
         if record is not None:
             return record
         if self._managed is None:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from distprune._common.collectives import Communicator
 from distprune._common.naming import NamedParameter
+from distprune.budgets import outliers
 from distprune.budgets.outliers import OWL_MULTIPLE, block_of
 from distprune.call.replicas import count_live_and_compare
 from distprune.files.checkpoints.statistics_file import (
@@ -17,10 +19,15 @@ from distprune.files.checkpoints.statistics_file import (
     read_statistics,
     write_statistics,
 )
+from distprune.selection.matrix_sums import Summed, magnitude_sums
+from distprune.selection.normalizing import Scored
+from distprune.selection.scores import FactorScores, ScoreSource, TensorScores
+from distprune.shards import factored
 from distprune.shards.factored import POWER_OF_RIA, FactoredScores
-from distprune.statistics import factors
+from distprune.shards.parameters import Target
 from distprune.statistics.collected import CollectedInputs
 from distprune.statistics.collecting import LocalStatistics
+from distprune.statistics.layers import WeightLayout
 from distprune.statistics.totals import Pairs, Totals, warn_of_empty
 
 if TYPE_CHECKING:
@@ -99,7 +106,7 @@ class ActivationStatistics(CollectedInputs):
         arXiv 2306.11695.
         """
         totals = self._labelled(parameters)
-        return self._scores(totals, lambda p: factors.wanda(totals[p.label], p.layout))
+        return self._scores(totals, lambda p: _wanda(totals[p.label], p.layout))
 
     def stade(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:
         """Scores of STADE: |w_ij| times the standard deviation of the input x_j. Collective.
@@ -112,7 +119,12 @@ class ActivationStatistics(CollectedInputs):
         Source: Mecke et al., "STADE: standard deviation as a pruning metric", arXiv 2503.22451.
         """
         totals = self._labelled(parameters)
-        return self._scores(totals, lambda p: factors.stade(totals[p.label], p.layout))
+
+        def make(p: LocalStatistics) -> FactoredScores:
+            own = totals[p.label]
+            return factored.stade(p.layout, own.sums, own.squares, own.num_tokens)
+
+        return self._scores(totals, make)
 
     def ria(
         self, parameters: Pairs | None = None, *, power: float = POWER_OF_RIA
@@ -140,10 +152,13 @@ class ActivationStatistics(CollectedInputs):
         layouts = {p.label: p.layout for p in self._local if p.label in totals}
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
             targets = [target for target in self._read_weights() if target.label in totals]
-            sums = factors.magnitudes_along(targets, layouts, self._communicator)
-        return self._scores(
-            totals, lambda p: factors.ria(totals[p.label], p.layout, sums[p.label], power)
-        )
+            sums = magnitudes_along(targets, layouts, self._communicator)
+
+        def make(p: LocalStatistics) -> FactoredScores:
+            own = totals[p.label]
+            return factored.ria(p.layout, own.squares, own.num_tokens, sums[p.label], power)
+
+        return self._scores(totals, make)
 
     def outlier_ratios(
         self,
@@ -176,12 +191,12 @@ class ActivationStatistics(CollectedInputs):
             raise ValueError(f"per={per!r}; expected 'block' or 'parameter'.")
         totals = self._labelled(None)
         scores = {
-            parameter.label: factors.wanda(totals[parameter.label], parameter.layout)
+            parameter.label: _wanda(totals[parameter.label], parameter.layout)
             for parameter in self._local
         }
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
             targets = self._read_weights()
-            ratios = factors.outlier_ratios(
+            ratios = outlier_ratios(
                 targets,
                 count_live_and_compare(targets, True, self._communicator),
                 scores,
@@ -239,6 +254,10 @@ class ActivationStatistics(CollectedInputs):
         """The scores of the parameters that have totals, by (module, name)."""
         warn_of_empty(totals, self._communicator)
         return self._by_pair({p.label: make(p) for p in self._local if p.label in totals})
+
+
+def _wanda(totals: Totals, layout: WeightLayout) -> FactoredScores:
+    return factored.wanda(layout, totals.squares, totals.num_tokens)
 
 
 class BlockPasses(Protocol):
@@ -399,3 +418,77 @@ def _run(statistics: ActivationStatistics, model: nn.Module, batch: Any) -> None
             model(**batch)
     else:
         model(**batch)
+
+
+def magnitudes_along(
+    targets: Sequence[Target], layouts: Mapping[str, WeightLayout], communicator: Communicator
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Sum |w| of the live elements of weights, for each input feature and for each output.
+
+    A convolution with groups is as many matrices, and so are fused experts: each input feature
+    belongs to one of them.
+
+    Args:
+        targets: the same on every rank.
+        layouts: how they meet their inputs, by label.
+        communicator: the ranks that have them.
+
+    Returns:
+        By label, fp64: the sums over its outputs, of the input shape; and those over its inputs,
+        [outputs]. Bit-equal on all ranks, and on every sharding.
+
+    Raises:
+        ValueError: a weight that is not finite; on every rank.
+
+    Cost: two reads of the weights; two all-reduces of 8 bytes per input feature and output.
+    """
+    weights = [
+        Summed.of(
+            Scored.of_shard(target.shard, TensorScores(target.shard.flat(target.shard.values))),
+            target.shard.index,
+            layouts[target.label],
+            is_here=bool(target.places),
+        )
+        for target in targets
+    ]
+    sums = magnitude_sums(weights, communicator)
+    return {
+        target.label: (of_inputs.view(layouts[target.label].input_shape), of_outputs)
+        for target, (of_inputs, of_outputs) in zip(targets, sums, strict=True)
+    }
+
+
+def outlier_ratios(
+    targets: Sequence[Target],
+    num_live: Sequence[int],
+    scores: Mapping[str, FactoredScores],
+    block_of: Callable[[str], str],
+    multiple: float,
+    communicator: Communicator,
+) -> dict[str, float]:
+    """The share of live scores above a multiple of the mean score, per block. Collective.
+
+    Args:
+        targets: the parameters; the same on every rank.
+        num_live: unpruned elements of every whole parameter.
+        scores: of each parameter, by its label.
+        block_of: from a label to the name of its block: the mean is that of a block's scores.
+        multiple: of the mean.
+        communicator: the ranks that have the parameters.
+
+    Returns:
+        By label, the ratio of its block.
+
+    Cost: that of :func:`distprune.budgets.outliers.outlier_ratios`.
+    """
+    parts = []
+    for target in targets:
+        source: ScoreSource
+        if target.places:
+            source = FactorScores.of_shard(target.shard, scores[target.label], are_signed=True)
+        else:  # of other ranks: no element of it is here
+            source = TensorScores(target.shard.values)
+        parts.append(Scored.of_shard(target.shard, source))
+    blocks = [block_of(target.label) for target in targets]
+    ratios = outliers.outlier_ratios(parts, num_live, blocks, multiple, communicator)
+    return {target.label: ratio for target, ratio in zip(targets, ratios, strict=True)}

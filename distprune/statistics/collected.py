@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from distprune._common.collectives import Communicator
-from distprune._common.naming import NamedParameter, listed
+from distprune._common.naming import NamedParameter
 from distprune._common.process_groups import world
+from distprune._common.report_text import listed
 from distprune._common.selecting import check_pattern, matcher
 from distprune.call.reading import read_parameters
 from distprune.call.request import ParameterArguments

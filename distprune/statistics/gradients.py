@@ -21,12 +21,12 @@ from distprune.files.checkpoints.statistics_file import (
     read_gradient_statistics,
     write_gradient_statistics,
 )
+from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
 from distprune.shards.gradients import check_trainable, ranks_with_shards
 from distprune.shards.parameters import Target
 from distprune.shards.rank_batches import checked_loss_scale, checked_weight
 from distprune.shards.reader import ShardReader
-from distprune.statistics import factors
 from distprune.statistics.gradient_sums import GradientSums, GradientTotals
 from distprune.statistics.layers import WeightLayout, matrices_of
 from distprune.statistics.totals import (
@@ -242,7 +242,14 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter, GradientTotals]):
                     "expected a batch with a positive one inside of calibrating()."
                 )
         _warn_of_zeros(asked, self._communicator)
-        return self._by_pair({p.label: factors.fisher(p.totals, p.layout) for p in asked})
+        return self._by_pair(
+            {
+                p.label: factored.fisher(
+                    p.layout, p.totals.by_output, p.totals.by_input, p.totals.weight
+                )
+                for p in asked
+            }
+        )
 
     @classmethod
     def load(

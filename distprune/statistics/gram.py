@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from distprune._common.collectives import Communicator
 from distprune._common.naming import NamedParameter
-from distprune.files.checkpoints.gram_folder import (
+from distprune.files.checkpoints.statistics_file import (
     STATISTICS,
     StoredMatrix,
     read_index,
@@ -200,7 +200,7 @@ class GramMatrices(ActivationStatistics):
         """Write the matrices and the statistics to a folder. Collective; the first rank writes.
 
         Any run on any sharding can load it. The form is in
-        files.checkpoints.gram_folder.[Note: folder of Gram matrices].
+        files.checkpoints.statistics_file.[Note: folder of Gram matrices].
 
         Raises:
             ValueError: as :meth:`totals`; parameters without full names.

@@ -19,8 +19,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from distprune._common.naming import listed
-from distprune.files.checkpoints.statistics_file import WeightLayout as WeightLayout
+from distprune._common.blocks import WeightLayout as WeightLayout
+from distprune._common.report_text import listed
 
 # Their forward is F.linear, or a convolution, of the input as it comes.
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)

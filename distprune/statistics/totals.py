@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator
-from distprune._common.naming import NamedParameter, listed, unwrap
+from distprune._common.naming import NamedParameter, unwrap
+from distprune._common.report_text import listed
 from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.statistics_file import (
     StoredStatistics,

@@ -27,9 +27,15 @@ from torch import Tensor, nn
 
 from distprune._common.mask_values import write_product
 from distprune._common.pruned_form import mask_key, name_without_orig, orig_key
-from distprune.torch_private import optimizer_steps, private_fields
+from distprune.torch_private import private_fields
 from distprune.torch_private.masked_value import has_dense_gradient
-from distprune.torch_private.stored_run import StoredMask, StoredRun
+from distprune.torch_private.stored_run import (
+    Kept,
+    StoredMask,
+    StoredRun,
+    drop_masters,
+    keep_masters,
+)
 
 _MASKS = "_distprune_masks"
 
@@ -249,7 +255,7 @@ def _modules_by_parameter(root: nn.Module) -> dict[int, list[nn.Module]]:
 _held: weakref.WeakKeyDictionary[nn.Module, dict[str, HeldMaster]] = weakref.WeakKeyDictionary()
 
 
-class HeldMaster(optimizer_steps.Kept):
+class HeldMaster(Kept):
     """The mask of a parameter that every rank has, on the part that its optimizer steps here.
 
     Args:
@@ -268,7 +274,7 @@ class HeldMaster(optimizer_steps.Kept):
     def masters(self) -> Sequence[Tensor]:
         parameter = self._parameter
         if parameter is None:  # no longer pruned
-            optimizer_steps.drop(self)
+            drop_masters(self)
             return ()
         return masters_of(parameter)
 
@@ -311,7 +317,7 @@ def hold_master(module: nn.Module, name: str) -> None:
     update_master(parameter)
     held = _held.setdefault(module, {})
     held[name] = held.get(name) or HeldMaster(module, name)
-    optimizer_steps.keep(held[name])
+    keep_masters(held[name])
 
 
 def _fragment(parameter: Any) -> tuple[int, int]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,20 +28,17 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import _shard_utils as shard_utils
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from distprune._common import mask_bits
 from distprune._common.mask_values import write_product
 from distprune._common.process_groups import over_groups
 from distprune._common.pruned_form import (
-    mask_key,
     masked_product,
-    name_without_orig,
     orig_key,
 )
 from distprune.torch_private import masked_value
 from distprune.torch_private.fsdp1 import FlatPiece, is_summoned, local_slice
-from distprune.torch_private.masked_value import ShardMask
+from distprune.torch_private.masked_value import RunMask
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParamHandle
@@ -52,7 +48,7 @@ _REPLACED = ("needs_unshard", "_all_gather_flat_param", "prepare_gradient_for_op
 _PIECES = "_distprune_masked_pieces"
 
 
-class FlatMask(ShardMask):
+class FlatMask(RunMask):
     """The mask of one parameter at work: see [Note: masks on a flat parameter].
 
     Args:
@@ -60,35 +56,19 @@ class FlatMask(ShardMask):
     """
 
     def __init__(self, piece: FlatPiece) -> None:
+        super().__init__()
         self._piece = piece
-        self._hooks: list[RemovableHandle] = []
 
     def managed(self) -> FlatPiece:
         return self._piece
 
-    @property
-    def place(self) -> tuple[nn.Module, str]:
-        module, registered = self._piece.owners[0]
-        return module, name_without_orig(registered)
-
     def attach(self) -> None:
         _MaskedPieces.of(self._piece.handle).add(self._piece.number, self)
-        for module, name in self._piece.owners:
-            key = mask_key(name_without_orig(name))
-            self._hooks += [
-                module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
-                    partial(self._save, key)
-                ),
-                module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                    partial(self._load, key)
-                ),
-            ]
+        super().attach()
 
     def detach(self) -> None:
         _MaskedPieces.of(self._piece.handle).drop(self._piece.number, self)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        super().detach()
 
     def is_attached(self) -> bool:
         return _MaskedPieces.of(self._piece.handle).masks.get(self._piece.number) is self
@@ -111,32 +91,18 @@ class FlatMask(ShardMask):
             return masked_value.product(module, name, original, self.buffer)
         return original
 
-    def _save(
-        self,
-        key: str,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-    ) -> None:
-        """Put the mask into the state dict of its module, in the form that FSDP1 was told to use.
-
-        Args:
-            key: of the mask in the module.
-        """
+    def saved(self) -> Any:
+        """The mask in the form that FSDP1 was told to use in state dicts."""
         wrapper, config = self._piece.wrapper, self._piece.wrapper._state_dict_config
-        key = prefix + key
         if wrapper._state_dict_type == StateDictType.LOCAL_STATE_DICT:
-            state_dict[key] = self.buffer
-            return
+            return self.buffer
         whole = whole_mask(self._piece, self.buffer)
+        part: Tensor | ShardedTensor
         if wrapper._state_dict_type == StateDictType.FULL_STATE_DICT:
             if isinstance(config, FullStateDictConfig) and config.rank0_only and wrapper.rank:
-                return
-            state_dict[key] = whole.cpu() if config.offload_to_cpu else whole
-            return
-        part: DTensor | ShardedTensor
-        if wrapper._device_mesh is not None and getattr(config, "_use_dtensor", False):
+                return None
+            part = whole
+        elif wrapper._device_mesh is not None and getattr(config, "_use_dtensor", False):
             part = shard_utils._create_chunk_dtensor(whole, wrapper.rank, wrapper._device_mesh)
         else:
             assert wrapper.process_group is not None
@@ -147,47 +113,26 @@ class FlatMask(ShardMask):
                 wrapper._device_handle.device_count(),
                 wrapper.process_group,
             )
-        state_dict[key] = part.cpu() if config.offload_to_cpu else part
+        return part.cpu() if config.offload_to_cpu else part
 
-    def _load(
-        self,
-        key: str,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Take the mask out of a state dict, before its module loads the rest."""
-        key, piece = prefix + key, self._piece
-        if key not in state_dict:
-            if strict:
-                missing_keys.append(key)
-            return
-        value, num_elements = state_dict.pop(key), self.buffer.numel()
+    def load(self, value: Any) -> str:
+        piece, num_elements = self._piece, self.buffer.numel()
         is_local = piece.wrapper._state_dict_type == StateDictType.LOCAL_STATE_DICT
         expected = torch.Size((num_elements,)) if is_local else piece.shape
         if torch.Size(value.size()) != expected:
-            what = (
+            return (
                 f"this rank's {num_elements} elements of the mask, as LOCAL_STATE_DICT has them of "
                 "a model that is sharded in the same way"
                 if is_local
                 else f"the mask of a parameter of shape {tuple(expected)}"
             )
-            error_msgs.append(
-                f"size mismatch for {key}: the state dict has {tuple(value.size())}, expected "
-                f"{what}."
-            )
-            return
         if not is_local:
             whole = value if type(value) is Tensor else _whole_of(value, piece)
             value = _run_of(whole, piece, num_elements)
         self.buffer.copy_(value != 0)
         if not is_summoned(piece.handle):
             piece.free_gathered()
+        return ""
 
 
 class _MaskedPieces:

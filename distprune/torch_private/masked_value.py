@@ -28,9 +28,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.utils.hooks import RemovableHandle
 
-from distprune._common.pruned_form import is_dtensor, lost_mask, mask_key, masked_product, orig_key
-from distprune.torch_private.managed import Managed
+from distprune._common.pruned_form import (
+    is_dtensor,
+    lost_mask,
+    mask_key,
+    masked_product,
+    name_without_orig,
+    orig_key,
+)
+from distprune.torch_private.managed import Managed, ManagedRun
 
 _NAMES = "_distprune_live_names"
 _BASE = "_distprune_base"
@@ -118,6 +126,77 @@ class ShardMask(ABC):
     def has_dense_gradient(self) -> bool:
         """Whether the gradient is not to be masked for now."""
         return has_dense_gradient(*self.place)
+
+
+class RunMask(ShardMask):
+    """A mask of which each rank has a run; hooks of the modules put it into their state dicts."""
+
+    def __init__(self) -> None:
+        self._hooks: list[RemovableHandle] = []
+
+    @abstractmethod
+    def managed(self) -> ManagedRun: ...
+
+    @abstractmethod
+    def saved(self) -> Any:
+        """What a state dict gets of the mask now; None: nothing, on this rank."""
+
+    @abstractmethod
+    def load(self, value: Any) -> str:
+        """Take what :meth:`saved` returned, if it fits; else say what was expected."""
+
+    @property
+    def place(self) -> tuple[nn.Module, str]:
+        module, registered = self.managed().owners[0]
+        return module, name_without_orig(registered)
+
+    def attach(self) -> None:
+        for module, name in self.managed().owners:
+            key = mask_key(name_without_orig(name))
+            self._hooks += [
+                module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+                    functools.partial(self._save, key)
+                ),
+                module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                    functools.partial(self._load, key)
+                ),
+            ]
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _save(
+        self, key: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+    ) -> None:
+        found = self.saved()
+        if found is not None:
+            state_dict[prefix + key] = found
+
+    def _load(
+        self,
+        key: str,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + key
+        if key not in state_dict:
+            if strict:
+                missing_keys.append(key)
+            return
+        value = state_dict.pop(key)
+        if expected := self.load(value):
+            error_msgs.append(
+                f"size mismatch for {key}: the state dict has {tuple(value.size())}, expected "
+                f"{expected}."
+            )
 
 
 def masked_value(module: nn.Module, name: str) -> Tensor:

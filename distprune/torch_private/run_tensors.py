@@ -21,7 +21,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard
 
-from distprune._common.boxes import boxes_of_run
+from distprune._common.memory import boxes_of_run
 from distprune.torch_private.managed import ManagedRun
 
 # (offsets, sizes) in the whole tensor.

@@ -14,22 +14,97 @@ not only hidden as under the other wrappers.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
-from functools import partial
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
-from distprune._common.pruned_form import mask_key, name_without_orig, orig_key
-from distprune.torch_private import live_graphs, optimizer_steps
+from distprune._common.pruned_form import orig_key
+from distprune.torch_private import live_graphs
 from distprune.torch_private.managed import GradientSource, ManagedRun, Receive, padded_pieces
-from distprune.torch_private.masked_value import ShardMask
+from distprune.torch_private.masked_value import RunMask
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+
+class Kept(ABC):
+    """One mask, and the tensors that it keeps at zero."""
+
+    @property
+    @abstractmethod
+    def masters(self) -> Sequence[Tensor]:
+        """Views of what the optimizer steps; none if the mask is gone."""
+
+    @property
+    @abstractmethod
+    def has_dense_gradient(self) -> bool:
+        """Whether the gradient is not to be masked for now."""
+
+    @abstractmethod
+    def mask_run(self, run: Tensor) -> None:
+        """Set the pruned elements of a tensor like a master to +0, in place."""
+
+
+# They live as long as their modules.
+_kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+_handles: list[RemovableHandle] = []
+# By their memory: masters, and the masks that act on them. Only while an optimizer steps.
+_by_memory: dict[int, list[tuple[Tensor, Kept]]] = {}
+
+
+def keep_masters(kept: Kept) -> None:
+    """Mask the gradient before, and the masters after, every step from now on."""
+    _kept.add(kept)
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_before))
+        _handles.append(register_optimizer_step_post_hook(_after))
+
+
+def drop_masters(kept: Kept) -> None:
+    """Undo :func:`keep_masters`. A second call does nothing."""
+    _kept.discard(kept)
+
+
+@torch.no_grad()
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # Masters move: some wrappers take them to the host between steps.
+    _by_memory.clear()
+    for kept in list(_kept):
+        for master in filter(Tensor.numel, kept.masters):
+            _by_memory.setdefault(live_graphs.storage_of(master), []).append((master, kept))
+    if not _kept:
+        while _handles:
+            _handles.pop().remove()
+    for stepped, master, kept in _stepped_by(optimizer):
+        gradient = stepped.grad
+        if gradient is not None and not kept.has_dense_gradient:
+            first = master.storage_offset() - stepped.storage_offset()
+            kept.mask_run(gradient.view(-1)[first : first + master.numel()])
+
+
+@torch.no_grad()
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for _, master, kept in _stepped_by(optimizer):
+        kept.mask_run(master)
+    _by_memory.clear()
+
+
+def _stepped_by(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor, Kept]]:
+    """What an optimizer steps now, and the masters in it with their masks."""
+    for group in optimizer.param_groups:
+        for stepped in group["params"]:
+            for master, kept in _by_memory.get(live_graphs.storage_of(stepped), ()):
+                yield stepped, master, kept
 
 
 class StoredRun(ManagedRun):
@@ -209,7 +284,7 @@ class WholeGradient(GradientSource):
         return pieces
 
 
-class StoredMask(ShardMask, optimizer_steps.Kept):
+class StoredMask(RunMask, Kept):
     """The mask of one parameter at work: see [Note: masks on stored values].
 
     Args:
@@ -217,37 +292,21 @@ class StoredMask(ShardMask, optimizer_steps.Kept):
     """
 
     def __init__(self, run: StoredRun) -> None:
+        super().__init__()
         self._run = run
-        self._hooks: list[RemovableHandle] = []
 
     def managed(self) -> StoredRun:
         return self._run
 
-    @property
-    def place(self) -> tuple[nn.Module, str]:
-        module, registered = self._run.owners[0]
-        return module, name_without_orig(registered)
-
     def attach(self) -> None:
-        for module, name in self._run.owners:
-            key = mask_key(name_without_orig(name))
-            self._hooks += [
-                module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
-                    partial(self._save, key)
-                ),
-                module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                    partial(self._load, key)
-                ),
-            ]
+        super().attach()
         self._run.mask_gradients_with(self)
-        optimizer_steps.keep(self)
+        keep_masters(self)
 
     def detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        super().detach()
         self._run.stop_masking_gradients(self)
-        optimizer_steps.drop(self)
+        drop_masters(self)
 
     def is_attached(self) -> bool:
         return bool(self._hooks)
@@ -281,42 +340,17 @@ class StoredMask(ShardMask, optimizer_steps.Kept):
         return self._run.masters or (self._run.values,)
 
     # State dicts get this rank's run of the mask, as they get what else it stores.
+    def saved(self) -> Tensor:
+        return self.buffer
 
-    def _save(
-        self,
-        key: str,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-    ) -> None:
-        state_dict[prefix + key] = self.buffer
-
-    def _load(
-        self,
-        key: str,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        key = prefix + key
-        if key not in state_dict:
-            if strict:
-                missing_keys.append(key)
-            return
-        value, mask = state_dict.pop(key), self.buffer
+    def load(self, value: Tensor) -> str:
+        mask = self.buffer
         if value.numel() == self._run.shape.numel() and value.shape != mask.shape:
             value = value.reshape(-1)[self._run.start : self._run.start + mask.numel()]
         if value.shape != mask.shape:
-            error_msgs.append(
-                f"size mismatch for {key}: the state dict has {tuple(value.shape)}, expected "
+            return (
                 f"{tuple(mask.shape)}, the run of this rank, as a model that is sharded in the "
-                f"same way saves it, or the whole mask, {tuple(self._run.shape)}."
+                f"same way saves it, or the whole mask, {tuple(self._run.shape)}"
             )
-            return
         mask.copy_(value != 0)
+        return ""

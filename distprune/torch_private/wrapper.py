@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from distprune._common.pruned_form import orig_key
-from distprune.torch_private import layouts, masked_value
+from distprune.torch_private import deepspeed, masked_value
 from distprune.torch_private.managed import Managed
 from distprune.torch_private.stored_run import StoredMask, StoredRun
 
@@ -22,7 +22,7 @@ def managed_parameters(
 ) -> dict[tuple[int, str], Managed]:
     """Every parameter that FSDP shards in this process, by (id(module), registered name).
 
-    And those of a model, if one is given, that are stored as runs (``layouts``).
+    And those of a model, if one is given, that are stored as runs (``layouts.register``).
 
     A leaf does not know the module that gathers it, and the parameter registered on it may be a
     gathered copy, so its type says nothing.
@@ -40,7 +40,7 @@ def managed_parameters(
         records.update(fsdp2.managed_parameters())
         records.update(fsdp1.managed_parameters(root))
     if root is not None:
-        records.update(layouts.found_in(root))
+        records.update(runs_below(root))
     return records
 
 
@@ -75,7 +75,7 @@ def is_managed(module: nn.Module, name: str) -> bool:
 
     Cost: 0.1 microseconds for each parameter that FSDP2 shards; no dictionary.
     """
-    if layouts.find(module, name) is not None:
+    if find_run(module, name) is not None:
         return True
     if "torch.distributed.fsdp" not in sys.modules:
         return False
@@ -127,3 +127,31 @@ def ignore_buffers(wrapper: DistributedDataParallel, fqns: Iterable[str]) -> Non
     wrapper.parameters_to_ignore.update(fqns)
     # DDP decides by its previous list whether to broadcast, and fails on an empty new one.
     wrapper._assign_modules_buffers()  # type: ignore[no-untyped-call]
+
+
+# (module, name that it registers) -> the record of the parameter; None if it is none of its kind
+Finder = Callable[[nn.Module, str], StoredRun | None]
+
+finders: list[Finder] = [deepspeed.find]
+
+
+def find_run(module: nn.Module, name: str) -> StoredRun | None:
+    """The record of a parameter, pruned or not; None if no finder knows it."""
+    for key in (orig_key(name), name):
+        if key in module._parameters:
+            for finder in finders:
+                record = finder(module, key)
+                if record is not None:
+                    return record
+    return None
+
+
+def runs_below(root: nn.Module) -> Iterator[tuple[tuple[int, str], StoredRun]]:
+    """Every record below a model, by (id(module), registered name)."""
+    for module in root.modules():
+        for name in module._parameters:
+            for finder in finders:
+                record = finder(module, name)
+                if record is not None:
+                    yield (id(module), name), record
+                    break

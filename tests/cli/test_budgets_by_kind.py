@@ -102,10 +102,3 @@ def test_group_mistakes_in_a_file_are_named(run, source, tmp_path):
     assert done.code == 2
     assert "groups[0].sparsity: has no place beside 'pattern'" in done.err
     assert "line 4, groups[1].scope: expected 'global', 'layer' or 'row'" in done.err
-    path.write_text(
-        "version: 1\nsparsity: 0.5\ngroups:\n"
-        "  - {select: {include: '*attn*'}}\n  - {select: {include: '*q_proj*'}}\n"
-    )
-    done = run("plan", source, "-r", path)
-    assert done.code == 2
-    assert "tensor model.layers.0.self_attn.q_proj.weight is in groups[0] and groups[1]" in done.err

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 import distprune as prune
-from distprune._common.hashing import hash_keys
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.collective_traffic import Traffic
@@ -95,47 +94,6 @@ def differences(wrapping: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", wrappings.sampled(WRAPPINGS))
 def test_masks_are_those_of_the_definition(wrapping):
     assert_nothing_wrong_on(wrapping, differences)
-
-
-def random_differences(wrapping: str) -> list[str]:
-    """A random score is a function of (seed, global index), with bounds as without."""
-    indices = wrappings.local_indices(Net(), wrapping)
-    torch.manual_seed(7)
-    seed = int(torch.randint(2**62, (1,)))
-    offsets = [sum(SIZES[:i]) for i in range(len(SIZES))]
-    shapes = [Net().get_parameter(name).shape for name in NAMES]
-    scores = [
-        hash_keys(torch.arange(n) + offset, seed).view(shape)
-        for n, offset, shape in zip(SIZES, offsets, shapes, strict=True)
-    ]
-    floors, ceilings = [0.5, 0, 0, 0.8, 0], [1, 0.3, 0, 1, 0.34]
-    keeps = reference.prune_bounded(scores, 60, floors, ceilings)
-    return wrong_masks(
-        pruned_at_random(wrapping, floors, ceilings), dict(zip(NAMES, keeps, strict=True)), indices
-    )
-
-
-def pruned_at_random(wrapping: str, floors: list, ceilings: list) -> torch.nn.Module:
-    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
-    targets = [target(wrappings.unwrapped(model), name) for name in NAMES]
-    torch.manual_seed(7 if not dist.is_initialized() or dist.get_rank() == 0 else 8)
-    prune.global_unstructured(
-        targets,
-        prune.RandomUnstructured,
-        amount=60,
-        min_sparsity=dict(zip(targets, floors, strict=True)),
-        max_sparsity=dict(zip(targets, ceilings, strict=True)),
-    )
-    return model
-
-
-@pytest.mark.parametrize("wrapping", ["plain-3", "fsdp2-3", "tp-2", "fsdp2_tp-2x2"])
-def test_random_masks(wrapping):
-    assert_nothing_wrong_on(wrapping, random_differences)
-
-
-def test_random_masks_without_a_process_group():
-    assert random_differences("plain-1") == []
 
 
 def traffic_with_bounds(wrapping: str) -> tuple:

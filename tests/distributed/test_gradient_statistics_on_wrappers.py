@@ -1,16 +1,12 @@
 """Gradient statistics on every wrapper: exactly those of one process that runs all batches."""
 
 import contextlib
-import copy
 import re
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import distprune as prune
 from distprune.shards import rank_batches
@@ -19,58 +15,17 @@ from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.collective_traffic import Traffic
 from helpers.comparisons import assert_nothing_wrong
-from helpers.micro_batches import (
-    Wrapped,
-    data_rank,
-    gradients_of_units,
-    loss_of,
-    make_model,
-    micro_batch,
-    num_tokens,
-)
+from helpers.micro_batches import WEIGHTS, Wrapped, make_model, num_tokens, wrong_totals
 from helpers.models import target
 from helpers.sampling import every
 
-WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]
 ALL = wrappings.sampled([*wrappings.TRAINED, *wrappings.FSDP2_DIM1])
-Units = list[tuple[float, dict[str, Tensor]]]
-
-
-def expected_of(units: Units, name: str) -> tuple[float, Tensor, Tensor]:
-    """(weight, sums by output, sums by input) of a matrix [out, in], from all units."""
-    squares = sum(n * gradients[name].double() ** 2 for n, gradients in units)
-    return sum(n for n, _ in units), squares.sum(1), squares.sum(0)
-
-
-def pairs_of(wrapped: Wrapped) -> list[prune.NamedParameter]:
-    inner = wrappings.unwrapped(wrapped.model)
-    return [prune.NamedParameter(*target(inner, name), name) for name in WEIGHTS]
-
-
-def wrong_totals(statistics: GradientStatistics, units: Units, is_exact: bool = True) -> list[str]:
-    wrong = []
-    for pair, held in statistics.totals().items():
-        weight, by_output, by_input = expected_of(units, pair.fqn)
-        if held.weight != weight:
-            wrong.append(f"{pair.fqn}: weight {held.weight}, not {weight}")
-        for what, mine, right in (
-            ("output", held.by_output, by_output),
-            ("input", held.by_input, by_input),
-        ):
-            is_equal = (
-                torch.equal(mine, right)
-                if is_exact
-                else torch.allclose(mine, right, rtol=2e-6, atol=0)
-            )
-            if not is_equal:
-                wrong.append(f"{pair.fqn} by {what}: {mine.tolist()}, not {right.tolist()}")
-    return wrong
 
 
 def differences(wrapping: str, data: str, num_batches: int) -> list[str]:
     """Twice the same batches, in two calibrations, of which each has other tokens on each rank."""
     wrapped = Wrapped(wrapping, data)
-    statistics = GradientStatistics(pairs_of(wrapped))
+    statistics = GradientStatistics(wrapped.matrices)
     for _ in range(2):
         wrapped.calibrate(statistics, num_batches)
     is_exact = data.startswith("integer")
@@ -95,62 +50,10 @@ def test_the_sums_are_those_of_one_process(wrapping, case):
     assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping, *case))
 
 
-def uneven_participation(wrapping: str) -> list[str]:
-    """Rank r has r micro-batches. Where a backward needs all ranks, the others weigh nothing."""
-    wrapped = Wrapped(wrapping, "integer float32")
-    statistics = GradientStatistics(pairs_of(wrapped))
-    rank, size = dist.get_rank(), dist.get_world_size()
-    is_alone = wrappings.kind_of(wrapping) in ("plain", "ddp")
-    quiet = wrapped.model.no_sync() if wrapping.startswith("ddp") else contextlib.nullcontext()
-    with statistics.calibrating(), quiet:
-        for number in range(rank if is_alone else size - 1):
-            has_data = number < rank
-            with statistics.batch(weight=num_tokens(rank, number) if has_data else 0):
-                # Whatever a rank without data runs.
-                (wrapped.loss(number) * (1 if has_data else torch.inf)).backward()
-    units = wrapped.units(size - 1)
-    return wrong_totals(
-        statistics, [units[r * (size - 1) + a] for r in range(size) for a in range(r)]
-    )
-
-
-@pytest.mark.parametrize("wrapping", ["plain-3", "ddp-3", "fsdp1-3", "fsdp2-3"])
-def test_ranks_with_fewer_batches(wrapping):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(uneven_participation, size, wrapping))
-
-
-def data_parallel_over_tensor_parallel() -> list[str]:
-    """Plain replicas of a tensor-parallel model: the ranks of group= have other batches."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dense = make_model("tp-2", "integer float32")
-    plan = {"l1": ColwiseParallel(), "l2": RowwiseParallel()}
-    model = parallelize_module(copy.deepcopy(dense), mesh["tp"], plan)
-    pairs = [prune.NamedParameter(*target(model, name), name) for name in WEIGHTS]
-    wrong = []
-    try:
-        with GradientStatistics(pairs).calibrating():
-            wrong.append("a parameter whose data-parallel ranks are not known was accepted")
-    except ValueError as error:
-        if "expected group=" not in str(error):
-            wrong.append(str(error))
-    statistics = GradientStatistics(iter(pairs), group=mesh["dp"].get_group())
-    rank = data_rank("fsdp2_tp-2x2")
-    with statistics.calibrating():
-        for number in range(3):
-            with statistics.batch(weight=num_tokens(rank, number)):
-                loss_of(model, micro_batch(dense, "integer float32", rank, number)).backward()
-    return wrong + wrong_totals(statistics, gradients_of_units(dense, "integer float32", 2, 3))
-
-
-def test_data_parallel_replicas_of_a_tensor_parallel_model():
-    assert_nothing_wrong(run_ranks(data_parallel_over_tensor_parallel, 4))
-
-
 def traffic(wrapping: str) -> tuple[dict[str, int], int]:
     """Bytes that are sent besides the training's own, and the number of outputs and inputs."""
     wrapped = Wrapped(wrapping, "integer float32")
-    statistics = GradientStatistics(pairs_of(wrapped))
+    statistics = GradientStatistics(wrapped.matrices)
 
     def run(batch=contextlib.nullcontext) -> None:
         for number in range(2):
@@ -272,7 +175,7 @@ def noticed(fault, wrapping: str) -> tuple[list[str], list[str]]:
     found = []
     for plant in (contextlib.nullcontext, fault):
         wrapped = Wrapped(wrapping, "integer float32")
-        statistics = GradientStatistics(pairs_of(wrapped))
+        statistics = GradientStatistics(wrapped.matrices)
         with plant(), statistics.calibrating():
             for number in range(3):
                 weight = num_tokens(wrapped.rank, number)
@@ -309,7 +212,7 @@ def test_a_wrong_reduction_is_seen(fault, wrapping):
 def errors_of(wrapping: str) -> list[str]:
     """What goes wrong on one rank alone is raised on all of them, and changes nothing."""
     wrapped = Wrapped(wrapping, "integer float32")
-    pairs = pairs_of(wrapped)
+    pairs = wrapped.matrices
     statistics = GradientStatistics(pairs)
     wrapped.calibrate(statistics)
     is_first = dist.get_rank() == 0
@@ -359,7 +262,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_changes_nothing(wrapping):
 
 def refusal_under(wrapping: str) -> str:
     wrapped = Wrapped(wrapping, "integer float32")
-    pairs = pairs_of(wrapped)
+    pairs = wrapped.matrices
     statistics = GradientStatistics(pairs)
     prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5)
     try:
@@ -378,14 +281,14 @@ def test_pruned_parameters_under_fsdp_are_refused(wrapping):
 def scores_after_saving(wrapping: str, path: str) -> list[str]:
     """A file of any sharding gives the same statistics on one process, and back."""
     wrapped = Wrapped(wrapping, "integer float32")
-    statistics = GradientStatistics(pairs_of(wrapped))
+    statistics = GradientStatistics(wrapped.matrices)
     wrapped.calibrate(statistics)
     statistics.save(path)
-    loaded = GradientStatistics.load(path, pairs_of(wrapped))
+    loaded = GradientStatistics.load(path, wrapped.matrices)
     single = make_model(wrapping, "integer float32")
     alone = [prune.NamedParameter(*target(single, name), name) for name in WEIGHTS]
     on_one = GradientStatistics.load(path, alone, group=dist.new_subgroups(1)[0])
-    from_state = GradientStatistics(pairs_of(wrapped))
+    from_state = GradientStatistics(wrapped.matrices)
     from_state.load_state_dict(on_one.state_dict())
     wrong = []
     for other in (loaded, on_one, from_state):

@@ -1,17 +1,19 @@
 """Random masks: as many as asked for, and the same wherever the elements are."""
 
+import math
 from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import distprune as prune
+from distprune._common.hashing import hash_keys
 from distprune.testing import run_ranks
-from helpers import wrappings
-from helpers.comparisons import assembled
+from helpers import reference, wrappings
+from helpers.comparisons import assembled, assert_nothing_wrong_on, wrong_masks
 from helpers.models import Net, ShapesNet, fill, fqns, target
 
 
@@ -77,7 +79,7 @@ def test_every_seed_gives_another_mask_and_every_element_has_its_chance():
 
 def masks_of_other_seeds(wrapping: str) -> list[tuple]:
     """random_unstructured and random_structured, with another seed on each rank."""
-    torch.manual_seed(torch.distributed.get_rank())
+    torch.manual_seed(dist.get_rank())
     model = fill(Net(), "normal", "float32")
     indices = wrappings.local_indices(model, wrapping)
     model = wrappings.wrap(model, wrapping)
@@ -98,74 +100,50 @@ def test_ranks_with_other_seeds_agree(wrapping):
     assert sorted(columns.tolist()) == [0] * 4 + [5] * 6
 
 
-def global_masks(wrapping: str, seed_per_rank: bool, batch_norm: bool):
-    """global RandomUnstructured; per parameter the mask shard, its indices and the full shape."""
-    rank = torch.distributed.get_rank()
-    torch.manual_seed(rank if seed_per_rank else 7)
-    model = fill(ShapesNet(), "normal", "float32")
-    if batch_norm:
-        model = torch.nn.Sequential(model, torch.nn.BatchNorm1d(3))
-        model = DistributedDataParallel(model)
-        names = ["0.l1.weight", "0.l2.weight"]
-        shapes = {name: tuple(model.module.get_parameter(name).shape) for name in names}
-        targets = [target(model.module, name) for name in names]
-        indices = {
-            name: torch.arange(m.weight.numel())
-            for name, (m, _) in zip(names, targets, strict=True)
-        }
-    else:
-        names = fqns(model)
-        shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
+SHAPES = {name: tuple(ShapesNet().get_parameter(name).shape) for name in fqns(ShapesNet())}
+# (how many are pruned, floors, ceilings)
+CALLS = [
+    (48, {}, {}),
+    (60, {"l2.weight": 0.5, "l3.weight": 0.8}, {"l1.weight": 0.3, "l1.bias": 0, "l3.bias": 0.34}),
+]
+
+
+def differences(wrapping: str, calls: list) -> list[str]:
+    """A global score is a function of (seed of the first rank, index among all elements)."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    wrong = []
+    for k, floors, ceilings in calls:
+        model = fill(ShapesNet(), "normal", "float32")
         indices = wrappings.local_indices(model, wrapping)
         model = wrappings.wrap(model, wrapping)
-        targets = [target(wrappings.unwrapped(model), name) for name in names]
-    report = prune.global_unstructured(targets, prune.RandomUnstructured, amount=0.3)
-    masks = []
-    for (module, parameter), name in zip(targets, names, strict=True):
-        mask = getattr(module, parameter + "_mask")
-        masks.append((wrappings.local(mask), indices[name], shapes[name]))
-    return masks, report.num_pruned
-
-
-def full_masks(per_rank) -> list[torch.Tensor]:
-    per_parameter = zip(*(masks for masks, _ in per_rank), strict=True)
-    return [assembled([(m, i) for m, i, _ in parts], parts[0][2]) for parts in per_parameter]
+        targets = {name: target(wrappings.unwrapped(model), name) for name in SHAPES}
+        torch.manual_seed(7 + rank)
+        report = prune.global_unstructured(
+            list(targets.values()),
+            prune.RandomUnstructured,
+            amount=k,
+            min_sparsity={targets[name]: floor for name, floor in floors.items()} or None,
+            max_sparsity={targets[name]: ceiling for name, ceiling in ceilings.items()} or None,
+        )
+        torch.manual_seed(7)
+        sizes = [math.prod(shape) for shape in SHAPES.values()]
+        keys = hash_keys(torch.arange(sum(sizes)), int(torch.randint(2**62, (1,))))
+        scores = [
+            part.view(shape) for part, shape in zip(keys.split(sizes), SHAPES.values(), strict=True)
+        ]
+        low, high = [floors.get(n, 0) for n in SHAPES], [ceilings.get(n, 1) for n in SHAPES]
+        keeps = reference.prune_bounded(scores, k, low, high)
+        wrong += wrong_masks(model, dict(zip(SHAPES, keeps, strict=True)), indices, f"{k} pruned")
+        if report.num_pruned != k:
+            wrong.append(f"the report says {report.num_pruned}, not {k}")
+    return wrong
 
 
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
-def test_global_random_agrees_although_the_ranks_have_other_seeds(wrapping):
-    per_rank = run_ranks(global_masks, wrappings.world_size(wrapping), wrapping, True, False)
-    masks = full_masks(per_rank)
-    num_elements = sum(mask.numel() for mask in masks)
-    num_pruned = sum(int((mask == 0).sum()) for mask in masks)
-    assert num_pruned == round(0.3 * num_elements)
-    assert {reported for _, reported in per_rank} == {num_pruned}
+def test_global_masks_are_those_of_the_definition(wrapping):
+    assert_nothing_wrong_on(wrapping, differences, CALLS)
 
 
-def test_global_random_is_one_mask_on_any_sharding():
-    found = {}
-    for wrapping in ["fsdp2-2", *wrappings.sampled(wrappings.SHARDED)]:
-        per_rank = run_ranks(global_masks, wrappings.world_size(wrapping), wrapping, False, False)
-        found[wrapping] = torch.cat([mask.flatten() for mask in full_masks(per_rank)])
-    differing = [w for w, mask in found.items() if not torch.equal(mask, found["fsdp2-2"])]
-    assert not differing
-
-
-def masks_of_equal_layers() -> list[torch.Tensor]:
-    layers = [fully_shard(torch.nn.Linear(6, 10)) for _ in range(3)]
-    torch.manual_seed(0)
-    prune.global_unstructured(
-        [(layer, "weight") for layer in layers], prune.RandomUnstructured, amount=0.5
-    )
-    return [layer.weight_mask.to_local() for layer in layers]
-
-
-def test_parameters_of_one_shape_get_different_masks():
-    masks = [torch.cat(parts) for parts in zip(*run_ranks(masks_of_equal_layers, 2), strict=True)]
-    assert len({tuple(mask.flatten().tolist()) for mask in masks}) == 3
-
-
-def test_ddp_with_batch_norm_and_other_seeds():
-    per_rank = run_ranks(global_masks, 3, "ddp-3", True, True)
-    for mask in full_masks(per_rank):  # replicas are compared while they are put together
-        assert 0 < int((mask == 0).sum()) < mask.numel()
+def test_bounds_without_a_process_group():
+    """Without bounds, the random numbers are there those that torch draws."""
+    assert differences("plain-1", CALLS[1:]) == []

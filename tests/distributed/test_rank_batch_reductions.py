@@ -2,31 +2,24 @@
 
 import collections
 import contextlib
-import copy
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distprune.criteria import Fisher, Taylor
+from distprune.statistics import GradientStatistics
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.collective_traffic import Traffic
 from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
 from helpers.micro_batches import (
+    ReplicasOfTensorParallelism,
+    Units,
     Wrapped,
-    data_rank,
-    expected_scores,
-    gradients_of_units,
-    loss_of,
-    make_model,
-    micro_batch,
     num_tokens,
-    wrong_scores,
+    wrong_totals,
 )
-from helpers.models import fqns, target
 from helpers.wrappings import local
 
 # Of 8 bytes each, in every calibration: an agreement when it begins and two when it ends, and the
@@ -131,57 +124,60 @@ def test_replicas_have_the_same_bits(wrapping):
         assert scores == ranks[number % num_shards]
 
 
-def uneven_participation(wrapping: str) -> list[str]:
+def made(kind: str, wrapped: Wrapped, **options) -> Fisher | GradientStatistics:
+    if kind == "sums":
+        return GradientStatistics(iter(wrapped.matrices), **options)
+    return Fisher(wrapped.pairs, unit="rank_batch", **options)
+
+
+def wrong_of(wrapped: Wrapped, found: Fisher | GradientStatistics, units: Units) -> list[str]:
+    if isinstance(found, GradientStatistics):
+        return wrong_totals(found, units)
+    return wrapped.wrong(found, units)
+
+
+def uneven_participation(wrapping: str, kind: str) -> list[str]:
     """Rank r has r micro-batches. Where a backward needs all ranks, the others weigh nothing."""
-    wrapped = Wrapped(wrapping, "float32")
-    criterion = Fisher(wrapped.pairs, unit="rank_batch")
+    wrapped = Wrapped(wrapping, "integer float32")
+    calibrated = made(kind, wrapped)
     rank, size = dist.get_rank(), dist.get_world_size()
-    is_alone = wrappings.kind_of(wrapping) == "plain"
-    with criterion.calibrating():
+    is_quiet = kind == "sums" and wrapping.startswith("ddp")
+    is_alone = is_quiet or wrappings.kind_of(wrapping) == "plain"
+    quiet = wrapped.model.no_sync() if is_quiet else contextlib.nullcontext()
+    with calibrated.calibrating(), quiet:
         for number in range(rank if is_alone else size - 1):
             has_data = number < rank
-            with criterion.batch(weight=num_tokens(rank, number) if has_data else 0):
+            with calibrated.batch(weight=num_tokens(rank, number) if has_data else 0):
                 # Whatever a rank without data runs.
                 (wrapped.loss(number) * (1 if has_data else torch.inf)).backward()
     units = wrapped.units(size - 1)
     units = [units[r * (size - 1) + a] for r in range(size) for a in range(r)]
-    return wrapped.wrong(criterion, units)
+    return wrong_of(wrapped, calibrated, units)
 
 
+@pytest.mark.parametrize("kind", ["scores", "sums"])
 @pytest.mark.parametrize("wrapping", ["plain-3", "ddp-3", "fsdp1-3", "fsdp2-3"])
-def test_ranks_with_fewer_batches(wrapping):
-    assert_nothing_wrong_on(wrapping, uneven_participation)
+def test_ranks_with_fewer_batches(wrapping, kind):
+    assert_nothing_wrong_on(wrapping, uneven_participation, kind)
 
 
-def data_parallel_over_tensor_parallel() -> list[str]:
-    """Plain replicas of a tensor-parallel model: the ranks of group= have other batches."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dense = make_model("tp-2", "integer float32")
-    plan = {"l1": ColwiseParallel(), "l2": RowwiseParallel()}
-    model = parallelize_module(copy.deepcopy(dense), mesh["tp"], plan)
-    numbered = copy.deepcopy(dense)
-    with torch.no_grad():
-        for parameter in numbered.parameters():
-            parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape))
-    numbered = parallelize_module(numbered, mesh["tp"], plan)
-    indices = {name: local(p).long() for name, p in numbered.named_parameters()}
-    criterion = Fisher(
-        [target(model, name) for name in fqns(dense)],
-        unit="rank_batch",
-        group=mesh["dp"].get_group(),
-    )
-    rank = data_rank("fsdp2_tp-2x2")
-    with criterion.calibrating():
-        for number in range(3):
-            with criterion.batch(weight=num_tokens(rank, number)):
-                loss_of(model, micro_batch(dense, "integer float32", rank, number)).backward()
-    units = gradients_of_units(dense, "integer float32", 2, 3)
-    expected = expected_scores(dense, units, 2, 0.5)
-    return wrong_scores(model, criterion.scores(), expected, indices, "integer float32")
+def data_parallel_over_tensor_parallel(kind: str) -> list[str]:
+    """The ranks of group= have other batches."""
+    wrapped, wrong = ReplicasOfTensorParallelism(), []
+    try:
+        with made(kind, wrapped).calibrating():
+            wrong.append("a parameter whose data-parallel ranks are not known was accepted")
+    except ValueError as error:
+        if "expected group=" not in str(error):
+            wrong.append(str(error))
+    calibrated = made(kind, wrapped, group=wrapped.group)
+    wrapped.calibrate(calibrated)
+    return wrong + wrong_of(wrapped, calibrated, wrapped.units())
 
 
-def test_data_parallel_replicas_of_a_tensor_parallel_model():
-    assert_nothing_wrong(run_ranks(data_parallel_over_tensor_parallel, 4))
+@pytest.mark.parametrize("kind", ["scores", "sums"])
+def test_data_parallel_replicas_of_a_tensor_parallel_model(kind):
+    assert_nothing_wrong(run_ranks(data_parallel_over_tensor_parallel, 4, kind))
 
 
 def two_criteria(wrapping: str) -> list[str]:

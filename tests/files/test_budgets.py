@@ -108,14 +108,6 @@ def _matches(name, pattern):
     return fnmatch.fnmatchcase(name, pattern)
 
 
-@pytest.fixture
-def small_pieces(monkeypatch):
-    """Many units, parts of tensors, spans and chunks, as large tensors have them."""
-    small_chunks(monkeypatch, 24, 12)
-    with small_units(num_elements=44, copy_bytes=100):
-        yield
-
-
 def check(tensors, recipe, source, target):
     """Prune, and compare everything with the oracle."""
     plan = planning.plan(source, recipe)
@@ -290,27 +282,3 @@ def test_what_cannot_be_is_refused_with_the_numbers(tmp_path, recipe, texts):
         planning.plan(source, recipe)
     for text in texts:
         assert text in str(error.value), str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("fields", "texts"),
-    [
-        (
-            {"sparsity": 0.5, "groups": ({"sparsity": 2},)},
-            ["sparsity is given beside groups", "groups[0]: sparsity: expected a number"],
-        ),
-        (
-            {"groups": (FileRecipe(0.5, nan="keep"), FileRecipe(0.5, score="random", seed=3))},
-            ["groups[0]: nan is 'keep'; expected it beside", "groups[1]: seed is 3; expected"],
-        ),
-        ({"groups": "abc"}, ["groups is 'abc'; expected a list"]),
-        ({"groups": (3,)}, ["groups[0] is 3; expected a recipe"]),
-        ({"groups": (FileRecipe(0.5),) * 129}, ["there are 129 groups; expected at most 128"]),
-        ({"groups": (FileRecipe(0.5),), "seed": 4}, ["seed: has no effect"]),
-    ],
-)
-def test_recipes_that_are_wrong(fields, texts):
-    with pytest.raises(SelectionError) as error:
-        FileRecipe(**fields)
-    assert len(error.value.problems) == len(texts), error.value
-    assert all(text in str(error.value) for text in texts), error.value

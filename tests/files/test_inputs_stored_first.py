@@ -14,7 +14,6 @@ from distprune.files.layouts import Layouts
 from distprune.files.recipe import FileRecipe
 from distprune.selection import cpu
 from helpers import file_oracle, tiny_checkpoints
-from helpers.small_work_units import small_chunks, small_units
 from helpers.tiny_checkpoints import load
 
 WAYS = [
@@ -89,12 +88,8 @@ def sizes(request, monkeypatch):
     """With blocks that fit into memory, and with none that does."""
     if request.param == "in stripes":
         monkeypatch.setattr(cpu, "_STRIPE", 24)
-    if request.param != "in pieces":
-        yield
-        return
-    small_chunks(monkeypatch, 24, 12)
-    with small_units(num_elements=44, copy_bytes=100):
-        yield
+    if request.param == "in pieces":
+        request.getfixturevalue("small_pieces")
 
 
 @pytest.mark.parametrize("case", CASES)

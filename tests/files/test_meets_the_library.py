@@ -1,4 +1,9 @@
-"""Pruning a checkpoint and pruning the model that it holds give the same masks, ties included."""
+"""Pruning a checkpoint and pruning the model that it holds give the same masks, ties included.
+
+See test_scores_from_statistics.py, too.
+"""
+
+import itertools
 
 import pytest
 import torch
@@ -8,6 +13,7 @@ import distprune
 from distprune.files import planning, pruning
 from distprune.files.checkpoints.mask_files import open_masks, read_keep
 from distprune.files.disk.access import OpenFiles
+from distprune.files.errors import CheckpointError
 from distprune.files.recipe import FileRecipe
 from distprune.recipe import parse_recipe
 from distprune.testing import run_ranks
@@ -39,42 +45,6 @@ def masks_of(folder):
         files.close()
 
 
-def masks_within_limits(dtype, method, sparsity, low, high):
-    """In the library: each kind of layer of a model is a group."""
-    model = make_model(dtype)
-    with torch.no_grad():
-        for which, layer in enumerate(model["layers"]):
-            layer.weight.mul_(1 + which % 3)  # else limits are seldom met
-    parameters = distprune.select(model)
-    torch.manual_seed(3)
-    distprune.global_unstructured(
-        parameters, method, amount=sparsity, min_sparsity=low, max_sparsity=high,
-        pipeline_parallel=True,
-    )  # fmt: skip
-    state = {f"{p.fqn}": p[0].weight_orig.detach() for p in parameters}
-    return {p.fqn: p[0].weight_mask.bool() for p in parameters}, state
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, "mixed"])
-@pytest.mark.parametrize("score", ["magnitude", "random"])
-def test_limits_mean_the_same_for_the_model_and_its_checkpoint(tmp_path, dtype, score):
-    limits = [(0.4, 0.3, 0.5), (0.513, 0.0, 0.55), (0.3, 0.25, 1.0), (0.7, 0.5, 0.75)]
-    is_random = score == "random"
-    method = distprune.RandomUnstructured if is_random else distprune.L1Unstructured
-    for number, each in enumerate(limits):
-        ((wanted, state),) = run_ranks(masks_within_limits, 1, dtype, method, *each)
-        source = tiny_checkpoints.save(tmp_path / f"source{number}", state)
-        sparsity, low, high = each
-        recipe = FileRecipe(
-            sparsity, score=score, seed=3 if is_random else None, min_sparsity=low,
-            max_sparsity=high,
-        )  # fmt: skip
-        pruning.prune(planning.plan(source, recipe), tmp_path / f"target{number}")
-        found = masks_of(tmp_path / f"target{number}")
-        assert found.keys() == wanted.keys()
-        assert all(found[name].equal(keep) for name, keep in wanted.items())
-
-
 def masks_of_a_recipe(dtype, mapping):
     """In the library, by a pruner that a recipe made."""
     model = make_model(dtype)
@@ -101,3 +71,74 @@ def test_one_recipe_for_a_model_and_its_checkpoint(tmp_path):
     (wanted,) = run_ranks(masks_of_a_recipe, 1, "mixed", mapping)
     assert len(found) == 10 and found.keys() == wanted.keys()
     assert all(found[name].equal(keep) for name, keep in wanted.items())
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_recipe_of_each_version(tmp_path, version):
+    """Version 1 ranks raw magnitudes, as it did before there was another version."""
+    mapping = {"version": version, "sparsity": 0.5, "select": {"include": "layers.[0-3]*"}}
+    torch.manual_seed(0)
+    sizes = itertools.pairwise([7, 12, 16, 9, 24, 5])
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(*size) for size in sizes)})
+    for which, layer in enumerate(model["layers"]):  # of different scales
+        layer.weight = nn.Parameter(torch.randn_like(layer.weight) * 3.0 ** (2 - which))
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    source = tiny_checkpoints.save(tmp_path / "source", state)
+    recipe = FileRecipe.parse(mapping)
+    assert recipe.normalize == (None if version == 1 else "rms")
+    report = pruning.prune(planning.plan(source, recipe), tmp_path / "target")
+    parse_recipe(mapping).pruner(model).step()
+    wanted = {
+        f"{name}.weight": module.weight_mask.bool()
+        for name, module in model.named_modules()
+        if hasattr(module, "weight_mask")
+    }
+    found = masks_of(tmp_path / "target")
+    assert found.keys() == wanted.keys() and len(found) == 4
+    assert all(found[name].equal(keep) for name, keep in wanted.items())
+    sparsities = [tensor.sparsity for tensor in report.tensors]
+    assert (max(sparsities) > 0.9) == (version == 1)
+
+
+@pytest.mark.parametrize("normalize", ["rms", "l2", "mean"])
+@pytest.mark.parametrize(
+    ("dtype", "exponent"),
+    [
+        (torch.float32, -149),  # 1 / rms is above the largest float32
+        (torch.float32, 124),  # 1 / norm is a denormal float32
+        (torch.bfloat16, -133),
+        (torch.float64, -1000),
+    ],
+)
+def test_multiples_of_one_another_are_pruned_alike(tmp_path, dtype, exponent, normalize):
+    torch.manual_seed(0)
+    values = (torch.randperm(12) + 1).view(3, 4).double()
+    weights = {"a.weight": values.to(dtype), "b.weight": (values * 2.0**exponent).to(dtype)}
+    model = nn.ModuleDict({name: nn.Linear(4, 3, dtype=dtype) for name in "ab"})
+    for name, layer in model.items():
+        layer.weight = nn.Parameter(weights[f"{name}.weight"].clone())
+    distprune.global_unstructured(
+        distprune.select(model), distprune.L1Unstructured, amount=0.5, normalize=normalize
+    )
+    source = tiny_checkpoints.save(tmp_path / "source", weights)
+    pruning.prune(planning.plan(source, FileRecipe(0.5, normalize=normalize)), tmp_path / "target")
+    found = masks_of(tmp_path / "target")
+    for name, layer in model.items():
+        assert torch.equal(layer.weight_mask.bool(), values > 6)
+        assert torch.equal(found[f"{name}.weight"], values > 6)
+
+
+@pytest.mark.parametrize("value", [2.0**-1060, 1.5e308])
+def test_fp64_that_cannot_be_divided_exactly_is_refused_by_name(tmp_path, value):
+    weight = torch.full((3, 4), value, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(4, 3, dtype=torch.float64))
+    model[0].weight = nn.Parameter(weight.clone())
+    text = r"0\.weight: normalize='l2' would divide its scores by (inf|[\d.]+e-3\d\d); expected"
+    with pytest.raises(ValueError, match=text):
+        distprune.global_unstructured(
+            distprune.select(model), distprune.L1Unstructured, amount=0.5, normalize="l2"
+        )
+    assert not hasattr(model[0], "weight_mask")
+    source = tiny_checkpoints.save(tmp_path / "source", {"0.weight": weight})
+    with pytest.raises(CheckpointError, match=text):
+        pruning.prune(planning.plan(source, FileRecipe(0.5, normalize="l2")), tmp_path / "target")

@@ -1,18 +1,16 @@
 """Magnitudes that are divided by a statistic of their tensor: the masks of the oracle, exactly."""
 
 import itertools
-import json
 
 import pytest
 import torch
 
 from distprune.files import cuts, planning, pruning, results, verifying
-from distprune.files.errors import CheckpointError, NaNError, SelectionError
+from distprune.files.errors import CheckpointError, NaNError
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.report import read_report
 from helpers import file_oracle, tiny_checkpoints
 from helpers.sampling import every
-from helpers.small_work_units import small_chunks, small_units
 from helpers.tiny_checkpoints import load, tree_digest
 
 STATISTICS = ["rms", "l2", "mean"]
@@ -50,14 +48,6 @@ def save(folder, tensors):
     names = list(tensors)
     shards = ({n: tensors[n] for n in part} for part in (names[:3], names[3:]))
     return tiny_checkpoints.save(folder, *shards)
-
-
-@pytest.fixture
-def small_pieces(monkeypatch):
-    """Many units, spans and chunks, as large tensors have them."""
-    small_chunks(monkeypatch, 24)
-    with small_units(num_elements=44, copy_bytes=100):
-        yield
 
 
 def check(tensors, recipe, source, target):
@@ -199,38 +189,3 @@ def test_a_run_that_stopped_after_the_count_goes_on(tmp_path, monkeypatch, small
     monkeypatch.setattr(pruning, "find_cuts", lambda *_: 1 / 0)  # not needed any more
     pruning.prune(plan, tmp_path / "target")
     assert tree_digest(tmp_path / "target", RUN) == tree_digest(tmp_path / "whole", RUN)
-
-
-@pytest.mark.parametrize("claim", ["l2", "mean", None])
-def test_verify_finds_another_normalisation_than_the_one_claimed(tmp_path, claim):
-    tensors = weights("mixed", ties=False)
-    source, target = save(tmp_path / "source", tensors), tmp_path / "target"
-    pruning.prune(planning.plan(source, FileRecipe(0.5, normalize="rms")), target)
-    path = target / "distprune" / "report.json"
-    values = json.loads(path.read_text())
-    values["recipe"]["normalize"] = claim
-    if claim is None:
-        del values["recipe"]["normalize"]
-    path.write_text(json.dumps(values, indent=1) + "\n")
-    problems = verifying.verify(target, source).problems
-    assert any("against the order of scores" in text for text in problems)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"sparsity": 0.5, "scope": "layer"},
-        {"sparsity": 0.5, "scope": "row"},
-        {"sparsity": 0.5, "score": "random"},
-        {"pattern": "2:4"},
-    ],
-)
-def test_normalize_where_it_has_no_effect_is_refused(fields):
-    with pytest.raises(SelectionError, match="normalize: has no effect"):
-        FileRecipe(**fields, normalize="rms")
-
-
-def test_values_of_normalize():
-    assert FileRecipe(0.5, normalize="none") == FileRecipe(0.5)
-    with pytest.raises(SelectionError, match="expected 'rms', 'l2', 'mean' or 'none'"):
-        FileRecipe(0.5, normalize="max")

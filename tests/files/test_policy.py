@@ -166,8 +166,15 @@ def test_tied_weights_that_are_stored_twice(tmp_path, config):
         ({"sparsity": 0.5, "input_dims": {"": 0}}, ["input_dims: expected dimensions by"]),
         ({"sparsity": 0.5, "input_dims": 3}, ["input_dims: expected dimensions by"]),
         ({"sparsity": 0.5, "input_dims": ["a=0"]}, ["input_dims: expected dimensions by"]),
+        (
+            {"sparsity": 0.5, "groups": (3, {"sparsity": 2})},
+            [
+                "sparsity is given beside groups",
+                "groups[0] is 3; expected a recipe",
+                "groups[1]: sparsity: expected a number",
+            ],
+        ),
         ({"groups": "ab"}, ["groups is 'ab'; expected a list of recipes"]),
-        ({"groups": [{"sparsity": 2}]}, ["groups[0]: sparsity: expected a number"]),
         ({"groups": [{"sparsty": 0.5}]}, ["groups[0] is {'sparsty': 0.5}; expected a recipe"]),
         ({"groups": [FileRecipe(0.5)], "min_ndim": 1}, ["min_ndim is given beside groups"]),
         (

@@ -12,7 +12,7 @@ from distprune.files.reports.report import read_report
 from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints
 from helpers.sampling import every
-from helpers.small_work_units import small_chunks, small_units
+from helpers.small_work_units import small_units
 from helpers.tiny_checkpoints import load, tree_digest
 
 RUN = ("distprune/run.json",)
@@ -66,14 +66,6 @@ WAYS = [
 
 def expected(tensors, way, names=SELECTED):
     return file_oracle.masks(tensors, names, **{k: v for k, v in way.items() if k != "score"})
-
-
-@pytest.fixture
-def small_pieces(monkeypatch):
-    """Many units, spans and chunks, as large tensors have them."""
-    small_chunks(monkeypatch, 24, 12)
-    with small_units(num_elements=44, copy_bytes=100):  # no multiple of 8
-        yield
 
 
 def check(tensors, source, target, way):

@@ -101,6 +101,14 @@ CALLS = [
     {"amount": 0.7, "normalize": "mean", "score": "magnitude"},
     {"amount": 0.5, "normalize": None, "score": "magnitude"},
     {"amount": 0.5, "normalize": "rms", "score": "magnitude", "max_sparsity": 0.6},
+    {"amount": 0.513, "min_sparsity": 0.25, "max_sparsity": 0.55, "score": "magnitude"},
+    {"amount": 0.5, "min_sparsity": 0.4, "max_sparsity": 0.6, "score": "random"},
+    {"amount": 0.5, "scope": "row", "score": "random"},
+    {"pattern": "1:2", "score": "random"},
+    {"amount": 0.4, "pattern": "2x2", "scope": "row", "score": "random"},
+    {"amount": 0.3, "scope": "layer", "score": "magnitude"},
+    {"pattern": "1:2", "score": "magnitude"},
+    {"amount": 0.4, "pattern": "2x1", "score": "magnitude"},
     {"amount": 0.4, "normalize": "rms", "score": "wanda"},
     {"amount": 0.6, "normalize": "mean", "score": "wanda"},
     {"amount": 0.5, "normalize": None, "score": "wanda"},
@@ -178,9 +186,11 @@ def masks_of_model(calls, dtype, statistics, gradients, scores_dtype):
         if call["score"] == "given":
             given = given_scores(make_model(dtype), scores_dtype)
             scores = {pair: given[pair.fqn] for pair in parameters}
-        distprune.global_unstructured(
-            parameters, distprune.L1Unstructured, importance_scores=scores, **keywords
-        )
+        method = distprune.L1Unstructured
+        if call["score"] == "random":
+            method = distprune.RandomUnstructured
+            torch.manual_seed(3)
+        distprune.global_unstructured(parameters, method, importance_scores=scores, **keywords)
         found.append({pair.fqn: pair[0].weight_mask.bool() for pair in parameters})
     return found
 
@@ -194,6 +204,8 @@ def prune_files(source, folder, calls, statistics, gradients, scores, chunk):
             keywords = {name: value for name, value in call.items() if name != "amount"}
             if call["score"] == "given":
                 keywords["scores"] = scores
+            if call["score"] == "random":
+                keywords["seed"] = 3
             if needs_statistics(call):
                 keywords["statistics"] = statistics
             if call["score"] == "fisher":

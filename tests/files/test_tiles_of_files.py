@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from distprune.files import planning, pruning, verifying
-from distprune.files.checkpoints.header import read_header
-from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
 from distprune.files.errors import NaNError, SelectionError
 from distprune.files.recipe import FileRecipe
 from helpers import file_oracle, tiny_checkpoints
@@ -112,51 +110,6 @@ def test_equals_the_oracle(tmp_path, monkeypatch, sizes, dtype):
             assert verifying.verify(target, source).problems == ()
         file_oracle.check(source, target, expected(tensors, way), load)
         assert report.num_pruned == plan.num_to_prune
-
-
-def zero_out(target, name, elements):
-    """Prune more elements, in the mask and in the weights."""
-    masks = open_masks(target)
-    raw = bytearray((target / MASK_FILE).read_bytes())
-    for element in elements:
-        raw[masks.starts[name] + element // 8] &= ~(1 << element % 8)
-    (target / MASK_FILE).write_bytes(raw)
-    for path in target.glob("*.safetensors"):
-        for tensor in read_header(path).tensors:
-            if tensor.name == name:
-                raw = bytearray(path.read_bytes())
-                size = tensor.nbytes // tensor.numel
-                for element in elements:
-                    start = tensor.start + element * size
-                    raw[start : start + size] = bytes(size)
-                path.write_bytes(raw)
-
-
-@pytest.mark.parametrize("which", [0, 1, 2])
-@pytest.mark.parametrize("sizes", [(1 << 19, 1 << 22), (24, 4)])
-def test_verify_finds_torn_tiles_and_tiles_out_of_order(tmp_path, monkeypatch, which, sizes):
-    way, tensors = WAYS[which], weights()
-    source = make_source(tmp_path / "source", tensors)
-    small_chunks(monkeypatch, *sizes)
-    pruning.prune(planning.plan(source, recipe_of(way)), tmp_path / "target")
-    kept = expected(tensors, way)["a.weight"].flatten()
-    one = int(kept.nonzero()[-1])
-    zero_out(tmp_path / "target", "a.weight", [one])
-    problems = verifying.verify(tmp_path / "target", source).problems
-    text = "elements are pruned or kept against the order of scores; the first is number"
-    assert problems[0] == f"a.weight: 1 {text} {one}."
-    assert any("elements are pruned in all" in problem for problem in problems)
-    # All of the tile with the largest sum.
-    rows, columns = map(int, way["pattern"].split("x"))
-    sizes_of_tile = [rows, columns]
-    totals = sums(tensors["a.weight"], sizes_of_tile)
-    number = int(totals.flatten().argmax())
-    row, column = number // totals.shape[1] * rows, number % totals.shape[1] * columns
-    tile = [r * 24 + c for r in range(row, row + rows) for c in range(column, column + columns)]
-    pruning.prune(planning.plan(source, recipe_of(way)), tmp_path / "other")
-    zero_out(tmp_path / "other", "a.weight", tile)
-    problems = verifying.verify(tmp_path / "other", source).problems
-    assert problems[0] == f"a.weight: {rows * columns} {text} {tile[0]}."
 
 
 def test_a_nan_is_an_error_that_names_its_tensor(tmp_path):

@@ -5,8 +5,12 @@ import copy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import distprune as prune
 from distprune.criteria import Criterion
+from distprune.statistics import GradientStatistics
 from helpers.criteria_cases import ReluNet
 from helpers.models import fill, fqns, target
 from helpers.wrappings import (
@@ -20,6 +24,9 @@ from helpers.wrappings import (
     world_size,
     wrap,
 )
+
+WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]
+Units = list[tuple[float, dict[str, Tensor]]]
 
 
 def make_model(wrapping: str, data: str) -> nn.Module:
@@ -90,7 +97,7 @@ def gradients_of_units(
     num_ranks: int,
     num_batches: int,
     run_in: torch.dtype | None = None,
-) -> list[tuple[float, dict[str, Tensor]]]:
+) -> Units:
     """(weight, gradients by name) of each unit, in one process, one after the other.
 
     Args:
@@ -108,9 +115,7 @@ def gradients_of_units(
     return units
 
 
-def expected_scores(
-    model: nn.Module, units: list[tuple[float, dict[str, Tensor]]], power: int, factor: float
-) -> dict[str, Tensor]:
+def expected_scores(model: nn.Module, units: Units, power: int, factor: float) -> dict[str, Tensor]:
     """factor * |w|^p * (sum of n * |g|^p) / (sum of n), in float64."""
     count = sum(n for n, _ in units)
     scores = {}
@@ -143,6 +148,28 @@ def wrong_scores(
     return wrong
 
 
+def wrong_totals(statistics: GradientStatistics, units: Units, is_exact: bool = True) -> list[str]:
+    """Compare the sums of matrices with those of all units."""
+    wrong = []
+    weight = sum(n for n, _ in units)
+    for pair, held in statistics.totals().items():
+        squares = sum(n * gradients[pair.fqn].double() ** 2 for n, gradients in units)
+        if held.weight != weight:
+            wrong.append(f"{pair.fqn}: weight {held.weight}, not {weight}")
+        for what, mine, right in (
+            ("output", held.by_output, squares.sum(1)),
+            ("input", held.by_input, squares.sum(0)),
+        ):
+            is_equal = (
+                torch.equal(mine, right)
+                if is_exact
+                else torch.allclose(mine, right, rtol=2e-6, atol=0)
+            )
+            if not is_equal:
+                wrong.append(f"{pair.fqn} by {what}: {mine.tolist()}, not {right.tolist()}")
+    return wrong
+
+
 class Wrapped:
     """A dense model, the same model wrapped, and this rank's micro-batches.
 
@@ -153,6 +180,7 @@ class Wrapped:
 
     Attributes:
         indices: by name, the elements that this rank has.
+        matrices: the weights, with their names.
         pairs: (module, name) of all parameters.
         rank: this rank's place among the data-parallel ranks.
     """
@@ -165,22 +193,28 @@ class Wrapped:
         cuts = options if wrapping.startswith("fsdp1-") else {}  # which depend on the dtypes there
         self.indices = local_indices(copy.deepcopy(self.dense), wrapping, **cuts)
         self.model = wrap(copy.deepcopy(self.dense), wrapping, **options)
-        self.pairs = [target(unwrapped(self.model), name) for name in fqns(self.dense)]
+
+    @property
+    def pairs(self) -> list[tuple[nn.Module, str]]:
+        return [target(unwrapped(self.model), name) for name in fqns(self.dense)]
+
+    @property
+    def matrices(self) -> list[prune.NamedParameter]:
+        inner = unwrapped(self.model)
+        return [prune.NamedParameter(*target(inner, name), name) for name in WEIGHTS]
 
     def loss(self, number: int) -> Tensor:
         """Of one micro-batch of this rank."""
         return loss_of(self.model, micro_batch(self.dense, self.data, self.rank, number))
 
-    def calibrate(self, criterion: Criterion, num_batches: int = 3) -> None:
+    def calibrate(self, criterion: Criterion | GradientStatistics, num_batches: int = 3) -> None:
         """Gradients pile up in .grad, as in gradient accumulation."""
         with criterion.calibrating():
             for number in range(num_batches):
                 with criterion.batch(weight=num_tokens(self.rank, number)):
                     self.loss(number).backward()
 
-    def units(
-        self, num_batches: int = 3, run_in: torch.dtype | None = None
-    ) -> list[tuple[float, dict[str, Tensor]]]:
+    def units(self, num_batches: int = 3, run_in: torch.dtype | None = None) -> Units:
         """(weight, gradients by name) of all units of all ranks, in one process."""
         num_ranks = num_data_ranks(self.wrapping)
         return gradients_of_units(self.dense, self.data, num_ranks, num_batches, run_in)
@@ -188,10 +222,28 @@ class Wrapped:
     def wrong(
         self,
         criterion: Criterion,
-        units: list[tuple[float, dict[str, Tensor]]],
+        units: Units,
         power: int = 2,
         factor: float = 0.5,
     ) -> list[str]:
         """Compare scores with those of one process, by default Fisher's."""
         expected = expected_scores(self.dense, units, power, factor)
         return wrong_scores(self.model, criterion.scores(), expected, self.indices, self.data)
+
+
+class ReplicasOfTensorParallelism(Wrapped):
+    """Plain replicas of a model over tensor-parallel ranks: the ranks of ``group`` are replicas."""
+
+    def __init__(self) -> None:
+        self.wrapping, self.data = "fsdp2_tp-2x2", "integer float32"
+        self.rank, self.dense = data_rank(self.wrapping), make_model(self.wrapping, self.data)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        self.group = mesh["dp"].get_group()
+        plan = {"l1": ColwiseParallel(), "l2": RowwiseParallel()}
+        self.model = parallelize_module(copy.deepcopy(self.dense), mesh["tp"], plan)
+        numbered = copy.deepcopy(self.dense)
+        with torch.no_grad():
+            for parameter in numbered.parameters():
+                parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape))
+        numbered = parallelize_module(numbered, mesh["tp"], plan)
+        self.indices = {name: local(p).long() for name, p in numbered.named_parameters()}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune._common.boxes import boxes_of_run
+from distprune._common.memory import boxes_of_run
 from distprune.shards.geometry import (
     Split,
     dim_coordinates,

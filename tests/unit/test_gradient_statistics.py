@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune.shards.factored import rank_one_fisher
+from distprune.shards import factored
 from distprune.statistics import GradientStatistics, gradient_sums
 from distprune.statistics.layers import WeightLayout, matrices_of
 
@@ -49,12 +49,15 @@ def test_the_matrix_of_rank_one_has_the_sums():
     torch.manual_seed(0)
     squares = torch.rand(2, 4, 3, dtype=torch.float64)
     squares[1, 2] = 0
-    first, second = rank_one_fisher(squares.sum(2).flatten(), squares.sum(1).flatten(), 5.0, 2)
-    fitted = (first.view(2, 4, 1) * second.view(2, 1, 3)) ** 2
-    assert torch.allclose(fitted.sum(2), squares.sum(2) / 5, rtol=1e-14)
-    assert torch.allclose(fitted.sum(1), squares.sum(1) / 5, rtol=1e-14)
-    of_one, _ = rank_one_fisher(squares[0].sum(1), squares[0].sum(0), 5.0, 1)
-    assert of_one.equal(first[:4])
+    layout = WeightLayout("experts", (2, 4, 3))
+    scores = factored.fisher(layout, squares.sum(2).flatten(), squares.sum(1), 5.0)
+    ((first, second),) = scores.terms
+    fitted = (first.double() * second.double()) ** 2
+    assert torch.allclose(fitted.sum(2), squares.sum(2) / 5, rtol=1e-6)
+    assert torch.allclose(fitted.sum(1), squares.sum(1) / 5, rtol=1e-6)
+    one = WeightLayout("linear", (4, 3))
+    of_one = factored.fisher(one, squares[0].sum(1), squares[0].sum(0), 5.0)
+    assert of_one.terms[0][0].equal(first[0]) and of_one.terms[0][1].equal(second[0])
 
 
 def test_gradients_of_zero_give_scores_of_zero_and_a_warning():

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import distprune as prune
-from distprune import schedule
+from distprune import budgets, schedule
 
 
 def layers():
@@ -54,6 +55,22 @@ def test_stacked_matrices_need_input_dims():
         pairs, prune.L1Unstructured, pattern="2:4", input_dims={(module, "experts"): 1}
     )
     assert (module.experts_mask.sum(1) == 2).all()
+
+
+def test_pairs_are_keys_in_any_wrapper():
+    layer = nn.Linear(6, 4)
+    wrapped = (checkpoint_wrapper(layer), "weight")
+    for call in (
+        {"amount": 0.5, "min_sparsity": {wrapped: 0.25}, "max_sparsity": {wrapped: 0.75}},
+        {"budget": {wrapped: 0.75}},
+        {"budget": budgets.OWL({wrapped: 0.1}), "amount": 0.5},
+        {"pattern": "1:2", "input_dims": {wrapped: 1}},
+    ):
+        prune.global_unstructured([(layer, "weight")], prune.L1Unstructured, **call)
+        prune.remove(layer, "weight")
+    two = {wrapped: 0.25, (layer, "weight"): 0.5}
+    with pytest.raises(ValueError, match=r"several values for .*: 0\.25, 0\.5"):
+        prune.global_unstructured([wrapped], prune.L1Unstructured, amount=0.5, min_sparsity=two)
 
 
 def test_modules_of_transformers_that_say_it_need_none():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
+from distprune._common.report_text import listed
 from distprune.files.checkpoints.header import INDEX_SUFFIX, TensorEntry, WeightFile, read_header
 from distprune.files.checkpoints.locating import (
     Location,
@@ -29,7 +30,7 @@ from distprune.files.disk.listing import (
     unreadable,
 )
 from distprune.files.errors import CheckpointError, headline
-from distprune.files.text import listed, printable
+from distprune.files.text import printable
 
 _NOT_COPIED_FOLDERS = {".git": "git's own data", ".cache": "a download cache"}
 SIDECAR = "distprune"  # the folder, inside a pruned checkpoint, of masks and report

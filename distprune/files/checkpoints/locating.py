@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from distprune._common.report_text import listed
 from distprune.files.checkpoints.header import INDEX_SUFFIX, load_json, read_header
 from distprune.files.disk.listing import Listing
 from distprune.files.errors import CheckpointError
-from distprune.files.text import listed, printable
+from distprune.files.text import printable
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+(.*)", re.DOTALL)
 _HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
@@ -102,7 +103,7 @@ def _refuse_cache(path: str) -> None:
         names = (name.removeprefix("models--").replace("--", "/") for name in models)
         raise CheckpointError(
             f"{printable(path)} is a Hugging Face cache; expected one of its models, by its name: "
-            f"{listed(map(printable, names))}."
+            f"{listed(map(printable, names), 8)}."
         )
 
 

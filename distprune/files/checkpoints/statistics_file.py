@@ -33,6 +33,15 @@ then those of expert 1, and so on.
 
 Statistics are of the whole weight, whatever the sharding of the model that they were collected on.
 Sums divide by ``num_tokens``, which may be 0 (an expert), or by ``weight``.
+
+[Note: folder of Gram matrices] Beside ``statistics.safetensors``, a file of activation statistics,
+a safetensors file for each matrix, and an index, written last::
+
+    grams.json              {"version": 1, "matrices": [{"file": ..., "size": n, "number": e,
+                            "parameters": [names that share it]}]}
+    gram-00000.safetensors  one tensor "gram", [n, n], F32 or F64
+
+``number`` is that of the expert, or of the group of a convolution.
 """
 
 from __future__ import annotations
@@ -41,11 +50,13 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
+from distprune._common.blocks import LAYOUTS, WeightLayout
 from distprune.files.checkpoints.header import (
     WeightFile,
     are_sizes,
@@ -53,114 +64,10 @@ from distprune.files.checkpoints.header import (
     make_header,
     read_header,
 )
-from distprune.files.disk.access import write_atomically
+from distprune.files.disk.access import read_small, write_atomically
 from distprune.files.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 MODES = ("one_pass", "sequential")
-EXPERT_LAYOUTS = ("experts", "transposed_experts")
-_TRANSPOSED_LAYOUTS = ("conv1d_of_transformers", "transposed_experts")
-_LAYOUTS = ("linear", "conv1d_of_transformers", "convolution", *EXPERT_LAYOUTS)
-
-
-@dataclass(frozen=True)
-class WeightLayout:
-    """How the weight of a layer meets its input.
-
-    Attributes:
-        kind: "linear" ([out, in]), "conv1d_of_transformers" ([in, out]), "convolution", or
-            "experts" ([experts, out, in]) or "transposed_experts" ([experts, in, out]).
-        shape: of the whole weight.
-        groups: of a convolution.
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-    groups: int = 1
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """Shape of a statistic that has one number for each input feature."""
-        shape = self.shape
-        if self.are_experts:
-            return (shape[0], shape[self.input_dim])
-        if self.kind == "convolution":
-            return (self.groups * shape[1], *shape[2:])
-        return shape[:1] if self.is_transposed else shape[1:]
-
-    @property
-    def num_inputs(self) -> int:
-        """Number of input features."""
-        return math.prod(self.input_shape)
-
-    @property
-    def num_matrices(self) -> int:
-        """How many matrices it is: fused experts, or groups of a convolution."""
-        return self.shape[0] if self.are_experts else self.groups
-
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """Outputs and inputs of each of its matrices."""
-        num = max(1, self.num_matrices)
-        return self.num_outputs // num, self.num_inputs // num
-
-    @property
-    def are_experts(self) -> bool:
-        """Whether it is matrices of fused experts: each has tokens of its own."""
-        return self.kind in EXPERT_LAYOUTS
-
-    @property
-    def num_token_counts(self) -> int:
-        """How many numbers of tokens there are: one, or one for each expert."""
-        return self.shape[0] if self.are_experts else 1
-
-    @property
-    def is_transposed(self) -> bool:
-        """Whether the matrices are [in, out]."""
-        return self.kind in _TRANSPOSED_LAYOUTS
-
-    @property
-    def input_dim(self) -> int:
-        """The dimension of the inputs; of a convolution, that of the channels in a group."""
-        return int(self.are_experts) + int(not self.is_transposed)
-
-    @property
-    def output_dim(self) -> int:
-        """The dimension of the weight that has one row for each output."""
-        return int(self.are_experts) + int(self.is_transposed)
-
-    @property
-    def num_outputs(self) -> int:
-        """Number of outputs; of experts, those of each counted."""
-        return self.num_token_counts * self.shape[self.output_dim]
-
-    def of_inputs(self, values: Tensor) -> Tensor:
-        """A number per input feature, as a factor that broadcasts to the weight.
-
-        Args:
-            values: of the input shape.
-
-        Returns:
-            Of as many dimensions as the weight; a view. For a convolution with groups it has
-            the shape of the weight: outputs of different groups see different inputs.
-        """
-        if self.kind != "convolution":
-            return values.unsqueeze(self.output_dim)
-        if self.groups == 1:
-            return values.unsqueeze(0)
-        per_group = values.reshape(self.groups, 1, *self.shape[1:])
-        repeats = self.shape[0] // self.groups
-        return per_group.expand(-1, repeats, *self.shape[1:]).reshape(self.shape)
-
-    def of_outputs(self, values: Tensor) -> Tensor:
-        """A number per output, [outputs], as a factor that broadcasts to the weight; a view."""
-        shape = [1] * len(self.shape)
-        shape[self.output_dim] = -1
-        if self.are_experts:
-            shape[0] = self.shape[0]
-        return values.reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -418,7 +325,7 @@ def _layout_in(value: Any, kind: type[StoredSums], name: str) -> WeightLayout:
     """The layout in the facts of a parameter, which are checked."""
     if isinstance(value, dict) and value.keys() == {"layout", "shape", "groups", kind.COUNT}:
         shape, groups = value["shape"], value["groups"]
-        if are_sizes(shape) and value["layout"] in _LAYOUTS and are_sizes([groups]) and groups:
+        if are_sizes(shape) and value["layout"] in LAYOUTS and are_sizes([groups]) and groups:
             layout = WeightLayout(value["layout"], tuple(shape), groups)
             fits = len(shape) == 3 if layout.are_experts else len(shape) > 1
             if fits and kind.is_count(value[kind.COUNT], layout):
@@ -438,3 +345,100 @@ def _read_arrays(file: WeightFile, name: str) -> dict[str, np.ndarray]:
         values = raw[entry.start : entry.stop].view("<f8")
         arrays[entry.name] = np.require(values, np.float64, "A").reshape(entry.shape)
     return arrays
+
+
+STATISTICS = "statistics.safetensors"
+INDEX = "grams.json"
+_VERSION = 1
+_DTYPES = {"F32": "<f4", "F64": "<f8"}
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """One matrix of a folder.
+
+    Attributes:
+        file: its name in the folder.
+        size: inputs.
+        number: of the matrix among those of its parameters.
+        parameters: names of those that share it.
+    """
+
+    file: str
+    size: int
+    number: int
+    parameters: tuple[str, ...]
+
+
+def write_matrix(path: Path, matrix: np.ndarray) -> None:
+    """Write one matrix [n, n], of float32 or float64.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    dtype = "F64" if matrix.dtype == np.float64 else "F32"
+    data = np.ascontiguousarray(matrix, _DTYPES[dtype])
+    header, _ = make_header({"gram": (dtype, matrix.shape, data.nbytes)}, {})
+    write_atomically(path, [header, data.tobytes()])
+
+
+def write_index(folder: Path, matrices: Sequence[StoredMatrix]) -> None:
+    """Write the index, once all matrices are there.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    content = {"version": _VERSION, "matrices": [asdict(matrix) for matrix in matrices]}
+    write_atomically(folder / INDEX, json.dumps(content).encode())
+
+
+def read_index(folder: Path) -> list[StoredMatrix]:
+    """What a folder has.
+
+    Raises:
+        CheckpointError: there is no index, or it is malformed.
+    """
+    path = folder / INDEX
+    if not path.exists():
+        raise CheckpointError(
+            f"{folder} has no {INDEX}; expected what GramMatrices.save has written."
+        )
+    content = load_json(read_small(path).decode(), str(path))
+    try:
+        if content["version"] != _VERSION:
+            raise ValueError(f"version {content['version']}; expected {_VERSION}")
+        return [
+            StoredMatrix(
+                Path(str(entry["file"])).name,
+                int(entry["size"]),
+                int(entry["number"]),
+                tuple(map(str, entry["parameters"])),
+            )
+            for entry in content["matrices"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is malformed: {error!r}.") from error
+
+
+def read_rows(folder: Path, matrix: StoredMatrix, rows: range) -> np.ndarray:
+    """Some rows of a matrix; those beyond it are zeros.
+
+    Raises:
+        CheckpointError: the file is missing or malformed.
+    """
+    header = read_header(folder / matrix.file, matrix.file)
+    entry = header.tensors[0] if len(header.tensors) == 1 else None
+    if entry is None or entry.dtype not in _DTYPES or entry.shape != (matrix.size, matrix.size):
+        raise CheckpointError(
+            f"{folder / matrix.file}: expected one tensor, F32 or F64, of {matrix.size} x "
+            f"{matrix.size}."
+        )
+    dtype = np.dtype(_DTYPES[entry.dtype])
+    found = np.zeros((len(rows), matrix.size), dtype)
+    here = range(min(rows.start, matrix.size), min(rows.stop, matrix.size))
+    offset = entry.start + here.start * matrix.size * dtype.itemsize
+    count = len(here) * matrix.size
+    found[: len(here)] = np.fromfile(header.path, dtype, count, offset=offset).reshape(
+        -1, matrix.size
+    )
+    return found

@@ -13,7 +13,8 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from distprune.files.text import listed, printable
+from distprune._common.report_text import listed
+from distprune.files.text import printable
 
 _PERMISSIONS = 0o777  # without set-user-ID and the like
 
@@ -105,7 +106,7 @@ def list_one(folder: str, name: str, *, follow_links: bool = False) -> Listing:
 
 def outside_problem(links: Sequence[tuple[str, str]]) -> str:
     """A sentence on links that lead out of a folder: (name, target), at least one."""
-    shown = listed(f"{name} (to {printable(target)})" for name, target in links)
+    shown = listed((f"{name} (to {printable(target)})" for name, target in links), 8)
     lead = "a link leads" if len(links) == 1 else f"{len(links)} links lead"
     return (
         f"{lead} out of the folder and its Hugging Face cache: {shown}. The result would "
