@@ -67,8 +67,8 @@ Rounds = Annotated[
     option(
         "--round",
         metavar="SHARE",
-        help="Prune to this sparsity first, with scores and an update of its own, as in --round "
-        "0.35 --round 0.5 -s 0.6: it loses less, and each round costs as much as the whole.",
+        help="Prune to this sparsity first, with an update of its own, as in --round 0.35 --round "
+        "0.5 -s 0.6: it loses less, and takes longer.",
     ),
 ]
 Held = Annotated[

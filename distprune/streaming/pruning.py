@@ -26,7 +26,7 @@ from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.disk.destination import Lock, resolve_destination
 from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.places import check_free, check_place, check_replaceable
-from distprune.files.planning import plan
+from distprune.files.planning import STATISTICS_FILE, plan
 from distprune.files.pruning import prune as prune_files
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.report import REPORT_FILE, Report, read_report
@@ -115,8 +115,10 @@ def prune_folder(
         damping: as for ``reconstruct``.
         evaluation: held-out text; its perplexity before and after comes into the report.
         rounds: sparsities below that of the recipe, rising: the model is pruned to each of them
-            first, with scores and an update of the model that the round before left. Each round
-            costs as much as the whole, and for a while a copy of the model on the disk.
+            first, with scores and an update of the model that the round before left. For "fisher"
+            the sums of gradients stay those of the dense model: what is pruned has no gradient, so
+            that a row which lost much would seem to matter little. Else each round costs as much as
+            the whole; and for a while a copy of the model on the disk.
         batch_size: windows that a rank runs at a time.
         dtype: in which the model computes; None: that of the config. Values are stored in the dtype
             of the source.
@@ -189,6 +191,11 @@ def prune_folder(
             held_out = None if number else evaluation
             of_round = dataclasses.replace(
                 settings, recipe=step, evaluation=held_out, keep_scores=None, replace=False
+            )
+        if number and settings.collects_gradients:
+            dense = str(places[number - 1] / STATISTICS_FILE)
+            of_round = dataclasses.replace(
+                of_round, recipe=of_round.recipe.replaced(statistics=dense)
             )
         if rounds:
             settings.tell(f"Round {number + 1} of {len(rounds) + 1}: {sparsity:.0%}.")

@@ -1,6 +1,8 @@
 """One layer in memory at a time: what the whole model gives, whatever stops it on the way."""
 
 import filecmp
+import json
+import re
 import shutil
 
 import pytest
@@ -8,9 +10,11 @@ import torch
 
 import distprune as prune
 from distprune import language_models, streaming
+from distprune.files.checkpoints.header import read_header
 from distprune.files.disk import destination as destinations
-from distprune.files.errors import CheckpointError, Interrupted, OutputError, SelectionError
+from distprune.files.errors import Interrupted, OutputError, SelectionError
 from distprune.files.recipe import FileRecipe
+from distprune.files.reports.report import read_report
 from distprune.files.verifying import verify
 from distprune.statistics import GradientStatistics, GramMatrices
 from distprune.testing import run_ranks
@@ -230,18 +234,73 @@ def test_rounds_go_on_from_the_round_before(llama, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert run(llama, out, **rounds).after == made.after
 
-    windows, source = tokens(6, seed=1, vocabulary=200), llama / "source"
+    windows, source, statistics = tokens(6, seed=1, vocabulary=200), llama / "source", None
     for number, sparsity in enumerate([0.2, 0.3, 0.5]):
         step = tmp_path / f"step{number}"
-        recipe = RECIPE.replaced(sparsity=sparsity)
+        recipe = RECIPE.replaced(sparsity=sparsity, statistics=statistics)
         streaming.prune_folder(source, step, recipe, windows)
+        statistics = str(step / "distprune" / "statistics.safetensors")  # of the dense model
         source = step
     assert filecmp.cmp(out / "model.safetensors", source / "model.safetensors", shallow=False)
     assert made.before == run(llama, llama / "out").before
-    with pytest.raises(CheckpointError, match="in rounds"):
-        verify(out, llama / "source")
     with pytest.raises(SelectionError, match="rising ones below the sparsity"):
         run(llama, tmp_path / "other", rounds=[0.6])
+
+
+@pytest.fixture(scope="module", params=["least_squares", "none"])
+def in_rounds(request, llama, tmp_path_factory):
+    """A result of two rounds; the source has a file that is not copied."""
+    folder = tmp_path_factory.mktemp("rounds")
+    shutil.copytree(llama / "source", folder / "source")
+    (folder / "source" / "pytorch_model.bin").write_bytes(b"stale")
+    run(folder, folder / "out", rounds=[0.3], update=request.param)
+    return folder
+
+
+def verified(folder):
+    return verify(folder / "out", folder / "source")
+
+
+def test_verify_says_what_it_knows_of_rounds(in_rounds):
+    """All but the order: zeros, counts, other bytes, checksums, the report."""
+    found = verified(in_rounds)
+    assert found.problems == () and not found.has_order
+    report = read_report(in_rounds / "out")
+    assert found.num_pruned == report.num_pruned == round(0.5 * found.num_elements)
+    found = run_ranks(verified, 2, in_rounds)
+    assert [(each.problems, each.has_order) for each in found] == [((), False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("pruned", "neither kept as they were nor pruned"),
+        ("kept", "checksums|neither kept as they were"),
+        ("dense", "belongs to no pruned tensor"),
+        ("mask", "elements are pruned in all|neither kept as they were"),
+        ("report", "is not the report of this result"),
+    ],
+)
+def test_verify_finds_what_is_wrong_after_rounds(in_rounds, tmp_path, what, expected):
+    source, out = in_rounds / "source", shutil.copytree(in_rounds / "out", tmp_path / "out")
+    name = "model.norm.weight" if what == "dense" else "model.layers.1.mlp.up_proj.weight"
+    if what == "report":
+        path = out / "distprune" / "report.json"
+        report = json.loads(path.read_text())
+        report["tensors"][0]["num_pruned"] += 1
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    else:
+        path = out / ("distprune/masks.safetensors" if what == "mask" else "model.safetensors")
+        start = {entry.name: entry.start for entry in read_header(path, "").tensors}[name]
+        if what in ("pruned", "kept"):
+            weight = weights_of(out)[name].view(-1)
+            place = (weight == 0) if what == "pruned" else (weight != 0)
+            start += 4 * int(place.nonzero()[0])
+        data = bytearray(path.read_bytes())
+        data[start] ^= 1
+        path.write_bytes(data)
+    problems = verify(out, source).problems
+    assert any(re.search(expected, problem) for problem in problems), problems
 
 
 def on_ranks_with_a_damaged_disk(folder, destination, kind):
