@@ -98,6 +98,15 @@ KeepScores = Annotated[
         "verify needs them, and --scores FOLDER ranks by them again.",
     ),
 ]
+Resident = Annotated[
+    bool | None,
+    option(
+        "--resident/--streamed",
+        help="Whether the weights stay in memory, a part on each process, or each pass reads a "
+        "layer when it needs it (resident on accelerators, where they fit). The result is the "
+        "same.",
+    ),
+]
 
 
 def _in_panel(annotation: Any) -> Any:
@@ -124,6 +133,7 @@ class TextOptions:
     device: Device = None
     tokenizer: Tokenizer = None
     keep_scores: KeepScores = None
+    resident: Resident = None
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> TextOptions:
@@ -190,7 +200,8 @@ def described_cost(cost: StreamCost) -> str:
     return (
         f"By text, each process needs at most {format_size(cost.peak)} of memory ({memory}) and "
         f"reads {format_size(cost.reads)}; for a while {format_size(cost.disk)} of the disk are "
-        "needed beside the result." + _described_time(cost)
+        f"needed beside the result. {format_size(cost.weights)} of memory more, which processes "
+        "share, keep the weights where they are resident." + _described_time(cost)
     )
 
 
@@ -262,6 +273,7 @@ def prune_by_text(
                 take_over=take_over,
                 keep_scores=given.keep_scores,
                 replace=replace,
+                resident=given.resident,
                 tell=terminal.note,
             )
     if terminal.is_leader and made.before is not None and made.after is not None:

@@ -21,7 +21,7 @@ from distprune.language_models.calibrating import (
 from distprune.language_models.evaluating import PerplexityReport, TextPerplexity, perplexity
 from distprune.language_models.loading import load_sharded, load_tokenizer
 from distprune.language_models.losses import BatchLosses
-from distprune.language_models.memory import MemoryEstimate, estimate_memory
+from distprune.language_models.memory import MemoryEstimate, available_memory, estimate_memory
 from distprune.language_models.rounds import Round, prune_in_rounds
 from distprune.language_models.running import DataRanks, RunProgress, data_ranks
 from distprune.language_models.saving import SavedModel, save_sharded
@@ -37,6 +37,7 @@ __all__ = [
     "SavedModel",
     "TextPerplexity",
     "TokenWindows",
+    "available_memory",
     "calibrate",
     "data_ranks",
     "decoder_blocks",

@@ -36,6 +36,7 @@ from distprune.language_models.loading import require_extra
 from distprune.language_models.running import Report as ReportProgress
 from distprune.language_models.text import TokenWindows
 from distprune.recipes import ELEMENTWISE
+from distprune.streaming.choosing import chosen_holding
 from distprune.streaming.cost import StreamCost, cost_of
 from distprune.streaming.layers import StreamedModel
 from distprune.streaming.passes import Passes
@@ -81,13 +82,15 @@ def prune_folder(
     take_over: bool = False,
     keep_scores: str | Path | None = None,
     replace: bool = False,
+    resident: bool | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> PrunedFolder:
     """Prune the decoder in a Hugging Face folder by text. Collective over all ranks.
 
     The model may be larger than memory: one decoder layer at a time is read, run on all windows,
     and freed. Hidden states are files in a folder beside the destination. The ranks share the
-    windows; each reads every layer.
+    windows. Each reads every layer; on several machines, or if the layers stay in memory
+    (``resident``), each reads its part of the rows, and an all-gather makes the layer.
 
     1. A forward through all layers. Scores "wanda", "stade" and "ria" get their statistics here.
     2. For scores of gradients a backward, layer by layer. For "fisher" it adds up squared gradients
@@ -127,6 +130,9 @@ def prune_folder(
         progress_of_files, stop, take_over, replace, tell: as for ``files.pruning.prune``.
         keep_scores: a free name for a folder, which gets the scores of single weights and stays:
             ``verify`` needs them, and other recipes can rank by them.
+        resident: whether the layers stay in memory, on each rank a part of their rows, and are read
+            once. None: on accelerators, if a part fits beside what a pass needs. The result is the
+            same to the bit.
 
     Returns:
         The report, and what was measured.
@@ -166,6 +172,7 @@ def prune_folder(
         take_over=take_over,
         replace=replace,
         keep_scores=None if keep_scores is None else Path(keep_scores).absolute(),
+        resident=resident,
         tell=tell or (lambda text: None),
     )
     communicator = world()
@@ -273,10 +280,10 @@ def _pruned_once(
         checkpoint = open_checkpoint(source, follow_links=True)
         return StreamedModel(checkpoint, settings.dtype, settings.device)
 
-    def needed(stored: StoredLayers) -> int:
+    def needed(stored: StoredLayers) -> StreamCost:
         cost = cost_of(streamed, stored, settings)
         cost.check(settings.device)
-        return cost.disk + sum(file.size for file in streamed.checkpoint.files)
+        return cost
 
     told: dict[str, Any] = {"text": text}
     if "rounds" in facts:
@@ -284,7 +291,11 @@ def _pruned_once(
     try:
         with closing(communicator.run(begin)) as streamed:
             stored = communicator.run(lambda: StoredLayers(streamed, settings.recipe))
-            num_bytes = communicator.run(lambda: needed(stored))
+            cost = communicator.run(lambda: needed(stored))
+            holding, told_of = chosen_holding(cost, settings, communicator)
+            streamed.hold(holding)
+            settings.tell(told_of)
+            num_bytes = cost.disk + sum(file.size for file in streamed.checkpoint.files)
             work = Work(target, facts, num_bytes, communicator, settings.keep_scores)
             if work.is_resumed:
                 settings.tell(f"Resuming what is in {work.path}.")

@@ -29,6 +29,7 @@ class Settings:
 
     Attributes:
         device: where layers run.
+        resident: whether layers stay in memory; None: by what there is.
     """
 
     recipe: FileRecipe
@@ -45,6 +46,7 @@ class Settings:
     take_over: bool = False
     replace: bool = False
     keep_scores: Path | None = None
+    resident: bool | None = None
     tell: Callable[[str], None] = lambda text: None
 
     @property

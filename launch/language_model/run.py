@@ -18,7 +18,7 @@ import distprune as prune
 from distprune import checkpoint, language_models
 from distprune.language_models import TokenWindows
 from jobs.checkpoints import Checkpoints
-from jobs.processes import Job, available_memory
+from jobs.processes import Job
 from jobs.ranking import Pairs
 from jobs.work import Folder, read_json
 
@@ -83,7 +83,7 @@ class Run:
             values_kept=kept,
         )
         self.job.say(f"memory of a rank, estimated: {estimate}")
-        available = available_memory(self.job.device)
+        available = language_models.available_memory(self.job.device)
         needed = estimate.total - estimate.parts["weights"]  # which are there
         if available is not None and needed > available:
             self.job.say(

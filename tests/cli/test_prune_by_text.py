@@ -9,6 +9,7 @@ from distprune import language_models
 from distprune.cli.pruning_by_text import described_cost
 from distprune.streaming import StreamCost
 from helpers.forked_scripts import run_forked
+from helpers.streaming import other_files
 from helpers.tiny_language_model import save_tiny_llama, write_text
 
 pytest.importorskip("transformers")
@@ -88,6 +89,18 @@ def test_scores_of_single_weights(run, made, tmp_path):
         "prune", model, tmp_path / "again", "-s", "0.5", "--score", "taylor", "--scores", kept
     )
     assert again.code == 0, again.err
+
+
+def test_weights_stay_in_memory_if_asked(run, made, tmp_path):
+    """The same bytes, and a line that says what was chosen."""
+    model, text, _ = made
+    told = {"--resident": "Resident: weights are read once", "--streamed": "Streamed: each pass"}
+    for option, expected in told.items():
+        done = run("prune", model, tmp_path / option, *OPTIONS, "--text", text, option)
+        assert done.code == 0 and expected in done.err, done.err
+    assert set(other_files(*(tmp_path / option for option in told))) <= {"distprune/run.json"}
+    done = run("prune", model, tmp_path / "out", "-s", "0.5", "--resident")
+    assert done.code == 2 and "--resident has no effect without --text" in done.err
 
 
 def test_what_is_wrong_is_said_before_the_work(run, made, tmp_path):
