@@ -94,8 +94,17 @@ KeepScores = Annotated[
     option(
         "--keep-scores",
         metavar="FOLDER",
-        help="Where the scores of single weights (taylor, elementwise_fisher) stay, 4 bytes each. "
+        help="Where the scores of single weights (taylor, elementwise_fisher) stay. "
         "verify needs them, and --scores FOLDER ranks by them again.",
+    ),
+]
+BitsOfScores = Annotated[
+    int,
+    option(
+        "--score-bits",
+        metavar="16|32",
+        help="Of the scores of single weights in files. With 16 they are rounded to bfloat16, and "
+        "ranked as they are then.",
     ),
 ]
 Resident = Annotated[
@@ -134,6 +143,7 @@ class TextOptions:
     tokenizer: Tokenizer = None
     keep_scores: KeepScores = None
     resident: Resident = None
+    score_bits: BitsOfScores = 32
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> TextOptions:
@@ -150,6 +160,8 @@ class TextOptions:
             raise SelectionError(f"{name} has no effect without --text; add it, or leave this out.")
         if given.update is not None and given.update not in _UPDATES:
             raise SelectionError(f"--update {given.update}: expected {', '.join(_UPDATES)}.")
+        if given.score_bits not in (16, 32):
+            raise SelectionError(f"--score-bits {given.score_bits}: expected 16 or 32.")
         return given
 
 
@@ -190,6 +202,7 @@ def cost_by_text(
             batch_size=given.batch_size,
             dtype=dtype_named(given.dtype),
             device=model.kind_of_device() if measures else None,
+            score_bits=given.score_bits,  # type: ignore[arg-type]
             measures=measures,
         )
 
@@ -274,6 +287,7 @@ def prune_by_text(
                 keep_scores=given.keep_scores,
                 replace=replace,
                 resident=given.resident,
+                score_bits=given.score_bits,  # type: ignore[arg-type]
                 tell=terminal.note,
             )
     if terminal.is_leader and made.before is not None and made.after is not None:

@@ -102,7 +102,7 @@ def cost_of(streamed: StreamedModel, stored: StoredLayers, settings: Settings) -
     disk = len(settings.windows) * length * config.hidden_size * item * (num_layers + 3)
     disk += num_evaluated * length * config.hidden_size * item * 4
     disk += sum(pruned) * item if "update" in passes else 0
-    disk += stored.num_scored(settings.elementwise) * torch.float32.itemsize
+    disk += stored.num_scored(settings.elementwise) * settings.score_dtype.itemsize
     reads = len(passes) * sum(layers)
     reads += 2 * streamed.num_bytes(None)
     return StreamCost(

@@ -171,12 +171,13 @@ class Passes:
             self._write_scores(number, criteria)
 
     def _write_scores(self, number: int, criteria: Mapping[str, GradientMoment]) -> None:
-        """Write the scores of a layer, as its tensors lie in the checkpoint, in float32."""
+        """Write the scores of a layer, as its tensors lie in the checkpoint."""
         found: dict[str, Tensor] = {}
         parameters = self._stored.parameters[number]
         for score, criterion in criteria.items():
             values = criterion.scores()
-            found |= self._stored.scores({p.fqn: values[p].cpu() for p in parameters}, score)
+            scores = {p.fqn: values[p].cpu().to(self._settings.score_dtype) for p in parameters}
+            found |= self._stored.scores(scores, score)
 
         def write() -> None:
             if self._communicator.index == 0:

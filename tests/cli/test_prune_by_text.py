@@ -75,6 +75,12 @@ def test_scores_of_single_weights(run, made, tmp_path):
     }
     of_taylor = plans["taylor"]["cost_by_text"]["disk"] - plans["fisher"]["cost_by_text"]["disk"]
     assert of_taylor == 4 * plans["taylor"]["num_elements"]
+    command = ["plan", model, *OPTIONS, "--text", text, "--score", "taylor", "--score-bits", "16"]
+    saved = (
+        plans["taylor"]["cost_by_text"]["disk"]
+        - run(*command, "--json").json["cost_by_text"]["disk"]
+    )
+    assert saved == 2 * plans["taylor"]["num_elements"]
     assert plans["taylor"]["recipe"].get("normalize", "none") == "none"
     done = run(
         "prune", model, out, *OPTIONS, "--text", text, "--score", "taylor", "--update", "none",
@@ -110,6 +116,8 @@ def test_what_is_wrong_is_said_before_the_work(run, made, tmp_path):
         (["--text", short], 3, "expected a number from 1 to"),
         (["--text", tmp_path / "none.txt"], 3, "cannot be read"),
         (["--text", text, "--round", "0.6"], 2, "rising ones below the sparsity"),
+        (["--text", text, "--score-bits", "8"], 2, "expected 16 or 32"),
+        (["--text", text, "--score-bits", "16"], 2, "none are made"),
         (["--text", text, "--update", "adam"], 2, "expected least-squares, none"),
         (["--text", text, "--also", "lm_head.weight"], 2, "is in no decoder layer"),
     ]
