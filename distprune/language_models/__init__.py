@@ -14,7 +14,6 @@ All functions run on any number of ranks, are called on every rank, and need the
 from distprune.language_models.calibrating import (
     calibrate,
     decoder_blocks,
-    elementwise_criterion,
     linear_layers,
     prune_block_by_block,
 )
@@ -25,6 +24,7 @@ from distprune.language_models.memory import MemoryEstimate, available_memory, e
 from distprune.language_models.rounds import Round, prune_in_rounds
 from distprune.language_models.running import DataRanks, RunProgress, data_ranks
 from distprune.language_models.saving import SavedModel, save_sharded
+from distprune.language_models.scoring import TextScores, elementwise_criterion
 from distprune.language_models.text import TokenWindows, read_windows
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "RunProgress",
     "SavedModel",
     "TextPerplexity",
+    "TextScores",
     "TokenWindows",
     "available_memory",
     "calibrate",

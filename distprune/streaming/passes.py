@@ -30,8 +30,8 @@ from distprune.files.planning import Plan, plan
 from distprune.files.pruning import RankedMasks
 from distprune.files.recipe import FileRecipe
 from distprune.files.team import Team
-from distprune.language_models.calibrating import elementwise_criterion
 from distprune.language_models.running import Reporter
+from distprune.language_models.scoring import elementwise_criterion
 from distprune.language_models.text import TokenWindows
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics

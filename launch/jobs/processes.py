@@ -49,6 +49,7 @@ class Job:
         def report(progress: RunProgress) -> None:
             nonlocal printed
             tenths = 10 * progress.num_done // progress.total
+            printed = min(printed, tenths)  # of another run, which has ended
             if tenths > printed:
                 printed = tenths
                 done = f"{progress.num_done}/{progress.total} {progress.unit}"

@@ -47,8 +47,8 @@ ROOMS = {
         "schedule", "checkpoint", "criteria", "recipe", "files",
     },
     "language_models": {
-        "_common", "torch_private", "_transformers", "shards", "masks", "call", "methods", "api",
-        "files", "criteria", "statistics", "reconstruction",
+        "_common", "torch_private", "_transformers", "recipes", "shards", "masks", "call",
+        "methods", "api", "files", "criteria", "statistics", "reconstruction",
     },
     "streaming": {
         "_common", "_transformers", "_version", "api", "criteria", "files", "language_models",
