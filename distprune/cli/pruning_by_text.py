@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # torch comes with it
 
 _PANEL = "Language models: prune by text"
 _UPDATES = {"least-squares": "least_squares", "none": "none"}
+_WAYS = {"resident": True, "streamed": False, None: None}
 
 Texts = Annotated[
     list[Path] | None,
@@ -107,13 +108,13 @@ BitsOfScores = Annotated[
         "ranked as they are then.",
     ),
 ]
-Resident = Annotated[
-    bool | None,
+Way = Annotated[
+    str | None,
     option(
-        "--resident/--streamed",
-        help="Whether the weights stay in memory, a part on each process, or each pass reads a "
-        "layer when it needs it (resident on accelerators, where they fit). The result is the "
-        "same.",
+        "--way",
+        metavar="resident|streamed",
+        help="Whether weights stay in memory, a part on each process, or each pass reads a layer "
+        "when it needs it (resident on accelerators, where they fit). The result is the same.",
     ),
 ]
 
@@ -142,7 +143,7 @@ class TextOptions:
     device: Device = None
     tokenizer: Tokenizer = None
     keep_scores: KeepScores = None
-    resident: Resident = None
+    way: Way = None
     score_bits: BitsOfScores = 32
 
     @classmethod
@@ -160,6 +161,8 @@ class TextOptions:
             raise SelectionError(f"{name} has no effect without --text; add it, or leave this out.")
         if given.update is not None and given.update not in _UPDATES:
             raise SelectionError(f"--update {given.update}: expected {', '.join(_UPDATES)}.")
+        if given.way not in _WAYS:
+            raise SelectionError(f"--way {given.way}: expected resident or streamed.")
         if given.score_bits not in (16, 32):
             raise SelectionError(f"--score-bits {given.score_bits}: expected 16 or 32.")
         return given
@@ -286,7 +289,7 @@ def prune_by_text(
                 take_over=take_over,
                 keep_scores=given.keep_scores,
                 replace=replace,
-                resident=given.resident,
+                resident=_WAYS[given.way],
                 score_bits=given.score_bits,  # type: ignore[arg-type]
                 tell=terminal.note,
             )

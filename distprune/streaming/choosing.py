@@ -46,7 +46,7 @@ def chosen_holding(
     if settings.resident and not fits and least >= 0:
         raise MachineError(
             f"the weights cannot stay in memory: {told}. Expected more processes or memory, or "
-            "layers that are streamed (--streamed)."
+            "layers that are streamed (--way streamed)."
         )
     on_accelerator = settings.device.type != "cpu"
     keeps = on_accelerator and fits if settings.resident is None else settings.resident

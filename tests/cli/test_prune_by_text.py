@@ -100,13 +100,13 @@ def test_scores_of_single_weights(run, made, tmp_path):
 def test_weights_stay_in_memory_if_asked(run, made, tmp_path):
     """The same bytes, and a line that says what was chosen."""
     model, text, _ = made
-    told = {"--resident": "Resident: weights are read once", "--streamed": "Streamed: each pass"}
-    for option, expected in told.items():
-        done = run("prune", model, tmp_path / option, *OPTIONS, "--text", text, option)
+    told = {"resident": "Resident: weights are read once", "streamed": "Streamed: each pass"}
+    for way, expected in told.items():
+        done = run("prune", model, tmp_path / way, *OPTIONS, "--text", text, "--way", way)
         assert done.code == 0 and expected in done.err, done.err
-    assert set(other_files(*(tmp_path / option for option in told))) <= {"distprune/run.json"}
-    done = run("prune", model, tmp_path / "out", "-s", "0.5", "--resident")
-    assert done.code == 2 and "--resident has no effect without --text" in done.err
+    assert set(other_files(*(tmp_path / way for way in told))) <= {"distprune/run.json"}
+    done = run("prune", model, tmp_path / "out", "-s", "0.5", "--way", "resident")
+    assert done.code == 2 and "--way has no effect without --text" in done.err
 
 
 def test_what_is_wrong_is_said_before_the_work(run, made, tmp_path):
@@ -116,6 +116,7 @@ def test_what_is_wrong_is_said_before_the_work(run, made, tmp_path):
         (["--text", short], 3, "expected a number from 1 to"),
         (["--text", tmp_path / "none.txt"], 3, "cannot be read"),
         (["--text", text, "--round", "0.6"], 2, "rising ones below the sparsity"),
+        (["--text", text, "--way", "none"], 2, "expected resident or streamed"),
         (["--text", text, "--score-bits", "8"], 2, "expected 16 or 32"),
         (["--text", text, "--score-bits", "16"], 2, "none are made"),
         (["--text", text, "--update", "adam"], 2, "expected least-squares, none"),

@@ -171,5 +171,5 @@ def test_what_is_chosen(monkeypatch, device, free, resident, expected, told):
 
 
 def test_weights_that_cannot_stay_are_an_error(monkeypatch):
-    with pytest.raises(MachineError, match=r"the weights cannot stay in memory.*--streamed"):
+    with pytest.raises(MachineError, match=r"the weights cannot stay in memory.*--way streamed"):
         chosen(monkeypatch, "cpu", 10 * GB, resident=True)

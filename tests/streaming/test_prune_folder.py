@@ -12,7 +12,7 @@ import distprune as prune
 from distprune import language_models, streaming
 from distprune.files.checkpoints.header import read_header
 from distprune.files.disk import destination as destinations
-from distprune.files.errors import Interrupted, OutputError, SelectionError
+from distprune.files.errors import Interrupted, MachineError, OutputError, SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.report import read_report
 from distprune.files.verifying import verify
@@ -135,6 +135,13 @@ def test_a_disk_without_room_is_an_error_before_the_work(llama, tmp_path, monkey
     monkeypatch.setattr(destinations, "free_bytes", lambda folder: 1000)
     with pytest.raises(OutputError, match="1,000 are free"):
         run(llama, tmp_path / "out")
+
+
+def test_too_little_memory_is_an_error_before_the_work(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("distprune.streaming.cost._memory_of", lambda device: 10**9 // 2)
+    with pytest.raises(MachineError, match=r"for the .*, and cpu has 500.0 MB; expected"):
+        run(llama, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_tensors_outside_of_the_layers_are_refused(llama, tmp_path):
@@ -303,7 +310,7 @@ def test_verify_finds_what_is_wrong_after_rounds(in_rounds, tmp_path, what, expe
     assert any(re.search(expected, problem) for problem in problems), problems
 
 
-def on_ranks_with_a_damaged_disk(folder, destination, kind):
+def on_ranks_with_a_damaged_disk(folder, destination, kind, resident):
     """Rank 1 alone cannot write its first files of a kind."""
     import torch.distributed as dist
 
@@ -318,7 +325,7 @@ def on_ranks_with_a_damaged_disk(folder, destination, kind):
 
     WindowStream._write = broken
     try:
-        run(folder, destination)
+        run(folder, destination, resident=resident)
     except Exception as error:
         return type(error).__name__, str(error), destination.exists()
     finally:
@@ -326,8 +333,8 @@ def on_ranks_with_a_damaged_disk(folder, destination, kind):
     return None
 
 
-@pytest.mark.parametrize("kind", ["state", "gradient"])
-def test_an_error_of_one_rank_is_raised_on_all(llama, tmp_path, kind):
-    found = run_ranks(on_ranks_with_a_damaged_disk, 2, llama, tmp_path / "out", kind)
+@pytest.mark.parametrize(("kind", "resident"), [("state", True), ("gradient", None)])
+def test_an_error_of_one_rank_is_raised_on_all(llama, tmp_path, kind, resident):
+    found = run_ranks(on_ranks_with_a_damaged_disk, 2, llama, tmp_path / "out", kind, resident)
     assert all("disk of rank 1 is full" in text and not exists for _, text, exists in found), found
     assert {kind for kind, _, _ in found} <= {"OutputError", "RuntimeError"}
