@@ -138,6 +138,16 @@ def test_kept_scores_rank_again(llama, tmp_path):
         streaming.prune_folder(source, tmp_path / "a", given, windows)
 
 
+def test_rounds_have_scores_of_their_own(llama, tmp_path):
+    """Those of the last round stay; verify compares all but the order, which they do not decide."""
+    run(llama, tmp_path, rounds=[0.3], update="least_squares")
+    expected, found = read_scores(llama / "kept"), read_scores(tmp_path / "kept")
+    assert expected.keys() == found.keys()
+    assert not any(torch.equal(expected[name], found[name]) for name in found)
+    result = verify(tmp_path / "out", llama / "source", scores=tmp_path / "kept")
+    assert result.problems == () and not result.has_order
+
+
 def test_scores_in_16_bits_are_those_of_32_rounded(llama, tmp_path):
     """Half of the disk; masks are those of the rounded scores, ranked in memory."""
     run(llama, tmp_path, score_bits=16)
