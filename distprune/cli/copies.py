@@ -217,7 +217,8 @@ def verify(
     DST must have the files that prune writes and no others. Every byte that was not pruned must
     equal that of the source, exactly as many elements must be pruned as the recipe says, and none
     of them may come after a kept one in the order of scores. Every number of the report is derived
-    again. If anything is wrong, it is listed and the exit code is 3. -v lists every tensor with its
+    again. Of a pruning in rounds the order is not known, and not compared; everything else is. If
+    anything is wrong, it is listed and the exit code is 3. -v lists every tensor with its
     sparsity.
 
     [bold]Examples[/bold]
@@ -239,11 +240,17 @@ def verify(
         if verbose:
             tensors = read_report(pruned).tensors
             show_counts(terminal, [(t.name, t.num_elements, t.num_pruned) for t in tensors])
+        what = "is what its recipe makes of" if result.has_order else "fits its report and"
         terminal.text(
-            f"{pruned} is what its recipe makes of {against}: {format_size(result.num_bytes)} "
+            f"{pruned} {what} {against}: {format_size(result.num_bytes)} "
             f"compared, {count(result.num_pruned)} of {count(result.num_elements)} elements pruned "
             f"({percent(result.num_pruned, result.num_elements)})."
         )
+        if not result.has_order:
+            terminal.text(
+                "Whether these have the lowest scores is not known: it was pruned in rounds, and "
+                "what the last one ranked is gone."
+            )
     else:
         for problem in result.problems:
             terminal.text(problem)

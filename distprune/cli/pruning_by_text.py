@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # torch comes with it
 
 _PANEL = "Language models: prune by text"
 _UPDATES = {"least-squares": "least_squares", "none": "none"}
+_WAYS = {"resident": True, "streamed": False, None: None}
 
 Texts = Annotated[
     list[Path] | None,
@@ -67,8 +68,8 @@ Rounds = Annotated[
     option(
         "--round",
         metavar="SHARE",
-        help="Prune to this sparsity first, with scores and an update of its own, as in --round "
-        "0.35 --round 0.5 -s 0.6: it loses less, and each round costs as much as the whole.",
+        help="Prune to this sparsity first, with an update of its own, as in --round 0.35 --round "
+        "0.5 -s 0.6: it loses less, and takes longer.",
     ),
 ]
 Held = Annotated[
@@ -94,8 +95,26 @@ KeepScores = Annotated[
     option(
         "--keep-scores",
         metavar="FOLDER",
-        help="Where the scores of single weights (taylor, elementwise_fisher) stay, 4 bytes each. "
+        help="Where the scores of single weights (taylor, elementwise_fisher) stay. "
         "verify needs them, and --scores FOLDER ranks by them again.",
+    ),
+]
+BitsOfScores = Annotated[
+    int,
+    option(
+        "--score-bits",
+        metavar="16|32",
+        help="Of the scores of single weights in files. With 16 they are rounded to bfloat16, and "
+        "ranked as they are then.",
+    ),
+]
+Way = Annotated[
+    str | None,
+    option(
+        "--way",
+        metavar="resident|streamed",
+        help="Whether weights stay in memory, a part on each process, or each pass reads a layer "
+        "when it needs it (resident on accelerators, where they fit). The result is the same.",
     ),
 ]
 
@@ -124,6 +143,8 @@ class TextOptions:
     device: Device = None
     tokenizer: Tokenizer = None
     keep_scores: KeepScores = None
+    way: Way = None
+    score_bits: BitsOfScores = 32
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> TextOptions:
@@ -140,6 +161,10 @@ class TextOptions:
             raise SelectionError(f"{name} has no effect without --text; add it, or leave this out.")
         if given.update is not None and given.update not in _UPDATES:
             raise SelectionError(f"--update {given.update}: expected {', '.join(_UPDATES)}.")
+        if given.way not in _WAYS:
+            raise SelectionError(f"--way {given.way}: expected resident or streamed.")
+        if given.score_bits not in (16, 32):
+            raise SelectionError(f"--score-bits {given.score_bits}: expected 16 or 32.")
         return given
 
 
@@ -180,6 +205,7 @@ def cost_by_text(
             batch_size=given.batch_size,
             dtype=dtype_named(given.dtype),
             device=model.kind_of_device() if measures else None,
+            score_bits=given.score_bits,  # type: ignore[arg-type]
             measures=measures,
         )
 
@@ -190,7 +216,8 @@ def described_cost(cost: StreamCost) -> str:
     return (
         f"By text, each process needs at most {format_size(cost.peak)} of memory ({memory}) and "
         f"reads {format_size(cost.reads)}; for a while {format_size(cost.disk)} of the disk are "
-        "needed beside the result." + _described_time(cost)
+        f"needed beside the result. {format_size(cost.weights)} of memory more, which processes "
+        "share, keep the weights where they are resident." + _described_time(cost)
     )
 
 
@@ -262,6 +289,8 @@ def prune_by_text(
                 take_over=take_over,
                 keep_scores=given.keep_scores,
                 replace=replace,
+                resident=_WAYS[given.way],
+                score_bits=given.score_bits,  # type: ignore[arg-type]
                 tell=terminal.note,
             )
     if terminal.is_leader and made.before is not None and made.after is not None:

@@ -6,28 +6,26 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from distprune._common.collectives import Communicator
 from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.process_groups import world
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
-from distprune.files.checkpoints.mask_files import MaskFile, mask_layout, open_masks, read_keep
-from distprune.files.disk.access import OpenFiles, read_into, reading
+from distprune.files.checkpoints.mask_files import MaskFile, mask_layout, open_masks
+from distprune.files.disk.access import OpenFiles, reading
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.errors import CheckpointError, headline
 from distprune.files.partial import Partial
 from distprune.files.planning import source_facts
 from distprune.files.reports.report import Record, RunFacts, as_json, identity_of, summed
 from distprune.files.results import resumed, versions
-from distprune.files.rewriting import Counts, Piece
+from distprune.files.rewriting import MaskedElements
 from distprune.files.team import Progress, Team
-from distprune.files.units import Span, SpanUnit, Task, span_units
+from distprune.files.units import SpanUnit, Task, span_units
 
 _MAX_PROBLEMS = 12
 _VERSION = 1  # raised when the same masks and source would give other bytes
@@ -143,7 +141,7 @@ class Application:
             resumed(team, task, target, self.sources, take_over=take_over, tell=tell) as run,
         ):
             if run.texts is None:
-                run.write(_MaskedElements(self))
+                run.write(MaskedElements(self.checkpoint, self.entries, self.sources, self.masks))
                 run.publish(self._complete)
         assert run.texts is not None  # it is published
         report = json.loads(run.texts[0])
@@ -207,36 +205,6 @@ class Application:
         )
 
 
-class _MaskedElements:
-    """What the masks of an application prune; see ``rewriting.Pieces``."""
-
-    def __init__(self, application: Application) -> None:
-        self._entries = application.entries
-        self._masks = application.masks
-        self._files = application.sources
-        self._paths = {file.name: file.path for file in application.checkpoint.files}
-        self._num_zeroed: dict[int, int] = {}
-
-    def pieces(self, span: Span) -> Iterator[Piece]:
-        """The elements of a span, with what their mask prunes."""
-        position, entry = span.position, self._entries[span.position]
-        form = PLAIN_FLOATS[entry.dtype]
-        for first in range(span.first, span.last, _CHUNK):
-            last = min(first + _CHUNK, span.last)
-            raw = np.empty((last - first) * form.num_bytes, np.uint8)
-            offset = entry.start + first * form.num_bytes
-            read_into(self._files, self._paths[entry.file], offset, raw.data)
-            pruned = ~read_keep(self._masks, self._files, entry.name, first, last)
-            num_zeroed = int(np.count_nonzero(pruned & (form.magnitudes(raw) != 0)))
-            self._num_zeroed[position] = self._num_zeroed.get(position, 0) + num_zeroed
-            yield Piece(first, raw.view(form.bits), pruned)
-
-    def take_counts(self) -> Counts:
-        """How many pruned elements were not zero before."""
-        counts, self._num_zeroed = {"zeroed": self._num_zeroed}, {}
-        return counts
-
-
 def _mismatches(masks: MaskFile, entries: dict[str, TensorEntry]) -> list[str]:
     """Why masks cannot be applied to tensors, a sentence for each mask."""
     problems = []
@@ -251,7 +219,6 @@ def _mismatches(masks: MaskFile, entries: dict[str, TensorEntry]) -> list[str]:
     return problems
 
 
-_CHUNK = 1 << 20  # elements; a multiple of 8
 _UNIT_ELEMENTS = 1 << 23
 
 

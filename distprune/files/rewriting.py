@@ -18,14 +18,23 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.memory import Array
+from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.checkpoints.header import TensorEntry, read_header
-from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout, MaskWriter
+from distprune.files.checkpoints.mask_files import (
+    MASK_FILE,
+    MaskFile,
+    MaskLayout,
+    MaskWriter,
+    read_keep,
+)
 from distprune.files.disk.access import WRITE, OpenFiles, read_into, write_from
 from distprune.files.errors import CheckpointError
 from distprune.files.kept_values import KeptValues
 from distprune.files.units import Span, SpanUnit
 
+_CHUNK = 1 << 20  # elements of a piece; a multiple of 8
 Counts = dict[str, dict[int, int]]  # by what is counted, by position of a tensor
 
 
@@ -96,6 +105,49 @@ def rewritten(unit: SpanUnit, pieces: Pieces, sink: Sink, record: dict[str, Any]
     record |= {what: of_tensors for what, of_tensors in counts.items() if of_tensors}
     if (checksum := sink.take_checksum()) is not None:
         record["values"] = checksum
+
+
+class MaskedElements:
+    """What existing masks prune of the tensors of a checkpoint; see :class:`Pieces`.
+
+    Args:
+        checkpoint: has the tensors.
+        entries: these tensors; the positions of spans count them.
+        files: opens the files of the checkpoint and of the masks.
+        masks: one for each tensor.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        entries: Sequence[TensorEntry],
+        files: OpenFiles,
+        masks: MaskFile,
+    ) -> None:
+        self._entries = entries
+        self._masks = masks
+        self._files = files
+        self._paths = {file.name: file.path for file in checkpoint.files}
+        self._num_zeroed: dict[int, int] = {}
+
+    def pieces(self, span: Span) -> Iterator[Piece]:
+        """The elements of a span, with what their mask prunes."""
+        position, entry = span.position, self._entries[span.position]
+        form = PLAIN_FLOATS[entry.dtype]
+        for first in range(span.first, span.last, _CHUNK):
+            last = min(first + _CHUNK, span.last)
+            raw = np.empty((last - first) * form.num_bytes, np.uint8)
+            offset = entry.start + first * form.num_bytes
+            read_into(self._files, self._paths[entry.file], offset, raw.data)
+            pruned = ~read_keep(self._masks, self._files, entry.name, first, last)
+            num_zeroed = int(np.count_nonzero(pruned & (form.magnitudes(raw) != 0)))
+            self._num_zeroed[position] = self._num_zeroed.get(position, 0) + num_zeroed
+            yield Piece(first, raw.view(form.bits), pruned)
+
+    def take_counts(self) -> Counts:
+        """How many pruned elements were not zero before."""
+        counts, self._num_zeroed = {"zeroed": self._num_zeroed}, {}
+        return counts
 
 
 class ValueReader:

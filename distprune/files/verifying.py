@@ -5,6 +5,12 @@ from them, are trusted; and where kept weights were updated, the checksums of th
 source is ranked again, as ``prune`` ranks it; then masks and weights have to be those that
 ``prune`` writes, and so has the report.
 
+[Note: rounds] The last of several rounds ranked what the round before left, which is gone: nothing
+tells whether these are the lowest scores. There the masks of the result say what is pruned.
+Everything else is compared: the zeros, the counts, the other bytes, the checksums of weights that
+moved, and the report but for what its ranking read: thresholds, ties, divisors, and zeros and NaN
+before it.
+
  plan --> find_cuts --cuts--> all ranks read source, result and masks --findings--> report
 """
 
@@ -15,21 +21,17 @@ import functools
 import json
 import os
 import stat
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from distprune._common.collectives import Communicator
-from distprune._common.memory import Array
 from distprune._common.process_groups import world
 from distprune.files.checkpoints.checkpoint import SourceFile
-from distprune.files.checkpoints.mask_files import MASK_FILE, MaskFile, mask_layout, read_keep
+from distprune.files.checkpoints.mask_files import MASK_FILE, mask_layout
+from distprune.files.comparison import Comparison
 from distprune.files.cuts import find_cuts
-from distprune.files.disk.access import OpenFiles, read_into
 from distprune.files.errors import (
     CheckpointError,
     FilesError,
@@ -43,7 +45,7 @@ from distprune.files.partial import RECIPE_FILE, check_unchanged
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, bytes_to_count, plan
 from distprune.files.reading import Source
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.building import make_report, with_digest
+from distprune.files.reports.building import make_report, report_by_masks, with_digest
 from distprune.files.reports.model_card import card_problem
 from distprune.files.reports.report import (
     REPORT_FILE,
@@ -55,12 +57,10 @@ from distprune.files.reports.report import (
     read_text,
     recipe_of,
 )
-from distprune.files.rewriting import Piece, rewritten
+from distprune.files.rewriting import MaskedElements, Pieces, rewritten
 from distprune.files.team import Progress, Team
 from distprune.files.text import printable
-from distprune.files.units import CopyUnit, Span, Unit, copy_units, prune_units, units_by_rank
-
-_PIECE = 8 << 20  # bytes
+from distprune.files.units import CopyUnit, Unit, copy_units, prune_units, units_by_rank
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,15 @@ class VerifyReport:
         num_bytes: how many bytes of the source were compared.
         num_elements: how many elements the selected tensors have.
         num_pruned: how many of these elements are pruned, according to the masks.
+        has_order: whether the order of scores was compared; False: it was pruned in rounds, and
+            what the last one ranked is gone.
     """
 
     problems: tuple[str, ...]
     num_bytes: int
     num_elements: int
     num_pruned: int
+    has_order: bool = True
 
     @property
     def is_good(self) -> bool:
@@ -99,7 +102,8 @@ def verify(
     mask has to be the one that the recipe leads to, ties included; every byte outside of the pruned
     elements has to be that of the source, and every pruned element +0. ``report.json``,
     ``recipe.yaml`` and the model card have to be those that :func:`prune` writes. ``run.json``
-    differs from run to run: only its form and its number of bytes are compared.
+    differs from run to run: only its form and its number of bytes are compared. Of a pruning in
+    rounds the order of scores is not compared; see [Note: rounds].
 
     Args:
         destination: a folder that :func:`prune` wrote, with masks; visible to every rank.
@@ -154,12 +158,7 @@ class _Result:
             located = _located(self.recipe, folder, scores)
             update = (self.report.inputs or {}).get("update")
             values = None if update is None else KeptValues.from_json(update)
-            if values is not None and values.facts.get("rounds"):
-                raise CheckpointError(
-                    f"{folder} was pruned in rounds: the last one ranked what the round before "
-                    "left, which is not kept, so nothing tells whether its masks are right; "
-                    "expected a result of one round. `distprune diff` compares it with its source."
-                )
+            self.has_order = values is None or not values.facts.get("rounds")
             self.plan: Plan = plan(source, located, follow_links=True, values=values)
         except SelectionError as error:
             raise _misfit(folder, source, error) from error
@@ -201,126 +200,27 @@ class _Result:
         return self.has_expected_masks and not any(entry.file in self.bad for entry in entries)
 
 
-class _Comparison:
-    """Compares a result with what ``prune`` writes; see ``rewriting.Sink``.
-
-    Attributes:
-        outputs: opens the result's files for reading.
-        num_bytes: how many bytes of the source were compared.
-        num_pruned: how many elements are pruned, according to the masks.
-        found: by (what is wrong, tensor or file): how often, and the first element or byte.
-    """
-
-    def __init__(self, result: _Result) -> None:
-        self.outputs = OpenFiles(os.O_RDONLY)
-        self.num_bytes = self.num_pruned = 0
-        self.found: dict[tuple[str, str], tuple[int, int]] = {}
-        self._folder = result.folder
-        self._entries = [tensor.entry for tensor in result.plan.tensors]
-        values = result.plan.inputs.values
-        self._updated = frozenset[str]() if values is None else values.names
-        self._checksum: int | None = None
-        shapes = {entry.name: entry.shape for entry in self._entries}
-        self._masks = MaskFile(str(result.folder / MASK_FILE), shapes, {}, result.layout.starts)
-
-    def add(self, span: Span, piece: Piece, keep: Array) -> None:
-        """The mask is that of the recipe; the result is the source times the mask, with +0."""
-        entry, (first, bits, _) = self._entries[span.position], piece
-        kept = read_keep(self._masks, self.outputs, entry.name, first, first + len(bits))
-        written: Array = np.empty_like(bits)
-        start = entry.start + first * bits.itemsize
-        read_into(self.outputs, str(self._folder / entry.file), start, written.data.cast("B"))
-        if entry.name in self._updated:  # the report has a checksum of what was kept
-            self._checksum = zlib.crc32(written.data.cast("B"), self._checksum or 0)
-            bits = written
-        self._note("wrong", entry.name, written != bits * kept, first)
-        self._note("misplaced", entry.name, kept != keep, first)
-        self.num_pruned += len(kept) - int(np.count_nonzero(kept))
-        self.num_bytes += bits.nbytes
-
-    def finish(self, span: Span) -> None:
-        """No bits are set after the last element of a mask."""
-        entry = self._entries[span.position]
-        if span.last == entry.numel and span.last % 8:
-            end = -(-span.last // 8) * 8
-            tail = read_keep(self._masks, self.outputs, entry.name, span.last, end)
-            self._note("tail", entry.name, tail, span.last)
-
-    def take_checksum(self) -> int | None:
-        checksum, self._checksum = self._checksum, None
-        return checksum
-
-    def compare_copy(self, sources: OpenFiles, unit: CopyUnit) -> Iterator[int]:
-        """Read bytes that have to be equal; yields numbers of bytes."""
-        path = str(self._folder / unit.name)
-        for start in range(unit.start, unit.stop, _PIECE):
-            size = min(_PIECE, unit.stop - start)
-            expected, written = (np.empty(size, dtype=np.uint8) for _ in range(2))
-            read_into(sources, unit.path, start, expected.data)
-            read_into(self.outputs, path, start, written.data)
-            self._note("copy", unit.name, written != expected, start)
-            self.num_bytes += size
-            yield size
-
-    def _note(self, what: str, where: str, are_wrong: Array, first: int) -> None:
-        places = np.flatnonzero(are_wrong)
-        if len(places):
-            self._add((what, where), len(places), first + int(places[0]))
-
-    def _add(self, key: tuple[str, str], count: int, first: int) -> None:
-        num_before, first_before = self.found.get(key, (0, first))
-        self.found[key] = num_before + count, min(first, first_before)
-
-    def state(self) -> list[Any]:
-        """All that was found, as JSON, for :meth:`merge`."""
-        return [self.num_bytes, self.num_pruned, [[*key, *n] for key, n in self.found.items()]]
-
-    def merge(self, state: list[Any]) -> None:
-        """Add what another rank has found."""
-        num_bytes, num_pruned, found = state
-        self.num_bytes += num_bytes
-        self.num_pruned += num_pruned
-        for what, where, count, first in found:
-            self._add((what, where), count, first)
-
-    def problems(self) -> list[str]:
-        """What is wrong with bytes, by file and tensor."""
-        names = [entry.name for entry in self._entries]
-        keys = sorted(key for key in self.found if key[0] == "copy")
-        keys += [(what, name) for name in names for what in ("wrong", "tail", "misplaced")]
-        return [
-            f"{printable(key[1])}: {_described(key[0], *self.found[key])}"
-            for key in keys
-            if key in self.found
-        ]
-
-
-def _described(what: str, count: int, first: int) -> str:
-    if what == "copy":
-        more = f"; so do {count - 1} more" if count > 1 else ""
-        return f"byte {first} differs from the source, and belongs to no pruned tensor{more}."
-    if what == "tail":
-        return "the last byte of its mask has bits that belong to no element."
-    problem = "are pruned or kept against the order of scores"
-    if what == "wrong":
-        problem = "are neither kept as they were nor pruned as the mask says"
-    return f"{count} elements {problem}; the first is number {first}."
-
-
 def _verified(team: Team, result: _Result) -> VerifyReport:
     """The comparison on all ranks."""
-    plan, comparison = result.plan, _Comparison(result)
+    plan, comparison = result.plan, Comparison(result.folder, result.plan, result.layout)
     source = Source(plan, functools.partial(team.did_in, "count"))
     with contextlib.closing(source), contextlib.closing(comparison.outputs):
         team.expect("verify", sum(unit.num_bytes for unit in result.units))
-        team.begin("count", bytes_to_count(plan))
-        cuts = find_cuts(team, plan, source)
+        cuts = None
+        if result.has_order:
+            team.begin("count", bytes_to_count(plan))
+            cuts = find_cuts(team, plan, source)
         units = [(i, unit) for i, unit in enumerate(result.units) if result.is_readable(unit)]
         mine = units_by_rank(units, team.size)[team.index]
         records: list[Record] = []
 
         def steps() -> Iterator[int]:
-            pieces = LowestElements(plan, source, cuts)
+            entries = [tensor.entry for tensor in plan.tensors]
+            pieces: Pieces = (
+                MaskedElements(plan.checkpoint, entries, source.files, comparison.masks)
+                if cuts is None
+                else LowestElements(plan, source, cuts)
+            )
             for number in mine:
                 unit = result.units[number]
                 if isinstance(unit, CopyUnit):
@@ -330,6 +230,11 @@ def _verified(team: Team, result: _Result) -> VerifyReport:
                     yield from rewritten(unit, pieces, comparison, record)
                     records.append(record)
 
+        def derive() -> Report:
+            if cuts is None:
+                return report_by_masks(plan, records, result.report)
+            return make_report(plan, source, cuts, records, result.report.run)
+
         team.begin("verify", sum(unit.num_bytes for _, unit in units))
         team.work(steps())
         for index, (state, of_rank) in enumerate(team.share([comparison.state(), records])):
@@ -337,18 +242,14 @@ def _verified(team: Team, result: _Result) -> VerifyReport:
                 comparison.merge(state)
                 records += of_rank
         team.attempt(check_unchanged, plan.checkpoint.folder, plan.checkpoint.all_files)
-        problems = team.from_leader(
-            lambda: _problems(
-                result,
-                comparison,
-                lambda: make_report(plan, source, cuts, records, result.report.run),
-            )
-        )
+        problems = team.from_leader(lambda: _problems(result, comparison, derive))
     num_pruned = comparison.num_pruned
-    return VerifyReport(tuple(problems), comparison.num_bytes, plan.num_elements, num_pruned)
+    return VerifyReport(
+        tuple(problems), comparison.num_bytes, plan.num_elements, num_pruned, result.has_order
+    )
 
 
-def _problems(result: _Result, comparison: _Comparison, derive: Callable[[], Report]) -> list[str]:
+def _problems(result: _Result, comparison: Comparison, derive: Callable[[], Report]) -> list[str]:
     """Everything that is wrong, in an order that does not depend on the ranks.
 
     Args:

@@ -14,17 +14,17 @@ All functions run on any number of ranks, are called on every rank, and need the
 from distprune.language_models.calibrating import (
     calibrate,
     decoder_blocks,
-    elementwise_criterion,
     linear_layers,
     prune_block_by_block,
 )
 from distprune.language_models.evaluating import PerplexityReport, TextPerplexity, perplexity
 from distprune.language_models.loading import load_sharded, load_tokenizer
 from distprune.language_models.losses import BatchLosses
-from distprune.language_models.memory import MemoryEstimate, estimate_memory
+from distprune.language_models.memory import MemoryEstimate, available_memory, estimate_memory
 from distprune.language_models.rounds import Round, prune_in_rounds
 from distprune.language_models.running import DataRanks, RunProgress, data_ranks
 from distprune.language_models.saving import SavedModel, save_sharded
+from distprune.language_models.scoring import TextScores, elementwise_criterion
 from distprune.language_models.text import TokenWindows, read_windows
 
 __all__ = [
@@ -36,7 +36,9 @@ __all__ = [
     "RunProgress",
     "SavedModel",
     "TextPerplexity",
+    "TextScores",
     "TokenWindows",
+    "available_memory",
     "calibrate",
     "data_ranks",
     "decoder_blocks",

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distprune._common.naming import NamedParameter, Pair, full_name, named_modules, unwrap
+from distprune._common.naming import NamedParameter, full_name, named_modules, unwrap
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import orig_key
 from distprune._transformers.building import decoder_layers
 from distprune.api.select import head_of, select
 from distprune.criteria.base import Criterion
 from distprune.criteria.global_batch import AdamSecondMoment
-from distprune.criteria.gradient_moment import Fisher, GradientMoment, Taylor
+from distprune.criteria.gradient_moment import GradientMoment
 from distprune.criteria.measured import GraSP, MeasuredCriterion
 from distprune.language_models.hidden_states import HiddenStates
 from distprune.language_models.loading import require_extra
@@ -127,24 +127,6 @@ def calibrate(
                     assert isinstance(collected, Criterion)
                     run.collect_global_batches(collected)
     communicator.agree()
-
-
-def elementwise_criterion(score: str, parameters: Iterable[Pair]) -> GradientMoment:
-    """What collects a score of each weight from gradients, by the name that recipes have for it.
-
-    Args:
-        score: "taylor": |w| times the mean |gradient| of single batches (of power 1, since that of
-            power 2 ranks as Fisher does); "elementwise_fisher": w**2 times the mean of its square.
-        parameters: (module, name) pairs.
-
-    Raises:
-        ValueError: no such score; as the criteria.
-    """
-    if score == "taylor":
-        return Taylor(parameters, unit="rank_batch", power=1)
-    if score == "elementwise_fisher":
-        return Fisher(parameters, unit="rank_batch")
-    raise ValueError(f"score={score!r}; expected 'taylor' or 'elementwise_fisher'.")
 
 
 @dataclass(frozen=True)

@@ -242,6 +242,19 @@ def read_tensor(
     return filled
 
 
+def read_rows(rows: range | None, source: MaskSource, out: Tensor, reader: PartReader) -> None:
+    """Read some indices of dimension 0 of a tensor of a model from where it is stored.
+
+    Args:
+        rows: the indices; None: the tensor has no dimension.
+        out: gets them.
+    """
+    if rows is None:
+        _read(source, [], out, reader)
+    elif len(rows):
+        _read(source, [rows, *(range(size) for size in out.shape[1:])], out, reader)
+
+
 def _read(source: MaskSource, ranges: Ranges, out: Tensor, reader: PartReader) -> None:
     if isinstance(source, SameTensor):
         reader.read(source.name, ranges, out)

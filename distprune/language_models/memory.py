@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -81,6 +84,18 @@ def estimate_memory(
         "logits": (3 if gradients_of else 2) * 4 * logits,
     }
     return MemoryEstimate(parts)
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that this rank may still take, its share of the machine's; None if nothing tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    file = Path("/proc/meminfo")
+    if device.type != "cpu" or not file.exists():
+        return None
+    lines = file.read_text().splitlines()
+    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
+    return found[0] // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if found else None
 
 
 def _gathered(model: nn.Module, read: set[int]) -> tuple[int, int]:

@@ -31,12 +31,14 @@ class StreamCost:
         memory: bytes of each pass, by its name; where the passes run on a device, of its memory.
         disk: bytes of the folder of work, which is removed at the end, of all processes together.
         reads: bytes of the checkpoint that each process reads to run text through layers.
+        weights: bytes of all weights, of which each process keeps its part if they are resident.
         seconds: of each pass on one process, from one layer that was run; None: none was.
     """
 
     memory: dict[str, int]
     disk: int
     reads: int
+    weights: int
     seconds: dict[str, float] | None = None
 
     @property
@@ -100,10 +102,12 @@ def cost_of(streamed: StreamedModel, stored: StoredLayers, settings: Settings) -
     disk = len(settings.windows) * length * config.hidden_size * item * (num_layers + 3)
     disk += num_evaluated * length * config.hidden_size * item * 4
     disk += sum(pruned) * item if "update" in passes else 0
-    disk += stored.num_scored(settings.elementwise) * torch.float32.itemsize
+    disk += stored.num_scored(settings.elementwise) * settings.score_dtype.itemsize
     reads = len(passes) * sum(layers)
     reads += 2 * streamed.num_bytes(None)
-    return StreamCost({name: size + _BASE for name, size in memory.items()}, disk, reads)
+    return StreamCost(
+        {name: size + _BASE for name, size in memory.items()}, disk, reads, sum(layers)
+    )
 
 
 def _of_update(layer: int, parameters: Collection[NamedParameter]) -> int:

@@ -16,6 +16,7 @@ from distprune.language_models.loading import require_extra, stored_dtype
 from distprune.language_models.running import Report, Reporter
 from distprune.language_models.text import TokenWindows
 from distprune.streaming.layers import StreamedModel
+from distprune.streaming.parts import Holding, num_machines
 from distprune.streaming.windows import WindowStream
 
 
@@ -48,7 +49,7 @@ def perplexity(
     """The perplexity of texts under the model of a folder, layer by layer. Collective.
 
     It is that of ``language_models.perplexity``, to the bit where kernels are equal. The ranks
-    share the windows; each reads every layer.
+    share the windows; each reads every layer, or on several machines its part of every layer.
 
     Args:
         source: a folder with config.json and safetensors files, or the name of a model in the local
@@ -64,7 +65,8 @@ def perplexity(
         NotImplementedError: a model that is no chain of decoder layers.
         ValueError, TypeError: as ``language_models.perplexity``, on every rank.
 
-    Cost: one read of the checkpoint by each rank. Memory: one layer and a batch, or embedding and
+    Cost: one read of the checkpoint by each rank; on several machines by all together, and an
+    all-gather of each layer. Memory: one layer and a batch, or embedding and
     head. Disk: two stages of hidden states, tokens x width elements each.
     """
     require_extra()
@@ -72,25 +74,28 @@ def perplexity(
 
     def begin() -> StreamedModel:
         checkpoint = open_checkpoint(source, follow_links=True)
-        return StreamedModel(checkpoint, dtype, torch.device(device or "cpu"))
+        holding = Holding(shares=num_machines(communicator.size) > 1)
+        return StreamedModel(checkpoint, dtype, torch.device(device or "cpu"), holding)
 
     with (
         tempfile.TemporaryDirectory(dir=folder) as states,
         closing(communicator.run(begin)) as streamed,
     ):
-        stream = communicator.run(
-            lambda: WindowStream(streamed, windows, batch_size, Path(states), "text")
-        )
+        with streamed.weights_around():
+            stream = communicator.run(
+                lambda: WindowStream(streamed, windows, batch_size, Path(states), "text")
+            )
         num_layers = len(streamed.layers)
         total = num_layers * len(windows)
         reporter = Reporter("evaluate", total, progress, "forwards of a layer")
         for number in range(num_layers):
 
             def advance(number: int = number) -> None:
-                with streamed.layer(number):
-                    stream.advance(number)
+                stream.advance(number)
                 stream.remove("state", number)
 
-            communicator.run(advance)
+            with streamed.layer(number):
+                communicator.run(advance)
             reporter.add(len(windows))
-        return stream.perplexity()
+        with streamed.weights_around():
+            return stream.perplexity()

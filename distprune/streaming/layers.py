@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.naming import named_modules
+from distprune._common.process_groups import world
 from distprune._transformers.building import (
     build_without_weights,
     put_tensor,
@@ -22,10 +23,12 @@ from distprune.language_models.loading import (
     PartReader,
     TensorSource,
     find_sources,
-    read_tensor,
     stored_dtype,
     untie_different,
 )
+from distprune.streaming.parts import Holding, Wanted, WeightParts
+
+_ALONE = Holding()
 
 
 class StreamedModel:
@@ -35,11 +38,13 @@ class StreamedModel:
         checkpoint: its headers were read.
         dtype: of the parameters; None: that of the config, else of the first weights.
         device: where layers run.
+        holding: how the ranks come by the weights of a layer.
 
     Attributes:
         model: of transformers. Parameters that are not in memory are on the meta device.
         layers: its decoder layers, in the order in which they run.
         sources: of each layer, which tensors of the checkpoint make which of its tensors.
+        holding: how the ranks come by the weights of a layer.
 
     Raises:
         ValueError: tensors are missing, or have another shape; no decoder layers are known.
@@ -51,7 +56,11 @@ class StreamedModel:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        holding: Holding = _ALONE,
     ) -> None:
         self.checkpoint = checkpoint
         self.device = device
@@ -83,6 +92,18 @@ class StreamedModel:
                 put_tensor(self.model, name, buffer.to(device))
         self._tensors = dict(tensors_of_checkpoints(self.model))
         self._reader = PartReader(checkpoint)
+        self.hold(holding)
+
+    def hold(self, holding: Holding) -> None:
+        """Come by weights in another way from now on; what was kept is forgotten."""
+        self.holding = holding
+        self._parts = WeightParts(self._reader, self.device, holding, world())
+        self._has_around = False
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of weights that this rank has read so far."""
+        return self._reader.bytes_read
 
     def layer_of(self, name: str) -> int | None:
         """The number of the decoder layer that has a tensor of the model; None: none has."""
@@ -96,21 +117,32 @@ class StreamedModel:
 
     @contextlib.contextmanager
     def layer(self, number: int) -> Iterator[nn.Module]:
-        """A decoder layer, which has its weights inside."""
+        """A decoder layer, which has its weights inside. Collective if ranks share the reading."""
         with self._in_memory(self.sources[number]):
             yield self.layers[number]
+
+    @contextlib.contextmanager
+    def weights_around(self) -> Iterator[None]:
+        """Have all weights but those of layers inside. Collective if ranks share the reading."""
+        with self._in_memory(self._around):
+            self._has_around = True
+            try:
+                yield
+            finally:
+                self._has_around = False
 
     @contextlib.contextmanager
     def around(
         self, enter: Callable[[Tensor], Tensor] = lambda state: state
     ) -> Iterator[nn.Module]:
-        """The model with all weights but those of its layers, which do nothing inside.
+        """The model, whose layers do nothing inside; :meth:`weights_around`, if they are not there.
 
         Args:
             enter: makes what the first layer returns of what it is called with.
         """
         with contextlib.ExitStack() as changes:
-            changes.enter_context(self._in_memory(self._around))
+            if not self._has_around:
+                changes.enter_context(self.weights_around())
             for number, layer in enumerate(self.layers):
                 made = enter if number == 0 else _unchanged
                 vars(layer)["forward"] = partial(_passed, made)
@@ -124,12 +156,13 @@ class StreamedModel:
     @contextlib.contextmanager
     def _in_memory(self, sources: Sequence[TensorSource]) -> Iterator[None]:
         """Give tensors of the model their values, and take them away again."""
+        wanted = [Wanted(names[0], self._tensors[names[0]], source) for names, source in sources]
         try:
-            for names, source in sources:
-                empty = self._tensors[names[0]]
-                filled = read_tensor(names[0], empty, source, self._reader, self.device)
+            filled = self._parts.read(wanted)
+            for (names, _), (_, empty, _) in zip(sources, wanted, strict=True):
+                values = _like(empty, filled.pop(0))
                 for name in names:
-                    put_tensor(self.model, name, _like(empty, filled))
+                    put_tensor(self.model, name, values)
             yield
         finally:
             for names, _ in sources:

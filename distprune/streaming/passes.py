@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from distprune._common.mask_bits import pack_words, unpack_words
 from distprune._common.naming import NamedParameter
 from distprune._common.process_groups import world
 from distprune.criteria.gradient_moment import GradientMoment
@@ -28,14 +30,14 @@ from distprune.files.planning import Plan, plan
 from distprune.files.pruning import RankedMasks
 from distprune.files.recipe import FileRecipe
 from distprune.files.team import Team
-from distprune.language_models.calibrating import elementwise_criterion
 from distprune.language_models.running import Reporter
+from distprune.language_models.scoring import elementwise_criterion
 from distprune.language_models.text import TokenWindows
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
 from distprune.streaming.layers import StreamedModel
 from distprune.streaming.settings import Settings
-from distprune.streaming.updating import StoredLayers, prune_layer, write_tensors
+from distprune.streaming.updating import Keep, StoredLayers, prune_layer, write_tensors
 from distprune.streaming.windows import WindowStream
 from distprune.streaming.work import Work
 
@@ -100,7 +102,8 @@ class Passes:
         if settings.needs_backward:
             assert dense is not None
             if work.get("head") is None:
-                self._communicator.run(dense.differentiate)
+                with self._streamed.weights_around():
+                    self._communicator.run(dense.differentiate)
                 work.record("head", True)
             for number in pace.layers("backward", reversed(self._numbers)):
                 with self._streamed.layer(number):
@@ -139,14 +142,16 @@ class Passes:
         if windows is None:
             return None
         size, folder = self._settings.batch_size, self._work.folder("states")
-        return self._communicator.run(
-            lambda: WindowStream(self._streamed, windows, size, folder, name)
-        )
+        with self._streamed.weights_around():
+            return self._communicator.run(
+                lambda: WindowStream(self._streamed, windows, size, folder, name)
+            )
 
     def _perplexity(self, stream: WindowStream, name: str) -> float:
         found: float | None = self._work.get(name)
         if found is None:
-            found = stream.perplexity().perplexity
+            with self._streamed.weights_around():
+                found = stream.perplexity().perplexity
             self._work.record(name, found)
         return found
 
@@ -166,12 +171,13 @@ class Passes:
             self._write_scores(number, criteria)
 
     def _write_scores(self, number: int, criteria: Mapping[str, GradientMoment]) -> None:
-        """Write the scores of a layer, as its tensors lie in the checkpoint, in float32."""
+        """Write the scores of a layer, as its tensors lie in the checkpoint."""
         found: dict[str, Tensor] = {}
         parameters = self._stored.parameters[number]
         for score, criterion in criteria.items():
             values = criterion.scores()
-            found |= self._stored.scores({p.fqn: values[p].cpu() for p in parameters}, score)
+            scores = {p.fqn: values[p].cpu().to(self._settings.score_dtype) for p in parameters}
+            found |= self._stored.scores(scores, score)
 
         def write() -> None:
             if self._communicator.index == 0:
@@ -239,11 +245,30 @@ class Passes:
                 self._work.record("cuts", masks.cuts)
             yield masks
 
+    def _keep(self, number: int, masks: RankedMasks) -> Keep:
+        """The masks of a layer. Collective if ranks share the reading: each ranks some tensors."""
+        communicator, names = self._communicator, self._stored.names_of(number)
+        if not self._streamed.holding.shares:
+            return lambda name: torch.from_numpy(masks.keep(name))
+        mine = names[communicator.index :: communicator.size]
+        own = communicator.run(
+            lambda: {name: pack_words(masks.keep(name).ravel()) for name in mine}
+        )
+
+        def words(name: str) -> Tensor:
+            num_words = -(-self._stored.numel(name) // 64)
+            found = own.pop(name, None)
+            return torch.from_numpy(np.zeros(num_words, "<i8") if found is None else found)
+
+        packed = {name: communicator.sum(words(name)).numpy() for name in names}
+        numel = self._stored.numel
+        return lambda name: torch.from_numpy(unpack_words(packed[name], numel(name)))
+
     def _update(self, stream: WindowStream | None, number: int, masks: RankedMasks) -> None:
         made, errors = prune_layer(
             self._stored,
             number,
-            lambda name: torch.from_numpy(masks.keep(name)),
+            self._keep(number, masks),
             stream,
             self._settings.damping,
         )

@@ -26,7 +26,7 @@ from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.disk.destination import Lock, resolve_destination
 from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.places import check_free, check_place, check_replaceable
-from distprune.files.planning import plan
+from distprune.files.planning import STATISTICS_FILE, plan
 from distprune.files.pruning import prune as prune_files
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.report import REPORT_FILE, Report, read_report
@@ -36,10 +36,11 @@ from distprune.language_models.loading import require_extra
 from distprune.language_models.running import Report as ReportProgress
 from distprune.language_models.text import TokenWindows
 from distprune.recipes import ELEMENTWISE
+from distprune.streaming.choosing import chosen_holding
 from distprune.streaming.cost import StreamCost, cost_of
 from distprune.streaming.layers import StreamedModel
 from distprune.streaming.passes import Passes
-from distprune.streaming.settings import Settings, Update
+from distprune.streaming.settings import ScoreBits, Settings, Update
 from distprune.streaming.timing import measured_seconds
 from distprune.streaming.updating import StoredLayers
 from distprune.streaming.work import Work
@@ -81,13 +82,16 @@ def prune_folder(
     take_over: bool = False,
     keep_scores: str | Path | None = None,
     replace: bool = False,
+    resident: bool | None = None,
+    score_bits: ScoreBits = 32,
     tell: Callable[[str], None] | None = None,
 ) -> PrunedFolder:
     """Prune the decoder in a Hugging Face folder by text. Collective over all ranks.
 
     The model may be larger than memory: one decoder layer at a time is read, run on all windows,
     and freed. Hidden states are files in a folder beside the destination. The ranks share the
-    windows; each reads every layer.
+    windows. Each reads every layer; on several machines, or if the layers stay in memory
+    (``resident``), each reads its part of the rows, and an all-gather makes the layer.
 
     1. A forward through all layers. Scores "wanda", "stade" and "ria" get their statistics here.
     2. For scores of gradients a backward, layer by layer. For "fisher" it adds up squared gradients
@@ -115,8 +119,10 @@ def prune_folder(
         damping: as for ``reconstruct``.
         evaluation: held-out text; its perplexity before and after comes into the report.
         rounds: sparsities below that of the recipe, rising: the model is pruned to each of them
-            first, with scores and an update of the model that the round before left. Each round
-            costs as much as the whole, and for a while a copy of the model on the disk.
+            first, with scores and an update of the model that the round before left. For "fisher"
+            the sums of gradients stay those of the dense model: what is pruned has no gradient, so
+            that a row which lost much would seem to matter little. Else each round costs as much as
+            the whole; and for a while a copy of the model on the disk.
         batch_size: windows that a rank runs at a time.
         dtype: in which the model computes; None: that of the config. Values are stored in the dtype
             of the source.
@@ -125,6 +131,13 @@ def prune_folder(
         progress_of_files, stop, take_over, replace, tell: as for ``files.pruning.prune``.
         keep_scores: a free name for a folder, which gets the scores of single weights and stays:
             ``verify`` needs them, and other recipes can rank by them.
+        resident: whether the layers stay in memory, on each rank a part of their rows, and are read
+            once. None: on accelerators, if a part fits beside what a pass needs. The result is the
+            same to the bit.
+        score_bits: of the scores of single weights in files: 32, or 16 for half of the disk. With
+            16 they are rounded to bfloat16, to the nearest, halves to even: by less than 0.4 % (by
+            more below 1e-38). Scores as near as that may become equal, and then the weight that
+            comes first is pruned first. Masks and counts are exactly those of the rounded scores.
 
     Returns:
         The report, and what was measured.
@@ -143,8 +156,8 @@ def prune_folder(
     (and 12 bytes for each weight that has a score of its own), for the update with its Gram
     matrices (4 bytes x inputs**2 for each different input) and the solver's copies of one matrix;
     or embedding and head; and one batch. Disk: tokens x width x (layers + 3) elements, for the
-    update a copy of the pruned tensors, and 4 bytes for each weight that has a score of its own;
-    all are removed at the end, unless scores are kept. Reads of the
+    update a copy of the pruned tensors, and 4 bytes (2 with 16 bits) for each weight that has a
+    score of its own; all are removed at the end, unless scores are kept. Reads of the
     checkpoint: one for each pass, those of ``files.pruning.prune``, and one for the masks of the
     update.
     """
@@ -164,6 +177,8 @@ def prune_folder(
         take_over=take_over,
         replace=replace,
         keep_scores=None if keep_scores is None else Path(keep_scores).absolute(),
+        resident=resident,
+        score_bits=score_bits,
         tell=tell or (lambda text: None),
     )
     communicator = world()
@@ -190,6 +205,11 @@ def prune_folder(
             of_round = dataclasses.replace(
                 settings, recipe=step, evaluation=held_out, keep_scores=None, replace=False
             )
+        if number and settings.collects_gradients:
+            dense = str(places[number - 1] / STATISTICS_FILE)
+            of_round = dataclasses.replace(
+                of_round, recipe=of_round.recipe.replaced(statistics=dense)
+            )
         if rounds:
             settings.tell(f"Round {number + 1} of {len(rounds) + 1}: {sparsity:.0%}.")
         before = done[number - 1] if number else None
@@ -215,6 +235,13 @@ def _check_request(settings: Settings, rounds: Sequence[float]) -> None:
     if settings.keep_scores is not None and not settings.elementwise:
         raise SelectionError(
             f"scores are to be kept in {settings.keep_scores}, and single weights get none; "
+            f"expected score {' or '.join(ELEMENTWISE)}, without a folder of scores."
+        )
+    if settings.score_bits not in (16, 32):
+        raise SelectionError(f"score_bits={settings.score_bits!r}; expected 16 or 32.")
+    if settings.score_bits != 32 and not settings.elementwise:
+        raise SelectionError(
+            f"scores of single weights are to have {settings.score_bits} bits, and none are made; "
             f"expected score {' or '.join(ELEMENTWISE)}, without a folder of scores."
         )
     steps = [0.0, *rounds, recipe.sparsity or 0.0]
@@ -266,10 +293,10 @@ def _pruned_once(
         checkpoint = open_checkpoint(source, follow_links=True)
         return StreamedModel(checkpoint, settings.dtype, settings.device)
 
-    def needed(stored: StoredLayers) -> int:
+    def needed(stored: StoredLayers) -> StreamCost:
         cost = cost_of(streamed, stored, settings)
         cost.check(settings.device)
-        return cost.disk + sum(file.size for file in streamed.checkpoint.files)
+        return cost
 
     told: dict[str, Any] = {"text": text}
     if "rounds" in facts:
@@ -277,7 +304,11 @@ def _pruned_once(
     try:
         with closing(communicator.run(begin)) as streamed:
             stored = communicator.run(lambda: StoredLayers(streamed, settings.recipe))
-            num_bytes = communicator.run(lambda: needed(stored))
+            cost = communicator.run(lambda: needed(stored))
+            holding, told_of = chosen_holding(cost, settings, communicator)
+            streamed.hold(holding)
+            settings.tell(told_of)
+            num_bytes = cost.disk + sum(file.size for file in streamed.checkpoint.files)
             work = Work(target, facts, num_bytes, communicator, settings.keep_scores)
             if work.is_resumed:
                 settings.tell(f"Resuming what is in {work.path}.")
@@ -311,12 +342,13 @@ def estimate(
     batch_size: int = 1,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    score_bits: ScoreBits = 32,
     measures: bool = False,
 ) -> StreamCost:
     """What :func:`prune_folder` would need of each process, and of the disk. Local.
 
     Args:
-        source, recipe, update, batch_size, dtype, device: as for :func:`prune_folder`.
+        source, recipe, update, batch_size, dtype, device, score_bits: as for :func:`prune_folder`.
         num_windows, length: of the text.
         num_evaluated: windows of held-out text.
         measures: run the largest layer on a few random tokens, and tell from it how long it takes.
@@ -336,6 +368,7 @@ def estimate(
         batch_size=batch_size,
         dtype=dtype,
         device=torch.device(device or "cpu"),
+        score_bits=score_bits,
     )
     checkpoint = open_checkpoint(source, follow_links=True)
     with closing(StreamedModel(checkpoint, dtype, settings.device)) as streamed:

@@ -77,7 +77,7 @@ class StoredLayers:
 
         def read(stored: str) -> Tensor:
             if stored in self._scores:
-                return keep(stored)
+                return keep(stored).view(self._entries[stored].shape)
             return torch.ones(self._entries[stored].shape, dtype=torch.bool)
 
         source = self._sources[name]
@@ -100,6 +100,10 @@ class StoredLayers:
         """How many elements are ranked by any of these scores."""
         entries = self._entries
         return sum(entries[name].numel for name, score in self._scores.items() if score in scores)
+
+    def numel(self, name: str) -> int:
+        """Elements of a tensor of the checkpoint."""
+        return self._entries[name].numel
 
     def _as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values of parameters, as transformers saves them."""

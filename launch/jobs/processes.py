@@ -49,6 +49,7 @@ class Job:
         def report(progress: RunProgress) -> None:
             nonlocal printed
             tenths = 10 * progress.num_done // progress.total
+            printed = min(printed, tenths)  # of another run, which has ended
             if tenths > printed:
                 printed = tenths
                 done = f"{progress.num_done}/{progress.total} {progress.unit}"
@@ -102,16 +103,6 @@ def join() -> Job:
 def be_group_of_one(backend: str) -> None:
     """A process group without other processes, and without a port."""
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def available_memory(device: torch.device) -> int | None:
-    """Bytes that this rank may still take, its share of the machine's; None if nothing tells."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    file = Path("/proc/meminfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
-    return found[0] // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if found else None
 
 
 def run_alone(module: str, *arguments: str) -> None:

@@ -3,52 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import distprune as prune
 from distprune import budgets, language_models
+from distprune.language_models import TextScores, TokenWindows
 from distprune.schedule import Cubic, Linear, ScheduledPruner
 from distprune.statistics import ActivationStatistics, GramMatrices
+from jobs.processes import Job
 from jobs.ranking import Pairs
 
 from .blocks import FinishedBlocks
-from .rankings import CRITERIA, Calibration
+from .criteria import CRITERIA, method_of, scores_of
 from .settings import Settings
 
 
-def keywords_of(settings: Settings, calibration: Calibration) -> dict[str, Any]:
+def keywords_of(settings: Settings, text: TextScores) -> dict[str, Any]:
     """What the command line adds to the arguments of `global_unstructured`. Collective."""
     keywords: dict[str, Any] = {
         "scope": settings.scope, "pattern": settings.pattern, "normalize": settings.normalize
     }  # fmt: skip
     if settings.budget is not None:
         is_owl = settings.budget == "owl"
-        keywords["budget"] = budgets.OWL(calibration.statistics) if is_owl else settings.budget
+        keywords["budget"] = budgets.OWL(text.statistics) if is_owl else settings.budget
     return keywords
 
 
-def prune_in_one_shot(
-    settings: Settings, parameters: Pairs, calibration: Calibration
-) -> list[dict[str, Any]]:
+def prune_in_one_shot(settings: Settings, text: TextScores) -> list[dict[str, Any]]:
     """Prune all parameters; a row of the report for each. Collective."""
-    ranking = CRITERIA[settings.criterion](calibration)
+    scores = scores_of(settings.criterion, text)
     torch.manual_seed(settings.seed)
     report = prune.global_unstructured(
-        parameters,
-        ranking.method,
-        ranking.scores,
+        text.parameters,
+        method_of(settings.criterion),
+        scores,
         amount=settings.sparsity,
-        **keywords_of(settings, calibration),
+        **keywords_of(settings, text),
     )
     return rows_of(report)
 
 
 def prune_and_move(
     settings: Settings,
-    parameters: Pairs,
-    calibration: Calibration,
+    text: TextScores,
+    job: Job,
     finished: int,
     blocks: FinishedBlocks,
 ) -> Iterator[list[dict[str, Any]]]:
@@ -60,22 +61,22 @@ def prune_and_move(
     """
     if not settings.rounds:
         if not finished and settings.sequential:
-            yield prune_block_by_block(settings, parameters, calibration, blocks)
+            yield prune_block_by_block(settings, text, job, blocks=blocks)
         elif not finished:
-            grams = calibration.grams  # of the dense model
-            rows = prune_in_one_shot(settings, parameters, calibration)
-            yield with_errors(rows, prune.reconstruct(parameters, grams))
+            grams = text.grams  # of the dense model
+            rows = prune_in_one_shot(settings, text)
+            yield with_errors(rows, prune.reconstruct(text.parameters, grams))
         return
 
     for made in language_models.prune_in_rounds(
-        calibration.model,
-        calibration.text,
-        parameters,
+        text.model,
+        windows_of(text),
+        text.parameters,
         [*settings.rounds, settings.sparsity or 0.0],
-        lambda: calibration.scores_of_round(settings.criterion),
+        lambda: text.of_round(CRITERIA[settings.criterion] or ""),
         update=settings.update != "none",
         batch_size=settings.batch_size,
-        progress=calibration.job.progress("collecting the inputs of layers"),
+        progress=job.progress("collecting the inputs of layers"),
         finished=finished,
     ):
         yield with_errors(rows_of(made.pruning), made.update)
@@ -83,8 +84,9 @@ def prune_and_move(
 
 def prune_block_by_block(
     settings: Settings,
-    parameters: Pairs,
-    calibration: Calibration,
+    text: TextScores,
+    job: Job,
+    statistics_file: Path | None = None,
     blocks: FinishedBlocks | None = None,
 ) -> list[dict[str, Any]]:
     """Prune each block by statistics of inputs that the pruned blocks before it give. Collective.
@@ -92,14 +94,15 @@ def prune_block_by_block(
     Each block loses the same share of its elements.
 
     Args:
+        statistics_file: gets the statistics; of a pruning that moves no weights.
         blocks: kept weights move, too; it keeps each block that is done.
     """
-    statistics = (ActivationStatistics if blocks is None else GramMatrices)(parameters)
+    statistics = (ActivationStatistics if blocks is None else GramMatrices)(text.parameters)
     rows = [] if blocks is None else blocks.load()
 
     def prune_block(of_block: Pairs) -> list[dict[str, Any]]:
         scores = getattr(statistics, settings.criterion)(of_block)
-        keywords = keywords_of(settings, calibration)
+        keywords = keywords_of(settings, text)
         report = prune.global_unstructured(
             of_block, prune.L1Unstructured, scores, amount=settings.sparsity, **keywords
         )
@@ -110,30 +113,44 @@ def prune_block_by_block(
         rows.append(made)
         return made
 
-    made = calibration.run_block_by_block(statistics, prune_block, finished=len(rows))
+    made = language_models.prune_block_by_block(
+        text.model,
+        windows_of(text),
+        statistics,
+        prune_block,
+        batch_size=settings.batch_size,
+        progress=job.progress("pruning block by block"),
+        finished=len(rows),
+    )
     if blocks is None:
         rows = made
-        assert calibration.statistics_file is not None
-        statistics.save(calibration.statistics_file)
+        assert statistics_file is not None
+        statistics.save(statistics_file)
     return [row for of_block in rows for row in of_block]
 
 
-def make_pruner(settings: Settings, parameters: Pairs, calibration: Calibration) -> ScheduledPruner:
+def make_pruner(settings: Settings, text: TextScores) -> ScheduledPruner:
     """Prunes in steps while the model recovers, by scores that were learnt before. Collective.
 
     The last pruning comes when three quarters of the steps are done, so that a quarter recovers.
     """
-    ranking = CRITERIA[settings.criterion](calibration)
+    scores = scores_of(settings.criterion, text)
     end = max(settings.prunings, 3 * settings.recovery_steps // 4)
     kind = {"linear": Linear, "cubic": Cubic}[settings.schedule]
     schedule = kind(0, end, max(1, end // settings.prunings), final_sparsity=settings.sparsity)
     return ScheduledPruner(
-        parameters,
+        text.parameters,
         schedule,
-        pruning_method=ranking.method,
-        importance_scores=ranking.scores,
-        **keywords_of(settings, calibration),
+        pruning_method=method_of(settings.criterion),
+        importance_scores=scores,
+        **keywords_of(settings, text),
     )
+
+
+def windows_of(text: TextScores) -> TokenWindows:
+    """The text, which the settings have asked for."""
+    assert text.windows is not None
+    return text.windows
 
 
 def rows_of(report: prune.PruningReport) -> list[dict[str, Any]]:

@@ -16,16 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distprune as prune
 from distprune import checkpoint, language_models
-from distprune.language_models import TokenWindows
+from distprune.language_models import TextScores, TokenWindows
 from jobs.checkpoints import Checkpoints
-from jobs.processes import Job, available_memory
+from jobs.processes import Job
 from jobs.ranking import Pairs
 from jobs.work import Folder, read_json
 
 from .blocks import FinishedBlocks
 from .document import card, draw_layers, perplexity_table, recipe_of, sparsity_table
 from .pruning import make_pruner, prune_and_move, prune_block_by_block, prune_in_one_shot
-from .rankings import Calibration
 from .recovery import recover
 from .settings import Settings
 
@@ -83,7 +82,7 @@ class Run:
             values_kept=kept,
         )
         self.job.say(f"memory of a rank, estimated: {estimate}")
-        available = available_memory(self.job.device)
+        available = language_models.available_memory(self.job.device)
         needed = estimate.total - estimate.parts["weights"]  # which are there
         if available is not None and needed > available:
             self.job.say(
@@ -120,20 +119,21 @@ class Run:
         )
 
     @cached_property
-    def calibration(self) -> Calibration:
+    def scores(self) -> TextScores:
+        """What criteria learn from the text."""
         settings = self.settings
         windows = None
         if settings.calibrate:
             windows = self.windows(settings.calibrate)
             windows = windows.sample(min(settings.windows, len(windows)), seed=settings.seed)
-        return Calibration(
+        return TextScores(
             self.model,
-            self.parameters,
             windows,
-            self.statistics_file,
-            settings.batch_size,
-            self.job,
-            gradients_file=self.work.path / "gradients.safetensors",
+            self.parameters,
+            batch_size=settings.batch_size,
+            progress=self.job.progress("calibrating"),
+            statistics=self.statistics_file,
+            gradients=self.work.path / "gradients.safetensors",
         )
 
     @property
@@ -170,9 +170,11 @@ class Run:
 
         def prune_and_save(folder: Path) -> None:
             if self.settings.sequential:
-                rows.append(prune_block_by_block(self.settings, self.parameters, self.calibration))
+                rows.append(
+                    prune_block_by_block(self.settings, self.scores, self.job, self.statistics_file)
+                )
             else:
-                rows.append(prune_in_one_shot(self.settings, self.parameters, self.calibration))
+                rows.append(prune_in_one_shot(self.settings, self.scores))
             prune.save_masks(self.model, folder, names="model")
 
         masks = self.work.once_folder("masks", prune_and_save)
@@ -193,7 +195,7 @@ class Run:
         if finished:
             checkpoint.load(folder_of(finished - 1), self.model)
         blocks = FinishedBlocks(self.model, self.work)
-        rounds = prune_and_move(self.settings, self.parameters, self.calibration, finished, blocks)
+        rounds = prune_and_move(self.settings, self.scores, self.job, finished, blocks)
         for number, rows in enumerate(rounds, finished):
             self.work.once(f"rows-{number}.json", lambda rows=rows: rows)
 
@@ -217,7 +219,7 @@ class Run:
                 "--dtype float32 or --lora recovers better"
             )
         if settings.schedule != "one_shot":
-            pruner = make_pruner(settings, self.parameters, self.calibration)
+            pruner = make_pruner(settings, self.scores)
         if settings.lora is not None:
             from .adapters import add_adapters
 

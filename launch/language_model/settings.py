@@ -20,7 +20,7 @@ from .common_settings import (
     make_parser,
     with_tuples,
 )
-from .rankings import CRITERIA, NEEDS_TEXT
+from .criteria import CRITERIA, NEEDS_TEXT
 
 SCOPES = ("global", "layer", "row")
 UPDATES = ("none", "least-squares")

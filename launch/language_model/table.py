@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 import distprune as prune
 from distprune import checkpoint, language_models
-from distprune.language_models import TokenWindows
+from distprune.language_models import TextScores, TokenWindows
 from jobs.processes import Job
-from jobs.ranking import Pairs, Ranking, Scores
+from jobs.ranking import Pairs, Scores
 from jobs.scopes import is_meaningful, keywords_of
 from jobs.work import Folder, read_json
 
-from .rankings import CRITERIA, NEEDS_TEXT, Calibration, method_of
+from .criteria import CRITERIA, NEEDS_TEXT, method_of, scores_of
 from .recovery import recover
 from .table_settings import TableSettings
 
@@ -81,19 +81,17 @@ class Table:
         if more is not None and texts.more is not None:
             self.measured.append((more, texts.more))
         self.parameters: Pairs = prune.select(model, settings.include or None, settings.exclude)
-        file = folder.path / "statistics.safetensors"
-        windows = texts.calibration
-        self.calibration = Calibration(
+        self.scores = TextScores(
             model,
+            texts.calibration,
             self.parameters,
-            windows,
-            file,
-            settings.batch_size,
-            job,
-            gradients_file=folder.path / "gradients.safetensors",
-            grams_folder=folder.path / "grams",
+            batch_size=settings.batch_size,
+            progress=job.progress("calibrating"),
+            statistics=folder.path / "statistics.safetensors",
+            gradients=folder.path / "gradients.safetensors",
+            grams=folder.path / "grams",
         )
-        self._rankings: dict[str, Ranking] = {}
+        self._dense: dict[str, Scores | None] = {}
         # This rank's part.
         self._loaded = {key: part.clone() for key, part in get_model_state_dict(model).items()}
 
@@ -150,11 +148,11 @@ class Table:
             yield kept.once(f"{name}.json", dict)
 
         def scores() -> Iterator[Scores]:
-            dense = None if finished else self._ranking(criterion).scores
+            dense = None if finished else self._scores(criterion)
             if dense is not None:
                 yield dense
             while True:
-                yield self.calibration.scores_of_round(criterion)
+                yield self.scores.of_round(CRITERIA[criterion] or "")
 
         def save(folder: Path) -> None:
             dcp.save(checkpoint.get_state_dict(self.model), checkpoint_id=folder)
@@ -218,18 +216,18 @@ class Table:
     @contextlib.contextmanager
     def _pruned(self, cell: Cell) -> Iterator[prune.PruningReport]:
         """The model is pruned meanwhile, and then what it was."""
-        ranking = self._ranking(cell.criterion)
-        ratios = self.calibration.statistics if cell.scope == "owl" else None
+        scores = self._scores(cell.criterion)
+        ratios = self.scores.statistics if cell.scope == "owl" else None
         # Before anything is pruned: the first who asks collects them.
-        grams = self.calibration.grams if cell.update == "least-squares" else None
+        grams = self.scores.grams if cell.update == "least-squares" else None
         torch.manual_seed(self.settings.seed)
         with warnings.catch_warnings():
             # Of emptied layers: the cell says how sparse the sparsest one is.
             warnings.simplefilter("ignore", UserWarning)
             report = prune.global_unstructured(
                 self.parameters,
-                ranking.method,
-                ranking.scores,
+                method_of(cell.criterion),
+                scores,
                 amount=None if cell.scope == "2:4" else cell.sparsity,
                 **keywords_of(cell.scope, ratios),
             )
@@ -238,11 +236,11 @@ class Table:
         yield report
         self._restore()
 
-    def _ranking(self, criterion: str) -> Ranking:
-        """By the dense model."""
-        if criterion not in self._rankings:
-            self._rankings[criterion] = CRITERIA[criterion](self.calibration)
-        return self._rankings[criterion]
+    def _scores(self, criterion: str) -> Scores | None:
+        """Of the dense model."""
+        if criterion not in self._dense:
+            self._dense[criterion] = scores_of(criterion, self.scores)
+        return self._dense[criterion]
 
     def _restore(self) -> None:
         """Make the model what it was when it was loaded."""

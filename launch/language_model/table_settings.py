@@ -22,7 +22,7 @@ from .common_settings import (
     make_parser,
     with_tuples,
 )
-from .rankings import CRITERIA
+from .criteria import CRITERIA
 
 # They add cells, or change how a cell is made, but not what comes of it: sums over the ranks of
 # any sharding are the same but for rounding.

@@ -6,7 +6,10 @@ Memory, disk and reads are those of ``streaming.estimate`` for bf16 checkpoints 
 headers and no data; 32 windows of 2,048 tokens, one in a batch. Operations are counted: 2 per
 weight and token for a forward, three forwards' worth for a forward with its backward, tokens x
 inputs^2 x 2 for a Gram matrix, and 17 products of 2 x elements x inputs, in float64, for least
-squares. Seconds follow from rates that are written in the table's head.
+squares. Seconds follow from rates below. Weights are read once where they fit, a part on each
+device, beside what a pass needs, and else in each pass; all of the disk that is needed for a while
+counts as written once and read three times, as hidden states are. Sending is not counted: three
+all-gathers of the weights take seconds.
 """
 
 import argparse
@@ -27,10 +30,13 @@ MODELS = {
     "Llama-3-8B": (4096, 14336, 32, 1024, False),
     "Llama-3-70B": (8192, 28672, 80, 1024, False),
 }
-# Operations per second in bf16 and float64, and bytes per second of the disk.
+# Devices; operations per second of each in bf16 (or what it computes in) and float64; bytes per
+# second of the disk; bytes of memory where weights stay in it.
 MACHINES = {
-    "one H100, a third of its peak": (330e12, 20e12, 2e9),
-    "16 cores, 50 GFLOP/s each": (0.8e12, 0.4e12, 1e9),
+    "laptop, 4 cores of 30 GFLOP/s": (1, 0.12e12, 0.06e12, 1e9, 0),
+    "16 cores of 50 GFLOP/s": (1, 0.8e12, 0.4e12, 1e9, 0),
+    "H100, a third of its peak": (1, 330e12, 20e12, 2e9, 80e9),
+    "8 of them": (8, 330e12, 20e12, 2e9, 80e9),
 }
 
 
@@ -93,9 +99,12 @@ def main() -> None:
             cost = streaming.estimate(folder, recipe, WINDOWS, LENGTH)
         plain, solved = operations(width, hidden, layers, kv)
         times = []
-        for bf16, fp64, disk in MACHINES.values():
-            minutes = (plain / bf16 + solved / fp64 + cost.reads / disk) / 60
-            times.append(f"{minutes / 60:.1f} h" if minutes > 99 else f"{minutes:.0f} min")
+        for number, bf16, fp64, disk, memory in MACHINES.values():
+            stays = cost.peak + cost.weights / number <= memory
+            num_bytes = (cost.weights if stays else cost.reads) + 4 * cost.disk
+            minutes = ((plain / bf16 + solved / fp64) / number + num_bytes / disk) / 60
+            text = f"{minutes / 60:.1f} h" if minutes > 99 else f"{minutes:.0f} min"
+            times.append(text + (" (resident)" if stays else ""))
         sizes = [f"{size / 1e9:.1f} GB" for size in (cost.peak, cost.disk, cost.reads)]
         rows.append([name, *sizes, *times])
     text = "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distprune.files import applying, planning, pruning
+from distprune.files import planning, pruning, rewriting
 from distprune.files.applying import Application
 from distprune.files.errors import CheckpointError, FilesError, OutputError
 from distprune.files.recipe import FileRecipe
@@ -26,7 +26,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 @pytest.fixture(autouse=True)
 def many_small_units(monkeypatch):
-    monkeypatch.setattr(applying, "_CHUNK", 64)
+    monkeypatch.setattr(rewriting, "_CHUNK", 64)
     with small_units():
         yield
 
@@ -59,7 +59,7 @@ def apply(masks, source, target, **kwargs):
 
 @small_units()
 def apply_small(masks, source, target):
-    applying._CHUNK = 64
+    rewriting._CHUNK = 64
     return apply(masks, source, target)
 
 
@@ -134,7 +134,7 @@ def test_stopped_on_one_rank_it_goes_on_on_another_number(masks, source, tmp_pat
 
 @small_units()
 def stopped_on_rank_one(masks, source, target):
-    applying._CHUNK = 64
+    rewriting._CHUNK = 64
     calls = []
 
     def stop():

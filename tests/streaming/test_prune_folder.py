@@ -1,6 +1,8 @@
 """One layer in memory at a time: what the whole model gives, whatever stops it on the way."""
 
 import filecmp
+import json
+import re
 import shutil
 
 import pytest
@@ -8,9 +10,11 @@ import torch
 
 import distprune as prune
 from distprune import language_models, streaming
+from distprune.files.checkpoints.header import read_header
 from distprune.files.disk import destination as destinations
-from distprune.files.errors import CheckpointError, Interrupted, OutputError, SelectionError
+from distprune.files.errors import Interrupted, MachineError, OutputError, SelectionError
 from distprune.files.recipe import FileRecipe
+from distprune.files.reports.report import read_report
 from distprune.files.verifying import verify
 from distprune.statistics import GradientStatistics, GramMatrices
 from distprune.testing import run_ranks
@@ -133,6 +137,13 @@ def test_a_disk_without_room_is_an_error_before_the_work(llama, tmp_path, monkey
         run(llama, tmp_path / "out")
 
 
+def test_too_little_memory_is_an_error_before_the_work(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("distprune.streaming.cost._memory_of", lambda device: 10**9 // 2)
+    with pytest.raises(MachineError, match=r"for the .*, and cpu has 500.0 MB; expected"):
+        run(llama, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
 def test_tensors_outside_of_the_layers_are_refused(llama, tmp_path):
     recipe = RECIPE.replaced(also=("lm_head.weight",))
     with pytest.raises(SelectionError, match=r"lm_head\.weight is in no decoder layer"):
@@ -230,21 +241,76 @@ def test_rounds_go_on_from_the_round_before(llama, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert run(llama, out, **rounds).after == made.after
 
-    windows, source = tokens(6, seed=1, vocabulary=200), llama / "source"
+    windows, source, statistics = tokens(6, seed=1, vocabulary=200), llama / "source", None
     for number, sparsity in enumerate([0.2, 0.3, 0.5]):
         step = tmp_path / f"step{number}"
-        recipe = RECIPE.replaced(sparsity=sparsity)
+        recipe = RECIPE.replaced(sparsity=sparsity, statistics=statistics)
         streaming.prune_folder(source, step, recipe, windows)
+        statistics = str(step / "distprune" / "statistics.safetensors")  # of the dense model
         source = step
     assert filecmp.cmp(out / "model.safetensors", source / "model.safetensors", shallow=False)
     assert made.before == run(llama, llama / "out").before
-    with pytest.raises(CheckpointError, match="in rounds"):
-        verify(out, llama / "source")
     with pytest.raises(SelectionError, match="rising ones below the sparsity"):
         run(llama, tmp_path / "other", rounds=[0.6])
 
 
-def on_ranks_with_a_damaged_disk(folder, destination, kind):
+@pytest.fixture(scope="module", params=["least_squares", "none"])
+def in_rounds(request, llama, tmp_path_factory):
+    """A result of two rounds; the source has a file that is not copied."""
+    folder = tmp_path_factory.mktemp("rounds")
+    shutil.copytree(llama / "source", folder / "source")
+    (folder / "source" / "pytorch_model.bin").write_bytes(b"stale")
+    run(folder, folder / "out", rounds=[0.3], update=request.param)
+    return folder
+
+
+def verified(folder):
+    return verify(folder / "out", folder / "source")
+
+
+def test_verify_says_what_it_knows_of_rounds(in_rounds):
+    """All but the order: zeros, counts, other bytes, checksums, the report."""
+    found = verified(in_rounds)
+    assert found.problems == () and not found.has_order
+    report = read_report(in_rounds / "out")
+    assert found.num_pruned == report.num_pruned == round(0.5 * found.num_elements)
+    found = run_ranks(verified, 2, in_rounds)
+    assert [(each.problems, each.has_order) for each in found] == [((), False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("pruned", "neither kept as they were nor pruned"),
+        ("kept", "checksums|neither kept as they were"),
+        ("dense", "belongs to no pruned tensor"),
+        ("mask", "elements are pruned in all|neither kept as they were"),
+        ("report", "is not the report of this result"),
+    ],
+)
+def test_verify_finds_what_is_wrong_after_rounds(in_rounds, tmp_path, what, expected):
+    source, out = in_rounds / "source", shutil.copytree(in_rounds / "out", tmp_path / "out")
+    name = "model.norm.weight" if what == "dense" else "model.layers.1.mlp.up_proj.weight"
+    if what == "report":
+        path = out / "distprune" / "report.json"
+        report = json.loads(path.read_text())
+        report["tensors"][0]["num_pruned"] += 1
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    else:
+        path = out / ("distprune/masks.safetensors" if what == "mask" else "model.safetensors")
+        start = {entry.name: entry.start for entry in read_header(path, "").tensors}[name]
+        if what in ("pruned", "kept"):
+            weight = weights_of(out)[name].view(-1)
+            place = (weight == 0) if what == "pruned" else (weight != 0)
+            start += 4 * int(place.nonzero()[0])
+        data = bytearray(path.read_bytes())
+        data[start] ^= 1
+        path.write_bytes(data)
+    problems = verify(out, source).problems
+    assert any(re.search(expected, problem) for problem in problems), problems
+
+
+def on_ranks_with_a_damaged_disk(folder, destination, kind, resident):
     """Rank 1 alone cannot write its first files of a kind."""
     import torch.distributed as dist
 
@@ -259,7 +325,7 @@ def on_ranks_with_a_damaged_disk(folder, destination, kind):
 
     WindowStream._write = broken
     try:
-        run(folder, destination)
+        run(folder, destination, resident=resident)
     except Exception as error:
         return type(error).__name__, str(error), destination.exists()
     finally:
@@ -267,8 +333,8 @@ def on_ranks_with_a_damaged_disk(folder, destination, kind):
     return None
 
 
-@pytest.mark.parametrize("kind", ["state", "gradient"])
-def test_an_error_of_one_rank_is_raised_on_all(llama, tmp_path, kind):
-    found = run_ranks(on_ranks_with_a_damaged_disk, 2, llama, tmp_path / "out", kind)
+@pytest.mark.parametrize(("kind", "resident"), [("state", True), ("gradient", None)])
+def test_an_error_of_one_rank_is_raised_on_all(llama, tmp_path, kind, resident):
+    found = run_ranks(on_ranks_with_a_damaged_disk, 2, llama, tmp_path / "out", kind, resident)
     assert all("disk of rank 1 is full" in text and not exists for _, text, exists in found), found
     assert {kind for kind, _, _ in found} <= {"OutputError", "RuntimeError"}

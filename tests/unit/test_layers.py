@@ -47,8 +47,8 @@ ROOMS = {
         "schedule", "checkpoint", "criteria", "recipe", "files",
     },
     "language_models": {
-        "_common", "torch_private", "_transformers", "shards", "masks", "call", "methods", "api",
-        "files", "criteria", "statistics", "reconstruction",
+        "_common", "torch_private", "_transformers", "recipes", "shards", "masks", "call",
+        "methods", "api", "files", "criteria", "statistics", "reconstruction",
     },
     "streaming": {
         "_common", "_transformers", "_version", "api", "criteria", "files", "language_models",
@@ -72,6 +72,7 @@ FILES_ROOMS = [
     "text", "errors", "team", "disk", "recipe", "checkpoints", "layouts", "selecting", "dividing",
     "matching", "kept_values", "scoring", "planning", "tiles", "reading", "cuts", "units",
     "rewriting", "lowest", "reports", "journals", "places", "partial", "results",
+    "comparison",
 ]  # fmt: skip
 FILES_COMMANDS = {"pruning", "applying", "verifying", "inspecting", "converting"}
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from distprune._common.amount import collapsed
 from distprune.files.cuts import Cuts
 from distprune.files.errors import OutputError
-from distprune.files.planning import Plan, digest_of
+from distprune.files.planning import Plan, PlannedTensor, digest_of
 from distprune.files.reading import Source
 from distprune.files.reports.report import (
     GroupReport,
@@ -27,6 +27,9 @@ from distprune.files.reports.report import (
 )
 from distprune.files.text import format_percent
 from distprune.selection.keys import KeyRange
+
+# What a report knows of a tensor from its ranking alone.
+_OF_RANKING = ("num_nan", "threshold", "num_zero", "held_at", "divisor")
 
 
 def make_report(
@@ -59,6 +62,41 @@ def make_report(
                 num_ties_pruned=cut.num_ties_pruned,
             )
         groups.append(report)
+    return _report(plan, tensors, groups, records, run)
+
+
+def report_by_masks(plan: Plan, records: Sequence[Record], stored: Report) -> Report:
+    """What ``verify`` can say of a result whose ranking it cannot repeat.
+
+    Args:
+        plan: derived from the source.
+        records: the records of all units, each once; masks said what is pruned.
+        stored: the report of the result; what its ranking read is taken from it, and which files
+            the source of the ranking had left out.
+    """
+    num_pruned, known = summed(records, "pruned"), {each.name: each for each in stored.tensors}
+    tensors = []
+    for position, tensor in enumerate(plan.tensors):
+        derived = _tensor_report(plan, tensor, num_pruned[position])
+        told = known.get(tensor.entry.name, derived)
+        of_ranking = {name: getattr(told, name) for name in _OF_RANKING}
+        tensors.append(replace(derived, **of_ranking))
+    groups = []
+    for index, group in enumerate(plan.groups):
+        total = sum(tensor.num_pruned for tensor in tensors[group.first : group.last])
+        same = [each for each in stored.groups if each.index == index]
+        told_of = same[0] if same else GroupReport(index, 0, 0, None, None, None, None)
+        groups.append(replace(told_of, num_elements=group.num_elements, num_pruned=total))
+    return replace(_report(plan, tensors, groups, records, stored.run), skipped=stored.skipped)
+
+
+def _report(
+    plan: Plan,
+    tensors: Sequence[TensorReport],
+    groups: Sequence[GroupReport],
+    records: Sequence[Record],
+    run: RunFacts,
+) -> Report:
     only = groups[0] if len(groups) == 1 else None
     return Report(
         digest=plan.digest,
@@ -80,6 +118,23 @@ def make_report(
         warnings=warnings_about(plan, tensors),
         inputs=plan.inputs.facts() or None,
         checksums=None if plan.inputs.values is None else _checksums(records),
+    )
+
+
+def _tensor_report(plan: Plan, tensor: PlannedTensor, num_pruned: int) -> TensorReport:
+    """What is known of a tensor without its ranking."""
+    entry, group = tensor.entry, plan.groups[tensor.group]
+    return TensorReport(
+        name=entry.name,
+        dtype=entry.dtype,
+        shape=entry.shape,
+        file=entry.file,
+        num_elements=entry.numel,
+        num_pruned=num_pruned,
+        num_nan=0,
+        threshold=None,
+        group=tensor.group,
+        limits=(tensor.lowest, tensor.highest) if group.has_limits else None,
     )
 
 
@@ -142,18 +197,11 @@ def _tensor_reports(
         if cut is not None and (cut.bound or group.recipe.budget):
             key, held_at = cut.cut.threshold if num_pruned[position] else None, cut.bound
         tensors.append(
-            TensorReport(
-                name=entry.name,
-                dtype=entry.dtype,
-                shape=entry.shape,
-                file=entry.file,
-                num_elements=entry.numel,
-                num_pruned=num_pruned[position],
+            replace(
+                _tensor_report(plan, tensor, num_pruned[position]),
                 num_nan=num_nan[position],
                 threshold=None if key is None else _score(source.key_ranges[position], key),
                 num_zero=num_zero[position],
-                group=tensor.group,
-                limits=(tensor.lowest, tensor.highest) if group.has_limits else None,
                 held_at=held_at,
                 divisor=cuts.divisors[position],
             )

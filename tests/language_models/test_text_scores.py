@@ -1,0 +1,107 @@
+"""Scores by the names of recipes: each thing that they need is collected once, on any ranks."""
+
+import pytest
+import torch
+
+import distprune as prune
+from distprune import criteria, language_models, statistics
+from distprune.language_models import TextScores, scoring
+from distprune.recipes import FROM_GRADIENTS, FROM_STATISTICS
+from distprune.testing import run_ranks
+from helpers.tiny_language_model import save_tiny_llama, write_text
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scores")
+    save_tiny_llama(folder / "llama")
+    write_text(folder / "text.txt", 400)
+    return folder
+
+
+def opened(folder, wrap="none", **options):
+    """The scores of a model, and how often text ran through it."""
+    model = language_models.load_sharded(folder / "llama", wrap=wrap)
+    tokenizer = language_models.load_tokenizer(folder / "llama")
+    windows = language_models.read_windows(tokenizer, folder / "text.txt", 16, limit=4)
+    runs = []
+
+    def count(progress):
+        if progress.num_done == progress.total:
+            runs.append(progress.phase)
+
+    return TextScores(model, windows, prune.select(model), progress=count, **options), runs
+
+
+def direct(text, score):
+    """The scores, collected without names."""
+    pairs = text.parameters
+    collected = {
+        "fisher": statistics.GradientStatistics(pairs),
+        "obs": statistics.GramMatrices(pairs),
+        "taylor": criteria.Taylor(pairs, unit="rank_batch", power=1),
+        "elementwise_fisher": criteria.Fisher(pairs, unit="rank_batch"),
+    }.get(score) or statistics.ActivationStatistics(pairs)
+    language_models.calibrate(text.model, text.windows, collected)
+    is_criterion = score in ("taylor", "elementwise_fisher")
+    return collected.scores() if is_criterion else getattr(collected, score)()
+
+
+def zeros(text, scores):
+    """What a pruning by scores leaves, as numbers of pruned weights and masks."""
+    prune.global_unstructured(text.parameters, prune.L1Unstructured, scores, amount=0.5)
+    masks = [getattr(module, f"{name}_mask") for module, name in text.parameters]
+    for module, name in text.parameters:
+        prune.remove(module, name)
+    return [mask.detach().clone() for mask in masks]
+
+
+@pytest.mark.filterwarnings("ignore:the ranking over all parameters")
+@pytest.mark.parametrize("score", scoring.SCORES)
+def test_a_name_stands_for_what_it_is_made_of(folder, score):
+    text, runs = opened(folder)
+    weights = [getattr(*pair).detach().clone() for pair in text.parameters]
+    found = zeros(text, text.of(score))
+    assert runs == ["calibrate"]
+    for pair, weight in zip(text.parameters, weights, strict=True):
+        getattr(*pair).data.copy_(weight)
+    expected = zeros(text, direct(text, score))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_all_names_of_recipes_that_need_text_are_known():
+    assert {*FROM_STATISTICS, *FROM_GRADIENTS, "obs"} == set(scoring.SCORES)
+
+
+def test_what_is_shared_is_collected_once(folder):
+    text, runs = opened(folder)
+    for score in ("wanda", "ria", "stade", "fisher", "fisher", "obs", "obs"):
+        text.of(score)
+    assert len(runs) == 3
+    text.of_round("fisher")  # of the dense model
+    assert len(runs) == 3
+    text.of_round("wanda")
+    assert len(runs) == 4
+
+
+def kept(folder, place, wrap):
+    files = {name: place / name for name in ("statistics", "gradients", "grams")}
+    text, runs = opened(folder, wrap, **files)
+    for score in ("wanda", "fisher", "obs"):
+        text.of(score)
+    return len(runs)
+
+
+def test_files_are_written_once_and_read_on_any_ranks(folder, tmp_path):
+    assert run_ranks(kept, 2, folder, tmp_path, "fsdp2") == [3, 3]
+    assert kept(folder, tmp_path, "none") == 0
+    assert run_ranks(kept, 2, folder, tmp_path, "fsdp2") == [0, 0]
+
+
+def test_unknown_names_and_missing_text_are_errors(folder):
+    text, _ = opened(folder)
+    with pytest.raises(ValueError, match="score='magnitude'; expected one of wanda"):
+        text.of("magnitude")
+    without = TextScores(text.model, None, text.parameters)
+    with pytest.raises(ValueError, match="windows=None"):
+        without.of("wanda")
