@@ -227,7 +227,7 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
     the scores once more. The scope "layer" costs as much as a budget. Rows and
     groups of N:M that are whole on a rank take one read, and memory for a chunk or, where they are
     columns, for a matrix of up to 4M elements. Those that the sharding cuts (row-wise TP, the edges
-    of FSDP1's runs) take a read for every four bits of a key, and 1 to 2 KiB of all-reduces each.
+    of FSDP1's runs) take one read more, and send each key once: 2 or 4 bytes of an element.
     """
     report = prune_parameters(
         lambda: global_arguments(
