@@ -34,6 +34,7 @@ PARTS = (
     "scopes",
     "verifying",
     "many",
+    "forward",
     "training_step",
     "adversarial",
     "schedules",
