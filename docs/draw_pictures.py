@@ -251,9 +251,11 @@ def _between(low: Sequence[int], high: Sequence[int], depth: float) -> str:
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
-def table_of_performance(title: str) -> list[dict[str, Any]]:
-    """The rows of a table of the benchmark, by column."""
-    for part in results("performance_2cores_202611")["parts"]:
+def table_of_performance(
+    title: str, name: str = "performance_2cores_202611"
+) -> list[dict[str, Any]]:
+    """The rows of a table of a result of the benchmark, by column."""
+    for part in results(name)["parts"]:
         for table in part["tables"]:
             if table["title"].startswith(title):
                 return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
@@ -317,7 +319,7 @@ def traffic() -> Picture:
     computed = {
         model: [
             (float(row["ranks"]), 1024 * row["KiB sent"])
-            for row in table_of_performance("Predictions")
+            for row in table_of_performance("Predictions", "cost_2cores_202611")
             if row["model"] == model
         ]
         for model in ("8B", "405B")

@@ -67,11 +67,13 @@ def masked_product(original: Tensor, mask: Tensor) -> Tensor:
     Pruned elements keep their sign (-0.0), and inf becomes NaN. Where memory matters,
     ``_common.mask_values.write_product`` writes the same values without temporaries.
     """
-    import torch
-
     if is_dtensor(mask) and not is_dtensor(original):
         # transformers registers local tensors while the experts of an expert-parallel model run.
         mask = mask.to_local()
+    if mask.dtype == original.dtype:
+        return mask * original
+    import torch
+
     if mask.dtype == torch.bool:
         return mask * original  # autograd keeps the mask, and no copy of it in another dtype
     return mask.to(dtype=original.dtype) * original

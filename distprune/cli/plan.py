@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import asdict, dataclass
@@ -44,6 +45,7 @@ from distprune.files.errors import OutputError, SelectionError
 from distprune.files.text import format_size
 
 if TYPE_CHECKING:  # torch comes with it
+    from distprune.files.checkpoints.header import TensorEntry
     from distprune.files.planning import Plan, PlannedTensor
     from distprune.files.selecting import Verdict
 
@@ -52,27 +54,31 @@ if TYPE_CHECKING:  # torch comes with it
 def show(terminal: Terminal, plan: Plan, *, one_by_one: bool, has_amount: bool = True) -> None:
     """Write a plan as a table and a summary."""
     planned = {tensor.entry.name: tensor for tensor in plan.tensors}
-    lines: dict[tuple[Any, ...], list[Verdict]] = {}
-    for verdict in plan.verdicts:
-        entry = verdict.entry
+    lines: dict[tuple[Any, ...], list[TensorEntry]] = {}
+    for entry, is_pruned, reason in plan.verdicts:
         name = entry.name if one_by_one else without_numbers(entry.name)
-        group = planned[entry.name].group if verdict.is_pruned else 0
-        key = (name, entry.dtype, entry.shape, verdict.reason, group)
-        lines.setdefault(key, []).append(verdict)
+        group = planned[entry.name].group if is_pruned else 0
+        key = (name, entry.dtype, entry.shape, reason, group)
+        if key in lines:
+            lines[key].append(entry)
+        else:
+            lines[key] = [entry]
     rows = []
-    for (name, dtype, shape, reason, group), verdicts in lines.items():
-        names = [verdict.entry.name for verdict in verdicts]
+    for (name, dtype, shape, reason, group), entries in lines.items():
         if reason:
             action = f"keep: {reason}"
         else:
-            counts = [_count(plan, planned[name]) for name in names if name in planned]
+            counts = []
+            if has_amount:
+                found = [planned[entry.name] for entry in entries if entry.name in planned]
+                counts = [_count(plan, tensor) for tensor in found]
             numbers = [number for number in counts if number is not None]
-            is_known = has_amount and 0 < len(counts) == len(numbers)
+            is_known = 0 < len(counts) == len(numbers)
             action = f"prune {count(sum(numbers))}" if is_known else "prune"
             if len(plan.groups) > 1:
                 action += f", group {group}"
-        elements = sum(verdict.entry.numel for verdict in verdicts)
-        rows.append((name, count(len(verdicts)), dtype, shape_text(shape), count(elements), action))
+        elements = len(entries) * math.prod(shape)
+        rows.append((name, count(len(entries)), dtype, shape_text(shape), count(elements), action))
     terminal.table(
         ("tensor", "number", "dtype", "shape", "elements", "plan"),
         rows,
@@ -279,6 +285,7 @@ Measure = Annotated[
 
 @takes_text
 @takes_recipe
+@without_garbage_collection()
 def plan(
     source: Source,
     destination: MaybeDestination = None,

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from distprune._common.amount import resolve_count
 from distprune._common.blocks import Blocks, Layout
@@ -43,8 +43,7 @@ MAX_IN_MEMORY = 8 * CHUNK
 _VERSION = 3
 
 
-@dataclass(frozen=True)
-class PlannedTensor:
+class PlannedTensor(NamedTuple):  # which is made in a third of the time of a frozen dataclass
     """A tensor that is pruned.
 
     Attributes:
@@ -206,9 +205,11 @@ def _plan_group(
     rule = recipe.group_rule
     needs_input_dim = rule.needs_input_dim
     of_tensors = [layouts.of(entry) if needs_input_dim else None for entry in entries]
-    counts = [
-        rule.counts(entry.numel, layout) for entry, layout in zip(entries, of_tensors, strict=True)
-    ]
+    if rule.is_global:  # no blocks
+        counts = [(0, 0)] * len(entries)
+    else:
+        pairs = zip(entries, of_tensors, strict=True)
+        counts = [rule.counts(entry.numel, layout) for entry, layout in pairs]
     size = rule.tile_size
     if recipe.is_global:
         assert recipe.sparsity is not None  # a recipe has a pattern N:M, or a sparsity

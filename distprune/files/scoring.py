@@ -133,6 +133,8 @@ def find_inputs(
     Cost: a read of the statistics; headers of the scores.
     """
     statistics = scores = None
+    if not any(part.reads_statistics or part.reads_scores for part in recipe.parts):
+        return ScoreInputs()
     if measured := [(entry, layout) for part, entry, layout in tensors if part.reads_statistics]:
         if recipe.statistics is None:
             part = next(part for part, _, _ in tensors if part.reads_statistics)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from distprune._common.amount import CEILING, FLOOR, Bounded, to_bounds, violated_bound
 from distprune._common.blocks import Layout
@@ -25,8 +26,7 @@ _ADAPTER_CONFIG = "adapter_config.json"
 _MAX_STRIDE = 1 << 22
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Whether a tensor is pruned.
 
     Attributes:
@@ -116,14 +116,18 @@ def _select(
     also = matched("also", recipe.also, names, problems)
     excluded = matched("exclude", recipe.exclude, names, unmatched)
     verdicts = []
+    has_include, of_shapes = recipe.include is not None, {}
+    named = included if has_include else also
     for entry in checkpoint.tensors:
-        is_named = entry.name in (also if recipe.include is None else included)
+        is_named = entry.name in named
         if entry.name in excluded:
             reason = "excluded"
-        elif recipe.include is not None and not is_named:
+        elif has_include and not is_named:
             reason = "not included"
         else:
-            reason = reason_of_shape(entry.shape, recipe.min_ndim)
+            if entry.shape not in of_shapes:  # there are few
+                of_shapes[entry.shape] = reason_of_shape(entry.shape, recipe.min_ndim)
+            reason = of_shapes[entry.shape]
             if not reason and not is_named:
                 reason = reason_to_keep(entry.name, entry.shape, entry.dtype)
         verdicts.append(Verdict(entry, not reason, reason))

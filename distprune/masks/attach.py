@@ -251,8 +251,8 @@ def _reparametrize(module: nn.Module, name: str, hook: PruningHook, mask: Tensor
     if masked_value.must_be_live(module, name):
         masked_value.make_live(module, name)
     else:
-        # Through setattr: recurrent modules keep a list of their weights in step.
-        setattr(module, name, hook.apply_mask(module))
+        # Recurrent modules have a __setattr__ that keeps a list of their weights in step.
+        masked_value.assign(module, name, hook.apply_mask(module))
 
 
 def _restore_parameter(module: nn.Module, name: str) -> None:

@@ -55,19 +55,21 @@ class PruningHook:
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         """Recompute ``module.<name>`` before forward, as torch does."""
         name = self._tensor_name
-        is_compiling = torch.compiler.is_compiling()
-        if not is_compiling and module._buffers.get(mask_key(name)) is None:
+        is_live = masked_value.is_live(module, name)
+        if torch.compiler.is_compiling():
+            if not is_live:
+                _exempt_masks_from_ddp()
+                setattr(module, name, self.apply_mask(module))
+            return
+        if module._buffers.get(mask_key(name)) is None:
             raise lost_mask(module, name)
-        if masked_value.is_live(module, name):
+        if is_live:
             shard_mask = module.__dict__.get(masked_value.shard_mask_key(name))
-            if shard_mask is not None and not is_compiling:
+            if shard_mask is not None:
                 _check_attached(module, name, shard_mask)
             return
-        if is_compiling:
-            _exempt_masks_from_ddp()
-        else:
-            self._before_forward(module)
-        setattr(module, name, self.apply_mask(module))
+        self._before_forward(module)
+        masked_value.assign(module, name, self.apply_mask(module))
 
     def apply_mask(self, module: nn.Module) -> Tensor:
         """The product of mask and original parameter, in the parameter's dtype.
@@ -77,8 +79,13 @@ class PruningHook:
         """
         name = getattr(self, "_tensor_name", None)
         assert name is not None, f"Module {module} has to be pruned"
-        mask = getattr(module, mask_key(name))
-        original = getattr(module, orig_key(name))
+        # Where they are registered, first: torch's own look-up takes three times as long.
+        mask = module._buffers.get(mask_key(name))
+        if mask is None:
+            mask = getattr(module, mask_key(name))
+        original = module._parameters.get(orig_key(name))
+        if original is None:
+            original = getattr(module, orig_key(name))
         return masked_value.product(module, name, original, mask)
 
     def refresh_product(self, module: nn.Module) -> None:

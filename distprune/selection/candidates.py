@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -50,6 +49,7 @@ class Candidates:
         num_local: elements of this part ...
         numel: ... and of the whole parameter.
         device: of the keys.
+        is_small: whether the part is visited together with others, by small.py.
     """
 
     keys: KeySource
@@ -59,12 +59,11 @@ class Candidates:
     num_local: int
     numel: int
     device: torch.device
+    is_small: bool = field(init=False, repr=False, compare=False)
 
-    @functools.cached_property
-    def is_small(self) -> bool:
-        """Whether the part is visited together with others, by small.py."""
+    def __post_init__(self) -> None:
         keys = self.keys
-        return (
+        self.__dict__["is_small"] = (
             0 < self.num_local <= MOST_ELEMENTS
             and isinstance(keys, ScoreKeys)
             and keys.scores.is_in_memory

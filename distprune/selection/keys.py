@@ -221,7 +221,7 @@ def _float_keys_on_cpu(bits: Array, common: KeyRange, scratch: Scratch) -> Keys:
         negative = bits < 0 if common.order is Order.ASCENDING else bits > 0
     # Scores that were computed lie in the same memory.
     keys = scratch.array("keys", bits.size, bits.dtype)
-    np.bitwise_and(bits, integer(np.iinfo(integer).max), out=keys)
+    np.bitwise_and(bits, integer((1 << (8 * bits.itemsize - 1)) - 1), out=keys)
     highest = int(keys.max(initial=0))
     if highest > common.largest_number:  # seldom: finding out is cheaper than clamping all
         np.minimum(keys, integer(common.high), out=keys)

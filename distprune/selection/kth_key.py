@@ -128,6 +128,11 @@ class Reading:
         """Of the positions to sample; few elements need none."""
         return np.random.default_rng(0)
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other rank has keys: then no histograms are needed."""
+        return self.ranked.communicator.size == 1
+
     def find(self, k: int) -> Search[KthKey]:
         """The k-th key (1-based)."""
         ranked, keys = self.ranked, self.ranked.keys
@@ -223,14 +228,16 @@ class Reading:
         """Global counts per pivot, and the histogram of the keys in the interval.
 
         There is none if there is no interval, or if some rank finds that the interval of a
-        start has become too crowded; its elements are then counted at both ends only.
+        start has become too crowded; its elements are then counted at both ends only. A single rank
+        that collects keys gets an empty one.
 
         Args:
             only_counts: do not collect the keys of the interval.
         """
         parts, pivots, interval = self.ranked.parts, sorted(around.pivots), around.interval
         descent = None if interval is None else descent_over(*interval)
-        num_bins = 0 if descent is None else descent.num_bins
+        has_bins = descent is not None and (only_counts or not self._is_alone)
+        num_bins = descent.num_bins if descent is not None and has_bins else 0
 
         def count() -> Tensor:
             collects, histogram = interval, torch.zeros(num_bins, dtype=torch.int64)
@@ -243,7 +250,7 @@ class Reading:
                     collects = None
                 share = around.expected_share()
                 self.scanned = self._note(scan(parts, pivots, collects, self.drafts, share), pivots)
-                if descent is not None and collects is not None:
+                if descent is not None and has_bins and collects is not None:
                     histogram = histogram_of(self.scanned.keys, descent)
             counts = [sum(self.local_counts[pivot]) for pivot in pivots]
             return torch.cat([torch.tensor([int(collects is None), *counts]), histogram])
@@ -271,12 +278,16 @@ class Reading:
             inside = within(inside, descent.low, descent.high)
             return histogram_of(inside, descent)
 
-        if interval != scanned.interval:
-            histogram = yield descent.num_bins, count_bins
-        descent, num_ties = narrowed(descent, histogram)
-        while not descent.is_done:
-            descent, num_ties = narrowed(descent, (yield descent.num_bins, count_bins))
-        threshold = descent.low
+        if self._is_alone:
+            threshold, num_less, num_ties = _at_rank(within(inside, *interval), descent.rank)
+            num_below = below + num_less
+        else:
+            if interval != scanned.interval:
+                histogram = yield descent.num_bins, count_bins
+            descent, num_ties = narrowed(descent, histogram)
+            while not descent.is_done:
+                descent, num_ties = narrowed(descent, (yield descent.num_bins, count_bins))
+            threshold, num_below = descent.low, k - 1 - descent.rank
 
         def count() -> tuple[list[int], list[int]]:
             keys_of_parts = [keys.numpy() for keys in torch.split(scanned.keys, scanned.sizes)]
@@ -287,7 +298,16 @@ class Reading:
             ]
             return under, ties
 
-        return KthKey(threshold, k - 1 - descent.rank, num_ties, count, scanned)
+        return KthKey(threshold, num_below, num_ties, count, scanned)
+
+
+def _at_rank(keys: Tensor, rank: int) -> tuple[int, int, int]:
+    """The key of a rank among all; how many are smaller, and how many are equal."""
+    if not 0 <= rank < keys.numel():
+        raise changed()
+    numbers = keys.numpy()
+    key = np.partition(numbers, rank)[rank]
+    return int(key), int(np.count_nonzero(numbers < key)), int(np.count_nonzero(numbers == key))
 
 
 def _refuse_nan(ranked: Ranked, num_numbers: Tensor) -> None:

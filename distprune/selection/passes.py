@@ -197,7 +197,7 @@ def scan(
         kernel = kernels_on(part.device).scan
         call = partial(kernel, part, span, pivots, interval, out, capacity=capacity)
         calls.append(call if bins is None else partial(_scan_into, call, bins))
-    results = call_all(calls, num_threads_for(parts, chunks))
+    results = call_all(calls, num_threads_for(parts, chunks) if calls else 1)
     rows = _on_host(results, 2 + len(pivots))
     for (position, _), call, result, (number, *row) in zip(
         chunks, calls, results, rows, strict=True
@@ -246,9 +246,12 @@ def _fused_for(
         cuts: per part, its position in the list that was cut, and the cut; if it is known.
     """
     found: FusedKernels | None = None
-    taken = {}
+    taken: dict[int, Candidates] = {}
+    of_devices = {device: fused_on(device) for device in {part.device for part in parts}}
+    if not any(of_devices.values()):
+        return None, taken
     for position, part in enumerate(parts):
-        fused = fused_on(part.device)
+        fused = of_devices[part.device]
         if fused is None or not fused.takes(part, None if outs is None else outs[position]):
             continue
         if cuts is None or fused.can_cut(part, *cuts[position]):

@@ -162,7 +162,7 @@ def scan(
                 upto &= live
             by_pivot[pivot] = batch.count(upto)
     rows = [list(row) for row in zip(num_below, *(by_pivot[p] for p in pivots), strict=True)]
-    return rows, list(torch.split(collected, sizes))
+    return rows, list(collected.split_with_sizes(sizes))
 
 
 def count_each_live(masks: Sequence[Tensor]) -> list[int]:

@@ -104,6 +104,19 @@ class IndexMap:
         return indices
 
     @property
+    def run(self) -> int:
+        """Indices of neighbours follow each other, but at multiples of this in the flat view."""
+        if self.start is not None:
+            return 1 << 62
+        run = 1
+        for coordinate, stride in reversed(list(zip(self.coordinates, self.strides, strict=True))):
+            if len(coordinate) != 1:
+                if stride != run:
+                    break
+                run *= len(coordinate)
+        return run
+
+    @property
     def is_ascending(self) -> bool:
         """Whether a later position always has a larger global index."""
         return self.start is not None or all(

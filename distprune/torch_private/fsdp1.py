@@ -41,13 +41,14 @@ _known: weakref.WeakSet[FullyShardedDataParallel] = weakref.WeakSet()
 
 def is_managed(module: nn.Module, name: str) -> bool:
     """Whether a parameter is a piece of an FSDP1 flat parameter."""
-    registered = module._parameters.get(name)
-    if registered is not None and is_piece(registered):
+    found = module._parameters.get(name)
+    if found is None:
+        found = module.__dict__.get(name)
+    elif is_piece(found):
         return True
     # Without use_orig_params, and inside forward: a view of the flat parameter.
-    view = module.__dict__.get(name) if registered is None else registered
-    base = view._base if isinstance(view, Tensor) else None
-    return isinstance(base, FlatParameter) or getattr(base, _MANAGED, False)
+    base = found._base if isinstance(found, Tensor) else None
+    return base is not None and is_piece(base)
 
 
 def is_flat(tensor: Tensor) -> bool:

@@ -76,11 +76,10 @@ class DTensorMask(ShardMask):
         info = self._fsdp_param._module_info
         return info.module, name_without_orig(info.param_name)
 
-    @property
-    def _mask(self) -> Tensor:
+    def _mask_of(self, shard: Tensor) -> Tensor:
         mask = self.buffer
         local = mask._local_tensor if isinstance(mask, DTensor) else None
-        if local is None or local.shape != self._local_shard.shape:
+        if local is None or local.shape != shard.shape:
             module, name = self.place
             raise RuntimeError(
                 f"the mask of {type(module).__name__}.{orig_key(name)} was replaced by a "
@@ -187,7 +186,10 @@ class DTensorMask(ShardMask):
             param_dtype = local.dtype
         padded = local.new_empty(self._fsdp_param.padded_sharded_param_size, dtype=param_dtype)
         num_rows = local.size(0)
-        write_product(local, self._mask, out=padded[:num_rows])
+        if num_rows == padded.size(0):
+            write_product(local, self._mask_of(local), out=padded)
+            return padded
+        write_product(local, self._mask_of(local), out=padded[:num_rows])
         padded[num_rows:].zero_()
         return padded
 
@@ -195,7 +197,7 @@ class DTensorMask(ShardMask):
         if parameter.grad is not None and not self.has_dense_gradient:
             assert isinstance(parameter.grad, DTensor)
             gradient = parameter.grad._local_tensor
-            write_product(gradient, self._mask, out=gradient)
+            write_product(gradient, self._mask_of(self._local_shard), out=gradient)
 
 
 class _PreAllGather:

@@ -74,6 +74,23 @@ def end_live(module: nn.Module, name: str) -> None:
     module.__class__ = _live_class(base, tuple(sorted(names))) if names else base
 
 
+def assign(module: nn.Module, name: str, value: Tensor) -> None:
+    """``module.<name> = value``, of a name that nothing is registered under.
+
+    torch's own ``__setattr__`` looks through all registries first, which takes as long as the
+    product of a small weight.
+    """
+    cls = type(module)
+    if (
+        cls.__setattr__ is nn.Module.__setattr__
+        and name not in module._parameters
+        and not hasattr(cls, name)
+    ):
+        module.__dict__[name] = value
+    else:
+        setattr(module, name, value)
+
+
 class ShardMask(ABC):
     """The mask of one managed parameter at work."""
 

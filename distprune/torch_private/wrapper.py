@@ -89,9 +89,9 @@ def is_flattened(module: nn.Module, name: str) -> bool:
     """Whether FSDP1 manages a parameter, pruned or not."""
     if "torch.distributed.fsdp" not in sys.modules:
         return False
-    from distprune.torch_private import fsdp1
+    from distprune.torch_private.fsdp1 import is_managed
 
-    return any(fsdp1.is_managed(module, key) for key in (name, orig_key(name)))
+    return is_managed(module, name) or is_managed(module, orig_key(name))
 
 
 def is_flat(tensor: Tensor) -> bool:

@@ -35,6 +35,7 @@ PARTS = (
     "verifying",
     "many",
     "reconstructing",
+    "forward",
     "training_step",
     "adversarial",
     "schedules",

@@ -100,11 +100,11 @@ def _ratio(calls: Found, call: str) -> float | None:
 
 def measure(wrapping: str, model: int | str, rounds: int) -> Found:
     """On one rank: check the masks, then time."""
-    root = _resnet() if model == RESNET else _linears(int(model))
+    root = _resnet() if model == RESNET else linears(int(model), WIDTH)
     data.fill_normal(root)
     values = data.weights(root)
     expected = data.oracle(values, AMOUNT)
-    root = _wrapped(root, wrapping)
+    root = wrapped(root, wrapping)
     targets = distprune.select(root, include=["*.weight"])
     saved = [parameter.detach().clone() for parameter in root.parameters()]
 
@@ -162,11 +162,12 @@ def _torch_calls(targets: Sequence[tuple[nn.Module, str]]) -> list[tuple[str, Ca
     return list(zip(TORCH, (prune_by_torch, prune_by_torch, remove), strict=True))
 
 
-def _linears(number: int) -> nn.Sequential:
+def linears(number: int, width: int) -> nn.Sequential:
+    """Square layers, in groups that FSDP2 gathers together."""
     layers = []
     for start in range(0, number, PER_LAYER):
         size = min(PER_LAYER, number - start)
-        layers.append(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(size))))
+        layers.append(nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(size))))
     return nn.Sequential(*layers)
 
 
@@ -185,7 +186,8 @@ def _resnet() -> nn.Sequential:
     return nn.Sequential(nn.Sequential(*modules, nn.Linear(channels, 1000, bias=False)))
 
 
-def _wrapped(root: nn.Sequential, wrapping: str) -> nn.Module:
+def wrapped(root: nn.Sequential, wrapping: str) -> nn.Module:
+    """The model on all ranks, as one of WRAPPINGS."""
     if wrapping == "ddp":
         return DistributedDataParallel(root)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -39,6 +39,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "2:4": {"pattern": "2:4"},
 }
 LIMITS = {"row": 5.0, "2:4": 3.0}
+WRAPPINGS = {"fsdp2": "FSDP2", "tp": "Tensor parallelism"}
+# Rows under tensor parallelism, of which some are cut, beside FSDP2, which cuts none.
+CUT_LIMIT = 2.0
 # The masks of larger models are not compared with the oracle, which sorts every group.
 NUM_CHECKED = 1_000_000
 RANKS = 2
@@ -55,19 +58,31 @@ def tables(options: Options) -> Iterator[Table]:
         threads = torch.get_num_threads()
         yield table(f"one process, {threads} thread{'s' * (threads > 1)}", name, model, found)
         del model
-    on_ranks = on_gloo_ranks(measure, RANKS, num_elements, rounds, timeout=3000)
-    found = {
-        way: [
-            Measurement(max(seconds), 0, 0, sent[0])
-            for seconds, sent in (
-                zip(*each, strict=True)
-                for each in zip(*(of_rank[way] for of_rank in on_ranks), strict=True)
-            )
-        ]
-        for way in WAYS
-    }
     shapes = data.LanguageModel(num_elements, multiple=64)
-    yield table(f"FSDP2, {RANKS} ranks of one thread", "float32", shapes, found)
+    of_rows = {}
+    for wrapping, name in WRAPPINGS.items():
+        on_ranks = on_gloo_ranks(measure, RANKS, wrapping, num_elements, rounds, timeout=3000)
+        found = {
+            way: [
+                Measurement(max(seconds), 0, 0, sent[0])
+                for seconds, sent in (
+                    zip(*each, strict=True)
+                    for each in zip(*(of_rank[way] for of_rank in on_ranks), strict=True)
+                )
+            ]
+            for way in WAYS
+        }
+        of_rows[wrapping] = found["row"]
+        yield table(f"{name}, {RANKS} ranks of one thread", "float32", shapes, found)
+    ratio = median_seconds(of_rows["tp"]) / median_seconds(of_rows["fsdp2"])
+    bound = Bound("rows under tensor parallelism, times FSDP2", CUT_LIMIT, is_aim=True)
+    yield Table(
+        "Rows that the sharding cuts: the same model by tensor parallelism, times FSDP2",
+        ["ranked together", "times FSDP2"],
+        [["row", ratio]],
+        [Verdict(bound, ratio)],
+        ["The inputs of o_proj and down_proj lie on both ranks, as RowwiseParallel shards them."],
+    )
 
 
 def table(where: str, dtype: str, model: nn.Module, found: dict[str, list[Measurement]]) -> Table:
@@ -95,11 +110,13 @@ def table(where: str, dtype: str, model: nn.Module, found: dict[str, list[Measur
     )
 
 
-def measure(num_elements: int, rounds: int) -> dict[str, list[tuple[float, tuple[int, int]]]]:
+def measure(
+    wrapping: str, num_elements: int, rounds: int
+) -> dict[str, list[tuple[float, tuple[int, int]]]]:
     """On every rank: check, then time."""
 
     def sharded(model: data.LanguageModel) -> None:
-        shard(model, "fsdp2")
+        shard(model, wrapping)
 
     check(data.build(NUM_CHECKED, multiple=64), sharded, undo)
     model = data.build(num_elements, multiple=64)

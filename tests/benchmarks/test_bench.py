@@ -1,5 +1,6 @@
 """The benchmark runs, its oracle is right, and it fails when a bound does."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import bench
 import data
+import fit_cost
 import pytest
 import torch
 import torch.nn.utils.prune as torch_prune
@@ -167,3 +169,13 @@ def test_the_call_stops_when_its_masks_are_ready():
     decision = decide_only(data.pairs(model), 0.5)
     data.check_masks(values, decision.masks, data.oracle(values, 0.5))
     assert data.masks(model) is None
+
+
+def test_the_saved_constants_follow_from_the_results_and_none_is_negative():
+    """Otherwise, run `python tests/benchmarks/fit_cost.py --save cost_2cores_202611`."""
+    found = fit_cost.tables()
+    saved = json.loads((bench.RESULTS / "cost_2cores_202611.json").read_text())
+    shown = [Table.from_json(table).text() for table in saved["parts"][0]["tables"]]
+    assert [table.text() for table in found][::2] == shown[::2]  # without errors of rounding
+    values = [row[1] for row in found[0].rows]
+    assert min(values) > 0 and len(values) == 10

@@ -49,6 +49,30 @@ def test_pruning_sends_kilobytes_whatever_the_size(wrapping, data):
     assert totals[1] < totals[0] + 200_000
 
 
+def traffic_of_rows(wrapping: str, dtype: str):
+    """What a call sends that ranks by rows; and the bytes of this rank's elements of cut rows."""
+    model = wrappings.wrap(fill(Net((96, 400, 96, 8)), "few", dtype), wrapping)
+    targets = prune.select(model, names="weight", everything=True)
+    with Traffic() as traffic:
+        report = prune.global_unstructured(targets, prune.L1Unstructured, scope="row", amount=0.5)
+    cut = model.l2.weight_orig.to_local()
+    return traffic.calls, report.num_collectives, report.bytes_sent, cut.numel() * cut.itemsize
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wrapping", ["tp-2", "tp-4"])
+def test_rows_that_are_cut_send_their_keys_once(wrapping, dtype):
+    size = wrappings.world_size(wrapping)
+    for calls, num_collectives, bytes_sent, num_bytes in run_ranks(
+        traffic_of_rows, size, wrapping, dtype
+    ):
+        assert {name for name, _ in calls} == {"allreduce_", "alltoall_base_"}
+        assert num_collectives == len(calls) < 20
+        others = num_bytes * (size - 1) // size
+        bits = num_bytes // (8 * (4 if dtype == "float32" else 2))
+        assert others <= bytes_sent < others + bits + 4096
+
+
 def traffic_of_steps(wrapping: str, pruned: bool, weights: bool) -> list[list[tuple[str, int]]]:
     """The collectives of forward and backward, in two steps."""
     model = wrappings.wrap(fill(Net(EVEN_HIDDEN), "normal", "float32"), wrapping)

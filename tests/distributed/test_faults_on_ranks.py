@@ -40,6 +40,7 @@ METHODS = {
     "bounded": (prune.L1Unstructured, {"amount": 0.5, "min_sparsity": 0.4, "max_sparsity": 0.75}),
     "random": (prune.RandomUnstructured, {"amount": 0.5}),
     "ties": (prune.L1Unstructured, {"amount": 0.5}),
+    "rows": (prune.L1Unstructured, {"scope": "row", "amount": 0.5}),  # which tp-2 cuts
 }
 ERRORS = {
     "memory": MemoryError("no room"),
@@ -69,7 +70,7 @@ class Setting:
         prune.global_unstructured(self.targets, cls, **arguments)
 
     def wrong_masks(self) -> list[str]:
-        if self.method in ("random", "bounded"):
+        if self.method in ("random", "bounded", "rows"):
             return []
         return wrong_masks(self.model, self.keeps, self.indices)
 

@@ -5,6 +5,7 @@ All problems of a folder are collected, and raised as one error.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterable
@@ -85,7 +86,7 @@ class Checkpoint:
     @property
     def tensors(self) -> tuple[TensorEntry, ...]:
         """The tensors of all files, in the order of files and data."""
-        return tuple(tensor for file in self.files for tensor in file.tensors)
+        return tuple(itertools.chain.from_iterable(file.tensors for file in self.files))
 
     @property
     def num_bytes(self) -> int:
@@ -179,15 +180,18 @@ def _check_keys(
     files: list[WeightFile], weight_map: dict[str, str], index: str | None, is_whole: bool
 ) -> list[str]:
     """Problems of tensors that occur twice, or in another file than the index says."""
-    problems = []
+    problems: list[str] = []
+    names = [tensor.name for file in files for tensor in file.tensors]
+    if index is None and names and len({*names}) == len(names):
+        return problems
     where: dict[str, list[str]] = {}
     for file in files:
         for tensor in file.tensors:
             where.setdefault(tensor.name, []).append(file.name)
     problems += [
-        f"tensor {name} is in {' and in '.join(names)}."
-        for name, names in where.items()
-        if len(names) > 1
+        f"tensor {name} is in {' and in '.join(of_name)}."
+        for name, of_name in where.items()
+        if len(of_name) > 1
     ]
     if not any(file.tensors for file in files) and is_whole and not problems and files:
         problems.append("its safetensors files hold no tensors.")

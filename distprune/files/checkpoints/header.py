@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -171,7 +172,7 @@ def parse_header(
             if len(problems) == _MAX_PROBLEMS:
                 problems.append(f"{name}: there may be more problems.")
                 break
-    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    entries.sort(key=attrgetter("start", "stop"))
     if not problems:
         problems += _coverage_problems(entries, data_size, name, 8 + len(raw))
     if problems:
@@ -226,13 +227,15 @@ def _read_entry(
     tensor: str, fields: Any, data_size: int, file: str, data_start: int
 ) -> TensorEntry:
     """Check one tensor of a header; raises ValueError with the end of a sentence."""
+    if not tensor.isascii():
+        try:
+            tensor.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError("has a name that is not valid Unicode") from None
     try:
-        tensor.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError("has a name that is not valid Unicode") from None
-    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
-        raise ValueError("lacks one of dtype, shape and data_offsets")
-    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+        dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    except (KeyError, TypeError):  # it may be no mapping
+        raise ValueError("lacks one of dtype, shape and data_offsets") from None
     if not isinstance(dtype, str):
         raise ValueError("has a dtype that is not a string")
     if not are_sizes(shape):
@@ -256,7 +259,9 @@ def _read_entry(
             f"is {dtype} of shape {_short(shape)}, which needs {numel * bits / 8:g} bytes, but has "
             f"{stop - start}"
         )
-    return TensorEntry(tensor, dtype, tuple(shape), file, data_start + start, data_start + stop)
+    entry = TensorEntry(tensor, dtype, tuple(shape), file, data_start + start, data_start + stop)
+    entry.__dict__["numel"] = numel  # the cached property, which takes a lock
+    return entry
 
 
 def _coverage_problems(
@@ -264,15 +269,15 @@ def _coverage_problems(
 ) -> list[str]:
     """Overlaps of sorted entries, and holes between them."""
     end = data_start
-    previous = "the header"
-    for entry in entries:
+    for number, entry in enumerate(entries):
         if entry.start != end:
             what = "overlaps with" if entry.start < end else "leaves a hole after"
+            previous = f"tensor {_short(entries[number - 1].name)}" if number else "the header"
             return [
                 f"{name}: tensor {_short(entry.name)} {what} {previous}: it begins at byte "
                 f"{entry.start}, and the previous one ends at {end}."
             ]
-        end, previous = entry.stop, f"tensor {_short(entry.name)}"
+        end = entry.stop
     if end != data_start + data_size:
         return [
             f"{name}: has {data_start + data_size} bytes, but its tensors end at byte {end}; "
@@ -283,11 +288,13 @@ def _coverage_problems(
 
 def are_sizes(value: object) -> bool:
     """Whether a value of JSON is a list of sizes."""
-    return isinstance(value, list) and all(map(_is_size, value))
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _MAX_NUMEL
+    if not isinstance(value, list):
+        return False
+    # In place of a call for each: there may be hundreds of thousands.
+    for size in value:  # noqa: SIM110
+        if type(size) is not int or not 0 <= size <= _MAX_NUMEL:
+            return False
+    return True
 
 
 def _is_text_map(value: Any) -> bool:
