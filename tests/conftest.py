@@ -66,7 +66,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--device", metavar="NAME", help="run only tests that take a device, on this one: cuda"
     )
-    parser.addoption("--write-matrix", metavar="PATH", help="write what test_matrix.py measured")
+    parser.addoption(
+        "--write-matrix", metavar="PATH", help="write what tests of ten steps measured"
+    )
     parser.addoption(
         "--write-criteria",
         metavar="PATH",
@@ -211,7 +213,7 @@ def _place(result):
     from helpers import wrappings
 
     return (
-        wrappings.TRAINED.index(result["wrapping"]),
+        [*wrappings.MATRIX, *wrappings.ZERO].index(result["wrapping"]),
         result["optimizer"],
         result["optimizer_made"],
     )

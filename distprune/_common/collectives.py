@@ -82,8 +82,8 @@ class Communicator:
     Attributes:
         index: this rank's place among ``ranks``.
         size: how many ranks take part.
-        num_collectives: so far.
-        bytes_sent: payload of those, per rank.
+        num_collectives: the collectives so far.
+        bytes_sent: the payload of those, per rank.
     """
 
     def __init__(

@@ -164,7 +164,7 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], **kwargs: An
     """
     communicator = world()
     saved = communicator.run(lambda: _check_pretrained(model, kwargs))
-    check_writable(model)
+    check_writable(model, is_gathered=True)
 
     def gather_and_write() -> None:
         state = _gather(model)

@@ -80,7 +80,8 @@ class Part(ScoredParameter):
         if is_dtensor(tensor) and is_misplaced(self.label, tensor):
             raise NotImplementedError(
                 f"{self.label}: torch {torch.__version__} cannot save or load uneven shards that "
-                "FSDP2 cut out of tensor-parallel ones. Expected a size that the mesh divides."
+                "FSDP2 cut out of tensor-parallel ones, nor parts of groups of rows. Expected a "
+                "size that the mesh divides, and whole dimensions."
             )
         return tensor
 

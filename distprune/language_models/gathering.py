@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distprune._common.collectives import Communicator
 from distprune._common.pruned_form import masked_product
-from distprune.shards.shard import FlatShard, LocalShard
+from distprune.shards.shard import FlatShard, FoldedShard, LocalShard
 
 _PIECE_BYTES = 8 * 2**20
 # What the first rank does with a piece: the number of its first element, and its values, 1-d.
@@ -116,7 +116,7 @@ def _row_bytes(shard: LocalShard) -> int:
 
 def _write_own(shard: LocalShard, rows: range, piece: Tensor) -> None:
     """Write this rank's part of some rows into the whole of them, 1-d."""
-    if isinstance(shard, FlatShard):
+    if isinstance(shard, (FlatShard, FoldedShard)):
         _write_run(shard, rows.start * _row_numel(shard), piece)
         return
     own, *inner = shard.coordinates or [range(1)]
@@ -131,7 +131,7 @@ def _write_own(shard: LocalShard, rows: range, piece: Tensor) -> None:
     target.copy_(_masked(shard.values[part], mask))
 
 
-def _write_run(shard: FlatShard, start: int, piece: Tensor) -> None:
+def _write_run(shard: LocalShard, start: int, piece: Tensor) -> None:
     """Write this rank's run of elements into a whole piece, 1-d, that begins at ``start``."""
     stop = start + piece.numel()
     if shard.index.start is not None:
@@ -142,10 +142,10 @@ def _write_run(shard: FlatShard, start: int, piece: Tensor) -> None:
             mask = None if shard.mask is None else shard.mask[part]
             piece[first - start : last - start] = _masked(shard.values[part], mask)
         return
-    # Not row-major in memory: channels_last, say.
+    # Not row-major in memory: channels_last, say; or apart from each other.
     indices = shard.index(torch.arange(shard.values.numel()))
     inside = (indices >= start) & (indices < stop)
-    values = _masked(shard.values, shard.mask).cpu()
+    values = _masked(shard.values, shard.mask).cpu().view(-1)
     piece[indices[inside] - start] = values[inside]
 
 

@@ -45,6 +45,7 @@ from distprune.files.disk.access import OpenFiles, read_into
 from distprune.files.errors import CheckpointError
 from distprune.language_models.wrapping import Wrap, check_wrap, make_mesh, shard, sizes_of
 from distprune.shards import dtensor
+from distprune.shards.shard import FoldedShard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -282,7 +283,13 @@ def _part(whole: Tensor, ranges: Ranges) -> Tensor:
 def _ranges(name: str, tensor: Tensor) -> Ranges:
     """The indices, per dimension, of the elements that this rank holds."""
     if is_dtensor(tensor):
-        return dtensor.local_shard(name, tensor, None).coordinates
+        shard = dtensor.local_shard(name, tensor, None)
+        if isinstance(shard, FoldedShard):
+            raise NotImplementedError(
+                f"{name}: {shard.layout} gives the ranks parts of groups of rows; expected whole "
+                "dimensions. Load such a model by from_pretrained(distributed_config=...)."
+            )
+        return shard.coordinates
     return [range(size) for size in tensor.shape]
 
 

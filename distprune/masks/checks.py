@@ -233,28 +233,34 @@ def _is_same(mask: Tensor | None, other: Tensor | None) -> bool:
     return torch.equal(mask, other.to(mask.device, mask.dtype))
 
 
-def check_writable(model: nn.Module, *, group: ProcessGroup | None = None) -> None:
+def check_writable(
+    model: nn.Module, *, group: ProcessGroup | None = None, is_gathered: bool = False
+) -> None:
     """Raise if DCP of this torch would write or read a shard of a parameter at a wrong offset.
 
     That happens with FSDP2 over tensor parallelism if both shard the same dimension and do
     not divide it evenly (7 rows on a 3x2 mesh, 9 on 4x2): DCP of torch 2.13 then fails, or saves
-    without an error and loses rows. Collective over ``group``.
+    without an error and loses rows. It happens to a part of each of several groups of rows, too,
+    which DCP takes for one box. Collective over ``group``.
+
+    Args:
+        is_gathered: whole tensors are written, which torch makes of such groups without a mistake.
 
     Raises:
         NotImplementedError: names the parameters, on every rank; nothing was written.
 
     Cost: arithmetic on shapes; one all-reduce of 40 bytes.
     """
-    world(group).run(lambda: _check_boxes(model))
+    world(group).run(lambda: _check_boxes(model, is_gathered))
 
 
-def _check_boxes(model: nn.Module) -> None:
+def _check_boxes(model: nn.Module, is_gathered: bool) -> None:
     managed = managed_parameters(model)
     wrong = []
     for fqn, module, name, registered in registered_parameters(model):
         # What is registered may be the gathered copy; FSDP1's records have no DTensor.
         parameter = getattr(managed.get((id(module), name)), "sharded", registered)
-        if is_dtensor(parameter) and is_misplaced(name, parameter):
+        if is_dtensor(parameter) and is_misplaced(name, parameter, is_gathered=is_gathered):
             wrong.append(
                 f"{fqn} (shape {tuple(parameter.shape)}, {parameter.placements} "
                 f"on a mesh of shape {tuple(parameter.device_mesh.shape)})"
@@ -262,21 +268,26 @@ def _check_boxes(model: nn.Module) -> None:
     if wrong:
         raise NotImplementedError(
             f"torch {torch.__version__} cannot save or load uneven shards that FSDP2 cut out of "
-            f"tensor-parallel ones: {'; '.join(wrong)}. Expected a size that the mesh divides. Pad "
+            "tensor-parallel ones, nor shards that have a part of each of several groups of rows: "
+            f"{'; '.join(wrong)}. Expected a size that the mesh divides, and whole dimensions. Pad "
             "the dimension, use another mesh, or save a consolidated state dict."
         )
 
 
-def is_misplaced(name: str, parameter: DTensor) -> bool:
+def is_misplaced(name: str, parameter: DTensor, *, is_gathered: bool = False) -> bool:
     """Whether DCP of this torch would write or read this rank's shard at a wrong offset."""
     from distprune.shards import dtensor
+    from distprune.shards.shard import FoldedShard
 
     box = doubtful_box(parameter)
     if box is None:
         return False
     sizes, offsets = box
+    shard = dtensor.local_shard(name, parameter, None)
+    if isinstance(shard, FoldedShard):
+        return not is_gathered
     # Per dimension, the range of global indices that this rank has.
-    ranges = dtensor.local_shard(name, parameter, None).coordinates
+    ranges = shard.coordinates
     if 0 in sizes or not all(ranges):
         return (0 in sizes) != (not all(ranges))
     starts = tuple(indices.start for indices in ranges)

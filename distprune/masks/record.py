@@ -191,12 +191,13 @@ def _runs(shard: LocalShard) -> tuple[int, Tensor]:
     if isinstance(shard, FlatShard):  # a run in another order of memory
         return 1, torch.empty(0)
     sizes = [len(indices) for indices in shard.coordinates]
+    shape = shard.opened_shape
     dim = len(sizes) - 1  # the slowest dimension inside a run
-    while dim > 0 and sizes[dim] == shard.shape[dim]:
+    while dim > 0 and sizes[dim] == shape[dim]:
         dim -= 1
     starts = torch.zeros(1, dtype=torch.int64)
     for outer_dim, indices in enumerate(shard.coordinates[: dim + 1]):
-        stride = math.prod(shard.shape[outer_dim + 1 :])
+        stride = math.prod(shape[outer_dim + 1 :])
         stop = indices.start + 1 if outer_dim == dim else indices.stop
         offsets = torch.arange(indices.start, stop) * stride
         starts = (starts.unsqueeze(1) + offsets).view(-1)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distprune.shards.shard import FlatShard, LocalShard
+from distprune.shards.shard import FlatShard, FoldedShard, LocalShard
 from distprune.statistics.layers import WeightLayout
 
 
@@ -61,6 +61,11 @@ def blocks_of(shard: LocalShard, layout: WeightLayout) -> list[Block]:
         return []
     if isinstance(shard, FlatShard):
         return list(_blocks_of_run(shard, layout))
+    if isinstance(shard, FoldedShard):
+        raise NotImplementedError(
+            f"{shard.name}: the ranks have parts of groups of rows ({shard.layout}); expected a "
+            "weight that is cut in whole dimensions. For fused experts, use ep_size beside tp_size."
+        )
     return list(_blocks_of_region(shard, layout))
 
 

@@ -173,8 +173,9 @@ def tiles_of(index: IndexMap, num_local: int, tiling: Tiling | None, offset: int
     numbers, is_whole, is_ranked = [np.zeros(0, np.int64)], [np.zeros(0, bool)], [np.zeros(0, bool)]
     if tiling is None or not num_local:
         return LocalTiles(chunks, (), numbers[0], is_whole[0], is_ranked[0])
-    sizes = tuple(tiling.sizes[dim] for dim in index.dims)
-    strides = [math.prod(tiling.grid[dim + 1 :]) for dim in index.dims]
+    dims = index.dims if index.fold is None else range(len(tiling.sizes))
+    sizes = tuple(tiling.sizes[dim] for dim in dims)
+    strides = [math.prod(tiling.grid[dim + 1 :]) for dim in dims]
     position = place = 0
     for ranges in itertools.chain.from_iterable(
         _cut_box(box, sizes) for box in _boxes_of(index, num_local)
@@ -210,10 +211,14 @@ def _boxes_of(index: IndexMap, num_local: int) -> Iterator[tuple[range, ...]]:
         return
     first = MatrixRun.of(index).offset
     for ranges in boxes_of_run([len(rows) for rows in coordinates], first, first + num_local):
-        yield tuple(
+        box = tuple(
             range(rows.start + own.start, rows.start + own.stop)
             for rows, own in zip(coordinates, ranges, strict=True)
         )
+        if index.fold is None:
+            yield box
+        else:
+            yield from index.fold.closed(box)
 
 
 def _cut_box(ranges: tuple[range, ...], sizes: Sequence[int]) -> Iterator[tuple[range, ...]]:

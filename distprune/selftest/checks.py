@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import distprune
-from distprune._common.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
+from distprune._common.pruned_form import is_dtensor, mask_key, orig_key
+from distprune.selftest import libraries
 from distprune.torch_private import private_fields
 from distprune.torch_private.wrapper import managed_parameters
 
@@ -51,7 +52,7 @@ class Net(nn.Module):
         self.l1 = nn.Linear(num_inputs, num_hidden)
         self.l2 = nn.Linear(num_hidden, 10)
         self.l3 = nn.Linear(10, 5)
-        self.layers = (self.l1, self.l2, self.l3)
+        self.layers: tuple[nn.Linear, ...] = (self.l1, self.l2, self.l3)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.l3(torch.tanh(self.l2(torch.relu(self.l1(x)))))
@@ -59,7 +60,7 @@ class Net(nn.Module):
 
     def local(self, name: Callable[[str], str] = lambda name: name) -> list[np.ndarray]:
         """Copies of this rank's parts of the weights, or of tensors beside them; 1-d."""
-        tensors = [local_tensor(getattr(layer, name("weight")).detach()) for layer in self.layers]
+        tensors = [libraries.held(getattr(layer, name("weight"))) for layer in self.layers]
         return [tensor.clone().cpu().numpy().reshape(-1) for tensor in tensors]
 
 
@@ -73,6 +74,7 @@ class Wrapping:
         min_ranks: the smallest number of ranks.
         num_axes: number of mesh axes; two axes need an even number of ranks.
         num_alike: number of ranks that get the same part of a batch; 0: all.
+        library: that has to be installed; "" if torch is enough.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Wrapping:
     min_ranks: int = 1
     num_axes: int = 1
     num_alike: int = 1
+    library: str = ""
 
 
 WRAPPINGS = (
@@ -89,8 +92,14 @@ WRAPPINGS = (
     Wrapping("FSDP1 hybrid", ("FSDP1",), min_ranks=4, num_axes=2),
     Wrapping("FSDP2", ("FSDP2", "DTensor")),
     Wrapping("HSDP", ("FSDP2", "DTensor"), min_ranks=4, num_axes=2),
+    Wrapping("replicate", ("FSDP2", "DTensor")),
     Wrapping("TP", ("DTensor",), num_alike=0),
     Wrapping("FSDP2 + TP", ("FSDP2", "DTensor"), min_ranks=4, num_axes=2, num_alike=2),
+    Wrapping("ZeRO-1", (), library="deepspeed"),
+    Wrapping("ZeRO-2", (), library="deepspeed"),
+    Wrapping("ZeRO-3", ("DeepSpeed",), library="deepspeed"),
+    Wrapping("HF FSDP", ("FSDP2", "DTensor"), min_ranks=2, library="transformers"),
+    Wrapping("HF TP", ("DTensor",), min_ranks=2, num_alike=0, library="transformers"),
 )
 
 
@@ -124,8 +133,16 @@ class Case:
             parameter.copy_(_VALUES[values](normal))
         return net.to(self.device)
 
-    def wrap(self, net: nn.Module) -> nn.Module:
+    def wrap(self, net: Net) -> nn.Module:
         """The model, wrapped."""
+        if self.wrapping.library == "deepspeed":
+            return libraries.zero(net, stage=int(self.wrapping.name[-1]))
+        if self.wrapping.library == "transformers":
+            axis = "tp_size" if "TP" in self.wrapping.name else "fsdp_size"
+            model = libraries.distributed_by_transformers(net, **{axis: self.num_ranks})
+            net.layers = tuple(each for each in model.children() if isinstance(each, nn.Linear))
+            return model
+        from torch.distributed._composable.replicate_with_fsdp import replicate
         from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
         from torch.distributed.tensor import parallel
@@ -136,7 +153,7 @@ class Case:
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         if "TP" in self.wrapping.name:
             plan = {"l1": parallel.ColwiseParallel(), "l2": parallel.RowwiseParallel()}
-            net = parallel.parallelize_module(net, mesh["inner"], plan)
+            parallel.parallelize_module(net, mesh["inner"], plan)
             mesh = mesh["outer"] if is_2d else mesh
         if "DDP" in adapters:
             return nn.parallel.DistributedDataParallel(net)
@@ -149,8 +166,9 @@ class Case:
                 device_mesh=mesh if is_2d else None,
                 sharding_strategy=ShardingStrategy.HYBRID_SHARD if is_2d else None,
             )
+        shard = replicate if self.wrapping.name == "replicate" else fully_shard
         for layer in (*net.children(), net) if "FSDP2" in adapters else ():
-            fully_shard(layer, mesh=mesh)  # in place
+            shard(layer, mesh=mesh)  # in place
         return net
 
     def indices(self) -> list[np.ndarray]:
@@ -196,7 +214,7 @@ def check_private_fields(case: Case) -> Iterator[str]:
     for name in dict.fromkeys(missing):
         yield f"torch has no {name}"
     managed = managed_parameters(model)
-    is_sharded = bool({"FSDP1", "FSDP2"} & set(adapters))
+    is_sharded = bool({"FSDP1", "FSDP2", "DeepSpeed"} & set(adapters))
     if is_sharded and any((id(layer), "weight") not in managed for layer in net.layers):
         yield "parameters are not found in the wrapper"
     for record in managed.values():
@@ -259,7 +277,8 @@ def check_training(case: Case) -> Iterator[str]:
     values = net.local()
     keeps = reference_masks(values, 0.5)
     model = case.wrap(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    is_engine = case.wrapping.library == "deepspeed"
+    optimizer = torch.optim.SGD(model.parameters(), libraries.LEARNING_RATE)
     _prune(model, 0.5)
     # The gradient of a masked weight is that of its product with the mask, masked.
     for layer, keep in zip(dense.layers, keeps, strict=True):
@@ -273,15 +292,16 @@ def check_training(case: Case) -> Iterator[str]:
     rows = slice(4 * index, 4 * index + 4)
     output, expected = model(batch[rows]), dense(batch)
     yield from _far("the output", output.detach(), expected.detach()[rows])
-    torch.autograd.backward(output.square().sum(1).mean())
-    optimizer.step()
+    loss = output.square().sum(1).mean()
+    (model if is_engine else torch.autograd).backward(loss)  # type: ignore[operator]
+    (model if is_engine else optimizer).step()  # type: ignore[operator]
     torch.autograd.backward(expected.square().sum(1).mean())
-    torch.optim.SGD(dense.parameters(), lr=0.1).step()
+    torch.optim.SGD(dense.parameters(), libraries.LEARNING_RATE).step()
     rest = zip(_LABELS, net.local(orig_key), dense.local(), values, keeps, indices, strict=True)
     for label, mine, trained, old, keep, own in rest:
         keep, old = keep[own], old[own]
         yield from _far(f"{label} after a step", mine[keep], trained[own][keep])
-        if not np.array_equal(mine[~keep], old[~keep]):
+        if not np.array_equal(mine[~keep], 0 * old[~keep] if is_engine else old[~keep]):
             yield f"a step changed pruned elements of {label}"
     with torch.no_grad():
         yield from _far("the output after a step", model(batch[rows]), dense(batch)[rows])
@@ -331,7 +351,7 @@ def _state_of(model: nn.Module) -> list[Any]:
         [name, *module._parameters, *module._buffers, *module._forward_pre_hooks]
         for name, module in model.named_modules()
     ]
-    parts = [local_tensor(parameter.detach()) for parameter in model.parameters()]
+    parts = [libraries.held(parameter) for parameter in model.parameters()]
     return [names, [part.cpu().numpy().tobytes() for part in parts]]
 
 

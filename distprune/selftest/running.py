@@ -27,6 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 import distprune
 from distprune.selftest.checks import CHECKS, NEEDS_TWO_RANKS, WRAPPINGS, Case
+from distprune.selftest.libraries import why_not
 from distprune.torch_private.private_fields import TESTED
 
 OK, FAILED, NOT_TRIED = "ok", "FAILED", "not tried"
@@ -218,10 +219,14 @@ def run(ranks: Ranks, report: Report) -> Iterator[list[Result]]:
     began = time.perf_counter()
     for wrapping in WRAPPINGS:
         num_before = len(report.results)
-        names = [name for name in CHECKS if ranks.size > 1 or name != NEEDS_TWO_RANKS]
+        names, reason = [n for n in CHECKS if ranks.size > 1 or n != NEEDS_TWO_RANKS], ""
         if ranks.size < wrapping.min_ranks or ranks.size % wrapping.num_axes:
             is_odd = ranks.size >= wrapping.min_ranks
             reason = f"needs {'an even number of' if is_odd else wrapping.min_ranks} ranks"
+        elif wrapping.library:
+            found = why_not(wrapping.library, ranks.device, ranks.backend)
+            reason = next(filter(None, ranks.share(found)), "")
+        if reason:
             report.results.append(Result(wrapping.name, None, NOT_TRIED, reason))
             names = []
         for name in names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,8 +14,15 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distprune._common.pruned_form import is_dtensor
-from distprune.shards.geometry import IndexMap, Split, dim_coordinates, index_map, memory_order
-from distprune.shards.shard import LocalShard
+from distprune.shards.geometry import (
+    IndexMap,
+    Split,
+    dim_coordinates,
+    index_map,
+    memory_order,
+    opened,
+)
+from distprune.shards.shard import FoldedShard, LocalShard
 from distprune.torch_private.managed import ManagedDTensor
 
 
@@ -77,12 +84,13 @@ class MeshView:
         _check_order(name, parameter.device_mesh, placements, self)
         _check_strided(name, shape, self.shape, placements, is_from_fsdp2)
         splits = splits_of(name, len(shape), self.shape, self.coordinate, placements)
-        coordinates = (
-            tuple(range(0) for _ in shape) if splits is None else dim_coordinates(shape, splits)
-        )
+        box, splits, fold = opened(shape, splits or ())
+        coordinates = dim_coordinates(box, splits)
+        if self.coordinate is None:
+            coordinates = tuple(range(0) for _ in shape)
         return Cut(
             coordinates,
-            index_map(shape, coordinates, range(len(shape))),
+            replace(index_map(box, coordinates, range(len(box))), fold=fold),
             *replica_of(self.shape, self.coordinate, placements),
             # Not which ranks: the same parameter may be on several meshes of one shape.
             layout=f"{placements} on a mesh of shape {self.shape}",
@@ -116,13 +124,22 @@ def local_shard(
     """
     view = MeshView.on(parameter.device_mesh)
     cut = view.cut_of(name, parameter, is_from_fsdp2=is_from_fsdp2)
-    values, coordinates = _local(parameter), cut.coordinates
+    values, coordinates, fold = _local(parameter), cut.coordinates, cut.index.fold
     if values.numel() == 0 and values.ndim == len(coordinates):
         # An empty shard may be empty in dimensions that the placements leave whole.
         coordinates = tuple(
             rows[:size] for rows, size in zip(coordinates, values.shape, strict=True)
         )
     expected = tuple(map(len, coordinates))
+    if fold is not None:
+        sizes = list(expected)
+        sizes[fold.dim] *= sizes.pop(fold.dim + 1)
+        expected = tuple(sizes)
+        if not values.is_contiguous():
+            raise NotImplementedError(
+                f"{name}: {parameter.placements} of a shard of stride {values.stride()}; expected "
+                "a contiguous shard where every rank has a part of several groups of rows."
+            )
     if view.coordinate is None:
         values = values.new_empty(expected)
     if tuple(values.shape) != expected:
@@ -135,14 +152,14 @@ def local_shard(
     if coordinates is not cut.coordinates or not values.is_contiguous():
         order = memory_order(values) or range(values.ndim)
         index = index_map(parameter.shape, coordinates, order)
-    return LocalShard(
+    return (LocalShard if fold is None else FoldedShard)(
         name=name,
         parameter=parameter,
         values=values,
         mask=None if mask is None else _local_mask(mask, values, view.coordinate is not None),
         shape=parameter.shape,
         coordinates=coordinates,
-        order=index.dims,
+        order=index.dims if fold is None else tuple(range(values.ndim)),
         index=index,
         replica=cut.replica,
         num_replicas=cut.num_replicas,
@@ -195,7 +212,10 @@ def _check_strided(
     placements: Sequence[Placement],
     is_from_fsdp2: bool,
 ) -> None:
-    """Refuse every ``_StridedShard`` whose rows on one rank are not a run.
+    """Refuse every ``_StridedShard`` but two kinds: a run of rows, and runs of groups of rows.
+
+    Where no other cut is of the dimension, each of ``split_factor`` groups is cut evenly: see
+    geometry.[Note: folds].
 
     FSDP2 over tensor parallelism writes its cut, made last, as ``_StridedShard`` on an axis to the
     left of the other cuts of that dimension; the split factor is the product of the sizes of
@@ -221,15 +241,33 @@ def _check_strided(
         is_outermost = all(isinstance(other, Replicate) for other in placements[:axis])
         if is_pattern and (is_even or (is_from_fsdp2 and is_outermost)):
             continue
+        groups = _num_groups(axis, len(shape), mesh_shape, placements)
+        if groups > 1 and shape[dim] % (groups * mesh_shape[axis]) == 0:
+            continue
         raise NotImplementedError(
             f"{name}: placement {placement} (dimension {dim} of size {shape[dim]}, placements "
             f"{tuple(placements)} on a mesh of shape {tuple(mesh_shape)}) spreads rows that lie "
-            "apart over the ranks, as a view of a DTensor does that merges a sharded dimension "
-            "with another one, or transformers' tensor parallelism of fused experts; expected "
-            "Shard, or the placements that fully_shard makes over tensor parallelism. Keep the "
-            "parameter in the shape in which it was sharded, or call .redistribute() to "
-            f"Shard({dim}) before pruning; for fused experts, use ep_size beside tp_size."
+            "apart over the ranks, by several cuts of a dimension or unevenly; expected Shard, the "
+            "placements that fully_shard makes over tensor parallelism, or one even cut of equal "
+            "groups of rows. Keep the parameter in the shape in which it was sharded, or call "
+            f".redistribute() to Shard({dim}) before pruning."
         )
+
+
+def _num_groups(
+    axis: int, ndim: int, mesh_shape: Sequence[int], placements: Sequence[Placement]
+) -> int:
+    """How many groups of rows a mesh axis cuts; 1 if it is not the only cut of the dimension."""
+    placement = placements[axis]
+    if not isinstance(placement, _StridedShard) or mesh_shape[axis] == 1:
+        return 1
+    others = (
+        other
+        for other_axis, other in enumerate(placements)
+        if other_axis != axis and mesh_shape[other_axis] > 1
+    )
+    dims = [other.dim % ndim for other in others if isinstance(other, (Shard, _StridedShard))]
+    return 1 if placement.dim % ndim in dims else int(placement.split_factor)
 
 
 def splits_of(
@@ -259,7 +297,9 @@ def splits_of(
             if coordinate is not None:
                 # _StridedShard is not a subclass of Shard since torch 2.10.
                 cuts = strided if isinstance(placement, _StridedShard) else plain
-                cuts.append(Split(placement.dim % ndim, mesh_shape[axis], coordinate[axis]))
+                groups = _num_groups(axis, ndim, mesh_shape, placements)
+                size, chunk = mesh_shape[axis], coordinate[axis]
+                cuts.append(Split(placement.dim % ndim, size, chunk, groups))
         elif not isinstance(placement, Replicate):
             raise NotImplementedError(
                 f"{name}: placement {placement} is not supported; expected Shard or Replicate. "

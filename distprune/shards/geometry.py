@@ -14,6 +14,12 @@ its columns all others:
 
 Of three dimensions, [experts, out, in] for example, there may be a matrix for each index of the
 slowest one: then a factor [experts, 1, in] stays as small as it is.
+
+[Note: folds] Some cuts give every rank a part of each of several groups of rows. Rows 0 to 7 in two
+groups over two ranks are 0 1 4 5 and 2 3 6 7: transformers cuts its fused experts [experts, gate
+and up, in] in this way. In another shape of the same elements, [experts, 2, half, in], such a part
+is a box like any other, with the same row-major indices. So dimensions and coordinates of a folded
+part are those of that shape.
 """
 
 from __future__ import annotations
@@ -41,11 +47,64 @@ class Split:
         dim: the dimension.
         num_chunks: how many chunks there are.
         chunk: the number of this rank's chunk.
+        num_groups: equal parts of the dimension that are each cut: see [Note: folds].
     """
 
     dim: int
     num_chunks: int
     chunk: int
+    num_groups: int = 1
+
+
+@dataclass(frozen=True)
+class Fold:
+    """How a dimension is seen as two, groups and what is in a group: see [Note: folds].
+
+    Attributes:
+        dim: the dimension.
+        num_groups, size: the two sizes in place of its own, which is their product.
+    """
+
+    dim: int
+    num_groups: int
+    size: int
+
+    def opened(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape with two dimensions in place of one."""
+        return (*shape[: self.dim], self.num_groups, self.size, *shape[self.dim + 1 :])
+
+    def opened_factor(self, factor: Tensor) -> Tensor:
+        """A factor that broadcasts to a tensor, as it broadcasts to the tensor of that shape."""
+        if factor.shape[self.dim] == 1:
+            return factor.unsqueeze(self.dim)
+        return factor.reshape(self.opened(factor.shape))
+
+    def closed(self, ranges: Sequence[range]) -> Iterator[tuple[range, ...]]:
+        """A box of that shape as boxes of the tensor, one after the other in memory."""
+        outer, (own, *inner) = ranges[: self.dim + 1], ranges[self.dim + 1 :]
+        for *rows, group in itertools.product(*outer):
+            first = group * self.size
+            part = range(first + own.start, first + own.stop)
+            yield (*(range(row, row + 1) for row in rows), part, *inner)
+
+
+def opened(
+    shape: Sequence[int], splits: Sequence[Split]
+) -> tuple[tuple[int, ...], list[Split], Fold | None]:
+    """The shape in which cuts are cuts of whole dimensions, and the cuts of it.
+
+    At most one cut may be of groups, and no other of its dimension.
+    """
+    folds = [
+        Fold(split.dim, split.num_groups, shape[split.dim] // split.num_groups)
+        for split in splits
+        if split.num_groups > 1
+    ]
+    if not folds:
+        return tuple(shape), list(splits), None
+    (fold,) = folds
+    moved = [replace(s, dim=s.dim + (s.dim >= fold.dim), num_groups=1) for s in splits]
+    return fold.opened(shape), moved, fold
 
 
 def dim_coordinates(shape: Sequence[int], splits: Sequence[Split]) -> tuple[range, ...]:
@@ -61,6 +120,7 @@ def dim_coordinates(shape: Sequence[int], splits: Sequence[Split]) -> tuple[rang
     """
     coordinates = [range(size) for size in shape]
     for split in splits:
+        assert split.num_groups == 1, "see opened"
         whole = coordinates[split.dim]
         size = -(-len(whole) // split.num_chunks)
         coordinates[split.dim] = whole[split.chunk * size : (split.chunk + 1) * size]
@@ -79,6 +139,7 @@ class IndexMap:
         offset: position of the first local element in the flat view that the
             coordinates describe: more than 0 if the local elements are a run of that view.
         dims: the dimensions of the global tensor, in the order of ``coordinates``.
+        fold: how another shape is seen, to which all of the above belong: see [Note: folds].
     """
 
     coordinates: tuple[range, ...]
@@ -86,6 +147,7 @@ class IndexMap:
     start: int | None
     offset: int = 0
     dims: tuple[int, ...] = ()
+    fold: Fold | None = None
 
     def __call__(self, positions: Tensor) -> Tensor:
         """Global indices, int64 [m], of local positions, int64 [m]."""
@@ -270,6 +332,8 @@ class MatrixRun:
         """
         coordinates, strides = index.coordinates, index.strides
         sizes = [len(rows) for rows in coordinates]
+        if index.fold is not None:
+            factors = [index.fold.opened_factor(factor) for factor in factors]
         ordered = [[factor.shape[dim] for dim in index.dims] for factor in factors]
         num_row_dims = 2 if any(_is_of_matrices(factor, sizes) for factor in ordered) else 1
         num_rows = max(1, math.prod(sizes[num_row_dims - 1 : num_row_dims]))
@@ -317,6 +381,9 @@ class MatrixRun:
         Returns:
             [matrices or 1, rows or 1, columns or 1].
         """
+        fold = self.index.fold
+        if fold is not None:
+            factor, shape = fold.opened_factor(factor), fold.opened(shape)
         for dim, rows in zip(self.index.dims, self.index.coordinates, strict=True):
             if factor.shape[dim] != 1 and len(rows) != shape[dim]:
                 factor = factor.narrow(dim, rows.start, len(rows))

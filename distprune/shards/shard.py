@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from distprune._common.pruned_form import is_dtensor
-from distprune.shards.geometry import IndexMap
+from distprune.shards.geometry import Fold, IndexMap
 from distprune.torch_private import deepspeed
 from distprune.torch_private.dtensor import Specs, laid_out_like
 from distprune.torch_private.managed import Managed
@@ -50,7 +50,8 @@ class LocalShard:
         values: this rank's part, N-d, detached; may be empty.
         mask: this rank's part of the mask in force, same shape; None if unpruned.
         shape: the global shape.
-        coordinates: a range per dimension: where the part is.
+        coordinates: a range per dimension: where the part is. Of a :class:`FoldedShard`, per
+            dimension of another shape.
         order: dimensions in the order of memory; flat views follow it.
         index: from positions in a flat view to global row-major indices.
         replica: which copy of these elements this rank has ...
@@ -100,6 +101,12 @@ class LocalShard:
     def numel(self) -> int:
         """Elements of the whole parameter."""
         return self.shape.numel()
+
+    @property
+    def opened_shape(self) -> tuple[int, ...]:
+        """The global shape in which ``coordinates`` are; see geometry.[Note: folds]."""
+        fold = self.index.fold
+        return self.shape if fold is None else fold.opened(self.shape)
 
     @property
     def counted(self) -> range:
@@ -202,3 +209,35 @@ class FlatShard(LocalShard):
         stride = math.prod(self.shape[axis + 1 :])
         indices = self.index(torch.arange(local.numel()))
         return local.unsqueeze(1), indices // stride % self.shape[axis]
+
+
+@dataclass(frozen=True)
+class FoldedShard(LocalShard):
+    """A part of each of several groups of a dimension: see geometry.[Note: folds].
+
+    ``values`` and ``mask`` have the dimensions of the parameter, and are contiguous;
+    ``coordinates`` and ``index`` belong to the opened shape.
+    """
+
+    @property
+    def fold(self) -> Fold:
+        """The dimension, and how many groups it has."""
+        assert self.index.fold is not None
+        return self.index.fold
+
+    def slice_of(self, full: Tensor) -> Tensor:
+        """This rank's part of a full tensor of the global shape, a copy."""
+        full = full.reshape(self.opened_shape)
+        for dim, rows in enumerate(self.coordinates):
+            full = full.narrow(dim, rows.start, len(rows))
+        return full.reshape(self.values.shape)
+
+    def channels(self, local: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`LocalShard.channels`."""
+        fold = self.fold
+        own = self.coordinates[axis + (axis >= fold.dim)]
+        channels = torch.arange(own.start, own.stop)
+        if axis == fold.dim:
+            groups = torch.arange(fold.num_groups) * fold.size
+            channels = (groups.unsqueeze(1) + channels).view(-1)
+        return local.movedim(axis, 0), channels

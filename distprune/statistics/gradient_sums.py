@@ -314,6 +314,11 @@ def gradient_block(shard: LocalShard, data_groups: Sequence[ProcessGroup]) -> Gr
     if not any(isinstance(where, slice) for where in same_batches):
         return GradientBlock(dim_coordinates(shard.shape, ()))
     splits = splits_of(shard.name, len(shard.shape), tuple(mesh.shape), coordinate, placements)
+    if any(split.num_groups > 1 for split in splits or ()):
+        raise NotImplementedError(
+            f"{shard.name}: the ranks have parts of groups of rows ({shard.layout}); expected "
+            "whole dimensions. Of such a parameter, criteria take gradients element by element."
+        )
     batch_ranks, ranks = (
         tuple(sorted(mesh.mesh[tuple(where)].flatten().tolist()))
         for where in (same_batches, same_elements)

@@ -1,4 +1,4 @@
-"""Make the support matrix of the documentation from what tests/distributed/test_matrix.py measured.
+"""Make the support matrix of the documentation from what the tests of ten steps measured.
 
 python tests/distributed/make_support_matrix.py [matrix.json]
 """
@@ -23,6 +23,11 @@ NAMES = {
     "hsdp": "HSDP",
     "tp": "tensor parallelism",
     "fsdp2_tp": "FSDP2 over tensor parallelism",
+    "replicate": "`replicate()`",
+    "fsdp2_replicate": "`replicate()` of one layer under FSDP2",
+    "zero1": "DeepSpeed, ZeRO-1",
+    "zero2": "DeepSpeed, ZeRO-2",
+    "zero3": "DeepSpeed, ZeRO-3",
 }
 
 
@@ -53,7 +58,9 @@ def table(measured: dict) -> str:
     lines.append(
         f"{num_runs} runs of {measured['num_steps']} steps beside one process with "
         "`torch.nn.utils.prune` and the same masks: AdamW with weight decay and SGD with momentum, "
-        f"made before and after pruning. Mask elements that differ, in all: {differences}. "
+        "made before and after pruning (DeepSpeed's before, with clipping, beside a model that is "
+        "masked by hand, and pruned twice). "
+        f"Mask elements that differ, in all: {differences}. "
         f"torch {measured['torch']}, {measured['backend']}."
     )
     return "\n".join(lines)

@@ -1,7 +1,8 @@
-"""Shards of rows that are not contiguous: refused by name, except those of FSDP2 over TP.
+"""Shards of rows that lie apart: one even cut of equal groups of rows, and FSDP2 over TP.
 
 A view of a DTensor that merges a dimension with a sharded one, such as [E, F, D] with Shard(1)
-seen as [E*F, D], spreads rows that lie apart.
+seen as [E*F, D], spreads rows that lie apart; so does transformers' tensor parallelism of fused
+weights. What is cut unevenly, or several times, is refused by name.
 """
 
 import pytest
@@ -13,6 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import distprune as prune
+from distprune.language_models import loading
+from distprune.reconstruction.rows import blocks_of
+from distprune.shards.reader import ShardReader
 from distprune.testing import run_ranks
 from helpers import reference
 from helpers.comparisons import assert_nothing_wrong, changes, snapshot
@@ -53,6 +57,31 @@ def nothing_to_the_right():
     return by_hand((8, 3), (2,), [_StridedShard(0, split_factor=2)], [[0, 1, 4, 5], [2, 3, 6, 7]])
 
 
+def gates_and_ups():
+    """[experts, gate and up, in], as transformers' packed_colwise cuts fused experts."""
+    shape, mesh = (3, 8, 4), init_device_mesh("cpu", (2,))
+    first = 2 * torch.distributed.get_rank()
+    part = index_of(shape)[:, [first, first + 1, first + 4, first + 5]]
+    placements = [_StridedShard(1, split_factor=2)]
+    return DTensor.from_local(part.contiguous(), mesh, placements, run_check=False)
+
+
+def gates_and_ups_in_fsdp2():
+    """The same on two ranks of four; FSDP2 shards the experts, unevenly."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    first = 2 * mesh["tp"].get_local_rank()
+    part = index_of((3, 8, 4))[:, [first, first + 1, first + 4, first + 5]]
+    placements = [_StridedShard(1, split_factor=2)]
+    tensor = DTensor.from_local(part.contiguous(), mesh["tp"], placements, run_check=False)
+    return fully_shard(holding(tensor), mesh=mesh["dp"])
+
+
+def unevenly():
+    """Groups of three rows over two ranks."""
+    rows = [[0, 1, 3, 4], [2, 5]]
+    return by_hand((6, 3), (2,), [_StridedShard(0, split_factor=2)], rows)
+
+
 def another_split_factor():
     rows = [[0, 2], [1, 3], [4, 6], [5, 7]]
     placements = [_StridedShard(0, split_factor=4), Shard(0)]
@@ -71,10 +100,15 @@ def a_view_in_fsdp2():
     return fully_shard(holding(experts.view(24, 3)), mesh=mesh["dp"])
 
 
-REFUSED = {
+FOLDED = {
     a_view: 2,
     a_view_on_two_axes: 2,
     nothing_to_the_right: 2,
+    gates_and_ups: 2,
+    gates_and_ups_in_fsdp2: 4,
+}
+REFUSED = {
+    unevenly: 2,
     another_split_factor: 4,
     uneven_and_not_from_fsdp2: 4,
     a_view_in_fsdp2: 4,
@@ -122,6 +156,80 @@ def test_rows_that_lie_apart_are_refused(make, call):
         assert "_S" in placements  # as torch prints a _StridedShard
         assert message is not None and "rows that lie apart" in message and "weight" in message
         assert changed == []
+
+
+def folded(make):
+    """Prune in every way, beside a plain module; verify, and remove."""
+    try:
+        made = make()
+    except RuntimeError as error:
+        if "flatten multiple dimensions" not in str(error):
+            raise
+        return None
+    sharded = made if isinstance(made, nn.Module) else holding(made)
+    which, shape = local(sharded.weight).long(), sharded.weight.shape
+    plain, wrong = holding(index_of(shape)), []
+    generator = torch.Generator().manual_seed(0)
+    ties = torch.randn(shape, generator=generator).mul(2).round()
+    columns = torch.rand([1] * (len(shape) - 1) + [shape[-1]], generator=generator)
+    rows = torch.rand([*shape[:-1], 1], generator=generator)
+    factors = prune.FactoredScores([[columns], [rows, columns]])
+    mask = torch.randint(2, shape, generator=generator)
+
+    def everything(module, scores, **options):
+        prune.global_unstructured(
+            [(module, "weight")], prune.L1Unstructured, {(module, "weight"): scores}, **options
+        )
+
+    def along(module, **options):
+        last = {(module, "weight"): len(shape) - 1}
+        everything(module, ties, input_dims=last, **options)
+
+    calls = {
+        "ties": lambda m: prune.l1_unstructured(m, "weight", 0.2, importance_scores=ties),
+        "values": lambda m: prune.l1_unstructured(m, "weight", 0.2),
+        "all": lambda m: everything(m, ties, amount=0.2),
+        "factors": lambda m: everything(m, factors, amount=0.4),
+        "normalised": lambda m: everything(m, factors, amount=0.4, normalize="rms"),
+        "rows": lambda m: along(m, amount=0.5, scope="row"),
+        "1:2": lambda m: along(m, pattern="1:2") if shape[-1] % 2 == 0 else None,
+        "tiles": lambda m: along(m, pattern="2x1", amount=0.5),
+        "a mask": lambda m: prune.custom_from_mask(m, "weight", mask),
+    }
+    for dim in range(len(shape)):
+        calls[f"dim {dim}"] = lambda m, dim=dim: prune.ln_structured(m, "weight", 1, n=2, dim=dim)
+    for name, call in calls.items():
+        call(sharded), call(plain)
+        if not hasattr(plain, "weight_mask"):
+            continue
+        keep = plain.weight_mask.flatten()[which.flatten()].view(which.shape) != 0
+        if not torch.equal(local(sharded.weight_mask) != 0, keep):
+            wrong.append(name)
+        reports = [prune.verify(each, raise_errors=False) for each in (sharded, plain)]
+        wrong += [f"{name}: {problem}" for problem in reports[0].all_problems]
+        if len({report.parameters[0].fingerprint for report in reports}) != 1:
+            wrong.append(f"{name}: another fingerprint")
+        prune.remove(sharded, "weight"), prune.remove(plain, "weight")
+        if bool(local(sharded.weight)[~keep].any()):
+            wrong.append(f"{name}: remove left no zeros")
+        with torch.no_grad():
+            local(sharded.weight).copy_(which), plain.weight.copy_(index_of(shape))
+    shard = ShardReader().read(sharded, "weight", "weight")
+    for refused in (
+        lambda: blocks_of(shard, None),
+        lambda: loading._ranges("weight", sharded.weight),
+    ):
+        with pytest.raises(NotImplementedError, match=r"weight.* parts of groups of rows"):
+            refused()
+    return wrong
+
+
+@pytest.mark.parametrize("make", FOLDED)
+def test_a_part_of_each_group_of_rows(make):
+    found = run_ranks(folded, FOLDED[make], make)
+    if None in found:
+        pytest.skip("torch makes no such view")  # up to 2.11
+    assert_nothing_wrong(found)
 
 
 def wrong_where_the_pattern_is_that_of_fsdp2(rows):

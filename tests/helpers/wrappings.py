@@ -45,8 +45,15 @@ REPLICATE = ["replicate-1", "replicate-3", "fsdp2_replicate-2"]
 ANY_FSDP1 = ["fsdp1-2", "fsdp1-3", "fsdp1_root-3", "fsdp1_flat-2", "fsdp1_hybrid-2x2"]
 SHARDED = ANY_FSDP1 + FSDP2 + FSDP2_ROOT + HSDP + TP + FSDP2_TP  # any sizes
 ALL = REPLICATED + SHARDED
-# The support matrix: see distributed/test_matrix.py.
+# Where criteria and statistics are compared, and the kinds that golden results are of.
 TRAINED = [*ALL, *(w for w in FSDP1 + FSDP1_ROOT + FSDP1_FLAT if w not in ALL)]
+# The support matrix: see distributed/test_matrix.py; integrations/test_deepspeed.py wraps its own.
+MATRIX = [
+    *TRAINED,
+    *(f"replicate-{size}" for size in (1, 2, 3, 4)),
+    *(f"fsdp2_replicate-{size}" for size in (2, 3, 4)),
+]
+ZERO = [f"zero{stage}-{size}" for stage in (1, 2, 3) for size in (1, 2, 3, 4)]
 # Every kind once, with even or uneven shards, and one process: see sampled.
 _SAMPLE = {
     "plain-2", "ddp-3", "fsdp1-2", "fsdp1_root-3", "fsdp1_flat-2", "fsdp1_hybrid-2x2", "fsdp2-1",

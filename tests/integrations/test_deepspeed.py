@@ -1,7 +1,6 @@
 """DeepSpeed's ZeRO, stages 1 to 3, on real DeepSpeed: masks, training, checkpoints, criteria."""
 
 import contextlib
-import importlib
 import itertools
 import os
 
@@ -14,7 +13,7 @@ import distprune as prune
 from distprune._common.naming import unwrap
 from distprune.criteria import SNIP, Fisher
 from distprune.testing import run_ranks
-from helpers import reference
+from helpers import deepspeed_state, reference
 from helpers.comparisons import assert_nothing_wrong
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -57,17 +56,7 @@ def start() -> None:
     """Let DeepSpeed use the process group of this test, and compile nothing."""
     import deepspeed
 
-    communication = importlib.import_module("deepspeed.comm.torch")
-    communication.build_shm_op = lambda: None
-    importlib.import_module("deepspeed.comm.comm").cdb = None
-    groups = importlib.import_module("deepspeed.utils.groups")
-    for name, value in vars(groups).items():
-        if name.startswith("_") and name.isupper() and not callable(value):
-            setattr(groups, name, {} if isinstance(value, dict) else None)
-    # DeepSpeed counts modules and parameters of a process, and compares the numbers of the ranks.
-    offload = importlib.import_module("deepspeed.runtime.zero.parameter_offload")
-    offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
-    deepspeed.zero.Init.param_id = 0
+    deepspeed_state.forget()
     for variable, value in (("LOCAL_RANK", dist.get_rank()), ("WORLD_SIZE", dist.get_world_size())):
         os.environ[variable] = str(value)
     os.environ["RANK"] = os.environ["LOCAL_RANK"]
@@ -156,12 +145,21 @@ def batches(rank: int | None = None) -> list[Tensor]:
     return list(whole.flatten(1, 2) if rank is None else whole[:, rank])
 
 
-def train_as_one_process(stage: int, options: dict) -> list[str]:
+OPTIMIZERS = {
+    "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
+    "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
+}
+
+
+def train_as_one_process(stage: int, kind: str, options: dict) -> dict:
     """Prune, train, prune again; compare masks and weights with a dense model at each step."""
     start()
     wrong: list[str] = []
+    largest, num_differences = 0.0, 0
     dense = net()
-    optimizer = torch.optim.AdamW(dense.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+    optimizer = getattr(torch.optim, kind)(dense.parameters(), foreach=False, **OPTIMIZERS[kind])
+    parameters = OPTIMIZERS[kind] | ({"torch_adam": True} if kind == "AdamW" else {})
+    options = {**options, "optimizer": {"type": kind, "params": parameters}}
     engine = engine_of(net(), stage, **options)
     keeps = None
     for step, (mine, whole) in enumerate(zip(batches(dist.get_rank()), batches(), strict=True)):
@@ -191,16 +189,19 @@ def train_as_one_process(stage: int, options: dict) -> list[str]:
         for number, (module, _) in enumerate(places(engine.module)):
             mask = my_run(module.weight_mask, stage if stage < 3 else 0)
             keep = my_run(keeps[number], stage)
-            if not torch.equal(mask != 0, keep):
+            differences = int(((mask != 0) != keep).sum())
+            if differences:
+                num_differences += differences
                 wrong.append(f"step {step}: mask of layer {number}")
             found = stored(module.weight_orig, stage)
             expected = my_run(dense.get_parameter(NAMES[number]), stage)
+            largest = max([largest, *(found - expected).abs().tolist()])
             if not torch.allclose(found, expected, rtol=0, atol=TOLERANCE):
                 wrong.append(f"step {step}: weights of layer {number} {found} {expected}")
             if not torch.equal(found[~keep], torch.zeros_like(found[~keep])):
                 wrong.append(f"step {step}: pruned weights of layer {number} are not zero")
     prune.verify(engine)
-    return wrong
+    return {"wrong": wrong, "difference": largest, "num_mask_differences": num_differences}
 
 
 CASES = {
@@ -213,10 +214,22 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_zero_trains_as_one_process(case, world_size):
-    assert_nothing_wrong(run_deepspeed(train_as_one_process, world_size, *CASES[case]))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_zero_trains_as_one_process(case, world_size, optimizer, record_property):
+    stage, options = CASES[case]
+    found = run_deepspeed(train_as_one_process, world_size, stage, optimizer, options)
+    assert_nothing_wrong([each["wrong"] for each in found])
+    if not options:
+        result = {
+            "optimizer": optimizer.lower(),
+            "optimizer_made": "before pruning",
+            "num_mask_differences": sum(each["num_mask_differences"] for each in found),
+            "largest_difference": max(each["difference"] for each in found),
+            "wrapping": f"zero{stage}-{world_size}",
+        }
+        record_property("matrix", result)
 
 
 def checkpoint_and_go_on(stage: int, options: dict, folder) -> list[str]:

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import planted
@@ -16,6 +17,7 @@ from distprune.selftest.running import Report, Result, choose_device, end_text
 from distprune.testing import run_ranks
 from helpers.forked_scripts import run_forked
 
+FAST = ["masks", "training", "private fields"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -38,7 +40,7 @@ def end_of(process):
 # Neither is there; the self-test must not mind.
 WITHOUT_EXTRAS = """
 import sys
-for name in ("typer", "rich", "yaml", "safetensors", "transformers", "pytest"):
+for name in ("typer", "rich", "yaml", "safetensors", "transformers", "deepspeed", "pytest"):
     sys.modules[name] = None
 from distprune.cli.main import main
 main(["selftest", *sys.argv[1:]])
@@ -53,13 +55,18 @@ def test_one_process_with_torch_and_numpy_only():
     assert {"distprune", "torch", "python", "backend", "device", "ranks"} <= set(report["facts"])
     tried = {(r["wrapping"], r["check"]) for r in report["results"] if r["status"] == "ok"}
     columns = set(checks.CHECKS) - {"all or none"}
-    assert tried == {(w, c) for w in ("plain", "DDP", "FSDP2", "TP") for c in columns}
-    reasons = {r["detail"] for r in report["results"] if r["status"] == "not tried"}
-    assert reasons == {"needs 2 ranks", "needs 4 ranks"}
+    names = ("plain", "DDP", "FSDP2", "replicate", "TP")
+    assert tried == {(w, c) for w in names for c in columns}
+    reasons = {r["wrapping"]: r["detail"] for r in report["results"] if r["status"] == "not tried"}
+    assert reasons["ZeRO-3"].startswith("needs deepspeed: ")
+    assert {text.partition(":")[0] for text in reasons.values()} == {
+        "needs 2 ranks", "needs 4 ranks", "needs deepspeed"
+    }  # fmt: skip
 
 
 SOME = """
-from distprune.selftest import checks
+from distprune.selftest import checks, running
+running.WRAPPINGS = [each for each in checks.WRAPPINGS if not each.library]
 for name in [name for name in checks.CHECKS if name not in ("masks", "traffic")]:
     del checks.CHECKS[name]
 from distprune.cli.main import main
@@ -78,19 +85,33 @@ def test_two_ranks_print_once(whole, tmp_path):
     assert code == 0, out + err
     num_checks = len(checks.CHECKS) if whole else 2
     assert out.count("masks") == 1
-    for name in ("plain", "DDP", "FSDP1", "FSDP2", "TP"):
+    libraries = {"ZeRO-1": "deepspeed", "ZeRO-2": "deepspeed", "ZeRO-3": "deepspeed"}
+    libraries |= {"HF FSDP": "transformers", "HF TP": "transformers"}
+    found = [name for name, library in libraries.items() if whole and find_spec(library)]
+    names = ["plain", "DDP", "FSDP1", "FSDP2", "replicate", "TP", *found]
+    for name in names:
         (line,) = [line for line in out.splitlines() if line.split("  ")[0] == name]
         assert line.count(" ok") == num_checks - 1 and " kB" in line, line
     assert "HSDP          not tried: needs 4 ranks" in out
-    assert f"Everything that was tried holds: {5 * num_checks} checks" in out
+    assert f"Everything that was tried holds: {len(names) * num_checks} checks" in out
 
 
-def test_every_wrapping_on_four_ranks(tmp_path):
-    names = [each.name for each in checks.WRAPPINGS]
-    store, fast = str(tmp_path / "store"), ["masks", "training", "private fields"]
-    for report in run_ranks(planted.report_of, 4, store, names, fast, timeout=240):
+def test_every_wrapping_of_torch_on_four_ranks(tmp_path):
+    names = [each.name for each in checks.WRAPPINGS if not each.library]
+    store = str(tmp_path / "store")
+    for report in run_ranks(planted.report_of, 4, store, names, FAST, timeout=240):
         assert report["holds"], report
-        assert len(report["results"]) == len(names) * len(fast)
+        assert len(report["results"]) == len(names) * len(FAST)
+
+
+@pytest.mark.parametrize("library", ["deepspeed", "transformers"])
+def test_wrappings_of_libraries(library, tmp_path):
+    pytest.importorskip(library)
+    names = [each.name for each in checks.WRAPPINGS if each.library == library]
+    for report in run_ranks(planted.report_of, 2, str(tmp_path / "store"), names, FAST):
+        assert report["holds"], report
+        assert {r["status"] for r in report["results"]} == {"ok"}
+        assert len(report["results"]) == len(names) * len(FAST)
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -112,7 +133,7 @@ def test_ranks_that_share_an_accelerator_use_gloo(share, monkeypatch):
 
 @pytest.mark.thorough
 def test_an_odd_number_of_ranks_tries_what_it_can(tmp_path):
-    names = [each.name for each in checks.WRAPPINGS]
+    names = [each.name for each in checks.WRAPPINGS if not each.library]
     store, some = str(tmp_path / "store"), ["masks", "training"]
     for report in run_ranks(planted.report_of, 3, store, names, some, timeout=240):
         assert report["holds"], report
@@ -125,6 +146,7 @@ FOUND = [
     ("one_too_many", "plain", "masks", "elements were pruned, expected"),
     ("idle_mask", "FSDP2", "training", "the output differs from the reference"),
     ("dense_gradient", "FSDP2", "training", "a step changed pruned elements of l1.weight"),
+    ("dense_master", "ZeRO-3", "training", "a step changed pruned elements of l1.weight"),
     ("much_traffic", "DDP", "traffic", "expected at most 256 kB"),
     ("uncompared_amounts", "DDP", "all or none", "RuntimeError"),
     ("changed_before_agreed", "DDP", "all or none", "the model has changed although"),
@@ -135,6 +157,8 @@ FOUND = [
 
 @pytest.mark.parametrize(("fault", "wrapping", "check", "message"), FOUND)
 def test_a_planted_fault_is_found_and_named(tmp_path, fault, wrapping, check, message):
+    if wrapping.startswith("ZeRO"):
+        pytest.importorskip("deepspeed")
     found = run_ranks(
         planted.report_of, 2, str(tmp_path / "store"), [wrapping], [check], fault, 4.0
     )
