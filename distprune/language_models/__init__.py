@@ -18,6 +18,7 @@ from distprune.language_models.calibrating import (
     prune_block_by_block,
 )
 from distprune.language_models.evaluating import PerplexityReport, TextPerplexity, perplexity
+from distprune.language_models.kept_states import KeptStates
 from distprune.language_models.loading import load_sharded, load_tokenizer
 from distprune.language_models.losses import BatchLosses
 from distprune.language_models.memory import MemoryEstimate, available_memory, estimate_memory
@@ -30,6 +31,7 @@ from distprune.language_models.text import TokenWindows, read_windows
 __all__ = [
     "BatchLosses",
     "DataRanks",
+    "KeptStates",
     "MemoryEstimate",
     "PerplexityReport",
     "Round",

@@ -61,7 +61,7 @@ def prune_in_rounds(
         return taylor.scores()
 
     for made in prune_in_rounds(model, windows, parameters, [0.35, 0.5, 0.6], score):
-        print(made.pruning.sparsity)  # save the model here, to go on after a stop
+        print(made.pruning.sparsity)  # KeptStates saves the model here, to go on after a stop
 
     With scores by factors nothing is computed anew, and no round has a backward: sums of gradients
     of the dense model (``GradientStatistics``) rank the weights as they are in each round,

@@ -80,6 +80,7 @@ def perplexity(
     with (
         tempfile.TemporaryDirectory(dir=folder) as states,
         closing(communicator.run(begin)) as streamed,
+        communicator.raising_everywhere(),
     ):
         with streamed.weights_around():
             stream = communicator.run(

@@ -10,13 +10,12 @@ import torch
 
 import distprune as prune
 from distprune import budgets, language_models
-from distprune.language_models import TextScores, TokenWindows
+from distprune.language_models import KeptStates, TextScores, TokenWindows
 from distprune.schedule import Cubic, Linear, ScheduledPruner
 from distprune.statistics import ActivationStatistics, GramMatrices
-from jobs.processes import Job
 from jobs.ranking import Pairs
+from jobs.work import Folder
 
-from .blocks import FinishedBlocks
 from .criteria import CRITERIA, method_of, scores_of
 from .settings import Settings
 
@@ -47,21 +46,17 @@ def prune_in_one_shot(settings: Settings, text: TextScores) -> list[dict[str, An
 
 
 def prune_and_move(
-    settings: Settings,
-    text: TextScores,
-    job: Job,
-    finished: int,
-    blocks: FinishedBlocks,
+    settings: Settings, text: TextScores, work: Folder, finished: int
 ) -> Iterator[list[dict[str, Any]]]:
     """Prune in rounds, and move the kept weights; a row for each parameter after each. Collective.
 
     Args:
+        work: keeps the decoder layers of a run block by block, which goes on after the last.
         finished: rounds that are done, whose masks and weights the model has.
-        blocks: of a run block by block; it goes on after those that are done.
     """
     if not settings.rounds:
         if not finished and settings.sequential:
-            yield prune_block_by_block(settings, text, job, blocks=blocks)
+            yield prune_block_by_block(settings, text, work)
         elif not finished:
             grams = text.grams  # of the dense model
             rows = prune_in_one_shot(settings, text)
@@ -76,7 +71,7 @@ def prune_and_move(
         lambda: text.of_round(CRITERIA[settings.criterion] or ""),
         update=settings.update != "none",
         batch_size=settings.batch_size,
-        progress=job.progress("collecting the inputs of layers"),
+        progress=work.job.progress("collecting the inputs of layers"),
         finished=finished,
     ):
         yield with_errors(rows_of(made.pruning), made.update)
@@ -85,20 +80,24 @@ def prune_and_move(
 def prune_block_by_block(
     settings: Settings,
     text: TextScores,
-    job: Job,
+    work: Folder,
     statistics_file: Path | None = None,
-    blocks: FinishedBlocks | None = None,
 ) -> list[dict[str, Any]]:
     """Prune each block by statistics of inputs that the pruned blocks before it give. Collective.
 
     Each block loses the same share of its elements.
 
     Args:
-        statistics_file: gets the statistics; of a pruning that moves no weights.
-        blocks: kept weights move, too; it keeps each block that is done.
+        work: keeps each block that is done, if kept weights move.
+        statistics_file: gets the statistics; None: kept weights move, too.
     """
-    statistics = (ActivationStatistics if blocks is None else GramMatrices)(text.parameters)
-    rows = [] if blocks is None else blocks.load()
+    moves = statistics_file is None
+    statistics = (GramMatrices if moves else ActivationStatistics)(text.parameters)
+    kept = KeptStates(text.model, work.path, "block-{}".format)
+    rows: list[list[dict[str, Any]]] = []
+    for number in range(kept.finished(len(text.parameters)) if moves else 0):
+        kept.load(number)
+        rows.append(work.once(f"block-{number}.json", list))
 
     def prune_block(of_block: Pairs) -> list[dict[str, Any]]:
         scores = getattr(statistics, settings.criterion)(of_block)
@@ -106,10 +105,11 @@ def prune_block_by_block(
         report = prune.global_unstructured(
             of_block, prune.L1Unstructured, scores, amount=settings.sparsity, **keywords
         )
-        if blocks is None or not isinstance(statistics, GramMatrices):
+        if not isinstance(statistics, GramMatrices):
             return rows_of(report)
         made = with_errors(rows_of(report), prune.reconstruct(of_block, statistics))
-        blocks.save(len(rows), of_block, made)
+        work.once(f"block-{len(rows)}.json", lambda: made)
+        kept.save(len(rows), of_block)
         rows.append(made)
         return made
 
@@ -119,12 +119,11 @@ def prune_block_by_block(
         statistics,
         prune_block,
         batch_size=settings.batch_size,
-        progress=job.progress("pruning block by block"),
+        progress=work.job.progress("pruning block by block"),
         finished=len(rows),
     )
-    if blocks is None:
+    if statistics_file is not None:
         rows = made
-        assert statistics_file is not None
         statistics.save(statistics_file)
     return [row for of_block in rows for row in of_block]
 

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-import shutil
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import distprune as prune
-from distprune import checkpoint, language_models
-from distprune.language_models import TextScores, TokenWindows
+from distprune import language_models
+from distprune.language_models import KeptStates, TextScores, TokenWindows
 from jobs.checkpoints import Checkpoints
 from jobs.processes import Job
 from jobs.ranking import Pairs
 from jobs.work import Folder, read_json
 
-from .blocks import FinishedBlocks
 from .document import card, draw_layers, perplexity_table, recipe_of, sparsity_table
 from .pruning import make_pruner, prune_and_move, prune_block_by_block, prune_in_one_shot
 from .recovery import recover
@@ -169,12 +166,11 @@ class Run:
         rows: list[list[dict[str, Any]]] = []
 
         def prune_and_save(folder: Path) -> None:
-            if self.settings.sequential:
-                rows.append(
-                    prune_block_by_block(self.settings, self.scores, self.job, self.statistics_file)
-                )
+            settings, scores = self.settings, self.scores
+            if settings.sequential:
+                rows.append(prune_block_by_block(settings, scores, self.work, self.statistics_file))
             else:
-                rows.append(prune_in_one_shot(self.settings, self.scores))
+                rows.append(prune_in_one_shot(settings, scores))
             prune.save_masks(self.model, folder, names="model")
 
         masks = self.work.once_folder("masks", prune_and_save)
@@ -185,26 +181,15 @@ class Run:
     def prune_and_move(self) -> list[dict[str, Any]]:
         """Prune and move weights, in rounds, from the last one that an earlier run has finished."""
         num_rounds = len(self.settings.rounds) + 1
-
-        def folder_of(number: int) -> Path:
-            return self.work.path / f"round-{number}"
-
-        finished = self.job.of_rank_0(
-            lambda: max((n + 1 for n in range(num_rounds) if folder_of(n).exists()), default=0)
-        )
+        kept = KeptStates(self.model, self.work.path, "round-{}".format)
+        finished = kept.finished(num_rounds)
         if finished:
-            checkpoint.load(folder_of(finished - 1), self.model)
-        blocks = FinishedBlocks(self.model, self.work)
-        rounds = prune_and_move(self.settings, self.scores, self.job, finished, blocks)
+            kept.load(finished - 1)
+        rounds = prune_and_move(self.settings, self.scores, self.work, finished)
         for number, rows in enumerate(rounds, finished):
             self.work.once(f"rows-{number}.json", lambda rows=rows: rows)
-
-            def save(folder: Path) -> None:
-                dcp.save(checkpoint.get_state_dict(self.model), checkpoint_id=folder)
-
-            self.work.once_folder(f"round-{number}", save)
-            if self.job.rank == 0:
-                shutil.rmtree(folder_of(number - 1), ignore_errors=True)
+            kept.save(number)
+            kept.remove(number - 1)
             if number + 1 < num_rounds:
                 self.job.say(f"round {number + 1} of {num_rounds} is done")
         found = self.work.once(f"rows-{num_rounds - 1}.json", list)

@@ -8,17 +8,15 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import distprune as prune
-from distprune import checkpoint, language_models
-from distprune.language_models import TextScores, TokenWindows
+from distprune import language_models
+from distprune.language_models import KeptStates, TextScores, TokenWindows
 from jobs.processes import Job
 from jobs.ranking import Pairs, Scores
 from jobs.scopes import is_meaningful, keywords_of
@@ -138,13 +136,14 @@ class Table:
         kept = Folder(self.folder.path / "rounds", self.settings.facts(), self.job)
         percents = [f"{100 * sparsity:g}" for sparsity in rounds]
         names = ["_".join([criterion, *percents[: n + 1]]) for n in range(len(rounds))]
+        states = KeptStates(self.model, kept.path, names.__getitem__)
         finished = self.job.of_rank_0(
             lambda: next(
                 (n for n, name in enumerate(names) if not (kept.path / name).exists()), len(names)
             )
         )
-        for name in names[:finished]:
-            checkpoint.load(kept.path / name, self.model)
+        for number, name in enumerate(names[:finished]):
+            states.load(number)
             yield kept.once(f"{name}.json", dict)
 
         def scores() -> Iterator[Scores]:
@@ -153,9 +152,6 @@ class Table:
                 yield dense
             while True:
                 yield self.scores.of_round(CRITERIA[criterion] or "")
-
-        def save(folder: Path) -> None:
-            dcp.save(checkpoint.get_state_dict(self.model), checkpoint_id=folder)
 
         for made in language_models.prune_in_rounds(
             self.model,
@@ -168,7 +164,7 @@ class Table:
         ):
             name = names[made.number]
             facts = kept.once(f"{name}.json", partial(facts_of, made.pruning))
-            kept.once_folder(name, save)
+            states.save(made.number)
             self.job.say(f"{criterion}: round of {made.sparsity:g}")
             yield facts
 

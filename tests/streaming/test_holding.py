@@ -108,8 +108,8 @@ def test_perplexity_of_two_machines(source):
     assert len({*run_ranks(evaluated, 2, source, 2), *run_ranks(evaluated, 2, source, 1)}) == 1
 
 
-def broken(source, destination):
-    """Rank 1 alone cannot read."""
+def broken(source, destination, resident):
+    """Rank 1 alone cannot read; without a destination, in an evaluation."""
     import torch.distributed as dist
 
     from distprune.streaming.parts import WeightParts
@@ -123,7 +123,10 @@ def broken(source, destination):
 
     WeightParts._part = fails
     try:
-        run(source, destination, True)
+        if destination is None:
+            streaming.perplexity(source, tokens(3, seed=2))
+        else:
+            run(source, destination, resident)
     except Exception as error:
         return str(error)
     finally:
@@ -131,8 +134,9 @@ def broken(source, destination):
     return None
 
 
-def test_an_error_of_one_rank_is_raised_on_all(source, tmp_path):
-    found = run_ranks(broken, 2, source, tmp_path / "out")
+@pytest.mark.parametrize(("evaluates", "resident"), [(False, True), (False, None), (True, None)])
+def test_an_error_of_one_rank_is_raised_on_all(source, tmp_path, evaluates, resident):
+    found = run_ranks(broken, 2, source, None if evaluates else tmp_path / "out", resident)
     assert all("no memory on rank 1" in text for text in found), found
 
 

@@ -48,7 +48,7 @@ ROOMS = {
     },
     "language_models": {
         "_common", "torch_private", "_transformers", "recipes", "shards", "masks", "call",
-        "methods", "api", "files", "criteria", "statistics", "reconstruction",
+        "methods", "api", "checkpoint", "files", "criteria", "statistics", "reconstruction",
     },
     "streaming": {
         "_common", "_transformers", "_version", "api", "criteria", "files", "language_models",
