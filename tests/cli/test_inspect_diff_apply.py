@@ -7,7 +7,7 @@ import torch
 
 import distprune as prune
 from distprune._common.float_formats import PLAIN_FLOATS
-from distprune.files import applying, inspecting
+from distprune.files import inspecting, rewriting
 from helpers.tiny_checkpoints import load, save, tree_digest
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -34,7 +34,7 @@ def tensors(seed=0):
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(inspecting, "_CHUNK", 64)
-    monkeypatch.setattr(applying, "_CHUNK", 24)
+    monkeypatch.setattr(rewriting, "_CHUNK", 24)
 
 
 def share(tensor, n, m):
