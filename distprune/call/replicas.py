@@ -122,12 +122,19 @@ def count_live_and_compare(
     see checksum.[Note: no differences cancel].
     """
 
-    def count() -> Tensor:
-        shards = [target.shard for target in targets]
-        live = count_each_live(
+    shards = [target.shard for target in targets]
+
+    def count_own() -> list[int]:
+        return count_each_live(
             [None if shard.mask is None else shard.flat(shard.mask) for shard in shards],
             [shard.counted for shard in shards],
         )
+
+    if communicator.size == 1:  # nobody to compare with
+        return count_own()
+
+    def count() -> Tensor:
+        live = count_own()
         # What is compared: values and mask of every replicated parameter.
         compared = [_compared(target, reads_values) for target in targets]
         sums = iter(checksums([tensor for tensors in compared for tensor in tensors]))

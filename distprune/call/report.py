@@ -81,7 +81,7 @@ class PruningReport(Totals):
             decide ...
         num_ties_pruned: ... and those of them that were pruned, lowest index first.
         num_ranks: the ranks that took part.
-        num_collectives: all-reduces that this rank took part in.
+        num_collectives: all-reduces, and exchanges of cut rows, that this rank took part in.
         bytes_sent: the payload of these, per rank.
         seconds: wall time on this rank.
         collapsed: names of parameters of which the ranking has left hardly anything; see
@@ -328,7 +328,7 @@ class MaskUpdateReport(Totals):
     Attributes:
         parameters: an entry for each parameter, in the caller's order.
         num_ranks: the ranks that took part.
-        num_collectives: all-reduces that this rank took part in.
+        num_collectives: all-reduces, and exchanges of cut rows, that this rank took part in.
         bytes_sent: the payload of these, per rank.
         seconds: wall time on this rank.
     """

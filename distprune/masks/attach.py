@@ -96,6 +96,8 @@ class Transaction:
 
     def commit(self) -> None:
         """Let the masks act for good, on every rank: nothing is undone any more."""
+        if not self._settle:
+            return
         with torch.inference_mode(False), torch.no_grad():
             for settle in self._settle:
                 settle()

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from distprune._common.naming import Pair, registered_parameters
 from distprune._common.process_groups import world
@@ -38,8 +37,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _CALL = nn.Module._call_impl.__code__
-# The modules on which a parameter is pruned.
-_pruned_on: MutableMapping[Tensor, weakref.WeakSet[nn.Module]] = WeakIdKeyDictionary()
+# By id of a parameter, modules on which it was pruned; some may be gone, or have another one now.
+_pruned_on: dict[int, set[weakref.ref[nn.Module]]] = {}
+_LEAST_SWEPT = 1 << 10
+_swept = _LEAST_SWEPT  # entries at which those of the past are forgotten
 
 
 def check_state(module: nn.Module, name: str) -> None:
@@ -215,13 +216,29 @@ def _pruned_places(parameter: Tensor) -> list[Pair]:
         for hook in hooks_on(module):
             original = module._parameters.get(orig_key(hook._tensor_name))
             if original is not None:
-                _pruned_on.setdefault(original, weakref.WeakSet()).add(module)
+                _pruned_on.setdefault(id(original), set()).add(weakref.ref(module))
+    if len(_pruned_on) > _swept:
+        _forget_past()
+    modules = [reference() for reference in _pruned_on.get(id(parameter), ())]
     return [
         (module, hook._tensor_name)
-        for module in _pruned_on.get(parameter, ())
+        for module in modules
+        if module is not None
         for hook in hooks_on(module)
         if module._parameters.get(orig_key(hook._tensor_name)) is parameter
     ]
+
+
+def _forget_past() -> None:
+    global _swept
+    for key, references in list(_pruned_on.items()):
+        modules = [reference() for reference in references]
+        if not any(
+            module is not None and any(id(each) == key for each in module._parameters.values())
+            for module in modules
+        ):
+            del _pruned_on[key]
+    _swept = max(_LEAST_SWEPT, 2 * len(_pruned_on))
 
 
 def _is_same(mask: Tensor | None, other: Tensor | None) -> bool:

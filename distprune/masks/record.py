@@ -40,6 +40,7 @@ from distprune._common.memory import SERIAL, Array, Count, on_host
 from distprune.shards.shard import FlatShard, LocalShard
 
 _BITS = 32  # of a word
+_WORD = np.dtype("<u4")
 _TABLE_LOG2 = 15  # log2 of the words whose weights are looked up in one table
 _TABLE_MASK = (1 << _TABLE_LOG2) - 1
 _TABLE_BITS = _BITS << _TABLE_LOG2
@@ -124,9 +125,9 @@ def _of_short_runs(flats: list[Tensor], starts: list[int]) -> list[int]:
         table_number, offset = divmod(start, _TABLE_BITS)
         tables.append(table_number)
         weights.append(table[offset // _BITS : offset // _BITS + number])
-    words = mask_bits.pack(pruned).view("<u4").astype(np.uint64)
+    words = mask_bits.pack(pruned).view(_WORD).astype(np.uint64)
     words *= np.concatenate(weights)
-    firsts = np.cumsum(num_words, dtype=np.int64) - np.array(num_words)
+    firsts = list(itertools.accumulate(num_words[:-1], initial=0))
     totals = np.add.reduceat(words, firsts).tolist()
     return [
         int(_wrapped(total * _factor(number))) for total, number in zip(totals, tables, strict=True)
@@ -147,7 +148,7 @@ def _of_run(flat: Tensor, start: int) -> int:
             padded = np.zeros(num_words * _BITS, dtype=bool)
             padded[shift : shift + length] = pruned
             pruned = padded
-        words = mask_bits.pack(pruned).view("<u4").astype(np.uint64)
+        words = mask_bits.pack(pruned).view(_WORD).astype(np.uint64)
         words *= _table().numpy()[word : word + num_words].view(np.uint64)
         total += int(np.add.reduce(words)) * _factor(table_number)
         first += length
@@ -216,7 +217,7 @@ def _of_rows(pruned: Array, starts: Array) -> int:
             padded = np.zeros((len(rows), num_words * _BITS), dtype=bool)
             padded[:, shift : shift + length] = rows
             rows = padded
-        words = mask_bits.pack(rows).view("<u4").astype(np.uint64)
+        words = mask_bits.pack(rows).view(_WORD).astype(np.uint64)
         indices = (starts[has_shift] // _BITS)[:, None] + np.arange(num_words)
         high = indices >> _TABLE_LOG2
         first = high[0, 0]  # starts ascend

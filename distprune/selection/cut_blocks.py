@@ -17,7 +17,7 @@ has at least one block, however long.
 [Note: keys or histograms] A row of float32 sends 4 bytes for each element that its owner has not,
 and an eighth of a byte comes back. A radix descent over histograms of 16 bins, summed over all
 ranks, sends 1 to 2 KiB per row in place of that: less, for long rows on few ranks. But it reads
-every element 8 to 16 times, and took 40 times as long on 2 ranks (tests/benchmarks/TRIED.md).
+every element 8 to 16 times, and took 12 times as long on 2 ranks (tests/benchmarks/TRIED.md).
 """
 
 from __future__ import annotations

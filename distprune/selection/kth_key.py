@@ -16,8 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.memory import concatenate, select
+from distprune._common.mask_values import is_one
+from distprune._common.memory import Scratch, concatenate, select
 from distprune._common.naming import error_about
+from distprune.selection import small
 from distprune.selection.bracket import COLLECT_ALL, Around, Start, bracket
 from distprune.selection.candidates import Candidates, Interval, Ranked
 from distprune.selection.passes import BinCounts, Scan, scan
@@ -144,6 +146,10 @@ class Reading:
         self.num_upto = dict.fromkeys(self.pivots, 0)
         if total == 0:
             return KthKey(low, 0, 0, lambda: (nothing, nothing))
+        if total <= COLLECT_ALL and self._is_alone and not self.pivots and most is None:
+            few = self._find_few(k)
+            if few is not None:
+                return few
         self.local_counts[low - 1] = nothing
         num_rounds, num_missed = 0, 0  # scans so far, and those whose bracket came from a sample
         while high > low:
@@ -204,6 +210,31 @@ class Reading:
             return under, [a - b for a, b in zip(at, under, strict=True)]
 
         return KthKey(low, below, upto - below, count)
+
+    def _find_few(self, k: int) -> KthKey | None:
+        """The k-th key of small parts that fill one batch; None of others, and if there are NaN."""
+        parts, keys = self.ranked.parts, self.ranked.keys
+        filled = [position for position, part in enumerate(parts) if part.num_local]
+        if not all(parts[position].is_small for position in filled):
+            return None
+        batch, *others = small.batches_of(parts, filled, only_counted=True)
+        loaded, masks = batch.load(Scratch()), batch.masks()
+        if others or (self.ranked.refuse_nan and loaded.highest > keys.largest_number):
+            return None
+        numbers = loaded.values.numpy()
+        if masks is not None:
+            numbers[~is_one(masks)] = keys.high + 1
+        threshold, num_below, num_ties = _at_rank(loaded.values, k - 1)
+
+        def count() -> tuple[list[int], list[int]]:
+            under, ties = [0] * len(parts), [0] * len(parts)
+            flags = (numbers < threshold, numbers == threshold)
+            rows = zip(batch.positions, *map(batch.count, flags), strict=True)
+            for position, num_less, num_equal in rows:
+                under[position], ties[position] = num_less, num_equal
+            return under, ties
+
+        return KthKey(threshold, num_below, num_ties, count)
 
     def _local_numbers(self) -> Tensor:
         """Per part, this rank's live elements that are no NaN."""

@@ -277,7 +277,7 @@ def managed_parameters(root: nn.Module | None = None) -> dict[tuple[int, str], F
     if root is not None:
         _known.update(FullyShardedDataParallel.fsdp_modules(root))
     pieces: dict[tuple[int, str], FlatPiece] = {}
-    for wrapper in list(_known):
+    for wrapper in list(_known) if _known else ():  # an empty set takes longer to walk than to ask
         handle = getattr(wrapper, "_handle", None)
         if handle is None:
             continue

@@ -207,7 +207,8 @@ def plain_class(cls: type) -> type:
 
 def _groups() -> Iterator[FSDPParamGroup]:
     seen: set[int] = set()
-    for reference in list(_composable_state._module_state_mapping.values()):
+    states = _composable_state._module_state_mapping
+    for reference in list(states.values()) if states else ():  # asking takes less than walking
         state = reference()
         if not isinstance(state, FSDPState) or id(state) in seen:
             continue

@@ -1,0 +1,125 @@
+"""Blocks that any sharding cuts lose what a sort of each block says, over virtual ranks."""
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distprune._common.blocks import BlockRule, Layout, Pattern, layout_along
+from distprune._common.collectives import Communicator
+from distprune.selection import block_cuts, cut_blocks
+from distprune.selection.block_cuts import BlockedParameter
+from distprune.selection.candidates import Ranked
+from distprune.selection.in_blocks import prune_in_blocks
+from distprune.selection.keys import Order, key_range
+from helpers import reference
+from helpers.sampling import num_examples
+from helpers.virtual_ranks import run_virtual_ranks
+from helpers.virtual_shards import KINDS, LAYOUTS, candidates, fill
+
+
+def blocked(rule: BlockRule, shape: tuple[int, ...], dims: tuple[int, ...]) -> BlockedParameter:
+    layout: Layout = layout_along("the tensor", shape, dims)
+    numel = torch.Size(shape).numel()
+    number, count = rule.counts(numel, layout)
+    return BlockedParameter(rule.blocks(numel, layout, count), number, rule, shape, dims)
+
+
+def groups_of(parameter: BlockedParameter) -> list[list[int]]:
+    if parameter.rule.kept_of is None:
+        return reference.rows_of(parameter.shape, parameter.dims)
+    return reference.groups_along(parameter.shape, parameter.dims[0], parameter.rule.kept_of[1])
+
+
+def check(tensors, masks, parameters, layouts, size) -> list[int]:
+    """The masks of every rank; the collectives of each."""
+    common = key_range(tensors[0].dtype, Order.MAGNITUDE)
+    expected = [
+        reference.prune_in_blocks(tensor, groups_of(own), own.blocks.num_pruned, mask)
+        for tensor, mask, own in zip(tensors, masks, parameters, strict=True)
+    ]
+    num_live = [
+        t.numel() if mask is None else int(mask.sum())
+        for t, mask in zip(tensors, masks, strict=True)
+    ]
+
+    def on_rank(communicator: Communicator):
+        both = [
+            candidates(tensor, mask, layout, common, size, communicator.index)
+            for tensor, mask, layout in zip(tensors, masks, layouts, strict=True)
+        ]
+        parts = [part for part, _ in both]
+        outs = [torch.full((part.num_local,), 7.0) for part in parts]
+        names = [f"tensor {i}" for i in range(len(parts))]
+        ranked = Ranked(parts, names, num_live, common, communicator)
+        numbers = prune_in_blocks(ranked, parameters, outs)
+        for i, (_, cut) in enumerate(both):
+            assert torch.equal(outs[i], cut(expected[i]).float()), (i, layouts[i])
+        return numbers, communicator.num_collectives
+
+    found = run_virtual_ranks(on_rank, size)
+    pruned = [sum(of_rank) for of_rank in zip(*(numbers for numbers, _ in found), strict=True)]
+    assert pruned == [n - int(keep.sum()) for n, keep in zip(num_live, expected, strict=True)]
+    return [number for _, number in found]
+
+
+RULES = [
+    BlockRule("row", 0.4), BlockRule("row", 0.0), BlockRule("row", 1.0),
+    BlockRule("global", None, Pattern.parse("1:2")),
+    BlockRule("global", None, Pattern.parse("2:4")),
+]  # fmt: skip
+
+
+@settings(max_examples=num_examples(150), deadline=None)
+@given(st.data())
+def test_equal_to_a_sort_of_each_block(data):
+    draw = data.draw
+    rule = draw(st.sampled_from(RULES))
+    size = draw(st.integers(1, 5))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    tensors, masks, parameters, layouts = [], [], [], []
+    for _ in range(draw(st.integers(1, 3))):
+        ndim = draw(st.integers(2, 4))
+        shape = [draw(st.integers(1, 7)) for _ in range(ndim)]
+        inputs = draw(st.integers(0, ndim - 1))
+        shape[inputs] = 4 * draw(st.integers(1, 3))
+        has_kernel = inputs < ndim - 1 and draw(st.booleans())
+        first = draw(st.integers(inputs + 1, ndim - 1)) if has_kernel else ndim
+        dims = (inputs, *range(first, ndim))
+        tensors.append(fill(draw(st.sampled_from(KINDS)), tuple(shape), generator))
+        mask = torch.rand(shape, generator=generator) > 0.3
+        masks.append(mask if draw(st.booleans()) else None)
+        parameters.append(blocked(rule, tuple(shape), dims))
+        layouts.append(draw(st.sampled_from(LAYOUTS)))
+    with (
+        mock.patch.object(cut_blocks, "_MOST", draw(st.sampled_from([1, 16, 1 << 19]))),
+        mock.patch.object(block_cuts, "_CHUNK", draw(st.sampled_from([5, 1 << 18]))),
+        mock.patch.object(block_cuts, "_MAX_BAND", draw(st.sampled_from([1, 1 << 22]))),
+    ):
+        check(tensors, masks, parameters, layouts, size)
+
+
+def test_pieces_of_one_length_at_other_steps():
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(3, 4, generator=generator), torch.randn(30, 8, generator=generator)]
+    rule = BlockRule("row", 0.5)
+    parameters = [blocked(rule, tuple(tensor.shape), (1,)) for tensor in tensors]
+    check(tensors, [None, None], parameters, ["grid", "columns"], 4)
+    check(tensors[::-1], [None, None], parameters[::-1], ["columns", "grid"], 4)
+
+
+@pytest.mark.parametrize("size", [2, 64])
+def test_a_batch_takes_four_collectives_whatever_the_ranks(size):
+    tensor = torch.randn(50, 2 * size, generator=torch.Generator().manual_seed(0))
+    own = blocked(BlockRule("row", 0.5), tuple(tensor.shape), (1,))
+    two_batches = 50 * 2 * size // (2 * size)
+    few, more = (check_with(most, tensor, own, size) for most in (1 << 19, two_batches))
+    assert more - few == 4
+
+
+def check_with(most: int, tensor: torch.Tensor, own: BlockedParameter, size: int) -> int:
+    with mock.patch.object(cut_blocks, "_MOST", most):
+        (number,) = {*check([tensor], [None], [own], ["columns"], size)}
+    return number
