@@ -1,8 +1,10 @@
-"""Wrappers that distprune learns of by a registered layout: simulations of two that need GPUs.
+"""Wrappers that distprune learns of by a registered layout: simulations of some that need GPUs.
 
 ``Flat`` stores and updates parameters as Megatron's distributed optimizer does: every rank has all
 of a low-precision buffer, and an fp32 slice of it, cut without regard to parameters, which its
-optimizer steps. ``Ragged`` stores runs of unequal lengths, as veScale's RaggedShard does.
+optimizer steps. ``Ragged`` stores runs of unequal lengths, as veScale's RaggedShard does, or as
+torchtitan's flex_shard cuts: ``BlockShard`` in whole blocks of rows, ``Owned`` all on one rank. In
+torchtitan 0.3.0 both are layouts of a step of its DistMuon, and parameters are stored as DTensors.
 """
 
 import gc
@@ -137,15 +139,33 @@ class Gather(torch.autograd.Function):
         return part / dist.get_world_size(), None, None
 
 
-class RaggedLinear(nn.Module):
+def unequal(shape: torch.Size, number: int) -> list[int]:
     """Rank r has about r + 1 times as much as rank 0, and the last but one has nothing."""
+    size, shares = dist.get_world_size(), list(range(1, dist.get_world_size() + 1))
+    if size > 2:
+        shares[-2] = 0
+    return [shape.numel() * sum(shares[:r]) // sum(shares) for r in range(size + 1)]
 
-    def __init__(self, dense: Tensor) -> None:
+
+def block_shard(shape: torch.Size, number: int) -> list[int]:
+    """BlockShard(dim=0, block_size): of blocks of rows, each rank has those of torch.chunk."""
+    block = 2 if shape[0] % 2 == 0 else 1
+    chunk = -(-(shape[0] // block) // dist.get_world_size()) * block
+    return [min(r * chunk, shape[0]) * shape[1] for r in range(dist.get_world_size() + 1)]
+
+
+def owned(shape: torch.Size, number: int) -> list[int]:
+    """Owned: one rank has all of a parameter, another one of the next."""
+    owner = number // 2 % dist.get_world_size()
+    return [shape.numel() if r > owner else 0 for r in range(dist.get_world_size() + 1)]
+
+
+CUTS = {"ragged": unequal, "block_shard": block_shard, "owned": owned}
+
+
+class RaggedLinear(nn.Module):
+    def __init__(self, dense: Tensor, edges: list[int]) -> None:
         super().__init__()
-        size, shares = dist.get_world_size(), list(range(1, dist.get_world_size() + 1))
-        if size > 2:
-            shares[-2] = 0
-        edges = [dense.numel() * sum(shares[:r]) // sum(shares) for r in range(size + 1)]
         self.sizes = [b - a for a, b in itertools.pairwise(edges)]
         self.shape = dense.shape
         run = dense.detach().view(-1)[edges[dist.get_rank()] : edges[dist.get_rank() + 1]]
@@ -187,13 +207,14 @@ def find_ragged(module: nn.Module, name: str):
 
 
 class Wrapped:
-    """A model in one of the two layouts, and how it is stepped."""
+    """A model in one of the layouts, and how it is stepped."""
 
     def __init__(self, kind: str, dtype: torch.dtype = torch.float32) -> None:
         self.model, self.finder = net(), find_ragged
-        if kind == "ragged":
+        if kind in CUTS:
             for number in (0, 2):
-                self.model[number] = RaggedLinear(self.model[number].weight)
+                weight = self.model[number].weight
+                self.model[number] = RaggedLinear(weight, CUTS[kind](weight.shape, number))
             self.optimizer = torch.optim.SGD(self.model.parameters(), LEARNING_RATE, momentum=0.9)
         else:
             self.model = self.model.to(dtype)
@@ -271,7 +292,7 @@ def train_as_one_process(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["flat", "ragged"])
+@pytest.mark.parametrize("kind", ["flat", *CUTS])
 def test_a_registered_layout_trains_as_one_process(kind, world_size):
     assert_nothing_wrong(run_ranks(train_as_one_process, world_size, kind))
 

@@ -182,6 +182,9 @@ def train_simple_fsdp(mode: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("mode", "world_size"), [("shard", 2), ("replicate", 2), ("hybrid", 4)])
+@pytest.mark.parametrize(
+    ("mode", "world_size"),
+    [*(("shard", size) for size in (1, 2, 3, 4)), ("replicate", 2), ("hybrid", 4)],
+)
 def test_simple_fsdp(mode, world_size):
     assert_nothing_wrong(run_ranks(train_simple_fsdp, world_size, mode))

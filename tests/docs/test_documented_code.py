@@ -22,7 +22,8 @@ from distprune.testing import run_ranks
 MOST_SKIPPED = 1
 PYTHON = [page for page in pages() if blocks_of(page, "python")]
 SHELL = [page for page in pages() if blocks_of(page, "bash", "console", "sh")]
-TESTED_PROGRAMS = (ROOT / "tests" / "launch" / "test_examples.py").read_text()
+TESTS_OF_PROGRAMS = "launch/test_examples.py", "integrations/test_torchtitan.py"
+TESTED_PROGRAMS = "".join((ROOT / "tests" / path).read_text() for path in TESTS_OF_PROGRAMS)
 
 
 def name_of(page):
@@ -94,7 +95,7 @@ def test_python_blocks_parse_and_programs_in_them_are_tested(page):
         else:
             assert (ROOT / block.included_file).is_file(), block
             assert os.path.basename(block.included_file) in TESTED_PROGRAMS, (
-                f"{block}: {block.included_file} is not run by tests/launch/test_examples.py"
+                f"{block}: {block.included_file} is not run by {' or '.join(TESTS_OF_PROGRAMS)}"
             )
 
 

@@ -23,7 +23,9 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 
 # By name: the ranks, and the arguments of DistributedConfig.
 SIZES = {
+    "one": (1, {}),
     "fsdp": (2, {"fsdp_size": 2}),
+    "fsdp_of_3": (3, {"fsdp_size": 3}),
     "replicas": (2, {"dp_replicate_size": 2}),
     "tp": (2, {"tp_size": 2}),
     "ep_fsdp": (2, {"ep_size": 2, "fsdp_size": 2}),
@@ -36,14 +38,16 @@ SIZES = {
 }
 EXPERTS = ("qwen3_moe", "mixtral")
 BY_DEFAULT = [
-    ("llama", "fsdp_tp"), ("llama", "replicas"), ("qwen3_moe", "ep_tp"), ("qwen3_moe", "hsdp"),
-    ("mixtral", "ep_fsdp_tp"), ("mixtral", "ep_fsdp"), ("mixtral", "tp"), ("qwen3_moe", "tp"),
+    ("llama", "fsdp_tp"), ("llama", "replicas"), ("llama", "fsdp_of_3"), ("qwen3_moe", "ep_tp"),
+    ("qwen3_moe", "hsdp"), ("mixtral", "ep_fsdp_tp"), ("mixtral", "ep_fsdp"), ("mixtral", "tp"),
+    ("qwen3_moe", "tp"),
 ]  # fmt: skip
 CASES = [
     pytest.param(family, name, marks=[] if (family, name) in BY_DEFAULT else [pytest.mark.thorough])
     for family in ("llama", *EXPERTS)
     for name in SIZES
     if name.startswith("ep") <= (family in EXPERTS)
+    and not (family in EXPERTS and name == "fsdp_of_3")  # it cannot load four experts on three
 ]
 # Where each expert is on one rank, transformers 5.23 divides its gradient twice, pruned or not.
 HALVED = ("ep_fsdp", "ep_over_both")
@@ -111,7 +115,7 @@ class Pair:
         num_parts = sizes.get("fsdp_size", 1) * sizes.get("dp_replicate_size", 1)
         part = dist.get_rank() // sizes.get("tp_size", 1)
         self.part, self.num_parts = part, num_parts
-        batches = torch.randint(40, (NUM_STEPS, 4, 8), generator=torch.Generator().manual_seed(1))
+        batches = torch.randint(40, (NUM_STEPS, 12, 8), generator=torch.Generator().manual_seed(1))
         self.batches = list(batches)
 
     def places(self, model):
@@ -161,10 +165,13 @@ class Pair:
                 self.wrong.append(f"{when}: {name} is off by {off:.3g}")
 
     def backward(self, batch):
-        losses = []
         for model, rows in ((self.model, self.my_rows(batch)), (self.dense, batch)):
-            losses.append(model(input_ids=rows, labels=rows).loss)
-            losses[-1].backward()
+            # A sum: softmax and norms are in float32, so that gradients have to be the same there.
+            logits, labels = model(input_ids=rows).logits[:, :-1], rows[:, 1:]
+            loss = nn.functional.cross_entropy(logits.mT, labels, reduction="sum") / 64
+            loss.backward()
+        for parameter in self.dense.parameters():
+            parameter.grad /= self.num_parts
         for name, parameter in self.dense.named_parameters() if self.halves_experts else ():
             if ".experts." in name:
                 parameter.grad /= 2
