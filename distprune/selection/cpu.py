@@ -162,7 +162,7 @@ def write_lowest(
     if part.live is not None:
         previous = part.live[span.start : span.stop]
         live = _live(previous, scratch)
-        _lower(numbers, live, keys.low - 1, scratch)
+        replace_dead(numbers, live, keys.low - 1, scratch)
     counted = part.counted_in(span)
     num_nan = 0
     if keys.is_float and loaded.highest > keys.largest_number:
@@ -207,7 +207,7 @@ def _live(live: Tensor, scratch: Scratch) -> Array:
     return is_one(live, out=scratch.array("live", live.numel(), bool))
 
 
-def _lower(keys: Array, live: Array, key: int, scratch: Scratch) -> None:
+def replace_dead(keys: Array, live: Array, key: int, scratch: Scratch) -> None:
     """Set the keys of what does not compete, by integer operations: a masked copy takes longer."""
     integer = keys.dtype.type
     dead = scratch.array("dead", keys.size, keys.dtype)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from distprune._common.mask_values import is_one
-from distprune._common.memory import Scratch, concatenate, select
+from distprune._common.memory import Array, Scratch, concatenate, select
 from distprune._common.naming import error_about
-from distprune.selection import small
+from distprune.selection import cpu, small
 from distprune.selection.bracket import COLLECT_ALL, Around, Start, bracket
 from distprune.selection.candidates import Candidates, Interval, Ranked
 from distprune.selection.passes import BinCounts, Scan, scan
@@ -223,8 +223,8 @@ class Reading:
             return None
         numbers = loaded.values.numpy()
         if masks is not None:
-            numbers[~is_one(masks)] = keys.high + 1
-        threshold, num_below, num_ties = _at_rank(loaded.values, k - 1)
+            cpu.replace_dead(numbers, is_one(masks), keys.high + 1, Scratch())
+        threshold, num_below, num_ties = _at_rank(numbers, k - 1)
 
         def count() -> tuple[list[int], list[int]]:
             under, ties = [0] * len(parts), [0] * len(parts)
@@ -310,7 +310,9 @@ class Reading:
             return histogram_of(inside, descent)
 
         if self._is_alone:
-            threshold, num_less, num_ties = _at_rank(within(inside, *interval), descent.rank)
+            threshold, num_less, num_ties = _at_rank(
+                within(inside, *interval).numpy(), descent.rank
+            )
             num_below = below + num_less
         else:
             if interval != scanned.interval:
@@ -332,13 +334,12 @@ class Reading:
         return KthKey(threshold, num_below, num_ties, count, scanned)
 
 
-def _at_rank(keys: Tensor, rank: int) -> tuple[int, int, int]:
+def _at_rank(keys: Array, rank: int) -> tuple[int, int, int]:
     """The key of a rank among all; how many are smaller, and how many are equal."""
-    if not 0 <= rank < keys.numel():
+    if not 0 <= rank < keys.size:
         raise changed()
-    numbers = keys.numpy()
-    key = np.partition(numbers, rank)[rank]
-    return int(key), int(np.count_nonzero(numbers < key)), int(np.count_nonzero(numbers == key))
+    key = np.partition(keys, rank)[rank]
+    return int(key), int(np.count_nonzero(keys < key)), int(np.count_nonzero(keys == key))
 
 
 def _refuse_nan(ranked: Ranked, num_numbers: Tensor) -> None:

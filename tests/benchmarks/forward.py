@@ -54,9 +54,11 @@ def tables(options: Options) -> Iterator[Table]:
 def measure(wrapping: str, grad: bool, rounds: int) -> Found:
     """On one rank: both models in turn."""
     kinds = KINDS if wrapping in ("plain", "ddp") else KINDS[:2]
-    models = {kind: wrapped(linears(NUM_LAYERS, WIDTH), wrapping) for kind in kinds}
-    for kind, model in models.items():
-        data.fill_normal(model)
+    models = {}
+    for kind in kinds:
+        layers = linears(NUM_LAYERS, WIDTH)
+        data.fill_normal(layers)
+        model = models[kind] = wrapped(layers, wrapping)
         targets = distprune.select(model, include=["*.weight"])
         if kind == "pruned":
             prune(targets)
