@@ -4,6 +4,7 @@ Four things are replaced: the device (torchtitan takes an accelerator for grante
 (flex_attention has no backward on CPUs), what reads data sets, and the log for TensorBoard.
 """
 
+import dataclasses
 import os
 import sys
 import types
@@ -48,8 +49,21 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
     return attend(q, k, v, is_causal=True, enable_gqa=grouped), mock.Mock(lse=None)
 
 
+def shrink(config: Any) -> None:
+    """Make a config of a mixture small, in place: 4 experts, of which a token takes 2."""
+    sizes = {("num_experts", 64): 4, ("out_features", 64): 4, ("hidden_dim", 768): 32}
+    for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():
+        value = getattr(config, field.name)
+        if field.name == "top_k":
+            config.top_k = 2
+        elif isinstance(value, int):
+            setattr(config, field.name, sizes.get((field.name, value), value))
+        for each in value if isinstance(value, list) else [value]:
+            shrink(each)
+
+
 def trainer_of(config: Any, folder: str, **parallelism: int) -> Any:
-    """Build the trainer of a config of a small Llama, for ten steps of small batches."""
+    """Build the trainer of a config of a small model, for ten steps of small batches."""
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.distributed import utils

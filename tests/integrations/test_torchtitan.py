@@ -9,7 +9,6 @@ helpers/torchtitan_on_cpus.py replaces.
 import ast
 import contextlib
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -154,6 +153,7 @@ def test_the_example_in_a_standin(world_size, tmp_path):
 
 
 REPLICATED = {"data_parallel_replicate_degree": 2}
+WITH_EXPERTS = {"expert_parallel_degree": 2}
 LAYOUTS = {
     "one": (1, {}),
     "fsdp": (2, {}),
@@ -161,6 +161,10 @@ LAYOUTS = {
     "tp": (2, {"tensor_parallel_degree": 2}),
     "fsdp_tp": (4, {"tensor_parallel_degree": 2}),
     "hsdp": (4, REPLICATED),
+    "mixture_fsdp": (2, {}),
+    "mixture_ep": (2, WITH_EXPERTS),
+    "mixture_ep_fsdp": (4, WITH_EXPERTS),
+    "mixture_ep_tp": (4, {**WITH_EXPERTS, "tensor_parallel_degree": 2}),
 }
 
 
@@ -170,9 +174,9 @@ def test_the_example_in_torchtitan(layout, tmp_path):
     sources_of_torchtitan()
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15):
         pytest.skip("torchtitan 0.3.0 needs torch 2.15")
-    world_size, parallelism = LAYOUTS[layout]
+    world_size, _ = LAYOUTS[layout]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += [str(world_size), __file__, str(tmp_path), json.dumps(parallelism)]
+    command += [str(world_size), __file__, str(tmp_path), layout]
     folders = [ROOT, ROOT / "tests", EXAMPLE.parent, *sys.path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
     for _ in range(2):  # the second run resumes the first one at step 8
@@ -185,9 +189,17 @@ def test_the_example_in_torchtitan(layout, tmp_path):
 def main():
     from helpers import torchtitan_on_cpus
 
-    config = importlib.import_module("prune_torchtitan").pruned_llama3()
-    folder, config.prune_every = Path(sys.argv[1]), 2
-    trainer = torchtitan_on_cpus.trainer_of(config, str(folder), **json.loads(sys.argv[2]))
+    module = importlib.import_module("prune_torchtitan")
+    folder, layout = Path(sys.argv[1]), sys.argv[2]
+    config = module.pruned_llama3()
+    if layout.startswith("mixture"):
+        models = importlib.import_module("torchtitan.models.qwen3")
+        config.model_spec = models.model_registry("debugmodel_moe")
+        config.loss.loss_fn.global_vocab_size = config.model_spec.model.vocab_size
+        torchtitan_on_cpus.shrink(config.model_spec.model)
+        config.debug.moe_force_load_balance = True  # gloo fails where an expert gets no token
+    config.prune_every = 2
+    trainer = torchtitan_on_cpus.trainer_of(config, str(folder), **LAYOUTS[layout][1])
     wrong, end = train(trainer, folder)
     if dist.get_rank() == 0:
         torch.save(end, folder / f"{len(list(folder.glob('*.pt')))}.pt")
