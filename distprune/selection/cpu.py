@@ -18,7 +18,7 @@ from distprune._common.blocks import Blocks
 from distprune._common.mask_values import bits_of_one, is_one
 from distprune._common.memory import INTEGERS, SERIAL, Array, Count, Runs, Scratch
 from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Interval, are_bool
-from distprune.selection.keys import KeyRange
+from distprune.selection.keys import KeyRange, replace_dead
 
 # Keys and flags of a chunk stay in the cache. With smaller chunks, threads would wait more for the
 # interpreter's lock.
@@ -205,17 +205,6 @@ def gather(part: Candidates, runs: Runs, dead: int) -> Tensor:
 def _live(live: Tensor, scratch: Scratch) -> Array:
     """bool [m]: where a chunk of a mask is exactly 1."""
     return is_one(live, out=scratch.array("live", live.numel(), bool))
-
-
-def replace_dead(keys: Array, live: Array, key: int, scratch: Scratch) -> None:
-    """Set the keys of what does not compete, by integer operations: a masked copy takes longer."""
-    integer = keys.dtype.type
-    dead = scratch.array("dead", keys.size, keys.dtype)
-    np.subtract(live, integer(1), out=dead)  # all bits are 1 where an element does not compete
-    keys |= dead
-    if key != -1:
-        dead &= integer(~key)
-        keys ^= dead
 
 
 def _store(out: Tensor, previous: Tensor | None, stay: Array) -> None:

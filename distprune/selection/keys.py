@@ -229,3 +229,14 @@ def _float_keys_on_cpu(bits: Array, common: KeyRange, scratch: Scratch) -> Keys:
     if negative is not None:
         np.negative(keys, out=keys, where=negative & (keys <= integer(common.largest_number)))
     return Keys(torch.from_numpy(keys), highest)
+
+
+def replace_dead(keys: Array, live: Array, key: int, scratch: Scratch) -> None:
+    """Set the keys of what does not compete, by integer operations: a masked copy takes longer."""
+    integer = keys.dtype.type
+    dead = scratch.array("dead", keys.size, keys.dtype)
+    np.subtract(live, integer(1), out=dead)  # all bits are 1 where an element does not compete
+    keys |= dead
+    if key != -1:
+        dead &= integer(~key)
+        keys ^= dead

@@ -19,9 +19,10 @@ from torch import Tensor
 from distprune._common.mask_values import is_one
 from distprune._common.memory import Array, Scratch, concatenate, select
 from distprune._common.naming import error_about
-from distprune.selection import cpu, small
+from distprune.selection import small
 from distprune.selection.bracket import COLLECT_ALL, Around, Start, bracket
 from distprune.selection.candidates import Candidates, Interval, Ranked
+from distprune.selection.keys import replace_dead
 from distprune.selection.passes import BinCounts, Scan, scan
 from distprune.selection.radix import (
     Search,
@@ -223,7 +224,7 @@ class Reading:
             return None
         numbers = loaded.values.numpy()
         if masks is not None:
-            cpu.replace_dead(numbers, is_one(masks), keys.high + 1, Scratch())
+            replace_dead(numbers, is_one(masks), keys.high + 1, Scratch())
         threshold, num_below, num_ties = _at_rank(numbers, k - 1)
 
         def count() -> tuple[list[int], list[int]]:

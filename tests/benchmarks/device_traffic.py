@@ -134,7 +134,8 @@ def counted(dtype: torch.dtype, *, is_pruned: bool) -> tuple[float, float]:
     """Bytes per element: torch's operations, Triton's kernels."""
     from distprune.selection import triton_kernels
 
-    work = Pass(dtype, 1 << 17, torch.device("cpu"), is_pruned=is_pruned)
+    with mock.patch.object(memory, "takes_numpy", lambda device: False):
+        work = Pass(dtype, 1 << 17, torch.device("cpu"), is_pruned=is_pruned)
     n = sum(part.num_local for part in work.parts)
     with (
         mock.patch.object(memory, "takes_numpy", lambda device: False),
