@@ -67,7 +67,7 @@ class Peer:
 
 
 def _plain_sparse_gpt(table: Table, cell: Cell, _: str) -> tuple[Weights, dict[str, Any]]:
-    grams, made = table.calibration.grams, {}
+    grams, made = table.scores.grams, {}
     how = (
         {"sparsity": None, "pattern": (2, 4)}
         if cell.scope == "2:4"
