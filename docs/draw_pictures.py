@@ -160,7 +160,7 @@ METHODS = (
     # label, criterion with its update, scope, colour; the results of updates come first
     ("distprune, in rounds", "factored_fisher, rounds", "global", BLUE),
     ("distprune, one shot", "factored_fisher, least-squares", "global", GREEN),
-    ("SparseGPT", "SparseGPT (plain, tests/helpers)", "layer", PURPLE),
+    ("SparseGPT", "SparseGPT (llm-compressor)", "layer", PURPLE),
     ("distprune, mask only", "factored_fisher", "global", ORANGE),
     ("Wanda", "wanda", "row", RED),
     ("magnitude", "magnitude", "row", GREY),

@@ -43,7 +43,8 @@ def sentence(results: dict) -> str:
         f"globally, by factors {moved['factored_fisher', 'global', 0.5]}; the latter "
         "with\n[the kept weights moved](docs/reconstruction.md) "
         f"{moved['factored_fisher, least-squares', 'global', 0.5]}, and in rounds "
-        f"{moved['factored_fisher, rounds', 'global', 0.5]}.\n"
+        f"{moved['factored_fisher, rounds', 'global', 0.5]}; llm-compressor's SparseGPT\n"
+        f"{moved['SparseGPT (llm-compressor)', 'layer', 0.5]} from the same text.\n"
         "[The whole table, and what it is not](docs/criteria.md#which-criterion-which-scope)."
     )
 
