@@ -131,11 +131,25 @@ def test_commands_of_a_page(page, python_with, files, tmp_path):
         run(python_with(extras_of(arguments)), arguments, tmp_path)
 
 
+# Examples of a library that no extra brings: the page with this name says how to install it.
+OF_OTHERS = {"prune_ray.py": "ray", "prune_torchtitan.py": "torchtitan"}
+PROGRAMS = [
+    program
+    for folder in ("examples", "launch")
+    for program in sorted((ROOT / folder).glob("*.py"))
+    if program.name not in OF_OTHERS
+]
+
+
+@pytest.mark.parametrize("program", OF_OTHERS)
+def test_a_page_says_how_to_install_the_library_of_an_example(program):
+    text = (ROOT / "docs" / "tutorials" / f"{OF_OTHERS[program]}.md").read_text()
+    assert "pip install" in text and program in text
+
+
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "program", [*(ROOT / "examples").glob("*.py"), *(ROOT / "launch").glob("*.py")], ids=str
-)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_programs_import_what_their_extra_brings(program, python_with):
     extras = ("language-models",) if "language_model" in program.name else ("examples",)
     if "lora" in program.name:
