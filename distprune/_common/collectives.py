@@ -49,13 +49,13 @@ from distprune._common.attempts import (
     moment,
     raise_waiting_interrupt,
 )
+from distprune._common.memory import Array
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
 T = TypeVar("T")
-Array = np.ndarray
 
 _logger = logging.getLogger(__name__)
 
@@ -416,11 +416,8 @@ class Communicator:
             return values
         reduced = values.to(self._device, copy=True)
         for group in self._groups:
-            try:
+            with self._of_a_lost_rank():
                 dist.all_reduce(reduced, op=getattr(dist.ReduceOp, op.upper()), group=group)
-            except Exception as error:  # a rank is lost: there is nobody to tell
-                mark_shared(error, self.ranks)
-                raise
             self._count(reduced)
         return reduced.to(values.device)
 
@@ -430,12 +427,18 @@ class Communicator:
         came = own.new_empty(sum(received))
         self.num_collectives += 1
         self.bytes_sent += (sum(sizes) - sizes[self.index]) * sent.itemsize
-        try:
+        with self._of_a_lost_rank():
             dist.all_to_all_single(came, own, received, sizes, group=group)
-        except Exception as error:  # a rank is lost: there is nobody to tell
+        return came.to(sent.device)
+
+    @contextlib.contextmanager
+    def _of_a_lost_rank(self) -> Iterator[None]:
+        """Take an error of a collective for one of all ranks: there is nobody to tell."""
+        try:
+            yield
+        except Exception as error:
             mark_shared(error, self.ranks)
             raise
-        return came.to(sent.device)
 
     def _count(self, sent: Tensor) -> None:
         self.num_collectives += 1

@@ -230,6 +230,7 @@ def _pruned_places(parameter: Tensor) -> list[Pair]:
 
 
 def _forget_past() -> None:
+    """Drop the entries of parameters that no module has any more."""
     global _swept
     for key, references in list(_pruned_on.items()):
         modules = [reference() for reference in references]

@@ -137,8 +137,8 @@ def _perplexity(cell: dict[str, Any]) -> float:
 
 
 def perplexity_text(cell: dict[str, Any]) -> str:
-    """As the table has it."""
-    return _short(_perplexity(cell))
+    """That of all texts, as the tables have it."""
+    return short(_perplexity(cell))
 
 
 def tables_of_texts(dense: dict[str, Any], cells: Cells) -> list[str]:
@@ -147,7 +147,7 @@ def tables_of_texts(dense: dict[str, Any], cells: Cells) -> list[str]:
     for number, text in enumerate(dense["texts"]):
 
         def value(cell: dict[str, Any], number: int = number) -> str:
-            return _short(cell["texts"][number]["perplexity"])
+            return short(cell["texts"][number]["perplexity"])
 
         parts += [
             f"{Path(text['text']).name}, {text['num_tokens']:,} tokens; the dense model: "
@@ -157,7 +157,8 @@ def tables_of_texts(dense: dict[str, Any], cells: Cells) -> list[str]:
     return parts
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """A perplexity as the tables have it."""
     return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
 
 

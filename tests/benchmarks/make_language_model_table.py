@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
 
 from jobs.document import markdown_table
-from language_model.table_results import perplexity_text, row_of, table_of
+from language_model.table_results import perplexity_text, row_of, short, table_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests" / "benchmarks" / "results" / "language_model_gemma3_270m_202611.json"
@@ -99,8 +99,7 @@ def table_of_updates() -> str:
     seconds = {
         row_of(cell): f"{cell['cpu_seconds']:,.0f} s"
         for cell in results["cells"]
-        if "cpu_seconds" in cell and (cell["scope"], cell["sparsity"]) != ("2:4", 0.5)
-        if cell["sparsity"] == 0.5
+        if "cpu_seconds" in cell and cell["scope"] != "2:4" and cell["sparsity"] == 0.5
     }
     if seconds:
         listed = ", ".join(f"{name} {time}" for name, time in seconds.items())
@@ -119,16 +118,12 @@ def table_of_methods(cells: list[dict], value_of: Callable[[dict], float]) -> st
     columns = sorted({column for row in found.values() for column in row}, key=_at_end)
     rows = [("method", *columns)]
     for name, values in sorted(found.items(), key=lambda item: -max(item[1].values())):
-        rows.append((name, *(_short(values[c]) if c in values else "-" for c in columns)))
+        rows.append((name, *(short(values[c]) if c in values else "-" for c in columns)))
     return markdown_table(rows)
 
 
 def _at_end(column: str) -> tuple[bool, str]:
     return (":" in column, column)
-
-
-def _short(value: float) -> str:
-    return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
 
 
 def sentence_of_recovery(results: dict) -> str:

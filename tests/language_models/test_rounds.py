@@ -8,17 +8,8 @@ import torch
 import distprune as prune
 from distprune import criteria, language_models
 from distprune.testing import run_ranks
-from helpers.tiny_language_model import save_tiny_llama, write_text
 
 SPARSITIES = [0.25, 0.5, 0.625]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rounds")
-    save_tiny_llama(folder / "llama")
-    write_text(folder / "text.txt", 400)
-    return folder
 
 
 def run(folder, wrap="none", finished=0, model=None):
@@ -49,8 +40,8 @@ def on_ranks(folder, wrap):
     return zeros, errors, [getattr(w, "full_tensor", lambda w=w: w)() for w in weights]
 
 
-def test_counts_are_exact_and_zeros_stay(folder):
-    zeros, errors, weights, _ = run(folder)
+def test_counts_are_exact_and_zeros_stay(llama_and_text):
+    zeros, errors, weights, _ = run(llama_and_text)
     total = sum(weight.numel() for weight in weights)
     assert [sum(of_round) for of_round in zeros] == [round(s * total) for s in SPARSITIES]
     for first, then in itertools.pairwise(zeros):
@@ -61,26 +52,26 @@ def test_counts_are_exact_and_zeros_stay(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["fsdp2"])
-def test_ranks_prune_what_one_process_prunes(folder, wrap):
+def test_ranks_prune_what_one_process_prunes(llama_and_text, wrap):
     """Scores agree to rounding, and no mask differs here; each round adds rounding to weights."""
-    zeros, _, weights, _ = run(folder)
-    for found, _, others in run_ranks(on_ranks, 2, folder, wrap):
+    zeros, _, weights, _ = run(llama_and_text)
+    for found, _, others in run_ranks(on_ranks, 2, llama_and_text, wrap):
         assert found == zeros
         for one, other in zip(weights, others, strict=True):
             assert torch.equal(one == 0, other == 0)
             assert (one - other).abs().max() <= 1e-4 * one.abs().max()
 
 
-def test_finished_rounds_are_not_run_again(folder):
-    _, _, weights, model = run(folder)
-    zeros, errors, again, _ = run(folder, finished=len(SPARSITIES), model=model)
+def test_finished_rounds_are_not_run_again(llama_and_text):
+    _, _, weights, model = run(llama_and_text)
+    zeros, errors, again, _ = run(llama_and_text, finished=len(SPARSITIES), model=model)
     assert not zeros and not errors
     assert all(torch.equal(one, other) for one, other in zip(weights, again, strict=True))
 
 
 @pytest.mark.parametrize("sparsities", [[], [0.5, 0.5], [0.5, 0.4], [0.5, 1.0], [-0.1]])
-def test_sparsities_rise(folder, sparsities):
-    model = language_models.load_sharded(folder / "llama", wrap="none")
+def test_sparsities_rise(llama_and_text, sparsities):
+    model = language_models.load_sharded(llama_and_text / "llama", wrap="none")
     parameters = prune.select(model)
     with pytest.raises(ValueError, match="sparsities="):
         list(language_models.prune_in_rounds(model, None, parameters, sparsities, dict))

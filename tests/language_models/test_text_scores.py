@@ -8,15 +8,6 @@ from distprune import criteria, language_models, statistics
 from distprune.language_models import TextScores, scoring
 from distprune.recipes import FROM_GRADIENTS, FROM_STATISTICS
 from distprune.testing import run_ranks
-from helpers.tiny_language_model import save_tiny_llama, write_text
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("scores")
-    save_tiny_llama(folder / "llama")
-    write_text(folder / "text.txt", 400)
-    return folder
 
 
 def opened(folder, wrap="none", **options):
@@ -58,8 +49,8 @@ def zeros(text, scores):
 
 @pytest.mark.filterwarnings("ignore:the ranking over all parameters")
 @pytest.mark.parametrize("score", scoring.SCORES)
-def test_a_name_stands_for_what_it_is_made_of(folder, score):
-    text, runs = opened(folder)
+def test_a_name_stands_for_what_it_is_made_of(llama_and_text, score):
+    text, runs = opened(llama_and_text)
     weights = [getattr(*pair).detach().clone() for pair in text.parameters]
     found = zeros(text, text.of(score))
     assert runs == ["calibrate"]
@@ -73,8 +64,8 @@ def test_all_names_of_recipes_that_need_text_are_known():
     assert {*FROM_STATISTICS, *FROM_GRADIENTS, "obs"} == set(scoring.SCORES)
 
 
-def test_what_is_shared_is_collected_once(folder):
-    text, runs = opened(folder)
+def test_what_is_shared_is_collected_once(llama_and_text):
+    text, runs = opened(llama_and_text)
     for score in ("wanda", "ria", "stade", "fisher", "fisher", "obs", "obs"):
         text.of(score)
     assert len(runs) == 3
@@ -92,14 +83,14 @@ def kept(folder, place, wrap):
     return len(runs)
 
 
-def test_files_are_written_once_and_read_on_any_ranks(folder, tmp_path):
-    assert run_ranks(kept, 2, folder, tmp_path, "fsdp2") == [3, 3]
-    assert kept(folder, tmp_path, "none") == 0
-    assert run_ranks(kept, 2, folder, tmp_path, "fsdp2") == [0, 0]
+def test_files_are_written_once_and_read_on_any_ranks(llama_and_text, tmp_path):
+    assert run_ranks(kept, 2, llama_and_text, tmp_path, "fsdp2") == [3, 3]
+    assert kept(llama_and_text, tmp_path, "none") == 0
+    assert run_ranks(kept, 2, llama_and_text, tmp_path, "fsdp2") == [0, 0]
 
 
-def test_unknown_names_and_missing_text_are_errors(folder):
-    text, _ = opened(folder)
+def test_unknown_names_and_missing_text_are_errors(llama_and_text):
+    text, _ = opened(llama_and_text)
     with pytest.raises(ValueError, match="score='magnitude'; expected one of wanda"):
         text.of("magnitude")
     without = TextScores(text.model, None, text.parameters)

@@ -154,7 +154,7 @@ def offenders(pattern: str, allowed: tuple[str, ...]) -> list[tuple[str, str]]:
 
 def test_one_place_communicates():
     calls = (
-        r"\b(?:all_reduce|all_gather\w*|broadcast\w*|reduce_scatter\w*|gather_object|barrier|"
+        r"\b(?:all_reduce|all_gather\w*|all_to_all\w*|broadcast\w*|reduce_scatter\w*|gather_object|barrier|"
         r"scatter|scatter_object_list|full_tensor|redistribute)\("
     )
     # What users test their own code with is no part of any pruning. Words in quotes are no calls.
