@@ -1,7 +1,8 @@
 """Many small parameters: the price of each, beside torch's own calls where they run.
 
-Processor time of the process, one thread, divided by the number of parameters. Each wrapping is on
-one rank, which has all of every parameter: what is measured is the host's work, not the traffic.
+Processor time of the process, one thread, divided by the number of parameters (on another device
+the seconds until it has done everything). Each wrapping is on one rank, which has all of every
+parameter: what is measured is the host's work, not the traffic.
 """
 
 from __future__ import annotations
@@ -98,13 +99,18 @@ def _ratio(calls: Found, call: str) -> float | None:
     return statistics.median(theirs / own for theirs, own in pairs)
 
 
-def measure(wrapping: str, model: int | str, rounds: int) -> Found:
-    """On one rank: check the masks, then time."""
+def measure(wrapping: str, model: int | str, rounds: int, kind: str = "cpu") -> Found:
+    """On one rank: check the masks, then time.
+
+    Args:
+        kind: the type of the device that has the parameters.
+    """
+    clock = time.process_time if kind == "cpu" else _when_all_is_done
     root = _resnet() if model == RESNET else linears(int(model), WIDTH)
     data.fill_normal(root)
     values = data.weights(root)
     expected = data.oracle(values, AMOUNT)
-    root = wrapped(root, wrapping)
+    root = wrapped(root.to(kind), wrapping)
     targets = distprune.select(root, include=["*.weight"])
     saved = [parameter.detach().clone() for parameter in root.parameters()]
 
@@ -127,7 +133,7 @@ def measure(wrapping: str, model: int | str, rounds: int) -> Found:
     report = prune(targets)
     data.check_report(report, expected)
     masks = [module._buffers[f"{name}_mask"] for module, name in targets]
-    own = [mask.to_local() if hasattr(mask, "to_local") else mask for mask in masks]
+    own = [(mask.to_local() if hasattr(mask, "to_local") else mask).cpu() for mask in masks]
     data.check_masks(values, own, expected)
     remove()
     restore()
@@ -138,13 +144,18 @@ def measure(wrapping: str, model: int | str, rounds: int) -> Found:
             if name == "torch: first":
                 restore()
             gc.collect()
-            started = time.process_time()
+            started = clock()
             call()
-            seconds = time.process_time() - started
+            seconds = clock() - started
             if number >= num_warm:
                 found.setdefault(name, []).append(1e3 * seconds / len(targets))
         restore()
     return found
+
+
+def _when_all_is_done() -> float:
+    torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 def _torch_calls(targets: Sequence[tuple[nn.Module, str]]) -> list[tuple[str, Callable[[], Any]]]:
@@ -190,7 +201,8 @@ def wrapped(root: nn.Sequential, wrapping: str) -> nn.Module:
     """The model on all ranks, as one of WRAPPINGS."""
     if wrapping == "ddp":
         return DistributedDataParallel(root)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    kind = next(root.parameters()).device.type
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
     if wrapping == "fsdp2":
         for layer in (*root, root):
             fully_shard(layer, mesh=mesh)

@@ -40,6 +40,8 @@ STAGES = {
     "graphs": (90, "a pruned forward and backward in CUDA graphs"),
     "allocators": (90, "leaks, too little memory, pinned memory, expandable segments"),
     "offload": (60, "policies that keep shards on the CPU"),
+    "beside_torch": (120, "whole calls beside torch.nn.utils.prune"),
+    "text": (240, "checkpoints of 1 and 8 billion weights, pruned by text"),
     "suite": (240, "the tests of the suite that take a device"),
 }
 MARGIN = 15  # seconds that are left for the end
@@ -75,7 +77,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="stages:\n"
-        + "\n".join(f"  {name:<11}{text} (at most {s} s)" for name, (s, text) in STAGES.items()),
+        + "\n".join(f"  {name:<13}{text} (at most {s} s)" for name, (s, text) in STAGES.items()),
     )
     parser.add_argument("--stages", type=_stages, default=list(STAGES), metavar="A,B,...")
     default = Path(os.environ.get("OUT") or ROOT / "build" / "gpu")
@@ -211,7 +213,7 @@ def text_of(document: dict[str, Any]) -> str:
     ]
     for name, stage in document["stages"].items():
         seconds = f", {stage['seconds']} s" if "seconds" in stage else ""
-        head.append(f"{name:<12}{stage['status']}{seconds}")
+        head.append(f"{name:<14}{stage['status']}{seconds}")
         for part in stage["parts"]:
             if part["status"] != "ok":
                 head.append(f"    {part['name']}: {part['status']}")
