@@ -119,6 +119,15 @@ def concatenate(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.to(filled[0].device) for tensor in filled]).cpu()
 
 
+def join(tensors: Sequence[Tensor]) -> Tensor:
+    """:func:`concatenate` where all tensors are; on the CPU if they are on several devices."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    devices = {tensor.device for tensor in filled}
+    if len(devices) != 1 or takes_numpy(filled[0].device):
+        return concatenate(filled)
+    return filled[0] if len(filled) == 1 else torch.cat(filled)
+
+
 def peak_rss_bytes() -> int:
     """The most memory of this process so far, or of the largest of its children that has ended."""
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.memory import Runs, concatenate
-from distprune.selection.candidates import Candidates, Interval
-from distprune.selection.kernels import kernels_on
+from distprune._common.memory import Runs, join
+from distprune.selection.candidates import Candidates, Draw, Interval
+from distprune.selection.kernels import fused_for, kernels_on
 from distprune.selection.keys import KeyRange
-from distprune.selection.radix import Descent, Search, binning, descent_over, narrowed, within
+from distprune.selection.radix import Descent, Search, binning, descent_over, narrowed, share_within
 from distprune.selection.small import batches_of
 
 # A bracket this many standard deviations wide misses about once in a million.
@@ -49,7 +49,7 @@ _FEW = 4096
 
 @dataclass
 class _Sample:
-    """Keys that a local step drew and later steps count: 1-d, on the CPU."""
+    """Keys that a local step drew and later steps count: 1-d."""
 
     keys: Tensor
 
@@ -82,8 +82,7 @@ class Around:
             return 0.0
         if self.sample is None:
             return self.share
-        inside = within(self.sample.keys, *self.interval)
-        return inside.numel() / max(1, self.sample.keys.numel())
+        return share_within(self.sample.keys, *self.interval)
 
     def is_crowded(self, parts: Sequence[Candidates]) -> bool:
         """Whether this rank would collect many more elements than the start says.
@@ -95,7 +94,7 @@ class Around:
             return False
         rate = min(1.0, _FEW / num_counted)
         drawn = sample(parts, rate, self.start.keys.high + 1, np.random.default_rng(0))
-        share = within(drawn, *self.interval).numel() / max(1, drawn.numel())
+        share = share_within(drawn, *self.interval)
         return share > max(2 * _LARGEST_SHARE, 4 * self.share)
 
 
@@ -202,7 +201,9 @@ def _eight_pivots(low: int, high: int) -> set[int]:
 def sample(
     parts: Sequence[Candidates], rate: float, dead: int, generator: np.random.Generator
 ) -> Tensor:
-    """Keys of a part of the counted elements of all parameters, 1-d, on the CPU.
+    """Keys of a part of the counted elements of all parameters, 1-d.
+
+    On the device that has all of them; else on the CPU.
 
     Args:
         rate: which part, about.
@@ -210,28 +211,42 @@ def sample(
         generator: of the positions.
     """
     found = []
-    for part in parts:
-        if not part.is_small:
-            runs = _runs(part.counted, rate, generator)
-            if runs.numbers.numel():
-                found.append(kernels_on(part.device).gather(part, runs, dead))
+    fused, taken = fused_for(parts, None)
+    draws = []
+    for position, part in enumerate(parts):
+        if part.is_small:
+            continue
+        draw = _draw(position, part.counted, rate, generator)
+        if fused is not None and position in taken and fused.is_in_memory(part):
+            draws += [draw] * bool(draw.num_drawn)
+        elif draw.num_drawn:
+            runs = _runs(draw, part.counted, generator)
+            found.append(kernels_on(part.device).gather(part, runs, dead))
+    if fused is not None and draws:
+        found += fused.sample(parts, draws, dead, int(generator.integers(1 << 62)))
     few = [position for position, part in enumerate(parts) if part.is_small]
     for batch in batches_of(parts, few, only_counted=True):
-        runs = _runs(range(batch.bounds[-1]), rate, generator)
-        if runs.numbers.numel():
-            found.append(batch.gather(runs, dead))
-    return concatenate(found)
+        whole = range(batch.bounds[-1])
+        draw = _draw(0, whole, rate, generator)
+        if draw.num_drawn:
+            found.append(batch.gather(_runs(draw, whole, generator), dead))
+    return join(found)
 
 
-def _runs(counted: range, rate: float, generator: np.random.Generator) -> Runs:
+def _draw(position: int, counted: range, rate: float, generator: np.random.Generator) -> Draw:
     length = _RUN if len(counted) >= _SMALL else 1
     num_runs = len(counted) // length
     exact = math.ceil(len(counted) * rate) / length
     num_drawn = min(num_runs, int(exact) + int(generator.random() < exact % 1))
+    return Draw(position, counted.start, length, num_runs, num_drawn)
+
+
+def _runs(draw: Draw, counted: range, generator: np.random.Generator) -> Runs:
     # One run per stratum, jittered: regular data cannot hide between them.
-    numbers = (np.arange(num_drawn) + generator.random(num_drawn)) * (num_runs / max(1, num_drawn))
-    numbers = np.minimum(numbers.astype(np.int64), num_runs - 1)
-    return Runs(counted.start, counted.stop, length, torch.from_numpy(numbers))
+    strata = np.arange(draw.num_drawn) + generator.random(draw.num_drawn)
+    numbers = strata * (draw.num_runs / max(1, draw.num_drawn))
+    numbers = np.minimum(numbers.astype(np.int64), draw.num_runs - 1)
+    return Runs(counted.start, counted.stop, draw.length, torch.from_numpy(numbers))
 
 
 @dataclass(frozen=True)

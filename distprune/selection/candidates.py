@@ -23,6 +23,28 @@ MOST_ELEMENTS = SERIAL
 Interval = tuple[int, int]
 
 
+@dataclass(frozen=True)
+class Draw:
+    """Which elements of a part to sample: one run in each stratum.
+
+         start
+          |  0  |  1  |  2  |  3  |  4  |  5  | rest      runs of ``length`` elements
+          |     x     |        x  |  x        |           a run of each of ``num_drawn`` strata
+
+    Attributes:
+        position: of the part.
+        start: the flat position of the first run.
+        length: of a run.
+        num_runs, num_drawn: how many there are, and how many are drawn; at least 1.
+    """
+
+    position: int
+    start: int
+    length: int
+    num_runs: int
+    num_drawn: int
+
+
 class KeySource(Protocol):
     """Where the keys of one local shard come from; see keys.py."""
 

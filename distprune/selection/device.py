@@ -154,6 +154,12 @@ def count_key(
     return [torch.count_nonzero(equal[a:b]) for a, b in itertools.pairwise(cuts)]
 
 
+def histogram(keys: Tensor, low: int, high: int, shift: int) -> Tensor:
+    first = low >> shift
+    bins = (keys[(keys >= low) & (keys <= high)] >> shift).long() - first
+    return torch.bincount(bins, minlength=(high >> shift) - first + 1)
+
+
 def gather(part: Candidates, runs: Runs, dead: int) -> Tensor:
     keys = part.keys.gather(runs)
     return keys if part.live is None else torch.where(runs.of(part.live) == 1, keys, dead)

@@ -23,7 +23,7 @@ from distprune._common import memory
 from distprune._common.blocks import Blocks
 from distprune._common.memory import Count, Runs, Scratch
 from distprune.selection import cpu, device
-from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Interval
+from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Draw, Interval
 from distprune.selection.keys import KeyRange
 
 logger = logging.getLogger(__name__)
@@ -177,8 +177,27 @@ class FusedKernels(Protocol):
                 more, some scores are read twice.
 
         Returns:
-            Counts on the host, and exactly what lies in the interval; in the order of the chunks.
+            Counts on the host, and exactly what lies in the interval; in the order of the chunks,
+            and in no order within a chunk.
         """
+
+    def sample(
+        self, parts: Sequence[Candidates], draws: Sequence[Draw], dead: int, salt: int
+    ) -> list[Tensor]:
+        """Keys of drawn elements of parts that are taken and in memory; does not wait.
+
+        Args:
+            parts: this rank's parameters.
+            draws: where to draw, in each stratum at a pseudo-random place.
+            dead: the key that stands for an element that does not compete.
+            salt: of the places.
+
+        Returns:
+            1-d tensors on the parts' devices, in no order.
+        """
+
+    def histogram(self, keys: Tensor, low: int, high: int, shift: int) -> Tensor:
+        """:func:`device.histogram`."""
 
     def can_cut(self, part: Candidates, position: int, cut: Cut) -> bool:
         """Whether :meth:`write` and :meth:`prune_collected` can find the ties before the cut."""
@@ -189,8 +208,10 @@ class FusedKernels(Protocol):
         chunks: Sequence[tuple[int, range]],
         cuts: Sequence[tuple[int, Cut]],
         outs: Sequence[Tensor],
-    ) -> list[Tensor]:
+    ) -> list[int]:
         """:meth:`Kernels.write` of some chunks; survivors keep the values of the masks in force.
+
+        Waits for each device once.
 
         Args:
             parts, chunks, outs: as for :meth:`scan`.
@@ -206,7 +227,7 @@ class FusedKernels(Protocol):
         collected: Mapping[int, Sequence[Collected]],
         cut: Cut,
         outs: Sequence[Tensor],
-    ) -> list[Tensor]:
+    ) -> list[int]:
         """:meth:`Kernels.prune_collected` of all chunks, by position of their part.
 
         Returns:
@@ -247,6 +268,38 @@ def _compiled_on(where: torch.device) -> FusedKernels | None:
         )  # fmt: skip
         return None
     return triton_kernels
+
+
+def fused_for(
+    parts: Sequence[Candidates],
+    outs: Sequence[Tensor] | None,
+    cuts: Sequence[tuple[int, Cut]] | None = None,
+) -> tuple[FusedKernels | None, dict[int, Candidates]]:
+    """Fused kernels, if there are any, and the parts to use them for by position.
+
+    Args:
+        outs: the masks to write, if any.
+        cuts: per part, its position in the list that was cut, and the cut; if it is known.
+    """
+    found: FusedKernels | None = None
+    taken: dict[int, Candidates] = {}
+    of_devices = {device: fused_on(device) for device in {part.device for part in parts}}
+    if not any(of_devices.values()):
+        return None, taken
+    for position, part in enumerate(parts):
+        fused = of_devices[part.device]
+        if fused is None or not fused.takes(part, None if outs is None else outs[position]):
+            continue
+        if cuts is None or fused.can_cut(part, *cuts[position]):
+            found = fused
+            taken[position] = part
+    return found, taken
+
+
+def histogram_on_device(keys: Tensor, low: int, high: int, shift: int) -> Tensor:
+    """int64, on the host: those keys that lie in [low, high], by their bin of 2**shift keys."""
+    counts = (fused_on(keys.device) or device).histogram(keys, low, high, shift)
+    return counts.cpu()
 
 
 R = TypeVar("R")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distprune._common import memory
 from distprune._common.mask_values import is_one
 from distprune._common.memory import Array, Scratch, concatenate, select
 from distprune._common.naming import error_about
@@ -135,6 +136,11 @@ class Reading:
     def _is_alone(self) -> bool:
         """Whether no other rank has keys: then no histograms are needed."""
         return self.ranked.communicator.size == 1
+
+    @functools.cached_property
+    def _is_on_host(self) -> bool:
+        """Whether numpy can select among the keys that this rank collects."""
+        return all(memory.takes_numpy(part.device) for part in self.ranked.parts)
 
     def find(self, k: int) -> Search[KthKey]:
         """The k-th key (1-based)."""
@@ -261,14 +267,16 @@ class Reading:
 
         There is none if there is no interval, or if some rank finds that the interval of a
         start has become too crowded; its elements are then counted at both ends only. A single rank
-        that collects keys gets an empty one.
+        that collects keys on the host gets an empty one.
 
         Args:
             only_counts: do not collect the keys of the interval.
         """
         parts, pivots, interval = self.ranked.parts, sorted(around.pivots), around.interval
         descent = None if interval is None else descent_over(*interval)
-        has_bins = descent is not None and (only_counts or not self._is_alone)
+        has_bins = descent is not None and (
+            only_counts or not (self._is_alone and self._is_on_host)
+        )
         num_bins = descent.num_bins if descent is not None and has_bins else 0
 
         def count() -> Tensor:
@@ -310,7 +318,7 @@ class Reading:
             inside = within(inside, descent.low, descent.high)
             return histogram_of(inside, descent)
 
-        if self._is_alone:
+        if self._is_alone and self._is_on_host:
             threshold, num_less, num_ties = _at_rank(
                 within(inside, *interval).numpy(), descent.rank
             )
@@ -324,15 +332,21 @@ class Reading:
             threshold, num_below = descent.low, k - 1 - descent.rank
 
         def count() -> tuple[list[int], list[int]]:
-            keys_of_parts = [keys.numpy() for keys in torch.split(scanned.keys, scanned.sizes)]
-            ties = [int(np.count_nonzero(keys == threshold)) for keys in keys_of_parts]
-            under = [
-                less + int(np.count_nonzero(keys < threshold))
-                for less, keys in zip(scanned.num_below, keys_of_parts, strict=True)
-            ]
-            return under, ties
+            under = _count_each(scanned.keys < threshold, scanned.sizes)
+            ties = _count_each(scanned.keys == threshold, scanned.sizes)
+            return [a + b for a, b in zip(scanned.num_below, under, strict=True)], ties
 
         return KthKey(threshold, num_below, num_ties, count, scanned)
+
+
+def _count_each(flags: Tensor, sizes: list[int]) -> list[int]:
+    """How many flags are set in each of some segments. Waits for a device once."""
+    if memory.takes_numpy(flags.device):
+        return [int(np.count_nonzero(each.numpy())) for each in torch.split(flags, sizes)]
+    ends = np.cumsum([0, *sizes])
+    counts = torch.cat([flags.new_zeros(1, dtype=torch.int64), flags.cumsum(0)])
+    upto: list[int] = counts[torch.from_numpy(ends).to(flags.device)].tolist()
+    return [end - start for start, end in itertools.pairwise(upto)]
 
 
 def _at_rank(keys: Array, rank: int) -> tuple[int, int, int]:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from distprune._common import memory
-from distprune._common.memory import Count, Scratch, concatenate, on_host, select
+from distprune._common.memory import Count, Scratch, join, on_host, select
 from distprune.selection import candidates, small
 from distprune.selection.candidates import (
     Candidates,
@@ -48,12 +48,11 @@ from distprune.selection.candidates import (
     PartCut,
 )
 from distprune.selection.kernels import (
-    FusedKernels,
     call_all,
     chunks_of,
     counted_spans,
     fused_chunks_of,
-    fused_on,
+    fused_for,
     kernels_on,
     num_threads,
     num_threads_for,
@@ -74,7 +73,8 @@ class Scan:
         interval: of keys.
         collected: per parameter, the elements in the interval, chunk by chunk; none of a small
             part, whose mask is not drafted either (small.py).
-        keys: the counted keys in the interval, 1-d, on the CPU, parameter by parameter ...
+        keys: the counted keys in the interval, 1-d, parameter by parameter; on the device that has
+            all of them, or on the CPU ...
         sizes: ... and how many of each.
     """
 
@@ -167,7 +167,7 @@ def scan(
                 total + count for total, count in zip(totals[position], row, strict=True)
             ]
 
-    fused, taken = _fused_for(parts, outs)
+    fused, taken = fused_for(parts, outs)
     if fused is not None:
         chunks = fused_chunks_of(fused, parts, taken, only_counted=outs is None)
         found = fused.scan(parts, chunks, pivots, interval, outs, expected_share)
@@ -218,7 +218,7 @@ def scan(
         [row[0] for row in totals],
         interval,
         collected,
-        concatenate([keys for of_part in counted for keys in of_part]),
+        join([keys for of_part in counted for keys in of_part]),
         [sum(keys.numel() for keys in of_part) for of_part in counted],
     )
 
@@ -232,32 +232,6 @@ def _scan_into(
     bins.add(result.collected.keys)
     empty = result.collected.first(0)
     return replace(result, collected=empty)
-
-
-def _fused_for(
-    parts: Sequence[Candidates],
-    outs: Sequence[Tensor] | None,
-    cuts: Sequence[tuple[int, Cut]] | None = None,
-) -> tuple[FusedKernels | None, dict[int, Candidates]]:
-    """Fused kernels, if there are any, and the parts to use them for by position.
-
-    Args:
-        outs: the masks to write, if any.
-        cuts: per part, its position in the list that was cut, and the cut; if it is known.
-    """
-    found: FusedKernels | None = None
-    taken: dict[int, Candidates] = {}
-    of_devices = {device: fused_on(device) for device in {part.device for part in parts}}
-    if not any(of_devices.values()):
-        return None, taken
-    for position, part in enumerate(parts):
-        fused = of_devices[part.device]
-        if fused is None or not fused.takes(part, None if outs is None else outs[position]):
-            continue
-        if cuts is None or fused.can_cut(part, *cuts[position]):
-            found = fused
-            taken[position] = part
-    return found, taken
 
 
 def _on_host(results: Sequence[ChunkScan], length: int) -> list[list[int]]:
@@ -297,7 +271,7 @@ def write_masks(
     if drafted is not None:
         counts = finish_drafts(drafted, parts, cuts[0].cut, outs)
     at = [(own.position, own.cut) for own in cuts]
-    fused, taken = _fused_for(parts, outs, at) if None in counts else (None, {})
+    fused, taken = fused_for(parts, outs, at) if None in counts else (None, {})
     if fused is not None:
         anew = [position for position in taken if counts[position] is None]
         chunks = fused_chunks_of(fused, parts, anew, only_counted=False)
@@ -348,7 +322,7 @@ def finish_drafts(
         ]
 
     at = [(position, cut) for position in range(len(parts))]
-    fused, taken = _fused_for(parts, drafts, at)
+    fused, taken = fused_for(parts, drafts, at)
     counts: list[Count | None] = [*scanned.num_below]
     if fused is not None:
         elements = {position: scanned.collected[position] for position in taken}

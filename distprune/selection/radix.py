@@ -21,6 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distprune._common import memory
+from distprune.selection.kernels import histogram_on_device
+
 
 class RankOutsideError(Exception):
     """A histogram has too few keys for the rank: counts of the same keys differ."""
@@ -108,13 +111,22 @@ def descent_over(low: int, high: int, rank: int = 0) -> Descent:
 
 
 def within(keys: Tensor, low: int, high: int) -> Tensor:
-    """The keys that lie in [low, high], 1-d, on the CPU."""
-    if keys.numel() == 0:
+    """The keys that lie in [low, high], 1-d; on a device all keys, which are not copied there."""
+    if keys.numel() == 0 or not memory.takes_numpy(keys.device):
         return keys
     raw = keys.numpy()
     if low <= int(raw.min()) and int(raw.max()) <= high:
         return keys
     return torch.from_numpy(raw[(raw >= low) & (raw <= high)])
+
+
+def share_within(keys: Tensor, low: int, high: int) -> float:
+    """Which fraction of the keys lies in [low, high]; 0.0 of none. Waits for a device."""
+    if memory.takes_numpy(keys.device):
+        number = within(keys, low, high).numel()
+    else:
+        number = int(torch.count_nonzero((keys >= low) & (keys <= high)))
+    return number / max(1, keys.numel())
 
 
 def binning(keys: Callable[[], Tensor], descent: Descent) -> Step:
@@ -127,7 +139,13 @@ def binning(keys: Callable[[], Tensor], descent: Descent) -> Step:
 
 
 def histogram_of(keys: Tensor, descent: Descent) -> Tensor:
-    """int64 [descent.num_bins]: counts of keys that all lie in the interval."""
+    """int64 [descent.num_bins], on the CPU: counts of keys by bin.
+
+    Args:
+        keys: in the interval, if they are on the CPU; on a device others are left out.
+    """
+    if keys.numel() and not memory.takes_numpy(keys.device):
+        return histogram_on_device(keys, descent.low, descent.high, descent.shift)
     counts = np.zeros(descent.num_bins, dtype=np.int64)
     first = descent.low >> descent.shift
     raw = keys.numpy()

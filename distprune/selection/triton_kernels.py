@@ -4,16 +4,17 @@ The operations of device.py read and write whole chunks of keys and flags one af
 a program has a block of scores in registers while it makes the keys, counts them, writes the
 drafted mask, and stores what lies in the interval:
 
-    tile 0    | block | block | block |      collected: [k k k . . . . .]    in the order of
-    tile 1    | block | block | block |                 [k . . . . . . .]    their positions
+    tile 0    | block | block | block |      collected: [k k k . . . . .]    in any order
+    tile 1    | block | block | block |                 [k . . . . . . .]
     tile 2    | block | bl                              [k k k k k k k k] k  too many
                                                             |  the counts come to the host
                                                             v
                                                         [k k k k | k k k k k]    packed
 
 Each tile has room for somewhat more elements than are expected. The scores of a tile that has too
-many are read again. So nothing depends on the order in which programs run, and nothing is waited
-for before all tiles are launched.
+many are read again. Nothing is waited for before all tiles are launched.
+
+A sample is drawn, and keys are counted in bins, on the device too: only counts come to the host.
 
 Cost: per element, its score is read, and the mask in force if there is one; a drafted mask is
 written. Memory: the room of the tiles, and what is packed.
@@ -31,11 +32,11 @@ import triton.language as tl
 from torch import Tensor
 
 from distprune._common.mask_values import bits_of_one
-from distprune._common.memory import Array, Scratch
+from distprune._common.memory import Array, Runs, Scratch
 from distprune.selection import device as operations
 from distprune.selection import triton_source as source
 from distprune.selection import triton_tables as tables
-from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Interval
+from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Draw, Interval
 from distprune.selection.keys import Order, ScoreKeys, key_range
 from distprune.selection.scores import TensorScores
 from distprune.selection.triton_tables import Kind, Piece, Tiles
@@ -61,6 +62,8 @@ def scan(
     expected_share: float,
 ) -> list[ChunkScan]:
     others = [p for p in pivots if interval is None or p not in (interval[0] - 1, interval[1])]
+    if len(others) > source.MOST_PIVOTS:
+        raise ValueError(f"{len(others)} pivots; expected at most {source.MOST_PIVOTS}")
     launches = [
         _Scan.launch(kind, pieces, others, interval, expected_share)
         for kind, pieces in _launches(parts, chunks, outs)
@@ -91,7 +94,7 @@ def write(
     chunks: Sequence[tuple[int, range]],
     cuts: Sequence[tuple[int, Cut]],
     outs: Sequence[Tensor],
-) -> list[Tensor]:
+) -> list[int]:
     totals: dict[torch.device, Tensor] = {}
     for kind, pieces in _launches(parts, chunks, outs):
         tiles = tables.tiles_of(pieces)
@@ -123,7 +126,7 @@ def prune_collected(
     collected: Mapping[int, Sequence[Collected]],
     cut: Cut,
     outs: Sequence[Tensor],
-) -> list[Tensor]:
+) -> list[int]:
     totals: dict[torch.device, Tensor] = {}
     groups: dict[tuple[torch.device, torch.dtype, int], list[tuple[int, Collected]]] = {}
     for position, chunks in collected.items():
@@ -154,6 +157,59 @@ def prune_collected(
         is_counted = [chunk.is_counted for _, chunk in members]
         _add(totals, counts, [p for p, _ in members], is_counted, member, len(parts))
     return _per_part(totals, parts)
+
+
+def sample(
+    parts: Sequence[Candidates], draws: Sequence[Draw], dead: int, salt: int
+) -> list[Tensor]:
+    found = []
+    groups: dict[tuple[Kind, int], list[tuple[Piece, Draw]]] = {}
+    for draw in draws:
+        part = parts[draw.position]
+        piece = Piece.of(0, draw.position, range(part.num_local), part, None)
+        groups.setdefault((piece.kind(), draw.length), []).append((piece, draw))
+    for (kind, length), members in groups.items():
+        rows = np.array(
+            [
+                [*piece.addresses()[:2], draw.start, draw.num_drawn * length, 0, 0, draw.num_runs,
+                 draw.num_drawn]
+                for piece, draw in members
+            ],
+            dtype=np.int64,
+        )  # fmt: skip
+        sizes = rows[:, tables.LENGTH]
+        num_tiles = -(-sizes // tables.BLOCK)
+        member = np.repeat(np.arange(len(members)), num_tiles)
+        number = np.arange(len(member)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+        first = number * tables.BLOCK
+        table = rows[member]
+        table[:, tables.LENGTH] = np.minimum(tables.BLOCK, sizes[member] - first)
+        table[:, tables.FIRST] = first
+        table[:, tables.PLACE] = (np.cumsum(sizes) - sizes)[member] + first
+        numbers, on_device = _on_device(kind.device, [kind.seed, dead, salt], table)
+        keys = torch.empty(int(sizes.sum()), dtype=kind.keys.dtype, device=kind.device)
+        with _current(kind.device):
+            source.sample_tiles[(len(table),)](
+                on_device, numbers, keys, _format(kind), length, tables.BLOCK
+            )
+        found.append(keys)
+    return found
+
+
+# Programs that count keys, each in bins of its own; and the keys of a block.
+_COUNTING, _COUNTED = 512, 1024
+
+
+def histogram(keys: Tensor, low: int, high: int, shift: int) -> Tensor:
+    first = low >> shift
+    num_bins = (high >> shift) - first + 1
+    num_programs = max(1, min(_COUNTING, -(-keys.numel() // _COUNTED)))
+    row = np.zeros((0,), dtype=np.int64)
+    numbers, _ = _on_device(keys.device, [keys.numel(), low, high, shift, first, num_bins], row)
+    counts = torch.zeros((num_programs, num_bins), dtype=torch.int32, device=keys.device)
+    with _current(keys.device):
+        source.count_bins[(num_programs,)](keys, numbers, counts, _COUNTED)
+    return counts.sum(0)
 
 
 @dataclass(frozen=True)
@@ -201,7 +257,7 @@ class _Scan:
             kind.device, [kind.seed, *(interval or (0, 0)), *pivots], tiles.table
         )
         slots = 1 << (1 + len(pivots)).bit_length()
-        counts = torch.empty((len(tiles.table), slots), dtype=torch.int32, device=kind.device)
+        counts = torch.zeros((len(tiles.table), slots), dtype=torch.int32, device=kind.device)
         keys = torch.empty(size, dtype=kind.keys.dtype, device=kind.device)
         positions = torch.empty(size, dtype=torch.int32, device=kind.device)
         drafts = interval is not None and pieces[0].out is not None
@@ -252,7 +308,7 @@ class _Scan:
         rows[:, tables.PLACE], rows[:, tables.CAPACITY] = target, number
         rows = rows[crowded]
         _, table = _on_device(keys.device, [], rows)
-        counts = torch.empty((len(rows), 2), dtype=torch.int32, device=keys.device)
+        counts = torch.zeros((len(rows), 2), dtype=torch.int32, device=keys.device)
         with _current(keys.device):
             source.scan_tiles[(len(rows),)](
                 table, self.numbers, counts, keys, positions, _format(self.kind), 0, 2, True, False,
@@ -345,11 +401,10 @@ def _add(
     totals[device].index_add_(0, index, counts.long())
 
 
-def _per_part(totals: Mapping[torch.device, Tensor], parts: Sequence[Candidates]) -> list[Tensor]:
-    """0-d, on the device of each part."""
-    rows = {device: total.unbind() for device, total in totals.items()}
-    zero = torch.zeros((), dtype=torch.int64)
-    return [rows[part.device][i] if part.device in rows else zero for i, part in enumerate(parts)]
+def _per_part(totals: Mapping[torch.device, Tensor], parts: Sequence[Candidates]) -> list[int]:
+    """Of each part the total on its device. Waits once for each device."""
+    rows = {device: total.tolist() for device, total in totals.items()}
+    return [rows[part.device][i] if part.device in rows else 0 for i, part in enumerate(parts)]
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -388,8 +443,19 @@ def check_on(where: torch.device) -> None:
     _compare("counts", [*map(int, expected.counts)], [*map(int, found.counts)])
     _compare("numbers below", int(expected.num_below), int(found.num_below))
     ours, theirs = _collected(found.collected), _collected(expected.collected)
-    _compare("positions", theirs.positions.tolist(), ours.positions.tolist())
-    _compare("keys", theirs.keys.tolist(), ours.keys.tolist())
+    found_keys, expected_keys = (
+        sorted(zip(each.positions.tolist(), each.keys.tolist(), strict=True))
+        for each in (ours, theirs)
+    )
+    _compare("positions and keys", expected_keys, found_keys)
+    _compare(
+        "histograms",
+        operations.histogram(theirs.keys, low, high, 9).tolist(),
+        histogram(ours.keys, low, high, 9).tolist(),
+    )
+    (sampled,) = sample([part], [Draw(0, 0, 1, part.num_local, part.num_local)], high, 1)
+    whole = operations.gather(part, Runs(0, part.num_local, 1, torch.arange(part.num_local)), high)
+    _compare("sampled keys", whole.tolist(), sampled.tolist())
     _compare("drafted masks", drafts[0].tolist(), drafts[1].tolist())
 
     number = operations.prune_collected(part, 0, cut, theirs, drafts[0])

@@ -64,6 +64,8 @@ CAPACITY = tl.constexpr(6)  # how many of them may
 THRESHOLD = tl.constexpr(4)
 END = tl.constexpr(5)  # ties are pruned in front of this position in the tile
 WIDTH = tl.constexpr(7)
+# Counts that a scan has registers for.
+MOST_PIVOTS = 9
 
 # SplitMix64, as in _common/hashing.py.
 _WEYL = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
@@ -154,36 +156,56 @@ def _store(out, at, present, pruned, bits, FORM: tl.constexpr, MASKED: tl.conste
         tl.store(pointer + at, values)
 
 
+# Two counts of an element's place in all blocks of a tile are kept in one register.
+_HALF = tl.constexpr(16)
+_FIRST_HALF = tl.constexpr((1 << 16) - 1)
+
+
 @triton.jit
 def _scan_block(
-    block, taken, totals, scores, live_mask, out, length, first, place, capacity, seed, low, high,
-    numbers, keys_out, positions_out,
-    FORM: tl.constexpr, NUM_PIVOTS: tl.constexpr, SLOTS: tl.constexpr, COLLECTS: tl.constexpr,
-    DRAFTS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    block, below_and_first, second, third, fourth, fifth, cursor, scores, live_mask, out, length,
+    first, place, capacity, seed, low, high, numbers, keys_out, positions_out,
+    FORM: tl.constexpr, NUM_PIVOTS: tl.constexpr, COLLECTS: tl.constexpr, DRAFTS: tl.constexpr,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     at = block * BLOCK + tl.arange(0, BLOCK)
     present = _present(length, at, BLOCK, MASKED)
     keys = _keys(scores, at, present, seed, FORM, MASKED)
     live, bits = _live(live_mask, at, present, FORM, MASKED)
-    slots = tl.arange(0, SLOTS)
     if COLLECTS:
         below = live & (keys < low.to(keys.dtype))
         inside = live & (keys >= low.to(keys.dtype)) & (keys <= high.to(keys.dtype))
-        num_inside = tl.sum(inside.to(tl.int32), 0)
-        totals += tl.where(slots == 0, num_inside, 0)
-        totals += tl.where(slots == 1, tl.sum(below.to(tl.int32), 0), 0)
+        below_and_first += below.to(tl.int32)
         if DRAFTS:
             _store(out, at, present, below, bits, FORM, MASKED)
-        if num_inside > 0:
-            number = taken + tl.cumsum(inside.to(tl.int32), 0) - 1
-            kept = inside & (number < capacity)
-            tl.store(keys_out + place + number, keys.to(FORM.keys), mask=kept)
-            tl.store(positions_out + place + number, (first + at).to(tl.int32), mask=kept)
-        taken += num_inside
+        # Few elements are inside. Nothing else here has threads wait for each other.
+        slots = tl.atomic_add(
+            cursor + tl.zeros([BLOCK], tl.int32), inside.to(tl.int32), mask=inside, sem="relaxed"
+        )
+        kept = inside & (slots < capacity)
+        tl.store(keys_out + place + slots, keys.to(FORM.keys), mask=kept)
+        tl.store(positions_out + place + slots, (first + at).to(tl.int32), mask=kept)
     for pivot in tl.static_range(NUM_PIVOTS):
-        upto = live & (keys <= tl.load(numbers + 3 + pivot).to(keys.dtype))
-        totals += tl.where(slots == 2 + pivot, tl.sum(upto.to(tl.int32), 0), 0)
-    return taken, totals
+        upto = (live & (keys <= tl.load(numbers + 3 + pivot).to(keys.dtype))).to(tl.int32)
+        if pivot == 0:
+            below_and_first += upto << _HALF
+        elif pivot < 3:
+            second += upto << (_HALF * ((pivot + 1) % 2))
+        elif pivot < 5:
+            third += upto << (_HALF * ((pivot + 1) % 2))
+        elif pivot < 7:
+            fourth += upto << (_HALF * ((pivot + 1) % 2))
+        else:
+            fifth += upto << (_HALF * ((pivot + 1) % 2))
+    return below_and_first, second, third, fourth, fifth
+
+
+@triton.jit
+def _store_counts(target, both, FIRST_IS_WANTED: tl.constexpr, SECOND_IS_WANTED: tl.constexpr):
+    if FIRST_IS_WANTED:
+        tl.store(target, tl.sum(both & _FIRST_HALF, 0))
+    if SECOND_IS_WANTED:
+        tl.store(target + 1, tl.sum(both >> _HALF, 0))
 
 
 @triton.jit
@@ -192,13 +214,13 @@ def scan_tiles(
     FORM: tl.constexpr, NUM_PIVOTS: tl.constexpr, SLOTS: tl.constexpr, COLLECTS: tl.constexpr,
     DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count keys, collect those of an interval in the order of their positions, draft the masks.
+    """Count keys, collect those of an interval in any order, draft the masks.
 
     Args:
         table: int64 [tiles, WIDTH].
-        numbers: int64: the seed, both ends of the interval, the pivots.
-        counts: int32 [tiles, SLOTS]: live elements inside the interval, below it, and up to each
-            pivot.
+        numbers: int64: the seed, both ends of the interval, the pivots; MOST_PIVOTS at most.
+        counts: int32 [tiles, SLOTS], zeros: live elements inside the interval, below it, and up to
+            each pivot.
         keys_out, positions_out: 1-d, of dtype FORM.keys and int32.
     """
     tile = tl.program_id(0).to(tl.int64)
@@ -209,21 +231,29 @@ def scan_tiles(
     first, place, capacity = tl.load(row + FIRST), tl.load(row + PLACE), tl.load(row + CAPACITY)
     seed, low, high = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
     whole = length // BLOCK
-    taken = tl.full([], 0, tl.int32)
-    totals = tl.zeros([SLOTS], tl.int32)
+    cursor = counts + tile * SLOTS
+    below_and_first = tl.zeros([BLOCK], tl.int32)
+    second = tl.zeros([BLOCK], tl.int32)
+    third = tl.zeros([BLOCK], tl.int32)
+    fourth = tl.zeros([BLOCK], tl.int32)
+    fifth = tl.zeros([BLOCK], tl.int32)
     for block in range(0, whole):
-        taken, totals = _scan_block(
-            block, taken, totals, scores, live_mask, out, length, first, place, capacity, seed,
-            low, high, numbers, keys_out, positions_out,
-            FORM, NUM_PIVOTS, SLOTS, COLLECTS, DRAFTS, BLOCK, False,
+        below_and_first, second, third, fourth, fifth = _scan_block(
+            block, below_and_first, second, third, fourth, fifth, cursor, scores, live_mask, out,
+            length, first, place, capacity, seed, low, high, numbers, keys_out, positions_out,
+            FORM, NUM_PIVOTS, COLLECTS, DRAFTS, BLOCK, False,
         )  # fmt: skip
     if whole * BLOCK < length:
-        taken, totals = _scan_block(
-            whole, taken, totals, scores, live_mask, out, length, first, place, capacity, seed,
-            low, high, numbers, keys_out, positions_out,
-            FORM, NUM_PIVOTS, SLOTS, COLLECTS, DRAFTS, BLOCK, True,
+        below_and_first, second, third, fourth, fifth = _scan_block(
+            whole, below_and_first, second, third, fourth, fifth, cursor, scores, live_mask, out,
+            length, first, place, capacity, seed, low, high, numbers, keys_out, positions_out,
+            FORM, NUM_PIVOTS, COLLECTS, DRAFTS, BLOCK, True,
         )  # fmt: skip
-    tl.store(counts + tile * SLOTS + tl.arange(0, SLOTS), totals)
+    _store_counts(cursor + 1, below_and_first, COLLECTS, NUM_PIVOTS > 0)
+    _store_counts(cursor + 3, second, NUM_PIVOTS > 1, NUM_PIVOTS > 2)
+    _store_counts(cursor + 5, third, NUM_PIVOTS > 3, NUM_PIVOTS > 4)
+    _store_counts(cursor + 7, fourth, NUM_PIVOTS > 5, NUM_PIVOTS > 6)
+    _store_counts(cursor + 9, fifth, NUM_PIVOTS > 7, NUM_PIVOTS > 8)
 
 
 @triton.jit
@@ -238,7 +268,7 @@ def _write_block(
     is_tie = (keys == threshold.to(keys.dtype)) & (at < end)
     pruned = live & ((keys < threshold.to(keys.dtype)) | is_tie)
     _store(out, at, present, pruned, bits, FORM, MASKED)
-    return tl.sum(pruned.to(tl.int32), 0)
+    return pruned.to(tl.int32)
 
 
 @triton.jit
@@ -256,7 +286,7 @@ def write_tiles(table, numbers, counts, FORM: tl.constexpr, BLOCK: tl.constexpr)
     length = tl.load(row + LENGTH).to(tl.int32)
     threshold, end, seed = tl.load(row + THRESHOLD), tl.load(row + END), tl.load(numbers)
     whole = length // BLOCK
-    num_pruned = tl.full([], 0, tl.int32)
+    num_pruned = tl.zeros([BLOCK], tl.int32)
     for block in range(0, whole):
         num_pruned += _write_block(
             block, scores, live_mask, out, length, threshold, end, seed, FORM, BLOCK, False
@@ -265,7 +295,7 @@ def write_tiles(table, numbers, counts, FORM: tl.constexpr, BLOCK: tl.constexpr)
         num_pruned += _write_block(
             whole, scores, live_mask, out, length, threshold, end, seed, FORM, BLOCK, True
         )
-    tl.store(counts + tile, num_pruned)
+    tl.store(counts + tile, tl.sum(num_pruned, 0))
 
 
 @triton.jit
@@ -307,7 +337,7 @@ def correct_runs(table, counts, KEYS: tl.constexpr, MASKS: tl.constexpr, BLOCK: 
     number = tl.load(row + 3).to(tl.int32)
     threshold = tl.load(row + 4)
     end = tl.load(row + 5)
-    num_pruned = tl.full([], 0, tl.int32)
+    num_pruned = tl.zeros([BLOCK], tl.int32)
     for block in range(0, tl.cdiv(number, BLOCK)):
         at = block * BLOCK + tl.arange(0, BLOCK)
         present = at < number
@@ -315,5 +345,67 @@ def correct_runs(table, counts, KEYS: tl.constexpr, MASKS: tl.constexpr, BLOCK: 
         positions = tl.load(positions_in + at, mask=present, other=0)
         pruned = present & ((keys < threshold) | ((keys == threshold) & (positions < end)))
         tl.store(mask + positions, tl.zeros([BLOCK], MASKS), mask=pruned)
-        num_pruned += tl.sum(pruned.to(tl.int32), 0)
-    tl.store(counts + run, num_pruned)
+        num_pruned += pruned.to(tl.int32)
+    tl.store(counts + run, tl.sum(num_pruned, 0))
+
+
+# Columns of the table of sample_tiles: addresses as above, ...
+_START = tl.constexpr(2)  # ... the position of the first run, ...
+_DRAWN_FIRST = tl.constexpr(4)  # ... the tile's first element among those drawn of the part, ...
+_NUM_RUNS = tl.constexpr(6)  # ... how many runs there are, and how many are drawn
+_NUM_DRAWN = tl.constexpr(7)
+_SAMPLE_WIDTH = tl.constexpr(8)
+
+
+@triton.jit
+def sample_tiles(
+    table, numbers, keys_out, FORM: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Keys of some runs of elements, one at a jittered place in each stratum of a part.
+
+    Args:
+        table: int64 [tiles, _SAMPLE_WIDTH].
+        numbers: int64: the seed, the key of elements that do not compete, the seed of the jitter.
+        keys_out: 1-d, of dtype FORM.keys.
+        RUN: elements of a run.
+    """
+    row = table + tl.program_id(0).to(tl.int64) * _SAMPLE_WIDTH
+    scores, live_mask, start = tl.load(row + SCORES), tl.load(row + LIVE), tl.load(row + _START)
+    length = tl.load(row + LENGTH).to(tl.int32)
+    first, place = tl.load(row + _DRAWN_FIRST), tl.load(row + PLACE)
+    num_runs, num_drawn = tl.load(row + _NUM_RUNS), tl.load(row + _NUM_DRAWN)
+    seed, dead, salt = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    local = tl.arange(0, BLOCK)
+    present = local < length
+    drawn = first + local
+    run = drawn // RUN
+    mixed = ((run + salt) * _WEYL).to(tl.uint64, bitcast=True) >> 40  # 24 bits
+    jitter = (mixed.to(tl.int64, bitcast=True) * num_runs) >> 24
+    at = start + (run * num_runs + jitter) // num_drawn * RUN + drawn % RUN
+    keys = _keys(scores, at, present, seed, FORM, True)
+    live, _ = _live(live_mask, at, present, FORM, True)
+    tl.store(keys_out + place + local, tl.where(live, keys, dead).to(FORM.keys), mask=present)
+
+
+@triton.jit
+def count_bins(keys, numbers, counts, BLOCK: tl.constexpr):
+    """Count the keys of an interval in bins; each program in a row of its own.
+
+    Args:
+        keys: 1-d.
+        numbers: int64: how many keys, both ends of the interval, the shift from a key to a bin, the
+            first bin, how many bins.
+        counts: int32 [programs, bins], zeros.
+    """
+    number, low, high = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    shift, first, num_bins = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5)
+    program = tl.program_id(0).to(tl.int64)
+    row = counts + program * num_bins
+    num_programs = tl.num_programs(0).to(tl.int64)
+    for block in range(0, tl.cdiv(number, num_programs * BLOCK)):
+        at = (block * num_programs + program) * BLOCK + tl.arange(0, BLOCK)
+        present = at < number
+        key = tl.load(keys + at, mask=present, other=0).to(tl.int64)
+        inside = present & (key >= low) & (key <= high)
+        one = inside.to(tl.int32)
+        tl.atomic_add(row + ((key >> shift) - first), one, mask=inside, sem="relaxed")

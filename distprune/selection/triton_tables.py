@@ -14,9 +14,9 @@ from distprune.selection.candidates import Candidates, Cut
 from distprune.selection.keys import RANDOM_KEYS, KeyRange, RandomKeys, ScoreKeys
 
 # Elements that a program reads at a time; tests make it smaller.
-BLOCK = 4096
-# A tile has at most so many blocks; few enough for this many tiles, where there are so many blocks.
-_LARGEST_TILE, _NUM_TILES = 64, 4096
+BLOCK = 2048
+# A tile has at most so many blocks, which 16 bits count; few enough for about this many tiles.
+_LARGEST_TILE, _NUM_TILES = 1 << 12, 1 << 13
 # Addresses that are multiples of this let a thread read several elements at a time.
 _ALIGNMENT = 16
 # Columns of a tile, as in triton_source.py.

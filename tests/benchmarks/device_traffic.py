@@ -139,12 +139,12 @@ def counted(dtype: torch.dtype, *, is_pruned: bool) -> tuple[float, float]:
     n = sum(part.num_local for part in work.parts)
     with (
         mock.patch.object(memory, "takes_numpy", lambda device: False),
-        mock.patch.object(passes, "fused_on", lambda device: None),
+        mock.patch.object(kernels, "fused_on", lambda device: None),
         Traffic() as traffic,
     ):
         expected = work.run()
     with (
-        mock.patch.object(passes, "fused_on", lambda device: triton_kernels),
+        mock.patch.object(kernels, "fused_on", lambda device: triton_kernels),
         count_interpreted() as sizes,
     ):
         assert work.run() == expected
@@ -206,7 +206,7 @@ def timed(
 
 
 def _with(fused: kernels.FusedKernels | None, run: Callable[[], Any]) -> Any:
-    with mock.patch.object(passes, "fused_on", lambda device: fused):
+    with mock.patch.object(kernels, "fused_on", lambda device: fused):
         return run()
 
 

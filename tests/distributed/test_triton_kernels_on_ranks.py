@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import distprune as prune
-from distprune.selection import passes
+from distprune.selection import kernels
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong_on, wrong_masks
@@ -32,7 +32,7 @@ def differences(wrapping: str) -> list[str]:
         model = wrappings.wrap(model, wrapping)
         targets = [target(wrappings.unwrapped(model), name) for name in names]
         with (
-            mock.patch.object(passes, "fused_on", lambda device: triton_kernels),
+            mock.patch.object(kernels, "fused_on", lambda device: triton_kernels),
             mock.patch.object(triton_kernels, "scan", scans),
         ):
             for amount in (0.3, 0.5):
@@ -53,7 +53,7 @@ def random_masks(wrapping: str, fused: bool) -> list[torch.Tensor]:
     model = wrappings.wrap(model, wrapping)
     targets = [target(wrappings.unwrapped(model), name) for name in names]
     torch.manual_seed(3)
-    with mock.patch.object(passes, "fused_on", lambda device: triton_kernels if fused else None):
+    with mock.patch.object(kernels, "fused_on", lambda device: triton_kernels if fused else None):
         prune.global_unstructured(targets, prune.RandomUnstructured, amount=0.5)
     return [wrappings.local(getattr(module, name + "_mask")).clone() for module, name in targets]
 

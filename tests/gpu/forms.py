@@ -16,7 +16,7 @@ import torch
 from stage import NotTried, Stage
 
 from distprune._common import memory
-from distprune.selection import kernels, passes
+from distprune.selection import kernels
 
 OPERATIONS, TRITON = "torch operations", "Triton kernels"
 FORMS = (OPERATIONS, TRITON)
@@ -68,6 +68,6 @@ def _rehearsed(name: str) -> Iterator[None]:
         fused = triton_kernels
     with (
         mock.patch.object(memory, "takes_numpy", lambda device: False),
-        mock.patch.object(passes, "fused_on", lambda device: fused),
+        mock.patch.object(kernels, "fused_on", lambda device: fused),
     ):
         yield

@@ -19,7 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from distprune.selection import triton_kernels
-from distprune.selection.candidates import Candidates, Collected, Cut
+from distprune.selection.candidates import Candidates, Collected, Cut, Draw
 from distprune.selection.keys import Order, RandomKeys, ScoreKeys, key_range
 from distprune.selection.scores import TensorScores
 from distprune.shards.geometry import IndexMap
@@ -82,6 +82,7 @@ def compile_all(number: int, target: GPUTarget, kinds: list[str]) -> dict[str, d
         with (
             mock.patch.object(JITFunction, "run", compiled),
             mock.patch.object(torch, "empty", torch.ones),
+            mock.patch.object(torch, "zeros", torch.ones),
         ):
             chunks = [(0, range(N))]
             triton_kernels.scan([part], chunks, [3, high, high - 1], (4, high), [out], 0.1)
@@ -90,6 +91,8 @@ def compile_all(number: int, target: GPUTarget, kinds: list[str]) -> dict[str, d
             positions = torch.ones(3, dtype=torch.int32)
             collected = Collected(range(N), positions, keys, True, 3)
             triton_kernels.prune_collected([part], {0: [collected]}, Cut(7, 0, 5), [out])
+            triton_kernels.sample([part], [Draw(0, 0, 16, N // 16, 7)], high, 5)
+            triton_kernels.histogram(keys, 4, 7, 1)
     return found
 
 

@@ -29,6 +29,7 @@ from helpers.virtual_shards import KINDS, candidates, fill
 BLOCK = 64
 # Around the edges of one block, of several, and of a tile of several.
 SIZES = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
+FUSED_ON = kernels.fused_on
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -45,7 +46,7 @@ def fused(monkeypatch, request):
     monkeypatch.setattr(triton_tables, "BLOCK", BLOCK)
     # The functions for one part draft and collect as kernels do; those for many small ones do not.
     monkeypatch.setattr("distprune.selection.candidates.MOST_ELEMENTS", 0)
-    monkeypatch.setattr(passes, "fused_on", lambda device: triton_kernels)
+    monkeypatch.setattr(kernels, "fused_on", lambda device: triton_kernels)
     return triton_kernels
 
 
@@ -60,12 +61,12 @@ def part_of(scores, live=None, order=Order.MAGNITUDE, common=None, counted=None)
 
 def in_both_forms(run):
     """What a function returns with the functions for a CPU, and with the fused ones."""
-    fused_on = passes.fused_on
-    passes.fused_on = lambda device: None
+    fused_on = kernels.fused_on
+    kernels.fused_on = lambda device: None
     try:
         expected = run()
     finally:
-        passes.fused_on = fused_on
+        kernels.fused_on = fused_on
     return expected, run()
 
 
@@ -358,6 +359,7 @@ def test_ties_in_memory_that_is_not_row_major_are_left_to_other_functions(fused)
 
 
 def test_a_cpu_takes_numpy_and_the_variable_turns_triton_off(monkeypatch):
+    monkeypatch.setattr(kernels, "fused_on", FUSED_ON)
     assert kernels.fused_on(torch.device("cpu")) is None
     monkeypatch.setattr(kernels, "_compiled_on", lambda device: "compiled")
     monkeypatch.setattr(memory, "takes_numpy", lambda device: False)
@@ -394,11 +396,13 @@ def test_kernels_compile_for_devices_that_are_not_here(tmp_path):
         pytest.skip("Triton has no assembler for NVIDIA's devices here")
     assert result.returncode == 0, result.stderr[-3000:]
     found = json.loads(result.stdout)
-    names = {"scan_tiles", "pack_tiles", "write_tiles", "correct_runs"}
+    names = {
+        "scan_tiles", "pack_tiles", "write_tiles", "correct_runs", "sample_tiles", "count_bins"
+    }  # fmt: skip
     for kinds in found.values():
         assert all(names <= set(assembly) for assembly in kinds.values())
     cuda = found["cuda:90:32"]
     for name in ("scan_tiles", "write_tiles"):
         assert "ld.global.v4.b32" in cuda["bfloat16"][name]
-        assert "st.global.v4.b32" in cuda["bfloat16"][name]
-    assert "global_load_dwordx4" in found["hip:gfx942:64"]["widened"]["scan_tiles"]
+        assert "st.global.v2.b32" in cuda["bfloat16"][name]
+    assert "global_load_dwordx2" in found["hip:gfx942:64"]["widened"]["scan_tiles"]
