@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,13 @@ def assign(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 class ShardMask(ABC):
-    """The mask of one managed parameter at work."""
+    """The mask of one managed parameter at work.
+
+    Attributes:
+        may_be_elsewhere: whether the mask acts from another device than that of the parameter, too.
+    """
+
+    may_be_elsewhere: ClassVar[bool] = False
 
     @abstractmethod
     def attach(self) -> None:
