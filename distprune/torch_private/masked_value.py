@@ -91,6 +91,23 @@ def assign(module: nn.Module, name: str, value: Tensor) -> None:
         setattr(module, name, value)
 
 
+def release_graph(module: nn.Module, name: str) -> None:
+    """Take the graph away from the value that a module keeps, before the next one is computed.
+
+    The node of ``weight_orig`` that accumulates its gradient lives as long as a graph that has it,
+    and belongs to the stream on which it was made. A dense model makes a new one in each forward.
+    If the last product kept its graph until there is the next, one node would serve all forwards,
+    and a backward could not be captured in a CUDA graph, which runs on a stream of its own. A CPU
+    has no streams, and saves the time.
+
+    The value stays: the product may fail, and other threads may read it.
+    """
+    kept = module.__dict__.get(name)
+    if kept is not None and not kept.is_cpu and kept.requires_grad and torch.is_grad_enabled():
+        # Not detach(), which fails on what is left of a forward inside torch.func.vmap.
+        assign(module, name, kept.data)
+
+
 class ShardMask(ABC):
     """The mask of one managed parameter at work.
 
