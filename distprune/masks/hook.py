@@ -69,6 +69,7 @@ class PruningHook:
                 _check_attached(module, name, shard_mask)
             return
         self._before_forward(module)
+        masked_value.release_graph(module, name)
         masked_value.assign(module, name, self.apply_mask(module))
 
     def apply_mask(self, module: nn.Module) -> Tensor:

@@ -278,7 +278,10 @@ def check_training(case: Case) -> Iterator[str]:
     keeps = reference_masks(values, 0.5)
     model = case.wrap(net)
     is_engine = case.wrapping.library == "deepspeed"
-    optimizer = torch.optim.SGD(model.parameters(), libraries.LEARNING_RATE)
+    # On a GPU torch steps lists of parameters by default, and refuses DTensors beside others.
+    kinds = {is_dtensor(parameter) for parameter in model.parameters()}
+    foreach = False if len(kinds) > 1 else None
+    optimizer = torch.optim.SGD(model.parameters(), libraries.LEARNING_RATE, foreach=foreach)
     _prune(model, 0.5)
     # The gradient of a masked weight is that of its product with the mask, masked.
     for layer, keep in zip(dense.layers, keeps, strict=True):

@@ -53,7 +53,8 @@ def shard_of_run(
         name=name,
         parameter=values,
         values=values,
-        mask=None if mask is None else mask.detach(),
+        # FSDP1 with CPU offload moves masks to the accelerator, as all buffers, and not values.
+        mask=None if mask is None else mask.detach().to(values.device),
         shape=piece.shape,
         coordinates=(),
         order=(0,),
@@ -173,7 +174,8 @@ class ShardReader:
         ):
             return self._read(module, name, label, managed, mask)  # nothing to slice
         shard = self._read(module, name, label, managed, None)
-        return replace(shard, mask=shard.slice_of(local_tensor(mask)))
+        part = shard.slice_of(local_tensor(mask))
+        return replace(shard, mask=part.to(shard.values.device))
 
     def has_whole_mask(self, module: nn.Module, name: str) -> bool:
         """Whether a mask is whole on this rank.

@@ -17,7 +17,7 @@ module that owns the parameter.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,10 +32,7 @@ from torch.distributed.tensor import DTensor
 from distprune._common import mask_bits
 from distprune._common.mask_values import write_product
 from distprune._common.process_groups import over_groups
-from distprune._common.pruned_form import (
-    masked_product,
-    orig_key,
-)
+from distprune._common.pruned_form import orig_key
 from distprune.torch_private import masked_value
 from distprune.torch_private.fsdp1 import FlatPiece, is_summoned, local_slice
 from distprune.torch_private.masked_value import RunMask
@@ -54,6 +51,9 @@ class FlatMask(RunMask):
     Args:
         piece: the parameter.
     """
+
+    # With CPU offload FSDP1 moves buffers to the accelerator for good, and parameters for use.
+    may_be_elsewhere = True
 
     def __init__(self, piece: FlatPiece) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class FlatMask(RunMask):
                 "or remove() the pruning first."
             )
         if isinstance(original, nn.Parameter):  # use_orig_params=True, outside of forward
-            return masked_value.product(module, name, original, self.buffer)
+            return masked_value.product(module, name, original, self.buffer.to(original.device))
         return original
 
     def saved(self) -> Any:
@@ -191,16 +191,7 @@ class _MaskedPieces:
         flat_param = handle.flat_param
         dense = flat_param.data
         with torch.inference_mode(False), torch.no_grad():
-            # In mixed precision FSDP1 has made a copy of the slice already.
-            is_copy = handle._uses_param_mixed_precision and not handle._force_full_precision
-            masked = dense if is_copy else dense.clone()
-            source = local_slice(handle)
-            for span, mask in self._spans():
-                run = masked[span]
-                if run.device == source.device:
-                    write_product(source[span], mask, out=run)
-                else:  # offloaded
-                    run.copy_(masked_product(source[span], mask))
+            masked = masked_slice(dense, local_slice(handle), self._spans())
         flat_param.data = masked
         try:
             return gather(handle, padded_unsharded_flat_param)
@@ -222,6 +213,24 @@ class _MaskedPieces:
             offset, size = mask._piece.span
             if size and (with_dense_gradients or not mask.has_dense_gradient):
                 yield slice(offset, offset + size), mask.buffer
+
+
+def masked_slice(dense: Tensor, source: Tensor, spans: Iterable[tuple[slice, Tensor]]) -> Tensor:
+    """The masked slice of a flat parameter, where it is gathered.
+
+    Args:
+        dense: what FSDP1 is about to gather: the slice itself, or a copy of it, in the dtype of
+            mixed precision or, with CPU offload, on the accelerator. A copy is written to.
+        source: the slice in full precision.
+        spans: where the runs of parameters are in it, and their masks, on any device.
+    """
+    masked = dense.clone() if dense.data_ptr() == source.data_ptr() else dense
+    for span, mask in spans:
+        run = masked[span]
+        # Rounded after the product: an element may be inf in low precision, and inf * 0 is NaN.
+        exact = run if run.dtype == source.dtype else source[span].to(run.device, non_blocking=True)
+        write_product(exact, mask.to(run.device), out=run)
+    return masked
 
 
 def whole_mask(piece: FlatPiece, run: Tensor) -> Tensor:

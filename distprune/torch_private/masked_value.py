@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -91,8 +91,31 @@ def assign(module: nn.Module, name: str, value: Tensor) -> None:
         setattr(module, name, value)
 
 
+def release_graph(module: nn.Module, name: str) -> None:
+    """Take the graph away from the value that a module keeps, before the next one is computed.
+
+    The node of ``weight_orig`` that accumulates its gradient lives as long as a graph that has it,
+    and belongs to the stream on which it was made. A dense model makes a new one in each forward.
+    If the last product kept its graph until there is the next, one node would serve all forwards,
+    and a backward could not be captured in a CUDA graph, which runs on a stream of its own. A CPU
+    has no streams, and saves the time.
+
+    The value stays: the product may fail, and other threads may read it.
+    """
+    kept = module.__dict__.get(name)
+    if kept is not None and not kept.is_cpu and kept.requires_grad and torch.is_grad_enabled():
+        # Not detach(), which fails on what is left of a forward inside torch.func.vmap.
+        assign(module, name, kept.data)
+
+
 class ShardMask(ABC):
-    """The mask of one managed parameter at work."""
+    """The mask of one managed parameter at work.
+
+    Attributes:
+        may_be_elsewhere: whether the mask acts from another device than that of the parameter, too.
+    """
+
+    may_be_elsewhere: ClassVar[bool] = False
 
     @abstractmethod
     def attach(self) -> None:

@@ -167,7 +167,7 @@ def _check_managed(place: Place, record: Managed, shard_mask: ShardMask) -> None
         place.problems.append(f"the class of the module was changed, so that {name} is not masked")
     if not record.has_registered(module, original):
         place.fail(f"{original} was replaced by a parameter that the wrapper does not have")
-    _check_layout(place, _parameter_of(record))
+    _check_layout(place, _parameter_of(record), may_be_elsewhere=shard_mask.may_be_elsewhere)
     problem = shard_mask.problem() if place.is_readable else None
     if problem is not None:
         place.problems.append(problem)
@@ -202,12 +202,12 @@ def _check_unmanaged(place: Place, shard_mask: ShardMask | None) -> None:
         place.problems.append(f"{original} was replaced by another parameter than the one pruned")
 
 
-def _check_layout(place: Place, parameter: Tensor) -> None:
-    """Add a problem if a mask is not laid out like its parameter."""
+def _check_layout(place: Place, parameter: Tensor, *, may_be_elsewhere: bool = False) -> None:
+    """Add a problem if a mask is not laid out like its parameter; on its device, or on any."""
     mask: Tensor = place.mask
     fits = (
         mask.shape == parameter.shape
-        and mask.device == parameter.device
+        and (may_be_elsewhere or mask.device == parameter.device)
         and is_dtensor(mask) == is_dtensor(parameter)
     )
     if fits and is_dtensor(mask) and is_dtensor(parameter):

@@ -39,7 +39,7 @@ STAGES = {
     "streams": (90, "weights that forward and backward see, under FSDP2's streams"),
     "graphs": (90, "a pruned forward and backward in CUDA graphs"),
     "allocators": (90, "leaks, too little memory, pinned memory, expandable segments"),
-    "offload": (60, "policies that keep shards on the CPU"),
+    "offload": (90, "policies that keep shards on the CPU"),
     "beside_torch": (120, "whole calls beside torch.nn.utils.prune"),
     "text": (240, "checkpoints of 1 and 8 billion weights, pruned by text"),
     "suite": (240, "the tests of the suite that take a device"),

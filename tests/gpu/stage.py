@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -71,10 +72,7 @@ class Stage:
 
     @contextlib.contextmanager
     def _part(self, name: str) -> Iterator[None]:
-        found: dict[str, Any] = {
-            "name": name, "status": UNFINISHED, "lines": [], "figures": {}, "tables": {},
-            "wrong": [],
-        }  # fmt: skip
+        found = _new(name)
         self.parts.append(found)
         self._write()
         print(f"-- {name}", flush=True)
@@ -95,9 +93,7 @@ class Stage:
         print(f"   {found['status']}, {found['seconds']} s", flush=True)
 
     def _write(self) -> None:
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.parts))
-        partial.replace(self._path)
+        _write(self._path, self.parts)
 
 
 def prune(model: nn.Module, amount: float = 0.5) -> None:
@@ -106,23 +102,65 @@ def prune(model: nn.Module, amount: float = 0.5) -> None:
     distprune.global_unstructured(parameters, distprune.L1Unstructured, amount=amount)
 
 
-def main(*parts: Callable[[Stage], None]) -> None:
-    """Run the parts of a stage; the arguments are those that run_stages.py passes."""
+def main(*parts: Callable[[Stage], None], apart: bool = False) -> None:
+    """Run the parts of a stage; the arguments are those that run_stages.py passes.
+
+    Args:
+        apart: each in a process of its own, because a failure may leave the device unusable.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--parts", help="names of parts, separated by commas; all by default")
     given = parser.parse_args()
+    chosen = given.parts.split(",") if given.parts else [part.__name__ for part in parts]
+    if apart and len(chosen) > 1:
+        sys.exit(_run_apart(chosen, given.json))
     device = torch.device(given.device)
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, 0)
         torch.accelerator.set_device_index(0)
     stage = Stage(device, quick=given.quick, path=given.json)
-    chosen = given.parts.split(",") if given.parts else [part.__name__ for part in parts]
     for part in parts:
         if part.__name__ in chosen:
             stage.run(part)
     sys.stdout.flush()
     # Threads of backends, and broken devices, may hang or abort an ordinary exit.
     os._exit(int(any(part["status"] == FAILED for part in stage.parts)))
+
+
+def _run_apart(names: list[str], path: Path) -> int:
+    """Run this script once for each of its parts; 1 if one failed."""
+    found: list[dict[str, Any]] = []
+    is_bad = False
+    for name in names:
+        own = path.with_name(f"{name}.json")
+        # Of equal options the last one counts.
+        command = [sys.executable, *sys.argv, "--parts", name, "--json", str(own)]
+        process = subprocess.Popen(command)
+        code = None
+        while code is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout=0.5)
+            present = json.loads(own.read_text()) if own.exists() else []
+            _write(path, [*found, *present])
+        if not present or present[-1]["status"] == UNFINISHED:
+            what = f"the process of part {name} ended with code {code}"
+            present = [{**_new(name.replace("_", " ")), "status": FAILED, "wrong": [what]}]
+        found += present
+        _write(path, found)
+        is_bad = is_bad or code != 0
+    return int(is_bad)
+
+
+def _new(name: str) -> dict[str, Any]:
+    return {
+        "name": name, "status": UNFINISHED, "lines": [], "figures": {}, "tables": {}, "wrong": [],
+    }  # fmt: skip
+
+
+def _write(path: Path, parts: list[dict[str, Any]]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(parts))
+    partial.replace(path)

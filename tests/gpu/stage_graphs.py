@@ -125,4 +125,5 @@ def pruned_after_capture(stage: Stage) -> None:
 
 
 if __name__ == "__main__":
-    main(forward, forward_and_backward, pruned_after_capture, compiled_with_graphs)
+    # A capture that fails leaves its process unable to draw random numbers.
+    main(forward, forward_and_backward, pruned_after_capture, compiled_with_graphs, apart=True)

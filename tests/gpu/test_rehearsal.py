@@ -58,20 +58,30 @@ def endless(stage): time.sleep(1000)
 main(quick, endless)
 """
 DIES = "import os; os._exit(7)"
+# One that dies takes no other with it.
+APART = """
+import os
+from stage import main
+def first(stage): stage.check("this", True)
+def dying(stage): os._exit(9)
+def last(stage): stage.check("that", True)
+main(first, dying, last, apart=True)
+"""
 
 
 @pytest.mark.thorough
 def test_a_stage_that_fails_or_hangs_loses_nothing(tmp_path, monkeypatch):
-    for name, text in {"four": FOUR_PARTS, "hangs": HANGS, "dies": DIES}.items():
+    texts = {"four": FOUR_PARTS, "hangs": HANGS, "dies": DIES, "apart": APART}
+    for name, text in texts.items():
         (tmp_path / f"stage_{name}.py").write_text(text)
     monkeypatch.setattr(run_stages, "HERE", tmp_path)
-    monkeypatch.setattr(run_stages, "STAGES", dict.fromkeys(("four", "hangs", "dies"), (60, "")))
+    monkeypatch.setattr(run_stages, "STAGES", dict.fromkeys(texts, (60, "")))
     given = argparse.Namespace(device="cpu", quick=True)
     known = {"device": "cpu", "quick": True, "date": "today", "commit": None}
     document = {"facts": known, "stages": {}}
     log = tmp_path / "log.txt"
     log.write_text("")
-    for name, limit in (("four", 120), ("dies", 120)):
+    for name, limit in (("four", 120), ("dies", 120), ("apart", 240)):
         run_stages.run_stage(name, limit, given, document, tmp_path, log)
     # Long enough to import torch on a busy machine; it ends when the second part has begun.
     monkeypatch.setattr(run_stages, "_take_parts", _stop_when_it_hangs(run_stages._take_parts))
@@ -84,6 +94,10 @@ def test_a_stage_that_fails_or_hangs_loses_nothing(tmp_path, monkeypatch):
     assert stages["four"]["parts"][0]["figures"] == {"one": 1.0}
     assert stages["four"]["status"] == "failed: 2 parts"
     assert stages["dies"]["status"].startswith("failed: it ended with code 7")
+    statuses = [(part["name"], part["status"]) for part in stages["apart"]["parts"]]
+    assert statuses == [("first", "ok"), ("dying", "failed"), ("last", "ok")]
+    assert "ended with code 9" in stages["apart"]["parts"][1]["wrong"][0]
+    assert stages["apart"]["status"] == "failed: 1 parts"
     assert stages["hangs"]["status"].startswith("failed: stopped after")
     assert [part["status"] for part in stages["hangs"]["parts"]] == ["ok", "not finished"]
     text = (tmp_path / "results.txt").read_text()
