@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 import resource
@@ -71,6 +72,19 @@ def on_host(counts: Sequence[Count]) -> list[int]:
     on_device = [count for count in counts if isinstance(count, Tensor)]
     copied = iter(torch.stack(on_device).tolist() if on_device else ())
     return [next(copied) if isinstance(count, Tensor) else count for count in counts]
+
+
+def count_segments(flags: Tensor, bounds: Sequence[int]) -> list[int]:
+    """How many flags, bool [n], are set between each bound and the next.
+
+    Waits for a device once. Cost there: 8 bytes for each flag.
+    """
+    if takes_numpy(flags.device):
+        raw = flags.numpy()
+        return [int(np.count_nonzero(raw[a:b])) for a, b in itertools.pairwise(bounds)]
+    counts = torch.cat([flags.new_zeros(1, dtype=torch.int64), flags.cumsum(0)])
+    upto: list[int] = counts[torch.tensor(bounds, device=flags.device)].tolist()
+    return [end - start for start, end in itertools.pairwise(upto)]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ visit chunks. torch's own threads would meet at a barrier after each of these sh
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from distprune._common.blocks import Blocks
 from distprune._common.mask_values import bits_of_one, is_one
-from distprune._common.memory import INTEGERS, SERIAL, Array, Count, Runs, Scratch
+from distprune._common.memory import INTEGERS, SERIAL, Array, Count, Runs, Scratch, count_segments
 from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Interval, are_bool
 from distprune.selection.keys import KeyRange, replace_dead
 
@@ -185,13 +184,13 @@ def positions_of(part: Candidates, span: range, key: int, scratch: Scratch) -> T
 
 def count_key(
     part: Candidates, span: range, key: int, cuts: Sequence[int], scratch: Scratch
-) -> list[Count]:
+) -> list[int]:
     loaded = part.keys.load(span.start, span.stop, scratch)
     keys = loaded.values.numpy()
     equal = np.equal(keys, keys.dtype.type(key), out=scratch.array("keep", keys.size, bool))
     if part.live is not None:
         equal &= _live(part.live[span.start : span.stop], scratch)
-    return [int(np.count_nonzero(equal[a:b])) for a, b in itertools.pairwise(cuts)]
+    return count_segments(torch.from_numpy(equal), cuts)
 
 
 def gather(part: Candidates, runs: Runs, dead: int) -> Tensor:

@@ -1,19 +1,18 @@
 """``kernels.Kernels`` on any device, by torch operations.
 
-Nothing here waits for the device, unless a scan without a capacity does: counts are copied to the
-host together, at the end of a pass (see memory.on_host).
+Nothing here waits for the device, unless a scan without a capacity or the count of a key does:
+counts are copied to the host together, at the end of a pass (see memory.on_host).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from distprune._common.blocks import Blocks
-from distprune._common.memory import Count, Runs, Scratch
+from distprune._common.memory import Count, Runs, Scratch, count_segments
 from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Interval, are_bool
 from distprune.selection.keys import KeyRange
 
@@ -147,11 +146,11 @@ def positions_of(part: Candidates, span: range, key: int, scratch: Scratch) -> T
 
 def count_key(
     part: Candidates, span: range, key: int, cuts: Sequence[int], scratch: Scratch
-) -> list[Count]:
+) -> list[int]:
     equal = part.keys.load(span.start, span.stop, scratch).values == key
     if part.live is not None:
         equal &= part.live[span.start : span.stop] == 1
-    return [torch.count_nonzero(equal[a:b]) for a, b in itertools.pairwise(cuts)]
+    return count_segments(equal, cuts)
 
 
 def histogram(keys: Tensor, low: int, high: int, shift: int) -> Tensor:

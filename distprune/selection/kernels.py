@@ -134,8 +134,8 @@ class Kernels(Protocol):
 
     def count_key(
         self, part: Candidates, span: range, key: int, cuts: Sequence[int], scratch: Scratch
-    ) -> list[Count]:
-        """Count the live elements of pieces of a chunk that have a key.
+    ) -> list[int]:
+        """Count the live elements of pieces of a chunk that have a key; waits for a device.
 
         Args:
             cuts: where the pieces begin and end, from the beginning of the chunk, ascending.
@@ -177,8 +177,7 @@ class FusedKernels(Protocol):
                 more, some scores are read twice.
 
         Returns:
-            Counts on the host, and exactly what lies in the interval; in the order of the chunks,
-            and in no order within a chunk.
+            Counts on the host, and exactly what lies in the interval; in the order of the chunks.
         """
 
     def sample(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distprune._common import memory
 from distprune._common.mask_values import is_one
-from distprune._common.memory import Array, Scratch, concatenate, select
+from distprune._common.memory import Array, Scratch, concatenate, count_segments, select
 from distprune._common.naming import error_about
 from distprune.selection import small
 from distprune.selection.bracket import COLLECT_ALL, Around, Start, bracket
@@ -332,21 +332,12 @@ class Reading:
             threshold, num_below = descent.low, k - 1 - descent.rank
 
         def count() -> tuple[list[int], list[int]]:
-            under = _count_each(scanned.keys < threshold, scanned.sizes)
-            ties = _count_each(scanned.keys == threshold, scanned.sizes)
+            bounds = [*itertools.accumulate(scanned.sizes, initial=0)]
+            under = count_segments(scanned.keys < threshold, bounds)
+            ties = count_segments(scanned.keys == threshold, bounds)
             return [a + b for a, b in zip(scanned.num_below, under, strict=True)], ties
 
         return KthKey(threshold, num_below, num_ties, count, scanned)
-
-
-def _count_each(flags: Tensor, sizes: list[int]) -> list[int]:
-    """How many flags are set in each of some segments. Waits for a device once."""
-    if memory.takes_numpy(flags.device):
-        return [int(np.count_nonzero(each.numpy())) for each in torch.split(flags, sizes)]
-    ends = np.cumsum([0, *sizes])
-    counts = torch.cat([flags.new_zeros(1, dtype=torch.int64), flags.cumsum(0)])
-    upto: list[int] = counts[torch.from_numpy(ends).to(flags.device)].tolist()
-    return [end - start for start, end in itertools.pairwise(upto)]
 
 
 def _at_rank(keys: Array, rank: int) -> tuple[int, int, int]:

@@ -26,7 +26,6 @@ Where only some of the elements at the threshold go, their scores are compared a
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -387,10 +386,8 @@ def count_in_bins(part: Candidates, key: int, bins: Descent) -> Tensor:
         calls.append(partial(kernel, part, span, key, cuts.tolist()))
     threads = num_threads_for([part], [(0, span) for span in spans])
     totals = np.zeros(bins.num_bins, dtype=np.int64)
-    counts = call_all(calls, threads)
-    numbers = iter(on_host([count for of_span in counts for count in of_span]))
-    for low, of_span in zip(firsts, counts, strict=True):
-        totals[low : low + len(of_span)] += list(itertools.islice(numbers, len(of_span)))
+    for low, of_span in zip(firsts, call_all(calls, threads), strict=True):
+        totals[low : low + len(of_span)] += of_span
     return torch.from_numpy(totals)
 
 

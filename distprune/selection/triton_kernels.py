@@ -4,8 +4,8 @@ The operations of device.py read and write whole chunks of keys and flags one af
 a program has a block of scores in registers while it makes the keys, counts them, writes the
 drafted mask, and stores what lies in the interval:
 
-    tile 0    | block | block | block |      collected: [k k k . . . . .]    in any order
-    tile 1    | block | block | block |                 [k . . . . . . .]
+    tile 0    | block | block | block |      collected: [k k k . . . . .]    in the order of
+    tile 1    | block | block | block |                 [k . . . . . . .]    their positions
     tile 2    | block | bl                              [k k k k k k k k] k  too many
                                                             |  the counts come to the host
                                                             v
@@ -42,8 +42,9 @@ from distprune.selection.scores import TensorScores
 from distprune.selection.triton_tables import Kind, Piece, Tiles
 from distprune.shards.geometry import IndexMap
 
-# Warps of a program.
-_NUM_WARPS = 8
+# Blocks of BLOCK elements that a program writes at a time, with a warp for each. A program that
+# scans has one warp, whose threads need not wait for each other.
+_WRITTEN = 4
 # Collected elements that a program moves or corrects.
 _FEW, _RUN = 256, 1 << 14
 _TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -110,7 +111,7 @@ def write(
         counts = torch.empty(len(tiles.table), dtype=torch.int32, device=kind.device)
         with _current(kind.device):
             source.write_tiles[(len(tiles.table),)](
-                table, numbers, counts, _format(kind), tables.BLOCK, num_warps=_NUM_WARPS
+                table, numbers, counts, _format(kind), _WRITTEN * tables.BLOCK, num_warps=_WRITTEN
             )
         is_counted = [piece.span.start in piece.part.counted for piece in pieces]
         _add(totals, counts, [p.position for p in pieces], is_counted, tiles.piece, len(parts))
@@ -167,11 +168,11 @@ def sample(
     for draw in draws:
         part = parts[draw.position]
         piece = Piece.of(0, draw.position, range(part.num_local), part, None)
-        groups.setdefault((piece.kind(), draw.length), []).append((piece, draw))
+        groups.setdefault((piece.kind, draw.length), []).append((piece, draw))
     for (kind, length), members in groups.items():
         rows = np.array(
             [
-                [*piece.addresses()[:2], draw.start, draw.num_drawn * length, 0, 0, draw.num_runs,
+                [*piece.addresses[:2], draw.start, draw.num_drawn * length, 0, 0, draw.num_runs,
                  draw.num_drawn]
                 for piece, draw in members
             ],
@@ -257,14 +258,14 @@ class _Scan:
             kind.device, [kind.seed, *(interval or (0, 0)), *pivots], tiles.table
         )
         slots = 1 << (1 + len(pivots)).bit_length()
-        counts = torch.zeros((len(tiles.table), slots), dtype=torch.int32, device=kind.device)
+        counts = torch.empty((len(tiles.table), slots), dtype=torch.int32, device=kind.device)
         keys = torch.empty(size, dtype=kind.keys.dtype, device=kind.device)
         positions = torch.empty(size, dtype=torch.int32, device=kind.device)
         drafts = interval is not None and pieces[0].out is not None
         with _current(kind.device):
             source.scan_tiles[(len(tiles.table),)](
                 table, numbers, counts, keys, positions, _format(kind), len(pivots), slots,
-                interval is not None, drafts, tables.BLOCK, num_warps=_NUM_WARPS,
+                interval is not None, drafts, tables.BLOCK, num_warps=1,
             )  # fmt: skip
         chunks = [(piece.number, piece.position, piece.span) for piece in pieces]
         outs = [piece.out for piece in pieces]
@@ -308,11 +309,11 @@ class _Scan:
         rows[:, tables.PLACE], rows[:, tables.CAPACITY] = target, number
         rows = rows[crowded]
         _, table = _on_device(keys.device, [], rows)
-        counts = torch.zeros((len(rows), 2), dtype=torch.int32, device=keys.device)
+        counts = torch.empty((len(rows), 2), dtype=torch.int32, device=keys.device)
         with _current(keys.device):
             source.scan_tiles[(len(rows),)](
                 table, self.numbers, counts, keys, positions, _format(self.kind), 0, 2, True, False,
-                tables.BLOCK, num_warps=_NUM_WARPS,
+                tables.BLOCK, num_warps=1,
             )  # fmt: skip
 
 
@@ -327,9 +328,9 @@ def _launches(
         part = parts[position]
         piece = Piece.of(number, position, span, part, None if outs is None else outs[position])
         if not is_in_memory(part):
-            yield piece.kind(), [piece]
+            yield piece.kind, [piece]
         else:
-            kinds.setdefault(piece.kind(), []).append(piece)
+            kinds.setdefault(piece.kind, []).append(piece)
     yield from kinds.items()
 
 
@@ -443,11 +444,8 @@ def check_on(where: torch.device) -> None:
     _compare("counts", [*map(int, expected.counts)], [*map(int, found.counts)])
     _compare("numbers below", int(expected.num_below), int(found.num_below))
     ours, theirs = _collected(found.collected), _collected(expected.collected)
-    found_keys, expected_keys = (
-        sorted(zip(each.positions.tolist(), each.keys.tolist(), strict=True))
-        for each in (ours, theirs)
-    )
-    _compare("positions and keys", expected_keys, found_keys)
+    _compare("positions", theirs.positions.tolist(), ours.positions.tolist())
+    _compare("keys", theirs.keys.tolist(), ours.keys.tolist())
     _compare(
         "histograms",
         operations.histogram(theirs.keys, low, high, 9).tolist(),

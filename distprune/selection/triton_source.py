@@ -163,7 +163,7 @@ _FIRST_HALF = tl.constexpr((1 << 16) - 1)
 
 @triton.jit
 def _scan_block(
-    block, below_and_first, second, third, fourth, fifth, cursor, scores, live_mask, out, length,
+    block, taken, below_and_first, second, third, fourth, fifth, scores, live_mask, out, length,
     first, place, capacity, seed, low, high, numbers, keys_out, positions_out,
     FORM: tl.constexpr, NUM_PIVOTS: tl.constexpr, COLLECTS: tl.constexpr, DRAFTS: tl.constexpr,
     BLOCK: tl.constexpr, MASKED: tl.constexpr,
@@ -178,13 +178,13 @@ def _scan_block(
         below_and_first += below.to(tl.int32)
         if DRAFTS:
             _store(out, at, present, below, bits, FORM, MASKED)
-        # Few elements are inside. Nothing else here has threads wait for each other.
-        slots = tl.atomic_add(
-            cursor + tl.zeros([BLOCK], tl.int32), inside.to(tl.int32), mask=inside, sem="relaxed"
-        )
-        kept = inside & (slots < capacity)
-        tl.store(keys_out + place + slots, keys.to(FORM.keys), mask=kept)
-        tl.store(positions_out + place + slots, (first + at).to(tl.int32), mask=kept)
+        num_inside = tl.sum(inside.to(tl.int32), 0)
+        if num_inside > 0:
+            number = taken + tl.cumsum(inside.to(tl.int32), 0) - 1
+            kept = inside & (number < capacity)
+            tl.store(keys_out + place + number, keys.to(FORM.keys), mask=kept)
+            tl.store(positions_out + place + number, (first + at).to(tl.int32), mask=kept)
+        taken += num_inside
     for pivot in tl.static_range(NUM_PIVOTS):
         upto = (live & (keys <= tl.load(numbers + 3 + pivot).to(keys.dtype))).to(tl.int32)
         if pivot == 0:
@@ -197,7 +197,7 @@ def _scan_block(
             fourth += upto << (_HALF * ((pivot + 1) % 2))
         else:
             fifth += upto << (_HALF * ((pivot + 1) % 2))
-    return below_and_first, second, third, fourth, fifth
+    return taken, below_and_first, second, third, fourth, fifth
 
 
 @triton.jit
@@ -214,13 +214,13 @@ def scan_tiles(
     FORM: tl.constexpr, NUM_PIVOTS: tl.constexpr, SLOTS: tl.constexpr, COLLECTS: tl.constexpr,
     DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count keys, collect those of an interval in any order, draft the masks.
+    """Count keys, collect those of an interval in the order of their positions, draft the masks.
 
     Args:
         table: int64 [tiles, WIDTH].
         numbers: int64: the seed, both ends of the interval, the pivots; MOST_PIVOTS at most.
-        counts: int32 [tiles, SLOTS], zeros: live elements inside the interval, below it, and up to
-            each pivot.
+        counts: int32 [tiles, SLOTS]: live elements inside the interval, below it, and up to each
+            pivot.
         keys_out, positions_out: 1-d, of dtype FORM.keys and int32.
     """
     tile = tl.program_id(0).to(tl.int64)
@@ -231,29 +231,31 @@ def scan_tiles(
     first, place, capacity = tl.load(row + FIRST), tl.load(row + PLACE), tl.load(row + CAPACITY)
     seed, low, high = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
     whole = length // BLOCK
-    cursor = counts + tile * SLOTS
+    target = counts + tile * SLOTS
+    taken = tl.full([], 0, tl.int32)
     below_and_first = tl.zeros([BLOCK], tl.int32)
     second = tl.zeros([BLOCK], tl.int32)
     third = tl.zeros([BLOCK], tl.int32)
     fourth = tl.zeros([BLOCK], tl.int32)
     fifth = tl.zeros([BLOCK], tl.int32)
     for block in range(0, whole):
-        below_and_first, second, third, fourth, fifth = _scan_block(
-            block, below_and_first, second, third, fourth, fifth, cursor, scores, live_mask, out,
+        taken, below_and_first, second, third, fourth, fifth = _scan_block(
+            block, taken, below_and_first, second, third, fourth, fifth, scores, live_mask, out,
             length, first, place, capacity, seed, low, high, numbers, keys_out, positions_out,
             FORM, NUM_PIVOTS, COLLECTS, DRAFTS, BLOCK, False,
         )  # fmt: skip
     if whole * BLOCK < length:
-        below_and_first, second, third, fourth, fifth = _scan_block(
-            whole, below_and_first, second, third, fourth, fifth, cursor, scores, live_mask, out,
+        taken, below_and_first, second, third, fourth, fifth = _scan_block(
+            whole, taken, below_and_first, second, third, fourth, fifth, scores, live_mask, out,
             length, first, place, capacity, seed, low, high, numbers, keys_out, positions_out,
             FORM, NUM_PIVOTS, COLLECTS, DRAFTS, BLOCK, True,
         )  # fmt: skip
-    _store_counts(cursor + 1, below_and_first, COLLECTS, NUM_PIVOTS > 0)
-    _store_counts(cursor + 3, second, NUM_PIVOTS > 1, NUM_PIVOTS > 2)
-    _store_counts(cursor + 5, third, NUM_PIVOTS > 3, NUM_PIVOTS > 4)
-    _store_counts(cursor + 7, fourth, NUM_PIVOTS > 5, NUM_PIVOTS > 6)
-    _store_counts(cursor + 9, fifth, NUM_PIVOTS > 7, NUM_PIVOTS > 8)
+    tl.store(target, taken)
+    _store_counts(target + 1, below_and_first, True, NUM_PIVOTS > 0)
+    _store_counts(target + 3, second, NUM_PIVOTS > 1, NUM_PIVOTS > 2)
+    _store_counts(target + 5, third, NUM_PIVOTS > 3, NUM_PIVOTS > 4)
+    _store_counts(target + 7, fourth, NUM_PIVOTS > 5, NUM_PIVOTS > 6)
+    _store_counts(target + 9, fifth, NUM_PIVOTS > 7, NUM_PIVOTS > 8)
 
 
 @triton.jit

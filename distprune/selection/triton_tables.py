@@ -14,9 +14,9 @@ from distprune.selection.candidates import Candidates, Cut
 from distprune.selection.keys import RANDOM_KEYS, KeyRange, RandomKeys, ScoreKeys
 
 # Elements that a program reads at a time; tests make it smaller.
-BLOCK = 2048
+BLOCK = 256
 # A tile has at most so many blocks, which 16 bits count; few enough for about this many tiles.
-_LARGEST_TILE, _NUM_TILES = 1 << 12, 1 << 13
+_LARGEST_TILE, _NUM_TILES = 1 << 12, 1 << 14
 # Addresses that are multiples of this let a thread read several elements at a time.
 _ALIGNMENT = 16
 # Columns of a tile, as in triton_source.py.
@@ -49,25 +49,30 @@ class Kind:
 
 def takes(part: Candidates, out: Tensor | None) -> bool:
     """Whether the kernels can read the keys and masks of a part, and write its mask."""
+    found = part.__dict__.get("are_keys_taken")  # a part is asked for in every pass
+    if found is None:
+        found = part.__dict__["are_keys_taken"] = _takes_keys(part)
+    live = part.live
+    return (
+        found
+        and (live is None or _takes_mask(live))
+        and (out is None or _takes_mask(out))
+        and (live is None or out is None or live.dtype is out.dtype)
+    )
+
+
+def _takes_keys(part: Candidates) -> bool:
     keys = part.keys
     if isinstance(keys, RandomKeys):
-        if keys.index.start is None:
-            return False
-    elif isinstance(keys, ScoreKeys):
-        widened = (torch.bfloat16, torch.float32)
-        is_same = keys.scores.dtype == keys.common.value_dtype
-        if not (is_same or (keys.scores.dtype, keys.common.value_dtype) == widened):
-            return False
-        if not keys.common.is_float:
-            return False
-    else:
+        return keys.index.start is not None
+    if not isinstance(keys, ScoreKeys) or not keys.common.is_float:
         return False
-    masks = [mask for mask in (part.live, out) if mask is not None]
-    return (
-        len({mask.dtype for mask in masks}) <= 1
-        and all(mask.itemsize in INTEGERS and not mask.dtype.is_complex for mask in masks)
-        and all(mask.is_contiguous() for mask in masks)
-    )
+    dtypes = keys.scores.dtype, keys.common.value_dtype
+    return dtypes[0] is dtypes[1] or dtypes == (torch.bfloat16, torch.float32)
+
+
+def _takes_mask(mask: Tensor) -> bool:
+    return mask.itemsize in INTEGERS and not mask.dtype.is_complex and mask.is_contiguous()
 
 
 def is_in_memory(part: Candidates) -> bool:
@@ -85,8 +90,13 @@ class Piece:
         number: of the piece, in the list that results are returned in.
         position: of the part.
         span: flat positions.
-        scores: of the span; None: keys are random.
-        live, out: masks of the whole part.
+        part: whose elements they are.
+        scores: of the span, which the addresses are of; None: keys are random.
+        out: the new mask of the whole part; None: none is written.
+        kind: what the piece has in common with those of one launch.
+        addresses: of the first score, or its global index if keys are random; of the mask in force
+            and the new one, 0 if there is none.
+        steps: how far each address moves per element.
     """
 
     number: int
@@ -94,51 +104,40 @@ class Piece:
     span: range
     part: Candidates
     scores: Tensor | None
-    live: Tensor | None
     out: Tensor | None
+    kind: Kind
+    addresses: tuple[int, int, int]
+    steps: tuple[int, int, int]
 
     @classmethod
     def of(
         cls, number: int, position: int, span: range, part: Candidates, out: Tensor | None
     ) -> Piece:
         """Computes the scores, if they are not in memory."""
-        scores = None
-        if isinstance(part.keys, ScoreKeys):
-            scores = part.keys.scores.load(span.start, span.stop).contiguous()
-        return cls(number, position, span, part, scores, part.live, out)
-
-    def kind(self) -> Kind:
-        keys = self.part.keys
-        mask = self.live if self.live is not None else self.out
-        addresses = [a for a in self.addresses()[1:] if a]
-        seed, common = 0, RANDOM_KEYS
-        if isinstance(keys, RandomKeys):
-            seed = keys.seed
-        else:
-            assert isinstance(keys, ScoreKeys)
-            common = keys.common
-            addresses.append(self.addresses()[0])
-        return Kind(
-            self.part.device,
-            common,
-            None if self.scores is None else self.scores.dtype,
-            seed,
-            torch.bool if mask is None else mask.dtype,
-            self.live is not None,
-            all(address % _ALIGNMENT == 0 for address in addresses),
-        )
-
-    def addresses(self) -> list[int]:
-        """Of the first score, or its global index if keys are random; of the masks, 0 if none."""
-        first = self.span.start
-        keys = self.part.keys
-        if self.scores is not None:
-            start = self.scores.data_ptr()
+        keys, live, first = part.keys, part.live, span.start
+        scores, seed, common, step = None, 0, RANDOM_KEYS, 1
+        if isinstance(keys, ScoreKeys):
+            scores = keys.scores.load(first, span.stop).contiguous()
+            start, step, common = scores.data_ptr(), scores.itemsize, keys.common
         else:
             assert isinstance(keys, RandomKeys) and keys.index.start is not None
-            start = keys.index.start + keys.offset + first
-        masks = (self.live, self.out)
-        return [start, *(0 if m is None else m.data_ptr() + first * m.itemsize for m in masks)]
+            start, seed = keys.index.start + keys.offset + first, keys.seed
+        live_step = 0 if live is None else live.itemsize
+        out_step = 0 if out is None else out.itemsize
+        live_at = 0 if live is None else live.data_ptr() + first * live_step
+        out_at = 0 if out is None else out.data_ptr() + first * out_step
+        mask = out if live is None else live
+        kind = Kind(
+            part.device,
+            common,
+            None if scores is None else scores.dtype,
+            seed,
+            torch.bool if mask is None else mask.dtype,
+            live is not None,
+            ((0 if scores is None else start) | live_at | out_at) % _ALIGNMENT == 0,
+        )
+        at, steps = (start, live_at, out_at), (step, live_step, out_step)
+        return cls(number, position, span, part, scores, out, kind, at, steps)
 
 
 @dataclass(frozen=True)
@@ -169,18 +168,12 @@ def tiles_of(pieces: Sequence[Piece]) -> Tiles:
     numbers = -(-sizes // size)
     piece = np.repeat(np.arange(len(pieces)), numbers)
     first = (np.arange(len(piece)) - np.repeat(np.cumsum(numbers) - numbers, numbers)) * size
-    addresses = np.array([piece.addresses() for piece in pieces], dtype=np.int64).reshape(-1, 3)
-    steps = np.array([_steps(piece) for piece in pieces], dtype=np.int64).reshape(-1, 3)
+    addresses = np.array([piece.addresses for piece in pieces], dtype=np.int64).reshape(-1, 3)
+    steps = np.array([piece.steps for piece in pieces], dtype=np.int64).reshape(-1, 3)
     table = np.zeros((len(piece), WIDTH), dtype=np.int64)
     table[:, [SCORES, LIVE, OUT]] = addresses[piece] + steps[piece] * first[:, None]
     table[:, LENGTH] = np.minimum(size, sizes[piece] - first)
     return Tiles(table, piece, first)
-
-
-def _steps(piece: Piece) -> list[int]:
-    """How far each address moves per element."""
-    step = 1 if piece.scores is None else piece.scores.itemsize
-    return [step, *(0 if m is None else m.itemsize for m in (piece.live, piece.out))]
 
 
 def end_of_ties(part: Candidates, position: int, span: range, cut: Cut) -> int | None:

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from distprune._common import memory
 from distprune._common.collectives import Communicator
 from distprune._common.memory import on_host
 from distprune.selection import kernels, passes
-from distprune.selection.candidates import Candidates, Cut, PartCut, Ranked
+from distprune.selection.candidates import Candidates, Cut, Draw, PartCut, Ranked
 from distprune.selection.keys import RANDOM_KEYS, Order, RandomKeys, ScoreKeys, key_range
 from distprune.selection.scores import ComputedScores, TensorScores
 from distprune.selection.search import select_lowest
@@ -257,7 +259,7 @@ def test_a_tile_writes_nothing_beyond_its_room(fused):
     counts = torch.zeros(2, dtype=torch.int32)
     keys, positions = torch.full((30,), -7, dtype=torch.int32), torch.full((30,), -7).int()
     (piece,) = [fused.Piece.of(0, 0, range(20), part_of(scores), None)]
-    form = fused._format(piece.kind())
+    form = fused._format(piece.kind)
     fused.source.scan_tiles[(1,)](
         table, numbers, counts, keys, positions, form, 0, 2, True, False, BLOCK
     )
@@ -265,6 +267,64 @@ def test_a_tile_writes_nothing_beyond_its_room(fused):
     assert positions.tolist() == [-7] * 2 + [100, 101, 102, 103, 104] + [-7] * 23
     assert keys[2:7].tolist() == scores[:5].view(torch.int32).tolist()
     assert (keys[7:] == -7).all() and (keys[:2] == -7).all()
+
+
+@pytest.mark.parametrize("length", [1, 16])
+def test_a_sample_has_a_run_of_each_stratum(length, fused):
+    """Of several parts, with and without masks, from a position on, in one launch for each kind."""
+    sizes, parts, draws = (3000, 40, 1111), [], []
+    for number, size in enumerate(sizes):
+        live = None if number == 1 else (torch.arange(size) % 3 != 0)
+        parts.append(part_of(torch.arange(1.0, size + 1), live))
+        start = 8 * number
+        num_runs = (size - start) // length
+        draws.append(Draw(number, start, length, num_runs, max(1, num_runs // (number + 1))))
+    dead = -1
+    found = iter(torch.cat(fused.sample(parts, draws, dead, 7)).tolist())
+    # The part without a mask is of another kind.
+    for position in (0, 2, 1):
+        part, draw = parts[position], draws[position]
+        keys = torch.where(
+            torch.ones(part.num_local, dtype=torch.bool) if part.live is None else part.live,
+            part.keys.load(0, part.num_local).values, dead,
+        ).tolist()  # fmt: skip
+        for stratum in range(draw.num_drawn):
+            run = [next(found) for _ in range(length)]
+            first = stratum * draw.num_runs // draw.num_drawn
+            last = -(-(stratum + 1) * draw.num_runs // draw.num_drawn)
+            at = [draw.start + number * length for number in range(first, last)]
+            assert run in [keys[each : each + length] for each in at]
+    assert next(found, None) is None
+
+
+def test_samples_of_one_stratum_move_with_the_salt(fused):
+    part = part_of(torch.arange(1.0, 5001.0))
+    drawn = [
+        torch.cat(fused.sample([part], [Draw(0, 0, 1, 5000, 10)], -1, salt)).tolist()
+        for salt in range(3)
+    ]
+    assert drawn[0] != drawn[1] != drawn[2]
+
+
+@given(
+    st.lists(st.integers(-(2**15), 2**15 - 1), max_size=3000),
+    st.sampled_from([torch.int16, torch.int32, torch.int64]),
+    st.integers(-(2**15), 2**15 - 1),
+    st.integers(0, 2**16),
+    st.integers(0, 12),
+)
+@settings(max_examples=30, deadline=None)
+def test_keys_are_counted_in_bins(numbers, dtype, low, width, shift):
+    """By Triton and by torch's operations, which leave out the keys outside of the interval."""
+    from distprune.selection import device, triton_kernels
+
+    keys, high = torch.tensor(numbers, dtype=dtype), min(low + width, 2**15 - 1)
+    expected = [0] * ((high >> shift) - (low >> shift) + 1)
+    for number in numbers:
+        if low <= number <= high:
+            expected[(number >> shift) - (low >> shift)] += 1
+    for form in (device, triton_kernels):
+        assert form.histogram(keys, low, high, shift).tolist() == expected
 
 
 @pytest.mark.parametrize("live", [False, True])
