@@ -32,15 +32,9 @@ from distprune.call.request import (
 )
 from distprune.call.semi_structured import layout_problem
 from distprune.masks.attach import Transaction, mask_dtype
+from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import PruningHook, find_hook
-from distprune.masks.record import (
-    CallRecord,
-    MaskRecord,
-    Member,
-    fingerprint_parts,
-    join,
-    new_token,
-)
+from distprune.masks.record import CallRecord, MaskRecord, Member, join, new_token
 from distprune.shards.checksum import replicas_agree
 from distprune.shards.parameters import Target
 

@@ -21,8 +21,9 @@ from distprune._common.mask_values import is_one, is_zero
 from distprune._common.memory import Array
 from distprune._common.naming import full_name, named_modules, registered_parameters
 from distprune._common.pruned_form import is_dtensor, orig_key
+from distprune.masks.fingerprint import fingerprint_part
 from distprune.masks.hook import PruningHook
-from distprune.masks.record import MaskRecord, Member, fingerprint_part
+from distprune.masks.record import MaskRecord, Member
 from distprune.shards.checksum import checksums, of_shard
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
