@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from distprune._common import mask_kernels, memory
 from distprune.masks import fingerprint
 from distprune.masks.fingerprint import fingerprint_part, fingerprint_parts
+from distprune.selection import passes
 from distprune.shards.geometry import Split, dim_coordinates, index_map, run_index_map
-from distprune.shards.shard import FlatShard, LocalShard
+from distprune.shards.shard import FlatShard, LocalShard, samples_of
 from helpers.sampling import num_examples
 
 BLOCK = 64
@@ -168,6 +169,31 @@ def test_counts(dtype, aligned, triton_masks, monkeypatch):
         reads.append(triton_masks.MaskRead(mask))
         expected.append([*counts, 0, 0])
     assert triton_masks.count(reads, torch.device("cpu")).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_live_elements_of_what_a_rank_counts(dtype, triton_masks):
+    """Of parts of masks, of none, and where there is no mask."""
+    masks = [None if length == 33 else random_values(length, length, dtype) for length in LENGTHS]
+    counted = [range(length // 3, length // 2 + 1 if length else 0) for length in LENGTHS]
+
+    def run():
+        return passes.count_each_live(masks, counted)
+
+    expected = run()
+    assert sum(expected) > 20
+    assert as_on_device(run, triton_masks) == expected
+    assert as_on_device(run, None) == expected
+
+
+def test_samples_of_values_on_a_device_are_those_of_each():
+    values = [torch.randn(n, dtype=dtype) for n in (0, 3, 99, 70_000) for dtype in DTYPES[2:4]]
+    shards = [run_at(each, 5)[0] for each in values]
+    samples = as_on_device(lambda: samples_of(shards), None)
+    for shard, sample in zip(shards, samples, strict=True):
+        assert torch.equal(sample, shard.sample()) and sample.dtype is shard.values.dtype
+    values[-1].zero_()
+    assert samples[-1].any()
 
 
 def test_counts_of_the_longest_tiles(triton_masks):
