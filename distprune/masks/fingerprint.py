@@ -176,12 +176,15 @@ def _runs_for(kernels: ModuleType, shard: LocalShard, mask: Tensor) -> object | 
         return None
     start = shard.index.start
     if start is not None:
-        runs: object = kernels.MaskRuns(shard.flat(mask), mask.numel(), np.array([start]))
-        return runs
-    length, starts = _runs(shard)
+        flat, length, starts = shard.flat(mask), mask.numel(), np.array([start])
+    else:
+        flat, (length, of_runs) = mask.reshape(-1), _runs(shard)
+        starts = of_runs.numpy()
     if not 0 < len(starts) <= max(_MOST_RUNS, mask.numel() // _ELEMENTS_PER_RUN):
         return None
-    runs = kernels.MaskRuns(mask.reshape(-1), length, starts.numpy())
+    if length * len(starts) != mask.numel():  # operations raise an error
+        return None
+    runs: object = kernels.MaskRuns(flat.contiguous(), length, starts)
     return runs
 
 

@@ -15,8 +15,9 @@ from unittest import mock
 import torch
 from stage import NotTried, Stage
 
-from distprune._common import mask_kernels, memory, triton_use
-from distprune.selection import kernels, passes
+from distprune._common import mask_kernels, triton_use
+from distprune.selection import kernels
+from helpers.rehearsal import as_on_device
 
 OPERATIONS, TRITON = "torch operations", "Triton kernels"
 FORMS = (OPERATIONS, TRITON)
@@ -60,17 +61,9 @@ def form(name: str, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rehearsed(name: str) -> Iterator[None]:
-    fused = of_masks = None
-    if name == TRITON:
+    with contextlib.ExitStack() as stack:
         try:
-            from distprune._common import triton_masks
-            from distprune.selection import triton_kernels
+            stack.enter_context(as_on_device(triton=name == TRITON))
         except ImportError as error:
             raise NotTried("Triton is not installed, which would interpret its kernels") from error
-        fused, of_masks = triton_kernels, triton_masks
-    with (
-        mock.patch.object(memory, "takes_numpy", lambda device: False),
-        mock.patch.object(passes, "fused_on", lambda device: fused),
-        mock.patch.object(mask_kernels, "mask_kernels_on", lambda device: of_masks),
-    ):
         yield

@@ -19,6 +19,7 @@ from distprune.masks.fingerprint import fingerprint_part, fingerprint_parts
 from distprune.selection import passes
 from distprune.shards.geometry import Split, dim_coordinates, index_map, run_index_map
 from distprune.shards.shard import FlatShard, LocalShard, samples_of
+from helpers.rehearsal import as_on_device
 from helpers.sampling import num_examples
 
 BLOCK = 64
@@ -39,12 +40,9 @@ def triton_masks(monkeypatch):
     return triton_masks
 
 
-def as_on_device(run, kernels):
-    """What a function returns on a device, by some kernels, or by torch's operations if None."""
-    with (
-        mock.patch.object(memory, "takes_numpy", lambda device: False),
-        mock.patch.object(mask_kernels, "mask_kernels_on", lambda device: kernels),
-    ):
+def on_device(run, triton):
+    """What a function returns on a device, by Triton's kernels or by torch's operations."""
+    with as_on_device(triton=triton):
         return run()
 
 
@@ -104,11 +102,11 @@ def test_fingerprints_of_runs(cases):
     assert fingerprint_parts(shards, masks) == expected
     # Two blocks at a time, so that batches end inside of masks.
     with mock.patch.object(fingerprint, "_DEVICE_BATCH", 2 * BLOCK):
-        assert as_on_device(lambda: fingerprint_parts(shards, masks), None) == expected
+        assert on_device(lambda: fingerprint_parts(shards, masks), False) == expected
     if kernels is not None:
         with mock.patch.object(kernels, "BLOCK", BLOCK):
-            assert as_on_device(lambda: fingerprint_parts(shards, masks), kernels) == expected
-    one_by_one = as_on_device(lambda: [int(fingerprint_part(*run_at(*c))) for c in cases], None)
+            assert on_device(lambda: fingerprint_parts(shards, masks), True) == expected
+    one_by_one = on_device(lambda: [int(fingerprint_part(*run_at(*c))) for c in cases], False)
     assert one_by_one == expected
 
 
@@ -130,7 +128,7 @@ def test_fingerprints_of_columns_and_of_large_tiles(dtype, triton_masks, monkeyp
             return launch[grid]
 
     monkeypatch.setattr(triton_masks.source, "weigh_tiles", Launcher())
-    assert as_on_device(lambda: fingerprint_parts(shards, masks), triton_masks) == expected
+    assert on_device(lambda: fingerprint_parts(shards, masks), True) == expected
     assert len(rows) == 2 and sum(rows) < 400  # of aligned tiles, and of others
     whole, part = divmod(sum(expected[:3]) - by_definition(mask.view(-1), 0), 2**64)
     assert part == 0, whole
@@ -141,7 +139,7 @@ def test_one_launch_reads_many_masks_and_more_than_a_table_are_several(triton_ma
     shards, masks = zip(*(run_at(*case) for case in cases), strict=True)
     expected = fingerprint_parts(shards, masks)
     monkeypatch.setattr(triton_masks, "_MOST_TILES", 3)
-    assert as_on_device(lambda: fingerprint_parts(shards, masks), triton_masks) == expected
+    assert on_device(lambda: fingerprint_parts(shards, masks), True) == expected
 
 
 @pytest.mark.parametrize("aligned", [False, True])
@@ -182,14 +180,14 @@ def test_live_elements_of_what_a_rank_counts(dtype, triton_masks):
 
     expected = run()
     assert sum(expected) > 20
-    assert as_on_device(run, triton_masks) == expected
-    assert as_on_device(run, None) == expected
+    assert on_device(run, True) == expected
+    assert on_device(run, False) == expected
 
 
 def test_samples_of_values_on_a_device_are_those_of_each():
     values = [torch.randn(n, dtype=dtype) for n in (0, 3, 99, 70_000) for dtype in DTYPES[2:4]]
     shards = [run_at(each, 5)[0] for each in values]
-    samples = as_on_device(lambda: samples_of(shards), None)
+    samples = on_device(lambda: samples_of(shards), False)
     for shard, sample in zip(shards, samples, strict=True):
         assert torch.equal(sample, shard.sample()) and sample.dtype is shard.values.dtype
     values[-1].zero_()
