@@ -87,6 +87,18 @@ def count_segments(flags: Tensor, bounds: Sequence[int]) -> list[int]:
     return [end - start for start, end in itertools.pairwise(upto)]
 
 
+def lists_on_host(vectors: Sequence[Tensor]) -> list[list[int]]:
+    """Several int64, 1-d, as numbers. Waits for each device once."""
+    found: dict[int, list[int]] = {}
+    for device in {vector.device for vector in vectors}:
+        here = [i for i, vector in enumerate(vectors) if vector.device == device]
+        numbers = torch.cat([vectors[i] for i in here]).tolist()
+        end = 0
+        for i in here:
+            found[i] = numbers[end : (end := end + vectors[i].numel())]
+    return [found[i] for i in range(len(vectors))]
+
+
 @dataclass(frozen=True)
 class Runs:
     """Some runs of equal length in a flat tensor.

@@ -32,17 +32,12 @@ from distprune.call.request import (
 )
 from distprune.call.semi_structured import layout_problem
 from distprune.masks.attach import Transaction, mask_dtype
+from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import PruningHook, find_hook
-from distprune.masks.record import (
-    CallRecord,
-    MaskRecord,
-    Member,
-    fingerprint_parts,
-    join,
-    new_token,
-)
+from distprune.masks.record import CallRecord, MaskRecord, Member, join, new_token
 from distprune.shards.checksum import replicas_agree
 from distprune.shards.parameters import Target
+from distprune.shards.shard import samples_of
 
 
 @dataclass(frozen=True)
@@ -247,9 +242,10 @@ def attach_masks(
 
     def finish_and_attach() -> Tensor:
         local = decision.finish()
-        parts = fingerprint_parts([target.shard for target in targets], local.masks)
+        shards = [target.shard for target in targets]
+        parts = fingerprint_parts(shards, local.masks)
+        samples.extend(samples_of(shards))
         for target, local_mask, of_target in zip(targets, local.masks, hooks, strict=True):
-            samples.append(target.shard.sample())
             mask = target.shard.as_parameter_layout(local_mask, specs)
             for module, name in target.places:
                 present = find_hook(module, name)

@@ -26,8 +26,9 @@ from distprune.call.request import Decision, Fact, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters
 from distprune.masks import checks
 from distprune.masks.attach import Transaction, detach
+from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import PruningHook, find_hook
-from distprune.masks.record import MaskRecord, Member, fingerprint_part, join
+from distprune.masks.record import MaskRecord, Member, join
 from distprune.methods import mask_functions, ranking
 from distprune.selection.keys import Order
 from distprune.shards.checksum import checksums
@@ -229,7 +230,7 @@ class BasePruningMethod(PruningHook, ABC):
         transaction.commit()
         mask = mask.detach()
         num_pruned = int((mask == 0).sum())
-        hook.record = MaskRecord(int(fingerprint_part(shard, mask)), num_pruned)
+        hook.record = MaskRecord(fingerprint_parts([shard], [mask])[0], num_pruned)
         hook.member = Member(shard.name, False, module)
         hook.call_record = None
         join([hook.member], [None if present is None else present.member])

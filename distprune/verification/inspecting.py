@@ -7,32 +7,26 @@ unmasked too, or not pruned any more.
 from __future__ import annotations
 
 import gc
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distprune._common import memory
 from distprune._common.attempts import Failed, attempt
 from distprune._common.collectives import Communicator
-from distprune._common.mask_values import is_one, is_zero
-from distprune._common.memory import Array
 from distprune._common.naming import full_name, named_modules, registered_parameters
 from distprune._common.pruned_form import is_dtensor, orig_key
 from distprune.masks.hook import PruningHook
-from distprune.masks.record import MaskRecord, Member, fingerprint_part
-from distprune.shards.checksum import checksums, of_shard
+from distprune.masks.record import MaskRecord, Member
+from distprune.shards.checksum import of_shard
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
 from distprune.torch_private import masked_value
 from distprune.torch_private.managed import Managed
 from distprune.torch_private.wrapper import managed_parameters
+from distprune.verification.measuring import Measured, Reading, measure
 from distprune.verification.places import Place, check
-
-# Elements at a time, so that temporaries stay in the second-level cache.
-_CPU_CHUNK, _DEVICE_CHUNK = 1 << 16, 1 << 25
 
 
 @dataclass
@@ -70,81 +64,28 @@ class LocalEntry:
             self.problems.append("its hooks know of different last prunings of it")
         self.hooks.append(hook)
 
-    def measure(self, shard: LocalShard, product: Tensor | None, *, has_replicas: bool) -> None:
-        """Count and hash a shard.
-
-        Cost: two reads of the mask, and one of the weight, or two if it has replicas.
-        """
-        mask, values = shard.mask, shard.values
-        assert mask is not None
-        num_pruned, num_kept, is_exposed = 0, 0, False
-        flat_mask = shard.flat(mask)
-        flat_product = None if product is None else shard.flat(product.detach())
-        for span in _chunks(flat_mask):
-            pruned, zeros, ones = _zeros_and_ones(flat_mask[span])
-            num_pruned += zeros
-            num_kept += ones
-            if flat_product is not None and not is_exposed:
-                is_exposed = _any_nonzero(flat_product[span], pruned)
-        num_others = mask.numel() - num_pruned - num_kept
+    def add(self, reading: Reading, found: Measured) -> None:
+        """Add what was found in a shard."""
+        shard = reading.shard
+        num_elements = reading.mask.numel()
+        num_others = num_elements - found.num_pruned - found.num_kept
         if num_others:
             self.problems.append(
-                f"its mask is not binary: {num_others} of {mask.numel()} values are neither 0 nor 1"
+                f"its mask is not binary: {num_others} of {num_elements} values are neither 0 nor 1"
             )
-        if _is_infinite_under(shard.flat(values), flat_mask):
+        if found.has_infinite:
             self.problems.append(
                 "infinite or NaN values are under the mask, whose product with 0 is NaN and not 0"
             )
-        elif is_exposed:
+        elif found.is_exposed:
             self.problems.append(
                 "the masked weight that is there now is not 0 where the mask is: it, or the mask, "
                 "was written to after it had been computed"
             )
-        self.fingerprint = int(fingerprint_part(shard, mask))
-        self.mask_hash = of_shard(shard, self.fingerprint, num_pruned, num_kept)
-        self.weight_hash = of_shard(shard, checksums([values])[0]) if has_replicas else 0
-        self.shard, self.num_pruned = shard, num_pruned
-
-
-def _chunks(flat: Tensor, times: int = 1) -> Iterator[slice]:
-    size = times * (_CPU_CHUNK if memory.takes_numpy(flat.device) else _DEVICE_CHUNK)
-    for first in range(0, flat.numel(), size):
-        yield slice(first, first + size)
-
-
-def _zeros_and_ones(mask: Tensor) -> tuple[Array | Tensor, int, int]:
-    """Where a mask is 0, and how many of its values are 0 and 1."""
-    if not memory.takes_numpy(mask.device):
-        is_pruned = mask == 0
-        num_pruned = int(is_pruned.sum())
-        is_bool = mask.dtype is torch.bool
-        num_kept = mask.numel() - num_pruned if is_bool else int((mask == 1).sum())
-        return is_pruned, num_pruned, num_kept
-    zeros = is_zero(mask)
-    num_zeros = int(np.count_nonzero(zeros))
-    if mask.dtype is torch.bool:
-        return zeros, num_zeros, zeros.size - num_zeros
-    return zeros, num_zeros, int(np.count_nonzero(is_one(mask)))
-
-
-def _any_nonzero(values: Tensor, where: Array | Tensor) -> bool:
-    # Not values.numpy(): FSDP could not free the storage of a gathered weight any more.
-    is_zero = values.logical_not()  # half the time of a comparison
-    if isinstance(where, Tensor):
-        return bool((where > is_zero).any())
-    return bool(np.any(np.greater(where, is_zero.numpy())))
-
-
-def _is_infinite_under(values: Tensor, mask: Tensor) -> bool:
-    """Whether a pruned value is infinite or NaN; a finite sum shows quickly that none is."""
-    if not (values.is_floating_point() or values.is_complex()):
-        return False
-    for span in _chunks(values, 4):
-        chunk = values[span]
-        total = chunk.sum().item()
-        if total - total != 0 and bool((~chunk.isfinite() & (mask[span] == 0)).any()):
-            return True
-    return False
+        self.fingerprint = found.fingerprint
+        self.mask_hash = of_shard(shard, found.fingerprint, found.num_pruned, found.num_kept)
+        self.weight_hash = of_shard(shard, found.checksum) if reading.has_replicas else 0
+        self.shard, self.num_pruned = shard, found.num_pruned
 
 
 @dataclass
@@ -178,6 +119,9 @@ def inspect(
     reader, managed = ShardReader(), managed_parameters()
     by_key: dict[Hashable, LocalEntry] = {}
     findings = LocalFindings(places)
+    readings: list[tuple[LocalEntry, Reading]] = []
+    # The shard of a place is compared if another place of the parameter was read before.
+    read: list[tuple[Place, LocalEntry, LocalShard | None]] = []
     for place in places:
         shard = _read(place, reader, managed)
         key: Hashable = (id(place.module), place.name) if shard is None else shard.key
@@ -189,10 +133,20 @@ def inspect(
                 name = member.label
             name = _unique(name, findings.entries)
             entry = by_key[key] = findings.entries[name] = LocalEntry(name)
-            if shard is not None:
-                _measure(entry, place, shard, communicator)
-        elif shard is not None:
-            _compare_tied(entry, place, shard)
+            reading = None if shard is None else _reading(entry, place, shard, communicator)
+            if reading is not None:
+                readings.append((entry, reading))
+            shard = None
+        read.append((place, entry, shard))
+    found = measure([reading for _, reading in readings])
+    for (entry, reading), measured in zip(readings, found, strict=True):
+        if isinstance(measured, Failed):
+            entry.problems.append(_unreadable(measured))
+        else:
+            entry.add(reading, measured)
+    for place, entry, tied in read:
+        if tied is not None:
+            _compare_tied(entry, place, tied)
         if place.hook is not None:
             entry.add_hook(place.hook)
         prefix = "" if place.path == entry.name or uses_pruned_names else f"as {place.path}, "
@@ -231,18 +185,16 @@ def _unique(name: str, names: Mapping[str, object]) -> str:
     return unique
 
 
-def _measure(
+def _reading(
     entry: LocalEntry, place: Place, shard: LocalShard, communicator: Communicator
-) -> None:
+) -> Reading | None:
+    """What to measure; None, with the problem added, if there is no mask."""
     if shard.mask is None:
         entry.problems.append("its mask cannot be found")
-        return
+        return None
     is_on_part = shard.ranks is None or len(shard.ranks) < communicator.size
     has_replicas = shard.num_replicas > 1 or (communicator.size > 1 and is_on_part)
-    product = _product(place, shard)
-    measured = attempt(lambda: entry.measure(shard, product, has_replicas=has_replicas))
-    if isinstance(measured, Failed):
-        entry.problems.append(_unreadable(measured))
+    return Reading(shard, _product(place, shard), has_replicas)
 
 
 def _product(place: Place, shard: LocalShard) -> Tensor | None:

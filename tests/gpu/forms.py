@@ -15,8 +15,9 @@ from unittest import mock
 import torch
 from stage import NotTried, Stage
 
-from distprune._common import memory
+from distprune._common import mask_kernels, triton_use
 from distprune.selection import kernels
+from helpers.rehearsal import as_on_device
 
 OPERATIONS, TRITON = "torch operations", "Triton kernels"
 FORMS = (OPERATIONS, TRITON)
@@ -51,23 +52,18 @@ def form(name: str, device: torch.device) -> Iterator[None]:
             yield
         return
     value = "1" if name == OPERATIONS else "0"
-    with mock.patch.dict(os.environ, {kernels.NO_TRITON: value}):
-        if name == TRITON and kernels.fused_on(device) is None:
+    with mock.patch.dict(os.environ, {triton_use.NO_TRITON: value}):
+        is_used = kernels.fused_on(device) and mask_kernels.mask_kernels_on(device)
+        if name == TRITON and not is_used:
             raise RuntimeError(f"Triton's kernels do not run on {device}: see the log")
         yield
 
 
 @contextlib.contextmanager
 def _rehearsed(name: str) -> Iterator[None]:
-    fused = None
-    if name == TRITON:
+    with contextlib.ExitStack() as stack:
         try:
-            from distprune.selection import triton_kernels
+            stack.enter_context(as_on_device(triton=name == TRITON))
         except ImportError as error:
             raise NotTried("Triton is not installed, which would interpret its kernels") from error
-        fused = triton_kernels
-    with (
-        mock.patch.object(memory, "takes_numpy", lambda device: False),
-        mock.patch.object(kernels, "fused_on", lambda device: fused),
-    ):
         yield

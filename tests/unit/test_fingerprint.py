@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune.masks import record
-from distprune.masks.record import fingerprint_part, fingerprint_parts
+from distprune.masks import fingerprint
+from distprune.masks.fingerprint import fingerprint_part, fingerprint_parts
 from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order, run_index_map
 from distprune.shards.shard import FlatShard, LocalShard
 from helpers.sampling import num_examples
@@ -64,12 +64,12 @@ def fingerprint_of(parts):
 def by_definition(mask):
     """In Python's integers, one element after the other."""
     flags = [value == 0 for value in mask.double().contiguous().view(-1).tolist()]
-    table = record._table().tolist()
+    table = fingerprint._table().tolist()
     total = 0
     for start in range(0, len(flags), 32):
         word = sum(1 << bit for bit, pruned in enumerate(flags[start : start + 32]) if pruned)
         which, low = divmod(start // 32, len(table))
-        total += word * table[low] * int(record._odd(torch.tensor([which]), 4))
+        total += word * table[low] * int(fingerprint._odd(torch.tensor([which]), 4))
     return (total + 2**63) % 2**64 - 2**63
 
 

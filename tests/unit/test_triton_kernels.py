@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune._common import memory
+from distprune._common import memory, triton_use
 from distprune._common.collectives import Communicator
 from distprune._common.memory import on_host
 from distprune.selection import kernels, passes
@@ -425,7 +425,7 @@ def test_a_cpu_takes_numpy_and_the_variable_turns_triton_off(monkeypatch):
     monkeypatch.setattr(memory, "takes_numpy", lambda device: False)
     assert kernels.fused_on(torch.device("cuda", 0)) == "compiled"
     assert kernels.fused_on(torch.device("mps")) is None
-    monkeypatch.setenv(kernels.NO_TRITON, "1")
+    monkeypatch.setenv(triton_use.NO_TRITON, "1")
     assert kernels.fused_on(torch.device("cuda", 0)) is None
 
 
@@ -433,7 +433,7 @@ def test_a_device_that_triton_does_not_reach_is_left_to_torch_and_named(caplog):
     kernels._compiled_on.cache_clear()
     with caplog.at_level("WARNING", logger="distprune"):
         assert kernels._compiled_on(torch.device("xpu", 0)) is None
-    assert "xpu:0" in caplog.text and kernels.NO_TRITON in caplog.text
+    assert "xpu:0" in caplog.text and triton_use.NO_TRITON in caplog.text
 
 
 @pytest.mark.thorough
