@@ -17,7 +17,7 @@ import torch.distributed as dist
 from decoder import QUICK, Decoder, Sizes, build, loss_of, wrap
 from device_clock import timed
 from measuring import Table, interleaved
-from on_ranks import run_on_ranks
+from on_ranks import run_on_ranks, whole
 from stage import Stage, main, prune
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -180,7 +180,7 @@ def visible_zeros(model: nn.Module) -> tuple[int, int]:
             weight = getattr(module, "weight", None)
             if mask is None or weight is None or isinstance(weight, DTensor):
                 continue
-            wrong += int((weight[~mask.full_tensor()] != 0).sum())
+            wrong += int((weight[~whole(mask)] != 0).sum())
             examined += 1
         block.reshard()
     return wrong, examined
