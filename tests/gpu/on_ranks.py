@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -14,6 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+class Crash(RuntimeError):
+    """A signal ended a rank, such as that of a segmentation fault."""
 
 
 def run_on_ranks(
@@ -30,6 +37,7 @@ def run_on_ranks(
 
     Raises:
         RuntimeError: a rank raised; with its traceback.
+        Crash: a signal ended a rank; with the stacks of its threads.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
@@ -50,9 +58,14 @@ def run_on_ranks(
                 each.kill()  # it may wait for the one that failed
             each.join()
         for rank in sorted(failed):
-            path = Path(folder, f"error{rank}")
-            text = path.read_text() if path.exists() else f"exit code {ranks[rank].exitcode}"
-            raise RuntimeError(f"rank {rank}: {text.strip().splitlines()[-1]}\n{text}")
+            path, code = Path(folder, f"error{rank}"), ranks[rank].exitcode
+            if path.exists():
+                text = path.read_text()
+                raise RuntimeError(f"rank {rank}: {text.strip().splitlines()[-1]}\n{text}")
+            stacks = Path(folder, f"stacks{rank}")
+            text = stacks.read_text() if stacks.exists() else ""
+            kind = Crash if code is not None and code < 0 else RuntimeError
+            raise kind(f"rank {rank}: exit code {code}\n{text}")
         return [json.loads(Path(folder, f"found{rank}").read_text()) for rank in range(size)]
 
 
@@ -60,6 +73,8 @@ def _on_rank(
     function: Callable[..., Any], rank: int, size: int, device: torch.device, folder: str,
     arguments: tuple[Any, ...],
 ) -> None:  # fmt: skip
+    stacks = Path(folder, f"stacks{rank}").open("w")  # noqa: SIM115 (it stays open)
+    faulthandler.enable(stacks)
     try:
         torch.set_num_threads(1)
         backend = "gloo"
@@ -76,3 +91,16 @@ def _on_rank(
         os._exit(1)
     sys.stdout.flush()
     os._exit(0)  # threads of gloo may abort an ordinary exit
+
+
+def whole(tensor: DTensor) -> Tensor:
+    """A DTensor that all ranks share by rows, as a whole, on the device of the shards.
+
+    ``full_tensor()`` ends in a segmentation fault where gloo has to gather CUDA tensors: see
+    https://github.com/pytorch/pytorch/issues/152645
+    """
+    local = tensor.to_local()
+    parts = [local] * dist.get_world_size()
+    if len(parts) > 1:
+        dist.all_gather_object(parts, local.cpu())
+    return torch.cat(parts).to(local.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -110,8 +111,11 @@ def with_allocator(stage: Stage, setting: str) -> None:
         environment = {
             **os.environ, "PYTORCH_CUDA_ALLOC_CONF": setting, "PYTORCH_ALLOC_CONF": setting,
         }  # fmt: skip
-        ran = subprocess.run(command, env=environment, check=False, timeout=60)
-    stage.check(f"masks are those of the CPU with {setting}", ran.returncode == 0)
+        code = subprocess.run(command, env=environment, check=False, timeout=60).returncode
+        parts = json.loads(path.read_text()) if path.exists() else []
+    for reason in [reason for part in parts for reason in part["wrong"]][:5]:
+        stage.check(f"with {setting}: {reason}", False)
+    stage.check(f"masks are those of the CPU with {setting}", code == 0, f"code {code}")
 
 
 if __name__ == "__main__":

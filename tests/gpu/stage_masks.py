@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.utils.prune as torch_prune
 from forms import each_form, interpret_without_gpu
 from stage import Stage, main
 from torch import Tensor, nn
@@ -45,6 +46,15 @@ def prune_globally(pairs: Pairs, method: str = "L1Unstructured", **options: Any)
     distprune.global_unstructured(pairs, getattr(distprune, method), **options)
 
 
+def select_at_random(pairs: Pairs) -> None:
+    """By random keys, which are a function of a seed and of the place: those of any device."""
+    torch.manual_seed(3)
+    k = round(0.6 * sum(getattr(module, name).numel() for module, name in pairs))
+    found = distprune.global_mask(pairs, k, scores="random")
+    for (module, name), mask in zip(pairs, found.masks, strict=True):
+        distprune.custom_from_mask(module, name, mask)
+
+
 # On a model with weights in any number of layers; a call follows the others of its case, so that
 # masks are in force.
 CASES: dict[str, tuple[Callable[[Pairs], Any], ...]] = {
@@ -52,8 +62,10 @@ CASES: dict[str, tuple[Callable[[Pairs], Any], ...]] = {
         lambda pairs, amount=amount: prune_globally(pairs, amount=amount)
         for amount in (0.3, 17, 0.5)
     ),
-    "random": tuple(
-        lambda pairs: prune_globally(pairs, "RandomUnstructured", amount=0.4) for _ in range(2)
+    "random": (lambda pairs: select_at_random(pairs),),
+    "random per layer": tuple(
+        lambda pairs: prune_globally(pairs, "RandomUnstructured", amount=0.4, scope="layer")
+        for _ in range(2)
     ),
     "given scores": (
         lambda pairs: prune_globally(pairs, importance_scores=scores_of(pairs), amount=0.5),
@@ -106,8 +118,29 @@ def dtypes_together(stage: Stage) -> None:
                 generator = torch.Generator().manual_seed(number)
                 values = torch.randn(parameter.shape, generator=generator)
                 parameter.data.copy_((values * 8).round() / 8)
-        chosen = {name: CASES[name] for name in ("magnitude", "divided by the rms")}
+        chosen = {name: CASES[name] for name in ("magnitude", "random", "divided by the rms")}
         compare(stage, model, f"{dtypes}", chosen)
+
+
+def random_numbers_of_torch(stage: Stage) -> None:
+    """On plain modules RandomUnstructured draws, on each device, the numbers that torch draws.
+
+    So its masks are those of torch's own pruning on the same device, and not those of a CPU.
+    """
+    theirs, mine = (each.RandomUnstructured for each in (torch_prune, distprune))
+    for form_name in each_form(stage):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(67, 101), nn.Conv2d(13, 5, 3), nn.Embedding(97, 31)])
+        other = copy.deepcopy(model.to(stage.device))
+        for call in range(2):
+            for layers, module, method in ((model, distprune, mine), (other, torch_prune, theirs)):
+                torch.manual_seed(7 + call)
+                pairs = [(layer, "weight") for layer in layers]
+                module.global_unstructured(pairs, method, amount=0.4)
+            pairs_of_layers = zip(model, other, strict=True)
+            wrong = sum(int((a.weight_mask != b.weight_mask).sum()) for a, b in pairs_of_layers)
+            what = f"{form_name}, call {call}: the masks are those of torch.nn.utils.prune"
+            stage.check(what, wrong == 0, f"{wrong} elements differ")
 
 
 def compare(
@@ -118,20 +151,26 @@ def compare(
         expected = list(after_each(model, torch.device("cpu"), calls))
         for form_name in each_form(stage):
             found = list(after_each(model, stage.device, calls))
+            what = f"{name}, {form_name}, {about}"
+            if isinstance(expected[-1], str) or isinstance(found[-1], str):
+                stage.check(what, found[-1] == expected[-1], f"{expected[-1]} / {found[-1]}")
+                continue
             differing = differences(found, expected)
-            stage.check(
-                f"{name}, {form_name}, {about}", differing == 0, f"{differing} elements differ"
-            )
+            stage.check(what, differing == 0, f"{differing} elements differ")
 
 
 def after_each(
     model: nn.Module, device: torch.device, calls: tuple[Callable[[Pairs], Any], ...]
-) -> Iterator[list[Tensor]]:
-    """Masks of all weights after each call, and the masked weights, on the CPU."""
+) -> Iterator[list[Tensor] | str]:
+    """Masks of all weights after each call, and the masked weights, on the CPU; or the error."""
     model = copy.deepcopy(model).to(device)
     pairs = [(layer, "weight") for layer in model]
     for call in calls:
-        call(pairs)
+        try:
+            call(pairs)
+        except ValueError as error:  # no score may be infinite that is to be normalised
+            yield f"ValueError: {error}"
+            return
         pruned = [layer for layer in model if hasattr(layer, "weight_mask")]
         assert pruned
         for layer in pruned:
@@ -153,4 +192,4 @@ def differences(found: list[list[Tensor]], expected: list[list[Tensor]]) -> int:
 
 if __name__ == "__main__":
     interpret_without_gpu()
-    main(many_chunks, dtypes_together, small_layers)
+    main(many_chunks, dtypes_together, small_layers, random_numbers_of_torch)

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from on_ranks import run_on_ranks
-from stage import Stage, main, prune
+from on_ranks import Crash, run_on_ranks, whole
+from stage import NotTried, Stage, main, prune
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 NUM_LAYERS = 8
+# Masks that change together with their copies; without them; and no masks.
+PRUNED, PLANTED, DENSE = "pruned", "planted", "dense"
 
 
 def one_rank(stage: Stage) -> None:
@@ -37,13 +39,22 @@ def two_ranks_over_gloo(stage: Stage) -> None:
 
 def a_defect_is_seen(stage: Stage) -> None:
     """Masks that change without their copies: the comparison must find it."""
-    found = run_on_ranks(stress, 1, stage.device, None, 64, 2, True)[0]
+    found = run_on_ranks(stress, 1, stage.device, None, 64, 2, PLANTED)[0]
     stage.check("a planted defect is found", found["forward"] > 0 and found["backward"] > 0)
 
 
 def measure(stage: Stage, size: int, dtype: torch.dtype | None) -> None:
     width, steps = (64, 3) if stage.quick else (2048, 100 if size == 1 else 20)
-    found = run_on_ranks(stress, size, stage.device, dtype, width, steps, False)
+    try:
+        found = run_on_ranks(stress, size, stage.device, dtype, width, steps, PRUNED)
+    except Crash as crash:
+        # The control: what becomes of a dense model that goes through the same.
+        try:
+            run_on_ranks(stress, size, stage.device, dtype, width, steps, DENSE)
+        except Crash as other:
+            raise NotTried(f"torch crashes here, with a dense model too: {other}") from crash
+        stage.say("a dense model goes through the same without a crash")
+        raise
     for rank, each in enumerate(found):
         stage.say(f"rank {rank}: {each['compared']} weights of {width} x {width} compared")
         for where in ("forward", "backward"):
@@ -94,36 +105,43 @@ def hold_up(device: torch.device) -> None:
         torch.cuda._sleep(2_000_000)
 
 
+def parameter(layer: nn.Module, kind: str) -> nn.Parameter:
+    found: nn.Parameter = layer.weight if kind == DENSE else layer.weight_orig
+    return found
+
+
 @torch.no_grad()
 def change(
-    layer: nn.Module, whole: list[Tensor], masks: list[Tensor], number: int, step: int,
-    *, is_planted: bool,
+    layer: nn.Module, weights: list[Tensor], masks: list[Tensor], number: int, step: int, kind: str
 ) -> None:  # fmt: skip
     """Change a shard and, in every second step, its mask; and the copies of the whole as well."""
     factor = (0.75, 1.0, 1.25)[(step + number) % 3]
-    layer.weight_orig.to_local().mul_(factor)
-    whole[number].mul_(factor)
-    if step % 2:
-        places = torch.arange(whole[number].size(1), device=whole[number].device)
+    parameter(layer, kind).to_local().mul_(factor)
+    weights[number].mul_(factor)
+    if step % 2 and kind != DENSE:
+        places = torch.arange(weights[number].size(1), device=weights[number].device)
         flip = places % (2 + step % 5) == 0
         layer.weight_mask.to_local().logical_xor_(flip)
-        if not is_planted:
+        if kind != PLANTED:
             masks[number] = masks[number] ^ flip
 
 
 def stress(
-    device: torch.device, dtype: torch.dtype | None, width: int, steps: int, is_planted: bool
+    device: torch.device, dtype: torch.dtype | None, width: int, steps: int, kind: str
 ) -> dict[str, int]:
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer(width) for _ in range(NUM_LAYERS))).to(device)
-    whole = [layer.weight.detach().clone() for layer in model]
+    weights = [layer.weight.detach().clone() for layer in model]
     policy = MixedPrecisionPolicy(param_dtype=dtype)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in model:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    prune(model)
-    masks = [layer.weight_mask.full_tensor().clone() for layer in model]
+    if kind == DENSE:
+        masks = [torch.ones_like(weight, dtype=torch.bool) for weight in weights]
+    else:
+        prune(model)
+        masks = [whole(layer.weight_mask).clone() for layer in model]
     wrong = torch.zeros(3, dtype=torch.int64, device=device)
     for layer in model:
         layer.wrong = wrong
@@ -131,20 +149,20 @@ def stress(
     for step in range(steps):
         hold_up(device)
         for number, layer in enumerate(model):
-            change(layer, whole, masks, number, step, is_planted=is_planted)
-            product = whole[number] * masks[number]
+            change(layer, weights, masks, number, step, kind)
+            product = weights[number] * masks[number]
             layer.expected = product if dtype is None else product.to(dtype)
         x = torch.randn(32, width, device=device)
         model(x).float().square().mean().backward()
         for number, layer in enumerate(model):
             rows = masks[number].chunk(size)[rank]
-            gradient = layer.weight_orig.grad.to_local()
+            gradient = parameter(layer, kind).grad.to_local()
             wrong[2] += (gradient.masked_fill(rows, 0) != 0).sum()  # does not wait
         model.zero_grad()
     forward, backward, gradients = wrong.tolist()
     return {
         "forward": forward, "backward": backward, "compared": 2 * steps * NUM_LAYERS,
-        "gradients": 0 if is_planted else gradients,
+        "gradients": 0 if kind == PLANTED else gradients,
     }  # fmt: skip
 
 

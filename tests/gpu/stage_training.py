@@ -8,6 +8,7 @@ copies. What a pruned step takes more than that is the product.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from decoder import QUICK, Decoder, Sizes, build, loss_of, wrap
 from device_clock import timed
 from measuring import Table, interleaved
-from on_ranks import run_on_ranks
+from on_ranks import run_on_ranks, whole
 from stage import Stage, main, prune
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -52,7 +53,7 @@ def measure(stage: Stage, size: int, way: str, sizes: Sizes, *, compiled: bool =
     found = run_on_ranks(on_rank, size, stage.device, way, sizes, compiled, stage.quick)
     for rank, each in enumerate(found):
         where = f" on rank {rank}" if size > 1 else ""
-        check(stage, each, where)
+        check(stage, each, where, compiled=compiled)
     runs = found[0]["runs"]
     rows: list[list[Any]] = []
     for name in NAMES:
@@ -68,9 +69,21 @@ def measure(stage: Stage, size: int, way: str, sizes: Sizes, *, compiled: bool =
     stage.figure("pruned step / dense step", rows[-1][2])
 
 
-def check(stage: Stage, found: dict[str, Any], where: str) -> None:
-    ours, theirs = found["loss"], found["expected loss"]
-    stage.check(f"loss is that of a dense model with zeros{where}", ours == theirs, f"{ours:.9g}")
+def check(stage: Stage, found: dict[str, Any], where: str, *, compiled: bool) -> None:
+    ours, (theirs, again) = found["loss"], found["expected losses"]
+    # Equal, but for what the dense model differs by from itself: kernels may add in any order.
+    allowed = 4 * abs(theirs - again)
+    if compiled:
+        # Code that was compiled apart may round otherwise. Without the mask it would be far off.
+        allowed = max(allowed, 0.1 * abs(theirs - found["loss without zeros"]))
+    stage.check(
+        f"loss is that of a dense model with zeros{where}",
+        abs(ours - theirs) <= allowed,
+        f"{ours:.9g}, off by {abs(ours - theirs):.3g}, of at most {allowed:.3g}",
+    )
+    wrong, examined = found["other weights"]
+    stage.check(f"gathered weights are those of a dense model with zeros{where}", wrong == 0)
+    stage.check(f"weights were compared{where}", examined > 0, f"{examined}")
     wrong = found["gradients of pruned elements"]
     stage.check(f"no pruned element has a gradient{where}", wrong == 0, f"{wrong} have one")
     wrong, examined = found["changed pruned elements"]
@@ -93,10 +106,13 @@ def on_rank(
     shape = (sizes.sequences, sizes.length + 1)
     tokens = torch.randint(sizes.vocabulary, shape, generator=generator).to(device)
     found: dict[str, Any] = {"elements": sum(p.numel() for p in pruned.parameters())}
-    found["expected loss"] = loss_with_zeros(models["dense"], pruned, tokens)
-    loss = loss_of(pruned, tokens)
-    found["loss"] = loss.item()
-    loss.backward()
+    found["loss without zeros"] = trained_loss(models["dense"], tokens)
+    models["dense"].zero_grad()
+    with zeros_of(pruned, models["dense"]):
+        found["expected losses"] = [trained_loss(models["dense"], tokens) for _ in range(2)]
+        found["other weights"] = other_weights(pruned, models["dense"])
+    models["dense"].zero_grad()
+    found["loss"] = trained_loss(pruned, tokens)
     found["gradients of pruned elements"] = sum(
         int((parameter.grad.to_local()[~mask.to_local()] != 0).sum())
         for _, parameter, mask in masked(pruned)
@@ -118,13 +134,14 @@ def on_rank(
         return run.seconds, run.peak_extra_bytes
 
     steps = {name: lambda name=name: step(name) for name in NAMES}
-    interleaved(steps, 1 if quick else 3)
-    found["runs"] = interleaved(steps, 2 if quick else 10)
+    # Over gloo everything goes through the host: there, what is checked counts.
+    rounds = 2 if quick or dist.get_world_size() > 1 else 10
+    interleaved(steps, min(3, rounds - 1))
+    found["runs"] = interleaved(steps, rounds)
     gathers = {name: lambda name=name: gather(models[name], device) for name in NAMES}
     interleaved(gathers, 1)
     found["gathers"] = {
-        name: statistics.median(each)
-        for name, each in interleaved(gathers, 2 if quick else 10).items()
+        name: statistics.median(each) for name, each in interleaved(gathers, rounds).items()
     }
     found["changed pruned elements"] = visible_zeros(pruned)
     return found
@@ -143,20 +160,43 @@ def masked(model: nn.Module) -> Iterator[tuple[nn.Module, DTensor, DTensor]]:
             yield module, module.weight_orig, module.weight_mask
 
 
-def loss_with_zeros(dense: nn.Module, pruned: nn.Module, tokens: Tensor) -> float:
-    """The loss of the dense model with the zeros of the pruned one; the weights are put back."""
+def trained_loss(model: nn.Module, tokens: Tensor) -> float:
+    """The loss of a forward that has a backward: without, a compiler may fuse otherwise."""
+    loss = loss_of(model, tokens)
+    loss.backward()
+    return loss.item()
+
+
+@contextlib.contextmanager
+def zeros_of(pruned: nn.Module, dense: nn.Module) -> Iterator[None]:
+    """Give a dense model the zeros of the pruned one for a while."""
     names = {module: name for name, module in pruned.named_modules()}
     saved = []
     for module, _, mask in masked(pruned):
         weight = dense.get_submodule(names[module]).weight.detach().to_local()
         saved.append((weight, weight.clone()))
         weight.mul_(mask.to_local())
-    loss = loss_of(dense, tokens)
-    loss.backward()  # as in training: a compiler may fuse otherwise without
-    dense.zero_grad()
+    yield
     for weight, values in saved:
         weight.copy_(values)
-    return loss.item()
+
+
+def other_weights(pruned: nn.Module, dense: nn.Module) -> tuple[int, int]:
+    """How many gathered weights differ between two models in any element; and of how many."""
+    wrong = examined = 0
+    pairs = zip([*pruned.blocks, pruned], [*dense.blocks, dense], strict=True)
+    for one, other in pairs:
+        one.unshard()
+        other.unshard()
+        for module, twin in zip(one.modules(), other.modules(), strict=True):
+            weight, expected = getattr(module, "weight", None), getattr(twin, "weight", None)
+            if weight is None or isinstance(expected, DTensor):
+                continue
+            wrong += not torch.equal(weight, expected)
+            examined += 1
+        one.reshard()
+        other.reshard()
+    return wrong, examined
 
 
 def gather(model: nn.Module, device: torch.device) -> float:
@@ -180,7 +220,7 @@ def visible_zeros(model: nn.Module) -> tuple[int, int]:
             weight = getattr(module, "weight", None)
             if mask is None or weight is None or isinstance(weight, DTensor):
                 continue
-            wrong += int((weight[~mask.full_tensor()] != 0).sum())
+            wrong += int((weight[~whole(mask)] != 0).sum())
             examined += 1
         block.reshard()
     return wrong, examined

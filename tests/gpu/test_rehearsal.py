@@ -1,14 +1,17 @@
 """What runs on a GPU runs on a CPU too, and loses nothing when a stage fails or hangs."""
 
 import argparse
+import faulthandler
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import on_ranks
 import pytest
 import run_stages
+import torch
 
 HERE = Path(__file__).parent
 
@@ -151,3 +154,12 @@ def test_a_device_that_is_not_here_is_named(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(SystemExit, match="cuda cannot be used"):
         run_stages.facts("cuda")
+
+
+def crash(device):
+    faulthandler._sigsegv()
+
+
+def test_a_rank_that_crashes_shows_its_stack():
+    with pytest.raises(on_ranks.Crash, match=r"exit code -11(?s:.)*in crash"):
+        on_ranks.run_on_ranks(crash, 1, torch.device("cpu"))
