@@ -40,11 +40,19 @@ MACHINES = {
 }
 
 
-def write(folder: Path, width: int, hidden: int, layers: int, kv: int, tied: bool) -> None:
+def write(
+    folder: Path,
+    width: int,
+    hidden: int,
+    layers: int,
+    kv: int,
+    tied: bool,
+    vocabulary: int = 128256,
+) -> None:
     """A folder with a config, and files of holes."""
-    shapes = {"model.embed_tokens.weight": (128256, width), "model.norm.weight": (width,)}
+    shapes = {"model.embed_tokens.weight": (vocabulary, width), "model.norm.weight": (width,)}
     if not tied:
-        shapes["lm_head.weight"] = (128256, width)
+        shapes["lm_head.weight"] = (vocabulary, width)
     for number in range(layers):
         prefix = f"model.layers.{number}."
         shapes |= {
@@ -68,7 +76,7 @@ def write(folder: Path, width: int, hidden: int, layers: int, kv: int, tied: boo
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
         "hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": 128256,
+        "num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": vocabulary,
         "tie_word_embeddings": tied, "max_position_embeddings": 8192,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))

@@ -41,7 +41,8 @@ STAGES = {
     "allocators": (90, "leaks, too little memory, pinned memory, expandable segments"),
     "offload": (90, "policies that keep shards on the CPU"),
     "beside_torch": (120, "whole calls beside torch.nn.utils.prune"),
-    "text": (240, "checkpoints of 1 and 8 billion weights, pruned by text"),
+    "text": (150, "a checkpoint of 1 billion weights, pruned by text"),
+    "large_text": (240, "a checkpoint of 8 billion weights, pruned by text"),
     "suite": (240, "the tests of the suite that take a device"),
 }
 MARGIN = 15  # seconds that are left for the end

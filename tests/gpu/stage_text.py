@@ -7,6 +7,7 @@ import importlib.util
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from distprune import streaming
 from distprune.files.recipe import FileRecipe
 from distprune.language_models import TokenWindows
 
-SMALL = (512, 1376, 4, 128, True)
+SMALL = (512, 1376, 4, 128, True, 1024)
 
 
 def both_ways(stage: Stage) -> None:
@@ -37,21 +38,18 @@ def both_ways(stage: Stage) -> None:
 
 
 def one_billion(stage: Stage) -> None:
-    large(stage, "Llama-3.2-1B")
+    ways = (("fisher", "none"), ("taylor", "none"), ("fisher", "least_squares"))
+    large(stage, "Llama-3.2-1B", ways)
 
 
-def eight_billion(stage: Stage) -> None:
-    large(stage, "Llama-3-8B")
-
-
-def large(stage: Stage, name: str) -> None:
+def large(stage: Stage, name: str, ways: Sequence[tuple[str, str]]) -> None:
     """Seconds of a whole run, with scores of gradients and least squares."""
     sizes = SMALL if stage.quick else plan_by_text.MODELS[name]
     number, length = (2, 8) if stage.quick else (plan_by_text.WINDOWS, plan_by_text.LENGTH)
     with folder(stage, sizes) as path:
         windows = random_windows(number, length)
         rows: list[list[Any]] = []
-        for score, update in (("fisher", "none"), ("taylor", "none"), ("fisher", "least_squares")):
+        for score, update in ways:
             target = path.with_name(f"{score}-{update}")
             marks: list[str] = []
             started = time.perf_counter()
@@ -139,4 +137,4 @@ def differing(one: Path, other: Path) -> tuple[bool, str]:
 
 
 if __name__ == "__main__":
-    main(both_ways, one_billion, eight_billion)
+    main(both_ways, one_billion)
