@@ -103,7 +103,9 @@ def release_graph(module: nn.Module, name: str) -> None:
     The value stays: the product may fail, and other threads may read it.
     """
     kept = module.__dict__.get(name)
-    if kept is not None and not kept.is_cpu and kept.requires_grad and torch.is_grad_enabled():
+    if not isinstance(kept, Tensor) or kept.is_cpu:
+        return
+    if kept.requires_grad and torch.is_grad_enabled():
         # Not detach(), which fails on what is left of a forward inside torch.func.vmap.
         assign(module, name, kept.data)
 

@@ -43,7 +43,7 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
         "FlatParamHandle": (
             "flat_param", "process_group", "uses_sharded_strategy", "_training_state",
             "_all_gather_flat_param", "prepare_gradient_for_optim", "_uses_param_mixed_precision",
-            "_force_full_precision", "needs_unshard", "reshard", "post_reshard",
+            "needs_unshard", "reshard", "post_reshard",
             "_free_unsharded_flat_param",
         ),
         "FlatParameter": (
