@@ -71,8 +71,7 @@ def scan(
     ]
     results: dict[int, ChunkScan] = {}
     for launch, counts in zip(launches, _on_host([s.counts for s in launches]), strict=True):
-        totals = np.zeros((len(launch.chunks), counts.shape[1]), dtype=np.int64)
-        np.add.at(totals, launch.tiles.piece, counts)
+        totals = launch.tiles.sums(counts)
         keys, positions = launch.packed(counts[:, 0], parts)
         end = 0
         for (number, position, span), (num_inside, num_below, *row) in zip(
@@ -199,11 +198,15 @@ def sample(
 
 # Programs that count keys, each in bins of its own; and the keys of a block.
 _COUNTING, _COUNTED = 512, 1024
+# So many ties in so few bins would wait for each other.
+_CROWDED, _FEW_BINS = 1 << 20, 8
 
 
 def histogram(keys: Tensor, low: int, high: int, shift: int) -> Tensor:
     first = low >> shift
     num_bins = (high >> shift) - first + 1
+    if shift == 0 and num_bins <= _FEW_BINS and keys.numel() > _CROWDED:
+        return torch.stack([torch.count_nonzero(keys == key) for key in range(low, high + 1)])
     num_programs = max(1, min(_COUNTING, -(-keys.numel() // _COUNTED)))
     row = np.zeros((0,), dtype=np.int64)
     numbers, _ = _on_device(keys.device, [keys.numel(), low, high, shift, first, num_bins], row)
