@@ -120,10 +120,13 @@ class Pass:
         both = ScoreKeys(TensorScores(torch.tensor(near, dtype=dtype)), numbers).load(0, 2)
         self.low, self.high = map(int, both.values)
         self.pivots = [self.low - 1, self.high, numbers.largest_number]
+        found = self.parts[0].keys.load(0, size).values
+        # A sample tells it; of 16 bits, one key may have many times more elements than another.
+        self.share = float(((found >= self.low) & (found <= self.high)).float().mean())
 
     def run(self) -> list[int]:
         scanned = passes.scan(
-            self.parts, self.pivots, (self.low, self.high), self.drafts, 1.5 * _SHARE
+            self.parts, self.pivots, (self.low, self.high), self.drafts, self.share
         )
         cut = Cut((self.low + self.high) // 2, len(self.parts), 0)
         counts = passes.finish_drafts(scanned, self.parts, cut, self.drafts)
