@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ _EXPONENTS = {
     torch.float64: 0x7FF0000000000000,
 }
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_TAKEN = {*_EXPONENTS, *_INTEGERS}
 # Columns of a tile, as in triton_masks_source.py.
 MASK, LENGTH, FIRST, FACTOR, WIDTH = range(5)
 VALUES, PRODUCT = 2, 3
@@ -44,30 +45,29 @@ VALUES, PRODUCT = 2, 3
 
 def takes(*tensors: Tensor | None) -> bool:
     """Whether the kernels can read some tensors."""
-    return all(
-        tensor is None
-        or (
-            (tensor.dtype in _EXPONENTS or tensor.dtype in _INTEGERS)
-            # Memory that a wrapper has freed is left to operations that raise an error.
-            and (tensor.data_ptr() != 0 or not tensor.numel())
-        )
-        for tensor in tensors
-    )
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.dtype not in _TAKEN:
+            return False
+        # Memory that a wrapper has freed is left to operations that raise an error.
+        if not tensor.data_ptr() and tensor.numel():
+            return False
+    return True
 
 
-@dataclass(frozen=True)
-class MaskRuns:
+class MaskRuns(NamedTuple):
     """A mask as runs of elements whose indices follow one another.
 
     Attributes:
         flat: the mask, 1-d, contiguous.
         length: of each run; they lie one after the other.
-        starts: int64 [runs], the index of the first element of each.
+        starts: the index of the first element of each.
     """
 
     flat: Tensor
     length: int
-    starts: Array
+    starts: Sequence[int] | Array
 
 
 def weigh(masks: Sequence[MaskRuns], weights: Tensor, factors: Callable[[Array], Array]) -> Tensor:
@@ -114,9 +114,13 @@ def _weighed(
     """Rows of the tiles of masks of one dtype, and the position of the mask of each."""
     chosen = [masks[position] for position in positions]
     numbers = [len(mask.starts) for mask in chosen]
-    starts = np.concatenate([mask.starts for mask in chosen])
+    if max(numbers) == 1:
+        starts = np.array([mask.starts[0] for mask in chosen], dtype=np.int64)
+    else:
+        starts = np.concatenate([np.asarray(mask.starts, dtype=np.int64) for mask in chosen])
     lengths = np.repeat([mask.length for mask in chosen], numbers)
-    before = np.concatenate([np.arange(number) for number in numbers]) * lengths
+    before = np.arange(len(starts)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+    before *= lengths
     itemsize = chosen[0].flat.itemsize
     addresses = np.repeat([mask.flat.data_ptr() for mask in chosen], numbers) + before * itemsize
     # Tiles end at multiples of their size, and so does a table of weights: no tile is in two.
@@ -136,8 +140,7 @@ def _weighed(
     return table, np.repeat(positions, numbers)[run]
 
 
-@dataclass(frozen=True)
-class MaskRead:
+class MaskRead(NamedTuple):
     """A mask, and what lies under it, to be counted; all 1-d, contiguous, of one length.
 
     Attributes:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from distprune._common.triton_blocks import load_block, present_in
+
 
 @dataclass(frozen=True)
 class Numbers:
@@ -59,24 +61,6 @@ _GATHER = tl.constexpr(0x01020408)
 
 
 @triton.jit
-def _present(length, at, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Which elements of a block lie in the tile."""
-    if MASKED:
-        return at < length
-    return tl.full([BLOCK], True, tl.int1)
-
-
-@triton.jit
-def _load(address, at, present, KIND: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
-    pointer = address.to(tl.pointer_type(KIND))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    if MASKED:
-        return tl.load(pointer + at, mask=present, other=0)
-    return tl.load(pointer + at)
-
-
-@triton.jit
 def _is_zero(bits, FORM: tl.constexpr):
     if FORM.is_float:
         return (bits << 1) == 0
@@ -89,8 +73,8 @@ def _weigh_block(
     FORM: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     at = block * BLOCK + tl.arange(0, BLOCK)
-    present = _present(length, at, BLOCK, MASKED)
-    pruned = _is_zero(_load(mask, at, present, FORM.bits, ALIGNED, MASKED), FORM) & present
+    present = present_in(length, at, BLOCK, MASKED)
+    pruned = _is_zero(load_block(mask, at, present, FORM.bits, ALIGNED, MASKED), FORM) & present
     index = first + at
     weight = tl.load(weights + (index >> 5), mask=present, other=0)
     return tl.where(pruned, weight << (index & 31).to(tl.int64), 0)
@@ -157,8 +141,8 @@ def _count_block(
 ):  # fmt: skip
     """A byte per count, of each element: see count_tiles."""
     at = block * BLOCK + tl.arange(0, BLOCK)
-    present = _present(length, at, BLOCK, MASKED)
-    bits = _load(mask, at, present, FORM.bits, ALIGNED, MASKED)
+    present = present_in(length, at, BLOCK, MASKED)
+    bits = load_block(mask, at, present, FORM.bits, ALIGNED, MASKED)
     zero = _is_zero(bits, FORM) & present
     if FORM.is_bool:
         one = (bits != 0) & present
@@ -166,11 +150,11 @@ def _count_block(
         one = (bits == FORM.one) & present
     found = zero.to(tl.uint32) + (one.to(tl.uint32) << 8)
     if VALUE is not None:
-        value = _load(values, at, present, VALUE.bits, ALIGNED, MASKED)
+        value = load_block(values, at, present, VALUE.bits, ALIGNED, MASKED)
         infinite = zero & ((value & VALUE.exponent) == VALUE.exponent)
         found += infinite.to(tl.uint32) << 16
     if PRODUCT_FORM is not None:
-        masked = _load(product, at, present, PRODUCT_FORM.bits, ALIGNED, MASKED)
+        masked = load_block(product, at, present, PRODUCT_FORM.bits, ALIGNED, MASKED)
         exposed = zero & (_is_zero(masked, PRODUCT_FORM) == 0)
         found += exposed.to(tl.uint32) << 24
     return found

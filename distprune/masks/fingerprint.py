@@ -47,6 +47,8 @@ _ROW = 1 << 14
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 20, 1 << 25
 # Runs of many masks are processed together, about so many elements of them at a time.
 _DEVICE_BATCH = 1 << 23
+# So many factors of tables are remembered from call to call.
+_FEW_TABLES = 64
 # Shorter runs are processed element by element.
 _SHORTEST_RUN = 64
 # Triton's kernels have a row of a table for each run: so many, or one for so many elements.
@@ -176,15 +178,14 @@ def _runs_for(kernels: ModuleType, shard: LocalShard, mask: Tensor) -> object | 
         return None
     start = shard.index.start
     if start is not None:
-        flat, length, starts = shard.flat(mask), mask.numel(), np.array([start])
-    else:
-        flat, (length, of_runs) = mask.reshape(-1), _runs(shard)
-        starts = of_runs.numpy()
+        runs: object = kernels.MaskRuns(shard.flat(mask).contiguous(), mask.numel(), (start,))
+        return runs
+    length, starts = _runs(shard)
     if not 0 < len(starts) <= max(_MOST_RUNS, mask.numel() // _ELEMENTS_PER_RUN):
         return None
     if length * len(starts) != mask.numel():  # operations raise an error
         return None
-    runs: object = kernels.MaskRuns(flat.contiguous(), length, starts)
+    runs = kernels.MaskRuns(mask.reshape(-1).contiguous(), length, starts.numpy())
     return runs
 
 
@@ -400,6 +401,8 @@ def _table_on(device: torch.device) -> Tensor:
 
 def _factors(table_numbers: Array) -> Array:
     """The factors of several tables, int64."""
+    if len(table_numbers) <= _FEW_TABLES:  # which most calls ask for again
+        return np.array([_factor(number) for number in table_numbers.tolist()], dtype=np.int64)
     factors: Array = _odd(torch.from_numpy(table_numbers), 4).numpy()
     return factors
 

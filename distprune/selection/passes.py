@@ -112,12 +112,14 @@ def count_live(live: Tensor | None, counted: range) -> int:
 def count_each_live(live: Sequence[Tensor | None], counted: Sequence[range]) -> list[int]:
     """:func:`count_live` of several masks; waits for a device once."""
     few: dict[int, Tensor] = {}
+    devices = {mask.device for mask in live if mask is not None}
+    of_devices = {device: mask_kernels.mask_kernels_on(device) for device in devices}
     by_triton: dict[torch.device, dict[int, Tensor]] = {}
     chunks = []
     for position, (mask, positions) in enumerate(zip(live, counted, strict=True)):
         if mask is None:
             continue
-        kernels = mask_kernels.mask_kernels_on(mask.device)
+        kernels = of_devices[mask.device]
         if kernels is not None and kernels.takes(mask) and mask.is_contiguous():
             own = mask[positions.start : positions.stop]
             by_triton.setdefault(mask.device, {})[position] = own
@@ -140,7 +142,7 @@ def count_each_live(live: Sequence[Tensor | None], counted: Sequence[range]) -> 
     for position, number in zip(few, small.count_each_live([*few.values()]), strict=True):
         totals[position] = number
     for where, masks in by_triton.items():
-        kernels = mask_kernels.mask_kernels_on(where)
+        kernels = of_devices[where]
         assert kernels is not None
         reads = [kernels.MaskRead(mask) for mask in masks.values()]
         counts = kernels.count(reads, where).tolist()

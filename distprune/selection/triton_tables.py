@@ -16,7 +16,7 @@ from distprune.selection.keys import RANDOM_KEYS, KeyRange, RandomKeys, ScoreKey
 # Elements that a program reads at a time; tests make it smaller.
 BLOCK = 256
 # A tile has at most so many blocks, which 16 bits count; few enough for about this many tiles.
-_LARGEST_TILE, _NUM_TILES = 1 << 12, 1 << 14
+_LARGEST_TILE, _NUM_TILES = 1 << 13, 1 << 12
 # Addresses that are multiples of this let a thread read several elements at a time.
 _ALIGNMENT = 16
 # Columns of a tile, as in triton_source.py.

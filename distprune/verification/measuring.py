@@ -151,11 +151,14 @@ def _measured_on_devices(readings: Sequence[Reading]) -> list[Measured]:
 
 def _counts(readings: Sequence[Reading]) -> Iterator[tuple[list[int], Tensor]]:
     """(positions, int64 [4 * positions] on their device), as triton_masks.count counts."""
+    of_devices: dict[torch.device, ModuleType | None] = {}
     pending: dict[torch.device, dict[int, Any]] = {}
     room = _DEVICE_BATCH
     for position, reading in enumerate(readings):
         device = reading.mask.device
-        kernels = mask_kernels.mask_kernels_on(device)
+        if device not in of_devices:
+            of_devices[device] = mask_kernels.mask_kernels_on(device)
+        kernels = of_devices[device]
         mask, values, product = reading.flats()
         if kernels is None or not _can_be_read(kernels, mask, values, product):
             yield [position], _counts_by_operations(mask, values, product)

@@ -45,6 +45,11 @@ def ranking_of_pruned_modules(stage: Stage) -> None:
     compare(stage, prune, before=prune)
 
 
+def verifying(stage: Stage) -> None:
+    """``verify`` of a pruned model."""
+    compare(stage, lambda modules: distprune.verify(nn.ModuleList(modules)), before=prune)
+
+
 def prune(modules: list[nn.Module]) -> None:
     pairs = [(module, "weight") for module in modules]
     distprune.global_unstructured(pairs, distprune.L1Unstructured, amount=0.5)
@@ -112,4 +117,4 @@ def counts(
 
 if __name__ == "__main__":
     interpret_without_gpu()
-    main(ranking, whole_call, ranking_of_pruned_modules)
+    main(ranking, whole_call, ranking_of_pruned_modules, verifying)

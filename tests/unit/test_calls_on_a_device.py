@@ -32,7 +32,7 @@ NO_KERNELS = {
 WAITS = ("tolist", "item", "cpu", "numpy", "__int__", "__bool__", "__float__", "nonzero")
 # What is launched once per parameter: the product of weight and mask, which autograd records for
 # each; and a sum of two numbers after a draft was corrected (passes.finish_drafts).
-PER_PARAMETER = {"mul": 1, "add": 1}
+PER_PARAMETER = {"mul": 1}
 
 
 def interpreted():

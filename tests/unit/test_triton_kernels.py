@@ -459,13 +459,14 @@ def test_kernels_compile_for_devices_that_are_not_here(tmp_path):
         pytest.skip("Triton has no assembler for NVIDIA's devices here")
     assert result.returncode == 0, result.stderr[-3000:]
     found = json.loads(result.stdout)
-    names = {
-        "scan_tiles", "pack_tiles", "write_tiles", "correct_runs", "sample_tiles", "count_bins"
-    }  # fmt: skip
+    names = {"scan_tiles", "pack_tiles", "write_tiles", "correct_runs", "sample_tiles"}
+    names |= {"count_bins", "weigh_tiles", "count_tiles"}
     for kinds in found.values():
         assert all(names <= set(assembly) for assembly in kinds.values())
     cuda = found["cuda:90:32"]
     for name in ("scan_tiles", "write_tiles"):
         assert "ld.global.v4.b32" in cuda["bfloat16"][name]
         assert "st.global.v2.b32" in cuda["bfloat16"][name]
+    for name in ("weigh_tiles", "count_tiles"):
+        assert "ld.global.v4.b32" in cuda["bfloat16"][name]
     assert "global_load_dwordx2" in found["hip:gfx942:64"]["widened"]["scan_tiles"]
