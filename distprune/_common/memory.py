@@ -59,6 +59,13 @@ def select(flat: Tensor, index: Tensor) -> Tensor:
     return torch.from_numpy(bits[index.numpy()]).view(flat.dtype)
 
 
+def moved(host: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, for whose copy the host does not wait."""
+    if device.type in ("cuda", "xpu"):
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
 def copy(source: Tensor, out: Tensor) -> None:
     """``out.copy_(source)``, which torch would spread over threads."""
     if takes_numpy(source.device) and takes_numpy(out.device):
@@ -122,13 +129,13 @@ class Runs:
         end = self.start + (self.stop - self.start) // self.length * self.length
         runs = flat[self.start : end].view(-1, self.length)
         if not takes_numpy(flat.device) or flat.itemsize not in INTEGERS:
-            return runs[self.numbers.to(flat.device)].view(-1)
+            return runs[moved(self.numbers, flat.device)].view(-1)
         bits = runs.view(INTEGERS[flat.itemsize]).numpy()
         return torch.from_numpy(bits[self.numbers.numpy()]).view(flat.dtype).view(-1)
 
     def positions(self, device: torch.device) -> Tensor:
         """Their positions in the tensor, int64 [m * length]."""
-        starts = self.numbers.to(device).unsqueeze(1) * self.length
+        starts = moved(self.numbers, device).unsqueeze(1) * self.length
         return (starts + torch.arange(self.length, device=device)).view(-1) + self.start
 
 

@@ -70,7 +70,5 @@ def launching_on(where: torch.device) -> contextlib.AbstractContextManager[objec
 def copied_to(where: torch.device, arrays: Sequence[Array]) -> list[Tensor]:
     """Arrays of int64 as 1-d tensors on a device, copied together; the host does not wait."""
     flats = [array.ravel() for array in arrays]
-    host = torch.from_numpy(np.concatenate(flats))
-    if where.type in ("cuda", "xpu"):
-        host = host.pin_memory()
-    return list(torch.split(host.to(where, non_blocking=True), [flat.size for flat in flats]))
+    both = memory.moved(torch.from_numpy(np.concatenate(flats)), where)
+    return list(torch.split(both, [flat.size for flat in flats]))

@@ -45,6 +45,8 @@ from distprune.shards.geometry import IndexMap
 # Blocks of BLOCK elements that a program writes at a time, with a warp for each. A program that
 # scans has one warp, whose threads need not wait for each other.
 _WRITTEN = 4
+# Blocks of BLOCK elements that a program samples, with four warps.
+_SAMPLED = 16
 # Collected elements that a program moves or corrects.
 _FEW, _RUN = 256, 1 << 14
 _TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -177,20 +179,20 @@ def sample(
             ],
             dtype=np.int64,
         )  # fmt: skip
-        sizes = rows[:, tables.LENGTH]
-        num_tiles = -(-sizes // tables.BLOCK)
+        sizes, block = rows[:, tables.LENGTH], _SAMPLED * tables.BLOCK
+        num_tiles = -(-sizes // block)
         member = np.repeat(np.arange(len(members)), num_tiles)
         number = np.arange(len(member)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
-        first = number * tables.BLOCK
+        first = number * block
         table = rows[member]
-        table[:, tables.LENGTH] = np.minimum(tables.BLOCK, sizes[member] - first)
+        table[:, tables.LENGTH] = np.minimum(block, sizes[member] - first)
         table[:, tables.FIRST] = first
         table[:, tables.PLACE] = (np.cumsum(sizes) - sizes)[member] + first
         numbers, on_device = _on_device(kind.device, [kind.seed, dead, salt], table)
         keys = torch.empty(int(sizes.sum()), dtype=kind.keys.dtype, device=kind.device)
         with launching_on(kind.device):
             source.sample_tiles[(len(table),)](
-                on_device, numbers, keys, _format(kind), length, tables.BLOCK
+                on_device, numbers, keys, _format(kind), length, block
             )
         found.append(keys)
     return found

@@ -62,7 +62,7 @@ def compare(
 ) -> None:
     few, many = QUICK if stage.quick else (FEW, MANY)
     for name in each_form(stage):
-        found = [counts(stage, number, call, before) for number in (few, many)]
+        found = [counts(stage, number, many // number, call, before) for number in (few, many)]
         keys = sorted(set(found[0]) | set(found[1]))
         per = {key: (found[1][key] - found[0][key]) / (many - few) for key in keys}
         rows: list[list[Any]] = [[key, found[0][key], found[1][key], per[key]] for key in keys]
@@ -78,15 +78,21 @@ def compare(
 def counts(
     stage: Stage,
     number: int,
+    height: int,
     call: Callable[[list[nn.Module]], None],
     before: Callable[[list[nn.Module]], None],
 ) -> Counter[str]:
-    """By kind, how many there are in one call, after another call that compiles."""
+    """By kind, how many there are in one call, after another call that compiles.
+
+    Args:
+        height: of a matrix beside its width. Models are of one size, as the steps of a search
+            depend on it.
+    """
     size = 16 if stage.quick else 512
     torch.manual_seed(0)
     for _ in range(2):  # the first compiles, and takes memory
         modules: list[nn.Module] = [
-            nn.Linear(size, size, bias=False, device=stage.device) for _ in range(number)
+            nn.Linear(size, size * height, bias=False, device=stage.device) for _ in range(number)
         ]
         before(modules)
         activities = [ProfilerActivity.CPU]

@@ -179,6 +179,11 @@ def whole_call(stage: Stage) -> None:
     pairs = [(module, "weight") for module in modules]
     n = sum(tensor.numel() for tensor in tensors.values())
     runs: dict[str, Callable[[], Any]] = {
+        "prune, first in the process": lambda: distprune.global_unstructured(
+            [(nn.Linear(512, 512, device=stage.device, dtype=torch.bfloat16), "weight")],
+            distprune.L1Unstructured,
+            amount=0.5,
+        ),
         "prune": lambda: distprune.global_unstructured(pairs, distprune.L1Unstructured, amount=0.5),
         "remove": lambda: [distprune.remove(module, "weight") for module in modules],
     }
@@ -186,7 +191,7 @@ def whole_call(stage: Stage) -> None:
     with form(name, stage.device):
         for what, call in runs.items():
             run = timed(stage.device, call)
-            stage.figure(f"{what}: seconds for {n / 1e9:.3g} billion", run.seconds, "s")
+            stage.figure(f"{what}: seconds (of {n / 1e9:.3g} billion)", run.seconds, "s")
             stage.figure(f"{what}: peak extra B/element", run.peak_extra_bytes / n)
     zeros = sum(int((module.weight == 0).sum()) for module in modules)
     stage.check("half of all elements are zero", zeros == round(0.5 * n), f"{zeros} of {n}")
