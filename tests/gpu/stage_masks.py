@@ -192,4 +192,4 @@ def differences(found: list[list[Tensor]], expected: list[list[Tensor]]) -> int:
 
 if __name__ == "__main__":
     interpret_without_gpu()
-    main(many_chunks, dtypes_together, small_layers, random_numbers_of_torch)
+    main(small_layers, dtypes_together, random_numbers_of_torch, many_chunks)
