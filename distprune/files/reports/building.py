@@ -229,7 +229,10 @@ def warnings_about(plan: Plan, tensors: Sequence[TensorReport]) -> tuple[str, ..
         plan: what was done.
         tensors: counts of each tensor of the plan.
     """
-    return (*_emptied(plan, tensors), *_sparse_before(tensors))
+    values = plan.inputs.values
+    # What the rounds before have pruned is no surprise.
+    in_rounds = values is not None and "rounds" in values.facts
+    return (*_emptied(plan, tensors), *([] if in_rounds else _sparse_before(tensors)))
 
 
 def advice_about(plan: Plan, tensors: Sequence[TensorReport]) -> str:
