@@ -23,7 +23,7 @@ written. Memory: the room of the tiles, and what is packed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -65,8 +65,15 @@ def scan(
     expected_share: float,
 ) -> list[ChunkScan]:
     others = [p for p in pivots if interval is None or p not in (interval[0] - 1, interval[1])]
-    if len(others) > source.MOST_PIVOTS:
-        raise ValueError(f"{len(others)} pivots; expected at most {source.MOST_PIVOTS}")
+    if rest := others[source.MOST_PIVOTS :]:
+        first = [pivot for pivot in pivots if pivot not in rest]
+        firsts = scan(parts, chunks, first, interval, outs, expected_share)
+        rests = scan(parts, chunks, rest, None, None, expected_share)
+        order = [[*first, *rest].index(pivot) for pivot in pivots]
+        return [
+            replace(one, counts=[[*one.counts, *other.counts][i] for i in order])
+            for one, other in zip(firsts, rests, strict=True)
+        ]
     launches = [
         _Scan.launch(kind, pieces, others, interval, expected_share)
         for kind, pieces in _launches(parts, chunks, outs)

@@ -188,6 +188,18 @@ def test_tiles_with_more_elements_than_expected_are_read_again():
     assert_scans_agree(parts, [low - 1, high], (low, high), outs, share=0.01)
 
 
+def test_more_pivots_than_one_launch_counts(fused):
+    from distprune.selection import triton_source
+
+    values = hard_values(torch.float32, 3 * BLOCK + 5)
+    part = part_of(values, live=torch.arange(len(values)) % 3 != 0)
+    pivots = sorted({key_of(x / 8, torch.float32) for x in range(3 * triton_source.MOST_PIVOTS)})
+    assert len(pivots) > 2 * triton_source.MOST_PIVOTS
+    out = torch.empty(len(values), dtype=torch.bool)
+    for interval in ((pivots[3], pivots[15]), None):
+        assert_scans_agree([part], pivots, interval, [out])
+
+
 def computed(values, function):
     n = values.numel()
     keys = ScoreKeys(
