@@ -95,16 +95,22 @@ def count_segments(flags: Tensor, bounds: Sequence[int]) -> list[int]:
     return [end - start for start, end in itertools.pairwise(upto)]
 
 
-def lists_on_host(vectors: Sequence[Tensor]) -> list[list[int]]:
-    """Several int64, 1-d, as numbers. Waits for each device once."""
-    found: dict[int, list[int]] = {}
-    for device in {vector.device for vector in vectors}:
-        here = [i for i, vector in enumerate(vectors) if vector.device == device]
-        numbers = torch.cat([vectors[i] for i in here]).tolist()
+def arrays_on_host(counts: Sequence[Tensor]) -> list[Array]:
+    """Several tensors of integers, as int64. Waits for each device once."""
+    found: dict[int, Array] = {}
+    for device in {each.device for each in counts}:
+        here = [i for i, each in enumerate(counts) if each.device == device]
+        flat = torch.cat([counts[i].view(-1) for i in here]).cpu().numpy().astype(np.int64)
         end = 0
         for i in here:
-            found[i] = numbers[end : (end := end + vectors[i].numel())]
-    return [found[i] for i in range(len(vectors))]
+            of_one = flat[end : (end := end + counts[i].numel())]
+            found[i] = of_one.reshape(counts[i].shape)
+    return [found[i] for i in range(len(counts))]
+
+
+def lists_on_host(vectors: Sequence[Tensor]) -> list[list[int]]:
+    """:func:`arrays_on_host` of vectors, as Python's numbers."""
+    return [array.tolist() for array in arrays_on_host(vectors)]
 
 
 @dataclass(frozen=True)

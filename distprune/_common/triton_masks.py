@@ -18,7 +18,7 @@ from distprune._common import triton_masks_source as source
 from distprune._common.hashing import hash_keys
 from distprune._common.mask_values import bits_of_one
 from distprune._common.memory import Array
-from distprune._common.triton_use import copied_to, launching_on
+from distprune._common.triton_use import copied_to, launching_on, numbered
 
 # Elements that a program reads at a time; tests make it smaller. A power of two.
 BLOCK = 4096
@@ -118,17 +118,17 @@ def _weighed(
         starts = np.array([mask.starts[0] for mask in chosen], dtype=np.int64)
     else:
         starts = np.concatenate([np.asarray(mask.starts, dtype=np.int64) for mask in chosen])
-    lengths = np.repeat([mask.length for mask in chosen], numbers)
-    before = np.arange(len(starts)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+    owner, before = numbered(np.array(numbers))
+    lengths = np.array([mask.length for mask in chosen])[owner]
     before *= lengths
     itemsize = chosen[0].flat.itemsize
-    addresses = np.repeat([mask.flat.data_ptr() for mask in chosen], numbers) + before * itemsize
+    addresses = np.array([mask.flat.data_ptr() for mask in chosen])[owner] + before * itemsize
     # Tiles end at multiples of their size, and so does a table of weights: no tile is in two.
     size = min(_tile_size(int(lengths.sum())), table_size)
     low = starts // size
     per_run = (starts + lengths - 1) // size - low + 1
-    run = np.repeat(np.arange(len(starts)), per_run)
-    number = low[run] + np.arange(len(run)) - np.repeat(np.cumsum(per_run) - per_run, per_run)
+    run, number = numbered(per_run)
+    number += low[run]
     first = np.maximum(number * size, starts[run])
     stop = np.minimum((number + 1) * size, (starts + lengths)[run])
     which, inverse = np.unique(first // table_size, return_inverse=True)
@@ -137,7 +137,7 @@ def _weighed(
     table[:, LENGTH] = stop - first
     table[:, FIRST] = first % table_size
     table[:, FACTOR] = factors(which)[inverse.reshape(-1)]
-    return table, np.repeat(positions, numbers)[run]
+    return table, np.asarray(positions, dtype=np.int64)[owner[run]]
 
 
 class MaskRead(NamedTuple):
@@ -192,9 +192,8 @@ def _counted(reads: Sequence[MaskRead], positions: Sequence[int]) -> tuple[Array
     """As :func:`_weighed`, for :func:`count`; of one kind."""
     lengths = np.array([read.mask.numel() for read in reads], dtype=np.int64)
     size = _tile_size(int(lengths.sum()))
-    per_read = -(-lengths // size)
-    which = np.repeat(np.arange(len(reads)), per_read)
-    first = (np.arange(len(which)) - np.repeat(np.cumsum(per_read) - per_read, per_read)) * size
+    which, number = numbered(-(-lengths // size))
+    first = number * size
     table = np.zeros((len(which), WIDTH), dtype=np.int64)
     tensors = zip(*((read.mask, read.values, read.product) for read in reads), strict=True)
     for column, of_column in zip((MASK, VALUES, PRODUCT), tensors, strict=True):

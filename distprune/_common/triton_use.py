@@ -67,6 +67,16 @@ def launching_on(where: torch.device) -> contextlib.AbstractContextManager[objec
     return context
 
 
+def numbered(counts: Array) -> tuple[Array, Array]:
+    """Of rows of which each owner has some: the owner of each, and its number among the owner's.
+
+    Args:
+        counts: int64 [owners], how many rows each has.
+    """
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def copied_to(where: torch.device, arrays: Sequence[Array]) -> list[Tensor]:
     """Arrays of int64 as 1-d tensors on a device, copied together; the host does not wait."""
     flats = [array.ravel() for array in arrays]

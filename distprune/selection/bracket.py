@@ -217,9 +217,11 @@ def sample(
         if part.is_small:
             continue
         draw = _draw(position, part.counted, rate, generator)
+        if not draw.num_drawn:
+            continue
         if fused is not None and position in taken and fused.is_in_memory(part):
-            draws += [draw] * bool(draw.num_drawn)
-        elif draw.num_drawn:
+            draws.append(draw)
+        else:
             runs = _runs(draw, part.counted, generator)
             found.append(kernels_on(part.device).gather(part, runs, dead))
     if fused is not None and draws:

@@ -190,7 +190,7 @@ class FusedKernels(Protocol):
         """
 
     def histogram(self, keys: Tensor, low: int, high: int, shift: int) -> Tensor:
-        """:func:`device.histogram`."""
+        """int64, on their device: those keys that lie in [low, high], by bin of 2**shift keys."""
 
     def can_cut(self, part: Candidates, position: int, cut: Cut) -> bool:
         """Whether :meth:`write` and :meth:`prune_collected` can find the ties before the cut."""

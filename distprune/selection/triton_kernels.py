@@ -31,8 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from distprune._common.mask_values import bits_of_one
-from distprune._common.memory import Array, Runs, Scratch
-from distprune._common.triton_use import copied_to, launching_on
+from distprune._common.memory import Array, Runs, Scratch, arrays_on_host
+from distprune._common.triton_use import copied_to, launching_on, numbered
 from distprune.selection import device as operations
 from distprune.selection import triton_source as source
 from distprune.selection import triton_tables as tables
@@ -79,7 +79,7 @@ def scan(
         for kind, pieces in _launches(parts, chunks, outs)
     ]
     results: dict[int, ChunkScan] = {}
-    for launch, counts in zip(launches, _on_host([s.counts for s in launches]), strict=True):
+    for launch, counts in zip(launches, arrays_on_host([s.counts for s in launches]), strict=True):
         totals = launch.tiles.sums(counts)
         keys, positions = launch.packed(counts[:, 0], parts)
         end = 0
@@ -150,9 +150,8 @@ def prune_collected(
             addresses = [chunk.keys.data_ptr(), chunk.positions.data_ptr(), out]
             rows.append([*addresses, chunk.keys.numel(), cut.threshold, end])
         table = np.array(rows, dtype=np.int64)
-        numbers = -(-table[:, 3] // _RUN)
-        member = np.repeat(np.arange(len(members)), numbers)
-        first = (np.arange(len(member)) - np.repeat(np.cumsum(numbers) - numbers, numbers)) * _RUN
+        member, number = numbered(-(-table[:, 3] // _RUN))
+        first = number * _RUN
         table = table[member]
         table[:, 0] += first * dtype.itemsize
         table[:, 1] += first * 4
@@ -187,9 +186,7 @@ def sample(
             dtype=np.int64,
         )  # fmt: skip
         sizes, block = rows[:, tables.LENGTH], _SAMPLED * tables.BLOCK
-        num_tiles = -(-sizes // block)
-        member = np.repeat(np.arange(len(members)), num_tiles)
-        number = np.arange(len(member)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+        member, number = numbered(-(-sizes // block))
         first = number * block
         table = rows[member]
         table[:, tables.LENGTH] = np.minimum(block, sizes[member] - first)
@@ -379,18 +376,6 @@ def _on_device(device: torch.device, numbers: Sequence[int], table: Array) -> tu
     head = np.array([*numbers, *[0] * (len(numbers) % 2)], dtype=np.int64)
     first, second = copied_to(device, [head, table])
     return first, second
-
-
-def _on_host(counts: Sequence[Tensor]) -> list[Array]:
-    """Tables of counts, int64. Waits once for each device."""
-    found: dict[int, Array] = {}
-    for device in {each.device for each in counts}:
-        here = [i for i, each in enumerate(counts) if each.device == device]
-        flat = torch.cat([counts[i].view(-1) for i in here]).cpu().numpy().astype(np.int64)
-        sizes = np.cumsum([counts[i].numel() for i in here])[:-1]
-        for i, part in zip(here, np.split(flat, sizes), strict=True):
-            found[i] = part.reshape(counts[i].shape)
-    return [found[i] for i in range(len(counts))]
 
 
 def _add(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from distprune._common.memory import INTEGERS, Array
+from distprune._common.triton_use import numbered
 from distprune.selection.candidates import Candidates, Cut
 from distprune.selection.keys import RANDOM_KEYS, KeyRange, RandomKeys, ScoreKeys
 
@@ -148,14 +149,13 @@ class Tiles:
         table: int64 [tiles, WIDTH], the first four columns filled.
         piece: int64 [tiles], which of the pieces a tile belongs to ...
         first: ... and the position in the piece of its first element.
-        numbers, ends: int64 [pieces], how many tiles a piece has, and the end of them in the table.
+        numbers: int64 [pieces], how many tiles a piece has.
     """
 
     table: Array
     piece: Array
     first: Array
     numbers: Array
-    ends: Array
 
     @property
     def lengths(self) -> Array:
@@ -165,7 +165,8 @@ class Tiles:
     def sums(self, counts: Array) -> Array:
         """Of each piece, the sums over its tiles: int64 [pieces, n] of counts [tiles, n]."""
         upto = np.concatenate([np.zeros((1, counts.shape[1]), np.int64), counts.cumsum(axis=0)])
-        sums: Array = upto[self.ends] - upto[self.ends - self.numbers]
+        ends = np.cumsum(self.numbers)
+        sums: Array = upto[ends] - upto[ends - self.numbers]
         return sums
 
 
@@ -175,15 +176,14 @@ def tiles_of(pieces: Sequence[Piece]) -> Tiles:
     num_blocks = min(_LARGEST_TILE, max(1, int(sizes.sum()) // (BLOCK * _NUM_TILES)))
     size = BLOCK * num_blocks
     numbers = -(-sizes // size)
-    ends = np.cumsum(numbers)
-    piece = np.repeat(np.arange(len(pieces)), numbers)
-    first = (np.arange(len(piece)) - np.repeat(ends - numbers, numbers)) * size
+    piece, number = numbered(numbers)
+    first = number * size
     addresses = np.array([piece.addresses for piece in pieces], dtype=np.int64).reshape(-1, 3)
     steps = np.array([piece.steps for piece in pieces], dtype=np.int64).reshape(-1, 3)
     table = np.zeros((len(piece), WIDTH), dtype=np.int64)
     table[:, [SCORES, LIVE, OUT]] = addresses[piece] + steps[piece] * first[:, None]
     table[:, LENGTH] = np.minimum(size, sizes[piece] - first)
-    return Tiles(table, piece, first, numbers, ends)
+    return Tiles(table, piece, first, numbers)
 
 
 def end_of_ties(part: Candidates, position: int, span: range, cut: Cut) -> int | None:

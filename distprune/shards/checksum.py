@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from distprune._common import memory
 from distprune._common.hashing import hash_keys
+from distprune._common.memory import lists_on_host
 from distprune.shards.shard import LocalShard
 
 # 64-bit words in a block: they, their weights and the products stay in the second-level cache.
@@ -50,7 +51,8 @@ def checksums(locals_: Sequence[Tensor]) -> list[int]:
         local = torch.view_as_real(local.detach()) if local.is_complex() else local.detach()
         flat = local.contiguous().view(-1)
         sums.append(_on_cpu(flat) if memory.takes_numpy(flat.device) else _anywhere(flat))
-    of_blocks = _on_host(sums)
+    copied = iter(lists_on_host([blocks for blocks in sums if isinstance(blocks, Tensor)]))
+    of_blocks = [next(copied) if isinstance(blocks, Tensor) else blocks for blocks in sums]
     totals = [
         sum(block_sum * _block_weight(block) for block, block_sum in enumerate(blocks))
         for blocks in of_blocks
@@ -109,16 +111,6 @@ def _anywhere(flat: Tensor) -> Tensor:
         padded = nn.functional.pad(folded, (0, -folded.numel() % _WORDS))
         sums.append((padded.view(-1, _WORDS) * weights).sum(1))
     return torch.cat(sums) if sums else weights[:0]
-
-
-def _on_host(sums: Sequence[list[int] | Tensor]) -> list[list[int]]:
-    """Sums as numbers; waits for a device once."""
-    on_device = [blocks for blocks in sums if isinstance(blocks, Tensor)]
-    copied = iter(torch.cat(on_device).tolist() if on_device else [])
-    return [
-        [next(copied) for _ in range(blocks.numel())] if isinstance(blocks, Tensor) else blocks
-        for blocks in sums
-    ]
 
 
 def _words(flat: Tensor, size: int) -> Iterator[Tensor]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import importlib.util
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,25 +95,18 @@ def random_windows(number: int, length: int) -> TokenWindows:
     return TokenWindows(("random",), tokens, text_of, None, has_bos=False)
 
 
-class folder:
+@contextlib.contextmanager
+def folder(stage: Stage, sizes: tuple[Any, ...]) -> Iterator[Path]:
     """A made checkpoint in a folder of its own, with results beside it; removed at the end."""
-
-    def __init__(self, stage: Stage, sizes: tuple[Any, ...]) -> None:
-        missing = [n for n in ("transformers", "safetensors") if not importlib.util.find_spec(n)]
-        if missing:
-            raise NotTried(f"{' and '.join(missing)} missing")
-        self._stage, self._sizes = stage, sizes
-        self._work = Path(tempfile.mkdtemp(prefix="distprune-text-"))
-
-    def __enter__(self) -> Path:
-        source = self._work / "source"
+    missing = [n for n in ("transformers", "safetensors") if not importlib.util.find_spec(n)]
+    if missing:
+        raise NotTried(f"{' and '.join(missing)} missing")
+    with tempfile.TemporaryDirectory(prefix="distprune-text-") as work:
+        source = Path(work, "source")
         source.mkdir()
-        plan_by_text.write(source, *self._sizes)
-        fill(source / "model.safetensors", self._stage.device)
-        return source
-
-    def __exit__(self, *error: object) -> None:
-        shutil.rmtree(self._work)
+        plan_by_text.write(source, *sizes)
+        fill(source / "model.safetensors", stage.device)
+        yield source
 
 
 def fill(path: Path, device: torch.device) -> None:
