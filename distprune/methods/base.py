@@ -11,7 +11,7 @@ from __future__ import annotations
 import numbers
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -330,9 +330,8 @@ class PruningContainer(BasePruningMethod):
 
     def __init__(self, *args: BasePruningMethod) -> None:
         self._pruning_methods: tuple[BasePruningMethod, ...] = ()
-        if not isinstance(args, Iterable) or not args:
-            return
-        self._tensor_name = args[0]._tensor_name
+        if args:
+            self._tensor_name = args[0]._tensor_name
         for method in args:
             self.add_pruning_method(method)
 
@@ -391,9 +390,10 @@ def hook_with(module: nn.Module, name: str, method: BasePruningMethod) -> BasePr
 def joined(earlier: PruningHook, method: BasePruningMethod) -> PruningContainer:
     """A container of the methods that a hook stands for, and another one."""
     assert isinstance(earlier, BasePruningMethod)
-    container = PruningContainer(method)
     # Not one by one: they have been checked, and may be many.
     past = earlier._pruning_methods if isinstance(earlier, PruningContainer) else (earlier,)
+    container = PruningContainer()
+    container._tensor_name = method._tensor_name
     container._pruning_methods = (*past, method)
     return container
 
