@@ -223,8 +223,8 @@ def _whole_bits(shard: LocalShard, communicator: Communicator) -> Tensor:
     def own_bits() -> Tensor:
         words = torch.zeros(num_words, dtype=torch.int64)
         if shard.values.numel():
-            assert shard.mask is not None
-            flat = shard.flat(shard.mask)
+            flat = shard.flat_mask
+            assert flat is not None
             for start in range(shard.counted.start, shard.counted.stop, _CHUNK):
                 positions = torch.arange(start, min(start + _CHUNK, shard.counted.stop))
                 keep = flat[positions[0] : positions[-1] + 1].cpu() != 0

@@ -146,8 +146,7 @@ def _count(targets: list[Target], communicator: Communicator) -> list[list[int]]
 
 
 def _count_local(shard: LocalShard) -> tuple[Tensor, Tensor]:
-    values = shard.flat(shard.values)
-    mask = None if shard.mask is None else shard.flat(shard.mask)
+    values, mask = shard.flat_values, shard.flat_mask
     new = torch.zeros((), dtype=torch.int64, device=values.device)
     old = torch.zeros_like(new)
     for start in range(shard.counted.start, shard.counted.stop, _CHUNK):

@@ -126,8 +126,7 @@ def count_live_and_compare(
 
     def count_own() -> list[int]:
         return count_each_live(
-            [None if shard.mask is None else shard.flat(shard.mask) for shard in shards],
-            [shard.counted for shard in shards],
+            [shard.flat_mask for shard in shards], [shard.counted for shard in shards]
         )
 
     if communicator.size == 1:  # nobody to compare with

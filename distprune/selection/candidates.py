@@ -105,7 +105,7 @@ def candidates_of(shards: Sequence[LocalShard], sources: Sequence[KeySource]) ->
     return [
         Candidates(
             source,
-            None if shard.mask is None else shard.flat(shard.mask),
+            shard.flat_mask,
             shard.index,
             shard.counted,
             shard.values.numel(),

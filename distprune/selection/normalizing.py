@@ -50,8 +50,7 @@ class Scored:
     @classmethod
     def of_shard(cls, shard: LocalShard, scores: ScoreSource) -> Scored:
         """Scores of a shard, of which the live elements count."""
-        live = None if shard.mask is None else shard.flat(shard.mask)
-        return cls(shard.name, scores, live, shard.counted, shard.values.device)
+        return cls(shard.name, scores, shard.flat_mask, shard.counted, shard.values.device)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -125,7 +125,7 @@ def count_each_live(live: Sequence[Tensor | None], counted: Sequence[range]) -> 
             by_triton.setdefault(mask.device, {})[position] = own
             continue
         if memory.takes_numpy(mask.device) and 0 < len(positions) <= candidates.MOST_ELEMENTS:
-            is_whole = len(positions) == len(mask)
+            is_whole = len(positions) == mask.numel()
             few[position] = mask if is_whole else mask[positions.start : positions.stop]
             continue
         spans = spans_of(positions, mask.device, mask.itemsize)

@@ -84,7 +84,7 @@ class TensorScores:
 
     def __init__(self, scores: Tensor) -> None:
         self._scores = scores.detach()
-        self._size = len(scores)
+        self._size = scores.numel()
         self.dtype = scores.dtype
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:

@@ -122,6 +122,11 @@ class LocalShard:
         """:meth:`flat` of the values."""
         return self.flat(self.values)
 
+    @functools.cached_property
+    def flat_mask(self) -> Tensor | None:
+        """:meth:`flat` of the mask; None if unpruned."""
+        return None if self.mask is None else self.flat(self.mask)
+
     def flat(self, local: Tensor) -> Tensor:
         """A tensor of the local shape as 1-d, in memory order; a view where it can be one."""
         if local.is_contiguous() and self.order == _ROW_MAJOR[: local.ndim]:
