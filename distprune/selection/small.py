@@ -54,13 +54,12 @@ class Batch:
         return keys.common
 
     def scores(self) -> Tensor:
-        """The scores of all segments, one after the other."""
-        return torch.cat(
-            [
-                part.keys.scores.load(span.start, span.stop)  # type: ignore[attr-defined]
-                for part, span in zip(self.parts, self.spans, strict=True)
-            ]
-        )
+        """The scores of all segments, one after the other, to be read."""
+        scores = [
+            part.keys.scores.load(span.start, span.stop)  # type: ignore[attr-defined]
+            for part, span in zip(self.parts, self.spans, strict=True)
+        ]
+        return scores[0] if len(scores) == 1 else torch.cat(scores)
 
     def masks(self) -> Tensor | None:
         """The masks in force of all segments, one after the other; None if there are none."""
