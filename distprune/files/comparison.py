@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,24 +44,24 @@ class Comparison:
         self._entries = [tensor.entry for tensor in plan.tensors]
         values = plan.inputs.values
         self._updated = frozenset[str]() if values is None else values.names
-        self._checksum: int | None = None
         shapes = {entry.name: entry.shape for entry in self._entries}
         self.masks = MaskFile(str(folder / MASK_FILE), shapes, {}, layout.starts)
 
-    def add(self, span: Span, piece: Piece, keep: Array) -> None:
+    def add(self, span: Span, piece: Piece) -> Array | None:
         """The mask is that of the recipe; the result is the source times the mask, with +0."""
-        entry, (first, bits, _) = self._entries[span.position], piece
+        entry, (first, bits, keep) = self._entries[span.position], piece
         kept = read_keep(self.masks, self.outputs, entry.name, first, first + len(bits))
         written: Array = np.empty_like(bits)
         start = entry.start + first * bits.itemsize
         read_into(self.outputs, str(self._folder / entry.file), start, written.data.cast("B"))
-        if entry.name in self._updated:  # the report has a checksum of what was kept
-            self._checksum = zlib.crc32(written.data.cast("B"), self._checksum or 0)
+        is_updated = entry.name in self._updated  # the report has a checksum of what was kept
+        if is_updated:
             bits = written
         self._note("wrong", entry.name, written != bits * kept, first)
         self._note("misplaced", entry.name, kept != keep, first)
         self.num_pruned += len(kept) - int(np.count_nonzero(kept))
         self.num_bytes += bits.nbytes
+        return written if is_updated else None
 
     def finish(self, span: Span) -> None:
         """No bits are set after the last element of a mask."""
@@ -71,10 +70,6 @@ class Comparison:
             end = -(-span.last // 8) * 8
             tail = read_keep(self.masks, self.outputs, entry.name, span.last, end)
             self._note("tail", entry.name, tail, span.last)
-
-    def take_checksum(self) -> int | None:
-        checksum, self._checksum = self._checksum, None
-        return checksum
 
     def compare_copy(self, sources: OpenFiles, unit: CopyUnit) -> Iterator[int]:
         """Read bytes that have to be equal; yields numbers of bytes."""

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from distprune.files.disk.access import (
     writing,
 )
 from distprune.files.errors import CheckpointError, OutputError
-from distprune.files.units import CopyUnit, Task
+from distprune.files.units import CopyUnit, Ranges, SpanUnit, Task, Unit
 
 # After a kill, the units of at most so many bytes have to be written again.
 _FLUSH_BYTES = 1 << 28
@@ -65,7 +65,6 @@ class Journal:
         self._outputs = outputs
         self._pending: list[str] = []
         self._num_bytes = 0
-        self._is_new = True
 
     def add(self, record: dict[str, Any], num_bytes: int) -> None:
         """Record a finished unit.
@@ -92,12 +91,9 @@ class Journal:
             return
         self._outputs.sync()
         lines = "".join(line + "\n" for line in self._pending).encode()
-        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        if self._is_new:
-            flags |= os.O_CREAT | os.O_EXCL
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         with writing(self._path):
             descriptor = os.open(self._path, flags, 0o600)
-            self._is_new = False
             try:
                 write_all(descriptor, lines)
                 os.fsync(descriptor)
@@ -111,26 +107,9 @@ def is_journal(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def read_records(work: Path, digest: str) -> dict[int, dict[str, Any]]:
-    """By number of a finished unit, its record by the last run that wrote it."""
-    records: dict[int, dict[str, Any]] = {}
-    for name in sorted(_journals(work), key=lambda name: (run_of(name), name)):
-        for line in read_small(work / name).split(b"\n")[:-1]:
-            record = unsealed(line, digest)
-            if record is not None:
-                records[record["unit"]] = record
-    return records
-
-
 def next_run(work: Path) -> int:
     """The number of a new run: one more than that of the last one."""
-    return max((run_of(name) for name in _journals(work)), default=-1) + 1
-
-
-def run_of(name: str) -> int:
-    """The number of the run that wrote a journal; -1 for a name that is not a journal's."""
-    match = _NAME.fullmatch(name)
-    return -1 if match is None else int(match[1])
+    return max((int(name.split("-")[1]) for name in _journals(work)), default=-1) + 1
 
 
 def sealed(value: Any, digest: str) -> str:
@@ -153,12 +132,24 @@ def _seal(text: str, digest: str) -> str:
 
 
 def _journals(work: Path) -> list[str]:
-    return [name for name in os.listdir(work) if is_journal(name)] if work.is_dir() else []
+    """The names of journals, in the order of their runs."""
+    return sorted(filter(is_journal, os.listdir(work))) if work.is_dir() else []
 
 
 def keep_prepared(task: Task, work: Path, value: Any) -> None:
     """Keep the JSON value that all units need, for the next run."""
     write_atomically(work / PREPARED_FILE, f"{sealed(value, task.digest)}\n".encode())
+
+
+def finished_units(task: Task, work: Path) -> dict[int, dict[str, Any]]:
+    """By number of a finished unit, its record by the last run that wrote it."""
+    records: dict[int, dict[str, Any]] = {}
+    for name in _journals(work):
+        for line in read_small(work / name).split(b"\n")[:-1]:
+            record = unsealed(line, task.digest)
+            if record is not None and 0 <= record["unit"] < len(task.units):
+                records[record["unit"]] = record
+    return dict(sorted(records.items()))
 
 
 def all_records(task: Task, work: Path) -> list[dict[str, Any]]:
@@ -167,7 +158,7 @@ def all_records(task: Task, work: Path) -> list[dict[str, Any]]:
     Raises:
         OutputError: some are missing, although all units are finished.
     """
-    records = read_records(work, task.digest)
+    records = finished_units(task, work)
     missing = [unit for unit in range(len(task.units)) if unit not in records]
     if missing:
         raise OutputError(
@@ -175,62 +166,27 @@ def all_records(task: Task, work: Path) -> list[dict[str, Any]]:
             f"{missing[0]}, although this run has finished them; it was changed during the run. "
             "Run the same command again: it does what is missing."
         )
-    return [records[unit] for unit in range(len(task.units))]
+    return list(records.values())
 
 
-def readable_units(task: Task, work: Path) -> dict[int, dict[str, Any]]:
-    """The records of the finished units, by number; none if the records cannot be read."""
-    with contextlib.suppress(OSError):
-        return _finished_units(task, work)
-    return {}
-
-
-def _finished_units(task: Task, work: Path) -> dict[int, dict[str, Any]]:
-    records = read_records(work, task.digest)
-    if not records:
-        return {}  # without cutting the work into units
-    return {number: each for number, each in records.items() if 0 <= number < len(task.units)}
-
-
-def is_empty(task: Task, work: Path) -> bool:
-    """Whether no unit is finished and nothing was prepared."""
-    return not readable_units(task, work) and not (work / PREPARED_FILE).exists()
-
-
-def usable(task: Task, folder: Path, work: Path) -> tuple[Any, list[Recorded], int]:
+def usable(task: Task, work: Path) -> tuple[Any, list[Recorded]]:
     """What the next run can use of an unfinished result.
 
     Args:
         task: it belongs to it.
-        folder: the unfinished result.
         work: the folder of journals in it.
 
     Returns:
-        The value of :func:`keep_prepared`, or None; the units whose files have their full size; and
-        how many units have lost a file.
+        The value of :func:`keep_prepared`, or None; and the finished units. If that value was
+        edited, units may have been made from another one: their checksums are left out.
     """
-    is_complete = {}
-    for name, size in task.sizes.items():
-        try:
-            is_complete[name] = os.lstat(folder / name).st_size == size
-        except OSError:
-            is_complete[name] = False
-    prepared = None
+    records, prepared, is_edited = finished_units(task, work), None, False
     with contextlib.suppress(OSError):
         prepared = unsealed(read_small(work / PREPARED_FILE), task.digest)
-        if prepared is None:  # edited: the units may have been made from another value
-            return None, [], len(readable_units(task, work))
-    finished = sorted(_finished_units(task, work).items())
-    units = [
-        (number, record.get("crc32", {}))
-        for number, record in finished
-        if all(is_complete[name] for name in task.ranges(task.units[number]))
+        is_edited = prepared is None
+    return prepared, [
+        (number, {} if is_edited else record.get("crc32", {})) for number, record in records.items()
     ]
-    return prepared, units, len(finished) - len(units)
-
-
-class _DamagedError(Exception):
-    """A unit is not as it was written."""
 
 
 def recheck(
@@ -250,50 +206,41 @@ def recheck(
     """
     with contextlib.closing(OpenFiles(os.O_RDONLY | os.O_NOFOLLOW)) as outputs:
         for number, checksums in recorded:
-            num_seen = 0
-            try:
-                for num_bytes in _compare(task, number, checksums, folder, sources, outputs):
-                    num_seen += num_bytes
-                    yield num_bytes
-            except _DamagedError:
+            unit = task.units[number]
+            is_whole = yield from _compare(
+                unit, task.ranges(unit), checksums, folder, sources, outputs
+            )
+            if not is_whole:
                 damaged.append(number)
-            yield task.units[number].num_bytes - num_seen
 
 
 def _compare(
-    task: Task,
-    number: int,
+    unit: Unit,
+    ranges: Ranges,
     checksums: dict[str, int],
     folder: Path,
     sources: OpenFiles,
     outputs: OpenFiles,
-) -> Iterator[int]:
-    """Compare a unit with its checksums, or a copy with the source; yields bytes."""
-    unit = task.units[number]
-    ranges = task.ranges(unit)
-    is_copy = isinstance(unit, CopyUnit)
-    if not is_copy and ranges.keys() != checksums.keys():
-        raise _DamagedError
+) -> Generator[int, None, bool]:
+    """Whether a unit fits its checksums, or a copy the source; yields bytes."""
+    if isinstance(unit, SpanUnit) and ranges.keys() != checksums.keys():
+        return False
     for name, runs in ranges.items():
         checksum = 0
-        pieces = (
-            (first, min(first + _PIECE, stop))
-            for start, stop in runs
-            for first in range(start, stop, _PIECE)
-        )
-        for first, last in pieces:
-            written = np.empty(last - first, np.uint8)
-            try:
-                read_into(outputs, str(folder / name), first, written.data)
-            except CheckpointError as error:
-                raise _DamagedError from error
-            if isinstance(unit, CopyUnit):
-                expected = np.empty_like(written)
-                read_into(sources, unit.path, first, expected.data)
-                if not np.array_equal(written, expected):
-                    raise _DamagedError
-            else:
+        for start, stop in runs:
+            for first in range(start, stop, _PIECE):
+                written = np.empty(min(_PIECE, stop - first), np.uint8)
+                try:
+                    read_into(outputs, str(folder / name), first, written.data)
+                except CheckpointError:
+                    return False
+                if isinstance(unit, CopyUnit):
+                    expected = np.empty_like(written)
+                    read_into(sources, unit.path, first, expected.data)
+                    if not np.array_equal(written, expected):
+                        return False
                 checksum = zlib.crc32(written.data, checksum)
-            yield len(written) if name != MASK_FILE else 0
-        if not is_copy and checksum != checksums[name]:
-            raise _DamagedError
+                yield len(written) if name != MASK_FILE else 0
+        if isinstance(unit, SpanUnit) and checksum != checksums[name]:
+            return False
+    return True

@@ -20,7 +20,7 @@ from distprune.selection.candidates import Candidates, PartCut
 from distprune.selection.cpu import lowest_of
 from distprune.selection.passes import natively
 
-# Which of some items are pruned.
+# Which of some items are kept.
 _Decide = Callable[[range], Array]
 
 
@@ -64,12 +64,12 @@ class LowestElements:
                 run = range(start, min(start + step, stretch.stop))
                 if bands is None:
                     with values.holding(run.start, run.stop) as bits:
-                        lowest = decide(run)
-                    yield Piece(run.start, bits, lowest)
+                        keep = decide(run)
+                    yield Piece(run.start, bits, keep)
                     continue
                 # A run of many tiles has more elements than fit into memory.
-                for index, lowest in bands.spread(decide(run), run.start * size, CHUNK):
-                    yield Piece(index, values.read_bits(index, index + len(lowest)), lowest)
+                for index, keep in bands.spread(decide(run), run.start * size, CHUNK):
+                    yield Piece(index, values.read_bits(index, index + len(keep)), keep)
 
     def _stretches(self, position: int, items: range) -> Iterator[tuple[range, int, _Decide]]:
         """Runs of items, how many to decide on at a time, and how to decide."""
@@ -79,7 +79,7 @@ class LowestElements:
         cut, blocks = self._cuts.tensors[position], tensor.blocks
         if blocks is None:
             assert cut is not None  # it is ranked together with others
-            yield items, step, functools.partial(self._before, *natively(part, cut))
+            yield items, step, functools.partial(self._after, *natively(part, cut))
         elif is_too_large(blocks):
             for start in range(items.start, items.stop, blocks.band):
                 columns = ColumnCuts(part, start, blocks)
@@ -96,33 +96,29 @@ class LowestElements:
                 cut = cut_of_block(self._plan, self._source, position, block, blocks.num_pruned)
                 if tensor.num_blocks == 1 and blocks.num_pruned:
                     self._thresholds[position] = cut.cut.threshold
-                decide = functools.partial(self._before_in_block, part, position, cut)
+                decide = functools.partial(self._after_in_block, part, position, cut)
                 yield block, step, decide
 
-    def _before(self, part: Candidates, cut: PartCut, items: range) -> Array:
-        keep = cpu.kept_at(part, items, cut.position, cut.cut, self._scratch)
-        lowest: Array = np.logical_not(keep, out=keep)
-        return lowest
+    def _after(self, part: Candidates, cut: PartCut, items: range) -> Array:
+        return cpu.kept_at(part, items, cut.position, cut.cut, self._scratch)
 
-    def _before_in_block(
-        self, part: Candidates, position: int, cut: PartCut, items: range
-    ) -> Array:
-        lowest = self._before(part, cut, items)
+    def _after_in_block(self, part: Candidates, position: int, cut: PartCut, items: range) -> Array:
+        keep = self._after(part, cut, items)
         if self._plan.recipe.nan == "keep":
-            self._count_nan(position, self._keys(part, items), lowest)
-        return lowest
+            self._count_nan(position, self._keys(part, items), ~keep)
+        return keep
 
     def _alone(
         self, part: Candidates, position: int, lowest_of: Callable[[Array], Array], items: range
     ) -> Array:
-        """The lowest of a tensor's own blocks; refuses or counts NaN, and notes its threshold."""
+        """All but the lowest of a tensor's blocks; refuses or counts NaN, notes the threshold."""
         keys = self._keys(part, items)
         lowest = lowest_of(keys)
         self._count_nan(position, keys, lowest)
         if self._plan.tensors[position].num_blocks == 1 and lowest.any():
             largest = max(self._thresholds.get(position, 0), int(keys[lowest].max()))
             self._thresholds[position] = largest
-        return lowest
+        return ~lowest
 
     def _keys(self, part: Candidates, items: range) -> Array:
         keys: Array = part.keys.load(items.start, items.stop, self._scratch).values.numpy()

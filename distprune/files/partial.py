@@ -47,11 +47,11 @@ from distprune.files.disk.destination import (
 )
 from distprune.files.errors import CheckpointError, OutputError
 from distprune.files.journals import (
+    PREPARED_FILE,
     SMALL_FILES,
-    is_empty,
+    finished_units,
     is_journal,
     next_run,
-    readable_units,
     usable,
 )
 from distprune.files.places import (
@@ -102,8 +102,7 @@ class Partial:
         Returns:
             A value of JSON. ``finished``: the texts of the report and of its run if the destination
             is the result of this task, else None. In the latter case also ``run``, a number for the
-            journals, and from :func:`~distprune.files.journals.usable` ``prepared``, ``units`` and
-            ``num_lost``.
+            journals, and from :func:`~distprune.files.journals.usable` ``prepared`` and ``units``.
 
         Raises:
             OutputError: the destination exists or is in use, the unfinished result of another task
@@ -120,15 +119,10 @@ class Partial:
         self._check_taken()
         self._check_others()
         self._open_folder()
-        prepared, units, num_lost = usable(self._task, self.folder, self.work)
+        prepared, units = usable(self._task, self.work)
         self._allocate()
-        return {
-            "finished": None,
-            "run": next_run(self.work),
-            "units": units,
-            "num_lost": num_lost,
-            "prepared": prepared,
-        }
+        run = next_run(self.work)
+        return {"finished": None, "run": run, "units": units, "prepared": prepared}
 
     def complete(
         self,
@@ -187,17 +181,15 @@ class Partial:
         Args:
             only_if_empty: keep it if a unit is finished or something was prepared.
         """
-        if not self.is_open or (only_if_empty and not is_empty(self._task, self.work)):
-            return
-        shutil.rmtree(self.folder, ignore_errors=True)
+        is_kept = only_if_empty and (self._finished() or (self.work / PREPARED_FILE).exists())
+        if self.is_open and not is_kept:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def left(self) -> str:
         """A sentence on what is on the disk after a stop, and what to do with it."""
         if not self.folder.is_dir():
             return "Nothing was left on the disk."
-        num_bytes = sum(
-            self._task.units[number].num_bytes for number in readable_units(self._task, self.work)
-        )
+        num_bytes = sum(self._task.units[number].num_bytes for number in self._finished())
         return (
             f"{self.folder} keeps the finished part, "
             f"{format_size(num_bytes)} of "
@@ -205,6 +197,12 @@ class Partial:
             f"{format_size(folder_bytes(self.folder))} of the disk: run the same command again to "
             f"resume, or {DISCARD_HINT}."
         )
+
+    def _finished(self) -> Iterable[int]:
+        """The numbers of the finished units; none if the journals cannot be read."""
+        with contextlib.suppress(OSError):
+            return finished_units(self._task, self.work)
+        return ()
 
     def _find_finished(self) -> list[str] | None:
         """The texts of the report and of its run if the destination is this task's result."""

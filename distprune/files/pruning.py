@@ -177,7 +177,7 @@ class RankedMasks:
         entry = self._plan.tensors[position].entry
         keep: Array = np.empty(entry.numel, dtype=np.bool_)
         for piece in self._lowest.pieces(Span(position, 0, entry.numel)):
-            np.logical_not(piece.lowest, out=keep[piece.first : piece.first + len(piece.lowest)])
+            keep[piece.first : piece.first + len(piece.keep)] = piece.keep
         return keep.reshape(entry.shape)
 
     def close(self) -> None:

@@ -121,7 +121,7 @@ class Run:
         if self.prepared is None:
             team.expect("count", bytes_to_prepare)
         team.expect("write", task.num_bytes, num_recorded)
-        if not checksums and not state["num_lost"]:
+        if not checksums:
             return
         with self.timing("check"):
             self._finished = self._recheck(checksums, num_recorded)
@@ -129,7 +129,7 @@ class Run:
         self._tell(
             f"Resuming: {format_size(num_bytes)} of {format_size(task.num_bytes)} are finished."
         )
-        num_damaged = len(checksums) - len(self._finished) + state["num_lost"]
+        num_damaged = len(checksums) - len(self._finished)
         if num_damaged:
             parts = "finished part is" if num_damaged == 1 else "finished parts are"
             self._tell(f"{num_damaged} {parts} missing or damaged and will be written again.")

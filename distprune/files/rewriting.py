@@ -44,16 +44,16 @@ class Piece(NamedTuple):
     Attributes:
         first: index of the first one.
         bits: as they are stored.
-        lowest: bool, which of them are pruned; valid until the next piece.
+        keep: bool, which of them are kept; valid until the next piece.
     """
 
     first: int
     bits: Array
-    lowest: Array
+    keep: Array
 
 
 class Pieces(Protocol):
-    """Says which elements of a span are pruned."""
+    """Says which elements of a span are kept."""
 
     def pieces(self, span: Span) -> Iterator[Piece]:
         """The elements of a span, in their order."""
@@ -67,16 +67,16 @@ class Pieces(Protocol):
 class Sink(Protocol):
     """Takes the pieces of a span, one after the other."""
 
-    def add(self, span: Span, piece: Piece, keep: Array) -> None:
-        """Take a piece, of which the elements in ``keep`` stay; may overwrite its bits."""
+    def add(self, span: Span, piece: Piece) -> Array | None:
+        """Take a piece; may overwrite its bits.
+
+        Returns:
+            What stands in its place, if values of kept elements are not those of the source.
+        """
         ...
 
     def finish(self, span: Span) -> None:
         """Note that all pieces of a span were added."""
-        ...
-
-    def take_checksum(self) -> int | None:
-        """Of what was written since the last call where values are not those of the source."""
         ...
 
 
@@ -85,7 +85,8 @@ def rewritten(unit: SpanUnit, pieces: Pieces, sink: Sink, record: dict[str, Any]
 
     Args:
         record: at the end it gets counts, by position of a tensor: how many elements were pruned,
-            how many were zero in the source, and those of the pieces.
+            how many were zero in the source, and those of the pieces; and a checksum of what stands
+            where values of kept elements are not those of the source.
     """
     pieces.take_counts()
     pruned: Counter[int] = Counter()
@@ -94,17 +95,17 @@ def rewritten(unit: SpanUnit, pieces: Pieces, sink: Sink, record: dict[str, Any]
         pruned[span.position] += 0
         for piece in pieces.pieces(span):
             num_bytes = piece.bits.nbytes
-            pruned[span.position] += int(np.count_nonzero(piece.lowest))
+            pruned[span.position] += len(piece.keep) - int(np.count_nonzero(piece.keep))
             num_zero = len(piece.bits) - int(np.count_nonzero(piece.bits << 1))
             if num_zero:
                 zero[span.position] += num_zero
-            sink.add(span, piece, ~piece.lowest)
+            values = sink.add(span, piece)
+            if values is not None:
+                record["values"] = zlib.crc32(values.data.cast("B"), record.get("values", 0))
             yield num_bytes
         sink.finish(span)
     counts = {"pruned": dict(pruned), "zero": dict(zero), **pieces.take_counts()}
     record |= {what: of_tensors for what, of_tensors in counts.items() if of_tensors}
-    if (checksum := sink.take_checksum()) is not None:
-        record["values"] = checksum
 
 
 class MaskedElements:
@@ -139,10 +140,10 @@ class MaskedElements:
             raw = np.empty((last - first) * form.num_bytes, np.uint8)
             offset = entry.start + first * form.num_bytes
             read_into(self._files, self._paths[entry.file], offset, raw.data)
-            pruned = ~read_keep(self._masks, self._files, entry.name, first, last)
-            num_zeroed = int(np.count_nonzero(pruned & (form.magnitudes(raw) != 0)))
+            keep = read_keep(self._masks, self._files, entry.name, first, last)
+            num_zeroed = int(np.count_nonzero(~keep & (form.magnitudes(raw) != 0)))
             self._num_zeroed[position] = self._num_zeroed.get(position, 0) + num_zeroed
-            yield Piece(first, raw.view(form.bits), pruned)
+            yield Piece(first, raw.view(form.bits), keep)
 
     def take_counts(self) -> Counts:
         """How many pruned elements were not zero before."""
@@ -209,36 +210,29 @@ class FileSink:
         values: KeptValues | None = None,
     ) -> None:
         self._values = None if values is None else ValueReader(values, entries)
-        self._checksum: int | None = None
         self.outputs = OpenFiles(WRITE)
         self._folder = folder
         self._entries = entries
         self._layout = layout
         self._masks: MaskWriter | None = None
 
-    def add(self, span: Span, piece: Piece, keep: Array) -> None:
+    def add(self, span: Span, piece: Piece) -> Array | None:
         entry, bits = self._entries[span.position], piece.bits
         is_new = self._values is not None and self._values.read(entry.name, piece.first, bits)
-        np.multiply(bits, keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
-        if is_new:
-            self._checksum = zlib.crc32(bits.data.cast("B"), self._checksum or 0)
+        np.multiply(bits, piece.keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
         start = entry.start + piece.first * bits.itemsize
         write_from(self.outputs, str(self._folder / entry.file), start, bits.data)
-        if self._layout is None:
-            return
-        if self._masks is None:
-            start = self._layout.starts[entry.name] + span.first // 8
-            self._masks = MaskWriter(self.outputs, str(self._folder / MASK_FILE), start)
-        self._masks.add(keep)
+        if self._layout is not None:
+            if self._masks is None:
+                start = self._layout.starts[entry.name] + span.first // 8
+                self._masks = MaskWriter(self.outputs, str(self._folder / MASK_FILE), start)
+            self._masks.add(piece.keep)
+        return bits if is_new else None
 
     def finish(self, span: Span) -> None:
         if self._masks is not None:
             self._masks.finish()
             self._masks = None
-
-    def take_checksum(self) -> int | None:
-        checksum, self._checksum = self._checksum, None
-        return checksum
 
     def close(self) -> None:
         """Close all files."""
