@@ -220,7 +220,7 @@ def _complete(
     run: RunFacts,
 ) -> None:
     """Write the report, and what else stands beside the weights and masks."""
-    report = make_report(plan, source, cuts, records, run)
+    report = make_report(plan, (source, cuts), records, run)
     check_counts(report, plan)
     card = card_of(plan, report)
     others: dict[str, bytes | Iterable[bytes]] = {} if card is None else {CARD_FILE: card}

@@ -45,7 +45,7 @@ from distprune.files.partial import RECIPE_FILE, check_unchanged
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, bytes_to_count, plan
 from distprune.files.reading import Source
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.building import make_report, report_by_masks, with_digest
+from distprune.files.reports.building import make_report, with_digest
 from distprune.files.reports.model_card import card_problem
 from distprune.files.reports.report import (
     REPORT_FILE,
@@ -231,9 +231,8 @@ def _verified(team: Team, result: _Result) -> VerifyReport:
                     records.append(record)
 
         def derive() -> Report:
-            if cuts is None:
-                return report_by_masks(plan, records, result.report)
-            return make_report(plan, source, cuts, records, result.report.run)
+            ranking = result.report if cuts is None else (source, cuts)
+            return make_report(plan, ranking, records, result.report.run)
 
         team.begin("verify", sum(unit.num_bytes for _, unit in units))
         team.work(steps())
