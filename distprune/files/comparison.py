@@ -21,7 +21,7 @@ _PIECE = 8 << 20  # bytes
 
 
 class Comparison:
-    """Compares a result with what ``prune`` writes; see ``rewriting.Sink``.
+    """Compares a result with what ``prune`` writes; its method ``add`` is a ``rewriting.Sink``.
 
     Args:
         folder: the result.
@@ -48,7 +48,10 @@ class Comparison:
         self.masks = MaskFile(str(folder / MASK_FILE), shapes, {}, layout.starts)
 
     def add(self, span: Span, piece: Piece) -> Array | None:
-        """The mask is that of the recipe; the result is the source times the mask, with +0."""
+        """The mask is that of the recipe; the result is the source times the mask, with +0.
+
+        No bits are set after the last element of a mask.
+        """
         entry, (first, bits, keep) = self._entries[span.position], piece
         kept = read_keep(self.masks, self.outputs, entry.name, first, first + len(bits))
         written: Array = np.empty_like(bits)
@@ -61,15 +64,11 @@ class Comparison:
         self._note("misplaced", entry.name, kept != keep, first)
         self.num_pruned += len(kept) - int(np.count_nonzero(kept))
         self.num_bytes += bits.nbytes
+        last = first + len(bits)
+        if last == entry.numel and last % 8:
+            tail = read_keep(self.masks, self.outputs, entry.name, last, -(-last // 8) * 8)
+            self._note("tail", entry.name, tail, last)
         return written if is_updated else None
-
-    def finish(self, span: Span) -> None:
-        """No bits are set after the last element of a mask."""
-        entry = self._entries[span.position]
-        if span.last == entry.numel and span.last % 8:
-            end = -(-span.last // 8) * 8
-            tail = read_keep(self.masks, self.outputs, entry.name, span.last, end)
-            self._note("tail", entry.name, tail, span.last)
 
     def compare_copy(self, sources: OpenFiles, unit: CopyUnit) -> Iterator[int]:
         """Read bytes that have to be equal; yields numbers of bytes."""

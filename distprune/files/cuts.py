@@ -19,7 +19,7 @@ from distprune._common.amount import Bounds, bound_met
 from distprune._common.collectives import Communicator
 from distprune._common.naming import subject_of
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
-from distprune.files.planning import Plan, PlannedGroup
+from distprune.files.planning import Plan, PlannedGroup, bytes_to_count
 from distprune.files.reading import Source
 from distprune.files.selecting import check_budget
 from distprune.files.team import Team
@@ -89,13 +89,14 @@ class Cuts:
         )
 
 
-def find_cuts(team: Team, plan: Plan, source: Source) -> Cuts:
+def find_cuts(team: Team, plan: Plan, source: Source, known: Any = None) -> Cuts:
     """Find where the ranking of each group is cut. Collective.
 
     Args:
-        team: the ranks; :meth:`Team.begin` was called.
+        team: the ranks.
         plan: what to do.
         source: of the plan.
+        known: the JSON of cuts that were found earlier, so that only sums are missing; or None.
 
     Raises:
         NaNError: a selected tensor has NaN, and the recipe does not keep them; on every rank.
@@ -108,7 +109,12 @@ def find_cuts(team: Team, plan: Plan, source: Source) -> Cuts:
     they are so many that the keys around the cut do not fit into memory. No read of random scores.
     Memory: tallies of up to 48 MiB, or 36 MiB of keys.
     """
-    add_up(team, plan, source)
+    if known is None:
+        team.begin("count", bytes_to_count(plan))
+    with _errors_of_files(plan):
+        source.add_up(team)
+    if known is not None:
+        return Cuts.from_json(known)
     cuts: list[GroupCut | None] = [None] * len(plan.groups)
     of_tensors: list[PartCut | None] = [None] * len(plan.tensors)
     divisors: list[float | None] = [None] * len(plan.tensors)
@@ -145,16 +151,6 @@ def find_cuts(team: Team, plan: Plan, source: Source) -> Cuts:
             cuts[number] = GroupCut(selection.cut.threshold, *ties)
         num_nan |= {part.name: nan for part, nan in zip(parts, counts, strict=True) if nan}
     return Cuts(tuple(cuts), tuple(of_tensors), num_nan, tuple(divisors))
-
-
-def add_up(team: Team, plan: Plan, source: Source) -> None:
-    """:meth:`Source.add_up`, with errors that name the checkpoint. Collective.
-
-    Raises:
-        NaNError, CheckpointError: a weight is NaN or infinite; on every rank.
-    """
-    with _errors_of_files(plan):
-        source.add_up(team)
 
 
 def cut_of_block(

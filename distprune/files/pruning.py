@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from distprune._common.collectives import Communicator
 from distprune._common.memory import Array
 from distprune._common.process_groups import world
 from distprune.files.checkpoints.mask_files import mask_layout
-from distprune.files.cuts import Cuts, add_up, find_cuts
+from distprune.files.cuts import Cuts, find_cuts
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.journals import keep_prepared
 from distprune.files.lowest import LowestElements
@@ -131,22 +132,13 @@ def prune(
         if run.texts is None:
             with run.timing("count"):
                 known = cuts if run.prepared is None else run.prepared
-                found = _cuts_of(team, plan, source, known)
+                found = find_cuts(team, plan, source, known)
                 if known is None and any(group.recipe.is_global for group in plan.groups):
                     team.from_leader(keep_prepared, task, run.partial.work, found.to_json())
-            run.write(LowestElements(plan, source, found))
+            run.write(LowestElements(plan, source, found).pieces)
             run.publish(functools.partial(_complete, plan, source, found))
     assert run.texts is not None  # it is published
     return parse_report(*run.texts)
-
-
-def _cuts_of(team: Team, plan: Plan, source: Source, known: Any) -> Cuts:
-    """Where rankings are cut: as it is known from an earlier search, or found. Collective."""
-    if known is not None:
-        add_up(team, plan, source)
-        return Cuts.from_json(known)
-    team.begin("count", bytes_to_count(plan))
-    return find_cuts(team, plan, source)
 
 
 class RankedMasks:
@@ -167,7 +159,7 @@ class RankedMasks:
         self._source = Source(plan, functools.partial(team.did_in, "count"))
         self._positions = {tensor.entry.name: i for i, tensor in enumerate(plan.tensors)}
         self._plan = plan
-        found = _cuts_of(team, plan, self._source, cuts)
+        found = find_cuts(team, plan, self._source, cuts)
         self.cuts = found.to_json()
         self._lowest = LowestElements(plan, self._source, found)
 
@@ -176,7 +168,8 @@ class RankedMasks:
         position = self._positions[name]
         entry = self._plan.tensors[position].entry
         keep: Array = np.empty(entry.numel, dtype=np.bool_)
-        for piece in self._lowest.pieces(Span(position, 0, entry.numel)):
+        span = Span(position, 0, entry.numel)
+        for piece in self._lowest.pieces(span, defaultdict(Counter)):
             keep[piece.first : piece.first + len(piece.keep)] = piece.keep
         return keep.reshape(entry.shape)
 

@@ -227,7 +227,7 @@ class Run:
                     self._sources, unit.path, outputs, output, unit.start, unit.stop
                 )
             else:
-                yield from rewritten(unit, pieces, sink, record)
+                yield from rewritten(unit, pieces, sink.add, record)
                 record["crc32"] = {
                     str(Path(path).relative_to(folder)): checksum
                     for path, checksum in outputs.take_checksums().items()

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from distprune._common import mask_bits
 from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.memory import Array
 from distprune.files.checkpoints.checkpoint import Checkpoint
@@ -26,7 +27,6 @@ from distprune.files.checkpoints.mask_files import (
     MASK_FILE,
     MaskFile,
     MaskLayout,
-    MaskWriter,
     read_keep,
 )
 from distprune.files.disk.access import WRITE, OpenFiles, read_into, write_from
@@ -34,8 +34,9 @@ from distprune.files.errors import CheckpointError
 from distprune.files.kept_values import KeptValues
 from distprune.files.units import Span, SpanUnit
 
-_CHUNK = 1 << 20  # elements of a piece; a multiple of 8
-Counts = dict[str, dict[int, int]]  # by what is counted, by position of a tensor
+_CHUNK = 1 << 20  # elements of a piece
+# By what is counted for the report, by position of a tensor.
+Counts = defaultdict[str, Counter[int]]
 
 
 class Piece(NamedTuple):
@@ -52,32 +53,11 @@ class Piece(NamedTuple):
     keep: Array
 
 
-class Pieces(Protocol):
-    """Says which elements of a span are kept."""
-
-    def pieces(self, span: Span) -> Iterator[Piece]:
-        """The elements of a span, in their order."""
-        ...
-
-    def take_counts(self) -> Counts:
-        """What was counted in the pieces since the last call, for the report."""
-        ...
-
-
-class Sink(Protocol):
-    """Takes the pieces of a span, one after the other."""
-
-    def add(self, span: Span, piece: Piece) -> Array | None:
-        """Take a piece; may overwrite its bits.
-
-        Returns:
-            What stands in its place, if values of kept elements are not those of the source.
-        """
-        ...
-
-    def finish(self, span: Span) -> None:
-        """Note that all pieces of a span were added."""
-        ...
+# The elements of a span in their order, and which of them are kept; adds to the counts.
+Pieces = Callable[[Span, Counts], Iterator[Piece]]
+# Takes the pieces of a span, one after the other, and may overwrite their bits. Returns what stands
+# in the place of a piece, if values of kept elements are not those of the source.
+Sink = Callable[[Span, Piece], Array | None]
 
 
 def rewritten(unit: SpanUnit, pieces: Pieces, sink: Sink, record: dict[str, Any]) -> Iterator[int]:
@@ -88,28 +68,26 @@ def rewritten(unit: SpanUnit, pieces: Pieces, sink: Sink, record: dict[str, Any]
             how many were zero in the source, and those of the pieces; and a checksum of what stands
             where values of kept elements are not those of the source.
     """
-    pieces.take_counts()
-    pruned: Counter[int] = Counter()
-    zero: Counter[int] = Counter()
+    counts: Counts = defaultdict(Counter)
     for span in unit.spans:
-        pruned[span.position] += 0
-        for piece in pieces.pieces(span):
+        counts["pruned"][span.position] += 0
+        for piece in pieces(span, counts):
             num_bytes = piece.bits.nbytes
-            pruned[span.position] += len(piece.keep) - int(np.count_nonzero(piece.keep))
+            counts["pruned"][span.position] += len(piece.keep) - int(np.count_nonzero(piece.keep))
             num_zero = len(piece.bits) - int(np.count_nonzero(piece.bits << 1))
             if num_zero:
-                zero[span.position] += num_zero
-            values = sink.add(span, piece)
+                counts["zero"][span.position] += num_zero
+            values = sink(span, piece)
             if values is not None:
                 record["values"] = zlib.crc32(values.data.cast("B"), record.get("values", 0))
             yield num_bytes
-        sink.finish(span)
-    counts = {"pruned": dict(pruned), "zero": dict(zero), **pieces.take_counts()}
-    record |= {what: of_tensors for what, of_tensors in counts.items() if of_tensors}
+    record |= counts
 
 
-class MaskedElements:
-    """What existing masks prune of the tensors of a checkpoint; see :class:`Pieces`.
+def masked_pieces(
+    checkpoint: Checkpoint, entries: Sequence[TensorEntry], files: OpenFiles, masks: MaskFile
+) -> Pieces:
+    """What existing masks keep of the tensors of a checkpoint.
 
     Args:
         checkpoint: has the tensors.
@@ -117,38 +95,22 @@ class MaskedElements:
         files: opens the files of the checkpoint and of the masks.
         masks: one for each tensor.
     """
+    paths = {file.name: file.path for file in checkpoint.files}
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        entries: Sequence[TensorEntry],
-        files: OpenFiles,
-        masks: MaskFile,
-    ) -> None:
-        self._entries = entries
-        self._masks = masks
-        self._files = files
-        self._paths = {file.name: file.path for file in checkpoint.files}
-        self._num_zeroed: dict[int, int] = {}
-
-    def pieces(self, span: Span) -> Iterator[Piece]:
-        """The elements of a span, with what their mask prunes."""
-        position, entry = span.position, self._entries[span.position]
+    def pieces(span: Span, counts: Counts) -> Iterator[Piece]:
+        entry = entries[span.position]
         form = PLAIN_FLOATS[entry.dtype]
         for first in range(span.first, span.last, _CHUNK):
             last = min(first + _CHUNK, span.last)
             raw = np.empty((last - first) * form.num_bytes, np.uint8)
             offset = entry.start + first * form.num_bytes
-            read_into(self._files, self._paths[entry.file], offset, raw.data)
-            keep = read_keep(self._masks, self._files, entry.name, first, last)
-            num_zeroed = int(np.count_nonzero(~keep & (form.magnitudes(raw) != 0)))
-            self._num_zeroed[position] = self._num_zeroed.get(position, 0) + num_zeroed
+            read_into(files, paths[entry.file], offset, raw.data)
+            keep = read_keep(masks, files, entry.name, first, last)
+            is_zeroed = ~keep & (form.magnitudes(raw) != 0)
+            counts["zeroed"][span.position] += int(np.count_nonzero(is_zeroed))
             yield Piece(first, raw.view(form.bits), keep)
 
-    def take_counts(self) -> Counts:
-        """How many pruned elements were not zero before."""
-        counts, self._num_zeroed = {"zeroed": self._num_zeroed}, {}
-        return counts
+    return pieces
 
 
 class ValueReader:
@@ -214,25 +176,26 @@ class FileSink:
         self._folder = folder
         self._entries = entries
         self._layout = layout
-        self._masks: MaskWriter | None = None
+        self._rest = np.empty(0, dtype=bool)  # of a mask, less than a byte
 
     def add(self, span: Span, piece: Piece) -> Array | None:
-        entry, bits = self._entries[span.position], piece.bits
-        is_new = self._values is not None and self._values.read(entry.name, piece.first, bits)
-        np.multiply(bits, piece.keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
-        start = entry.start + piece.first * bits.itemsize
+        """Write a piece and its mask; see :data:`Sink`."""
+        entry, (first, bits, keep) = self._entries[span.position], piece
+        is_new = self._values is not None and self._values.read(entry.name, first, bits)
+        np.multiply(bits, keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
+        start = entry.start + first * bits.itemsize
         write_from(self.outputs, str(self._folder / entry.file), start, bits.data)
         if self._layout is not None:
-            if self._masks is None:
-                start = self._layout.starts[entry.name] + span.first // 8
-                self._masks = MaskWriter(self.outputs, str(self._folder / MASK_FILE), start)
-            self._masks.add(piece.keep)
+            num_whole = len(self._rest) + len(keep)
+            if first + len(keep) < span.last:
+                num_whole -= num_whole % 8
+            start = self._layout.starts[entry.name] + (first - len(self._rest)) // 8
+            keep = np.concatenate([self._rest, keep]) if len(self._rest) else keep
+            self._rest = keep[num_whole:].copy()
+            if num_whole:
+                packed = mask_bits.pack(keep[:num_whole])
+                write_from(self.outputs, str(self._folder / MASK_FILE), start, packed.data)
         return bits if is_new else None
-
-    def finish(self, span: Span) -> None:
-        if self._masks is not None:
-            self._masks.finish()
-            self._masks = None
 
     def close(self) -> None:
         """Close all files."""

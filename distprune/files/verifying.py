@@ -42,7 +42,7 @@ from distprune.files.errors import (
 from distprune.files.kept_values import KeptValues
 from distprune.files.lowest import LowestElements
 from distprune.files.partial import RECIPE_FILE, check_unchanged
-from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, bytes_to_count, plan
+from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
 from distprune.files.reading import Source
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.building import make_report, with_digest
@@ -57,7 +57,7 @@ from distprune.files.reports.report import (
     read_text,
     recipe_of,
 )
-from distprune.files.rewriting import MaskedElements, Pieces, rewritten
+from distprune.files.rewriting import Pieces, masked_pieces, rewritten
 from distprune.files.team import Progress, Team
 from distprune.files.text import printable
 from distprune.files.units import CopyUnit, Unit, copy_units, prune_units, units_by_rank
@@ -208,7 +208,6 @@ def _verified(team: Team, result: _Result) -> VerifyReport:
         team.expect("verify", sum(unit.num_bytes for unit in result.units))
         cuts = None
         if result.has_order:
-            team.begin("count", bytes_to_count(plan))
             cuts = find_cuts(team, plan, source)
         units = [(i, unit) for i, unit in enumerate(result.units) if result.is_readable(unit)]
         mine = units_by_rank(units, team.size)[team.index]
@@ -217,9 +216,9 @@ def _verified(team: Team, result: _Result) -> VerifyReport:
         def steps() -> Iterator[int]:
             entries = [tensor.entry for tensor in plan.tensors]
             pieces: Pieces = (
-                MaskedElements(plan.checkpoint, entries, source.files, comparison.masks)
+                masked_pieces(plan.checkpoint, entries, source.files, comparison.masks)
                 if cuts is None
-                else LowestElements(plan, source, cuts)
+                else LowestElements(plan, source, cuts).pieces
             )
             for number in mine:
                 unit = result.units[number]
@@ -227,7 +226,7 @@ def _verified(team: Team, result: _Result) -> VerifyReport:
                     yield from comparison.compare_copy(source.files, unit)
                 else:
                     record: dict[str, Any] = {"unit": number}
-                    yield from rewritten(unit, pieces, comparison, record)
+                    yield from rewritten(unit, pieces, comparison.add, record)
                     records.append(record)
 
         def derive() -> Report:
