@@ -13,7 +13,7 @@ import torch
 from kinds_of_recipes import RECIPES, tensors
 
 from distprune._common.process_groups import world
-from distprune.files import comparison, planning, pruning
+from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoints.header import read_header
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
 from distprune.files.errors import CheckpointError, FilesError, Interrupted
@@ -615,7 +615,7 @@ def broken_on_one(target, source):
         def fail(*_):
             raise CheckpointError("a file went away")
 
-        with mock.patch.object(comparison, "read_keep", fail):
+        with mock.patch.object(verifying, "read_keep", fail):
             return found_here(target, source)
     return found_here(target, source)
 

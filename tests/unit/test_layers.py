@@ -72,7 +72,6 @@ FILES_ROOMS = [
     "text", "errors", "team", "disk", "recipe", "checkpoints", "layouts", "selecting", "dividing",
     "matching", "kept_values", "scoring", "planning", "tiles", "reading", "cuts", "units",
     "rewriting", "lowest", "reports", "journals", "places", "partial", "results",
-    "comparison",
 ]  # fmt: skip
 FILES_COMMANDS = {"pruning", "applying", "verifying", "inspecting", "converting"}
 
