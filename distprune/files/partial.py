@@ -61,7 +61,9 @@ from distprune.files.places import (
     check_replaceable,
     has_replaced,
     put,
+    remove_folder,
     settle,
+    sync_folders,
 )
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE
 from distprune.files.text import format_size
@@ -146,9 +148,7 @@ class Partial:
             write_atomically(self.folder / name, data)
         write_atomically(self.folder / RECIPE_FILE, recipe)
         write_atomically(self.folder / RUN_FILE, run)
-        with writing(self.folder):
-            for folder, _, _ in os.walk(self.folder):
-                sync_folder(folder)
+        sync_folders(self.folder)
         write_atomically(self.folder / REPORT_FILE, report)
         self._texts = [report.decode(), run.decode()]
 
@@ -166,7 +166,7 @@ class Partial:
         self._check_contents(is_complete=True)
         self._check_taken()
         with writing(self.destination):
-            self._remove(self._aside)
+            remove_folder(self._aside)
             os.rename(self.work, self._aside)
             sync_folder(self.folder / SIDECAR)
             # Until now only its owner had access; from now on, the permissions of the source.
@@ -226,7 +226,7 @@ class Partial:
         if os.path.lexists(self.lock.path) or remains:
             with contextlib.suppress(OutputError):
                 self.lock.acquire()
-                self._remove(self._aside)
+                remove_folder(self._aside)
                 settle(self.destination)
 
     def _check_taken(self) -> None:
@@ -263,7 +263,7 @@ class Partial:
                 self.folder.mkdir(mode=0o700)
             if self._aside.exists():
                 if self.work.exists():  # then the one aside is of an earlier run
-                    self._remove(self._aside)
+                    remove_folder(self._aside)
                 else:  # killed, or failed, just before the last rename
                     os.rename(self._aside, self.work)
             os.chmod(self.folder, 0o700)
@@ -281,40 +281,35 @@ class Partial:
         """
         sizes = self._task.sizes
         last = {RECIPE_FILE, REPORT_FILE, RUN_FILE, *self._task.written_last}
-        files = {*sizes, *last}
-        small = {name + NEW for name in last}
-        work = {f"{_WORK}/{name}" for name in SMALL_FILES}
-        folders = {str(up) for name in (*files, *work) for up in Path(name).parents}
+        files = {*sizes, *last, *(name + NEW for name in last)}
+        files |= {f"{_WORK}/{name}" for name in SMALL_FILES}
+        folders = {str(up) for name in files for up in Path(name).parents}
         folders |= {name for name, _ in self._task.checkpoint.folders}
         with writing(self.folder):
             for folder, inner, names in os.walk(self.folder, onerror=_raise):
-                parent = Path(folder)
-                for name in inner:
-                    check_own_folder(parent / name)
-                    if str((parent / name).relative_to(self.folder)) not in folders:
-                        raise self._unknown(parent / name)
-                for name in names:
-                    path = parent / name
-                    check_own_file(str(path), path)
+                for name in (*inner, *names):
+                    path = Path(folder, name)
                     inside = str(path.relative_to(self.folder))
-                    is_record = parent == self.work and is_journal(name)
-                    if not is_record and inside not in files | small | work:
-                        raise self._unknown(path)
-            if is_complete:
-                for name, size in sizes.items():
-                    actual = os.stat(self.folder / name).st_size
-                    if actual != size:
+                    if name in inner:
+                        check_own_folder(path)
+                        is_known = inside in folders
+                    else:
+                        check_own_file(str(path), path)
+                        is_journal_here = path.parent == self.work and is_journal(name)
+                        is_known = is_journal_here or inside in files
+                    if not is_known:
                         raise OutputError(
-                            f"{self.folder / name} has {actual} bytes; expected {size}. It was "
-                            "changed during the run. Run the same command again: it writes that "
-                            "file again."
+                            f"{path} was not written by distprune; expected only files of the "
+                            f"result, since all of {self.folder} is published. Remove it, or "
+                            f"{DISCARD_HINT}."
                         )
-
-    def _unknown(self, path: Path) -> OutputError:
-        return OutputError(
-            f"{path} was not written by distprune; expected only files of the result, since all of "
-            f"{self.folder} is published. Remove it, or {DISCARD_HINT}."
-        )
+            for name, size in sizes.items() if is_complete else ():
+                actual = os.stat(self.folder / name).st_size
+                if actual != size:
+                    raise OutputError(
+                        f"{self.folder / name} has {actual} bytes; expected {size}. It was changed "
+                        "during the run. Run the same command again: it writes that file again."
+                    )
 
     def _allocate(self) -> None:
         sizes = self._task.sizes
@@ -327,19 +322,9 @@ class Partial:
             allocate(str(path), size, mode)
         layout = self._task.layout
         if layout is not None:
-            files = OpenFiles(WRITE)
-            try:
+            with contextlib.closing(OpenFiles(WRITE)) as files:
                 write_from(files, str(self.folder / MASK_FILE), 0, layout.header)
                 files.sync()
-            finally:
-                files.close()
-
-    def _remove(self, folder: Path) -> None:
-        """Remove a folder of this task, if it exists."""
-        if os.path.lexists(folder):
-            check_own_folder(folder)
-            with writing(folder):
-                shutil.rmtree(folder)
 
 
 def _raise(error: OSError) -> None:
@@ -374,11 +359,9 @@ def discard(destination: str | Path, *, take_over: bool = False) -> list[tuple[s
         folders = partial_folders(target)
         for folder in folders:
             check_own_folder(folder)
-        removed = []
+        removed = [(str(folder), folder_bytes(folder)) for folder in folders]
         for folder in folders:
-            removed.append((str(folder), folder_bytes(folder)))
-            with writing(folder):
-                shutil.rmtree(folder)
+            remove_folder(folder)
         return removed
     finally:
         lock.release()
@@ -406,22 +389,16 @@ def new_folder(
     folder = destination.with_name(f"{destination.name}.partial-{suffix}")
     try:
         check_free(destination)
-        if os.path.lexists(folder):  # of a run that was killed
-            check_own_folder(folder)
-            with writing(folder):
-                shutil.rmtree(folder)
+        remove_folder(folder)  # of a run that was killed
         try:
             with writing(folder):
                 make_folders(folders, folder)
             check_free_bytes(folder, num_bytes, destination)
             yield folder
             lock.check()
-            with writing(destination):
-                for path, _, _ in os.walk(folder):
-                    sync_folder(path)
-                check_free(destination)
-                os.rename(folder, destination)
-                sync_folder(destination.parent)
+            sync_folders(folder)
+            check_free(destination)
+            put(folder, destination, replaces=False)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     finally:

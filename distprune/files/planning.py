@@ -27,10 +27,9 @@ from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, open_che
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.disk.listing import OtherFile
 from distprune.files.errors import SelectionError
-from distprune.files.kept_values import KeptValues
 from distprune.files.layouts import Layouts
 from distprune.files.recipe import STORED_STATISTICS, FileRecipe
-from distprune.files.scoring import ScoreInputs, find_inputs
+from distprune.files.scoring import KeptValues, ScoreInputs, find_inputs
 from distprune.files.selecting import Verdict, limits_of, select_tensors
 
 STATISTICS_FILE = f"{SIDECAR}/{STORED_STATISTICS}"  # of a result whose scores need them

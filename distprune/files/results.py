@@ -157,20 +157,19 @@ class Run:
 
     def publish(self, complete: Complete) -> None:
         """Let the leader write the last files, and rename the folder. Collective."""
-        peaks = torch.zeros(self._team.size, dtype=torch.int64)
-        peaks[self._team.index] = peak_rss_bytes()
         facts = RunFacts(
             num_ranks=self._team.size,
             seconds=self._seconds,
-            peak_rss_bytes=self._team.sum(peaks).tolist(),
+            peak_rss_bytes=self._team.share(peak_rss_bytes()),
             num_bytes=self._task.num_bytes,
             versions=versions(),
         )
-        self._team.from_leader(self._complete, complete, facts)
-        self.texts = self._team.from_leader(self.partial.publish)
 
-    def _complete(self, complete: Complete, facts: RunFacts) -> None:
-        complete(self.partial, all_records(self._task, self.partial.work), facts)
+        def publish() -> list[str]:
+            complete(self.partial, all_records(self._task, self.partial.work), facts)
+            return self.partial.publish()
+
+        self.texts = self._team.from_leader(publish)
 
     @contextlib.contextmanager
     def timing(self, phase: str) -> Iterator[None]:
@@ -207,10 +206,7 @@ class Run:
         steps = recheck(self._task, self.partial.folder, self._sources, recorded, found)
         with contextlib.closing(steps):  # its files too, if another rank stops this one
             self._team.work(steps)
-        damaged = torch.zeros(len(self._task.units), dtype=torch.int64)
-        damaged[found] = 1
-        damaged = self._team.sum(damaged)
-        return {number for number in checksums if not damaged[number]}
+        return checksums.keys() - set().union(*self._team.share(found))
 
     def _steps(
         self, mine: list[int], pieces: Pieces, sink: FileSink, journal: Journal

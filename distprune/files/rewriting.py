@@ -31,7 +31,7 @@ from distprune.files.checkpoints.mask_files import (
 )
 from distprune.files.disk.access import WRITE, OpenFiles, read_into, write_from
 from distprune.files.errors import CheckpointError
-from distprune.files.kept_values import KeptValues
+from distprune.files.scoring import KeptValues
 from distprune.files.units import Span, SpanUnit
 
 _CHUNK = 1 << 20  # elements of a piece

@@ -21,8 +21,8 @@ from distprune.files.checkpoints.checkpoint import Checkpoint, SourceFile
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout
 from distprune.files.disk.listing import OtherFile
-from distprune.files.kept_values import KeptValues
 from distprune.files.planning import Plan
+from distprune.files.scoring import KeptValues
 from distprune.files.tiles import Bands
 
 # So few that a histogram for each fits into memory: 128 of 256 KiB, or 192 with as many groups as

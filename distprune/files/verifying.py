@@ -48,7 +48,6 @@ from distprune.files.errors import (
     NaNError,
     SelectionError,
 )
-from distprune.files.kept_values import KeptValues
 from distprune.files.lowest import LowestElements
 from distprune.files.partial import RECIPE_FILE, check_unchanged
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
@@ -67,6 +66,7 @@ from distprune.files.reports.report import (
     recipe_of,
 )
 from distprune.files.rewriting import Piece, Pieces, masked_pieces, rewritten
+from distprune.files.scoring import KeptValues
 from distprune.files.team import Progress, Team
 from distprune.files.text import printable
 from distprune.files.units import CopyUnit, Span, Unit, copy_units, prune_units, units_by_rank
