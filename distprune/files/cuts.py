@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from distprune.files.reading import Source
 from distprune.files.selecting import check_budget
 from distprune.files.team import Team
 from distprune.recipes import BUDGET_FROM_STATISTICS
-from distprune.selection.candidates import Cut, PartCut, Ranked
+from distprune.selection.candidates import PartCut, Ranked
 from distprune.selection.normalizing import Scored, divisors_of
 from distprune.selection.passes import scan
 from distprune.selection.radix import ChangedError
@@ -70,24 +70,6 @@ class Cuts:
     num_nan: Mapping[str, int]
     divisors: tuple[float | None, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, for :meth:`from_json`."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Cuts:
-        """The cuts whose :meth:`to_json` was written as JSON."""
-        tensors = [
-            None if cut is None else PartCut(cut["position"], Cut(**cut["cut"]), cut["bound"])
-            for cut in values["tensors"]
-        ]
-        return cls(
-            tuple(None if cut is None else GroupCut(**cut) for cut in values["groups"]),
-            tuple(tensors),
-            values["num_nan"],
-            tuple(values["divisors"]),
-        )
-
 
 def find_cuts(team: Team, plan: Plan, source: Source, known: Any = None) -> Cuts:
     """Find where the ranking of each group is cut. Collective.
@@ -96,7 +78,7 @@ def find_cuts(team: Team, plan: Plan, source: Source, known: Any = None) -> Cuts
         team: the ranks.
         plan: what to do.
         source: of the plan.
-        known: the JSON of cuts that were found earlier, so that only sums are missing; or None.
+        known: plain values of cuts that were found earlier, so that only sums are missing; or None.
 
     Raises:
         NaNError: a selected tensor has NaN, and the recipe does not keep them; on every rank.
@@ -114,7 +96,10 @@ def find_cuts(team: Team, plan: Plan, source: Source, known: Any = None) -> Cuts
     with _errors_of_files(plan):
         source.add_up(team)
     if known is not None:
-        return Cuts.from_json(known)
+        from pydantic import TypeAdapter
+
+        earlier: Cuts = TypeAdapter(Cuts).validate_python(known)
+        return earlier
     cuts: list[GroupCut | None] = [None] * len(plan.groups)
     of_tensors: list[PartCut | None] = [None] * len(plan.tensors)
     divisors: list[float | None] = [None] * len(plan.tensors)

@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def prune(
                 known = cuts if run.prepared is None else run.prepared
                 found = find_cuts(team, plan, source, known)
                 if known is None and any(group.recipe.is_global for group in plan.groups):
-                    team.from_leader(keep_prepared, task, run.partial.work, found.to_json())
+                    team.from_leader(keep_prepared, task, run.partial.work, asdict(found))
             run.write(LowestElements(plan, source, found).pieces)
             run.publish(functools.partial(_complete, plan, source, found))
     assert run.texts is not None  # it is published
@@ -160,7 +161,7 @@ class RankedMasks:
         self._positions = {tensor.entry.name: i for i, tensor in enumerate(plan.tensors)}
         self._plan = plan
         found = find_cuts(team, plan, self._source, cuts)
-        self.cuts = found.to_json()
+        self.cuts = asdict(found)
         self._lowest = LowestElements(plan, self._source, found)
 
     def keep(self, name: str) -> Array:

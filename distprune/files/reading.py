@@ -83,27 +83,28 @@ class FileValues:
             if first <= start and stop <= first + len(held):
                 return held[start - first : stop - first]
         bits: Array = (scratch or Scratch()).array("read", stop - start, self._bits)
-        offset = self._start + start * self._bits.itemsize
-        read_into(self._files, self._path, offset, bits.data.cast("B"))
+        self._read(start, bits)
         self._did(bits.nbytes)
         return torch.from_numpy(bits).view(self.dtype)
 
     def gather(self, runs: Runs) -> Tensor:
         """The elements of some runs."""
         bits = np.empty((len(runs.numbers), runs.length), dtype=self._bits)
-        starts = runs.start + runs.numbers.numpy() * runs.length
-        offsets = (self._start + starts * self._bits.itemsize).tolist()
-        for row, offset in zip(bits, offsets, strict=True):
-            read_into(self._files, self._path, offset, row.data.cast("B"))
+        starts = (runs.start + runs.numbers * runs.length).tolist()
+        for row, start in zip(bits, starts, strict=True):
+            self._read(start, row)
         self._did(bits.nbytes)
         return torch.from_numpy(bits.reshape(-1)).view(self.dtype)
 
     def read_bits(self, start: int, stop: int) -> Array:
         """The elements [start, stop) as unsigned integers, a fresh array."""
         bits = np.empty(stop - start, dtype=f"u{self._bits.itemsize}")
+        self._read(start, bits)
+        return bits
+
+    def _read(self, start: int, bits: Array) -> None:
         offset = self._start + start * self._bits.itemsize
         read_into(self._files, self._path, offset, bits.data.cast("B"))
-        return bits
 
     @contextlib.contextmanager
     def holding(self, start: int, stop: int) -> Iterator[Array]:

@@ -155,14 +155,41 @@ def _metadata(metadata: dict[Any, Any], base_model: str | None) -> dict[Any, Any
 
 def _section(plan: Plan, report: Report, base: str | None, version: str) -> list[str]:
     percent = format_percent(report.num_pruned, report.num_elements)
-    scores = "" if plan.inputs.given is None else " --scores SCORES"
     source = f"[{base}](https://huggingface.co/{base})" if base else "its source"
+    values = plan.inputs.values
+    measured = None if values is None else values.facts.get("perplexity")
+    quality = "its quality was not measured."
+    if measured is not None:
+        quality = (
+            f"its perplexity on held-out text went from {measured['before']:.4g} to "
+            f"{measured['after']:.4g}."
+        )
+    scores = scores_are = ""
+    if plan.inputs.given is not None:
+        scores = " --scores SCORES"
+        made = any(part.score in ELEMENTWISE for part in plan.recipe.parts)
+        where = ", of `prune --text --keep-scores`" if made else ""
+        scores_are = f"`SCORES` are the scores that it was ranked by{where}. "
+    commands = [
+        f"distprune prune SRC DST -r distprune/recipe.yaml{scores}  # makes it again, to the byte",
+        f"distprune verify DST --against SRC{scores}                # compares it with its source",
+    ]
+    is_same = (
+        "Every byte of the weights that was not pruned, and every other file but this one, is "
+        "that of the source. "
+    )
+    if values is not None and values.tensors:  # nothing but the text makes it again
+        commands = commands[1:]
+        is_same = (
+            "The kept weights of pruned matrices were moved so that the outputs of their layers "
+            "change least; every other file but this one is that of the source. "
+        )
     return [
         f"# Pruned copy of {base or 'a checkpoint'}",
         "",
         f"This checkpoint is {source} with zeros in the place of {report.num_pruned:,} of "
         f"{report.num_elements:,} selected weights ({percent}). It was pruned by "
-        f"distprune {version}, and not trained afterwards; {_quality(plan)}",
+        f"distprune {version}, and not trained afterwards; {quality}",
         "",
         "## What was done",
         "",
@@ -185,66 +212,13 @@ def _section(plan: Plan, report: Report, base: str | None, version: str) -> list
         "weights, or a compressed format that is made from this one.",
         "",
         "```bash",
-        *_command_that_makes_it(plan, scores),
-        f"distprune verify DST --against SRC{scores}                # compares it with its source",
+        *commands,
         "```",
         "",
         f"`SRC` is a folder with {base or 'the source'}, and `DST` one with this checkpoint. "
-        + ("`SCORES` are the scores that it was ranked by" if scores else "")
-        + _where_scores_are(plan)
-        + _what_is_the_same(plan)
-        + "`distprune/report.json` has the counts of every tensor"
+        f"{scores_are}{is_same}`distprune/report.json` has the counts of every tensor"
         + (", and `distprune/masks.safetensors` the masks." if plan.recipe.masks else "."),
     ]
-
-
-def _where_scores_are(plan: Plan) -> str:
-    """The end of a sentence on scores, if there are any."""
-    if plan.inputs.given is None:
-        return ""
-    made = any(part.score in ELEMENTWISE for part in plan.recipe.parts)
-    return ", of `prune --text --keep-scores`. " if made else ". "
-
-
-def _quality(plan: Plan) -> str:
-    """The end of a sentence on how good the result is."""
-    found = _perplexity(plan)
-    if not found:
-        return "its quality was not measured."
-    before, after = found
-    return f"its perplexity on held-out text went from {before:.4g} to {after:.4g}."
-
-
-def _perplexity(plan: Plan) -> tuple[float, float] | None:
-    """Of all held-out text, before and after; None: it was not measured."""
-    facts = {} if plan.inputs.values is None else plan.inputs.values.facts
-    measured = facts.get("perplexity")
-    return None if measured is None else (measured["before"], measured["after"])
-
-
-def _are_updated(plan: Plan) -> bool:
-    """Whether kept weights are others than in the source."""
-    return plan.inputs.values is not None and bool(plan.inputs.values.tensors)
-
-
-def _command_that_makes_it(plan: Plan, scores: str) -> list[str]:
-    if _are_updated(plan):
-        return []
-    return [
-        f"distprune prune SRC DST -r distprune/recipe.yaml{scores}  # makes it again, to the byte"
-    ]
-
-
-def _what_is_the_same(plan: Plan) -> str:
-    if _are_updated(plan):
-        return (
-            "The kept weights of pruned matrices were moved so that the outputs of their layers "
-            "change least; every other file but this one is that of the source. "
-        )
-    return (
-        "Every byte of the weights that was not pruned, and every other file but this one, is "
-        "that of the source. "
-    )
 
 
 def _facts(plan: Plan, report: Report) -> list[tuple[str, str]]:
