@@ -19,10 +19,8 @@ import numpy as np
 from distprune._common.collectives import Communicator
 from distprune._common.memory import Array
 from distprune._common.process_groups import world
-from distprune.files.checkpoints.mask_files import mask_layout
 from distprune.files.cuts import Cuts, find_cuts
 from distprune.files.disk.destination import resolve_destination
-from distprune.files.journals import keep_prepared
 from distprune.files.lowest import LowestElements
 from distprune.files.partial import Partial, check_unchanged
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, bytes_to_count, plan
@@ -33,7 +31,7 @@ from distprune.files.reports.model_card import card_of
 from distprune.files.reports.report import Record, Report, RunFacts, parse_report
 from distprune.files.results import resumed, versions
 from distprune.files.team import Progress, Team
-from distprune.files.units import Span, Task, prune_units
+from distprune.files.units import Span, keep_prepared, prune_task
 
 
 def plan_together(
@@ -116,7 +114,7 @@ def prune(
     team = Team(communicator or world(), progress, stop)
     target = resolve_destination(destination)
     team.compare(_facts(plan, target))
-    task = _task_of(plan, replace)
+    task = prune_task(plan, replaces=replace)
     source = Source(plan, functools.partial(team.did_in, "count"))
     with (
         contextlib.closing(source),
@@ -177,32 +175,6 @@ class RankedMasks:
     def close(self) -> None:
         """Close the files."""
         self._source.close()
-
-
-def _task_of(plan: Plan, replace: bool) -> Task:
-    """The files of the result, and the units that fill them."""
-    entries = [tensor.entry for tensor in plan.tensors]
-    written_last = [CARD_FILE] if plan.has_card else []
-    written_last += [STATISTICS_FILE] if plan.inputs.statistics is not None else []
-    return Task(
-        checkpoint=plan.checkpoint,
-        digest=plan.digest,
-        tensors=entries,
-        make_units=lambda: prune_units(plan),
-        layout=mask_layout(entries, plan.checkpoint.files) if plan.recipe.masks else None,
-        copied=plan.copied,
-        written_last=written_last,
-        values=plan.inputs.values,
-        replaces=replace,
-        inputs=_input_files(plan),
-    )
-
-
-def _input_files(plan: Plan) -> list[str]:
-    """Files of statistics and scores that the recipe names."""
-    named = [part.statistics for part in plan.recipe.parts if part.statistics is not None]
-    given = plan.inputs.given
-    return named if given is None else [*named, *(file.path for file in given.checkpoint.files)]
 
 
 def _complete(

@@ -113,45 +113,27 @@ def masked_pieces(
     return pieces
 
 
-class ValueReader:
-    """Reads kept values piece by piece.
+def _entries_of_values(
+    values: KeptValues, entries: Collection[TensorEntry]
+) -> dict[str, tuple[str, TensorEntry]]:
+    """By name of a tensor, the path and the place of its kept values.
 
     Raises:
         CheckpointError: a tensor is missing, or has another dtype or shape than in the source.
     """
-
-    def __init__(self, values: KeptValues, entries: Collection[TensorEntry]) -> None:
-        assert values.folder is not None
-        paths = sorted(values.folder.glob("*.safetensors"))
-        files = [read_header(str(path), path.name) for path in paths]
-        found = {entry.name: entry for file in files for entry in file.tensors}
-        self._entries: dict[str, TensorEntry] = {}
-        for entry in entries:
-            if entry.name not in values.names:
-                continue
-            own = found.get(entry.name)
+    assert values.folder is not None
+    files = [read_header(path) for path in sorted(values.folder.glob("*.safetensors"))]
+    found = {entry.name: (file.path, entry) for file in files for entry in file.tensors}
+    for entry in entries:
+        if entry.name in values.names:
+            _, own = found.get(entry.name, ("", None))
             if own is None or (own.dtype, own.shape) != (entry.dtype, entry.shape):
                 has = "is missing" if own is None else f"is {own.dtype} {list(own.shape)}"
                 raise CheckpointError(
                     f"{entry.name} {has} in {values.folder}; expected {entry.dtype} "
                     f"{list(entry.shape)}, as in the source."
                 )
-            self._entries[entry.name] = own
-        self._paths = {path.name: str(path) for path in paths}
-        self._files = OpenFiles(os.O_RDONLY)
-
-    def read(self, name: str, first: int, bits: Array) -> bool:
-        """Replace the bits of a tensor's elements, from ``first`` on; False: it has no values."""
-        entry = self._entries.get(name)
-        if entry is None:
-            return False
-        start = entry.start + first * bits.itemsize
-        read_into(self._files, self._paths[entry.file], start, bits.data.cast("B"))
-        return True
-
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()
+    return {name: place for name, place in found.items() if name in values.names}
 
 
 class FileSink:
@@ -171,7 +153,8 @@ class FileSink:
         layout: MaskLayout | None,
         values: KeptValues | None = None,
     ) -> None:
-        self._values = None if values is None else ValueReader(values, entries)
+        self._values = {} if values is None else _entries_of_values(values, entries)
+        self._sources = OpenFiles(os.O_RDONLY)
         self.outputs = OpenFiles(WRITE)
         self._folder = folder
         self._entries = entries
@@ -181,7 +164,11 @@ class FileSink:
     def add(self, span: Span, piece: Piece) -> Array | None:
         """Write a piece and its mask; see :data:`Sink`."""
         entry, (first, bits, keep) = self._entries[span.position], piece
-        is_new = self._values is not None and self._values.read(entry.name, first, bits)
+        if is_new := entry.name in self._values:
+            path, stored = self._values[entry.name]
+            read_into(
+                self._sources, path, stored.start + first * bits.itemsize, bits.data.cast("B")
+            )
         np.multiply(bits, keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
         start = entry.start + first * bits.itemsize
         write_from(self.outputs, str(self._folder / entry.file), start, bits.data)
@@ -200,5 +187,4 @@ class FileSink:
     def close(self) -> None:
         """Close all files."""
         self.outputs.close()
-        if self._values is not None:
-            self._values.close()
+        self._sources.close()

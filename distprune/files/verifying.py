@@ -31,12 +31,9 @@ import numpy as np
 from distprune._common.collectives import Communicator
 from distprune._common.memory import Array
 from distprune._common.process_groups import world
-from distprune.files.checkpoints.checkpoint import SourceFile
 from distprune.files.checkpoints.mask_files import (
     MASK_FILE,
     MaskFile,
-    MaskLayout,
-    mask_layout,
     read_keep,
 )
 from distprune.files.cuts import Cuts, find_cuts
@@ -69,7 +66,7 @@ from distprune.files.rewriting import Piece, Pieces, masked_pieces, rewritten
 from distprune.files.scoring import KeptValues
 from distprune.files.team import Progress, Team
 from distprune.files.text import printable
-from distprune.files.units import CopyUnit, Span, Unit, copy_units, prune_units, units_by_rank
+from distprune.files.units import CopyUnit, Span, SpanUnit, Unit, prune_task, units_by_rank
 
 _COPIED = 8 << 20  # bytes that are compared at a time
 
@@ -196,7 +193,7 @@ class _Result:
         self.run_text = read_text(folder, RUN_FILE)
         self.report: Report = parse_report(self.report_text, self.run_text, str(folder))
         self.recipe: FileRecipe = recipe_of(self.report, str(folder))
-        if not self.recipe.masks and not os.path.lexists(folder / MASK_FILE):
+        if not self.recipe.masks:
             raise CheckpointError(
                 f"{folder} was pruned without masks (masks: false); verify needs them. Prune again "
                 "with masks, and compare the two results with `distprune diff`."
@@ -210,8 +207,9 @@ class _Result:
         except SelectionError as error:
             raise _misfit(folder, source, error) from error
         checkpoint = self.plan.checkpoint
-        self.entries = [tensor.entry for tensor in self.plan.tensors]
-        layout = mask_layout(self.entries, checkpoint.files)
+        task = prune_task(self.plan)
+        layout, self.entries, self.units = task.layout, task.tensors, task.units
+        assert layout is not None  # the recipe has masks
         shapes = {entry.name: entry.shape for entry in self.entries}
         self.masks = MaskFile(str(folder / MASK_FILE), shapes, {}, layout.starts)
         self.outputs = OpenFiles(os.O_RDONLY)
@@ -219,7 +217,8 @@ class _Result:
         self.found: dict[tuple[str, str], tuple[int, int]] = {}
         self._updated = frozenset[str]() if values is None else values.names
         # What is wrong with files, and the names of those whose content cannot be compared.
-        self.problems, self.bad = _look_through(folder, self._sizes(layout))
+        small = dict.fromkeys((REPORT_FILE, RUN_FILE, RECIPE_FILE, *task.written_last))
+        self.problems, self.bad = _look_through(folder, {**task.sizes, **small})
         self.has_expected_masks = MASK_FILE not in self.bad
         if self.has_expected_masks:
             with open(folder / MASK_FILE, "rb") as file:
@@ -232,18 +231,6 @@ class _Result:
                 f"{folder} was not made from {source}: the sizes or headers of the weight files "
                 "were others."
             )
-        copies = copy_units(checkpoint, shapes, self.plan.copied)
-        self.units: list[Unit] = [*prune_units(self.plan), *copies]
-
-    def _sizes(self, layout: MaskLayout) -> dict[str, int | None]:
-        """By name of each file of a result, its size; None if the size may vary."""
-        plan = self.plan
-        files: list[SourceFile] = [*plan.checkpoint.files, *plan.copied]
-        sizes: dict[str, int | None] = {file.name: file.size for file in files}
-        small = [REPORT_FILE, RUN_FILE, RECIPE_FILE]
-        small += [CARD_FILE] if plan.has_card else []
-        small += [STATISTICS_FILE] if plan.inputs.statistics is not None else []
-        return sizes | {MASK_FILE: layout.size} | dict.fromkeys(small)
 
     def is_readable(self, unit: Unit) -> bool:
         """Whether a unit can be compared."""
@@ -340,7 +327,8 @@ class _Result:
             for key in keys
             if key in self.found
         ]
-        if all(map(self.is_readable, prune_units(self.plan))):
+        spans = (unit for unit in self.units if isinstance(unit, SpanUnit))
+        if all(map(self.is_readable, spans)):
             problems += self._problems_of_report(derive())
         else:
             problems.append(
