@@ -212,21 +212,18 @@ def _limits(
         return Limits(lowest, highest), None
     counts = tuple(tensor.budgeted for tensor in tensors if tensor.budgeted is not None)
     if len(counts) < len(tensors):  # what is stored decides
-        from distprune.files.dividing import counts_of_scores
+        from distprune.files.dividing import division_of, ratios_of
 
-        is_by_outliers = group.recipe.budget == BUDGET_FROM_STATISTICS
-        counts = counts_of_scores(
-            group.recipe,
-            [tensor.entry for tensor in tensors],
-            Bounds(lowest, highest),
-            group.num_to_prune,
-            ranked,
-            [
+        entries = [tensor.entry for tensor in tensors]
+        ratios = None
+        if group.recipe.budget == BUDGET_FROM_STATISTICS:
+            scores = [
                 source.outlier_scores(position, part.counted)
-                for position, part in enumerate(ranked.parts if is_by_outliers else (), group.first)
-            ],
-            num_numbers,
-        )
+                for position, part in enumerate(ranked.parts, group.first)
+            ]
+            ratios = ratios_of(entries, scores, num_numbers, ranked.communicator)
+        division = division_of(group.recipe, entries, ratios)
+        counts = division.counts(group.num_to_prune, Bounds(lowest, highest), ranked).counts
     sizes = ranked.num_live
     bounds = list(map(bound_met, counts, lowest, highest, sizes, [0] * len(counts)))
     return Limits(counts, counts), bounds

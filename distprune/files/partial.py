@@ -208,16 +208,12 @@ class Partial:
         """The texts of the report and of its run if the destination is this task's result."""
         try:
             texts = [(self.destination / name).read_text() for name in (REPORT_FILE, RUN_FILE)]
-            report, run = (json.loads(text) for text in texts)
+            report, _ = map(json.loads, texts)
+            is_ours = (report["status"], report["digest"]) == ("complete", self._task.digest)
             sizes = self._task.sizes
             actual = {name: os.stat(self.destination / name).st_size for name in sizes}
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
             return None
-        is_ours = (
-            isinstance(report, dict)
-            and isinstance(run, dict)
-            and (report.get("status"), report.get("digest")) == ("complete", self._task.digest)
-        )
         return texts if is_ours and actual == sizes else None
 
     def _remove_remains(self) -> None:

@@ -23,32 +23,14 @@ from distprune.files.cuts import Cuts, find_cuts
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.lowest import LowestElements
 from distprune.files.partial import Partial, check_unchanged
-from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, bytes_to_count, plan
+from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, bytes_to_count
 from distprune.files.reading import Source
-from distprune.files.recipe import FileRecipe
 from distprune.files.reports.building import check_counts, make_report
 from distprune.files.reports.model_card import card_of
 from distprune.files.reports.report import Record, Report, RunFacts, parse_report
 from distprune.files.results import resumed, versions
 from distprune.files.team import Progress, Team
 from distprune.files.units import Span, keep_prepared, prune_task
-
-
-def plan_together(
-    source: str | Path,
-    recipe: FileRecipe,
-    *,
-    communicator: Communicator | None = None,
-    follow_links: bool = False,
-) -> Plan:
-    """:func:`plan` on every rank; if it fails on one, it fails on all.
-
-    Raises:
-        CheckpointError, SelectionError: as :func:`plan`, on every rank.
-    """
-    return Team(communicator or world()).attempt(
-        functools.partial(plan, follow_links=follow_links), source, recipe
-    )
 
 
 def prune(

@@ -217,7 +217,7 @@ def prune_files(source, folder, calls, statistics, gradients, scores, chunk):
                 input_dims={"layers.1.weight": 0},
                 **keywords,
             )
-            plan = pruning.plan_together(source, recipe)
+            plan = planning.plan(source, recipe)
             warned = " ".join(plan.warnings)
             assert ("no token" in warned) == needs_statistics(call)
             assert ("all gradients are zero of layers.5" in warned) == (call["score"] == "fisher")
