@@ -123,7 +123,7 @@ class Application:
             resumed(team, task, target, self.sources, take_over=take_over, tell=tell) as run,
         ):
             if run.texts is None:
-                run.write(masked_pieces(self.checkpoint, self.entries, self.sources, self.masks))
+                run.write(masked_pieces(self.entries, self.sources, self.masks))
                 run.publish(self._complete)
         assert run.texts is not None  # it is published
         report: dict[str, Any] = json.loads(run.texts[0])

@@ -68,7 +68,7 @@ def inspect(
     span several rows.
     """
     layouts = Layouts(checkpoint, input_dims)
-    with closing(Scanner(checkpoint, on_bytes)) as scanner:
+    with closing(Scanner(on_bytes)) as scanner:
         for entry in checkpoint.tensors:
             facts = TensorFacts(entry)
             if entry.dtype in PLAIN_FLOATS:
@@ -116,7 +116,7 @@ def sample_exponents(
     entries = [e for e in checkpoint.tensors if e.name in names and e.dtype in PLAIN_FLOATS]
     exponents: Counter[int] = Counter()
     num_read, num_bytes = 0, sum(entry.nbytes for entry in entries)
-    with closing(Scanner(checkpoint, on_bytes)) as scanner:
+    with closing(Scanner(on_bytes)) as scanner:
         for entry, chunk in scanner.sample(entries, max_bytes):
             form, facts = PLAIN_FLOATS[entry.dtype], TensorFacts(entry)
             _count(facts, form, form.magnitudes(chunk))
@@ -248,7 +248,7 @@ def compare(
     """
     ours = {entry.name: entry for entry in first.tensors}
     theirs = {entry.name: entry for entry in second.tensors}
-    with closing(Scanner(first, on_bytes)) as one, closing(Scanner(second, on_bytes)) as two:
+    with closing(Scanner(on_bytes)) as one, closing(Scanner(on_bytes)) as two:
         for name, entry in ours.items():
             other = theirs.get(name)
             if other is None:
@@ -314,18 +314,14 @@ Sample = tuple[TensorEntry, np.ndarray]
 
 
 class Scanner:
-    """Reads tensors of one checkpoint.
+    """Reads tensors, whose files are opened when they are needed.
 
     Args:
-        checkpoint: its files are opened when they are needed.
         on_bytes: called with numbers of bytes that were read.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lambda num_bytes: None
-    ) -> None:
+    def __init__(self, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> None:
         self._on_bytes = on_bytes
-        self._paths = {file.name: file.path for file in checkpoint.files}
         self._files = OpenFiles(os.O_RDONLY)
         self._buffer = np.empty(_CHUNK, np.uint8)
 
@@ -333,7 +329,7 @@ class Scanner:
         """The bytes of a tensor, in order: uint8, each chunk valid until the next one.
 
         Args:
-            entry: a tensor of the checkpoint.
+            entry: of the tensor.
             multiple: chunks, except the last, have a multiple of so many bytes; the buffer grows
                 if it is smaller than one multiple.
 
@@ -348,7 +344,7 @@ class Scanner:
         """Chunks of tensors, in order: all of them, or a sample spread evenly over all tensors.
 
         Args:
-            entries: tensors of the checkpoint.
+            entries: of the tensors.
             max_bytes: roughly the most bytes to read.
 
         Raises:
@@ -370,7 +366,7 @@ class Scanner:
         if stop - start > len(self._buffer):
             self._buffer = np.empty(stop - start, np.uint8)
         chunk = self._buffer[: stop - start]
-        read_into(self._files, self._paths[entry.file], start, chunk.data)
+        read_into(self._files, entry.path, start, chunk.data)
         self._on_bytes(stop - start)
         return chunk
 

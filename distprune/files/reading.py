@@ -51,7 +51,6 @@ class FileValues:
 
     Args:
         files: opens the files.
-        path: of the file.
         entry: of the tensor.
         did: called with the number of bytes after each read of scores.
     """
@@ -61,11 +60,9 @@ class FileValues:
     is_in_memory = False
     tally = None
 
-    def __init__(
-        self, files: OpenFiles, path: str, entry: TensorEntry, did: Callable[[int], None]
-    ) -> None:
+    def __init__(self, files: OpenFiles, entry: TensorEntry, did: Callable[[int], None]) -> None:
         self._files = files
-        self._path = path
+        self._path = entry.path
         self._start = entry.start
         self._did = did
         self.dtype: torch.dtype = getattr(torch, PLAIN_FLOATS[entry.dtype].torch_name)
@@ -141,14 +138,7 @@ class Source:
         self._seed = int(draw_seed(generator))
         self._latest: tuple[int, str, list[list[Tensor]]] | None = None
         self._sums: dict[int, list[Tensor]] = {}  # of |w|, by position: of inputs, of outputs
-        paths = {file.name: file.path for file in plan.checkpoint.files}
-        given, paths_of_given = plan.inputs.given, {}
-        if given is not None:
-            paths_of_given = {file.name: file.path for file in given.checkpoint.files}
-        self.values = [
-            FileValues(self.files, paths[tensor.entry.file], tensor.entry, did)
-            for tensor in plan.tensors
-        ]
+        self.values = [FileValues(self.files, tensor.entry, did) for tensor in plan.tensors]
         self.bands: list[Bands | None] = []
         self.scores: list[ScoreSource] = []
         self.key_ranges: list[KeyRange] = []
@@ -156,9 +146,10 @@ class Source:
             positions = range(group.first, group.last)
             scores: list[ScoreSource] = [*self.values[group.first : group.last]]
             if group.recipe.reads_scores:
-                assert given is not None
-                entries = [given.entries[plan.tensors[each].entry.name] for each in positions]
-                scores = [FileValues(self.files, paths_of_given[e.file], e, did) for e in entries]
+                assert plan.inputs.given is not None
+                entries = plan.inputs.given.entries
+                names = [plan.tensors[each].entry.name for each in positions]
+                scores = [FileValues(self.files, entries[name], did) for name in names]
             elif group.recipe.needs_statistics:
                 scores = [self._factored(position, group.recipe.score) for position in positions]
             bands: list[Bands | None] = [None] * len(scores)

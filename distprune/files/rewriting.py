@@ -21,7 +21,6 @@ import numpy as np
 from distprune._common import mask_bits
 from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.memory import Array
-from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.checkpoints.header import TensorEntry, read_header
 from distprune.files.checkpoints.mask_files import (
     MASK_FILE,
@@ -84,18 +83,14 @@ def rewritten(unit: SpanUnit, pieces: Pieces, sink: Sink, record: dict[str, Any]
     record |= counts
 
 
-def masked_pieces(
-    checkpoint: Checkpoint, entries: Sequence[TensorEntry], files: OpenFiles, masks: MaskFile
-) -> Pieces:
+def masked_pieces(entries: Sequence[TensorEntry], files: OpenFiles, masks: MaskFile) -> Pieces:
     """What existing masks keep of the tensors of a checkpoint.
 
     Args:
-        checkpoint: has the tensors.
-        entries: these tensors; the positions of spans count them.
+        entries: the tensors; the positions of spans count them.
         files: opens the files of the checkpoint and of the masks.
         masks: one for each tensor.
     """
-    paths = {file.name: file.path for file in checkpoint.files}
 
     def pieces(span: Span, counts: Counts) -> Iterator[Piece]:
         entry = entries[span.position]
@@ -104,7 +99,7 @@ def masked_pieces(
             last = min(first + _CHUNK, span.last)
             raw = np.empty((last - first) * form.num_bytes, np.uint8)
             offset = entry.start + first * form.num_bytes
-            read_into(files, paths[entry.file], offset, raw.data)
+            read_into(files, entry.path, offset, raw.data)
             keep = read_keep(masks, files, entry.name, first, last)
             is_zeroed = ~keep & (form.magnitudes(raw) != 0)
             counts["zeroed"][span.position] += int(np.count_nonzero(is_zeroed))
@@ -115,25 +110,25 @@ def masked_pieces(
 
 def _entries_of_values(
     values: KeptValues, entries: Collection[TensorEntry]
-) -> dict[str, tuple[str, TensorEntry]]:
-    """By name of a tensor, the path and the place of its kept values.
+) -> dict[str, TensorEntry]:
+    """By name of a tensor, the place of its kept values.
 
     Raises:
         CheckpointError: a tensor is missing, or has another dtype or shape than in the source.
     """
     assert values.folder is not None
     files = [read_header(path) for path in sorted(values.folder.glob("*.safetensors"))]
-    found = {entry.name: (file.path, entry) for file in files for entry in file.tensors}
+    found = {entry.name: entry for file in files for entry in file.tensors}
     for entry in entries:
         if entry.name in values.names:
-            _, own = found.get(entry.name, ("", None))
+            own = found.get(entry.name)
             if own is None or (own.dtype, own.shape) != (entry.dtype, entry.shape):
                 has = "is missing" if own is None else f"is {own.dtype} {list(own.shape)}"
                 raise CheckpointError(
                     f"{entry.name} {has} in {values.folder}; expected {entry.dtype} "
                     f"{list(entry.shape)}, as in the source."
                 )
-    return {name: place for name, place in found.items() if name in values.names}
+    return {name: own for name, own in found.items() if name in values.names}
 
 
 class FileSink:
@@ -165,10 +160,9 @@ class FileSink:
         """Write a piece and its mask; see :data:`Sink`."""
         entry, (first, bits, keep) = self._entries[span.position], piece
         if is_new := entry.name in self._values:
-            path, stored = self._values[entry.name]
-            read_into(
-                self._sources, path, stored.start + first * bits.itemsize, bits.data.cast("B")
-            )
+            own = self._values[entry.name]
+            start = own.start + first * bits.itemsize
+            read_into(self._sources, own.path, start, bits.data.cast("B"))
         np.multiply(bits, keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
         start = entry.start + first * bits.itemsize
         write_from(self.outputs, str(self._folder / entry.file), start, bits.data)

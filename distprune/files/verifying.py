@@ -144,7 +144,7 @@ def verify(
     units = [(i, unit) for i, unit in enumerate(result.units) if result.is_readable(unit)]
     records: list[Record] = []
     ranking: tuple[Source, Cuts] | Report = result.report
-    pieces = masked_pieces(checkpoint, result.entries, read.files, result.masks)
+    pieces = masked_pieces(result.entries, read.files, result.masks)
     try:
         with contextlib.closing(read), contextlib.closing(result.outputs):
             team.expect("verify", sum(unit.num_bytes for unit in result.units))
