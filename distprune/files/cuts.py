@@ -71,13 +71,12 @@ class Cuts:
     divisors: tuple[float | None, ...]
 
 
-def find_cuts(team: Team, plan: Plan, source: Source, known: Any = None) -> Cuts:
+def find_cuts(team: Team, source: Source, known: Any = None) -> Cuts:
     """Find where the ranking of each group is cut. Collective.
 
     Args:
         team: the ranks.
-        plan: what to do.
-        source: of the plan.
+        source: of what to do.
         known: plain values of cuts that were found earlier, so that only sums are missing; or None.
 
     Raises:
@@ -91,6 +90,7 @@ def find_cuts(team: Team, plan: Plan, source: Source, known: Any = None) -> Cuts
     they are so many that the keys around the cut do not fit into memory. No read of random scores.
     Memory: tallies of up to 48 MiB, or 36 MiB of keys.
     """
+    plan = source.plan
     if known is None:
         team.begin("count", bytes_to_count(plan))
     with _errors_of_files(plan):
@@ -115,15 +115,15 @@ def find_cuts(team: Team, plan: Plan, source: Source, known: Any = None) -> Cuts
             parts = [source.scored(position, share) for position, share in shares]
             if group.recipe.score != "random":
                 parts = tallied(parts, team, _TALLY_BYTES, _block(sum(sizes)))
-            counts = _count_nan(team, plan, source, group, parts)
+            counts = _count_nan(team, source, group, parts)
             numbers = [size - nan for size, nan in zip(sizes, counts, strict=True)]
             if group.recipe.normalize is not None:
                 divisors[members] = divisors_of(parts, group.recipe.normalize, numbers, team)
-            ranked = _ranked(plan, source, group.first, parts, sizes, team, divisors[members])
+            ranked = _ranked(source, group.first, parts, sizes, team, divisors[members])
             k = group.num_to_prune // tensors[0].tile_size
             selection: Selection | None
             if group.has_limits or group.recipe.budget is not None:
-                limits, bounds = _limits(ranked, plan, source, group, numbers)
+                limits, bounds = _limits(ranked, source, group, numbers)
                 found, selection = select_within(ranked, k, limits)
                 if bounds is not None:
                     found = [replace(cut, bound=at) for cut, at in zip(found, bounds, strict=True)]
@@ -138,9 +138,7 @@ def find_cuts(team: Team, plan: Plan, source: Source, known: Any = None) -> Cuts
     return Cuts(tuple(cuts), tuple(of_tensors), num_nan, tuple(divisors))
 
 
-def cut_of_block(
-    plan: Plan, source: Source, position: int, group: range, num_pruned: int
-) -> PartCut:
+def cut_of_block(source: Source, position: int, group: range, num_pruned: int) -> PartCut:
     """Where items [start, stop) of a tensor are cut, which are ranked on their own. Local.
 
     Raises:
@@ -149,11 +147,11 @@ def cut_of_block(
     Cost: one read; two, if the keys around the cut do not fit into memory.
     """
     alone = Communicator(())
-    with _errors_of_files(plan):
+    with _errors_of_files(source.plan):
         parts = [source.scored(position, group)]
-        if plan.tensors[position].recipe.score != "random":
+        if source.plan.tensors[position].recipe.score != "random":
             parts = tallied(parts, alone, _TALLY_BYTES, _block(len(group)))
-        ranked = _ranked(plan, source, position, parts, [len(group)], alone, [None])
+        ranked = _ranked(source, position, parts, [len(group)], alone, [None])
         selection = select_lowest(ranked, num_pruned)
     return PartCut(0, selection.cut)
 
@@ -170,7 +168,6 @@ def nan_error(plan: Plan, positions: Sequence[int]) -> NaNError:
 
 
 def _ranked(
-    plan: Plan,
     source: Source,
     first: int,
     parts: Sequence[Scored],
@@ -188,13 +185,13 @@ def _ranked(
         sizes,
         source.key_ranges[first],
         communicator,
-        refuse_nan=plan.recipe.nan == "error",
+        refuse_nan=source.plan.recipe.nan == "error",
         most_collected=_MOST_COLLECTED * communicator.size,
     )
 
 
 def _limits(
-    ranked: Ranked, plan: Plan, source: Source, group: PlannedGroup, num_numbers: Sequence[int]
+    ranked: Ranked, source: Source, group: PlannedGroup, num_numbers: Sequence[int]
 ) -> tuple[Limits, list[str | None] | None]:
     """How many items each tensor of a group loses at least, and at most. Collective.
 
@@ -205,7 +202,7 @@ def _limits(
     Returns:
         The limits; and if a budget has made them equal, which bound decided each of them.
     """
-    tensors = plan.tensors[group.first : group.last]
+    tensors = source.plan.tensors[group.first : group.last]
     lowest = tuple(tensor.lowest for tensor in tensors)
     highest = tuple(min(t.highest, most) for t, most in zip(tensors, num_numbers, strict=True))
     if group.recipe.budget is None:
@@ -234,9 +231,10 @@ def _block(num_items: int) -> int:
 
 
 def _count_nan(
-    team: Team, plan: Plan, source: Source, group: PlannedGroup, parts: Sequence[Scored]
+    team: Team, source: Source, group: PlannedGroup, parts: Sequence[Scored]
 ) -> list[int]:
     """NaN of every tensor, if they are kept. Collective; one read of scores without tallies."""
+    plan = source.plan
     if plan.recipe.nan != "keep" or group.recipe.score == "random":
         return [0] * len(parts)
     largest = source.key_ranges[group.first].largest_number

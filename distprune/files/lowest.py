@@ -11,7 +11,7 @@ from distprune._common.blocks import Blocks
 from distprune._common.memory import Array, Scratch
 from distprune.files.cuts import Cuts, cut_of_block, nan_error
 from distprune.files.errors import SelectionError
-from distprune.files.planning import CHUNK, MAX_IN_MEMORY, Plan
+from distprune.files.planning import CHUNK, MAX_IN_MEMORY
 from distprune.files.reading import Source
 from distprune.files.rewriting import Counts, Piece
 from distprune.files.units import Span
@@ -28,13 +28,12 @@ class LowestElements:
     """Applies the cuts of a plan, and ranks the blocks that are ranked on their own.
 
     Args:
-        plan: what to prune.
-        source: of the plan.
+        source: of what to prune.
         cuts: of the groups that are ranked together.
     """
 
-    def __init__(self, plan: Plan, source: Source, cuts: Cuts) -> None:
-        self._plan = plan
+    def __init__(self, source: Source, cuts: Cuts) -> None:
+        self._plan = source.plan
         self._source = source
         self._cuts = cuts
         self._scratch = Scratch()
@@ -89,7 +88,7 @@ class LowestElements:
         else:
             for start in range(items.start, items.stop, blocks.size):
                 block = range(start, start + blocks.size)
-                cut = cut_of_block(self._plan, self._source, position, block, blocks.num_pruned)
+                cut = cut_of_block(self._source, position, block, blocks.num_pruned)
                 if tensor.num_blocks == 1 and blocks.num_pruned:
                     counts["threshold"][position] = cut.cut.threshold
                 decide = functools.partial(self._after_in_block, part, position, counts, cut)

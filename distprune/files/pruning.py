@@ -113,11 +113,11 @@ def prune(
         if run.texts is None:
             with run.timing("count"):
                 known = cuts if run.prepared is None else run.prepared
-                found = find_cuts(team, plan, source, known)
+                found = find_cuts(team, source, known)
                 if known is None and any(group.recipe.is_global for group in plan.groups):
                     team.from_leader(keep_prepared, task, run.partial.work, asdict(found))
-            run.write(LowestElements(plan, source, found).pieces)
-            run.publish(functools.partial(_complete, plan, source, found))
+            run.write(LowestElements(source, found).pieces)
+            run.publish(functools.partial(_complete, source, found))
     assert run.texts is not None  # it is published
     return parse_report(*run.texts)
 
@@ -139,17 +139,16 @@ class RankedMasks:
     def __init__(self, plan: Plan, team: Team, cuts: Any = None) -> None:
         self._source = Source(plan, functools.partial(team.did_in, "count"))
         self._positions = {tensor.entry.name: i for i, tensor in enumerate(plan.tensors)}
-        self._plan = plan
-        found = find_cuts(team, plan, self._source, cuts)
+        found = find_cuts(team, self._source, cuts)
         self.cuts = asdict(found)
-        self._lowest = LowestElements(plan, self._source, found)
+        self._lowest = LowestElements(self._source, found)
 
     def keep(self, name: str) -> Array:
         """bool, of the shape of the tensor: which of its elements are kept."""
         position = self._positions[name]
-        entry = self._plan.tensors[position].entry
-        keep: Array = np.empty(entry.numel, dtype=np.bool_)
+        entry = self._source.plan.tensors[position].entry
         span = Span(position, 0, entry.numel)
+        keep: Array = np.empty(entry.numel, dtype=np.bool_)
         for piece in self._lowest.pieces(span, defaultdict(Counter)):
             keep[piece.first : piece.first + len(piece.keep)] = piece.keep
         return keep.reshape(entry.shape)
@@ -160,7 +159,6 @@ class RankedMasks:
 
 
 def _complete(
-    plan: Plan,
     source: Source,
     cuts: Cuts,
     partial: Partial,
@@ -168,6 +166,7 @@ def _complete(
     run: RunFacts,
 ) -> None:
     """Write the report, and what else stands beside the weights and masks."""
+    plan = source.plan
     report = make_report(plan, (source, cuts), records, run)
     check_counts(report, plan)
     card = card_of(plan, report)

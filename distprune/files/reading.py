@@ -122,7 +122,8 @@ class Source:
         did: called with the number of bytes after each read of scores.
 
     Attributes:
-        files: opens the files of the plan.
+        plan: what to prune.
+        files: opens its files.
         values: per tensor, its elements.
         bands: per tensor, the bands of its tiles; None if its elements are ranked.
         scores: per tensor, the scores of its items, before they are divided.
@@ -132,7 +133,7 @@ class Source:
 
     def __init__(self, plan: Plan, did: Callable[[int], None] = lambda num_bytes: None) -> None:
         self.files = OpenFiles(os.O_RDONLY)
-        self._plan = plan
+        self.plan = plan
         # What ``RandomUnstructured`` draws after ``torch.manual_seed(seed)``.
         generator = torch.Generator().manual_seed(plan.recipe.seed or 0)
         self._seed = int(draw_seed(generator))
@@ -169,7 +170,7 @@ class Source:
 
         Cost: two reads of these weights; two all-reduces of 8 bytes per input and output.
         """
-        positions = [p for p, each in enumerate(self._plan.tensors) if each.recipe.score == "ria"]
+        positions = [p for p, each in enumerate(self.plan.tensors) if each.recipe.score == "ria"]
         batch: list[int] = []
         num_sums = 0
         for position in positions:
@@ -183,7 +184,7 @@ class Source:
 
     def _summed(self, positions: Sequence[int], team: Team) -> list[Summed]:
         """What this rank adds up of some weights."""
-        sizes = [self._plan.tensors[position].entry.numel for position in positions]
+        sizes = [self.plan.tensors[position].entry.numel for position in positions]
         return [
             Summed.of(
                 self.scored(position, share, self.values[position]),
@@ -201,7 +202,7 @@ class Source:
             share: the items that this rank counts.
             scores: other ones than those that it is ranked by.
         """
-        name, keeps_nan = self._plan.tensors[position].entry.name, self._plan.recipe.nan == "keep"
+        name, keeps_nan = self.plan.tensors[position].entry.name, self.plan.recipe.nan == "keep"
         return Scored(name, scores or self.scores[position], None, share, CPU, keeps_nan)
 
     def outlier_scores(self, position: int, share: range) -> Scored:
@@ -222,7 +223,7 @@ class Source:
             counted: the items that this rank counts; None: all.
             scores: the same scores with a tally, if there is one.
         """
-        tensor = self._plan.tensors[position]
+        tensor = self.plan.tensors[position]
         whole, index = range(tensor.num_items), _whole((tensor.num_items,))
         keys: KeySource
         if tensor.recipe.score == "random":
@@ -256,7 +257,7 @@ class Source:
         return FactorScores(values, matrix, make_terms, are_signed=False)
 
     def _stored(self, position: int) -> StoredSums:
-        entry, statistics = self._plan.tensors[position].entry, self._plan.inputs.statistics
+        entry, statistics = self.plan.tensors[position].entry, self.plan.inputs.statistics
         assert statistics is not None
         return statistics.of_tensor[entry.name]
 

@@ -149,8 +149,8 @@ def verify(
         with contextlib.closing(read), contextlib.closing(result.outputs):
             team.expect("verify", sum(unit.num_bytes for unit in result.units))
             if result.has_order:
-                ranking = read, find_cuts(team, plan, read)
-                pieces = LowestElements(plan, *ranking).pieces
+                ranking = read, find_cuts(team, read)
+                pieces = LowestElements(*ranking).pieces
             team.begin("verify", sum(unit.num_bytes for _, unit in units))
             mine = units_by_rank(units, team.size)[team.index]
             team.work(result.compare(mine, read.files, pieces, records))

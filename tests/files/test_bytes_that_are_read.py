@@ -70,7 +70,7 @@ def test_the_search_reads_no_more_than_it_has_to(
 
     def find(communicator):
         stored = Source(plan)
-        found = find_cuts(Team(communicator), plan, stored)
+        found = find_cuts(Team(communicator), stored)
         stored.close()
         return found
 

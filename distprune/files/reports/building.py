@@ -54,7 +54,7 @@ def make_report(
     if isinstance(ranking, Report):
         of_tensors, of_groups = _told(plan, ranking)
     else:
-        of_tensors, of_groups = _found(plan, *ranking, records, num_pruned)
+        of_tensors, of_groups = _found(*ranking, records, num_pruned)
     tensors = [
         TensorReport(
             name=tensor.entry.name,
@@ -102,12 +102,9 @@ _Facts = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
 def _found(
-    plan: Plan,
-    source: Source,
-    cuts: Cuts,
-    records: Sequence[Record],
-    num_pruned: Mapping[int, int],
+    source: Source, cuts: Cuts, records: Sequence[Record], num_pruned: Mapping[int, int]
 ) -> _Facts:
+    plan = source.plan
     num_nan, num_zero = summed(records, "nan"), summed(records, "zero")
     # Keys of tensors with a threshold of their own.
     keys = {int(p): key for record in records for p, key in record.get("threshold", {}).items()}
