@@ -26,8 +26,9 @@ from distprune.files.reports.report import Record, RunFacts, as_json, identity_o
 from distprune.files.results import resumed, versions
 from distprune.files.rewriting import masked_pieces
 from distprune.files.team import Progress, Team
-from distprune.files.units import SpanUnit, Task, span_units
+from distprune.files.units import Task, span_units
 
+_UNIT_ELEMENTS = 1 << 23
 _VERSION = 1  # raised when the same masks and source would give other bytes
 
 
@@ -112,7 +113,9 @@ class Application:
             checkpoint=self.checkpoint,
             digest=self.digest,
             tensors=self.entries,
-            make_units=lambda: mask_units(self.entries),
+            make_units=lambda: list(
+                span_units(self.entries, ((i, 8) for i in range(len(self.entries))), _UNIT_ELEMENTS)
+            ),
             layout=mask_layout(self.entries, self.checkpoint.files),
             copied=self.checkpoint.others,
             replaces=replace,
@@ -181,11 +184,3 @@ def _mismatches(masks: MaskFile, entries: dict[str, TensorEntry]) -> list[str]:
         elif entry.dtype not in PLAIN_FLOATS:
             problems.append(f"tensor {name} is {entry.dtype}; expected a plain float.")
     return problems
-
-
-_UNIT_ELEMENTS = 1 << 23
-
-
-def mask_units(entries: Sequence[TensorEntry]) -> list[SpanUnit]:
-    """All elements of some tensors, cut into units of about equal size."""
-    return list(span_units(entries, ((i, 8) for i in range(len(entries))), _UNIT_ELEMENTS))

@@ -172,16 +172,14 @@ def find_inputs(
     Cost: a read of the statistics; headers of the scores.
     """
     statistics = scores = None
-    if not any(part.reads_statistics or part.reads_scores for part in recipe.parts):
-        return ScoreInputs()
-    if measured := [(entry, layout) for part, entry, layout in tensors if part.reads_statistics]:
+    if measured := [each for each in tensors if each[0].reads_statistics]:
         if recipe.statistics is None:
-            part = next(part for part, _, _ in tensors if part.reads_statistics)
-            raise SelectionError(_without_file(part))
+            raise SelectionError(_without_file(measured[0][0]))
         from distprune.files.matching import match_statistics
 
-        of_gradients = are_of_gradients(part for part, _, _ in tensors if part.reads_statistics)
-        statistics = match_statistics(recipe.statistics, measured, names, of_gradients)
+        of_gradients = are_of_gradients(part for part, _, _ in measured)
+        pairs = [(entry, layout) for _, entry, layout in measured]
+        statistics = match_statistics(recipe.statistics, pairs, names, of_gradients)
     if given := [entry for part, entry, _ in tensors if part.reads_scores]:
         check_scores(recipe)
         assert recipe.scores is not None

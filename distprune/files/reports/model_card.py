@@ -9,9 +9,7 @@ distprune.
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -76,23 +74,18 @@ def card_problem(folder: str | Path, plan: Plan, report: Report) -> str:
     """A sentence if the README.md of a result is not its card; "" if it is, or needs no card.
 
     Args:
-        folder: the result.
+        folder: the result, in which the card is a regular file.
         plan: derived from the source.
         report: with correct counts.
 
     Raises:
-        CheckpointError: the card of the source cannot be read.
+        CheckpointError: one of the cards cannot be read.
     """
     if not plan.has_card:
         return ""
     path = Path(folder, CARD_FILE)
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            return f"{CARD_FILE} is not a regular file."
-        with open(path, "rb") as file:
-            card = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        return f"{CARD_FILE} cannot be read: {error.strerror}."
+    with reading(path), open(path, "rb") as file:
+        card = file.read(_MAX_BYTES + 1)
     if len(card) <= _MAX_BYTES and _is_card(card, plan, report):
         return ""
     return (
