@@ -49,38 +49,6 @@ class Progress:
         return (self.total_bytes - self.num_bytes) / rate if rate else None
 
 
-class Pace:
-    """The rate of some work in the last half minute.
-
-    Args:
-        clock: returns seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._samples: deque[tuple[float, int]] = deque()
-        self._total = 0
-
-    def begin(self) -> None:
-        """Start to measure: the time since the last piece does not count."""
-        self._samples.clear()
-        self._samples.append((self._clock(), self._total))
-
-    def add(self, num_bytes: int) -> None:
-        """Count bytes that were processed since the last call."""
-        now = self._clock()
-        self._total += num_bytes
-        self._samples.append((now, self._total))
-        while len(self._samples) > 2 and self._samples[1][0] <= now - _RATE_SECONDS:
-            self._samples.popleft()
-
-    @property
-    def bytes_per_second(self) -> float:
-        """The rate; 0.0 until it is known."""
-        (start, first_total), (end, last_total) = self._samples[0], self._samples[-1]
-        return (last_total - first_total) / (end - start) if end > start else 0.0
-
-
 class Team(Communicator):
     """The ranks of one run, with errors of ``distprune.files``.
 
@@ -104,7 +72,7 @@ class Team(Communicator):
         self._communicator = communicator
         self._progress = progress
         self._stop = stop or (lambda: False)
-        self._pace = Pace()
+        self._samples: deque[tuple[float, int]] = deque()  # of the rate: when, and bytes by then
         self._totals: dict[str, int] = {}
         self._done: dict[str, int] = {}
         self._phase = ""
@@ -189,7 +157,7 @@ class Team(Communicator):
             self._done[self._phase] = self._totals[self._phase]
         self.expect(phase, total_bytes, num_done)
         self._phase, self._mine, self._shared = phase, 0, 0
-        self._pace.begin()
+        self._samples = deque([(time.monotonic(), 0)])  # the time since the last phase is not in it
 
     def did(self, num_bytes: int) -> None:
         """Report bytes that this rank has processed, often: all ranks communicate now and then.
@@ -270,8 +238,10 @@ class Team(Communicator):
         self._until = until
         self._error_of_progress = None
         if self._phase:
-            self._pace.add(num_bytes - self._shared)
-            self._shared = num_bytes
+            self._shared, now = num_bytes, time.monotonic()
+            self._samples.append((now, num_bytes))
+            while len(self._samples) > 2 and self._samples[1][0] <= now - _RATE_SECONDS:
+                self._samples.popleft()
             try:
                 if self._progress is not None:
                     self._progress(self._state())
@@ -293,7 +263,9 @@ class Team(Communicator):
     def _state(self) -> Progress:
         total = self._totals[self._phase]
         done = sum(self._done.values()) + min(self._shared, total - self._done[self._phase])
-        return Progress(self._phase, done, sum(self._totals.values()), self._pace.bytes_per_second)
+        (start, first), (end, last) = self._samples[0], self._samples[-1]
+        rate = (last - first) / (end - start) if end > start else 0.0
+        return Progress(self._phase, done, sum(self._totals.values()), rate)
 
 
 def _packed(error: BaseException, rank: int) -> str:
