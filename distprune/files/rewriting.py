@@ -25,13 +25,12 @@ from distprune.files.checkpoints.header import TensorEntry, read_header
 from distprune.files.checkpoints.mask_files import (
     MASK_FILE,
     MaskFile,
-    MaskLayout,
     read_keep,
 )
 from distprune.files.disk.access import WRITE, OpenFiles, read_into, write_from
 from distprune.files.errors import CheckpointError
 from distprune.files.scoring import KeptValues
-from distprune.files.units import Span, SpanUnit
+from distprune.files.units import Span, SpanUnit, Task
 
 _CHUNK = 1 << 20  # elements of a piece
 # By what is counted for the report, by position of a tensor.
@@ -108,9 +107,7 @@ def masked_pieces(entries: Sequence[TensorEntry], files: OpenFiles, masks: MaskF
     return pieces
 
 
-def _entries_of_values(
-    values: KeptValues, entries: Collection[TensorEntry]
-) -> dict[str, TensorEntry]:
+def _entries_of(values: KeptValues, entries: Collection[TensorEntry]) -> dict[str, TensorEntry]:
     """By name of a tensor, the place of its kept values.
 
     Raises:
@@ -135,30 +132,21 @@ class FileSink:
     """Writes weights and masks into the files of a folder, which exist and have their sizes.
 
     Args:
+        task: that makes them.
         folder: the unfinished result.
-        entries: the rewritten tensors; the positions of spans count these.
-        layout: the layout of the mask file; None: no masks are written.
-        values: of kept elements; None: they are those of the source.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        entries: Sequence[TensorEntry],
-        layout: MaskLayout | None,
-        values: KeptValues | None = None,
-    ) -> None:
-        self._values = {} if values is None else _entries_of_values(values, entries)
+    def __init__(self, task: Task, folder: Path) -> None:
+        self._values = {} if task.values is None else _entries_of(task.values, task.tensors)
         self._sources = OpenFiles(os.O_RDONLY)
         self.outputs = OpenFiles(WRITE)
+        self._task = task
         self._folder = folder
-        self._entries = entries
-        self._layout = layout
         self._rest = np.empty(0, dtype=bool)  # of a mask, less than a byte
 
     def add(self, span: Span, piece: Piece) -> Array | None:
         """Write a piece and its mask; see :data:`Sink`."""
-        entry, (first, bits, keep) = self._entries[span.position], piece
+        entry, (first, bits, keep) = self._task.tensors[span.position], piece
         if is_new := entry.name in self._values:
             own = self._values[entry.name]
             start = own.start + first * bits.itemsize
@@ -166,11 +154,11 @@ class FileSink:
         np.multiply(bits, keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
         start = entry.start + first * bits.itemsize
         write_from(self.outputs, str(self._folder / entry.file), start, bits.data)
-        if self._layout is not None:
+        if self._task.layout is not None:
             num_whole = len(self._rest) + len(keep)
             if first + len(keep) < span.last:
                 num_whole -= num_whole % 8
-            start = self._layout.starts[entry.name] + (first - len(self._rest)) // 8
+            start = self._task.layout.starts[entry.name] + (first - len(self._rest)) // 8
             keep = np.concatenate([self._rest, keep]) if len(self._rest) else keep
             self._rest = keep[num_whole:].copy()
             if num_whole:
