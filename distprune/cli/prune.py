@@ -179,7 +179,7 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
 
     if terminal.as_json:
         values = json.loads(report.result_json()) | describing.as_values(plan.checkpoint)
-        terminal.json({**values, "run": json.loads(report.run_json())})
+        terminal.json({**values, "run": json.loads(report.run.to_json())})
         return
     if terminal.verbosity > 0:
         _show_tensors(terminal, report)

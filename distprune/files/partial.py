@@ -165,12 +165,15 @@ class Partial:
         self.lock.check()
         self._check_contents(is_complete=True)
         self._check_taken()
+        umask = os.umask(0o077)
+        os.umask(umask)
+        mode = dict(self._task.checkpoint.folders).get("", 0o777) & ~umask
         with writing(self.destination):
             remove_folder(self._aside)
             os.rename(self.work, self._aside)
             sync_folder(self.folder / SIDECAR)
             # Until now only its owner had access; from now on, the permissions of the source.
-            os.chmod(self.folder, top_mode(self._task.checkpoint.folders))
+            os.chmod(self.folder, mode | 0o700)
         put(self.folder, self.destination, replaces=self._task.replaces)
         shutil.rmtree(self._aside, ignore_errors=True)
         return self._texts
@@ -439,14 +442,3 @@ def make_folders(folders: Iterable[tuple[str, int]], folder: Path) -> None:
     for name, mode in folders:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder / name, mode | 0o700)
-
-
-def top_mode(folders: Iterable[tuple[str, int]]) -> int:
-    """Permissions of the result folder itself, less the umask.
-
-    Args:
-        folders: as for :func:`make_folders`.
-    """
-    umask = os.umask(0o077)
-    os.umask(umask)
-    return (dict(folders).get("", 0o777) & ~umask) | 0o700

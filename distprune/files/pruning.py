@@ -99,7 +99,7 @@ def prune(
     task = prune_task(plan, replaces=replace)
     source = Source(plan, functools.partial(team.did_in, "count"))
     with (
-        contextlib.closing(source),
+        contextlib.closing(source.files),
         resumed(
             team,
             task,
@@ -155,7 +155,7 @@ class RankedMasks:
 
     def close(self) -> None:
         """Close the files."""
-        self._source.close()
+        self._source.files.close()
 
 
 def _complete(
@@ -177,7 +177,7 @@ def _complete(
     if inputs.given is not None:
         check_unchanged(inputs.given.checkpoint.folder, inputs.given.checkpoint.files)
     recipe = plan.recipe.as_stored().to_yaml().encode()
-    partial.complete(recipe, report.run_json(), report.result_json(), others)
+    partial.complete(recipe, report.run.to_json(), report.result_json(), others)
 
 
 def _facts(plan: Plan, target: Path) -> list[tuple[str, str]]:

@@ -80,7 +80,8 @@ class FileValues:
             if first <= start and stop <= first + len(held):
                 return held[start - first : stop - first]
         bits: Array = (scratch or Scratch()).array("read", stop - start, self._bits)
-        self._read(start, bits)
+        offset = self._start + start * bits.itemsize
+        read_into(self._files, self._path, offset, bits.data.cast("B"))
         self._did(bits.nbytes)
         return torch.from_numpy(bits).view(self.dtype)
 
@@ -89,19 +90,17 @@ class FileValues:
         bits = np.empty((len(runs.numbers), runs.length), dtype=self._bits)
         starts = (runs.start + runs.numbers * runs.length).tolist()
         for row, start in zip(bits, starts, strict=True):
-            self._read(start, row)
+            offset = self._start + start * bits.itemsize
+            read_into(self._files, self._path, offset, row.data.cast("B"))
         self._did(bits.nbytes)
         return torch.from_numpy(bits.reshape(-1)).view(self.dtype)
 
     def read_bits(self, start: int, stop: int) -> Array:
         """The elements [start, stop) as unsigned integers, a fresh array."""
         bits = np.empty(stop - start, dtype=f"u{self._bits.itemsize}")
-        self._read(start, bits)
-        return bits
-
-    def _read(self, start: int, bits: Array) -> None:
-        offset = self._start + start * self._bits.itemsize
+        offset = self._start + start * bits.itemsize
         read_into(self._files, self._path, offset, bits.data.cast("B"))
+        return bits
 
     @contextlib.contextmanager
     def holding(self, start: int, stop: int) -> Iterator[Array]:
@@ -236,9 +235,6 @@ class Source:
             keys = ScoreKeys(scores, self.key_ranges[position])
         counted = whole if counted is None else counted
         return Candidates(keys, None, index, counted, len(whole), len(whole), CPU)
-
-    def close(self) -> None:
-        self.files.close()
 
     def _factored(self, position: int, score: str) -> ScoreSource:
         """The scores of a tensor that are made of its weights and of statistics."""

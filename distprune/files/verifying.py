@@ -146,7 +146,7 @@ def verify(
     ranking: tuple[Source, Cuts] | Report = result.report
     pieces = masked_pieces(result.entries, read.files, result.masks)
     try:
-        with contextlib.closing(read), contextlib.closing(result.outputs):
+        with contextlib.closing(read.files), contextlib.closing(result.outputs):
             team.expect("verify", sum(unit.num_bytes for unit in result.units))
             if result.has_order:
                 ranking = read, find_cuts(team, read)

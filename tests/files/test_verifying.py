@@ -510,8 +510,8 @@ def test_a_threshold_that_json_has_no_number_for(tmp_path, scope):
 @pytest.mark.parametrize("made", ["global"], indirect=True)
 def test_a_report_is_what_was_written(made):
     report = read_report(made[1])
-    assert parse_report(report.result_json(), report.run_json()) == report
-    assert parse_report(report.result_json().decode(), report.run_json().decode()) == report
+    assert parse_report(report.result_json(), report.run.to_json()) == report
+    assert parse_report(report.result_json().decode(), report.run.to_json().decode()) == report
     assert isinstance(report.tensors[0].shape, tuple) and isinstance(report.kept, tuple)
 
 

@@ -58,9 +58,18 @@ def card_of(plan: Plan, report: Report) -> bytes | None:
 
 def _card(plan: Plan, report: Report, base_model: str | None, version: str) -> bytes:
     """The card, with the two words that cannot be derived: see [Note: card]."""
-    source = _card_of_source(plan)
+    source = b""
+    for other in plan.checkpoint.others:
+        if other.name == CARD_FILE:
+            with reading(other.path):
+                source = Path(other.path).read_bytes()
     metadata, below = split_front_matter(source)
-    head = join_front_matter(_metadata(metadata or {}, base_model))
+    left_out = list(_NOT_OF_THE_RESULT)
+    if base_model is not None:  # else the base of the source stays: it is a base of the result, too
+        left_out += ["base_model", "base_model_relation"]
+    kept = {key: value for key, value in (metadata or {}).items() if key not in left_out}
+    kept |= {} if base_model is None else {"base_model": base_model}
+    head = join_front_matter(with_tags(kept, _TAGS))
     text = head + "\n" + "\n".join(_section(plan, report, base_model, version)) + "\n"
     if below.strip():
         text += (
@@ -126,24 +135,6 @@ def name_of_source(checkpoint: Checkpoint) -> str | None:
     if isinstance(name, str) and "/" in name and _ID.fullmatch(name):
         return None if name.split("/")[0].lower() in _FOLDERS else name
     return None
-
-
-def _card_of_source(plan: Plan) -> bytes:
-    for other in plan.checkpoint.others:
-        if other.name == CARD_FILE:
-            with reading(other.path):
-                return Path(other.path).read_bytes()
-    return b""
-
-
-def _metadata(metadata: dict[Any, Any], base_model: str | None) -> dict[Any, Any]:
-    left_out = list(_NOT_OF_THE_RESULT)
-    if base_model is not None:  # else the base of the source stays: it is a base of the result, too
-        left_out += ["base_model", "base_model_relation"]
-    kept = {key: value for key, value in metadata.items() if key not in left_out}
-    if base_model is not None:
-        kept["base_model"] = base_model
-    return with_tags(kept, _TAGS)
 
 
 def _section(plan: Plan, report: Report, base: str | None, version: str) -> list[str]:

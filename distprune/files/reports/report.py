@@ -197,10 +197,6 @@ class Report:
                 del tensor["divisor"]
         return as_json({"schema": 1, "status": "complete", **values})
 
-    def run_json(self) -> bytes:
-        """The content of run.json."""
-        return self.run.to_json()
-
 
 def identity_of(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
     """What tells one source from another: size and crc32 of the header of each weight file."""
