@@ -191,7 +191,7 @@ def plan(
         num_elements=sum(group.num_elements for group in groups),
         num_to_prune=sum(group.num_to_prune for group in groups),
         digest=digest_of(checkpoint, recipe, inputs.facts()),
-        warnings=(*selection.warnings, *inputs.warnings),
+        warnings=(*selection.warnings, *(inputs.statistics.warnings if inputs.statistics else ())),
         inputs=inputs,
     )
 

@@ -76,11 +76,6 @@ class ScoreInputs:
     given: GivenScores | None = None
     values: KeptValues | None = None
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Sentences on what is no error, but probably not meant."""
-        return () if self.statistics is None else self.statistics.warnings
-
     def facts(self) -> dict[str, Any]:
         """What decides the scores, as JSON, without paths: for digests and reports.
 

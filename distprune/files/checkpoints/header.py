@@ -164,7 +164,7 @@ def parse_header(
         _fail(name, "the header is not a JSON object.")
     problems: list[str] = []
     metadata = header.pop("__metadata__", {})
-    if not _is_text_map(metadata):
+    if not isinstance(metadata, dict) or not all(isinstance(t, str) for t in metadata.values()):
         problems.append(f"{name}: __metadata__ is not a map from strings to strings.")
         metadata = {}
     entries = []
@@ -300,10 +300,6 @@ def are_sizes(value: object) -> bool:
         if type(size) is not int or not 0 <= size <= _MAX_NUMEL:
             return False
     return True
-
-
-def _is_text_map(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 def _short(value: object) -> str:
