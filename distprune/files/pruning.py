@@ -97,7 +97,7 @@ def prune(
     target = resolve_destination(destination)
     team.compare(_facts(plan, target))
     task = prune_task(plan, replaces=replace)
-    source = Source(plan, functools.partial(team.did_in, "count"))
+    source = Source(plan, team.did_count)
     with (
         contextlib.closing(source.files),
         resumed(
@@ -137,7 +137,7 @@ class RankedMasks:
     """
 
     def __init__(self, plan: Plan, team: Team, cuts: Any = None) -> None:
-        self._source = Source(plan, functools.partial(team.did_in, "count"))
+        self._source = Source(plan, team.did_count)
         self._positions = {tensor.entry.name: i for i, tensor in enumerate(plan.tensors)}
         found = find_cuts(team, self._source, cuts)
         self.cuts = asdict(found)

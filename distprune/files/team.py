@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from distprune._common.attempts import Failed, attempt, error_of
 from distprune._common.collectives import Communicator, Op
 from distprune.files import errors
 from distprune.files.errors import FilesError, Interrupted, RanksError, explained
@@ -109,13 +110,10 @@ class Team(Communicator):
 
     def attempt(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function on every rank; if it raises on one, all ranks raise its error."""
-        error: BaseException | None = None
-        try:
-            result = function(*args, **kwargs)
-        except Exception as caught:  # of any type: every rank is to raise it
-            error = caught
-        self.check(error)
-        return result
+        outcome = attempt(function, *args, **kwargs)
+        self.check(error_of(outcome))
+        assert not isinstance(outcome, Failed)  # its error was raised
+        return outcome
 
     def from_leader(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function on the leader; every rank returns its result, which must be JSON."""
@@ -173,9 +171,9 @@ class Team(Communicator):
             if self._error_of_progress is not None:
                 raise self._error_of_progress
 
-    def did_in(self, phase: str, num_bytes: int) -> None:
-        """:meth:`did`, where bytes that are read in another phase are no progress of it."""
-        self.did(num_bytes if phase == self._phase else 0)
+    def did_count(self, num_bytes: int) -> None:
+        """:meth:`did`, where bytes that are read in another phase than "count" are no progress."""
+        self.did(num_bytes if self._phase == "count" else 0)
 
     def work(self, steps: Iterator[int]) -> None:
         """Run steps on every rank until all have finished; each yields bytes for :meth:`did`.

@@ -17,7 +17,6 @@ before it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import stat
@@ -140,7 +139,7 @@ def verify(
     plan, checkpoint = result.plan, result.plan.checkpoint
     target = ascii(os.path.abspath(destination))
     team.compare([("destination", target), ("plan", plan.digest)])
-    read = Source(plan, functools.partial(team.did_in, "count"))
+    read = Source(plan, team.did_count)
     units = [(i, unit) for i, unit in enumerate(result.units) if result.is_readable(unit)]
     records: list[Record] = []
     ranking: tuple[Source, Cuts] | Report = result.report
