@@ -104,44 +104,49 @@ _Facts = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 def _found(
     source: Source, cuts: Cuts, records: Sequence[Record], num_pruned: Mapping[int, int]
 ) -> _Facts:
+    """What a ranking has found."""
     plan = source.plan
     num_nan, num_zero = summed(records, "nan"), summed(records, "zero")
     # Keys of tensors with a threshold of their own.
     keys = {int(p): key for record in records for p, key in record.get("threshold", {}).items()}
-    of_tensors, of_groups = [], []
+    of_tensors: list[dict[str, Any]] = []
+    of_groups: list[dict[str, Any]] = []
     for position, (tensor, cut) in enumerate(zip(plan.tensors, cuts.tensors, strict=True)):
+        if tensor.recipe.is_global:
+            num_nan[position] = cuts.num_nan.get(tensor.entry.name, 0)
         key, held_at = keys.get(position), None
         if cut is not None and (cut.bound or tensor.recipe.budget):
             key, held_at = cut.cut.threshold if num_pruned[position] else None, cut.bound
-        threshold = None if key is None else _score(source.key_ranges[position], key)
-        is_global, name = tensor.recipe.is_global, tensor.entry.name
-        nan = cuts.num_nan.get(name, 0) if is_global else num_nan[position]
-        facts = nan, threshold, num_zero[position], held_at, cuts.divisors[position]
-        of_tensors.append(dict(zip(_OF_TENSOR, facts, strict=True)))
+        of_tensors.append(
+            {
+                "num_nan": num_nan[position],
+                "threshold": None if key is None else _score(source.key_ranges[position], key),
+                "num_zero": num_zero[position],
+                "held_at": held_at,
+                "divisor": cuts.divisors[position],
+            }
+        )
     for group, found in zip(plan.groups, cuts.groups, strict=True):
-        facts_of_group = dict.fromkeys(_OF_GROUP)
+        facts: dict[str, Any] = dict.fromkeys(_OF_GROUP)
         if found is not None:
-            threshold = _score(source.key_ranges[group.first], found.threshold)
-            of_ties = found.num_ties, found.num_ties_pruned
-            values = threshold, hex(found.threshold), *of_ties
-            facts_of_group = dict(zip(_OF_GROUP, values, strict=True))
-        of_groups.append(facts_of_group)
+            facts["threshold"] = _score(source.key_ranges[group.first], found.threshold)
+            facts["threshold_bits"] = hex(found.threshold)
+            facts["num_ties"] = found.num_ties
+            facts["num_ties_pruned"] = found.num_ties_pruned
+        of_groups.append(facts)
     return of_tensors, of_groups
 
 
 def _told(plan: Plan, stored: Report) -> _Facts:
+    """What a report tells of these tensors and groups."""
     tensors = {each.name: vars(each) for each in stored.tensors}
     groups = {each.index: vars(each) for each in stored.groups}
-    unknown = dict.fromkeys(_OF_TENSOR) | {"num_nan": 0, "num_zero": 0}
+    no_tensor = dict.fromkeys(_OF_TENSOR) | {"num_nan": 0, "num_zero": 0}
+    found = [tensors.get(tensor.entry.name, no_tensor) for tensor in plan.tensors]
+    of_groups = [groups.get(index, dict.fromkeys(_OF_GROUP)) for index in range(len(plan.groups))]
     return (
-        [
-            {name: tensors.get(tensor.entry.name, unknown)[name] for name in _OF_TENSOR}
-            for tensor in plan.tensors
-        ],
-        [
-            {name: groups.get(index, dict.fromkeys(_OF_GROUP))[name] for name in _OF_GROUP}
-            for index in range(len(plan.groups))
-        ],
+        [{name: values[name] for name in _OF_TENSOR} for values in found],
+        [{name: values[name] for name in _OF_GROUP} for values in of_groups],
     )
 
 
