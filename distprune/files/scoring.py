@@ -8,7 +8,7 @@ headers.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,12 +89,6 @@ class ScoreInputs:
         if self.values is not None:
             facts["update"] = self.values.as_json()
         return facts
-
-    def with_times(self, facts: Mapping[str, Any]) -> ScoreInputs:
-        """The inputs with the times of change that :meth:`facts` had; copies have others."""
-        if self.given is None:
-            return self
-        return replace(self, given=self.given.with_times(facts.get("scores")))
 
 
 def _without_file(part: FileRecipe) -> str:
@@ -204,16 +198,6 @@ class GivenScores:
             }
             for file in self.checkpoint.files
         }
-
-    def with_times(self, facts: object) -> GivenScores:
-        """The scores with the times of change that :meth:`facts` had; a copy has others."""
-        times = facts if isinstance(facts, dict) else {}
-        files = []
-        for file in self.checkpoint.files:
-            stored = times.get(file.name)
-            time = stored.get("mtime_ns") if isinstance(stored, dict) else None
-            files.append(replace(file, mtime_ns=time) if type(time) is int else file)
-        return replace(self, checkpoint=replace(self.checkpoint, files=tuple(files)))
 
 
 def find_scores(path: str, tensors: Sequence[TensorEntry]) -> GivenScores:

@@ -7,6 +7,7 @@ terminal alone.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -179,7 +180,12 @@ def with_digest(report: Report, stored: Report, plan: Plan) -> Report:
         files=tuple(replace(file, mtime_ns=mtimes[file.name]) for file in source.files),
         others=tuple(replace(file, mtime_ns=mtimes[file.name]) for file in source.others),
     )
-    inputs = plan.inputs.with_times(stored.inputs or {}).facts()
+    inputs = plan.inputs.facts()
+    scores: Any = (stored.inputs or {}).get("scores")
+    for name, facts in inputs.get("scores", {}).items():
+        with contextlib.suppress(KeyError, TypeError):  # the report may hold anything there
+            if type(scores[name]["mtime_ns"]) is int:
+                facts["mtime_ns"] = scores[name]["mtime_ns"]
     digest = digest_of(original, plan.recipe, inputs)
     return replace(report, mtimes_ns=mtimes, digest=digest, inputs=inputs or None)
 

@@ -95,10 +95,6 @@ class GroupReport:
     num_ties: int | None
     num_ties_pruned: int | None
 
-    @property
-    def sparsity(self) -> float:
-        return self.num_pruned / self.num_elements
-
 
 @dataclass(frozen=True)
 class RunFacts:
