@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,8 +37,7 @@ from distprune.cli.options import (
 from distprune.files.text import format_size
 
 if TYPE_CHECKING:
-    from distprune.files.applying import Application, Applied
-    from distprune.files.checkpoints.checkpoint import Checkpoint
+    from distprune.files.applying import Application
     from distprune.files.inspecting import TensorDifference
 
 MaskFolder = Annotated[
@@ -88,46 +87,35 @@ def apply(
     ranks.run_on_ranks(context, nproc, find)
     # Listen before the ranks meet: a signal to all of them must not end some of them at once.
     with process.Stop() as stop, ranks.process_group(timeout):
-        checkpoint, applied = _apply(terminal, find, destination, stop, take_over, force)
+        from distprune._common.process_groups import world
+        from distprune.files.team import Team
+
+        application = Team(world()).attempt(find)
+        checkpoint = application.checkpoint
+        tell(terminal, checkpoint)
+        with Meter(terminal) as meter:
+            report = application.write(
+                destination,
+                progress=meter,
+                stop=stop,
+                take_over=take_over,
+                replace=force,
+                tell=terminal.note,
+            )
+    tensors = [(t["name"], t["num_elements"], t["num_pruned"]) for t in report["tensors"]]
+    counts = {name: report[name] for name in ("num_elements", "num_pruned", "num_zeroed")}
     if as_json:
-        values = {"source": checkpoint.folder, "masks": str(masks), **asdict(applied)}
-        del values["tensors"]
-        terminal.json({**values, **as_values(checkpoint)})
+        values = {"source": checkpoint.folder, "masks": str(masks), **counts}
+        terminal.json({**values, "num_tensors": len(tensors), **as_values(checkpoint)})
         return
     if verbose:
-        show_counts(terminal, applied.tensors)
+        show_counts(terminal, tensors)
+    num_elements, num_pruned, num_zeroed = counts.values()
     terminal.text(
-        f"{destination}: the masks prune {count(applied.num_pruned)} of "
-        f"{count(applied.num_elements)} elements "
-        f"({percent(applied.num_pruned, applied.num_elements)}) in "
-        f"{counted(applied.num_tensors, 'tensor')}; "
-        f"{count(applied.num_zeroed)} of them were not zero before."
+        f"{destination}: the masks prune {count(num_pruned)} of {count(num_elements)} elements "
+        f"({percent(num_pruned, num_elements)}) in {counted(len(tensors), 'tensor')}; "
+        f"{count(num_zeroed)} of them were not zero before."
     )
-
-
-def _apply(
-    terminal: Terminal,
-    find: Callable[[], Application],
-    destination: Path,
-    stop: process.Stop,
-    take_over: bool,
-    force: bool,
-) -> tuple[Checkpoint, Applied]:
-    from distprune._common.process_groups import world
-    from distprune.files.team import Team
-
-    application = Team(world()).attempt(find)
-    tell(terminal, application.checkpoint)
-    with Meter(terminal) as meter:
-        applied = application.write(
-            destination,
-            progress=meter,
-            stop=stop,
-            take_over=take_over,
-            replace=force,
-            tell=terminal.note,
-        )
-    return application.checkpoint, applied
 
 
 Pickled = Annotated[

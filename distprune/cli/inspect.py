@@ -85,22 +85,20 @@ def _cell(text: str) -> str:
 
 
 def _csv_row(facts: TensorFacts, num_pruned: Mapping[str, int] | None) -> tuple[object, ...]:
-    entry, place = facts.entry, role_of(facts.entry.name)
-    share = ""
-    if facts.num_zero is not None and entry.numel:
-        share = repr(facts.num_zero / entry.numel)
+    entry, place, num_zero = facts.entry, role_of(facts.entry.name), facts.num_zero
+    layer = ".".join([place.stack, *map(str, place.layer)]).strip(".") if place.layer else ""
     return (
         _cell(entry.name),
         _cell(entry.file),
         _cell(entry.dtype),
         "x".join(map(str, entry.shape)) or "scalar",
         entry.numel,
-        "" if facts.num_zero is None else facts.num_zero,
-        share,
+        "" if num_zero is None else num_zero,
+        "" if num_zero is None or not entry.numel else repr(num_zero / entry.numel),
         facts.num_nan,
         facts.num_inf,
         "" if num_pruned is None else num_pruned.get(entry.name, 0),
-        _cell(".".join([place.stack, *map(str, place.layer)]).strip(".")) if place.layer else "",
+        _cell(layer),
         _cell(place.kind),
     )
 
@@ -253,15 +251,12 @@ def _picture(source: Path, facts: list[TensorFacts]) -> Picture:
 
     floats = [f for f in facts if f.num_zero is not None and is_float(f.entry.dtype)]
     shown = [f for f in floats if sum(size > 1 for size in f.entry.shape) > 1] or floats
-    exponents: Counter[int] = Counter()
-    for tensor in shown:
-        exponents.update(tensor.exponents)
     num_left = len(facts) - len(shown)
     return Picture(
         title=cached_name(source) or source.absolute().name,
         zeros="zero",
         tensors=[(tensor.entry.name, tensor.entry.numel, tensor.num_zero or 0) for tensor in shown],
-        exponents=exponents,
+        exponents=_exponents(shown),
         notes=[f"Not shown: {counted(num_left, 'other tensor')}."] if num_left else [],
     )
 
@@ -328,17 +323,20 @@ def _tensor_values(
     }
 
 
-def _show_histogram(terminal: Terminal, facts: list[TensorFacts]) -> None:
+def _exponents(facts: Iterable[TensorFacts]) -> Counter[int]:
+    """The exponents of all numbers."""
     exponents: Counter[int] = Counter()
     for tensor in facts:
         exponents.update(tensor.exponents)
+    return exponents
+
+
+def _show_histogram(terminal: Terminal, facts: list[TensorFacts]) -> None:
+    exponents = _exponents(facts)
     largest = max(exponents.values(), default=1)
-    rows = (
-        [
-            (f"2^{power}", count(exponents[power]), "#" * -(-40 * exponents[power] // largest))
-            for power in range(min(exponents), max(exponents) + 1)
-        ]
-        if exponents
-        else []
-    )
+    powers = range(min(exponents), max(exponents) + 1) if exponents else ()
+    rows = [
+        (f"2^{power}", count(exponents[power]), "#" * -(-40 * exponents[power] // largest))
+        for power in powers
+    ]
     terminal.table(("magnitude from", "elements", ""), rows, right=("magnitude from", "elements"))

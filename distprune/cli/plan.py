@@ -47,7 +47,6 @@ from distprune.files.text import format_size
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.checkpoints.header import TensorEntry
     from distprune.files.planning import Plan, PlannedTensor
-    from distprune.files.selecting import Verdict
 
 
 @without_garbage_collection()
@@ -59,24 +58,16 @@ def show(terminal: Terminal, plan: Plan, *, one_by_one: bool, has_amount: bool =
         name = entry.name if one_by_one else without_numbers(entry.name)
         group = planned[entry.name].group if is_pruned else 0
         key = (name, entry.dtype, entry.shape, reason, group)
-        if key in lines:
-            lines[key].append(entry)
-        else:
-            lines[key] = [entry]
+        lines.setdefault(key, []).append(entry)
     rows = []
     for (name, dtype, shape, reason, group), entries in lines.items():
-        if reason:
-            action = f"keep: {reason}"
-        else:
-            counts = []
-            if has_amount:
-                found = [planned[entry.name] for entry in entries if entry.name in planned]
-                counts = [_count(plan, tensor) for tensor in found]
+        action = f"keep: {reason}"
+        if not reason:
+            counts = [_count(planned[entry.name]) for entry in entries] if has_amount else []
             numbers = [number for number in counts if number is not None]
             is_known = 0 < len(counts) == len(numbers)
             action = f"prune {count(sum(numbers))}" if is_known else "prune"
-            if len(plan.groups) > 1:
-                action += f", group {group}"
+            action += f", group {group}" if len(plan.groups) > 1 else ""
         elements = len(entries) * math.prod(shape)
         rows.append((name, count(len(entries)), dtype, shape_text(shape), count(elements), action))
     terminal.table(
@@ -112,12 +103,7 @@ def _show_groups(terminal: Terminal, plan: Plan) -> None:
 def as_values(plan: Plan, has_amount: bool = True) -> dict[str, Any]:
     """A plan as plain values, for JSON; without an amount, what depends on it is None."""
     planned = {tensor.entry.name: tensor for tensor in plan.tensors}
-
-    def to_prune(verdict: Verdict) -> int | None:
-        if not verdict.is_pruned:
-            return 0
-        return _count(plan, planned[verdict.entry.name]) if has_amount else None
-
+    to_prune = {name: _count(tensor) if has_amount else None for name, tensor in planned.items()}
     return {
         "source": plan.checkpoint.folder,
         "recipe": plan.recipe.as_mapping() if has_amount else None,
@@ -136,16 +122,16 @@ def as_values(plan: Plan, has_amount: bool = True) -> dict[str, Any]:
         ],
         "tensors": [
             {
-                "name": verdict.entry.name,
-                "file": verdict.entry.file,
-                "dtype": verdict.entry.dtype,
-                "shape": list(verdict.entry.shape),
-                "is_pruned": verdict.is_pruned,
-                "reason": verdict.reason,
-                "num_to_prune": to_prune(verdict),
-                "group": planned[verdict.entry.name].group if verdict.is_pruned else None,
+                "name": entry.name,
+                "file": entry.file,
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "is_pruned": is_pruned,
+                "reason": reason,
+                "num_to_prune": to_prune[entry.name] if is_pruned else 0,
+                "group": planned[entry.name].group if is_pruned else None,
             }
-            for verdict in plan.verdicts
+            for entry, is_pruned, reason in plan.verdicts
         ],
         "weight_files": {file.name: file.size for file in plan.checkpoint.files},
         **describing.as_values(plan.checkpoint),
@@ -153,7 +139,7 @@ def as_values(plan: Plan, has_amount: bool = True) -> dict[str, Any]:
     }
 
 
-def _count(plan: Plan, tensor: PlannedTensor) -> int | None:
+def _count(tensor: PlannedTensor) -> int | None:
     """Number of elements of a tensor to prune; None if it depends on the weights."""
     if tensor.blocks is not None:
         return tensor.num_blocks * tensor.blocks.num_pruned * tensor.tile_size
@@ -223,45 +209,39 @@ def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> Cost
 
 def _sidecar_bytes(plan: Plan) -> int:
     """Bytes of the masks and the report."""
-    masks = (
-        sum(num_bytes_of(tensor.entry.numel) for tensor in plan.tensors) if plan.recipe.masks else 0
-    )
+    masks = sum(num_bytes_of(tensor.entry.numel) for tensor in plan.tensors)
     names = sum(len(verdict.entry.name) + 200 for verdict in plan.verdicts)
-    return masks + 2 * names
+    return masks * plan.recipe.masks + 2 * names
 
 
 def _disk_space(destination: Path, num_bytes: int) -> tuple[int, int]:
     """Free bytes at the destination, and bytes that are still to be written there."""
-    parent = Path(os.path.abspath(destination)).parent
-    if not parent.is_dir():
-        raise OutputError(f"{parent} is not a folder; create it first.")
-    num_written = sum(map(folder_bytes, partial_folders(Path(os.path.abspath(destination)))))
-    return free_bytes(parent), max(num_bytes - num_written, 0)
+    path = Path(os.path.abspath(destination))
+    if not path.parent.is_dir():
+        raise OutputError(f"{path.parent} is not a folder; create it first.")
+    num_written = sum(map(folder_bytes, partial_folders(path)))
+    return free_bytes(path.parent), max(num_bytes - num_written, 0)
 
 
 def _sample(plan: Plan) -> float | None:
     """Bytes per second when reading the largest file, if possible not from the page cache."""
     largest = max(plan.checkpoint.files, key=lambda file: file.size)
     end = min(largest.size, largest.data_start + _SAMPLE_BYTES)
+    start, done = largest.data_start, 0
     try:
-        descriptor = os.open(largest.path, os.O_RDONLY | os.O_CLOEXEC)
+        with open(largest.path, "rb", buffering=0) as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
+            file.seek(start)
+            began = time.perf_counter()
+            while start + done < end and time.perf_counter() - began < _SAMPLE_SECONDS:
+                if not (chunk := file.read(_CHUNK)):
+                    break
+                done += len(chunk)
+            seconds = time.perf_counter() - began
     except OSError:
         return None
-    try:
-        if hasattr(os, "posix_fadvise"):
-            size = end - largest.data_start
-            os.posix_fadvise(descriptor, largest.data_start, size, os.POSIX_FADV_DONTNEED)
-        done, began = 0, time.perf_counter()
-        while largest.data_start + done < end and time.perf_counter() - began < _SAMPLE_SECONDS:
-            chunk = os.pread(descriptor, _CHUNK, largest.data_start + done)
-            if not chunk:
-                break
-            done += len(chunk)
-        return done / max(time.perf_counter() - began, 1e-6) if done else None
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
+    return done / max(seconds, 1e-6) if done else None
 
 
 MaybeDestination = Annotated[

@@ -128,20 +128,19 @@ def prune(
         _conclude(terminal, report, plan_of_text, destination, plot)
         return
 
-    def check() -> None:
-        from distprune.files.planning import plan
+    def make_plan() -> Plan:
+        from distprune.files import planning
 
-        plan(source, make_recipe(), follow_links=follow_links)
+        return planning.plan(source, make_recipe(), follow_links=follow_links)
 
-    ranks.run_on_ranks(context, nproc, check)
+    ranks.run_on_ranks(context, nproc, make_plan)
     from distprune._common.process_groups import world
     from distprune.files import pruning
     from distprune.files.team import Team
 
     # Listen before the ranks meet: a signal to all of them must not end some of them at once.
     with process.Stop() as stop, ranks.process_group(timeout):
-        checked = Team(world()).attempt(make_recipe)
-        plan = pruning.plan_together(source, checked, follow_links=follow_links)
+        plan = Team(world()).attempt(make_plan)
         describing.tell(terminal, plan.checkpoint)
         describing.show_warnings(terminal, plan)
         terminal.note(describing.summary(plan))
@@ -180,7 +179,7 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
 
     if terminal.as_json:
         values = json.loads(report.result_json()) | describing.as_values(plan.checkpoint)
-        terminal.json({**values, "run": json.loads(report.run_json())})
+        terminal.json({**values, "run": json.loads(report.run.to_json())})
         return
     if terminal.verbosity > 0:
         _show_tensors(terminal, report)

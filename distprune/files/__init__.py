@@ -20,9 +20,10 @@ and rooms, each of which imports only those above it::
     planning                         how many elements of each group
     tiles, reading                   scores and keys, read from the files when they are needed
     cuts                             where each group's ranking is cut
-    units, rewriting, lowest         the elements to write, piece by piece, and which are pruned
+    units                            the work, its pieces and their journals
+    rewriting, lowest                the elements to write, piece by piece, and which are kept
     reports                          what was done, as JSON and as a model card
-    journals, partial, results       the folder that grows, resumes and is renamed at the end
+    places, partial, results         the folder that grows, resumes and is renamed at the end
 
 Everything up to the plan reads headers and needs neither torch nor numpy, except that statistics of
 activations are read with numpy, and budgets need torch. Nothing is imported here.

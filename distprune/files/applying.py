@@ -7,47 +7,29 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from distprune._common.collectives import Communicator
 from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.process_groups import world
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
-from distprune.files.checkpoints.mask_files import MaskFile, mask_layout, open_masks
-from distprune.files.disk.access import OpenFiles, reading
+from distprune.files.checkpoints.mask_files import MASK_FILE, MaskFile, mask_layout, open_masks
+from distprune.files.disk.access import OpenFiles
 from distprune.files.disk.destination import resolve_destination
-from distprune.files.errors import CheckpointError, headline
-from distprune.files.partial import Partial
+from distprune.files.disk.listing import OtherFile
+from distprune.files.errors import CheckpointError, headline, shown
+from distprune.files.partial import Partial, check_unchanged
 from distprune.files.planning import source_facts
 from distprune.files.reports.report import Record, RunFacts, as_json, identity_of, summed
 from distprune.files.results import resumed, versions
-from distprune.files.rewriting import MaskedElements
+from distprune.files.rewriting import masked_pieces
 from distprune.files.team import Progress, Team
-from distprune.files.units import SpanUnit, Task, span_units
+from distprune.files.units import Task, span_units
 
-_MAX_PROBLEMS = 12
+_UNIT_ELEMENTS = 1 << 23
 _VERSION = 1  # raised when the same masks and source would give other bytes
-
-
-@dataclass(frozen=True)
-class Applied:
-    """What :meth:`Application.write` did.
-
-    Attributes:
-        num_elements: how many elements the tensors have that have a mask.
-        num_pruned: elements that the masks prune.
-        num_zeroed: pruned elements that were not zero before.
-        num_tensors: tensors that have a mask.
-        tensors: (name, elements, pruned ones) of each.
-    """
-
-    num_elements: int
-    num_pruned: int
-    num_zeroed: int
-    num_tensors: int
-    tensors: tuple[tuple[str, int, int], ...]
 
 
 class Application:
@@ -78,10 +60,8 @@ class Application:
         by_name = {entry.name: entry for entry in self.checkpoint.tensors}
         problems = _mismatches(self.masks, by_name)
         if problems:
-            shown = problems[:_MAX_PROBLEMS]
-            if len(problems) > len(shown):
-                shown.append(f"{len(problems) - len(shown)} more do not fit.")
-            raise CheckpointError(headline(f"{masks} on {source}", problems), shown)
+            details = shown(problems, "more do not fit.")
+            raise CheckpointError(headline(f"{masks} on {source}", problems), details)
         self.entries: Sequence[TensorEntry] = [by_name[name] for name in self.masks.shapes]
         self.sources = OpenFiles(os.O_RDONLY)
         self._folder = os.path.abspath(masks)
@@ -103,13 +83,16 @@ class Application:
         take_over: bool = False,
         replace: bool = False,
         tell: Callable[[str], None] | None = None,
-    ) -> Applied:
+    ) -> dict[str, Any]:
         """Write the copy. It appears by one rename at the end, or not at all.
 
         ``destination/distprune/`` has the masks, the report and, as the recipe, which masks were
         applied. All files but ``distprune/run.json`` are the same to the byte for every number of
         ranks and after any interruption. The arguments are those of
         :func:`distprune.files.pruning.prune`.
+
+        Returns:
+            What report.json holds: counts of all tensors and of each one.
 
         Raises:
             CheckpointError: the source or the masks cannot be read, or have changed.
@@ -130,7 +113,9 @@ class Application:
             checkpoint=self.checkpoint,
             digest=self.digest,
             tensors=self.entries,
-            make_units=lambda: mask_units(self.entries),
+            make_units=lambda: list(
+                span_units(self.entries, ((i, 8) for i in range(len(self.entries))), _UNIT_ELEMENTS)
+            ),
             layout=mask_layout(self.entries, self.checkpoint.files),
             copied=self.checkpoint.others,
             replaces=replace,
@@ -141,39 +126,22 @@ class Application:
             resumed(team, task, target, self.sources, take_over=take_over, tell=tell) as run,
         ):
             if run.texts is None:
-                run.write(MaskedElements(self.checkpoint, self.entries, self.sources, self.masks))
+                run.write(masked_pieces(self.entries, self.sources, self.masks))
                 run.publish(self._complete)
         assert run.texts is not None  # it is published
-        report = json.loads(run.texts[0])
-        return Applied(
-            num_elements=report["num_elements"],
-            num_pruned=report["num_pruned"],
-            num_zeroed=report["num_zeroed"],
-            num_tensors=len(report["tensors"]),
-            tensors=tuple(
-                (own["name"], own["num_elements"], own["num_pruned"]) for own in report["tensors"]
-            ),
-        )
+        report: dict[str, Any] = json.loads(run.texts[0])
+        return report
 
     def _complete(self, partial: Partial, records: Sequence[Record], run: RunFacts) -> None:
         """Write the report and, as the recipe, which masks were applied."""
-        with reading(self.masks.path):
-            info = os.stat(self.masks.path)
-        size, mtime_ns, header_crc = self.masks.state
-        if (info.st_size, info.st_mtime_ns) != (size, mtime_ns):
-            raise CheckpointError(
-                f"{self.masks.path} has changed since its header was read; expected masks that "
-                "stay as they are."
-            )
+        path, (size, mtime_ns, header_crc) = self.masks.path, self.masks.state
+        check_unchanged(self._folder, [OtherFile(MASK_FILE, path, size, mtime_ns, 0)])
         recipe = (
             "# What `distprune apply` was given.\n"
             "kind: apply\n"
             f"masks: {json.dumps(self._folder)}\n"
             f"masks_header_crc32: {header_crc}\n"
         )
-        partial.complete(recipe.encode(), run.to_json(), self._report(records))
-
-    def _report(self, records: Sequence[Record]) -> bytes:
         num_pruned, num_zeroed = (summed(records, what) for what in ("pruned", "zeroed"))
         tensors = [
             {
@@ -187,22 +155,21 @@ class Application:
             }
             for position, entry in enumerate(self.entries)
         ]
-        return as_json(
-            {
-                "schema": 1,
-                "status": "complete",
-                "kind": "apply",
-                "digest": self.digest,
-                "masks": {"folder": self._folder, "header_crc32": self.masks.state[2]},
-                "num_elements": sum(entry.numel for entry in self.entries),
-                "num_pruned": num_pruned.total(),
-                "num_zeroed": num_zeroed.total(),
-                "tensors": tensors,
-                "source": identity_of(self.checkpoint),
-                "copied": [other.name for other in self.checkpoint.others],
-                "skipped": self.checkpoint.skipped,
-            }
-        )
+        report = {
+            "schema": 1,
+            "status": "complete",
+            "kind": "apply",
+            "digest": self.digest,
+            "masks": {"folder": self._folder, "header_crc32": header_crc},
+            "num_elements": sum(entry.numel for entry in self.entries),
+            "num_pruned": num_pruned.total(),
+            "num_zeroed": num_zeroed.total(),
+            "tensors": tensors,
+            "source": identity_of(self.checkpoint),
+            "copied": [other.name for other in self.checkpoint.others],
+            "skipped": self.checkpoint.skipped,
+        }
+        partial.complete(recipe.encode(), run.to_json(), as_json(report))
 
 
 def _mismatches(masks: MaskFile, entries: dict[str, TensorEntry]) -> list[str]:
@@ -217,11 +184,3 @@ def _mismatches(masks: MaskFile, entries: dict[str, TensorEntry]) -> list[str]:
         elif entry.dtype not in PLAIN_FLOATS:
             problems.append(f"tensor {name} is {entry.dtype}; expected a plain float.")
     return problems
-
-
-_UNIT_ELEMENTS = 1 << 23
-
-
-def mask_units(entries: Sequence[TensorEntry]) -> list[SpanUnit]:
-    """All elements of some tensors, cut into units of about equal size."""
-    return list(span_units(entries, ((i, 8) for i in range(len(entries))), _UNIT_ELEMENTS))

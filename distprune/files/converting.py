@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
@@ -21,23 +22,10 @@ from typing import Any
 from distprune.files.checkpoints.checkpoint import list_source
 from distprune.files.checkpoints.header import HEAD_BYTES, check_no_pointer, load_json
 from distprune.files.checkpoints.locating import PICKLES, find_weights, locate
-from distprune.files.disk.access import (
-    allocate,
-    copy_file,
-    reading,
-    sync_file,
-    write_atomically,
-    writing,
-)
+from distprune.files.disk.access import allocate, reading, sync_file, write_atomically, writing
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.disk.listing import OtherFile, outside_problem, unreadable
-from distprune.files.errors import (
-    CheckpointError,
-    Interrupted,
-    OutputError,
-    SelectionError,
-    headline,
-)
+from distprune.files.errors import CheckpointError, Interrupted, SelectionError, headline
 from distprune.files.partial import check_unchanged, new_folder
 from distprune.files.places import check_place
 from distprune.files.text import printable
@@ -98,8 +86,10 @@ class Conversion:
         problems += [outside_problem(listing.outside)] if listing.outside else []
         ready = [name for name in listing.top() if name.endswith(".safetensors")]
         if ready and not (location.file or "").endswith(PICKLES[0]):
-            text = f"holds safetensors already ({', '.join(ready[:3])}); expected a pickled file."
-            self._check([f"{text} To convert one beside them, give that file."])
+            problems.append(
+                f"holds safetensors already ({', '.join(ready[:3])}); expected a pickled file. To "
+                "convert one beside them, give that file."
+            )
         self._index, names, self._map = find_weights(location, listing, problems, PICKLES)
         self._outputs = {name: _output_name(name) for name in names}
         self._copied = [name for name in self._files if name not in (*names, self._index)]
@@ -141,57 +131,56 @@ class Conversion:
         weight_map: dict[str, str] = {}
         with new_folder(target, "convert", self._folders, self.total_bytes) as folder:
             for name, file in self._files.items():
-                path = folder / self._outputs.get(name, name)
-                if name in self._copied:
+                if name != self._index:
+                    path = folder / self._outputs.get(name, name)
                     allocate(str(path), 0, file.mode)
+                    tensors = None if name in self._copied else _load(file.path, name, done)
+                    if tensors is not None:
+                        self._add(name, tensors, weight_map)
+                        done.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
                     with writing(path):
-                        copy_file(file.path, path)
-                elif name != self._index:
-                    self._convert(file, path, weight_map, done)
+                        _write(file, path, tensors)
                 on_bytes(file.size)
                 if stop():
                     raise Interrupted("stopped as asked; nothing was kept.")
             if self._index is not None:
-                self._write_index(self._index, folder, weight_map, done.num_bytes)
+                index = load_json(Path(self._files[self._index].path).read_bytes(), self._index)
+                metadata = {**(index.get("metadata") or {}), "total_size": done.num_bytes}
+                index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+                output = _output_name(self._index.removesuffix(".index.json")) + ".index.json"
+                write_atomically(folder / output, f"{json.dumps(index, indent=2)}\n".encode())
             check_unchanged(self.folder, self._files.values())
         done.num_tensors = len(weight_map)
         return done
 
-    def _convert(
-        self, file: OtherFile, path: Path, weight_map: dict[str, str], done: Converted
-    ) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        name, tensors = file.name, _load(file.path, file.name, done)
+    def _add(self, name: str, tensors: Mapping[str, Any], weight_map: dict[str, str]) -> None:
+        """Note which tensors a file has; it has to have those that the index lists."""
         lost = [key for key, its in self._map.items() if its == name and key not in tensors]
         problems = [f"{name} lacks {key}, which {self._index} lists." for key in lost]
         twice = tensors.keys() & weight_map.keys()
         self._check([*problems, *(f"{key} is in {name} and in another file." for key in twice)])
-        weight_map |= dict.fromkeys(tensors, path.name)
-        done.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
-        allocate(str(path), 0, file.mode)
-        mode = os.stat(path).st_mode & 0o777
-        try:
-            save_file(tensors, path, {"format": "pt"})
-        except (SafetensorError, OSError) as error:
-            raise OutputError(f"{path} cannot be written: {error}.") from error
-        with writing(path):
-            os.chmod(path, mode)  # the library replaces the file
-            sync_file(path)
-
-    def _write_index(
-        self, name: str, folder: Path, weight_map: dict[str, str], num_bytes: int
-    ) -> None:
-        index = load_json(Path(self._files[name].path).read_bytes(), name)
-        metadata = {**(index.get("metadata") or {}), "total_size": num_bytes}
-        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-        output = _output_name(name.removesuffix(".index.json")) + ".index.json"
-        write_atomically(folder / output, f"{json.dumps(index, indent=2)}\n".encode())
+        weight_map |= dict.fromkeys(tensors, self._outputs[name])
 
     def _check(self, problems: list[str]) -> None:
         if problems:
             raise CheckpointError(headline(printable(self.folder), problems), problems)
+
+
+def _write(file: OtherFile, path: Path, tensors: Mapping[str, Any] | None) -> None:
+    """Write tensors, or a copy of the file, in the place of an empty file, and sync it."""
+    if tensors is None:
+        shutil.copyfile(file.path, path)
+    else:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        mode = os.stat(path).st_mode & 0o777
+        try:
+            save_file(dict(tensors), path, {"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(None, str(error)) from error
+        os.chmod(path, mode)  # the library replaces the file
+    sync_file(path)
 
 
 def _output_name(name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from distprune._common.amount import Bounds, bound_met
 from distprune._common.collectives import Communicator
 from distprune._common.naming import subject_of
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
-from distprune.files.planning import Plan, PlannedGroup
+from distprune.files.planning import Plan, PlannedGroup, bytes_to_count
 from distprune.files.reading import Source
 from distprune.files.selecting import check_budget
 from distprune.files.team import Team
 from distprune.recipes import BUDGET_FROM_STATISTICS
-from distprune.selection.candidates import Cut, PartCut, Ranked
+from distprune.selection.candidates import PartCut, Ranked
 from distprune.selection.normalizing import Scored, divisors_of
 from distprune.selection.passes import scan
 from distprune.selection.radix import ChangedError
@@ -70,32 +70,14 @@ class Cuts:
     num_nan: Mapping[str, int]
     divisors: tuple[float | None, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, for :meth:`from_json`."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Cuts:
-        """The cuts whose :meth:`to_json` was written as JSON."""
-        tensors = [
-            None if cut is None else PartCut(cut["position"], Cut(**cut["cut"]), cut["bound"])
-            for cut in values["tensors"]
-        ]
-        return cls(
-            tuple(None if cut is None else GroupCut(**cut) for cut in values["groups"]),
-            tuple(tensors),
-            values["num_nan"],
-            tuple(values["divisors"]),
-        )
-
-
-def find_cuts(team: Team, plan: Plan, source: Source) -> Cuts:
+def find_cuts(team: Team, source: Source, known: Any = None) -> Cuts:
     """Find where the ranking of each group is cut. Collective.
 
     Args:
-        team: the ranks; :meth:`Team.begin` was called.
-        plan: what to do.
-        source: of the plan.
+        team: the ranks.
+        source: of what to do.
+        known: plain values of cuts that were found earlier, so that only sums are missing; or None.
 
     Raises:
         NaNError: a selected tensor has NaN, and the recipe does not keep them; on every rank.
@@ -108,7 +90,16 @@ def find_cuts(team: Team, plan: Plan, source: Source) -> Cuts:
     they are so many that the keys around the cut do not fit into memory. No read of random scores.
     Memory: tallies of up to 48 MiB, or 36 MiB of keys.
     """
-    add_up(team, plan, source)
+    plan = source.plan
+    if known is None:
+        team.begin("count", bytes_to_count(plan))
+    with _errors_of_files(plan):
+        source.add_up(team)
+    if known is not None:
+        from pydantic import TypeAdapter
+
+        earlier: Cuts = TypeAdapter(Cuts).validate_python(known)
+        return earlier
     cuts: list[GroupCut | None] = [None] * len(plan.groups)
     of_tensors: list[PartCut | None] = [None] * len(plan.tensors)
     divisors: list[float | None] = [None] * len(plan.tensors)
@@ -124,15 +115,15 @@ def find_cuts(team: Team, plan: Plan, source: Source) -> Cuts:
             parts = [source.scored(position, share) for position, share in shares]
             if group.recipe.score != "random":
                 parts = tallied(parts, team, _TALLY_BYTES, _block(sum(sizes)))
-            counts = _count_nan(team, plan, source, group, parts)
+            counts = _count_nan(team, source, group, parts)
             numbers = [size - nan for size, nan in zip(sizes, counts, strict=True)]
             if group.recipe.normalize is not None:
                 divisors[members] = divisors_of(parts, group.recipe.normalize, numbers, team)
-            ranked = _ranked(plan, source, group.first, parts, sizes, team, divisors[members])
+            ranked = _ranked(source, group.first, parts, sizes, team, divisors[members])
             k = group.num_to_prune // tensors[0].tile_size
             selection: Selection | None
             if group.has_limits or group.recipe.budget is not None:
-                limits, bounds = _limits(ranked, plan, source, group, numbers)
+                limits, bounds = _limits(ranked, source, group, numbers)
                 found, selection = select_within(ranked, k, limits)
                 if bounds is not None:
                     found = [replace(cut, bound=at) for cut, at in zip(found, bounds, strict=True)]
@@ -147,19 +138,7 @@ def find_cuts(team: Team, plan: Plan, source: Source) -> Cuts:
     return Cuts(tuple(cuts), tuple(of_tensors), num_nan, tuple(divisors))
 
 
-def add_up(team: Team, plan: Plan, source: Source) -> None:
-    """:meth:`Source.add_up`, with errors that name the checkpoint. Collective.
-
-    Raises:
-        NaNError, CheckpointError: a weight is NaN or infinite; on every rank.
-    """
-    with _errors_of_files(plan):
-        source.add_up(team)
-
-
-def cut_of_block(
-    plan: Plan, source: Source, position: int, group: range, num_pruned: int
-) -> PartCut:
+def cut_of_block(source: Source, position: int, group: range, num_pruned: int) -> PartCut:
     """Where items [start, stop) of a tensor are cut, which are ranked on their own. Local.
 
     Raises:
@@ -168,11 +147,11 @@ def cut_of_block(
     Cost: one read; two, if the keys around the cut do not fit into memory.
     """
     alone = Communicator(())
-    with _errors_of_files(plan):
+    with _errors_of_files(source.plan):
         parts = [source.scored(position, group)]
-        if plan.tensors[position].recipe.score != "random":
+        if source.plan.tensors[position].recipe.score != "random":
             parts = tallied(parts, alone, _TALLY_BYTES, _block(len(group)))
-        ranked = _ranked(plan, source, position, parts, [len(group)], alone, [None])
+        ranked = _ranked(source, position, parts, [len(group)], alone, [None])
         selection = select_lowest(ranked, num_pruned)
     return PartCut(0, selection.cut)
 
@@ -189,7 +168,6 @@ def nan_error(plan: Plan, positions: Sequence[int]) -> NaNError:
 
 
 def _ranked(
-    plan: Plan,
     source: Source,
     first: int,
     parts: Sequence[Scored],
@@ -207,13 +185,13 @@ def _ranked(
         sizes,
         source.key_ranges[first],
         communicator,
-        refuse_nan=plan.recipe.nan == "error",
+        refuse_nan=source.plan.recipe.nan == "error",
         most_collected=_MOST_COLLECTED * communicator.size,
     )
 
 
 def _limits(
-    ranked: Ranked, plan: Plan, source: Source, group: PlannedGroup, num_numbers: Sequence[int]
+    ranked: Ranked, source: Source, group: PlannedGroup, num_numbers: Sequence[int]
 ) -> tuple[Limits, list[str | None] | None]:
     """How many items each tensor of a group loses at least, and at most. Collective.
 
@@ -224,28 +202,25 @@ def _limits(
     Returns:
         The limits; and if a budget has made them equal, which bound decided each of them.
     """
-    tensors = plan.tensors[group.first : group.last]
+    tensors = source.plan.tensors[group.first : group.last]
     lowest = tuple(tensor.lowest for tensor in tensors)
     highest = tuple(min(t.highest, most) for t, most in zip(tensors, num_numbers, strict=True))
     if group.recipe.budget is None:
         return Limits(lowest, highest), None
     counts = tuple(tensor.budgeted for tensor in tensors if tensor.budgeted is not None)
     if len(counts) < len(tensors):  # what is stored decides
-        from distprune.files.dividing import counts_of_scores
+        from distprune.files.dividing import division_of, ratios_of
 
-        is_by_outliers = group.recipe.budget == BUDGET_FROM_STATISTICS
-        counts = counts_of_scores(
-            group.recipe,
-            [tensor.entry for tensor in tensors],
-            Bounds(lowest, highest),
-            group.num_to_prune,
-            ranked,
-            [
+        entries = [tensor.entry for tensor in tensors]
+        ratios = None
+        if group.recipe.budget == BUDGET_FROM_STATISTICS:
+            scores = [
                 source.outlier_scores(position, part.counted)
-                for position, part in enumerate(ranked.parts if is_by_outliers else (), group.first)
-            ],
-            num_numbers,
-        )
+                for position, part in enumerate(ranked.parts, group.first)
+            ]
+            ratios = ratios_of(entries, scores, num_numbers, ranked.communicator)
+        division = division_of(group.recipe, entries, ratios)
+        counts = division.counts(group.num_to_prune, Bounds(lowest, highest), ranked).counts
     sizes = ranked.num_live
     bounds = list(map(bound_met, counts, lowest, highest, sizes, [0] * len(counts)))
     return Limits(counts, counts), bounds
@@ -256,9 +231,10 @@ def _block(num_items: int) -> int:
 
 
 def _count_nan(
-    team: Team, plan: Plan, source: Source, group: PlannedGroup, parts: Sequence[Scored]
+    team: Team, source: Source, group: PlannedGroup, parts: Sequence[Scored]
 ) -> list[int]:
     """NaN of every tensor, if they are kept. Collective; one read of scores without tallies."""
+    plan = source.plan
     if plan.recipe.nan != "keep" or group.recipe.score == "random":
         return [0] * len(parts)
     largest = source.key_ranges[group.first].largest_number

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 from distprune._common.amount import Bounds
+from distprune._common.collectives import Communicator
 from distprune.budgets import BudgetLike, to_budget
 from distprune.budgets.base import Division, LinearDivision
 from distprune.budgets.outliers import OWL, OWL_MULTIPLE, block_of, outlier_ratios
@@ -13,7 +14,6 @@ from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.selecting import bounded_of
-from distprune.selection.candidates import Ranked
 from distprune.selection.normalizing import Scored
 
 
@@ -28,7 +28,7 @@ def counts_of_shapes(
     Raises:
         SelectionError: the budget cannot divide the total.
     """
-    division = _division_of(recipe, entries)
+    division = division_of(recipe, entries)
     assert isinstance(division, LinearDivision)
     lowest, highest = zip(*limits, strict=True)
     try:
@@ -37,42 +37,24 @@ def counts_of_shapes(
         raise SelectionError(str(error)) from error
 
 
-def counts_of_scores(
-    recipe: FileRecipe,
+def ratios_of(
     entries: Sequence[TensorEntry],
-    limits: Bounds,
-    total: int,
-    ranked: Ranked,
-    outlier_scores: Sequence[Scored],
+    scores: Sequence[Scored],
     num_numbers: Sequence[int],
-) -> tuple[int, ...]:
-    """How many elements each tensor loses by a budget that depends on what is stored. Collective.
-
-    Args:
-        recipe: of the group.
-        entries: the tensors.
-        limits: the fewest and most pruned elements of each.
-        total: of the group.
-        ranked: the group.
-        outlier_scores: of which OWL counts the outliers; of other budgets, none.
-        num_numbers: elements of each tensor that are no NaN.
-    """
-    ratios = None
-    if outlier_scores:
-        blocks = [block_of(entry.name) for entry in entries]
-        found = outlier_ratios(
-            outlier_scores, num_numbers, blocks, OWL_MULTIPLE, ranked.communicator
-        )
-        ratios = dict(zip([entry.name for entry in entries], found, strict=True))
-    return _division_of(recipe, entries, ratios).counts(total, limits, ranked).counts
+    communicator: Communicator,
+) -> Sequence[float]:
+    """OWL's outlier ratios of tensors with so many numbers that are no NaN. Collective."""
+    blocks = [block_of(entry.name) for entry in entries]
+    return outlier_ratios(scores, num_numbers, blocks, OWL_MULTIPLE, communicator)
 
 
-def _division_of(
-    recipe: FileRecipe, entries: Sequence[TensorEntry], ratios: Mapping[str, float] | None = None
+def division_of(
+    recipe: FileRecipe, entries: Sequence[TensorEntry], ratios: Sequence[float] | None = None
 ) -> Division:
     """The budget of a recipe for some tensors; OWL by the outlier ratio of each."""
     if ratios is not None:
-        return OWL(ratios).divide(bounded_of(entries))
+        names = [entry.name for entry in entries]
+        return OWL(dict(zip(names, ratios, strict=True))).divide(bounded_of(entries))
     budget = to_budget(cast(BudgetLike, recipe.budget))
     assert budget is not None
     return budget.divide(bounded_of(entries))

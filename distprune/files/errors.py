@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 from collections.abc import Sequence
 
 
@@ -122,21 +123,13 @@ def _lack_of_memory(error: BaseException) -> str | None:
         is_system = isinstance(cause, (OSError, ImportError, RuntimeError))
         if is_system and (getattr(cause, "errno", None) == errno.ENOMEM or _NO_THREAD in text):
             return text
-        if isinstance(cause, SystemError) and _has_limit():  # C code whose malloc failed
+        has_limit = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+        if isinstance(cause, SystemError) and has_limit:  # C code whose malloc failed
             return text
         if is_system and _OUT_OF_MEMORY.search(text):
             return text.splitlines()[0]
         cause = cause.__cause__ or cause.__context__
     return None
-
-
-def _has_limit() -> bool:
-    """Whether the address space of this process is limited (``ulimit -v``)."""
-    try:
-        import resource
-    except ImportError:
-        return False
-    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
 def headline(subject: str, problems: Sequence[str]) -> str:

@@ -50,7 +50,6 @@ def inspect(
     checkpoint: Checkpoint,
     patterns: Sequence[tuple[int, int]] = ((2, 4),),
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
-    only: Container[str] | None = None,
     input_dims: Iterable[tuple[str, Sequence[int]]] = (),
 ) -> Iterator[TensorFacts]:
     """Count the numbers of every tensor, in the checkpoint's order.
@@ -59,7 +58,6 @@ def inspect(
         checkpoint: from ``open_checkpoint``.
         patterns: N:M patterns to count.
         on_bytes: called with numbers of bytes that were read.
-        only: names of tensors; by default all.
         input_dims: as in a recipe, for tensors whose input dimension is not known.
 
     Raises:
@@ -70,14 +68,19 @@ def inspect(
     span several rows.
     """
     layouts = Layouts(checkpoint, input_dims)
-    with closing(Scanner(checkpoint)) as scanner:
+    with closing(Scanner(on_bytes)) as scanner:
         for entry in checkpoint.tensors:
-            if only is not None and entry.name not in only:
-                continue
+            facts = TensorFacts(entry)
             if entry.dtype in PLAIN_FLOATS:
-                yield _inspect(scanner, entry, _layout(layouts, entry), patterns, on_bytes)
+                _inspect(facts, scanner, _layout(layouts, entry), patterns)
+            elif entry.dtype in _COUNTED:
+                chunks = scanner.chunks(entry)
+                counts = sum((_special(entry.dtype, chunk) for chunk in chunks), np.zeros(3, int))
+                facts.num_zero, facts.num_nan, facts.num_inf = counts.tolist()
             else:
-                yield _inspect_others(scanner, entry, on_bytes)
+                facts.num_zero = None
+                on_bytes(entry.nbytes)
+            yield facts
 
 
 def _layout(layouts: Layouts, entry: TensorEntry) -> Layout | None:
@@ -113,24 +116,22 @@ def sample_exponents(
     entries = [e for e in checkpoint.tensors if e.name in names and e.dtype in PLAIN_FLOATS]
     exponents: Counter[int] = Counter()
     num_read, num_bytes = 0, sum(entry.nbytes for entry in entries)
-    with closing(Scanner(checkpoint)) as scanner:
+    with closing(Scanner(on_bytes)) as scanner:
         for entry, chunk in scanner.sample(entries, max_bytes):
             form, facts = PLAIN_FLOATS[entry.dtype], TensorFacts(entry)
             _count(facts, form, form.magnitudes(chunk))
             exponents.update(facts.exponents)
             num_read += chunk.nbytes
-            on_bytes(chunk.nbytes)
     return exponents, num_read / num_bytes if num_bytes else 1.0
 
 
 def _inspect(
+    facts: TensorFacts,
     scanner: Scanner,
-    entry: TensorEntry,
     layout: Layout | None,
     patterns: Iterable[tuple[int, int]],
-    on_bytes: Callable[[int], None],
-) -> TensorFacts:
-    form, facts = PLAIN_FLOATS[entry.dtype], TensorFacts(entry)
+) -> None:
+    entry, form = facts.entry, PLAIN_FLOATS[facts.entry.dtype]
     fitting: list[tuple[int, int]] = []
     stride = 1
     if layout is not None and entry.numel:
@@ -146,26 +147,6 @@ def _inspect(
         for n, m in fitting:
             num_nonzero = (magnitudes != 0).reshape(-1, m, stride).sum(1, dtype=np.int32)
             facts.num_kept[n, m] += int(np.count_nonzero(num_nonzero <= n))
-        on_bytes(chunk.nbytes)
-    return facts
-
-
-def _inspect_others(
-    scanner: Scanner, entry: TensorEntry, on_bytes: Callable[[int], None]
-) -> TensorFacts:
-    """Zeros, NaN and infinities of a tensor that is not of plain floats."""
-    if entry.dtype not in _COUNTED:
-        on_bytes(entry.nbytes)
-        return TensorFacts(entry, num_zero=None)
-    facts, num_zero = TensorFacts(entry), 0
-    for chunk in scanner.chunks(entry):
-        zeros, nans, infs = _special(entry.dtype, chunk)
-        num_zero += zeros
-        facts.num_nan += nans
-        facts.num_inf += infs
-        on_bytes(chunk.nbytes)
-    facts.num_zero = num_zero
-    return facts
 
 
 def _count(facts: TensorFacts, form: FloatFormat, magnitudes: np.ndarray) -> None:
@@ -201,23 +182,23 @@ def is_float(dtype: str) -> bool:
     return dtype in FLOATS or dtype.startswith(("F", "C"))
 
 
-def _special(dtype: str, raw: np.ndarray) -> Sequence[int]:
+def _special(dtype: str, raw: np.ndarray) -> np.ndarray:
     """How many numbers are zero, NaN and infinite in a piece of a tensor (uint8, 1-d).
 
     A complex number is NaN, or infinite, if one of its parts is, as in torch.
     """
     if dtype in _BYTES:
         counts = np.bincount(raw, minlength=256)
-        return [int(counts[values].sum()) for values in _BYTES[dtype]]
+        return np.array([counts[values].sum() for values in _BYTES[dtype]])
     if dtype == "C64":
         pairs = raw.view(np.complex64)
         tests = (pairs == 0, np.isnan(pairs), np.isinf(pairs))
-        return [int(np.count_nonzero(test)) for test in tests]
+        return np.array([np.count_nonzero(test) for test in tests])
     if dtype == "F4":  # two numbers per byte; the lower three bits of each are its magnitude
         numbers = np.stack([raw & 0x07, raw & 0x70])
     else:
         numbers = raw.view(f"u{DTYPE_BITS[dtype] // 8}")
-    return numbers.size - int(np.count_nonzero(numbers)), 0, 0
+    return np.array([numbers.size - np.count_nonzero(numbers), 0, 0])
 
 
 @dataclass(frozen=True)
@@ -267,26 +248,23 @@ def compare(
     """
     ours = {entry.name: entry for entry in first.tensors}
     theirs = {entry.name: entry for entry in second.tensors}
-    with closing(Scanner(first)) as one, closing(Scanner(second)) as two:
+    with closing(Scanner(on_bytes)) as one, closing(Scanner(on_bytes)) as two:
         for name, entry in ours.items():
             other = theirs.get(name)
             if other is None:
                 yield TensorDifference(name, problem="only in the first")
             elif (entry.dtype, entry.shape) != (other.dtype, other.shape):
-                yield TensorDifference(name, problem=f"{_described(entry)}; {_described(other)}")
+                described = (f"{each.dtype} {list(each.shape)}" for each in (entry, other))
+                yield TensorDifference(name, problem="; ".join(described))
             else:
-                yield _compare(one, two, entry, other, on_bytes)
+                yield _compare(one, two, entry, other)
     for name in theirs:
         if name not in ours:
             yield TensorDifference(name, problem="only in the second")
 
 
 def _compare(
-    one: Scanner,
-    two: Scanner,
-    entry: TensorEntry,
-    other: TensorEntry,
-    on_bytes: Callable[[int], None],
+    one: Scanner, two: Scanner, entry: TensorEntry, other: TensorEntry
 ) -> TensorDifference:
     form = PLAIN_FLOATS.get(entry.dtype)
     differing, both, first, second = 0, 0, 0, 0
@@ -302,7 +280,6 @@ def _compare(
             ours, theirs = ours.reshape(-1, width), theirs.reshape(-1, width)
         differs = ours != theirs
         differing += int(np.count_nonzero(differs.any(1) if differs.ndim > 1 else differs))
-        on_bytes(2 * ours.nbytes)
     return TensorDifference(entry.name, entry.numel, differing, both, first, second)
 
 
@@ -330,10 +307,6 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
     return {key: tuple(sorted(texts)) for key, texts in values.items()}
 
 
-def _described(entry: TensorEntry) -> str:
-    return f"{entry.dtype} {list(entry.shape)}"
-
-
 _CHUNK = 4 << 20  # bytes
 _GOLDEN = 0.6180339887498949
 # A tensor and some of its bytes, valid until the next sample.
@@ -341,14 +314,14 @@ Sample = tuple[TensorEntry, np.ndarray]
 
 
 class Scanner:
-    """Reads tensors of one checkpoint.
+    """Reads tensors, whose files are opened when they are needed.
 
     Args:
-        checkpoint: its files are opened when they are needed.
+        on_bytes: called with numbers of bytes that were read.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._paths = {file.name: file.path for file in checkpoint.files}
+    def __init__(self, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> None:
+        self._on_bytes = on_bytes
         self._files = OpenFiles(os.O_RDONLY)
         self._buffer = np.empty(_CHUNK, np.uint8)
 
@@ -356,7 +329,7 @@ class Scanner:
         """The bytes of a tensor, in order: uint8, each chunk valid until the next one.
 
         Args:
-            entry: a tensor of the checkpoint.
+            entry: of the tensor.
             multiple: chunks, except the last, have a multiple of so many bytes; the buffer grows
                 if it is smaller than one multiple.
 
@@ -371,7 +344,7 @@ class Scanner:
         """Chunks of tensors, in order: all of them, or a sample spread evenly over all tensors.
 
         Args:
-            entries: tensors of the checkpoint.
+            entries: of the tensors.
             max_bytes: roughly the most bytes to read.
 
         Raises:
@@ -393,7 +366,8 @@ class Scanner:
         if stop - start > len(self._buffer):
             self._buffer = np.empty(stop - start, np.uint8)
         chunk = self._buffer[: stop - start]
-        read_into(self._files, self._paths[entry.file], start, chunk.data)
+        read_into(self._files, entry.path, start, chunk.data)
+        self._on_bytes(stop - start)
         return chunk
 
     def close(self) -> None:

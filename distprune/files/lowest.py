@@ -11,7 +11,7 @@ from distprune._common.blocks import Blocks
 from distprune._common.memory import Array, Scratch
 from distprune.files.cuts import Cuts, cut_of_block, nan_error
 from distprune.files.errors import SelectionError
-from distprune.files.planning import CHUNK, MAX_IN_MEMORY, Plan
+from distprune.files.planning import CHUNK, MAX_IN_MEMORY
 from distprune.files.reading import Source
 from distprune.files.rewriting import Counts, Piece
 from distprune.files.units import Span
@@ -20,7 +20,7 @@ from distprune.selection.candidates import Candidates, PartCut
 from distprune.selection.cpu import lowest_of
 from distprune.selection.passes import natively
 
-# Which of some items are pruned.
+# Which of some items are kept.
 _Decide = Callable[[range], Array]
 
 
@@ -28,29 +28,22 @@ class LowestElements:
     """Applies the cuts of a plan, and ranks the blocks that are ranked on their own.
 
     Args:
-        plan: what to prune.
-        source: of the plan.
+        source: of what to prune.
         cuts: of the groups that are ranked together.
     """
 
-    def __init__(self, plan: Plan, source: Source, cuts: Cuts) -> None:
-        self._plan = plan
+    def __init__(self, source: Source, cuts: Cuts) -> None:
+        self._plan = source.plan
         self._source = source
         self._cuts = cuts
         self._scratch = Scratch()
-        self._num_nan: dict[int, int] = {}
-        self._thresholds: dict[int, int] = {}
 
-    def take_counts(self) -> Counts:
-        """By position: the NaN in the pieces since the last call, of tensors that are ranked on
-        their own, and the largest key that was pruned, of tensors that are one block.
-        """
-        counts = {"nan": self._num_nan, "threshold": self._thresholds}
-        self._num_nan, self._thresholds = {}, {}
-        return counts
-
-    def pieces(self, span: Span) -> Iterator[Piece]:
+    def pieces(self, span: Span, counts: Counts) -> Iterator[Piece]:
         """The elements of a span, in their order.
+
+        Args:
+            counts: by position, it gets the NaN of tensors that are ranked on their own ("nan"),
+                and the largest key that was pruned of those that are one block ("threshold").
 
         Raises:
             NaNError, SelectionError: of a tensor that is ranked on its own.
@@ -59,19 +52,21 @@ class LowestElements:
         values, bands = self._source.values[span.position], self._source.bands[span.position]
         size = self._plan.tensors[span.position].tile_size
         items = range(span.first // size, span.last // size)
-        for stretch, step, decide in self._stretches(span.position, items):
+        for stretch, step, decide in self._stretches(span.position, items, counts):
             for start in range(stretch.start, stretch.stop, step):
                 run = range(start, min(start + step, stretch.stop))
                 if bands is None:
                     with values.holding(run.start, run.stop) as bits:
-                        lowest = decide(run)
-                    yield Piece(run.start, bits, lowest)
+                        keep = decide(run)
+                    yield Piece(run.start, bits, keep)
                     continue
                 # A run of many tiles has more elements than fit into memory.
-                for index, lowest in bands.spread(decide(run), run.start * size, CHUNK):
-                    yield Piece(index, values.read_bits(index, index + len(lowest)), lowest)
+                for index, keep in bands.spread(decide(run), run.start * size, CHUNK):
+                    yield Piece(index, values.read_bits(index, index + len(keep)), keep)
 
-    def _stretches(self, position: int, items: range) -> Iterator[tuple[range, int, _Decide]]:
+    def _stretches(
+        self, position: int, items: range, counts: Counts
+    ) -> Iterator[tuple[range, int, _Decide]]:
         """Runs of items, how many to decide on at a time, and how to decide."""
         tensor, bands = self._plan.tensors[position], self._source.bands[position]
         part = self._source.part(position, self._cuts.divisors[position])
@@ -79,56 +74,59 @@ class LowestElements:
         cut, blocks = self._cuts.tensors[position], tensor.blocks
         if blocks is None:
             assert cut is not None  # it is ranked together with others
-            yield items, step, functools.partial(self._before, *natively(part, cut))
+            yield items, step, functools.partial(self._after, *natively(part, cut))
         elif is_too_large(blocks):
             for start in range(items.start, items.stop, blocks.band):
                 columns = ColumnCuts(part, start, blocks)
                 rows = columns.step if bands is None else step
-                decide = functools.partial(self._alone, part, position, columns.lowest)
+                decide = functools.partial(self._alone, part, position, counts, columns.lowest)
                 yield range(start, start + blocks.band), rows, decide
         elif blocks.size <= MAX_IN_MEMORY:
             step = max(CHUNK // (blocks.band * tensor.tile_size), 1) * blocks.band
             lowest = functools.partial(lowest_of, blocks, scratch=self._scratch)
-            yield items, step, functools.partial(self._alone, part, position, lowest)
+            yield items, step, functools.partial(self._alone, part, position, counts, lowest)
         else:
             for start in range(items.start, items.stop, blocks.size):
                 block = range(start, start + blocks.size)
-                cut = cut_of_block(self._plan, self._source, position, block, blocks.num_pruned)
+                cut = cut_of_block(self._source, position, block, blocks.num_pruned)
                 if tensor.num_blocks == 1 and blocks.num_pruned:
-                    self._thresholds[position] = cut.cut.threshold
-                decide = functools.partial(self._before_in_block, part, position, cut)
+                    counts["threshold"][position] = cut.cut.threshold
+                decide = functools.partial(self._after_in_block, part, position, counts, cut)
                 yield block, step, decide
 
-    def _before(self, part: Candidates, cut: PartCut, items: range) -> Array:
-        keep = cpu.kept_at(part, items, cut.position, cut.cut, self._scratch)
-        lowest: Array = np.logical_not(keep, out=keep)
-        return lowest
+    def _after(self, part: Candidates, cut: PartCut, items: range) -> Array:
+        return cpu.kept_at(part, items, cut.position, cut.cut, self._scratch)
 
-    def _before_in_block(
-        self, part: Candidates, position: int, cut: PartCut, items: range
+    def _after_in_block(
+        self, part: Candidates, position: int, counts: Counts, cut: PartCut, items: range
     ) -> Array:
-        lowest = self._before(part, cut, items)
+        keep = self._after(part, cut, items)
         if self._plan.recipe.nan == "keep":
-            self._count_nan(position, self._keys(part, items), lowest)
-        return lowest
+            self._count_nan(position, counts, self._keys(part, items), ~keep)
+        return keep
 
     def _alone(
-        self, part: Candidates, position: int, lowest_of: Callable[[Array], Array], items: range
+        self,
+        part: Candidates,
+        position: int,
+        counts: Counts,
+        lowest_of: Callable[[Array], Array],
+        items: range,
     ) -> Array:
-        """The lowest of a tensor's own blocks; refuses or counts NaN, and notes its threshold."""
+        """All but the lowest of a tensor's blocks; refuses or counts NaN, notes the threshold."""
         keys = self._keys(part, items)
         lowest = lowest_of(keys)
-        self._count_nan(position, keys, lowest)
+        self._count_nan(position, counts, keys, lowest)
         if self._plan.tensors[position].num_blocks == 1 and lowest.any():
-            largest = max(self._thresholds.get(position, 0), int(keys[lowest].max()))
-            self._thresholds[position] = largest
-        return lowest
+            largest = max(counts["threshold"][position], int(keys[lowest].max()))
+            counts["threshold"][position] = largest
+        return ~lowest
 
     def _keys(self, part: Candidates, items: range) -> Array:
         keys: Array = part.keys.load(items.start, items.stop, self._scratch).values.numpy()
         return keys
 
-    def _count_nan(self, position: int, keys: Array, lowest: Array) -> None:
+    def _count_nan(self, position: int, counts: Counts, keys: Array, lowest: Array) -> None:
         key_range = self._source.key_ranges[position]
         is_nan = keys > key_range.largest_number
         num_nan = int(np.count_nonzero(is_nan)) if key_range.is_float else 0
@@ -136,7 +134,7 @@ class LowestElements:
             return
         if self._plan.recipe.nan == "error":
             raise nan_error(self._plan, [position])
-        self._num_nan[position] = self._num_nan.get(position, 0) + num_nan
+        counts["nan"][position] += num_nan
         if (is_nan & lowest).any():
             raise SelectionError(
                 f"{self._plan.tensors[position].entry.name}: more of a group is to be pruned than "

@@ -23,8 +23,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from operator import add, methodcaller
 from typing import Any
 
 from distprune._common.blocks import EXPERT_LAYOUTS, Layout, WeightLayout, layout_along
@@ -195,17 +193,19 @@ def _renaming(tensors: Sequence[str], stored: Collection[str]) -> Callable[[str]
     if not labels or any(label in stored for of_one in labels for label in of_one):
         return str
     pairs = [(label, own) for label in stored for own in labels[0]]
-    added = {label.removesuffix(own) for label, own in pairs if label.endswith(f".{own}")}
-    removed = {own.removesuffix(label) for label, own in pairs if own.endswith(f".{label}")}
-    renamings: list[Callable[[str], str]] = []
-    renamings += [partial(add, prefix) for prefix in added if prefix.count(".") == 1]
-    renamings += [methodcaller("removeprefix", p) for p in removed if p.count(".") == 1]
+    # What a name begins with on the disk, and in statistics.
+    prefixes = {("", label.removesuffix(own)) for label, own in pairs if label.endswith(f".{own}")}
+    prefixes |= {(own.removesuffix(label), "") for label, own in pairs if own.endswith(f".{label}")}
     fitting = [
-        rename
-        for rename in renamings
-        if all(any(rename(label) in stored for label in of_one) for of_one in labels)
+        (old, new)
+        for old, new in prefixes
+        if (old + new).count(".") == 1
+        and all(any(new + label.removeprefix(old) in stored for label in one) for one in labels)
     ]
-    return fitting[0] if len(fitting) == 1 else str
+    if len(fitting) != 1:
+        return str
+    old, new = fitting[0]
+    return lambda name: new + name.removeprefix(old)
 
 
 def _other_weight(entry: TensorEntry, label: str, stored: WeightLayout, num_experts: int) -> str:

@@ -46,14 +46,6 @@ from distprune.files.disk.destination import (
     resolve_destination,
 )
 from distprune.files.errors import CheckpointError, OutputError
-from distprune.files.journals import (
-    SMALL_FILES,
-    is_empty,
-    is_journal,
-    next_run,
-    readable_units,
-    usable,
-)
 from distprune.files.places import (
     check_free,
     check_own_folder,
@@ -61,11 +53,21 @@ from distprune.files.places import (
     check_replaceable,
     has_replaced,
     put,
+    remove_folder,
     settle,
+    sync_folders,
 )
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE
 from distprune.files.text import format_size
-from distprune.files.units import Task
+from distprune.files.units import (
+    PREPARED_FILE,
+    SMALL_FILES,
+    Task,
+    finished_units,
+    is_journal,
+    next_run,
+    usable,
+)
 
 RECIPE_FILE = f"{SIDECAR}/recipe.yaml"
 _WORK = f"{SIDECAR}/work"
@@ -102,8 +104,7 @@ class Partial:
         Returns:
             A value of JSON. ``finished``: the texts of the report and of its run if the destination
             is the result of this task, else None. In the latter case also ``run``, a number for the
-            journals, and from :func:`~distprune.files.journals.usable` ``prepared``, ``units`` and
-            ``num_lost``.
+            journals, and from :func:`~distprune.files.units.usable` ``prepared`` and ``units``.
 
         Raises:
             OutputError: the destination exists or is in use, the unfinished result of another task
@@ -120,15 +121,10 @@ class Partial:
         self._check_taken()
         self._check_others()
         self._open_folder()
-        prepared, units, num_lost = usable(self._task, self.folder, self.work)
+        prepared, units = usable(self._task, self.work)
         self._allocate()
-        return {
-            "finished": None,
-            "run": next_run(self.work),
-            "units": units,
-            "num_lost": num_lost,
-            "prepared": prepared,
-        }
+        run = next_run(self.work)
+        return {"finished": None, "run": run, "units": units, "prepared": prepared}
 
     def complete(
         self,
@@ -152,9 +148,7 @@ class Partial:
             write_atomically(self.folder / name, data)
         write_atomically(self.folder / RECIPE_FILE, recipe)
         write_atomically(self.folder / RUN_FILE, run)
-        with writing(self.folder):
-            for folder, _, _ in os.walk(self.folder):
-                sync_folder(folder)
+        sync_folders(self.folder)
         write_atomically(self.folder / REPORT_FILE, report)
         self._texts = [report.decode(), run.decode()]
 
@@ -171,12 +165,15 @@ class Partial:
         self.lock.check()
         self._check_contents(is_complete=True)
         self._check_taken()
+        umask = os.umask(0o077)
+        os.umask(umask)
+        mode = dict(self._task.checkpoint.folders).get("", 0o777) & ~umask
         with writing(self.destination):
-            self._remove(self._aside)
+            remove_folder(self._aside)
             os.rename(self.work, self._aside)
             sync_folder(self.folder / SIDECAR)
             # Until now only its owner had access; from now on, the permissions of the source.
-            os.chmod(self.folder, top_mode(self._task.checkpoint.folders))
+            os.chmod(self.folder, mode | 0o700)
         put(self.folder, self.destination, replaces=self._task.replaces)
         shutil.rmtree(self._aside, ignore_errors=True)
         return self._texts
@@ -187,17 +184,15 @@ class Partial:
         Args:
             only_if_empty: keep it if a unit is finished or something was prepared.
         """
-        if not self.is_open or (only_if_empty and not is_empty(self._task, self.work)):
-            return
-        shutil.rmtree(self.folder, ignore_errors=True)
+        is_kept = only_if_empty and (self._finished() or (self.work / PREPARED_FILE).exists())
+        if self.is_open and not is_kept:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def left(self) -> str:
         """A sentence on what is on the disk after a stop, and what to do with it."""
         if not self.folder.is_dir():
             return "Nothing was left on the disk."
-        num_bytes = sum(
-            self._task.units[number].num_bytes for number in readable_units(self._task, self.work)
-        )
+        num_bytes = sum(self._task.units[number].num_bytes for number in self._finished())
         return (
             f"{self.folder} keeps the finished part, "
             f"{format_size(num_bytes)} of "
@@ -206,20 +201,22 @@ class Partial:
             f"resume, or {DISCARD_HINT}."
         )
 
+    def _finished(self) -> Iterable[int]:
+        """The numbers of the finished units; none if the journals cannot be read."""
+        with contextlib.suppress(OSError):
+            return finished_units(self._task, self.work)
+        return ()
+
     def _find_finished(self) -> list[str] | None:
         """The texts of the report and of its run if the destination is this task's result."""
         try:
             texts = [(self.destination / name).read_text() for name in (REPORT_FILE, RUN_FILE)]
-            report, run = (json.loads(text) for text in texts)
+            report, _ = map(json.loads, texts)
+            is_ours = (report["status"], report["digest"]) == ("complete", self._task.digest)
             sizes = self._task.sizes
             actual = {name: os.stat(self.destination / name).st_size for name in sizes}
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
             return None
-        is_ours = (
-            isinstance(report, dict)
-            and isinstance(run, dict)
-            and (report.get("status"), report.get("digest")) == ("complete", self._task.digest)
-        )
         return texts if is_ours and actual == sizes else None
 
     def _remove_remains(self) -> None:
@@ -228,7 +225,7 @@ class Partial:
         if os.path.lexists(self.lock.path) or remains:
             with contextlib.suppress(OutputError):
                 self.lock.acquire()
-                self._remove(self._aside)
+                remove_folder(self._aside)
                 settle(self.destination)
 
     def _check_taken(self) -> None:
@@ -265,7 +262,7 @@ class Partial:
                 self.folder.mkdir(mode=0o700)
             if self._aside.exists():
                 if self.work.exists():  # then the one aside is of an earlier run
-                    self._remove(self._aside)
+                    remove_folder(self._aside)
                 else:  # killed, or failed, just before the last rename
                     os.rename(self._aside, self.work)
             os.chmod(self.folder, 0o700)
@@ -283,40 +280,35 @@ class Partial:
         """
         sizes = self._task.sizes
         last = {RECIPE_FILE, REPORT_FILE, RUN_FILE, *self._task.written_last}
-        files = {*sizes, *last}
-        small = {name + NEW for name in last}
-        work = {f"{_WORK}/{name}" for name in SMALL_FILES}
-        folders = {str(up) for name in (*files, *work) for up in Path(name).parents}
+        files = {*sizes, *last, *(name + NEW for name in last)}
+        files |= {f"{_WORK}/{name}" for name in SMALL_FILES}
+        folders = {str(up) for name in files for up in Path(name).parents}
         folders |= {name for name, _ in self._task.checkpoint.folders}
         with writing(self.folder):
             for folder, inner, names in os.walk(self.folder, onerror=_raise):
-                parent = Path(folder)
-                for name in inner:
-                    check_own_folder(parent / name)
-                    if str((parent / name).relative_to(self.folder)) not in folders:
-                        raise self._unknown(parent / name)
-                for name in names:
-                    path = parent / name
-                    check_own_file(str(path), path)
+                for name in (*inner, *names):
+                    path = Path(folder, name)
                     inside = str(path.relative_to(self.folder))
-                    is_record = parent == self.work and is_journal(name)
-                    if not is_record and inside not in files | small | work:
-                        raise self._unknown(path)
-            if is_complete:
-                for name, size in sizes.items():
-                    actual = os.stat(self.folder / name).st_size
-                    if actual != size:
+                    if name in inner:
+                        check_own_folder(path)
+                        is_known = inside in folders
+                    else:
+                        check_own_file(str(path), path)
+                        is_journal_here = path.parent == self.work and is_journal(name)
+                        is_known = is_journal_here or inside in files
+                    if not is_known:
                         raise OutputError(
-                            f"{self.folder / name} has {actual} bytes; expected {size}. It was "
-                            "changed during the run. Run the same command again: it writes that "
-                            "file again."
+                            f"{path} was not written by distprune; expected only files of the "
+                            f"result, since all of {self.folder} is published. Remove it, or "
+                            f"{DISCARD_HINT}."
                         )
-
-    def _unknown(self, path: Path) -> OutputError:
-        return OutputError(
-            f"{path} was not written by distprune; expected only files of the result, since all of "
-            f"{self.folder} is published. Remove it, or {DISCARD_HINT}."
-        )
+            for name, size in sizes.items() if is_complete else ():
+                actual = os.stat(self.folder / name).st_size
+                if actual != size:
+                    raise OutputError(
+                        f"{self.folder / name} has {actual} bytes; expected {size}. It was changed "
+                        "during the run. Run the same command again: it writes that file again."
+                    )
 
     def _allocate(self) -> None:
         sizes = self._task.sizes
@@ -329,19 +321,9 @@ class Partial:
             allocate(str(path), size, mode)
         layout = self._task.layout
         if layout is not None:
-            files = OpenFiles(WRITE)
-            try:
+            with contextlib.closing(OpenFiles(WRITE)) as files:
                 write_from(files, str(self.folder / MASK_FILE), 0, layout.header)
                 files.sync()
-            finally:
-                files.close()
-
-    def _remove(self, folder: Path) -> None:
-        """Remove a folder of this task, if it exists."""
-        if os.path.lexists(folder):
-            check_own_folder(folder)
-            with writing(folder):
-                shutil.rmtree(folder)
 
 
 def _raise(error: OSError) -> None:
@@ -376,11 +358,9 @@ def discard(destination: str | Path, *, take_over: bool = False) -> list[tuple[s
         folders = partial_folders(target)
         for folder in folders:
             check_own_folder(folder)
-        removed = []
+        removed = [(str(folder), folder_bytes(folder)) for folder in folders]
         for folder in folders:
-            removed.append((str(folder), folder_bytes(folder)))
-            with writing(folder):
-                shutil.rmtree(folder)
+            remove_folder(folder)
         return removed
     finally:
         lock.release()
@@ -408,22 +388,16 @@ def new_folder(
     folder = destination.with_name(f"{destination.name}.partial-{suffix}")
     try:
         check_free(destination)
-        if os.path.lexists(folder):  # of a run that was killed
-            check_own_folder(folder)
-            with writing(folder):
-                shutil.rmtree(folder)
+        remove_folder(folder)  # of a run that was killed
         try:
             with writing(folder):
                 make_folders(folders, folder)
             check_free_bytes(folder, num_bytes, destination)
             yield folder
             lock.check()
-            with writing(destination):
-                for path, _, _ in os.walk(folder):
-                    sync_folder(path)
-                check_free(destination)
-                os.rename(folder, destination)
-                sync_folder(destination.parent)
+            sync_folders(folder)
+            check_free(destination)
+            put(folder, destination, replaces=False)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     finally:
@@ -468,14 +442,3 @@ def make_folders(folders: Iterable[tuple[str, int]], folder: Path) -> None:
     for name, mode in folders:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder / name, mode | 0o700)
-
-
-def top_mode(folders: Iterable[tuple[str, int]]) -> int:
-    """Permissions of the result folder itself, less the umask.
-
-    Args:
-        folders: as for :func:`make_folders`.
-    """
-    umask = os.umask(0o077)
-    os.umask(umask)
-    return (dict(folders).get("", 0o777) & ~umask) | 0o700

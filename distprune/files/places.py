@@ -32,6 +32,21 @@ def check_own_folder(path: Path) -> None:
         check_owner(path)
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder that distprune made, if it exists."""
+    if os.path.lexists(path):
+        check_own_folder(path)
+        with writing(path):
+            shutil.rmtree(path)
+
+
+def sync_folders(path: Path) -> None:
+    """Wait until the names in a folder and its subfolders are on the disk."""
+    with writing(path):
+        for folder, _, _ in os.walk(path):
+            sync_folder(folder)
+
+
 def check_free(destination: Path, *, is_replaceable: bool = False) -> None:
     """Raise OutputError if the destination exists.
 
@@ -116,13 +131,11 @@ def settle(destination: Path) -> None:
     Call it with the destination's lock.
     """
     old = _aside(destination)
-    if not has_replaced(destination):
-        return
-    check_own_folder(old)
-    with writing(destination):
-        if os.path.lexists(destination):
-            shutil.rmtree(old)
-        else:
+    if os.path.lexists(destination):
+        remove_folder(old)
+    elif has_replaced(destination):
+        check_own_folder(old)
+        with writing(destination):
             os.rename(old, destination)
 
 

@@ -27,10 +27,9 @@ from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, open_che
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.disk.listing import OtherFile
 from distprune.files.errors import SelectionError
-from distprune.files.kept_values import KeptValues
 from distprune.files.layouts import Layouts
 from distprune.files.recipe import STORED_STATISTICS, FileRecipe
-from distprune.files.scoring import ScoreInputs, find_inputs
+from distprune.files.scoring import KeptValues, ScoreInputs, find_inputs
 from distprune.files.selecting import Verdict, limits_of, select_tensors
 
 STATISTICS_FILE = f"{SIDECAR}/{STORED_STATISTICS}"  # of a result whose scores need them
@@ -192,7 +191,7 @@ def plan(
         num_elements=sum(group.num_elements for group in groups),
         num_to_prune=sum(group.num_to_prune for group in groups),
         digest=digest_of(checkpoint, recipe, inputs.facts()),
-        warnings=(*selection.warnings, *inputs.warnings),
+        warnings=(*selection.warnings, *(inputs.statistics.warnings if inputs.statistics else ())),
         inputs=inputs,
     )
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +19,18 @@ import numpy as np
 from distprune._common.collectives import Communicator
 from distprune._common.memory import Array
 from distprune._common.process_groups import world
-from distprune.files.checkpoints.mask_files import mask_layout
-from distprune.files.cuts import Cuts, add_up, find_cuts
+from distprune.files.cuts import Cuts, find_cuts
 from distprune.files.disk.destination import resolve_destination
-from distprune.files.journals import keep_prepared
 from distprune.files.lowest import LowestElements
 from distprune.files.partial import Partial, check_unchanged
-from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, bytes_to_count, plan
+from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, bytes_to_count
 from distprune.files.reading import Source
-from distprune.files.recipe import FileRecipe
 from distprune.files.reports.building import check_counts, make_report
 from distprune.files.reports.model_card import card_of
 from distprune.files.reports.report import Record, Report, RunFacts, parse_report
 from distprune.files.results import resumed, versions
 from distprune.files.team import Progress, Team
-from distprune.files.units import Span, Task, prune_units
-
-
-def plan_together(
-    source: str | Path,
-    recipe: FileRecipe,
-    *,
-    communicator: Communicator | None = None,
-    follow_links: bool = False,
-) -> Plan:
-    """:func:`plan` on every rank; if it fails on one, it fails on all.
-
-    Raises:
-        CheckpointError, SelectionError: as :func:`plan`, on every rank.
-    """
-    return Team(communicator or world()).attempt(
-        functools.partial(plan, follow_links=follow_links), source, recipe
-    )
+from distprune.files.units import Span, keep_prepared, prune_task
 
 
 def prune(
@@ -114,10 +96,10 @@ def prune(
     team = Team(communicator or world(), progress, stop)
     target = resolve_destination(destination)
     team.compare(_facts(plan, target))
-    task = _task_of(plan, replace)
-    source = Source(plan, functools.partial(team.did_in, "count"))
+    task = prune_task(plan, replaces=replace)
+    source = Source(plan, team.did_count)
     with (
-        contextlib.closing(source),
+        contextlib.closing(source.files),
         resumed(
             team,
             task,
@@ -131,22 +113,13 @@ def prune(
         if run.texts is None:
             with run.timing("count"):
                 known = cuts if run.prepared is None else run.prepared
-                found = _cuts_of(team, plan, source, known)
+                found = find_cuts(team, source, known)
                 if known is None and any(group.recipe.is_global for group in plan.groups):
-                    team.from_leader(keep_prepared, task, run.partial.work, found.to_json())
-            run.write(LowestElements(plan, source, found))
-            run.publish(functools.partial(_complete, plan, source, found))
+                    team.from_leader(keep_prepared, task, run.partial.work, asdict(found))
+            run.write(LowestElements(source, found).pieces)
+            run.publish(functools.partial(_complete, source, found))
     assert run.texts is not None  # it is published
     return parse_report(*run.texts)
-
-
-def _cuts_of(team: Team, plan: Plan, source: Source, known: Any) -> Cuts:
-    """Where rankings are cut: as it is known from an earlier search, or found. Collective."""
-    if known is not None:
-        add_up(team, plan, source)
-        return Cuts.from_json(known)
-    team.begin("count", bytes_to_count(plan))
-    return find_cuts(team, plan, source)
 
 
 class RankedMasks:
@@ -164,55 +137,28 @@ class RankedMasks:
     """
 
     def __init__(self, plan: Plan, team: Team, cuts: Any = None) -> None:
-        self._source = Source(plan, functools.partial(team.did_in, "count"))
+        self._source = Source(plan, team.did_count)
         self._positions = {tensor.entry.name: i for i, tensor in enumerate(plan.tensors)}
-        self._plan = plan
-        found = _cuts_of(team, plan, self._source, cuts)
-        self.cuts = found.to_json()
-        self._lowest = LowestElements(plan, self._source, found)
+        found = find_cuts(team, self._source, cuts)
+        self.cuts = asdict(found)
+        self._lowest = LowestElements(self._source, found)
 
     def keep(self, name: str) -> Array:
         """bool, of the shape of the tensor: which of its elements are kept."""
         position = self._positions[name]
-        entry = self._plan.tensors[position].entry
+        entry = self._source.plan.tensors[position].entry
+        span = Span(position, 0, entry.numel)
         keep: Array = np.empty(entry.numel, dtype=np.bool_)
-        for piece in self._lowest.pieces(Span(position, 0, entry.numel)):
-            np.logical_not(piece.lowest, out=keep[piece.first : piece.first + len(piece.lowest)])
+        for piece in self._lowest.pieces(span, defaultdict(Counter)):
+            keep[piece.first : piece.first + len(piece.keep)] = piece.keep
         return keep.reshape(entry.shape)
 
     def close(self) -> None:
         """Close the files."""
-        self._source.close()
-
-
-def _task_of(plan: Plan, replace: bool) -> Task:
-    """The files of the result, and the units that fill them."""
-    entries = [tensor.entry for tensor in plan.tensors]
-    written_last = [CARD_FILE] if plan.has_card else []
-    written_last += [STATISTICS_FILE] if plan.inputs.statistics is not None else []
-    return Task(
-        checkpoint=plan.checkpoint,
-        digest=plan.digest,
-        tensors=entries,
-        make_units=lambda: prune_units(plan),
-        layout=mask_layout(entries, plan.checkpoint.files) if plan.recipe.masks else None,
-        copied=plan.copied,
-        written_last=written_last,
-        values=plan.inputs.values,
-        replaces=replace,
-        inputs=_input_files(plan),
-    )
-
-
-def _input_files(plan: Plan) -> list[str]:
-    """Files of statistics and scores that the recipe names."""
-    named = [part.statistics for part in plan.recipe.parts if part.statistics is not None]
-    given = plan.inputs.given
-    return named if given is None else [*named, *(file.path for file in given.checkpoint.files)]
+        self._source.files.close()
 
 
 def _complete(
-    plan: Plan,
     source: Source,
     cuts: Cuts,
     partial: Partial,
@@ -220,7 +166,8 @@ def _complete(
     run: RunFacts,
 ) -> None:
     """Write the report, and what else stands beside the weights and masks."""
-    report = make_report(plan, source, cuts, records, run)
+    plan = source.plan
+    report = make_report(plan, (source, cuts), records, run)
     check_counts(report, plan)
     card = card_of(plan, report)
     others: dict[str, bytes | Iterable[bytes]] = {} if card is None else {CARD_FILE: card}
@@ -230,7 +177,7 @@ def _complete(
     if inputs.given is not None:
         check_unchanged(inputs.given.checkpoint.folder, inputs.given.checkpoint.files)
     recipe = plan.recipe.as_stored().to_yaml().encode()
-    partial.complete(recipe, report.run_json(), report.result_json(), others)
+    partial.complete(recipe, report.run.to_json(), report.result_json(), others)
 
 
 def _facts(plan: Plan, target: Path) -> list[tuple[str, str]]:

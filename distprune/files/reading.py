@@ -51,7 +51,6 @@ class FileValues:
 
     Args:
         files: opens the files.
-        path: of the file.
         entry: of the tensor.
         did: called with the number of bytes after each read of scores.
     """
@@ -61,11 +60,9 @@ class FileValues:
     is_in_memory = False
     tally = None
 
-    def __init__(
-        self, files: OpenFiles, path: str, entry: TensorEntry, did: Callable[[int], None]
-    ) -> None:
+    def __init__(self, files: OpenFiles, entry: TensorEntry, did: Callable[[int], None]) -> None:
         self._files = files
-        self._path = path
+        self._path = entry.path
         self._start = entry.start
         self._did = did
         self.dtype: torch.dtype = getattr(torch, PLAIN_FLOATS[entry.dtype].torch_name)
@@ -83,7 +80,7 @@ class FileValues:
             if first <= start and stop <= first + len(held):
                 return held[start - first : stop - first]
         bits: Array = (scratch or Scratch()).array("read", stop - start, self._bits)
-        offset = self._start + start * self._bits.itemsize
+        offset = self._start + start * bits.itemsize
         read_into(self._files, self._path, offset, bits.data.cast("B"))
         self._did(bits.nbytes)
         return torch.from_numpy(bits).view(self.dtype)
@@ -91,9 +88,9 @@ class FileValues:
     def gather(self, runs: Runs) -> Tensor:
         """The elements of some runs."""
         bits = np.empty((len(runs.numbers), runs.length), dtype=self._bits)
-        starts = runs.start + runs.numbers.numpy() * runs.length
-        offsets = (self._start + starts * self._bits.itemsize).tolist()
-        for row, offset in zip(bits, offsets, strict=True):
+        starts = (runs.start + runs.numbers * runs.length).tolist()
+        for row, start in zip(bits, starts, strict=True):
+            offset = self._start + start * bits.itemsize
             read_into(self._files, self._path, offset, row.data.cast("B"))
         self._did(bits.nbytes)
         return torch.from_numpy(bits.reshape(-1)).view(self.dtype)
@@ -101,7 +98,7 @@ class FileValues:
     def read_bits(self, start: int, stop: int) -> Array:
         """The elements [start, stop) as unsigned integers, a fresh array."""
         bits = np.empty(stop - start, dtype=f"u{self._bits.itemsize}")
-        offset = self._start + start * self._bits.itemsize
+        offset = self._start + start * bits.itemsize
         read_into(self._files, self._path, offset, bits.data.cast("B"))
         return bits
 
@@ -124,7 +121,8 @@ class Source:
         did: called with the number of bytes after each read of scores.
 
     Attributes:
-        files: opens the files of the plan.
+        plan: what to prune.
+        files: opens its files.
         values: per tensor, its elements.
         bands: per tensor, the bands of its tiles; None if its elements are ranked.
         scores: per tensor, the scores of its items, before they are divided.
@@ -134,20 +132,13 @@ class Source:
 
     def __init__(self, plan: Plan, did: Callable[[int], None] = lambda num_bytes: None) -> None:
         self.files = OpenFiles(os.O_RDONLY)
-        self._plan = plan
+        self.plan = plan
         # What ``RandomUnstructured`` draws after ``torch.manual_seed(seed)``.
         generator = torch.Generator().manual_seed(plan.recipe.seed or 0)
         self._seed = int(draw_seed(generator))
         self._latest: tuple[int, str, list[list[Tensor]]] | None = None
         self._sums: dict[int, list[Tensor]] = {}  # of |w|, by position: of inputs, of outputs
-        paths = {file.name: file.path for file in plan.checkpoint.files}
-        given, paths_of_given = plan.inputs.given, {}
-        if given is not None:
-            paths_of_given = {file.name: file.path for file in given.checkpoint.files}
-        self.values = [
-            FileValues(self.files, paths[tensor.entry.file], tensor.entry, did)
-            for tensor in plan.tensors
-        ]
+        self.values = [FileValues(self.files, tensor.entry, did) for tensor in plan.tensors]
         self.bands: list[Bands | None] = []
         self.scores: list[ScoreSource] = []
         self.key_ranges: list[KeyRange] = []
@@ -155,9 +146,10 @@ class Source:
             positions = range(group.first, group.last)
             scores: list[ScoreSource] = [*self.values[group.first : group.last]]
             if group.recipe.reads_scores:
-                assert given is not None
-                entries = [given.entries[plan.tensors[each].entry.name] for each in positions]
-                scores = [FileValues(self.files, paths_of_given[e.file], e, did) for e in entries]
+                assert plan.inputs.given is not None
+                entries = plan.inputs.given.entries
+                names = [plan.tensors[each].entry.name for each in positions]
+                scores = [FileValues(self.files, entries[name], did) for name in names]
             elif group.recipe.needs_statistics:
                 scores = [self._factored(position, group.recipe.score) for position in positions]
             bands: list[Bands | None] = [None] * len(scores)
@@ -177,7 +169,7 @@ class Source:
 
         Cost: two reads of these weights; two all-reduces of 8 bytes per input and output.
         """
-        positions = [p for p, each in enumerate(self._plan.tensors) if each.recipe.score == "ria"]
+        positions = [p for p, each in enumerate(self.plan.tensors) if each.recipe.score == "ria"]
         batch: list[int] = []
         num_sums = 0
         for position in positions:
@@ -191,7 +183,7 @@ class Source:
 
     def _summed(self, positions: Sequence[int], team: Team) -> list[Summed]:
         """What this rank adds up of some weights."""
-        sizes = [self._plan.tensors[position].entry.numel for position in positions]
+        sizes = [self.plan.tensors[position].entry.numel for position in positions]
         return [
             Summed.of(
                 self.scored(position, share, self.values[position]),
@@ -209,7 +201,7 @@ class Source:
             share: the items that this rank counts.
             scores: other ones than those that it is ranked by.
         """
-        name, keeps_nan = self._plan.tensors[position].entry.name, self._plan.recipe.nan == "keep"
+        name, keeps_nan = self.plan.tensors[position].entry.name, self.plan.recipe.nan == "keep"
         return Scored(name, scores or self.scores[position], None, share, CPU, keeps_nan)
 
     def outlier_scores(self, position: int, share: range) -> Scored:
@@ -230,7 +222,7 @@ class Source:
             counted: the items that this rank counts; None: all.
             scores: the same scores with a tally, if there is one.
         """
-        tensor = self._plan.tensors[position]
+        tensor = self.plan.tensors[position]
         whole, index = range(tensor.num_items), _whole((tensor.num_items,))
         keys: KeySource
         if tensor.recipe.score == "random":
@@ -243,9 +235,6 @@ class Source:
             keys = ScoreKeys(scores, self.key_ranges[position])
         counted = whole if counted is None else counted
         return Candidates(keys, None, index, counted, len(whole), len(whole), CPU)
-
-    def close(self) -> None:
-        self.files.close()
 
     def _factored(self, position: int, score: str) -> ScoreSource:
         """The scores of a tensor that are made of its weights and of statistics."""
@@ -264,7 +253,7 @@ class Source:
         return FactorScores(values, matrix, make_terms, are_signed=False)
 
     def _stored(self, position: int) -> StoredSums:
-        entry, statistics = self._plan.tensors[position].entry, self._plan.inputs.statistics
+        entry, statistics = self.plan.tensors[position].entry, self.plan.inputs.statistics
         assert statistics is not None
         return statistics.of_tensor[entry.name]
 

@@ -12,6 +12,7 @@ import contextlib
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,12 @@ from distprune._common.attempts import attempt, error_of
 from distprune._common.memory import peak_rss_bytes
 from distprune.files.disk.access import OpenFiles, copy_range
 from distprune.files.errors import FilesError, NaNError, RanksError, SelectionError
-from distprune.files.journals import Journal, all_records, recheck
 from distprune.files.partial import Partial
 from distprune.files.reports.report import Record, RunFacts
 from distprune.files.rewriting import FileSink, Pieces, rewritten
 from distprune.files.team import Team
 from distprune.files.text import format_size
-from distprune.files.units import CopyUnit, Task, units_by_rank
+from distprune.files.units import CopyUnit, Journal, Task, all_records, recheck, units_by_rank
 
 # Writes the small files of a result, by the records of all units.
 Complete = Callable[[Partial, Sequence[Record], RunFacts], None]
@@ -63,7 +63,7 @@ def resumed(
     Raises:
         FilesError: of any kind, on every rank; its text says what is left on the disk.
     """
-    run = Run(team, task, destination, sources, tell or (lambda text: None))
+    run = Run(team, task, Partial(task, destination), sources, tell or (lambda text: None))
     try:
         run.start(bytes_to_prepare, take_over)
         yield run
@@ -74,46 +74,43 @@ def resumed(
         run.partial.lock.release()
 
 
+@dataclass
 class Run:
     """A result while it is made; see :func:`resumed`.
 
     Attributes:
+        team, task, sources, tell: as for :func:`resumed`.
         partial: its folder. Only the leader uses it.
         texts: of the report and of its run, once the result is complete.
         prepared: what an earlier run kept for all units; None if there is nothing.
+        number: of this run, among those that have a journal.
+        finished: numbers of units.
+        seconds: that each phase took.
     """
 
-    def __init__(
-        self,
-        team: Team,
-        task: Task,
-        destination: Path,
-        sources: OpenFiles,
-        tell: Callable[[str], None],
-    ) -> None:
-        self.partial = Partial(task, destination)
-        self.texts: list[str] | None = None
-        self.prepared: Any = None
-        self._team = team
-        self._task = task
-        self._sources = sources
-        self._tell = tell
-        self._number = 0  # of this run, among those that have a journal
-        self._finished: set[int] = set()  # numbers of units
-        self._seconds: dict[str, float] = {}
+    team: Team
+    task: Task
+    partial: Partial
+    sources: OpenFiles
+    tell: Callable[[str], None]
+    texts: list[str] | None = None
+    prepared: Any = None
+    number: int = 0
+    finished: set[int] = field(default_factory=set)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def start(self, bytes_to_prepare: int, take_over: bool) -> None:
         """Find what earlier runs have finished, and whether it is still as they wrote it."""
-        team, task = self._team, self._task
+        team, task = self.team, self.task
         state = team.from_leader(self.partial.start, take_over)
         self.texts = state["finished"]
         if self.texts is not None:
-            self._tell(
+            self.tell(
                 f"{self.partial.destination} is finished: this command made it before. Nothing was "
                 "changed."
             )
             return
-        self.prepared, self._number = state["prepared"], state["run"]
+        self.prepared, self.number = state["prepared"], state["run"]
         checksums: dict[int, dict[str, int]] = dict(state["units"])
         num_recorded = sum(task.units[number].num_bytes for number in checksums)
         if checksums:
@@ -121,18 +118,18 @@ class Run:
         if self.prepared is None:
             team.expect("count", bytes_to_prepare)
         team.expect("write", task.num_bytes, num_recorded)
-        if not checksums and not state["num_lost"]:
+        if not checksums:
             return
         with self.timing("check"):
-            self._finished = self._recheck(checksums, num_recorded)
-        num_bytes = sum(task.units[number].num_bytes for number in self._finished)
-        self._tell(
+            self.finished = self._recheck(checksums, num_recorded)
+        num_bytes = sum(task.units[number].num_bytes for number in self.finished)
+        self.tell(
             f"Resuming: {format_size(num_bytes)} of {format_size(task.num_bytes)} are finished."
         )
-        num_damaged = len(checksums) - len(self._finished) + state["num_lost"]
+        num_damaged = len(checksums) - len(self.finished)
         if num_damaged:
             parts = "finished part is" if num_damaged == 1 else "finished parts are"
-            self._tell(f"{num_damaged} {parts} missing or damaged and will be written again.")
+            self.tell(f"{num_damaged} {parts} missing or damaged and will be written again.")
 
     def write(self, pieces: Pieces) -> None:
         """Do the units that are missing. Collective.
@@ -140,11 +137,11 @@ class Run:
         Args:
             pieces: which elements of the task's tensors are pruned.
         """
-        team, task = self._team, self._task
-        missing = [(i, unit) for i, unit in enumerate(task.units) if i not in self._finished]
+        team, task = self.team, self.task
+        missing = [(i, unit) for i, unit in enumerate(task.units) if i not in self.finished]
         mine = units_by_rank(missing, team.size)[team.index]
-        sink = FileSink(self.partial.folder, task.tensors, task.layout, task.values)
-        journal = Journal(self.partial.work, task.digest, self._number, team.index, sink.outputs)
+        sink = FileSink(task, self.partial.folder)
+        journal = Journal(self.partial.work, task.digest, self.number, team.index, sink.outputs)
         num_missing = sum(unit.num_bytes for _, unit in missing)
         with self.timing("write"), contextlib.closing(sink):
             try:
@@ -157,35 +154,34 @@ class Run:
 
     def publish(self, complete: Complete) -> None:
         """Let the leader write the last files, and rename the folder. Collective."""
-        peaks = torch.zeros(self._team.size, dtype=torch.int64)
-        peaks[self._team.index] = peak_rss_bytes()
         facts = RunFacts(
-            num_ranks=self._team.size,
-            seconds=self._seconds,
-            peak_rss_bytes=self._team.sum(peaks).tolist(),
-            num_bytes=self._task.num_bytes,
+            num_ranks=self.team.size,
+            seconds=self.seconds,
+            peak_rss_bytes=self.team.share(peak_rss_bytes()),
+            num_bytes=self.task.num_bytes,
             versions=versions(),
         )
-        self._team.from_leader(self._complete, complete, facts)
-        self.texts = self._team.from_leader(self.partial.publish)
 
-    def _complete(self, complete: Complete, facts: RunFacts) -> None:
-        complete(self.partial, all_records(self._task, self.partial.work), facts)
+        def publish() -> list[str]:
+            complete(self.partial, all_records(self.task, self.partial.work), facts)
+            return self.partial.publish()
+
+        self.texts = self.team.from_leader(publish)
 
     @contextlib.contextmanager
     def timing(self, phase: str) -> Iterator[None]:
         """Measure a phase, for the report."""
         began = time.monotonic()
         yield
-        self._seconds[phase] = round(time.monotonic() - began, 3)
+        self.seconds[phase] = round(time.monotonic() - began, 3)
 
     def clear_up(self, error: FilesError) -> None:
         """Remove what no run can use, and add to the error what is left."""
         is_lost = isinstance(error, RanksError)
         if not is_lost:  # wait until every rank has closed its files
             with contextlib.suppress(RanksError):
-                self._team.check(None)
-        if not self._team.is_leader:
+                self.team.check(None)
+        if not self.team.is_leader:
             if is_lost and self.partial.folder.is_dir():
                 error.say_more(self.partial.left())
             return
@@ -199,18 +195,15 @@ class Run:
 
     def _recheck(self, checksums: dict[int, dict[str, int]], num_bytes: int) -> set[int]:
         """The recorded units whose bytes are on the disk; the same on every rank."""
-        numbered = [(number, self._task.units[number]) for number in checksums]
-        mine = units_by_rank(numbered, self._team.size)[self._team.index]
+        numbered = [(number, self.task.units[number]) for number in checksums]
+        mine = units_by_rank(numbered, self.team.size)[self.team.index]
         recorded = [(number, checksums[number]) for number in mine]
         found: list[int] = []
-        self._team.begin("check", num_bytes)
-        steps = recheck(self._task, self.partial.folder, self._sources, recorded, found)
+        self.team.begin("check", num_bytes)
+        steps = recheck(self.task, self.partial.folder, self.sources, recorded, found)
         with contextlib.closing(steps):  # its files too, if another rank stops this one
-            self._team.work(steps)
-        damaged = torch.zeros(len(self._task.units), dtype=torch.int64)
-        damaged[found] = 1
-        damaged = self._team.sum(damaged)
-        return {number for number in checksums if not damaged[number]}
+            self.team.work(steps)
+        return checksums.keys() - set().union(*self.team.share(found))
 
     def _steps(
         self, mine: list[int], pieces: Pieces, sink: FileSink, journal: Journal
@@ -218,16 +211,16 @@ class Run:
         folder, outputs = self.partial.folder, sink.outputs
         for number in mine:
             self.partial.lock.check()
-            unit = self._task.units[number]
+            unit = self.task.units[number]
             outputs.take_checksums()
             record: dict[str, Any] = {"unit": number}
             if isinstance(unit, CopyUnit):
                 output = str(folder / unit.name)
                 yield from copy_range(
-                    self._sources, unit.path, outputs, output, unit.start, unit.stop
+                    self.sources, unit.path, outputs, output, unit.start, unit.stop
                 )
             else:
-                yield from rewritten(unit, pieces, sink, record)
+                yield from rewritten(unit, pieces, sink.add, record)
                 record["crc32"] = {
                     str(Path(path).relative_to(folder)): checksum
                     for path, checksum in outputs.take_checksums().items()

@@ -8,19 +8,58 @@ headers.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distprune._common.blocks import Layout
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
-from distprune.files.errors import SelectionError, headline, shown
-from distprune.files.kept_values import KeptValues
+from distprune.files.errors import CheckpointError, SelectionError, headline, shown
 from distprune.files.recipe import FileRecipe
 from distprune.recipes import BUDGET_FROM_STATISTICS, ELEMENTWISE
 
 if TYPE_CHECKING:  # numpy comes with it
     from distprune.files.matching import TensorStatistics
+
+
+@dataclass(frozen=True)
+class KeptValues:
+    """What an update of the kept weights has made of some tensors.
+
+    Attributes:
+        facts: what decides the values, as JSON: the digest of a plan covers them.
+        tensors: the names of the tensors.
+        folder: safetensors files with these tensors, in the dtype of the source; None: nobody reads
+            them, as where a result is compared with its checksums.
+    """
+
+    facts: Mapping[str, Any]
+    tensors: tuple[str, ...]
+    folder: Path | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For a report, and for :meth:`from_json`."""
+        return {**self.facts, "tensors": list(self.tensors)}
+
+    @classmethod
+    def from_json(cls, values: Any) -> KeptValues:
+        """What :meth:`as_json` has made.
+
+        Raises:
+            CheckpointError: it was something else.
+        """
+        names = values.get("tensors") if isinstance(values, dict) else None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise CheckpointError("the report names no tensors whose kept values were changed.")
+        facts = {key: value for key, value in values.items() if key != "tensors"}
+        return cls(facts, tuple(names))
+
+    @cached_property
+    def names(self) -> Collection[str]:
+        """The tensors, for lookups."""
+        return frozenset(self.tensors)
 
 
 @dataclass(frozen=True)
@@ -37,11 +76,6 @@ class ScoreInputs:
     given: GivenScores | None = None
     values: KeptValues | None = None
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Sentences on what is no error, but probably not meant."""
-        return () if self.statistics is None else self.statistics.warnings
-
     def facts(self) -> dict[str, Any]:
         """What decides the scores, as JSON, without paths: for digests and reports.
 
@@ -55,12 +89,6 @@ class ScoreInputs:
         if self.values is not None:
             facts["update"] = self.values.as_json()
         return facts
-
-    def with_times(self, facts: Mapping[str, Any]) -> ScoreInputs:
-        """The inputs with the times of change that :meth:`facts` had; copies have others."""
-        if self.given is None:
-            return self
-        return replace(self, given=self.given.with_times(facts.get("scores")))
 
 
 def _without_file(part: FileRecipe) -> str:
@@ -133,16 +161,14 @@ def find_inputs(
     Cost: a read of the statistics; headers of the scores.
     """
     statistics = scores = None
-    if not any(part.reads_statistics or part.reads_scores for part in recipe.parts):
-        return ScoreInputs()
-    if measured := [(entry, layout) for part, entry, layout in tensors if part.reads_statistics]:
+    if measured := [each for each in tensors if each[0].reads_statistics]:
         if recipe.statistics is None:
-            part = next(part for part, _, _ in tensors if part.reads_statistics)
-            raise SelectionError(_without_file(part))
+            raise SelectionError(_without_file(measured[0][0]))
         from distprune.files.matching import match_statistics
 
-        of_gradients = are_of_gradients(part for part, _, _ in tensors if part.reads_statistics)
-        statistics = match_statistics(recipe.statistics, measured, names, of_gradients)
+        of_gradients = are_of_gradients(part for part, _, _ in measured)
+        pairs = [(entry, layout) for _, entry, layout in measured]
+        statistics = match_statistics(recipe.statistics, pairs, names, of_gradients)
     if given := [entry for part, entry, _ in tensors if part.reads_scores]:
         check_scores(recipe)
         assert recipe.scores is not None
@@ -172,16 +198,6 @@ class GivenScores:
             }
             for file in self.checkpoint.files
         }
-
-    def with_times(self, facts: object) -> GivenScores:
-        """The scores with the times of change that :meth:`facts` had; a copy has others."""
-        times = facts if isinstance(facts, dict) else {}
-        files = []
-        for file in self.checkpoint.files:
-            stored = times.get(file.name)
-            time = stored.get("mtime_ns") if isinstance(stored, dict) else None
-            files.append(replace(file, mtime_ns=time) if type(time) is int else file)
-        return replace(self, checkpoint=replace(self.checkpoint, files=tuple(files)))
 
 
 def find_scores(path: str, tensors: Sequence[TensorEntry]) -> GivenScores:

@@ -262,12 +262,12 @@ def limits_of(
         SelectionError: the limits of a tensor contradict each other, or those of all tensors do not
             allow for the number to prune; with the numbers.
     """
-    if not recipe.has_limits:
-        return [(0, entry.numel) for entry in entries]
-    try:
-        bounds = to_bounds(bounded_of(entries), recipe.min_sparsity, recipe.max_sparsity)
-    except ValueError as error:
-        raise SelectionError(str(error)) from error
+    bounds = None
+    if recipe.has_limits:
+        try:
+            bounds = to_bounds(bounded_of(entries), recipe.min_sparsity, recipe.max_sparsity)
+        except ValueError as error:
+            raise SelectionError(str(error)) from error
     if bounds is None:
         return [(0, entry.numel) for entry in entries]
     check_budget(num_to_prune, sum(bounds.lowest), sum(bounds.highest), recipe)

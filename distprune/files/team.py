@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from distprune._common.attempts import Failed, attempt, error_of
 from distprune._common.collectives import Communicator, Op
 from distprune.files import errors
 from distprune.files.errors import FilesError, Interrupted, RanksError, explained
@@ -49,38 +50,6 @@ class Progress:
         return (self.total_bytes - self.num_bytes) / rate if rate else None
 
 
-class Pace:
-    """The rate of some work in the last half minute.
-
-    Args:
-        clock: returns seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._samples: deque[tuple[float, int]] = deque()
-        self._total = 0
-
-    def begin(self) -> None:
-        """Start to measure: the time since the last piece does not count."""
-        self._samples.clear()
-        self._samples.append((self._clock(), self._total))
-
-    def add(self, num_bytes: int) -> None:
-        """Count bytes that were processed since the last call."""
-        now = self._clock()
-        self._total += num_bytes
-        self._samples.append((now, self._total))
-        while len(self._samples) > 2 and self._samples[1][0] <= now - _RATE_SECONDS:
-            self._samples.popleft()
-
-    @property
-    def bytes_per_second(self) -> float:
-        """The rate; 0.0 until it is known."""
-        (start, first_total), (end, last_total) = self._samples[0], self._samples[-1]
-        return (last_total - first_total) / (end - start) if end > start else 0.0
-
-
 class Team(Communicator):
     """The ranks of one run, with errors of ``distprune.files``.
 
@@ -104,7 +73,7 @@ class Team(Communicator):
         self._communicator = communicator
         self._progress = progress
         self._stop = stop or (lambda: False)
-        self._pace = Pace()
+        self._samples: deque[tuple[float, int]] = deque()  # of the rate: when, and bytes by then
         self._totals: dict[str, int] = {}
         self._done: dict[str, int] = {}
         self._phase = ""
@@ -141,13 +110,10 @@ class Team(Communicator):
 
     def attempt(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function on every rank; if it raises on one, all ranks raise its error."""
-        error: BaseException | None = None
-        try:
-            result = function(*args, **kwargs)
-        except Exception as caught:  # of any type: every rank is to raise it
-            error = caught
-        self.check(error)
-        return result
+        outcome = attempt(function, *args, **kwargs)
+        self.check(error_of(outcome))
+        assert not isinstance(outcome, Failed)  # its error was raised
+        return outcome
 
     def from_leader(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function on the leader; every rank returns its result, which must be JSON."""
@@ -189,7 +155,7 @@ class Team(Communicator):
             self._done[self._phase] = self._totals[self._phase]
         self.expect(phase, total_bytes, num_done)
         self._phase, self._mine, self._shared = phase, 0, 0
-        self._pace.begin()
+        self._samples = deque([(time.monotonic(), 0)])  # the time since the last phase is not in it
 
     def did(self, num_bytes: int) -> None:
         """Report bytes that this rank has processed, often: all ranks communicate now and then.
@@ -205,9 +171,9 @@ class Team(Communicator):
             if self._error_of_progress is not None:
                 raise self._error_of_progress
 
-    def did_in(self, phase: str, num_bytes: int) -> None:
-        """:meth:`did`, where bytes that are read in another phase are no progress of it."""
-        self.did(num_bytes if phase == self._phase else 0)
+    def did_count(self, num_bytes: int) -> None:
+        """:meth:`did`, where bytes that are read in another phase than "count" are no progress."""
+        self.did(num_bytes if self._phase == "count" else 0)
 
     def work(self, steps: Iterator[int]) -> None:
         """Run steps on every rank until all have finished; each yields bytes for :meth:`did`.
@@ -270,8 +236,10 @@ class Team(Communicator):
         self._until = until
         self._error_of_progress = None
         if self._phase:
-            self._pace.add(num_bytes - self._shared)
-            self._shared = num_bytes
+            self._shared, now = num_bytes, time.monotonic()
+            self._samples.append((now, num_bytes))
+            while len(self._samples) > 2 and self._samples[1][0] <= now - _RATE_SECONDS:
+                self._samples.popleft()
             try:
                 if self._progress is not None:
                     self._progress(self._state())
@@ -293,7 +261,9 @@ class Team(Communicator):
     def _state(self) -> Progress:
         total = self._totals[self._phase]
         done = sum(self._done.values()) + min(self._shared, total - self._done[self._phase])
-        return Progress(self._phase, done, sum(self._totals.values()), self._pace.bytes_per_second)
+        (start, first), (end, last) = self._samples[0], self._samples[-1]
+        rate = (last - first) / (end - start) if end > start else 0.0
+        return Progress(self._phase, done, sum(self._totals.values()), rate)
 
 
 def _packed(error: BaseException, rank: int) -> str:

@@ -17,21 +17,26 @@ before it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from distprune._common.collectives import Communicator
+from distprune._common.memory import Array
 from distprune._common.process_groups import world
-from distprune.files.checkpoints.checkpoint import SourceFile
-from distprune.files.checkpoints.mask_files import MASK_FILE, mask_layout
-from distprune.files.comparison import Comparison
-from distprune.files.cuts import find_cuts
+from distprune.files.checkpoints.mask_files import (
+    MASK_FILE,
+    MaskFile,
+    read_keep,
+)
+from distprune.files.cuts import Cuts, find_cuts
+from distprune.files.disk.access import OpenFiles, read_into
 from distprune.files.errors import (
     CheckpointError,
     FilesError,
@@ -39,13 +44,12 @@ from distprune.files.errors import (
     NaNError,
     SelectionError,
 )
-from distprune.files.kept_values import KeptValues
 from distprune.files.lowest import LowestElements
 from distprune.files.partial import RECIPE_FILE, check_unchanged
-from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, bytes_to_count, plan
+from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
 from distprune.files.reading import Source
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.building import make_report, report_by_masks, with_digest
+from distprune.files.reports.building import make_report, with_digest
 from distprune.files.reports.model_card import card_problem
 from distprune.files.reports.report import (
     REPORT_FILE,
@@ -57,10 +61,13 @@ from distprune.files.reports.report import (
     read_text,
     recipe_of,
 )
-from distprune.files.rewriting import MaskedElements, Pieces, rewritten
+from distprune.files.rewriting import Piece, Pieces, masked_pieces, rewritten
+from distprune.files.scoring import KeptValues
 from distprune.files.team import Progress, Team
 from distprune.files.text import printable
-from distprune.files.units import CopyUnit, Unit, copy_units, prune_units, units_by_rank
+from distprune.files.units import CopyUnit, Span, SpanUnit, Unit, prune_task, units_by_rank
+
+_COPIED = 8 << 20  # bytes that are compared at a time
 
 
 @dataclass(frozen=True)
@@ -129,18 +136,54 @@ def verify(
     """
     team = Team(communicator or world(), progress, stop)
     result: _Result = team.attempt(_Result, Path(destination), source, scores)
+    plan, checkpoint = result.plan, result.plan.checkpoint
     target = ascii(os.path.abspath(destination))
-    team.compare([("destination", target), ("plan", result.plan.digest)])
+    team.compare([("destination", target), ("plan", plan.digest)])
+    read = Source(plan, team.did_count)
+    units = [(i, unit) for i, unit in enumerate(result.units) if result.is_readable(unit)]
+    records: list[Record] = []
+    ranking: tuple[Source, Cuts] | Report = result.report
+    pieces = masked_pieces(result.entries, read.files, result.masks)
     try:
-        return _verified(team, result)
+        with contextlib.closing(read.files), contextlib.closing(result.outputs):
+            team.expect("verify", sum(unit.num_bytes for unit in result.units))
+            if result.has_order:
+                ranking = read, find_cuts(team, read)
+                pieces = LowestElements(*ranking).pieces
+            team.begin("verify", sum(unit.num_bytes for _, unit in units))
+            mine = units_by_rank(units, team.size)[team.index]
+            team.work(result.compare(mine, read.files, pieces, records))
+            found = [[*key, *what] for key, what in result.found.items()]
+            shared = team.share([result.num_bytes, result.num_pruned, found, records])
+            records = result.merge(shared)
+            team.attempt(check_unchanged, checkpoint.folder, checkpoint.all_files)
+            problems = team.from_leader(
+                lambda: result.all_problems(
+                    lambda: make_report(plan, ranking, records, result.report.run)
+                )
+            )
     except Interrupted as error:
         raise Interrupted("stopped as asked; nothing was changed.") from error
     except (NaNError, SelectionError) as error:
         raise _misfit(destination, source, error) from error
+    num_pruned = result.num_pruned
+    return VerifyReport(
+        tuple(problems), result.num_bytes, plan.num_elements, num_pruned, result.has_order
+    )
 
 
 class _Result:
-    """A result and its source: their headers and small files."""
+    """A result beside what it has to be: files, bytes, masks and zeros.
+
+    Attributes:
+        plan: derived from the source.
+        units: all work.
+        masks: of the result.
+        outputs: opens the result's files for reading.
+        num_bytes: how many bytes of the source were compared.
+        num_pruned: how many elements are pruned, according to the masks.
+        found: by (what is wrong, tensor or file): how often, and the first element or byte.
+    """
 
     def __init__(self, folder: Path, source: str | Path, scores: str | Path | None) -> None:
         self.folder = folder
@@ -149,7 +192,7 @@ class _Result:
         self.run_text = read_text(folder, RUN_FILE)
         self.report: Report = parse_report(self.report_text, self.run_text, str(folder))
         self.recipe: FileRecipe = recipe_of(self.report, str(folder))
-        if not self.recipe.masks and not os.path.lexists(folder / MASK_FILE):
+        if not self.recipe.masks:
             raise CheckpointError(
                 f"{folder} was pruned without masks (masks: false); verify needs them. Prune again "
                 "with masks, and compare the two results with `distprune diff`."
@@ -163,14 +206,23 @@ class _Result:
         except SelectionError as error:
             raise _misfit(folder, source, error) from error
         checkpoint = self.plan.checkpoint
-        self.layout = mask_layout([tensor.entry for tensor in self.plan.tensors], checkpoint.files)
+        task = prune_task(self.plan)
+        layout, self.entries, self.units = task.layout, task.tensors, task.units
+        assert layout is not None  # the recipe has masks
+        shapes = {entry.name: entry.shape for entry in self.entries}
+        self.masks = MaskFile(str(folder / MASK_FILE), shapes, {}, layout.starts)
+        self.outputs = OpenFiles(os.O_RDONLY)
+        self.num_bytes = self.num_pruned = 0
+        self.found: dict[tuple[str, str], tuple[int, int]] = {}
+        self._updated = frozenset[str]() if values is None else values.names
         # What is wrong with files, and the names of those whose content cannot be compared.
-        self.problems, self.bad = _look_through(folder, self._sizes())
+        small = dict.fromkeys((REPORT_FILE, RUN_FILE, RECIPE_FILE, *task.written_last))
+        self.problems, self.bad = _look_through(folder, {**task.sizes, **small})
         self.has_expected_masks = MASK_FILE not in self.bad
         if self.has_expected_masks:
             with open(folder / MASK_FILE, "rb") as file:
-                header = file.read(len(self.layout.header))
-            self.has_expected_masks = header == self.layout.header
+                header = file.read(len(layout.header))
+            self.has_expected_masks = header == layout.header
         expected = identity_of(checkpoint).items()
         is_same = all(self.report.source.get(name) == identity for name, identity in expected)
         if not self.has_expected_masks and not is_same:
@@ -178,122 +230,150 @@ class _Result:
                 f"{folder} was not made from {source}: the sizes or headers of the weight files "
                 "were others."
             )
-        rewritten = {tensor.entry.name for tensor in self.plan.tensors}
-        copies = copy_units(checkpoint, rewritten, self.plan.copied)
-        self.units: list[Unit] = [*prune_units(self.plan), *copies]
-
-    def _sizes(self) -> dict[str, int | None]:
-        """By name of each file of a result, its size; None if the size may vary."""
-        plan = self.plan
-        files: list[SourceFile] = [*plan.checkpoint.files, *plan.copied]
-        sizes: dict[str, int | None] = {file.name: file.size for file in files}
-        small = [REPORT_FILE, RUN_FILE, RECIPE_FILE]
-        small += [CARD_FILE] if plan.has_card else []
-        small += [STATISTICS_FILE] if plan.inputs.statistics is not None else []
-        return sizes | {MASK_FILE: self.layout.size} | dict.fromkeys(small)
 
     def is_readable(self, unit: Unit) -> bool:
         """Whether a unit can be compared."""
         if isinstance(unit, CopyUnit):
             return unit.name not in self.bad
-        entries = [self.plan.tensors[span.position].entry for span in unit.spans]
-        return self.has_expected_masks and not any(entry.file in self.bad for entry in entries)
+        files = {self.entries[span.position].file for span in unit.spans}
+        return self.has_expected_masks and not files & self.bad
 
+    def compare(
+        self, numbers: Iterable[int], sources: OpenFiles, pieces: Pieces, records: list[Record]
+    ) -> Iterator[int]:
+        """Compare some units with what ``prune`` makes of the source; yields bytes."""
+        for number in numbers:
+            unit = self.units[number]
+            if isinstance(unit, CopyUnit):
+                yield from self._compare_copy(sources, unit)
+            else:
+                record: dict[str, Any] = {"unit": number}
+                yield from rewritten(unit, pieces, self._compare_piece, record)
+                records.append(record)
 
-def _verified(team: Team, result: _Result) -> VerifyReport:
-    """The comparison on all ranks."""
-    plan, comparison = result.plan, Comparison(result.folder, result.plan, result.layout)
-    source = Source(plan, functools.partial(team.did_in, "count"))
-    with contextlib.closing(source), contextlib.closing(comparison.outputs):
-        team.expect("verify", sum(unit.num_bytes for unit in result.units))
-        cuts = None
-        if result.has_order:
-            team.begin("count", bytes_to_count(plan))
-            cuts = find_cuts(team, plan, source)
-        units = [(i, unit) for i, unit in enumerate(result.units) if result.is_readable(unit)]
-        mine = units_by_rank(units, team.size)[team.index]
-        records: list[Record] = []
+    def _compare_piece(self, span: Span, piece: Piece) -> Array | None:
+        """The mask is that of the recipe; the result is the source times the mask, with +0.
 
-        def steps() -> Iterator[int]:
-            entries = [tensor.entry for tensor in plan.tensors]
-            pieces: Pieces = (
-                MaskedElements(plan.checkpoint, entries, source.files, comparison.masks)
-                if cuts is None
-                else LowestElements(plan, source, cuts)
+        No bits are set after the last element of a mask.
+        """
+        entry, (first, bits, keep) = self.entries[span.position], piece
+        kept = read_keep(self.masks, self.outputs, entry.name, first, first + len(bits))
+        written: Array = np.empty_like(bits)
+        start = entry.start + first * bits.itemsize
+        read_into(self.outputs, str(self.folder / entry.file), start, written.data.cast("B"))
+        is_updated = entry.name in self._updated  # the report has a checksum of what was kept
+        if is_updated:
+            bits = written
+        self._note("wrong", entry.name, written != bits * kept, first)
+        self._note("misplaced", entry.name, kept != keep, first)
+        self.num_pruned += len(kept) - int(np.count_nonzero(kept))
+        self.num_bytes += bits.nbytes
+        last = first + len(bits)
+        if last == entry.numel and last % 8:
+            tail = read_keep(self.masks, self.outputs, entry.name, last, -(-last // 8) * 8)
+            self._note("tail", entry.name, tail, last)
+        return written if is_updated else None
+
+    def _compare_copy(self, sources: OpenFiles, unit: CopyUnit) -> Iterator[int]:
+        """Read bytes that have to be equal; yields numbers of bytes."""
+        path = str(self.folder / unit.name)
+        for start in range(unit.start, unit.stop, _COPIED):
+            size = min(_COPIED, unit.stop - start)
+            expected, written = (np.empty(size, dtype=np.uint8) for _ in range(2))
+            read_into(sources, unit.path, start, expected.data)
+            read_into(self.outputs, path, start, written.data)
+            self._note("copy", unit.name, written != expected, start)
+            self.num_bytes += size
+            yield size
+
+    def _note(self, what: str, where: str, are_wrong: Array, first: int) -> None:
+        places = np.flatnonzero(are_wrong)
+        if len(places):
+            self._add((what, where), len(places), first + int(places[0]))
+
+    def _add(self, key: tuple[str, str], count: int, first: int) -> None:
+        num_before, first_before = self.found.get(key, (0, first))
+        self.found[key] = num_before + count, min(first, first_before)
+
+    def merge(self, of_ranks: Iterable[list[Any]]) -> list[Record]:
+        """Take together what all ranks have found; returns the records of all units."""
+        self.num_bytes = self.num_pruned = 0
+        self.found.clear()
+        all_records: list[Record] = []
+        for num_bytes, num_pruned, found, records in of_ranks:
+            self.num_bytes += num_bytes
+            self.num_pruned += num_pruned
+            for what, where, count, first in found:
+                self._add((what, where), count, first)
+            all_records += records
+        return all_records
+
+    def all_problems(self, derive: Callable[[], Report]) -> list[str]:
+        """Everything that is wrong, in an order that does not depend on the ranks.
+
+        Args:
+            derive: returns the report that all counts lead to.
+        """
+        problems = list(self.problems)
+        if MASK_FILE not in self.bad and not self.has_expected_masks:
+            problems.append(
+                f"{MASK_FILE}: its header is not the one that prune writes for these tensors."
             )
-            for number in mine:
-                unit = result.units[number]
-                if isinstance(unit, CopyUnit):
-                    yield from comparison.compare_copy(source.files, unit)
-                else:
-                    record: dict[str, Any] = {"unit": number}
-                    yield from rewritten(unit, pieces, comparison, record)
-                    records.append(record)
+        keys = sorted(key for key in self.found if key[0] == "copy")
+        keys += [(w, e.name) for e in self.entries for w in ("wrong", "tail", "misplaced")]
+        problems += [
+            f"{printable(key[1])}: {_described(key[0], *self.found[key])}"
+            for key in keys
+            if key in self.found
+        ]
+        spans = (unit for unit in self.units if isinstance(unit, SpanUnit))
+        if all(map(self.is_readable, spans)):
+            problems += self._problems_of_report(derive())
+        else:
+            problems.append(
+                f"{REPORT_FILE} was not compared, as not all weights and masks could be."
+            )
+        run, num_bytes = self.report.run, sum(unit.num_bytes for unit in self.units)
+        if run.num_bytes != num_bytes:
+            problems.append(f"{RUN_FILE}: num_bytes is {run.num_bytes}; expected {num_bytes}.")
+        if self.run_text != run.to_json():
+            problems.append(f"{RUN_FILE}: its bytes are not those that prune writes.")
+        if RECIPE_FILE not in self.bad:
+            recipe = self.recipe.as_stored().to_yaml().encode()
+            if read_text(self.folder, RECIPE_FILE) != recipe:
+                problems.append(f"{RECIPE_FILE} is not the text of the recipe in {REPORT_FILE}.")
+        return problems
 
-        def derive() -> Report:
-            if cuts is None:
-                return report_by_masks(plan, records, result.report)
-            return make_report(plan, source, cuts, records, result.report.run)
-
-        team.begin("verify", sum(unit.num_bytes for _, unit in units))
-        team.work(steps())
-        for index, (state, of_rank) in enumerate(team.share([comparison.state(), records])):
-            if index != team.index:
-                comparison.merge(state)
-                records += of_rank
-        team.attempt(check_unchanged, plan.checkpoint.folder, plan.checkpoint.all_files)
-        problems = team.from_leader(lambda: _problems(result, comparison, derive))
-    num_pruned = comparison.num_pruned
-    return VerifyReport(
-        tuple(problems), comparison.num_bytes, plan.num_elements, num_pruned, result.has_order
-    )
-
-
-def _problems(result: _Result, comparison: Comparison, derive: Callable[[], Report]) -> list[str]:
-    """Everything that is wrong, in an order that does not depend on the ranks.
-
-    Args:
-        derive: returns the report that all counts lead to.
-    """
-    problems = list(result.problems)
-    if MASK_FILE not in result.bad and not result.has_expected_masks:
-        problems.append(
-            f"{MASK_FILE}: its header is not the one that prune writes for these tensors."
-        )
-    problems += comparison.problems()
-    if all(map(result.is_readable, prune_units(result.plan))):
-        problems += _report_problems(result, comparison.num_pruned, derive())
-    else:
-        problems.append(f"{REPORT_FILE} was not compared, as not all weights and masks could be.")
-    run, num_bytes = result.report.run, sum(unit.num_bytes for unit in result.units)
-    if run.num_bytes != num_bytes:
-        problems.append(f"{RUN_FILE}: num_bytes is {run.num_bytes}; expected {num_bytes}.")
-    if result.run_text != run.to_json():
-        problems.append(f"{RUN_FILE}: its bytes are not those that prune writes.")
-    if RECIPE_FILE not in result.bad:
-        recipe = result.recipe.as_stored().to_yaml().encode()
-        if read_text(result.folder, RECIPE_FILE) != recipe:
-            problems.append(f"{RECIPE_FILE} is not the text of the recipe in {REPORT_FILE}.")
-    return problems
+    def _problems_of_report(self, derived: Report) -> list[str]:
+        """What is wrong with counts, with the report, and with the card that states its numbers."""
+        plan, problems = self.plan, []
+        if self.num_pruned != plan.num_to_prune:
+            problems.append(
+                f"{self.num_pruned} elements are pruned in all; the recipe asks for "
+                f"{plan.num_to_prune}."
+            )
+        expected = with_digest(derived, self.report, plan).result_json()
+        if self.report_text != expected:
+            values, stored = json.loads(expected), json.loads(self.report_text)
+            fields = [key for key in values | stored if stored.get(key) != values.get(key)]
+            what = f" ({', '.join(map(printable, fields))})" if fields else ", to the byte"
+            problems.append(f"{REPORT_FILE} is not the report of this result{what}.")
+        elif CARD_FILE not in self.bad:
+            problem = card_problem(self.folder, plan, self.report)
+            problems += [problem] if problem else []
+        return problems
 
 
-def _report_problems(result: _Result, num_pruned: int, derived: Report) -> list[str]:
-    """What is wrong with counts, with the report, and with the card that states its numbers."""
-    plan, problems = result.plan, []
-    if num_pruned != plan.num_to_prune:
-        problems.append(
-            f"{num_pruned} elements are pruned in all; the recipe asks for {plan.num_to_prune}."
-        )
-    expected = with_digest(derived, result.report, plan).result_json()
-    if result.report_text != expected:
-        values, stored = json.loads(expected), json.loads(result.report_text)
-        fields = [key for key in values | stored if stored.get(key) != values.get(key)]
-        what = f" ({', '.join(map(printable, fields))})" if fields else ", to the byte"
-        problems.append(f"{REPORT_FILE} is not the report of this result{what}.")
-    elif CARD_FILE not in result.bad:
-        problem = card_problem(result.folder, plan, result.report)
-        problems += [problem] if problem else []
-    return problems
+def _described(what: str, count: int, first: int) -> str:
+    if what == "copy":
+        more = f"; so do {count - 1} more" if count > 1 else ""
+        return f"byte {first} differs from the source, and belongs to no pruned tensor{more}."
+    if what == "tail":
+        return "the last byte of its mask has bits that belong to no element."
+    problem = "are pruned or kept against the order of scores"
+    if what == "wrong":
+        problem = "are neither kept as they were nor pruned as the mask says"
+    return f"{count} elements {problem}; the first is number {first}."
 
 
 def _look_through(

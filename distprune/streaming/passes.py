@@ -25,10 +25,10 @@ from distprune.files.checkpoints.statistics_file import (
 )
 from distprune.files.disk.access import write_atomically
 from distprune.files.errors import Interrupted
-from distprune.files.kept_values import KeptValues
 from distprune.files.planning import Plan, plan
 from distprune.files.pruning import RankedMasks
 from distprune.files.recipe import FileRecipe
+from distprune.files.scoring import KeptValues
 from distprune.files.team import Team
 from distprune.language_models.running import Reporter
 from distprune.language_models.scoring import elementwise_criterion

@@ -76,7 +76,7 @@ def test_of_many_tensors_the_first_are_named(tmp_path):
 
 
 def prune_here(source, target, recipe):
-    return pruning.prune(pruning.plan_together(source, recipe), target).warnings
+    return pruning.prune(planning.plan(source, recipe), target).warnings
 
 
 @pytest.mark.parametrize(

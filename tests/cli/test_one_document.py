@@ -96,7 +96,7 @@ def test_other_ranks_of_torchrun_write_none(run, monkeypatch, command):
 
 
 def test_of_a_defect(run, folders, tmp_path, monkeypatch):
-    monkeypatch.setattr("distprune.files.pruning.plan_together", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("distprune.files.planning.plan", lambda *_, **__: 1 / 0)
     done = run("prune", folders["SRC"], tmp_path / "out", "-s", "0.5", "--json")
     assert done.code == 1 and done.json["exit_code"] == 1 and "Traceback" in done.err
 
@@ -153,11 +153,11 @@ def test_a_signal_before_the_work(folders):
 def test_a_second_signal(folders, tmp_path):
     process = start(
         "-c",
-        "import os, signal, time\nfrom distprune.files import pruning\n"
+        "import os, signal, time\nfrom distprune.files import planning\n"
         "def hang(*_, **__):\n"
         "    for _ in range(2):\n        os.kill(os.getpid(), signal.SIGINT)\n"
         "        time.sleep(0.1)\n"
-        "pruning.plan_together = hang\nfrom distprune.cli.main import main\nmain()",
+        "planning.plan = hang\nfrom distprune.cli.main import main\nmain()",
         "prune", folders["SRC"], tmp_path / "out", "-s", "0.5", "--json",
     )  # fmt: skip
     text, err = process.communicate(timeout=100)

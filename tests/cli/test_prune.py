@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from distprune.cli import console, process, ranks
 from distprune.cli.console import Terminal
-from distprune.files import pruning
+from distprune.files import planning
 from distprune.files.team import Progress
 from distprune.files.text import format_size
 from helpers.sampling import THOROUGH
@@ -85,7 +85,7 @@ def test_what_cannot_be_done_is_refused_with_its_code(run, source, tmp_path, mon
 
 
 def test_a_defect_is_exit_code_1_with_its_traceback(run, source, tmp_path, monkeypatch):
-    monkeypatch.setattr(pruning, "plan_together", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(planning, "plan", lambda *_, **__: 1 / 0)
     done = run("prune", source, tmp_path / "out", "-s", "0.5")
     assert done.code == 1
     assert "ZeroDivisionError" in done.err and "distprune env" in done.err

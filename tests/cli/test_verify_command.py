@@ -102,7 +102,7 @@ def test_a_signal_ends_it_with_its_code(run, made, monkeypatch):
         if len(num_calls) == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("distprune.files.comparison.Comparison._note", interrupt)
+    monkeypatch.setattr("distprune.files.verifying._Result._note", interrupt)
     done = run("verify", out, "--against", source, "--json")
     assert done.code == 130 and "nothing was changed" in done.err
     assert done.json["exit_code"] == 130 and tree_digest(out) == before

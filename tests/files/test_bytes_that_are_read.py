@@ -70,8 +70,8 @@ def test_the_search_reads_no_more_than_it_has_to(
 
     def find(communicator):
         stored = Source(plan)
-        found = find_cuts(Team(communicator), plan, stored)
-        stored.close()
+        found = find_cuts(Team(communicator), stored)
+        stored.files.close()
         return found
 
     first, *others = run_virtual_ranks(find, num_ranks)
@@ -152,7 +152,7 @@ def test_columns_are_cut_without_reading_them(tmp_path, monkeypatch):
     cuts = ColumnCuts(part, 0, blocks)
     keys = part.keys.load(0, weight.numel()).values.numpy()
     pruned = [cuts.lowest(part) for part in np.split(keys, range(cuts.step, len(keys), cuts.step))]
-    reader.close()
+    reader.files.close()
 
     scores = file_oracle._scores({name: weight}, [name], 3)[name]
     keep = file_oracle.masks({name: scores.T}, [name], sparsity=0.4, scope="row")[name].T

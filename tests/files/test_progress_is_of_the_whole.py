@@ -7,7 +7,7 @@ from distprune._common.process_groups import world
 from distprune.files import planning, pruning, team
 from distprune.files.errors import Interrupted
 from distprune.files.recipe import FileRecipe
-from distprune.files.team import Pace, Progress, Team
+from distprune.files.team import Progress, Team
 from helpers.small_work_units import small_units
 from helpers.tiny_checkpoints import save
 
@@ -25,7 +25,6 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(team.time, "monotonic", clock)
-    monkeypatch.setattr(team, "Pace", lambda: Pace(clock))
     return clock
 
 
@@ -99,14 +98,12 @@ def test_the_rate_is_that_of_the_last_half_minute(clock):
     assert seen[-1].seconds_left == pytest.approx(360, rel=0.05)
 
 
-def test_a_pace_keeps_little():
-    clock = Clock()
-    pace = Pace(clock)
-    pace.begin()
-    for _ in range(10_000):
-        clock.now += 0.5
-        pace.add(1)
-    assert len(pace._samples) < 70 and pace.bytes_per_second == pytest.approx(2)
+def test_a_rate_keeps_little(clock):
+    seen = []
+    crew = Team(world(), seen.append)
+    work(crew, steps(clock, 10_000 * GB, 2 * GB), "write", 0, 10_000 * GB)
+    assert len(crew._samples) < 70
+    assert seen[-1].bytes_per_second == pytest.approx(2 * GB)
 
 
 @pytest.mark.parametrize("way", [FileRecipe(0.5), FileRecipe(pattern="2:4")])

@@ -109,7 +109,7 @@ def test_tallies_and_keys_that_do_not_fit_into_memory(tmp_path, monkeypatch, kin
 @small_units(num_elements=40)
 def prune_here(source, target, way):
     """On every rank of a group."""
-    plan = pruning.plan_together(source, FileRecipe(**way))
+    plan = planning.plan(source, FileRecipe(**way))
     return pruning.prune(plan, target).num_pruned
 
 

@@ -76,7 +76,7 @@ def test_an_interrupted_run_goes_on(tmp_path, source, statistics, fields):
         fields = {**fields, "statistics": statistics}
     plan = planning.plan(source, FileRecipe(0.5, **fields, **WHERE))
     pruning.prune(plan, tmp_path / "whole")
-    for after in (2, 25, 45):
+    for after in (2, 20, 35):
         with pytest.raises(Interrupted):
             pruning.prune(plan, tmp_path / "target", stop=stop_after(after))
     pruning.prune(plan, tmp_path / "target")

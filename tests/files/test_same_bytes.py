@@ -67,7 +67,7 @@ def digests_here(cases, folder):
         small_chunks(patch, 24, 12)
         for number, (source, recipe) in enumerate(cases):
             target = folder / str(number)
-            pruning.prune(pruning.plan_together(source, recipe), target)
+            pruning.prune(planning.plan(source, recipe), target)
             assert verifying.verify(target, source).problems == ()
             digests.append(tree_digest(target, RUN))
     return digests

@@ -217,7 +217,7 @@ def prune_files(source, folder, calls, statistics, gradients, scores, chunk):
                 input_dims={"layers.1.weight": 0},
                 **keywords,
             )
-            plan = pruning.plan_together(source, recipe)
+            plan = planning.plan(source, recipe)
             warned = " ".join(plan.warnings)
             assert ("no token" in warned) == needs_statistics(call)
             assert ("all gradients are zero of layers.5" in warned) == (call["score"] == "fisher")
@@ -290,5 +290,5 @@ def test_scores_are_those_of_the_model_to_the_bit(tmp_path, dtype, score):
         for first, last in [(0, tensor.entry.numel), *ranges]:
             found = files.scores[position].load(first, last)
             assert found.dtype is wide and torch.equal(found, expected[first:last])
-    files.close()
+    files.files.close()
     assert len(plan.tensors) == 5

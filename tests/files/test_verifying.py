@@ -13,7 +13,7 @@ import torch
 from kinds_of_recipes import RECIPES, tensors
 
 from distprune._common.process_groups import world
-from distprune.files import comparison, planning, pruning
+from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoints.header import read_header
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
 from distprune.files.errors import CheckpointError, FilesError, Interrupted
@@ -510,8 +510,8 @@ def test_a_threshold_that_json_has_no_number_for(tmp_path, scope):
 @pytest.mark.parametrize("made", ["global"], indirect=True)
 def test_a_report_is_what_was_written(made):
     report = read_report(made[1])
-    assert parse_report(report.result_json(), report.run_json()) == report
-    assert parse_report(report.result_json().decode(), report.run_json().decode()) == report
+    assert parse_report(report.result_json(), report.run.to_json()) == report
+    assert parse_report(report.result_json().decode(), report.run.to_json().decode()) == report
     assert isinstance(report.tensors[0].shape, tuple) and isinstance(report.kept, tuple)
 
 
@@ -615,7 +615,7 @@ def broken_on_one(target, source):
         def fail(*_):
             raise CheckpointError("a file went away")
 
-        with mock.patch.object(comparison, "read_keep", fail):
+        with mock.patch.object(verifying, "read_keep", fail):
             return found_here(target, source)
     return found_here(target, source)
 

@@ -18,7 +18,7 @@ from distprune.files.checkpoints.statistics_file import (
     write_statistics,
 )
 from distprune.files.planning import plan
-from distprune.files.pruning import plan_together, prune
+from distprune.files.pruning import prune
 from distprune.files.recipe import FileRecipe
 from distprune.testing import run_ranks
 from golden import corpus
@@ -154,7 +154,7 @@ def prune_here(source: Path, recipes: dict[str, FileRecipe], target: Path) -> li
     facts = []
     with contextlib.nullcontext() if is_alone else small_units(num_elements=1000):
         for request, recipe in recipes.items():
-            report = prune(plan_together(source, recipe), target / request)
+            report = prune(plan(source, recipe), target / request)
             parts = []
             for group in report.groups:
                 parts += [group.num_pruned, group.threshold, group.num_ties, group.num_ties_pruned]

@@ -70,9 +70,8 @@ ROOMS = {
 # The rooms of ``files``: each may import those before it. Its commands come last.
 FILES_ROOMS = [
     "text", "errors", "team", "disk", "recipe", "checkpoints", "layouts", "selecting", "dividing",
-    "matching", "kept_values", "scoring", "planning", "tiles", "reading", "cuts", "units",
-    "rewriting", "lowest", "reports", "journals", "places", "partial", "results",
-    "comparison",
+    "matching", "scoring", "planning", "tiles", "reading", "cuts", "units",
+    "rewriting", "lowest", "reports", "places", "partial", "results",
 ]  # fmt: skip
 FILES_COMMANDS = {"pruning", "applying", "verifying", "inspecting", "converting"}
 

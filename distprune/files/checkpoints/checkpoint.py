@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
@@ -141,6 +140,9 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
     problems = list(dict.fromkeys(problems))  # without duplicates
     if problems:
         raise CheckpointError(headline(printable(folder), problems), problems)
+    all_names = [*(file.name for file in files), *(other.name for other in others)]
+    above = {str(up) for name in all_names for up in PurePath(name).parents}
+    names = sorted({"", *above} - {"."})  # of folders that hold one of the files
     return Checkpoint(
         folder=folder,
         files=tuple(files),
@@ -148,7 +150,7 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
         config=config,
         others=tuple(others),
         skipped=tuple(sorted(listing.skipped)),
-        folders=_folders_of((*files, *others), listing.folders),
+        folders=tuple((name, listing.folders[name]) for name in names),
         note=location.note,
         is_alone=location.is_alone,
     )
@@ -166,14 +168,6 @@ def why_left_out(name: str) -> str | None:
     if name == SIDECAR:
         return "the report of an earlier pruning"
     return _NOT_COPIED_FOLDERS.get(os.path.basename(name))
-
-
-def _folders_of(
-    files: Iterable[WeightFile | OtherFile], modes: dict[str, int]
-) -> tuple[tuple[str, int], ...]:
-    """(name, permissions) of the folders that hold one of the files; the folder itself is ""."""
-    above = {str(up) for file in files for up in PurePath(file.name).parents}
-    return tuple((name, modes[name]) for name in sorted({"", *above} - {"."}))
 
 
 def _check_keys(

@@ -23,7 +23,7 @@ import stat
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -52,6 +52,7 @@ class TensorEntry:
         shape: () for a scalar.
         file: name of its file, relative to the checkpoint.
         start, stop: its byte range, counted from the beginning of the file.
+        path: of the file itself, links resolved.
     """
 
     name: str
@@ -60,6 +61,7 @@ class TensorEntry:
     file: str
     start: int
     stop: int
+    path: str = field(default="", compare=False)
 
     @cached_property
     def numel(self) -> int:
@@ -124,10 +126,11 @@ def read_header(path: str | Path, name: str | None = None) -> WeightFile:
         _fail(name, f"cannot be read: {error.strerror or error}.")
     if len(raw) != 8 + length:
         _fail(name, f"ends after {len(raw)} bytes, inside its header; expected {8 + length}.")
-    metadata, tensors = parse_header(raw[8:], info.st_size - 8 - length, name)
+    path = os.path.realpath(path)
+    metadata, tensors = parse_header(raw[8:], info.st_size - 8 - length, name, path)
     return WeightFile(
         name=name,
-        path=os.path.realpath(path),
+        path=path,
         size=info.st_size,
         mtime_ns=info.st_mtime_ns,
         data_start=8 + length,
@@ -139,7 +142,7 @@ def read_header(path: str | Path, name: str | None = None) -> WeightFile:
 
 
 def parse_header(
-    raw: bytes, data_size: int, name: str = "the file"
+    raw: bytes, data_size: int, name: str = "the file", path: str = ""
 ) -> tuple[dict[str, str], tuple[TensorEntry, ...]]:
     """Check the JSON of a header against the size of the data that follows it.
 
@@ -147,6 +150,7 @@ def parse_header(
         raw: the JSON, with its padding.
         data_size: bytes after the header.
         name: the name of the file, for messages.
+        path: of the file.
 
     Returns:
         The metadata, and the tensors in the order of the data; byte ranges count from the
@@ -160,13 +164,13 @@ def parse_header(
         _fail(name, "the header is not a JSON object.")
     problems: list[str] = []
     metadata = header.pop("__metadata__", {})
-    if not _is_text_map(metadata):
+    if not isinstance(metadata, dict) or not all(isinstance(t, str) for t in metadata.values()):
         problems.append(f"{name}: __metadata__ is not a map from strings to strings.")
         metadata = {}
     entries = []
     for tensor, fields in header.items():
         try:
-            entries.append(_read_entry(tensor, fields, data_size, name, 8 + len(raw)))
+            entries.append(_read_entry(tensor, fields, data_size, name, path, 8 + len(raw)))
         except ValueError as error:
             problems.append(f"{name}: tensor {_short(tensor)} {error}.")
             if len(problems) == _MAX_PROBLEMS:
@@ -224,7 +228,7 @@ def _header_length(name: str, head: bytes, size: int) -> int:
 
 
 def _read_entry(
-    tensor: str, fields: Any, data_size: int, file: str, data_start: int
+    tensor: str, fields: Any, data_size: int, file: str, path: str, data_start: int
 ) -> TensorEntry:
     """Check one tensor of a header; raises ValueError with the end of a sentence."""
     if not tensor.isascii():
@@ -259,7 +263,8 @@ def _read_entry(
             f"is {dtype} of shape {_short(shape)}, which needs {numel * bits / 8:g} bytes, but has "
             f"{stop - start}"
         )
-    entry = TensorEntry(tensor, dtype, tuple(shape), file, data_start + start, data_start + stop)
+    begin, end = data_start + start, data_start + stop
+    entry = TensorEntry(tensor, dtype, tuple(shape), file, begin, end, path)
     entry.__dict__["numel"] = numel  # the cached property, which takes a lock
     return entry
 
@@ -295,10 +300,6 @@ def are_sizes(value: object) -> bool:
         if type(size) is not int or not 0 <= size <= _MAX_NUMEL:
             return False
     return True
-
-
-def _is_text_map(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 def _short(value: object) -> str:

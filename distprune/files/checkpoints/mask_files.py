@@ -26,7 +26,7 @@ from distprune.files.checkpoints.header import (
     make_header,
     read_header,
 )
-from distprune.files.disk.access import OpenFiles, read_into, write_from
+from distprune.files.disk.access import OpenFiles, read_into
 from distprune.files.errors import CheckpointError
 
 MASK_FILE = f"{SIDECAR}/masks.safetensors"
@@ -146,38 +146,3 @@ def read_keep(masks: MaskFile, files: OpenFiles, name: str, first: int, last: in
     packed = np.empty(stop - start, dtype=np.uint8)
     read_into(files, masks.path, masks.starts[name] + start, packed.data)
     return mask_bits.unpack(packed, first - 8 * start, last - 8 * start)
-
-
-class MaskWriter:
-    """Writes the mask of consecutive elements, in pieces of any length.
-
-    Args:
-        files: opened for writing.
-        path: the path of the mask file.
-        start: offset of the first byte.
-    """
-
-    def __init__(self, files: OpenFiles, path: str, start: int) -> None:
-        self._files = files
-        self._path = path
-        self._offset = start
-        self._rest = np.empty(0, dtype=bool)
-
-    def add(self, keep: np.ndarray) -> None:
-        """Write the next elements, bool, 1-d; up to seven of them wait for the next call."""
-        if len(self._rest):
-            keep = np.concatenate([self._rest, keep])
-        whole = len(keep) // 8 * 8
-        self._write(keep[:whole])
-        self._rest = keep[whole:].copy()
-
-    def finish(self) -> None:
-        """Write the last elements, padded to a byte."""
-        self._write(self._rest)
-        self._rest = self._rest[:0]
-
-    def _write(self, keep: np.ndarray) -> None:
-        if len(keep):
-            packed = mask_bits.pack(keep)
-            write_from(self._files, self._path, self._offset, packed.data)
-            self._offset += len(packed)

@@ -107,16 +107,6 @@ class StoredSums:
         """Those that the arrays should have."""
         raise NotImplementedError
 
-    @property
-    def squares_of(self) -> tuple[np.ndarray, ...]:
-        """The arrays that are sums of squares."""
-        return self.arrays
-
-    @classmethod
-    def is_count(cls, value: Any, layout: WeightLayout) -> bool:
-        """Whether a value of JSON is how much was seen."""
-        raise NotImplementedError
-
     @classmethod
     def as_count(cls, value: Any) -> Any:
         """How much was seen, of the type of the field."""
@@ -148,21 +138,11 @@ class StoredStatistics(StoredSums):
         return self.layout.input_shape, self.layout.input_shape
 
     @property
-    def squares_of(self) -> tuple[np.ndarray, ...]:
-        return (self.squares,)
-
-    @property
     def most_tokens(self) -> int:
         """How many inputs were seen; of fused experts, by the one that saw most."""
         if isinstance(self.num_tokens, int):
             return self.num_tokens
         return max(self.num_tokens, default=0)
-
-    @classmethod
-    def is_count(cls, value: Any, layout: WeightLayout) -> bool:
-        if layout.are_experts:
-            return are_sizes(value) and len(value) == layout.shape[0]
-        return are_sizes([value])
 
     @classmethod
     def as_count(cls, value: Any) -> int | tuple[int, ...]:
@@ -193,11 +173,6 @@ class StoredGradients(StoredSums):
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (self.layout.num_outputs,), self.layout.input_shape
-
-    @classmethod
-    def is_count(cls, value: Any, layout: WeightLayout) -> bool:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return is_number and math.isfinite(value) and value >= 0
 
 
 Stored = TypeVar("Stored", bound=StoredSums)
@@ -305,7 +280,8 @@ def _read(path: str | os.PathLike[str], kind: type[Stored]) -> tuple[WeightFile,
                 f"{name}: {parameter} has sums of shape {has}; expected {should}."
             )
         is_finite = all(np.isfinite(array).all() for array in both)
-        if not is_finite or not all((array >= 0).all() for array in stored.squares_of):
+        squares = both[1:] if isinstance(stored, StoredStatistics) else both
+        if not is_finite or not all((array >= 0).all() for array in squares):
             raise CheckpointError(f"{name}: {parameter} has sums that are not finite or negative.")
         found[parameter] = stored
     return file, found
@@ -328,9 +304,19 @@ def _layout_in(value: Any, kind: type[StoredSums], name: str) -> WeightLayout:
         if are_sizes(shape) and value["layout"] in LAYOUTS and are_sizes([groups]) and groups:
             layout = WeightLayout(value["layout"], tuple(shape), groups)
             fits = len(shape) == 3 if layout.are_experts else len(shape) > 1
-            if fits and kind.is_count(value[kind.COUNT], layout):
+            if fits and _is_count(value[kind.COUNT], kind, layout):
                 return layout
     raise CheckpointError(_MALFORMED.format(name))
+
+
+def _is_count(value: Any, kind: type[StoredSums], layout: WeightLayout) -> bool:
+    """Whether a value of JSON is how much was seen."""
+    if kind is StoredGradients:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and math.isfinite(value) and value >= 0
+    if layout.are_experts:
+        return are_sizes(value) and len(value) == layout.shape[0]
+    return are_sizes([value])
 
 
 def _read_arrays(file: WeightFile, name: str) -> dict[str, np.ndarray]:

@@ -14,10 +14,9 @@ import resource
 import secrets
 import shutil
 import stat
-import sys
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from distprune.files.errors import CheckpointError, OutputError
@@ -364,19 +363,10 @@ def allocate(path: str, size: int, mode: int = 0o666) -> None:
             os.close(descriptor)
 
 
-def _load_fallocate() -> Callable[[int, int, int, int], int] | None:
-    """Linux's call; ``os`` has only ``posix_fallocate``, which may emulate it."""
-    if sys.platform != "linux" or sys.maxsize <= 2**32:
-        return None
-    try:
-        function = ctypes.CDLL(None, use_errno=True).fallocate
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return function
-
-
-_fallocate = _load_fallocate()
+# Linux's call; ``os`` has only ``posix_fallocate``, which may emulate it. Other systems have none.
+_fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+if _fallocate is not None:
+    _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 def fallocate(descriptor: int, size: int) -> None:

@@ -57,7 +57,9 @@ def resolve_destination(destination: str | Path) -> Path:
     except (OSError, ValueError) as error:  # ValueError: the path has a NUL byte
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise OutputError(f"{printable(str(destination))} cannot be created: {reason}.") from error
-    length, limit = len(os.fsencode(path.name)), _max_name(path.parent)
+    length, limit = len(os.fsencode(path.name)), _MAX_NAME
+    with contextlib.suppress(OSError, ValueError):
+        limit = os.pathconf(path.parent, "PC_NAME_MAX")
     if length + _LONGEST_SUFFIX > limit:
         raise OutputError(
             f"the name of {shown} has {length} bytes; expected at most {limit - _LONGEST_SUFFIX}: "
@@ -75,13 +77,6 @@ def partial_folders(destination: Path) -> list[Path]:
     with writing(destination.parent):
         names = sorted(os.listdir(destination.parent))
     return [destination.with_name(name) for name in names if pattern.fullmatch(name)]
-
-
-def _max_name(folder: Path) -> int:
-    try:
-        return os.pathconf(folder, "PC_NAME_MAX")
-    except (OSError, ValueError):
-        return _MAX_NAME
 
 
 _BLOCK = 512  # bytes; the unit of st_blocks

@@ -7,14 +7,16 @@ terminal alone.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from distprune._common.amount import collapsed
 from distprune.files.cuts import Cuts
 from distprune.files.errors import OutputError
-from distprune.files.planning import Plan, PlannedTensor, digest_of
+from distprune.files.planning import Plan, digest_of
 from distprune.files.reading import Source
 from distprune.files.reports.report import (
     GroupReport,
@@ -28,14 +30,14 @@ from distprune.files.reports.report import (
 from distprune.files.text import format_percent
 from distprune.selection.keys import KeyRange
 
-# What a report knows of a tensor from its ranking alone.
-_OF_RANKING = ("num_nan", "threshold", "num_zero", "held_at", "divisor")
+# What a report knows of a tensor, and of a group, from the ranking alone.
+_OF_TENSOR = ("num_nan", "threshold", "num_zero", "held_at", "divisor")
+_OF_GROUP = ("threshold", "threshold_bits", "num_ties", "num_ties_pruned")
 
 
 def make_report(
     plan: Plan,
-    source: Source,
-    cuts: Cuts,
+    ranking: tuple[Source, Cuts] | Report,
     records: Sequence[Record],
     run: RunFacts,
 ) -> Report:
@@ -43,104 +45,110 @@ def make_report(
 
     Args:
         plan: what was done.
-        source: reads the scores of the plan.
-        cuts: where the groups that are ranked together are cut.
+        ranking: what reads the scores of the plan, and where the groups that are ranked together
+            are cut. Or a report that tells what a ranking has read which cannot be repeated, and
+            which files its source had left out.
         records: the records of all units, each once.
         run: how the result was made.
     """
-    tensors = _tensor_reports(plan, source, cuts, records)
+    num_pruned = summed(records, "pruned")
+    if isinstance(ranking, Report):
+        of_tensors, of_groups = _told(plan, ranking)
+    else:
+        of_tensors, of_groups = _found(*ranking, records, num_pruned)
+    tensors = [
+        TensorReport(
+            name=tensor.entry.name,
+            dtype=tensor.entry.dtype,
+            shape=tensor.entry.shape,
+            file=tensor.entry.file,
+            num_elements=tensor.entry.numel,
+            num_pruned=num_pruned[position],
+            group=tensor.group,
+            limits=(tensor.lowest, tensor.highest)
+            if plan.groups[tensor.group].has_limits
+            else None,
+            **facts,
+        )
+        for position, (tensor, facts) in enumerate(zip(plan.tensors, of_tensors, strict=True))
+    ]
     groups = []
-    for index, (group, cut) in enumerate(zip(plan.groups, cuts.groups, strict=True)):
-        num_pruned = sum(tensor.num_pruned for tensor in tensors[group.first : group.last])
-        report = GroupReport(index, group.num_elements, num_pruned, None, None, None, None)
-        if cut is not None:
-            report = replace(
-                report,
-                threshold=_score(source.key_ranges[group.first], cut.threshold),
-                threshold_bits=hex(cut.threshold),
-                num_ties=cut.num_ties,
-                num_ties_pruned=cut.num_ties_pruned,
-            )
-        groups.append(report)
-    return _report(plan, tensors, groups, records, run)
-
-
-def report_by_masks(plan: Plan, records: Sequence[Record], stored: Report) -> Report:
-    """What ``verify`` can say of a result whose ranking it cannot repeat.
-
-    Args:
-        plan: derived from the source.
-        records: the records of all units, each once; masks said what is pruned.
-        stored: the report of the result; what its ranking read is taken from it, and which files
-            the source of the ranking had left out.
-    """
-    num_pruned, known = summed(records, "pruned"), {each.name: each for each in stored.tensors}
-    tensors = []
-    for position, tensor in enumerate(plan.tensors):
-        derived = _tensor_report(plan, tensor, num_pruned[position])
-        told = known.get(tensor.entry.name, derived)
-        of_ranking = {name: getattr(told, name) for name in _OF_RANKING}
-        tensors.append(replace(derived, **of_ranking))
-    groups = []
-    for index, group in enumerate(plan.groups):
+    for index, (group, facts) in enumerate(zip(plan.groups, of_groups, strict=True)):
         total = sum(tensor.num_pruned for tensor in tensors[group.first : group.last])
-        same = [each for each in stored.groups if each.index == index]
-        told_of = same[0] if same else GroupReport(index, 0, 0, None, None, None, None)
-        groups.append(replace(told_of, num_elements=group.num_elements, num_pruned=total))
-    return replace(_report(plan, tensors, groups, records, stored.run), skipped=stored.skipped)
-
-
-def _report(
-    plan: Plan,
-    tensors: Sequence[TensorReport],
-    groups: Sequence[GroupReport],
-    records: Sequence[Record],
-    run: RunFacts,
-) -> Report:
+        groups.append(GroupReport(index, group.num_elements, total, **facts))
     only = groups[0] if len(groups) == 1 else None
+    sums = ((record["unit"], record["values"]) for record in records if "values" in record)
     return Report(
         digest=plan.digest,
         recipe=plan.recipe.as_stored().as_fields(),
         num_elements=plan.num_elements,
         num_pruned=sum(group.num_pruned for group in groups),
-        threshold=only.threshold if only else None,
-        threshold_bits=only.threshold_bits if only else None,
-        num_ties=only.num_ties if only else None,
-        num_ties_pruned=only.num_ties_pruned if only else None,
+        **{name: getattr(only, name, None) for name in _OF_GROUP},
         tensors=tuple(tensors),
         kept=tuple((v.entry.name, v.reason) for v in plan.verdicts if not v.is_pruned),
         source=identity_of(plan.checkpoint),
         mtimes_ns=mtimes_of(plan),
         copied=tuple(other.name for other in plan.copied),
-        skipped=plan.checkpoint.skipped,
+        skipped=ranking.skipped if isinstance(ranking, Report) else plan.checkpoint.skipped,
         run=run,
         groups=tuple(groups),
         warnings=warnings_about(plan, tensors),
         inputs=plan.inputs.facts() or None,
-        checksums=None if plan.inputs.values is None else _checksums(records),
+        checksums=None if plan.inputs.values is None else tuple(sorted(sums)),
     )
 
 
-def _tensor_report(plan: Plan, tensor: PlannedTensor, num_pruned: int) -> TensorReport:
-    """What is known of a tensor without its ranking."""
-    entry, group = tensor.entry, plan.groups[tensor.group]
-    return TensorReport(
-        name=entry.name,
-        dtype=entry.dtype,
-        shape=entry.shape,
-        file=entry.file,
-        num_elements=entry.numel,
-        num_pruned=num_pruned,
-        num_nan=0,
-        threshold=None,
-        group=tensor.group,
-        limits=(tensor.lowest, tensor.highest) if group.has_limits else None,
+# By tensor and by group, facts of a ranking.
+_Facts = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+
+
+def _found(
+    source: Source, cuts: Cuts, records: Sequence[Record], num_pruned: Mapping[int, int]
+) -> _Facts:
+    """What a ranking has found."""
+    plan = source.plan
+    num_nan, num_zero = summed(records, "nan"), summed(records, "zero")
+    # Keys of tensors with a threshold of their own.
+    keys = {int(p): key for record in records for p, key in record.get("threshold", {}).items()}
+    of_tensors: list[dict[str, Any]] = []
+    of_groups: list[dict[str, Any]] = []
+    for position, (tensor, cut) in enumerate(zip(plan.tensors, cuts.tensors, strict=True)):
+        if tensor.recipe.is_global:
+            num_nan[position] = cuts.num_nan.get(tensor.entry.name, 0)
+        key, held_at = keys.get(position), None
+        if cut is not None and (cut.bound or tensor.recipe.budget):
+            key, held_at = cut.cut.threshold if num_pruned[position] else None, cut.bound
+        of_tensors.append(
+            {
+                "num_nan": num_nan[position],
+                "threshold": None if key is None else _score(source.key_ranges[position], key),
+                "num_zero": num_zero[position],
+                "held_at": held_at,
+                "divisor": cuts.divisors[position],
+            }
+        )
+    for group, found in zip(plan.groups, cuts.groups, strict=True):
+        facts: dict[str, Any] = dict.fromkeys(_OF_GROUP)
+        if found is not None:
+            facts["threshold"] = _score(source.key_ranges[group.first], found.threshold)
+            facts["threshold_bits"] = hex(found.threshold)
+            facts["num_ties"] = found.num_ties
+            facts["num_ties_pruned"] = found.num_ties_pruned
+        of_groups.append(facts)
+    return of_tensors, of_groups
+
+
+def _told(plan: Plan, stored: Report) -> _Facts:
+    """What a report tells of these tensors and groups."""
+    tensors = {each.name: vars(each) for each in stored.tensors}
+    groups = {each.index: vars(each) for each in stored.groups}
+    no_tensor = dict.fromkeys(_OF_TENSOR) | {"num_nan": 0, "num_zero": 0}
+    found = [tensors.get(tensor.entry.name, no_tensor) for tensor in plan.tensors]
+    of_groups = [groups.get(index, dict.fromkeys(_OF_GROUP)) for index in range(len(plan.groups))]
+    return (
+        [{name: values[name] for name in _OF_TENSOR} for values in found],
+        [{name: values[name] for name in _OF_GROUP} for values in of_groups],
     )
-
-
-def _checksums(records: Sequence[Record]) -> tuple[tuple[int, int], ...]:
-    """(unit, checksum) of the units that have one, in order."""
-    return tuple(sorted((r["unit"], r["values"]) for r in records if "values" in r))
 
 
 def check_counts(report: Report, plan: Plan) -> None:
@@ -172,7 +180,12 @@ def with_digest(report: Report, stored: Report, plan: Plan) -> Report:
         files=tuple(replace(file, mtime_ns=mtimes[file.name]) for file in source.files),
         others=tuple(replace(file, mtime_ns=mtimes[file.name]) for file in source.others),
     )
-    inputs = plan.inputs.with_times(stored.inputs or {}).facts()
+    inputs = plan.inputs.facts()
+    scores: Any = (stored.inputs or {}).get("scores")
+    for name, facts in inputs.get("scores", {}).items():
+        with contextlib.suppress(KeyError, TypeError):  # the report may hold anything there
+            if type(scores[name]["mtime_ns"]) is int:
+                facts["mtime_ns"] = scores[name]["mtime_ns"]
     digest = digest_of(original, plan.recipe, inputs)
     return replace(report, mtimes_ns=mtimes, digest=digest, inputs=inputs or None)
 
@@ -180,33 +193,6 @@ def with_digest(report: Report, stored: Report, plan: Plan) -> Report:
 def mtimes_of(plan: Plan) -> dict[str, int]:
     """When each file of a source was last changed, by name, in nanoseconds."""
     return {file.name: file.mtime_ns for file in plan.checkpoint.all_files}
-
-
-def _tensor_reports(
-    plan: Plan, source: Source, cuts: Cuts, records: Sequence[Record]
-) -> list[TensorReport]:
-    num_pruned, num_nan, num_zero = (summed(records, what) for what in ("pruned", "nan", "zero"))
-    # Keys of tensors with a threshold of their own.
-    keys = {int(p): key for record in records for p, key in record.get("threshold", {}).items()}
-    tensors = []
-    for position, (tensor, cut) in enumerate(zip(plan.tensors, cuts.tensors, strict=True)):
-        entry, group = tensor.entry, plan.groups[tensor.group]
-        if group.recipe.is_global:
-            num_nan[position] = cuts.num_nan.get(entry.name, 0)
-        key, held_at = keys.get(position), None
-        if cut is not None and (cut.bound or group.recipe.budget):
-            key, held_at = cut.cut.threshold if num_pruned[position] else None, cut.bound
-        tensors.append(
-            replace(
-                _tensor_report(plan, tensor, num_pruned[position]),
-                num_nan=num_nan[position],
-                threshold=None if key is None else _score(source.key_ranges[position], key),
-                num_zero=num_zero[position],
-                held_at=held_at,
-                divisor=cuts.divisors[position],
-            )
-        )
-    return tensors
 
 
 def _score(keys: KeyRange, key: int) -> float | None:
@@ -237,17 +223,16 @@ def warnings_about(plan: Plan, tensors: Sequence[TensorReport]) -> tuple[str, ..
 
 def advice_about(plan: Plan, tensors: Sequence[TensorReport]) -> str:
     """What may help if raw magnitudes emptied a tensor; "" if they did not."""
+    collapsed_ones = [(t, plan.groups[t.group].recipe) for t in _of_collapsed(plan, tensors)]
     raw = [
-        tensor
-        for tensor in _of_collapsed(plan, tensors)
-        if plan.groups[tensor.group].recipe.normalize is None
-        and plan.groups[tensor.group].recipe.is_normalizable
-        and not plan.groups[tensor.group].recipe.reads_gradients
+        (tensor, recipe)
+        for tensor, recipe in collapsed_ones
+        if recipe.normalize is None and recipe.is_normalizable and not recipe.reads_gradients
     ]
     if not raw:
         return ""
-    shown = _shown(raw)
-    are_weights = all(plan.groups[tensor.group].recipe.ranks_magnitudes for tensor in raw)
+    shown = _shown([tensor for tensor, _ in raw])
+    are_weights = all(recipe.ranks_magnitudes for _, recipe in raw)
     keep = "keeps" if len(raw) == 1 else "keep"
     option = "" if plan.recipe.groups else " (--normalize rms)"
     return (

@@ -9,9 +9,7 @@ distprune.
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -60,9 +58,18 @@ def card_of(plan: Plan, report: Report) -> bytes | None:
 
 def _card(plan: Plan, report: Report, base_model: str | None, version: str) -> bytes:
     """The card, with the two words that cannot be derived: see [Note: card]."""
-    source = _card_of_source(plan)
+    source = b""
+    for other in plan.checkpoint.others:
+        if other.name == CARD_FILE:
+            with reading(other.path):
+                source = Path(other.path).read_bytes()
     metadata, below = split_front_matter(source)
-    head = join_front_matter(_metadata(metadata or {}, base_model))
+    left_out = list(_NOT_OF_THE_RESULT)
+    if base_model is not None:  # else the base of the source stays: it is a base of the result, too
+        left_out += ["base_model", "base_model_relation"]
+    kept = {key: value for key, value in (metadata or {}).items() if key not in left_out}
+    kept |= {} if base_model is None else {"base_model": base_model}
+    head = join_front_matter(with_tags(kept, _TAGS))
     text = head + "\n" + "\n".join(_section(plan, report, base_model, version)) + "\n"
     if below.strip():
         text += (
@@ -76,23 +83,18 @@ def card_problem(folder: str | Path, plan: Plan, report: Report) -> str:
     """A sentence if the README.md of a result is not its card; "" if it is, or needs no card.
 
     Args:
-        folder: the result.
+        folder: the result, in which the card is a regular file.
         plan: derived from the source.
         report: with correct counts.
 
     Raises:
-        CheckpointError: the card of the source cannot be read.
+        CheckpointError: one of the cards cannot be read.
     """
     if not plan.has_card:
         return ""
     path = Path(folder, CARD_FILE)
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            return f"{CARD_FILE} is not a regular file."
-        with open(path, "rb") as file:
-            card = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        return f"{CARD_FILE} cannot be read: {error.strerror}."
+    with reading(path), open(path, "rb") as file:
+        card = file.read(_MAX_BYTES + 1)
     if len(card) <= _MAX_BYTES and _is_card(card, plan, report):
         return ""
     return (
@@ -135,34 +137,43 @@ def name_of_source(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def _card_of_source(plan: Plan) -> bytes:
-    for other in plan.checkpoint.others:
-        if other.name == CARD_FILE:
-            with reading(other.path):
-                return Path(other.path).read_bytes()
-    return b""
-
-
-def _metadata(metadata: dict[Any, Any], base_model: str | None) -> dict[Any, Any]:
-    left_out = list(_NOT_OF_THE_RESULT)
-    if base_model is not None:  # else the base of the source stays: it is a base of the result, too
-        left_out += ["base_model", "base_model_relation"]
-    kept = {key: value for key, value in metadata.items() if key not in left_out}
-    if base_model is not None:
-        kept["base_model"] = base_model
-    return with_tags(kept, _TAGS)
-
-
 def _section(plan: Plan, report: Report, base: str | None, version: str) -> list[str]:
     percent = format_percent(report.num_pruned, report.num_elements)
-    scores = "" if plan.inputs.given is None else " --scores SCORES"
     source = f"[{base}](https://huggingface.co/{base})" if base else "its source"
+    values = plan.inputs.values
+    measured = None if values is None else values.facts.get("perplexity")
+    quality = "its quality was not measured."
+    if measured is not None:
+        quality = (
+            f"its perplexity on held-out text went from {measured['before']:.4g} to "
+            f"{measured['after']:.4g}."
+        )
+    scores = scores_are = ""
+    if plan.inputs.given is not None:
+        scores = " --scores SCORES"
+        made = any(part.score in ELEMENTWISE for part in plan.recipe.parts)
+        where = ", of `prune --text --keep-scores`" if made else ""
+        scores_are = f"`SCORES` are the scores that it was ranked by{where}. "
+    commands = [
+        f"distprune prune SRC DST -r distprune/recipe.yaml{scores}  # makes it again, to the byte",
+        f"distprune verify DST --against SRC{scores}                # compares it with its source",
+    ]
+    is_same = (
+        "Every byte of the weights that was not pruned, and every other file but this one, is "
+        "that of the source. "
+    )
+    if values is not None and values.tensors:  # nothing but the text makes it again
+        commands = commands[1:]
+        is_same = (
+            "The kept weights of pruned matrices were moved so that the outputs of their layers "
+            "change least; every other file but this one is that of the source. "
+        )
     return [
         f"# Pruned copy of {base or 'a checkpoint'}",
         "",
         f"This checkpoint is {source} with zeros in the place of {report.num_pruned:,} of "
         f"{report.num_elements:,} selected weights ({percent}). It was pruned by "
-        f"distprune {version}, and not trained afterwards; {_quality(plan)}",
+        f"distprune {version}, and not trained afterwards; {quality}",
         "",
         "## What was done",
         "",
@@ -185,66 +196,13 @@ def _section(plan: Plan, report: Report, base: str | None, version: str) -> list
         "weights, or a compressed format that is made from this one.",
         "",
         "```bash",
-        *_command_that_makes_it(plan, scores),
-        f"distprune verify DST --against SRC{scores}                # compares it with its source",
+        *commands,
         "```",
         "",
         f"`SRC` is a folder with {base or 'the source'}, and `DST` one with this checkpoint. "
-        + ("`SCORES` are the scores that it was ranked by" if scores else "")
-        + _where_scores_are(plan)
-        + _what_is_the_same(plan)
-        + "`distprune/report.json` has the counts of every tensor"
+        f"{scores_are}{is_same}`distprune/report.json` has the counts of every tensor"
         + (", and `distprune/masks.safetensors` the masks." if plan.recipe.masks else "."),
     ]
-
-
-def _where_scores_are(plan: Plan) -> str:
-    """The end of a sentence on scores, if there are any."""
-    if plan.inputs.given is None:
-        return ""
-    made = any(part.score in ELEMENTWISE for part in plan.recipe.parts)
-    return ", of `prune --text --keep-scores`. " if made else ". "
-
-
-def _quality(plan: Plan) -> str:
-    """The end of a sentence on how good the result is."""
-    found = _perplexity(plan)
-    if not found:
-        return "its quality was not measured."
-    before, after = found
-    return f"its perplexity on held-out text went from {before:.4g} to {after:.4g}."
-
-
-def _perplexity(plan: Plan) -> tuple[float, float] | None:
-    """Of all held-out text, before and after; None: it was not measured."""
-    facts = {} if plan.inputs.values is None else plan.inputs.values.facts
-    measured = facts.get("perplexity")
-    return None if measured is None else (measured["before"], measured["after"])
-
-
-def _are_updated(plan: Plan) -> bool:
-    """Whether kept weights are others than in the source."""
-    return plan.inputs.values is not None and bool(plan.inputs.values.tensors)
-
-
-def _command_that_makes_it(plan: Plan, scores: str) -> list[str]:
-    if _are_updated(plan):
-        return []
-    return [
-        f"distprune prune SRC DST -r distprune/recipe.yaml{scores}  # makes it again, to the byte"
-    ]
-
-
-def _what_is_the_same(plan: Plan) -> str:
-    if _are_updated(plan):
-        return (
-            "The kept weights of pruned matrices were moved so that the outputs of their layers "
-            "change least; every other file but this one is that of the source. "
-        )
-    return (
-        "Every byte of the weights that was not pruned, and every other file but this one, is "
-        "that of the source. "
-    )
 
 
 def _facts(plan: Plan, report: Report) -> list[tuple[str, str]]:

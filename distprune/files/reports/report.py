@@ -95,10 +95,6 @@ class GroupReport:
     num_ties: int | None
     num_ties_pruned: int | None
 
-    @property
-    def sparsity(self) -> float:
-        return self.num_pruned / self.num_elements
-
 
 @dataclass(frozen=True)
 class RunFacts:
@@ -196,10 +192,6 @@ class Report:
             if tensor["divisor"] is None:  # as in reports from before there were any
                 del tensor["divisor"]
         return as_json({"schema": 1, "status": "complete", **values})
-
-    def run_json(self) -> bytes:
-        """The content of run.json."""
-        return self.run.to_json()
 
 
 def identity_of(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
