@@ -28,8 +28,9 @@ from distprune.shards.parameters import Target
 from distprune.shards.rank_batches import checked_loss_scale, checked_weight
 from distprune.shards.reader import ShardReader
 from distprune.statistics.gradient_sums import GradientSums, GradientTotals
-from distprune.statistics.layers import WeightLayout, matrices_of
+from distprune.statistics.layers import matrices_of
 from distprune.statistics.totals import (
+    OfParameter,
     Pairs,
     StatisticsOfParameters,
     named_experts,
@@ -42,19 +43,13 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _OfParameter:
+class _OfParameter(OfParameter):
     """The statistics of one parameter, of all ranks.
 
     Attributes:
-        label: its name, for messages.
-        places: its (module, name) pairs.
-        layout: how it lies as matrices.
         totals: so far.
     """
 
-    label: str
-    places: tuple[tuple[nn.Module, str], ...]
-    layout: WeightLayout
     totals: GradientTotals
 
 
@@ -122,7 +117,10 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter, GradientTotals]):
             communicator = communicator.run(lambda: _with_shards(pairs, parameters, group))
         with communicator.exclusively():
             read, targets = read_parameters(arguments, communicator)
-            local = communicator.run(lambda: _described(targets), _layouts_of)
+            local = communicator.run(
+                lambda: _described(targets),
+                lambda made: [(f"matrices of {each.label}", str(each.layout)) for each in made],
+            )
         super().__init__(communicator, read, targets, local)
         self._sums: GradientSums | None = None
 
@@ -207,7 +205,7 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter, GradientTotals]):
 
         Cost: an all-reduce of 40 bytes.
         """
-        return self._by_pair({p.label: p.totals for p in self._asked(parameters)})
+        return self._by_pair(self._labelled(parameters))
 
     def fisher(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:
         """Scores of the Fisher information by factors: |w_ij| * sqrt(r_i * c_j / T). Collective.
@@ -279,8 +277,8 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter, GradientTotals]):
         """That these are statistics of gradients."""
         return "gradients"
 
-    def _all_totals(self) -> dict[str, GradientTotals]:
-        return {p.label: p.totals for p in self._asked(None)}
+    def _labelled(self, parameters: Pairs | None) -> dict[str, GradientTotals]:
+        return {p.label: p.totals for p in self._asked(parameters)}
 
     def _begin_with(self, mode: str, totals: Mapping[str, GradientTotals]) -> None:
         for parameter in self._local:
@@ -350,10 +348,6 @@ def _described(targets: list[Target]) -> list[_OfParameter]:
         totals = GradientTotals.none_of(layout)
         described.append(_OfParameter(target.label, target.places, layout, totals))
     return described
-
-
-def _layouts_of(described: list[_OfParameter]) -> list[tuple[str, str]]:
-    return [(f"matrices of {parameter.label}", str(parameter.layout)) for parameter in described]
 
 
 def _warn_of_zeros(asked: list[_OfParameter], communicator: Communicator) -> None:
