@@ -13,11 +13,7 @@ from distprune._common.naming import NamedParameter
 from distprune.budgets import outliers
 from distprune.budgets.outliers import OWL_MULTIPLE, block_of
 from distprune.call.replicas import count_live_and_compare
-from distprune.files.checkpoints.statistics_file import (
-    StoredStatistics,
-    read_statistics,
-    write_statistics,
-)
+from distprune.files.checkpoints.statistics_file import read_statistics
 from distprune.selection.matrix_sums import Summed, magnitude_sums
 from distprune.selection.normalizing import Scored
 from distprune.selection.scores import FactorScores, ScoreSource, TensorScores
@@ -257,11 +253,6 @@ class ActivationStatistics(CollectedInputs):
 
     def _load(self, path: str) -> None:
         self._restore_from(lambda: read_statistics(path), path)
-
-    def _write_file(
-        self, path: str | os.PathLike[str], stored: Mapping[str, StoredStatistics]
-    ) -> None:
-        write_statistics(path, self._mode, stored)
 
     def _scores(
         self, totals: Mapping[str, Totals], make: Callable[[LocalStatistics], FactoredScores]

@@ -16,11 +16,7 @@ from distprune._common.naming import NamedParameter, checked_pair, label_of
 from distprune._common.process_groups import world
 from distprune.call.reading import read_parameters
 from distprune.call.request import ParameterArguments
-from distprune.files.checkpoints.statistics_file import (
-    StoredGradients,
-    read_gradient_statistics,
-    write_gradient_statistics,
-)
+from distprune.files.checkpoints.statistics_file import read_gradient_statistics
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
 from distprune.shards.gradients import check_trainable, ranks_with_shards
@@ -283,11 +279,6 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter, GradientTotals]):
     def _begin_with(self, mode: str, totals: Mapping[str, GradientTotals]) -> None:
         for parameter in self._local:
             parameter.totals = totals[parameter.label]
-
-    def _write_file(
-        self, path: str | os.PathLike[str], stored: Mapping[str, StoredGradients]
-    ) -> None:
-        write_gradient_statistics(path, stored)
 
     def _attach(self, targets: list[Target], made: list[GradientSums]) -> None:
         """Put hooks on; ``made`` gets what takes them off."""

@@ -21,6 +21,7 @@ from distprune.files.checkpoints.statistics_file import (
     StoredSums,
     described_layout,
     make_stored,
+    write_statistics,
 )
 from distprune.shards.parameters import Target
 from distprune.statistics.layers import WeightLayout
@@ -171,7 +172,8 @@ class StatisticsOfParameters(Generic[S, K]):
             self._check_names()
             if self._communicator.index == 0:
                 layouts = self._layouts.items()
-                self._write_file(path, {n: totals[n].as_stored(layout) for n, layout in layouts})
+                stored = {n: totals[n].as_stored(layout) for n, layout in layouts}
+                write_statistics(path, self.mode, stored)
 
         with self._communicator.exclusively():
             self._communicator.run(write)
@@ -208,9 +210,6 @@ class StatisticsOfParameters(Generic[S, K]):
 
     def _begin_with(self, mode: str, totals: Mapping[str, K]) -> None:
         """Forget what was collected, and start from statistics of an earlier run."""
-        raise NotImplementedError
-
-    def _write_file(self, path: str | os.PathLike[str], stored: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
     def _check_ready(self) -> None:
