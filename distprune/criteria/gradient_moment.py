@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from distprune._common.collectives import Communicator, sum_of_pieces
 from distprune._common.process_groups import over_groups, world
 from distprune.criteria.base import Criterion, Unit, checked_unit
-from distprune.shards.gradients import LocalGradients, ranks_with_shards, unaveraged_gradients
+from distprune.shards.gradients import (
+    LocalGradients,
+    check_trainable,
+    ranks_with_shards,
+    unaveraged_gradients,
+)
 from distprune.shards.rank_batches import (
     Power,
     RankBatches,
@@ -373,7 +378,7 @@ class GradientMoment(Criterion):
         """Put hooks on; ``made`` gets what takes them off."""
         parts = self._parts()
         for part in parts:
-            part.check_trainable()
+            check_trainable(part.shard)
             module, name = part.pair
             if own_property(base_class(module), name) is not None:
                 raise NotImplementedError(

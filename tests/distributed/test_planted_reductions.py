@@ -138,7 +138,7 @@ def running_sum() -> Iterator[None]:
     """What .grad holds after each micro-batch: the sum of the gradients so far."""
 
     def attach(source, receive) -> None:
-        source._handle = source._parameter.register_post_accumulate_grad_hook(
+        source._handle = source._leaf.register_post_accumulate_grad_hook(
             lambda parameter: receive(wrappings.local(parameter.grad).clone())
         )
 
