@@ -6,7 +6,6 @@ in accumulators of the same layout. So what it costs in memory is sharded as the
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -19,7 +18,12 @@ from distprune.call.importance_scores import SignedScores
 from distprune.criteria.parts import Part, scored_parameters
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured
-from distprune.shards.gradients import available_gradient, drop_gradient
+from distprune.shards.gradients import (
+    available_gradient,
+    check_trainable,
+    drop_gradient,
+    local_gradient,
+)
 from distprune.shards.rank_batches import checked_weight
 from distprune.shards.reader import ShardReader
 
@@ -29,15 +33,15 @@ if TYPE_CHECKING:
 Unit = Literal["global_batch", "rank_batch"]
 
 
-class Criterion(ABC):
+class Criterion:
     """Base of all criteria: accumulates scores of single elements, one unit after the other.
 
     A *unit* is what one gradient is of. ``"global_batch"``: the averaged gradient that a step of
     the optimizer sees. ``"rank_batch"``: the gradient of one rank's own batch, before it is
     averaged.
 
-    Subclasses name what they accumulate of each parameter in ``ACCUMULATOR`` ("": nothing), and
-    define :meth:`_accumulate` and :meth:`_score`.
+    Subclasses name what they accumulate of each parameter in ``ACCUMULATOR`` ("": nothing), define
+    :meth:`_accumulate`, and :meth:`_score` unless the scores are what was accumulated.
 
     Args:
         parameters: (module, name) pairs, as ``select`` lists them; a tied parameter counts once.
@@ -280,9 +284,9 @@ class Criterion(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} accumulates no units.")
 
-    @abstractmethod
     def _score(self, part: Part) -> Tensor:
         """The scores of this rank's part of a parameter: a new fp32 tensor like its values."""
+        return self._accumulator(part).clone()
 
     def _accumulator(self, part: Part) -> Tensor:
         """The accumulator of a parameter: fp32, like this rank's values, zeros at first."""
@@ -311,8 +315,8 @@ class Criterion(ABC):
     def _gradients(self, parts: Sequence[Part]) -> list[Tensor]:
         """This rank's part of every gradient; all are checked before any is used."""
         for part in parts:
-            part.check_trainable()
-        return [part.gradient() for part in parts]
+            check_trainable(part.shard)
+        return [local_gradient(part.shard) for part in parts]
 
     def _check_before_calibrating(self) -> None:
         if self._is_calibrating:

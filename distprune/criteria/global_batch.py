@@ -138,9 +138,6 @@ class Movement(GlobalBatchCriterion):
     def _accumulate(self, part: Part, gradient: Tensor, weight: float) -> None:
         self._accumulator(part).addcmul_(gradient, part.shard.values, value=-weight)
 
-    def _score(self, part: Part) -> Tensor:
-        return self._accumulator(part).clone()
-
 
 _CHUNK = 1 << 18  # elements
 
@@ -219,7 +216,7 @@ class Custom(GlobalBatchCriterion):
 
     def _score(self, part: Part) -> Tensor:
         if self._finish is None:
-            return self._accumulator(part).clone()
+            return super()._score(part)
         return self._applied(self._finish, "score", part)
 
     def _applied(

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from distprune._common.collectives import Communicator, sum_of_pieces
 from distprune._common.process_groups import over_groups, world
 from distprune.criteria.base import Criterion, Unit, checked_unit
-from distprune.shards.gradients import LocalGradients, ranks_with_shards, unaveraged_gradients
+from distprune.shards.gradients import (
+    LocalGradients,
+    check_trainable,
+    ranks_with_shards,
+    unaveraged_gradients,
+)
 from distprune.shards.rank_batches import (
     Power,
     RankBatches,
@@ -63,17 +68,15 @@ class RankBatchSums(RankBatches):
         power: Power,
     ) -> None:
         super().__init__(leaves, labels, power)
+        self._totals = totals
         self._order = hashlib.sha256()
-        self._leaves = [
-            _Leaf(leaf, {position: totals[position] for position in leaf.runs}) for leaf in leaves
-        ]
 
     def begin(self) -> None:
         """Reset the earlier total that another replica keeps: see [Note: sums over replicas]."""
-        for leaf in self._leaves:
-            if any(group.rank() for group in leaf.gradients.source.replica_groups):
-                for total in leaf.totals.values():
-                    total.zero_()
+        for leaf in self._gradients:
+            if any(group.rank() for group in leaf.source.replica_groups):
+                for position in leaf.runs:
+                    self._totals[position].zero_()
 
     def finish(self, communicator: Communicator, facts: Sequence[tuple[str, str]]) -> list[float]:
         """Add up the sums over the ranks that have the same elements.
@@ -95,30 +98,45 @@ class RankBatchSums(RankBatches):
         self._check_order(communicator)
         weights: dict[tuple[ProcessGroup, ...], float] = {}
         by_position: dict[int, float] = {}
-        for leaf in self._leaves:
-            groups = leaf.gradients.data_groups
+        for leaf in self._gradients:
+            groups = leaf.data_groups
             if groups not in weights:
                 weights[groups] = self._summed_weight(groups)
-            replicas = leaf.gradients.source.replica_groups
+            replicas = leaf.source.replica_groups
             if any(group.size() > 1 for group in replicas):
                 summing = over_groups(replicas)
-                for total in leaf.totals.values():
-                    summing.sum_floats(total)
-            by_position.update(dict.fromkeys(leaf.totals, weights[groups]))
+                for position in leaf.runs:
+                    summing.sum_floats(self._totals[position])
+            by_position.update(dict.fromkeys(leaf.runs, weights[groups]))
         return [by_position[position] for position in range(len(self._labels))]
 
     def _add(self, number: int, gradient: Tensor, factor: float) -> None:
-        leaf = self._leaves[number]
-        if leaf.shard_group is not None:
-            self._order.update(number.to_bytes(4, "big"))
-        leaf.add(gradient, self._power, factor)
+        leaf = self._gradients[number]
+        group = leaf.source.shard_group
+        if group is None:
+            (position,) = leaf.runs
+            if factor:
+                add_moment(self._totals[position], gradient, self._power, factor)
+            return
+        # All ranks that share the leaf sum up here, also a rank whose factor is 0.
+        self._order.update(number.to_bytes(4, "big"))
+        pieces = leaf.source.pieces(gradient)
+        if factor:
+            pieces = pieces.square_() if self._power == 2 else pieces.abs_()
+            pieces.mul_(factor)
+        else:
+            pieces.zero_()  # not by a product: inf * 0 is NaN
+        own = sum_of_pieces(pieces, group)
+        for position, run in leaf.runs.items():
+            total = self._totals[position]
+            total.view(-1).add_(own[run].to(total.device))
 
     def _check(self) -> None:
         if self.problem is not None:
             raise self.problem
-        for leaf in self._leaves:
-            for position, total in leaf.totals.items():
-                if not bool(total.isfinite().all()):
+        for leaf in self._gradients:
+            for position in leaf.runs:
+                if not bool(self._totals[position].isfinite().all()):
                     raise ValueError(
                         f"{self._labels[position]}: the sum of |gradient|^{self._power} is not "
                         "finite; expected finite gradients. Under fp16 a smaller loss scale avoids "
@@ -129,7 +147,7 @@ class RankBatchSums(RankBatches):
         """Raise unless the ranks of each shard group got gradients of the same leaves in turn."""
         digest = int.from_bytes(self._order.digest()[:7], "big")
         is_same_order = True
-        for group in dict.fromkeys(leaf.shard_group for leaf in self._leaves):
+        for group in dict.fromkeys(leaf.source.shard_group for leaf in self._gradients):
             if group is not None:
                 high = over_groups([group]).max(torch.tensor([digest, -digest])).tolist()
                 is_same_order &= high[0] == -high[1]
@@ -148,36 +166,6 @@ class RankBatchSums(RankBatches):
         return (
             float(over_groups(groups).reduce_floats(1, lambda: weight)) if groups else self.weight
         )
-
-
-class _Leaf:
-    """The sums of the parameters that one leaf brings gradients of."""
-
-    def __init__(self, gradients: LocalGradients, totals: dict[int, Tensor]) -> None:
-        self.gradients = gradients
-        self.totals = totals
-        self.shard_group = gradients.source.shard_group
-
-    def add(self, gradient: Tensor, power: Power, factor: float) -> None:
-        """Add a gradient of this rank, and under FSDP those of the ranks that share the leaf.
-
-        All of them have to call this, also a rank whose factor is 0.
-        """
-        if self.shard_group is None:
-            (total,) = self.totals.values()
-            if factor:
-                add_moment(total, gradient, power, factor)
-            return
-        pieces = self.gradients.source.pieces(gradient)
-        if factor:
-            pieces = pieces.square_() if power == 2 else pieces.abs_()
-            pieces.mul_(factor)
-        else:
-            pieces.zero_()  # not by a product: inf * 0 is NaN
-        own = sum_of_pieces(pieces, self.shard_group)
-        for position, total in self.totals.items():
-            run = own[self.gradients.runs[position]]
-            total.view(-1).add_(run.to(total.device))
 
 
 class GradientMoment(Criterion):
@@ -390,7 +378,7 @@ class GradientMoment(Criterion):
         """Put hooks on; ``made`` gets what takes them off."""
         parts = self._parts()
         for part in parts:
-            part.check_trainable()
+            check_trainable(part.shard)
             module, name = part.pair
             if own_property(base_class(module), name) is not None:
                 raise NotImplementedError(

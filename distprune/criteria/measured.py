@@ -404,9 +404,6 @@ class SynFlow(MeasuredCriterion):
         scored = [_scored(part, flow) for part, flow in zip(parts, flows, strict=True)]
         return math.ldexp(1.0, -exact_sums.exponent_of(self._largest(scored, "a measurement")))
 
-    def _score(self, part: Part) -> Tensor:
-        return self._accumulator(part).clone()
-
 
 def _to_absolute(_: int, values: Tensor) -> None:
     values.abs_()

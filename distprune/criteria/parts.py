@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from distprune._common.naming import checked_pair, label_of, unwrap
 from distprune._common.pruned_form import is_dtensor
 from distprune.masks.checks import is_misplaced
-from distprune.shards.gradients import check_trainable, local_gradient
+from distprune.shards.gradients import check_trainable
 from distprune.shards.reader import ShardReader, local_part
 from distprune.shards.shard import LocalShard
 from distprune.torch_private.managed import ManagedRun
@@ -56,14 +56,6 @@ class Part(ScoredParameter):
     """
 
     shard: LocalShard
-
-    def check_trainable(self) -> None:
-        """Raise ValueError if the parameter is frozen."""
-        check_trainable(self.shard)
-
-    def gradient(self) -> Tensor:
-        """This rank's part of ``.grad``: see :func:`distprune.shards.gradients.local_gradient`."""
-        return local_gradient(self.shard)
 
     def to_save(self, accumulator: Tensor) -> Tensor:
         """An accumulator in the form of its parameter; of the same memory.
@@ -138,7 +130,7 @@ def scored_parameters(parameters: Iterable[tuple[nn.Module, str]]) -> tuple[Scor
             raise NotImplementedError(
                 f"{label}: dtype {part.shard.values.dtype} is complex; expected a real parameter."
             )
-        part.check_trainable()
+        check_trainable(part.shard)
         scored.setdefault(part.shard.key, parameter)
     if not scored:
         raise ValueError("parameters is empty; expected at least one (module, name) pair.")

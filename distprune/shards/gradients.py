@@ -139,9 +139,8 @@ def unaveraged_gradients(
         leaf = leaves.get(key)
         if leaf is None:
             if record is None:
-                source: GradientSource = ParameterSource(
-                    shard.parameter, _replicas_of(shard, group)
-                )
+                replicas = _replicas_of(shard, group)
+                source: GradientSource = ParameterSource(shard.parameter, None, replicas)
             else:
                 source = record.gradient_source()
             leaf = leaves[key] = LocalGradients(source)

@@ -9,22 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from distprune._common.collectives import Communicator
 from distprune._common.naming import NamedParameter
 from distprune.budgets import outliers
 from distprune.budgets.outliers import OWL_MULTIPLE, block_of
 from distprune.call.replicas import count_live_and_compare
-from distprune.files.checkpoints.statistics_file import (
-    StoredStatistics,
-    read_statistics,
-    write_statistics,
-)
+from distprune.files.checkpoints.statistics_file import read_statistics
 from distprune.selection.matrix_sums import Summed, magnitude_sums
 from distprune.selection.normalizing import Scored
 from distprune.selection.scores import FactorScores, ScoreSource, TensorScores
 from distprune.shards import factored
 from distprune.shards.factored import POWER_OF_RIA, FactoredScores
-from distprune.shards.parameters import Target
 from distprune.statistics.collected import CollectedInputs
 from distprune.statistics.collecting import LocalStatistics
 from distprune.statistics.layers import WeightLayout
@@ -149,10 +143,23 @@ class ActivationStatistics(CollectedInputs):
         language models", ICLR 2024.
         """
         totals = self._labelled(parameters)
-        layouts = {p.label: p.layout for p in self._local if p.label in totals}
+        layouts = self._layouts
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
             targets = [target for target in self._read_weights() if target.label in totals]
-            sums = magnitudes_along(targets, layouts, self._communicator)
+            weights = [
+                Summed.of(
+                    Scored.of_shard(shard, TensorScores(shard.flat(shard.values))),
+                    shard.index,
+                    layouts[target.label],
+                    is_here=bool(target.places),
+                )
+                for target in targets
+                for shard in (target.shard,)
+            ]
+            # Of a convolution with groups, and of fused experts, each input feature belongs to one
+            # of the matrices.
+            found = magnitude_sums(weights, self._communicator)
+        sums = {target.label: both for target, both in zip(targets, found, strict=True)}
 
         def make(p: LocalStatistics) -> FactoredScores:
             own = totals[p.label]
@@ -190,21 +197,25 @@ class ActivationStatistics(CollectedInputs):
         if per not in ("block", "parameter"):
             raise ValueError(f"per={per!r}; expected 'block' or 'parameter'.")
         totals = self._labelled(None)
-        scores = {
-            parameter.label: _wanda(totals[parameter.label], parameter.layout)
-            for parameter in self._local
-        }
-        with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
+        communicator, parts = self._communicator, []
+        with communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
             targets = self._read_weights()
-            ratios = outlier_ratios(
-                targets,
-                count_live_and_compare(targets, True, self._communicator),
-                scores,
-                block_of if per == "block" else str,
+            for target, parameter in zip(targets, self._local, strict=True):
+                # Of a parameter that only other ranks have, no element is here to have a score.
+                source: ScoreSource = TensorScores(target.shard.values)
+                if target.places:
+                    scores = _wanda(totals[target.label], parameter.layout)
+                    source = FactorScores.of_shard(target.shard, scores, are_signed=True)
+                parts.append(Scored.of_shard(target.shard, source))
+            labels = [target.label for target in targets]
+            ratios = outliers.outlier_ratios(
+                parts,
+                count_live_and_compare(targets, True, communicator),
+                [block_of(label) if per == "block" else label for label in labels],
                 threshold_multiple,
-                self._communicator,
+                communicator,
             )
-        return self._by_pair(ratios)
+        return self._by_pair(dict(zip(labels, ratios, strict=True)))
 
     def forget(self, parameters: Pairs | None = None) -> None:
         """Free what is too large to be kept for all parameters; here nothing is."""
@@ -242,11 +253,6 @@ class ActivationStatistics(CollectedInputs):
 
     def _load(self, path: str) -> None:
         self._restore_from(lambda: read_statistics(path), path)
-
-    def _write_file(
-        self, path: str | os.PathLike[str], stored: Mapping[str, StoredStatistics]
-    ) -> None:
-        write_statistics(path, self._mode, stored)
 
     def _scores(
         self, totals: Mapping[str, Totals], make: Callable[[LocalStatistics], FactoredScores]
@@ -418,77 +424,3 @@ def _run(statistics: ActivationStatistics, model: nn.Module, batch: Any) -> None
             model(**batch)
     else:
         model(**batch)
-
-
-def magnitudes_along(
-    targets: Sequence[Target], layouts: Mapping[str, WeightLayout], communicator: Communicator
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Sum |w| of the live elements of weights, for each input feature and for each output.
-
-    A convolution with groups is as many matrices, and so are fused experts: each input feature
-    belongs to one of them.
-
-    Args:
-        targets: the same on every rank.
-        layouts: how they meet their inputs, by label.
-        communicator: the ranks that have them.
-
-    Returns:
-        By label, fp64: the sums over its outputs, of the input shape; and those over its inputs,
-        [outputs]. Bit-equal on all ranks, and on every sharding.
-
-    Raises:
-        ValueError: a weight that is not finite; on every rank.
-
-    Cost: two reads of the weights; two all-reduces of 8 bytes per input feature and output.
-    """
-    weights = [
-        Summed.of(
-            Scored.of_shard(target.shard, TensorScores(target.shard.flat(target.shard.values))),
-            target.shard.index,
-            layouts[target.label],
-            is_here=bool(target.places),
-        )
-        for target in targets
-    ]
-    sums = magnitude_sums(weights, communicator)
-    return {
-        target.label: (of_inputs.view(layouts[target.label].input_shape), of_outputs)
-        for target, (of_inputs, of_outputs) in zip(targets, sums, strict=True)
-    }
-
-
-def outlier_ratios(
-    targets: Sequence[Target],
-    num_live: Sequence[int],
-    scores: Mapping[str, FactoredScores],
-    block_of: Callable[[str], str],
-    multiple: float,
-    communicator: Communicator,
-) -> dict[str, float]:
-    """The share of live scores above a multiple of the mean score, per block. Collective.
-
-    Args:
-        targets: the parameters; the same on every rank.
-        num_live: unpruned elements of every whole parameter.
-        scores: of each parameter, by its label.
-        block_of: from a label to the name of its block: the mean is that of a block's scores.
-        multiple: of the mean.
-        communicator: the ranks that have the parameters.
-
-    Returns:
-        By label, the ratio of its block.
-
-    Cost: that of :func:`distprune.budgets.outliers.outlier_ratios`.
-    """
-    parts = []
-    for target in targets:
-        source: ScoreSource
-        if target.places:
-            source = FactorScores.of_shard(target.shard, scores[target.label], are_signed=True)
-        else:  # of other ranks: no element of it is here
-            source = TensorScores(target.shard.values)
-        parts.append(Scored.of_shard(target.shard, source))
-    blocks = [block_of(target.label) for target in targets]
-    ratios = outliers.outlier_ratios(parts, num_live, blocks, multiple, communicator)
-    return {target.label: ratio for target, ratio in zip(targets, ratios, strict=True)}

@@ -148,9 +148,6 @@ class CollectedInputs(StatisticsOfParameters[LocalStatistics, Totals]):
         """
         return self._by_pair(self._labelled(parameters))
 
-    def _all_totals(self) -> Mapping[str, Totals]:
-        return self._labelled(None)
-
     def _begin_with(self, mode: str, totals: Mapping[str, Totals]) -> None:
         for parameter in self._local:
             parameter.begin_with(totals[parameter.label])

@@ -38,8 +38,7 @@ from distprune.statistics.input_parts import (
     sums_of_rows,
     sums_of_windows,
 )
-from distprune.statistics.layers import WeightLayout
-from distprune.statistics.totals import Totals
+from distprune.statistics.totals import OfParameter, Totals
 from distprune.torch_private.module_calls import observed_calls
 
 
@@ -150,22 +149,16 @@ class Forwards:
 
 
 @dataclass
-class LocalStatistics:
+class LocalStatistics(OfParameter):
     """What this rank has seen of the inputs of one parameter, and what all ranks together have.
 
     Attributes:
-        label: the parameter's name, for messages.
-        places: its (module, name) pairs on this rank; empty if only other ranks have it.
-        layout: how it meets its inputs.
         calls: per place, how often its module was called.
         seen: by part of the input, tokens and totals so far.
         loaded: of all ranks, from an earlier run; None if nothing was loaded.
         summed: of all ranks, with what was loaded; None if something on this rank is newer.
     """
 
-    label: str
-    places: tuple[tuple[nn.Module, str], ...]
-    layout: WeightLayout
     calls: list[int] = field(default_factory=list)
     seen: dict[Part, Sums] = field(default_factory=dict)
     loaded: Totals | None = None

@@ -16,11 +16,7 @@ from distprune._common.naming import NamedParameter, checked_pair, label_of
 from distprune._common.process_groups import world
 from distprune.call.reading import read_parameters
 from distprune.call.request import ParameterArguments
-from distprune.files.checkpoints.statistics_file import (
-    StoredGradients,
-    read_gradient_statistics,
-    write_gradient_statistics,
-)
+from distprune.files.checkpoints.statistics_file import read_gradient_statistics
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
 from distprune.shards.gradients import check_trainable, ranks_with_shards
@@ -28,8 +24,9 @@ from distprune.shards.parameters import Target
 from distprune.shards.rank_batches import checked_loss_scale, checked_weight
 from distprune.shards.reader import ShardReader
 from distprune.statistics.gradient_sums import GradientSums, GradientTotals
-from distprune.statistics.layers import WeightLayout, matrices_of
+from distprune.statistics.layers import matrices_of
 from distprune.statistics.totals import (
+    OfParameter,
     Pairs,
     StatisticsOfParameters,
     named_experts,
@@ -42,19 +39,13 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _OfParameter:
+class _OfParameter(OfParameter):
     """The statistics of one parameter, of all ranks.
 
     Attributes:
-        label: its name, for messages.
-        places: its (module, name) pairs.
-        layout: how it lies as matrices.
         totals: so far.
     """
 
-    label: str
-    places: tuple[tuple[nn.Module, str], ...]
-    layout: WeightLayout
     totals: GradientTotals
 
 
@@ -122,7 +113,10 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter, GradientTotals]):
             communicator = communicator.run(lambda: _with_shards(pairs, parameters, group))
         with communicator.exclusively():
             read, targets = read_parameters(arguments, communicator)
-            local = communicator.run(lambda: _described(targets), _layouts_of)
+            local = communicator.run(
+                lambda: _described(targets),
+                lambda made: [(f"matrices of {each.label}", str(each.layout)) for each in made],
+            )
         super().__init__(communicator, read, targets, local)
         self._sums: GradientSums | None = None
 
@@ -207,7 +201,7 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter, GradientTotals]):
 
         Cost: an all-reduce of 40 bytes.
         """
-        return self._by_pair({p.label: p.totals for p in self._asked(parameters)})
+        return self._by_pair(self._labelled(parameters))
 
     def fisher(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:
         """Scores of the Fisher information by factors: |w_ij| * sqrt(r_i * c_j / T). Collective.
@@ -279,17 +273,12 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter, GradientTotals]):
         """That these are statistics of gradients."""
         return "gradients"
 
-    def _all_totals(self) -> dict[str, GradientTotals]:
-        return {p.label: p.totals for p in self._asked(None)}
+    def _labelled(self, parameters: Pairs | None) -> dict[str, GradientTotals]:
+        return {p.label: p.totals for p in self._asked(parameters)}
 
     def _begin_with(self, mode: str, totals: Mapping[str, GradientTotals]) -> None:
         for parameter in self._local:
             parameter.totals = totals[parameter.label]
-
-    def _write_file(
-        self, path: str | os.PathLike[str], stored: Mapping[str, StoredGradients]
-    ) -> None:
-        write_gradient_statistics(path, stored)
 
     def _attach(self, targets: list[Target], made: list[GradientSums]) -> None:
         """Put hooks on; ``made`` gets what takes them off."""
@@ -350,10 +339,6 @@ def _described(targets: list[Target]) -> list[_OfParameter]:
         totals = GradientTotals.none_of(layout)
         described.append(_OfParameter(target.label, target.places, layout, totals))
     return described
-
-
-def _layouts_of(described: list[_OfParameter]) -> list[tuple[str, str]]:
-    return [(f"matrices of {parameter.label}", str(parameter.layout)) for parameter in described]
 
 
 def _warn_of_zeros(asked: list[_OfParameter], communicator: Communicator) -> None:

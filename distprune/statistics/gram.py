@@ -168,7 +168,8 @@ class GramMatrices(ActivationStatistics):
         for number in range(len(block.rows)):
             whole = block.whole(number, self._communicator)
             if next(turns) == self._communicator.index:
-                found[number] = inverse_diagonal(whole, damping)
+                damped, _ = with_damping(whole, damping, torch.float64)
+                found[number] = torch.cholesky_inverse(torch.linalg.cholesky(damped)).diagonal()
         shared = self._communicator.reduce_floats(found.numel(), lambda: found.view(-1))
         return shared.view(found.shape)
 
@@ -363,12 +364,6 @@ class GramMatrices(ActivationStatistics):
         for parameter in group:
             self._collector.forget(parameter)
             self._blocks[parameter.label] = made
-
-
-def inverse_diagonal(gram: Tensor, damping: float) -> Tensor:
-    """The diagonal of the inverse of a damped Gram matrix, fp64."""
-    damped, _ = with_damping(gram, damping, torch.float64)
-    return torch.cholesky_inverse(torch.linalg.cholesky(damped)).diagonal()
 
 
 def with_damping(gram: Tensor, damping: float, dtype: torch.dtype) -> tuple[Tensor, float]:

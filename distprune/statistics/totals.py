@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from distprune.files.checkpoints.statistics_file import (
     StoredSums,
     described_layout,
     make_stored,
+    write_statistics,
 )
 from distprune.shards.parameters import Target
 from distprune.statistics.layers import WeightLayout
@@ -85,23 +86,19 @@ class Totals(TotalsOfAnyKind):
         return Totals(num_tokens, self.sums + other.sums, self.squares + other.squares)
 
 
-class OfParameter(Protocol):
-    """The statistics of one parameter."""
+@dataclass
+class OfParameter:
+    """The statistics of one parameter, in the fields of a subclass.
 
-    @property
-    def label(self) -> str:
-        """Its name, for messages."""
-        ...
+    Attributes:
+        label: the parameter's name, for messages.
+        places: its (module, name) pairs on this rank; empty if only other ranks have it.
+        layout: how it lies, and meets its inputs.
+    """
 
-    @property
-    def places(self) -> tuple[tuple[nn.Module, str], ...]:
-        """Its (module, name) pairs on this rank."""
-        ...
-
-    @property
-    def layout(self) -> WeightLayout:
-        """How the weight lies."""
-        ...
+    label: str
+    places: tuple[tuple[nn.Module, str], ...]
+    layout: WeightLayout
 
 
 T = TypeVar("T")
@@ -169,13 +166,14 @@ class StatisticsOfParameters(Generic[S, K]):
 
         Cost: as :meth:`totals`; 8 bytes for each number of the sums on disk.
         """
-        totals = self._all_totals()
+        totals = self._labelled(None)
 
         def write() -> None:
             self._check_names()
             if self._communicator.index == 0:
                 layouts = self._layouts.items()
-                self._write_file(path, {n: totals[n].as_stored(layout) for n, layout in layouts})
+                stored = {n: totals[n].as_stored(layout) for n, layout in layouts}
+                write_statistics(path, self.mode, stored)
 
         with self._communicator.exclusively():
             self._communicator.run(write)
@@ -185,7 +183,7 @@ class StatisticsOfParameters(Generic[S, K]):
 
         Raises, Cost: as :meth:`totals`; ValueError for parameters without full names.
         """
-        totals = self._all_totals()
+        totals = self._labelled(None)
         self._communicator.run(self._check_names)
         parameters = {n: totals[n].as_entry(layout) for n, layout in self._layouts.items()}
         return {"version": _VERSION, self.MODE_KEY: self.mode, "parameters": parameters}
@@ -206,15 +204,12 @@ class StatisticsOfParameters(Generic[S, K]):
         """How the statistics were collected."""
         raise NotImplementedError
 
-    def _all_totals(self) -> Mapping[str, K]:
-        """The sums of all ranks by label. Collective."""
+    def _labelled(self, parameters: Pairs | None) -> Mapping[str, K]:
+        """The sums of all ranks by label, of some parameters or of all. Collective."""
         raise NotImplementedError
 
     def _begin_with(self, mode: str, totals: Mapping[str, K]) -> None:
         """Forget what was collected, and start from statistics of an earlier run."""
-        raise NotImplementedError
-
-    def _write_file(self, path: str | os.PathLike[str], stored: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
     def _check_ready(self) -> None:

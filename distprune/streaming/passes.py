@@ -20,7 +20,6 @@ from distprune.files.checkpoints.header import INDEX_SUFFIX, read_header
 from distprune.files.checkpoints.statistics_file import (
     read_gradient_statistics,
     read_statistics,
-    write_gradient_statistics,
     write_statistics,
 )
 from distprune.files.disk.access import write_atomically
@@ -202,8 +201,8 @@ class Passes:
             files = [work.file("statistics", number) for number, some in parameters if some]
             if settings.collects_gradients:
                 gradients = [read_gradient_statistics(file) for file in files]
-                write_gradient_statistics(
-                    path, {k: v for each in gradients for k, v in each.items()}
+                write_statistics(
+                    path, "gradients", {k: v for each in gradients for k, v in each.items()}
                 )
                 return
             activations = [read_statistics(file)[1] for file in files]

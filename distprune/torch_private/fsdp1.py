@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 
 from distprune.torch_private import live_graphs, private_fields
-from distprune.torch_private.managed import GradientSource, ManagedRun, Receive, padded_pieces
+from distprune.torch_private.managed import GradientSource, ManagedRun, padded_pieces
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParamHandle
@@ -306,11 +306,8 @@ class FlatSource(GradientSource):
 
     def __init__(self, piece: FlatPiece) -> None:
         self._flat_handle = piece.handle
-        self.shard_group, *replicas = piece.groups
-        self.replica_groups = tuple(replicas)
-
-    def attach(self, receive: Receive) -> None:
-        self.hook(self._flat_handle.flat_param, receive)
+        shards, *replicas = piece.groups
+        super().__init__(piece.handle.flat_param, shards, replicas)
 
     def pieces(self, gradient: Tensor) -> Tensor:
         num_ranks = self._flat_handle.process_group.size()

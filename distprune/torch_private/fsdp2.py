@@ -232,6 +232,7 @@ class GatheredSource(GradientSource):
     """
 
     def __init__(self, managed: ManagedParameter) -> None:
+        super().__init__(None)
         self._fsdp_param: FSDPParam = managed.fsdp_param
         self._receive: Receive | None = None
         self._hooked: weakref.ref[Tensor] | None = None

@@ -29,7 +29,7 @@ HYBRID_SHARD.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -251,27 +251,35 @@ class ManagedRun(Managed):
 Receive = Callable[[Tensor], None]
 
 
-class GradientSource(ABC):
+class GradientSource:
     """A leaf of autograd that gets gradients of this rank alone; see [Note: hooks on leaves].
 
-    Attributes:
+    Args:
+        leaf: the leaf; None if it does not exist yet.
         shard_group: the ranks that each have a piece of what the gradient is of; None if this
             rank has all of it.
         replica_groups: the ranks that have the same elements as this one, and other batches.
     """
 
-    shard_group: dist.ProcessGroup | None = None
-    replica_groups: tuple[dist.ProcessGroup, ...] = ()
+    def __init__(
+        self,
+        leaf: Tensor | None,
+        shard_group: dist.ProcessGroup | None = None,
+        replica_groups: Iterable[dist.ProcessGroup] = (),
+    ) -> None:
+        self.shard_group = shard_group
+        self.replica_groups = tuple(replica_groups)
+        self._leaf = leaf
+        self._handle: RemovableHandle | None = None
 
-    _handle: RemovableHandle | None = None
-
-    @abstractmethod
     def attach(self, receive: Receive) -> None:
         """Call ``receive`` with the gradient of every backward, until :meth:`detach`.
 
         It is called in the thread of the backward, without recording gradients of gradients, in
         the same order on all ranks that run the same model. What it gets belongs to autograd.
         """
+        assert self._leaf is not None
+        self.hook(self._leaf, receive)
 
     def detach(self) -> None:
         """Undo :meth:`attach`, also if that failed half-way. A second call does nothing."""
@@ -314,26 +322,12 @@ def padded_pieces(gradient: Tensor, num_ranks: int, num_elements: int) -> Tensor
 
 
 class ParameterSource(GradientSource):
-    """A parameter that no wrapper gathers: of a plain or DDP module, or sharded by TP.
-
-    Args:
-        parameter: a leaf that requires a gradient.
-        replica_groups: see :class:`GradientSource`.
-    """
-
-    def __init__(
-        self, parameter: Tensor, replica_groups: tuple[dist.ProcessGroup, ...] = ()
-    ) -> None:
-        self.replica_groups = replica_groups
-        self._parameter = parameter
-
-    def attach(self, receive: Receive) -> None:
-        self.hook(self._parameter, receive)
+    """A parameter that no wrapper gathers: of a plain or DDP module, or sharded by TP."""
 
     def own_part(self, gradient: Tensor) -> Tensor:
         # Under sequence parallelism the gradient of a replicated parameter is a sum over the TP
         # ranks that is still pending (``Partial``). It is made here, before anything non-linear is
         # done to it.
-        if is_dtensor(gradient) and is_dtensor(self._parameter):
-            return resolved(gradient, self._parameter.placements)
+        if is_dtensor(gradient) and is_dtensor(self._leaf):
+            return resolved(gradient, self._leaf.placements)
         return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distprune._common.pruned_form import orig_key
 from distprune.torch_private import live_graphs
-from distprune.torch_private.managed import GradientSource, ManagedRun, Receive, padded_pieces
+from distprune.torch_private.managed import GradientSource, ManagedRun, padded_pieces
 from distprune.torch_private.masked_value import RunMask
 
 if TYPE_CHECKING:
@@ -262,11 +262,8 @@ class WholeGradient(GradientSource):
 
     def __init__(self, run: StoredRun) -> None:
         self._run = run
-        self.shard_group, *replicas = run.groups
-        self.replica_groups = tuple(replicas)
-
-    def attach(self, receive: Receive) -> None:
-        self.hook(self._run.parameter, receive)
+        shards, *replicas = run.groups
+        super().__init__(run.parameter, shards, replicas)
 
     def own_part(self, gradient: Tensor) -> Tensor:
         scale = self._run.loss_scale

@@ -99,21 +99,22 @@ def absolute_values_of_units() -> Iterator[None]:
 @contextlib.contextmanager
 def averaged_before_squared() -> Iterator[None]:
     """E[g]^2 where E[g^2] is meant: the averaged gradient is squared."""
-    plain = gradient_moment._Leaf.add
+    plain = gradient_moment.RankBatchSums._add
 
-    def add(leaf, gradient: Tensor, power: int, factor: float) -> None:
-        if leaf.shard_group is None:
+    def add(sums, number: int, gradient: Tensor, factor: float) -> None:
+        leaf = sums._gradients[number]
+        if leaf.source.shard_group is None:
             gradient = gradient.clone()
             dist.all_reduce(gradient)
             gradient /= dist.get_world_size()
-            return plain(leaf, gradient, power, factor)
-        size, pieces = dist.get_world_size(), leaf.gradients.source.pieces(gradient)
-        mean = collectives.sum_of_pieces(pieces, leaf.shard_group) / size
-        for position, total in leaf.totals.items():
-            run = mean[leaf.gradients.runs[position]]
-            total.view(-1).add_(run.abs() ** power, alpha=factor * size)
+            return plain(sums, number, gradient, factor)
+        size, pieces = dist.get_world_size(), leaf.source.pieces(gradient)
+        mean = collectives.sum_of_pieces(pieces, leaf.source.shard_group) / size
+        for position, run in leaf.runs.items():
+            total = sums._totals[position].view(-1)
+            total.add_(mean[run].abs() ** sums._power, alpha=factor * size)
 
-    with mock.patch.object(gradient_moment._Leaf, "add", add):
+    with mock.patch.object(gradient_moment.RankBatchSums, "_add", add):
         yield
 
 
@@ -137,7 +138,7 @@ def running_sum() -> Iterator[None]:
     """What .grad holds after each micro-batch: the sum of the gradients so far."""
 
     def attach(source, receive) -> None:
-        source._handle = source._parameter.register_post_accumulate_grad_hook(
+        source._handle = source._leaf.register_post_accumulate_grad_hook(
             lambda parameter: receive(wrappings.local(parameter.grad).clone())
         )
 

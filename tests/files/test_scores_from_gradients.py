@@ -16,7 +16,7 @@ from distprune.files import planning, pruning
 from distprune.files.checkpoints.statistics_file import (
     StoredGradients,
     WeightLayout,
-    write_gradient_statistics,
+    write_statistics,
 )
 from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.recipe import FileRecipe
@@ -47,8 +47,10 @@ def test_experts_of_their_own_tensors_have_the_scores_of_the_parameter(tmp_path,
     if layout == "transposed_experts":
         shapes = {name: (n, inputs, outputs) for name, (n, outputs, inputs) in shapes.items()}
     statistics = str(tmp_path / "statistics.safetensors")
-    write_gradient_statistics(
-        statistics, {n: stored_gradients(WeightLayout(layout, s)) for n, s in shapes.items()}
+    write_statistics(
+        statistics,
+        "gradients",
+        {n: stored_gradients(WeightLayout(layout, s)) for n, s in shapes.items()},
     )
     for folder, state in (("merged", merged), ("one_each", one_each)):
         source = tiny_checkpoints.save(tmp_path / folder, state)
@@ -105,6 +107,6 @@ def test_statistics_of_the_other_kind_are_refused(tmp_path):
 def test_malformed_statistics_are_refused(tmp_path, change, message):
     of_one = StoredGradients(**vars(stored_gradients(WeightLayout("linear", (10, 12)))) | change)
     path = str(tmp_path / "gradients.safetensors")
-    write_gradient_statistics(path, {"layers.0.weight": of_one})
+    write_statistics(path, "gradients", {"layers.0.weight": of_one})
     with pytest.raises((CheckpointError, SelectionError), match=message):
         plan_with(tmp_path, path, score="fisher")

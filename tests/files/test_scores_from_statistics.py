@@ -16,7 +16,6 @@ from distprune.files.checkpoints.statistics_file import (
     StoredGradients,
     StoredStatistics,
     WeightLayout,
-    write_gradient_statistics,
     write_statistics,
 )
 from distprune.files.reading import Source
@@ -91,7 +90,7 @@ def make_gradients(path):
         if pair.fqn.startswith("layers.5"):
             of_one.by_output[:], of_one.by_input[:] = 0, 0
         parameters[pair.fqn] = of_one
-    write_gradient_statistics(path, parameters)
+    write_statistics(path, "gradients", parameters)
     return str(path)
 
 

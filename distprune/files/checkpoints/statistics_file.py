@@ -179,35 +179,29 @@ Stored = TypeVar("Stored", bound=StoredSums)
 
 
 def write_statistics(
-    path: str | os.PathLike[str], mode: str, parameters: Mapping[str, StoredStatistics]
+    path: str | os.PathLike[str], mode: str, parameters: Mapping[str, StoredSums]
 ) -> None:
-    """Write statistics of activations; an existing file is replaced at the end, or stays.
+    """Write statistics; an existing file is replaced at the end, or stays.
+
+    Args:
+        path: of the file.
+        mode: of activations, how they were collected; "gradients" of gradients.
+        parameters: the statistics by name of the parameter, all of one kind.
 
     Raises:
         OutputError: it cannot be written.
     """
-    _write(path, {"format": StoredStatistics.FORMAT, "mode": mode}, parameters)
-
-
-def write_gradient_statistics(
-    path: str | os.PathLike[str], parameters: Mapping[str, StoredGradients]
-) -> None:
-    """Write statistics of gradients; see :func:`write_statistics`."""
-    _write(path, {"format": StoredGradients.FORMAT}, parameters)
-
-
-def _write(
-    path: str | os.PathLike[str],
-    metadata: Mapping[str, str],
-    parameters: Mapping[str, StoredSums],
-) -> None:
+    if mode == "gradients":
+        metadata = {"format": StoredGradients.FORMAT}
+    else:
+        metadata = {"format": StoredStatistics.FORMAT, "mode": mode}
     described, tensors, data = {}, {}, []
     for name, stored in parameters.items():
         described[name] = described_layout(stored.layout) | {stored.COUNT: stored.count}
         for suffix, values in zip(stored.SUFFIXES, stored.arrays, strict=True):
             data.append(np.ascontiguousarray(values, "<f8").tobytes())
             tensors[name + suffix] = ("F64", values.shape, len(data[-1]))
-    header, _ = make_header(tensors, {**metadata, "parameters": json.dumps(described)})
+    header, _ = make_header(tensors, metadata | {"parameters": json.dumps(described)})
     write_atomically(os.path.abspath(path), [header, *data])
 
 
