@@ -36,8 +36,7 @@ from distprune.language_models.loading import require_extra
 from distprune.language_models.running import Report as ReportProgress
 from distprune.language_models.text import TokenWindows
 from distprune.recipes import ELEMENTWISE
-from distprune.streaming.choosing import chosen_holding
-from distprune.streaming.cost import StreamCost, cost_of
+from distprune.streaming.cost import StreamCost, chosen_holding, cost_of
 from distprune.streaming.layers import StreamedModel
 from distprune.streaming.passes import Passes
 from distprune.streaming.settings import ScoreBits, Settings, Update

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,11 +54,11 @@ def measured_seconds(
     number = max(layers, key=lambda n: (bool(stored.parameters[n]), streamed.num_bytes(n)))
     num_layers = sum(map(streamed.num_bytes, layers)) / streamed.num_bytes(number)
     with tempfile.TemporaryDirectory() as folder:
-        sample = _Sample(streamed, stored.parameters[number], settings, number, Path(folder))
+        take = partial(_take, streamed, stored.parameters[number], settings, number, Path(folder))
         most = min(_TOKENS, settings.windows.length)
         least = max(2, most // 4)
-        sample.take(least)  # what is done once, such as choosing kernels, is done now
-        few, many = sample.take(least), sample.take(most)
+        take(least)  # what is done once, such as choosing kernels, is done now
+        few, many = take(least), take(most)
     tokens = settings.batch_size * settings.windows.length
     num_batches, num_evaluated = (
         -(-len(windows) // settings.batch_size) if windows is not None else 0
@@ -91,64 +92,53 @@ def measured_seconds(
     return seconds
 
 
-class _Sample:
-    """One layer, and what is around the layers, on one window of random tokens."""
+def _take(
+    streamed: StreamedModel,
+    parameters: Sequence[NamedParameter],
+    settings: Settings,
+    number: int,
+    folder: Path,
+    length: int,
+) -> dict[str, float]:
+    """Seconds of each part of a layer, and of what is around the layers, for random tokens."""
+    vocabulary = streamed.model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (1, length), generator=generator)
+    windows = TokenWindows(("",), tokens, tokens[:, 0], None, has_bos=False)
+    seconds: dict[str, float] = {}
 
-    def __init__(
-        self,
-        streamed: StreamedModel,
-        parameters: Sequence[NamedParameter],
-        settings: Settings,
-        number: int,
-        folder: Path,
-    ) -> None:
-        self._streamed = streamed
-        self._parameters = parameters
-        self._settings = settings
-        self._number = number
-        self._folder = folder
-
-    def take(self, length: int) -> dict[str, float]:
-        """Seconds of each part, for so many tokens."""
-        streamed, settings, number = self._streamed, self._settings, self._number
-        vocabulary = streamed.model.config.get_text_config().vocab_size
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(vocabulary, (1, length), generator=generator)
-        windows = TokenWindows(("",), tokens, tokens[:, 0], None, has_bos=False)
-        seconds: dict[str, float] = {}
-
-        @contextmanager
-        def timed(part: str) -> Iterator[None]:
-            began = time.perf_counter()
-            yield
-            seconds[part] = time.perf_counter() - began
-
-        with timed("around"):
-            stream = WindowStream(streamed, windows, 1, self._folder, "sample")
-        last = len(streamed.layers)
-        stream.copy("state", 0, last)
-        if settings.evaluation is not None:
-            with timed("loss"):
-                stream.perplexity()
-        if settings.needs_backward:
-            with timed("head"):
-                stream.differentiate()
-            stream.copy("gradient", last, number + 1)
-        stream.copy("state", 0, number)
+    @contextmanager
+    def timed(part: str) -> Iterator[None]:
         began = time.perf_counter()
-        with streamed.layer(number):
-            seconds["read"] = time.perf_counter() - began
-            with timed("forward"):
-                stream.advance(number)
-            if settings.moves:
-                grams = GramMatrices(self._parameters, allow_empty="*")
-                with timed("gram"):
-                    stream.collect(number, grams)
-            if settings.needs_backward:
-                statistics, criteria = gradients_of(self._parameters, settings)
-                with timed("backward"):
-                    stream.differentiate_layer(number, [*statistics, *criteria.values()])
-        return seconds
+        yield
+        seconds[part] = time.perf_counter() - began
+
+    with timed("around"):
+        stream = WindowStream(streamed, windows, 1, folder, "sample")
+    last = len(streamed.layers)
+    stream.copy("state", 0, last)
+    if settings.evaluation is not None:
+        with timed("loss"):
+            stream.perplexity()
+    if settings.needs_backward:
+        with timed("head"):
+            stream.differentiate()
+        stream.copy("gradient", last, number + 1)
+    stream.copy("state", 0, number)
+    began = time.perf_counter()
+    with streamed.layer(number):
+        seconds["read"] = time.perf_counter() - began
+        with timed("forward"):
+            stream.advance(number)
+        if settings.moves:
+            grams = GramMatrices(parameters, allow_empty="*")
+            with timed("gram"):
+                stream.collect(number, grams)
+        if settings.needs_backward:
+            statistics, criteria = gradients_of(parameters, settings)
+            with timed("backward"):
+                stream.differentiate_layer(number, [*statistics, *criteria.values()])
+    return seconds
 
 
 def _rate(settings: Settings) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -129,13 +129,17 @@ class WindowStream:
         Args:
             collected: what is made of the gradients of parameters, which need them.
         """
-        with torch.enable_grad(), _calibrating(collected) as unit:
+        with torch.enable_grad(), contextlib.ExitStack() as run:
+            for each in collected:
+                run.enter_context(each.calibrating())
             for batch, step in enumerate(self.batches):
                 state = self._read("state", number, batch)
                 state = state.to(self._streamed.device).requires_grad_(True)
                 gradient = self._read("gradient", number + 1, batch)
                 made = self._calls.call(number, batch, state)
-                with unit(step):
+                with contextlib.ExitStack() as unit:
+                    for each in collected:
+                        unit.enter_context(each.batch(weight=float(step.num_windows)))
                     torch.autograd.backward(made, gradient.to(made.device))
                 assert state.grad is not None
                 self._write("gradient", number, batch, state.grad)
@@ -213,21 +217,3 @@ class WindowStream:
     def _read(self, kind: str, stage: int, batch: int) -> Tensor:
         state: Tensor = torch.load(self._path(kind, stage, batch), weights_only=True)
         return state
-
-
-@contextlib.contextmanager
-def _calibrating(
-    collected: Sequence[OfGradients],
-) -> Iterator[Callable[[Step], contextlib.AbstractContextManager[object]]]:
-    """Collect gradients inside; yields what makes a batch a unit."""
-
-    def unit(step: Step) -> contextlib.ExitStack:
-        with contextlib.ExitStack() as stack:
-            for each in collected:
-                stack.enter_context(each.batch(weight=float(step.num_windows)))
-            return stack.pop_all()
-
-    with contextlib.ExitStack() as stack:
-        for each in collected:
-            stack.enter_context(each.calibrating())
-        yield unit

@@ -10,7 +10,7 @@ from distprune._common.collectives import Communicator
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import MachineError
 from distprune.files.recipe import FileRecipe
-from distprune.streaming import StreamCost, choosing
+from distprune.streaming import StreamCost, cost
 from distprune.streaming.layers import StreamedModel
 from distprune.streaming.parts import Holding
 from distprune.streaming.settings import Settings
@@ -147,9 +147,9 @@ COST = StreamCost({"forward": 2 * GB}, 0, 0, weights=16 * GB)
 def chosen(monkeypatch, device, free, resident=None, local_ranks=None):
     if local_ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
-    monkeypatch.setattr(choosing, "available_memory", lambda device: free)
+    monkeypatch.setattr(cost, "available_memory", lambda device: free)
     settings = Settings(RECIPE, tokens(2, 1), device=torch.device(device), resident=resident)
-    return choosing.chosen_holding(COST, settings, Communicator(()))
+    return cost.chosen_holding(COST, settings, Communicator(()))
 
 
 @pytest.mark.parametrize(
