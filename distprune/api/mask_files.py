@@ -44,7 +44,6 @@ from distprune.call.request import (
 )
 from distprune.call.run import prune_parameters
 from distprune.files.checkpoints.checkpoint import open_checkpoint
-from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.mask_files import (
     MASK_FILE,
     MaskFile,
@@ -149,13 +148,9 @@ class _Writer:
         plan = sorted(plan, key=lambda saved: max(order[name] for name in saved.parameters))
         self._saved_of = {name: saved for saved in plan for name in saved.parameters}
         self._waiting: dict[str, Tensor] = {}
-        entries = [
-            TensorEntry(name, "", shape, "", 0, 0)
-            for saved in plan
-            for name, shape in saved.tensors.items()
-        ]
+        shapes = {name: shape for saved in plan for name, shape in saved.tensors.items()}
         is_changed = any(saved.parameters != (*saved.tensors,) for saved in plan)
-        layout = mask_layout(entries, (), is_of_checkpoint=is_changed)
+        layout = mask_layout(shapes, (), is_of_checkpoint=is_changed)
         self._path = folder / MASK_FILE
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._unfinished = self._path.with_suffix(".new")

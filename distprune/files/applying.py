@@ -109,6 +109,7 @@ class Application:
         team.compare(
             [("destination", ascii(str(target))), *versions().items(), ("plan", self.digest)]
         )
+        shapes = {entry.name: entry.shape for entry in self.entries}
         task = Task(
             checkpoint=self.checkpoint,
             digest=self.digest,
@@ -116,7 +117,7 @@ class Application:
             make_units=lambda: list(
                 span_units(self.entries, ((i, 8) for i in range(len(self.entries))), _UNIT_ELEMENTS)
             ),
-            layout=mask_layout(self.entries, self.checkpoint.files),
+            layout=mask_layout(shapes, self.checkpoint.files),
             copied=self.checkpoint.others,
             replaces=replace,
             inputs=[self.masks.path],

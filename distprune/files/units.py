@@ -289,6 +289,7 @@ class Task:
 def prune_task(plan: Plan, *, replaces: bool = False) -> Task:
     """The files of the result of a plan, and the units that fill them."""
     entries, inputs = [tensor.entry for tensor in plan.tensors], plan.inputs
+    shapes = {entry.name: entry.shape for entry in entries}
     given = () if inputs.given is None else inputs.given.checkpoint.files
     written_last = [CARD_FILE] if plan.has_card else []
     written_last += [STATISTICS_FILE] if inputs.statistics is not None else []
@@ -297,7 +298,7 @@ def prune_task(plan: Plan, *, replaces: bool = False) -> Task:
         digest=plan.digest,
         tensors=entries,
         make_units=lambda: prune_units(plan),
-        layout=mask_layout(entries, plan.checkpoint.files) if plan.recipe.masks else None,
+        layout=mask_layout(shapes, plan.checkpoint.files) if plan.recipe.masks else None,
         copied=plan.copied,
         written_last=written_last,
         values=inputs.values,

@@ -209,8 +209,7 @@ class _Result:
         task = prune_task(self.plan)
         layout, self.entries, self.units = task.layout, task.tensors, task.units
         assert layout is not None  # the recipe has masks
-        shapes = {entry.name: entry.shape for entry in self.entries}
-        self.masks = MaskFile(str(folder / MASK_FILE), shapes, {}, layout.starts)
+        self.masks = MaskFile(str(folder / MASK_FILE), layout.shapes, {}, layout.starts)
         self.outputs = OpenFiles(os.O_RDONLY)
         self.num_bytes = self.num_pruned = 0
         self.found: dict[tuple[str, str], tuple[int, int]] = {}

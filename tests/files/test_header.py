@@ -59,7 +59,7 @@ BROKEN = {
     "no JSON": (encode(b"{'x': 1}"), "not valid JSON"),
     "latin": (encode(b'{"\xe9": 1}'), "not valid JSON"),
     "deep": (encode(b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}"), "nested too deeply"),
-    "long number": (encode(b'{"x":' + b"9" * 10_000 + b"}"), "too large"),
+    "long number": (encode(b'{"x":' + b"9" * 10_000 + b"}"), "4300 digits"),
     "NaN": (encode(b'{"x": NaN}'), "not JSON"),
     "surrogate": (encode(b'{"\\ud800": {}}'), "Unicode"),
     "twice, other range": (

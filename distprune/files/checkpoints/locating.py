@@ -447,26 +447,23 @@ def _read_index(
     if not isinstance(weight_map, dict) or not weight_map:
         problems.append(f"{name} has no weight_map, or an empty one.")
         return {}
-    good: dict[str, str] = {}
-    bad: set[str] = set()
-    for key, file in weight_map.items():
-        if _is_plain_name(file, suffixes):
-            good[key] = file
-        else:
-            bad.add(ascii(file)[:100])
+    # Many tensors name few files: each is looked at once.
+    files = {file for file in weight_map.values() if isinstance(file, str)}
+    plain = {file for file in files if _is_plain_name(file, suffixes)}
+    others = {ascii(file)[:100] for file in weight_map.values() if not isinstance(file, str)}
     problems += [
         f"{name}: {file} is not a plain name of a {suffixes[0][1:]} file in this folder."
-        for file in sorted(bad)
+        for file in sorted(others | {ascii(file)[:100] for file in files - plain})
     ]
-    missing = sorted({f for f in good.values() if not os.path.exists(os.path.join(folder, f))})
-    problems += [f"{file} is missing; {name} needs it." for file in missing]
-    return {key: file for key, file in good.items() if file not in missing}
+    missing = {file for file in plain if not os.path.exists(os.path.join(folder, file))}
+    problems += [f"{file} is missing; {name} needs it." for file in sorted(missing)]
+    present = plain - missing
+    return {k: file for k, file in weight_map.items() if isinstance(file, str) and file in present}
 
 
-def _is_plain_name(file: object, suffixes: tuple[str, ...]) -> bool:
+def _is_plain_name(file: str, suffixes: tuple[str, ...]) -> bool:
     return (
-        isinstance(file, str)
-        and file.endswith(suffixes)
+        file.endswith(suffixes)
         and not file.startswith(".")
         and not set(file) & set('/\\\0:*?"<>|')
         and file.isprintable()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from distprune._common import mask_bits
 from distprune._common.mask_bits import num_bytes_of
 from distprune.files.checkpoints.checkpoint import SIDECAR
 from distprune.files.checkpoints.header import (
-    TensorEntry,
     WeightFile,
     are_sizes,
     load_json,
@@ -38,11 +37,13 @@ class MaskLayout:
     """The layout of a mask file.
 
     Attributes:
+        shapes: of the tensors, by name.
         header: the first bytes of the file.
         starts: by name of a tensor, the first byte of its mask.
         size: the size of the file.
     """
 
+    shapes: Mapping[str, tuple[int, ...]]
     header: bytes
     starts: dict[str, int]
     size: int
@@ -62,7 +63,7 @@ class MaskFile:
     """
 
     path: str
-    shapes: dict[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
     header_crcs: dict[str, int]
     starts: dict[str, int]
     is_of_checkpoint: bool = True
@@ -70,7 +71,7 @@ class MaskFile:
 
 
 def mask_layout(
-    entries: Sequence[TensorEntry],
+    shapes: Mapping[str, tuple[int, ...]],
     files: Sequence[WeightFile],
     *,
     is_of_checkpoint: bool = False,
@@ -78,11 +79,10 @@ def mask_layout(
     """The layout of the masks of tensors, in this order.
 
     Args:
-        entries: the tensors.
+        shapes: of the tensors, by name.
         files: the weight files of the checkpoint; () if there is none.
         is_of_checkpoint: whether names are those of a checkpoint although ``files`` is empty.
     """
-    shapes = {entry.name: entry.shape for entry in entries}
     crcs = {file.name: file.header_crc for file in files}
     metadata = {
         "format": _FORMAT,
@@ -92,9 +92,9 @@ def mask_layout(
     }
     if is_of_checkpoint and not files:
         metadata["names"] = "checkpoint"
-    sizes = {entry.name: num_bytes_of(entry.numel) for entry in entries}
+    sizes = {name: num_bytes_of(math.prod(shape)) for name, shape in shapes.items()}
     header, starts = make_header({n: ("U8", [size], size) for n, size in sizes.items()}, metadata)
-    return MaskLayout(header, starts, len(header) + sum(sizes.values()))
+    return MaskLayout(shapes, header, starts, len(header) + sum(sizes.values()))
 
 
 def open_masks(folder: str | Path) -> MaskFile:
