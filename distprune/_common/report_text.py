@@ -16,45 +16,37 @@ class ParameterCounts(Protocol):
     def num_pruned(self) -> int: ...
 
 
-class _HasParameters(Protocol):
-    @property
-    def parameters(self) -> Sequence[ParameterCounts]: ...
+class CallReport:
+    """Totals over the ``parameters`` of a report, and what its call cost."""
 
-
-class _HasCost(Protocol):
-    @property
-    def num_ranks(self) -> int: ...
-
-    @property
-    def num_collectives(self) -> int: ...
+    parameters: Sequence[ParameterCounts]
+    num_ranks: int
+    num_collectives: int
+    bytes_sent: int
+    seconds: float
 
     @property
-    def bytes_sent(self) -> int: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-
-class Totals:
-    """Totals over the ``parameters`` of a report."""
-
-    @property
-    def num_elements(self: _HasParameters) -> int:
+    def num_elements(self) -> int:
         """Elements of all parameters."""
         return sum(entry.num_elements for entry in self.parameters)
 
     @property
-    def num_pruned(self: _HasParameters) -> int:
+    def num_pruned(self) -> int:
         """Pruned elements of all parameters."""
         return sum(entry.num_pruned for entry in self.parameters)
 
     @property
-    def sparsity(self: _HasParameters) -> float:
+    def sparsity(self) -> float:
         """Share of pruned elements over all parameters, in [0, 1]."""
-        return share(
-            sum(entry.num_pruned for entry in self.parameters),
-            sum(entry.num_elements for entry in self.parameters),
-        )
+        return share(self.num_pruned, self.num_elements)
+
+    def _cost(self) -> list[str]:
+        """Ranks, traffic and time of the call, for the last line of the report."""
+        return [
+            f"{self.num_ranks} rank{'s' if self.num_ranks != 1 else ''}",
+            f"{self.num_collectives} collectives, {self.bytes_sent:,} bytes per rank",
+            f"{self.seconds:.3g} s",
+        ]
 
 
 def listed(names: Iterable[str], most: int = 5, separator: str = ", ") -> str:
@@ -93,12 +85,3 @@ def table(
 
     rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
     return [line(heading), rule, *map(line, rows), rule, line(total)]
-
-
-def cost_facts(report: _HasCost) -> list[str]:
-    """Ranks, traffic and time of a call, for the last line of its report."""
-    return [
-        f"{report.num_ranks} rank{'s' if report.num_ranks != 1 else ''}",
-        f"{report.num_collectives} collectives, {report.bytes_sent:,} bytes per rank",
-        f"{report.seconds:.3g} s",
-    ]

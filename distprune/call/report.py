@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from distprune._common.amount import collapsed, is_nearly_empty
-from distprune._common.report_text import Totals, cost_facts, listed, share, table
+from distprune._common.report_text import CallReport, listed, share, table
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ParameterReport:
 
 
 @dataclass(frozen=True)
-class PruningReport(Totals):
+class PruningReport(CallReport):
     """What ``global_unstructured`` did. ``print`` it on one rank; it is the same on all.
 
     Attributes:
@@ -134,7 +134,7 @@ class PruningReport(Totals):
         return json.dumps(data, allow_nan=False, **options)
 
     def __str__(self) -> str:
-        lines = [*self._table(), "; ".join([*self._facts(), *cost_facts(self)])]
+        lines = [*self._table(), "; ".join([*self._facts(), *self._cost()])]
         if self.no_sparse_layout is not None:
             lines.append(self._sparse_layout_text())
         if self.collapsed:
@@ -322,7 +322,7 @@ class MaskUpdate:
 
 
 @dataclass(frozen=True)
-class MaskUpdateReport(Totals):
+class MaskUpdateReport(CallReport):
     """What ``set_masks`` did. ``print`` it on one rank; it is the same on all.
 
     Attributes:
@@ -358,7 +358,7 @@ class MaskUpdateReport(Totals):
             _counts("grown", [entry.num_grown for entry in entries]),
             _sparsities(entries, self.sparsity),
         ]
-        return "\n".join([*_table(columns), "; ".join(cost_facts(self))])
+        return "\n".join([*_table(columns), "; ".join(self._cost())])
 
 
 def _plain(value: Any, *properties: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from distprune._common.report_text import cost_facts, table
+from distprune._common.report_text import CallReport, table
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ReconstructedParameter:
 
 
 @dataclass(frozen=True)
-class ReconstructionReport:
+class ReconstructionReport(CallReport):
     """What ``reconstruct`` did. ``print`` it on one rank; it is the same on all.
 
     Attributes:
@@ -74,5 +74,5 @@ class ReconstructionReport:
             rows,
             ["mean", "", f"{before:.4g}", f"{after:.4g}"],
         )
-        facts = [f"least squares, {self.steps} steps, damping {self.damping:g}", *cost_facts(self)]
+        facts = [f"least squares, {self.steps} steps, damping {self.damping:g}", *self._cost()]
         return "\n".join([*lines, "; ".join(facts)])

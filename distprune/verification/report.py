@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distprune._common.collectives import Communicator
-from distprune._common.report_text import Totals, cost_facts, share, table
+from distprune._common.report_text import CallReport, share, table
 from distprune.shards.checksum import of_shard, replicas_agree
 from distprune.shards.shard import LocalShard
 from distprune.verification.inspecting import LocalEntry
@@ -46,7 +46,7 @@ class VerifiedParameter:
 
 
 @dataclass(frozen=True)
-class VerificationReport(Totals):
+class VerificationReport(CallReport):
     """What ``verify`` found. The same on every rank except for ``seconds``: print it on one.
 
     Attributes:
@@ -116,7 +116,7 @@ class VerificationReport(Totals):
         return "\n".join(
             [
                 *table(heading, rows, total, left_columns=(0, len(heading) - 1)),
-                "; ".join([verdict, *cost_facts(self)]),
+                "; ".join([verdict, *self._cost()]),
                 *(f"- {text}" for text in self.all_problems),
                 *self._recomputation(),
             ]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from distprune._common.report_text import Totals, cost_facts, share, table
+from distprune._common.report_text import CallReport, share, table
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Report(Totals):
+class Report(CallReport):
     parameters: tuple[Entry, ...]
     num_ranks: int = 1
     num_collectives: int = 3
@@ -41,10 +41,10 @@ def test_numbers_are_aligned_on_the_right_and_names_on_the_left():
     ]
 
 
-def test_cost_facts():
-    assert cost_facts(Report(())) == [
+def test_cost():
+    assert Report(())._cost() == [
         "1 rank",
         "3 collectives, 12,345 bytes per rank",
         "0.0123 s",
     ]
-    assert cost_facts(Report((), num_ranks=2))[0] == "2 ranks"
+    assert Report((), num_ranks=2)._cost()[0] == "2 ranks"
