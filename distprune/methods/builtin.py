@@ -14,9 +14,10 @@ from distprune._common.pruned_form import local_tensor, mask_key
 from distprune.call.request import Decision, LocalMasks, PruningCall
 from distprune.masks.checks import check_binary
 from distprune.masks.hook import find_hook
-from distprune.methods import mask_functions, ranking
+from distprune.methods import ranking
 from distprune.methods.base import BasePruningMethod, PruningContainer, joined
 from distprune.selection.keys import Order
+from distprune.shards.reader import local_part, whole_checksum
 
 
 class Identity(BasePruningMethod):
@@ -233,7 +234,7 @@ class CustomFromMask(BasePruningMethod):
                 check_binary(local_tensor(self.mask), shard.name)
 
         call.communicator.run(check)
-        return mask_functions.fixed_mask_decision(call, self.mask)
+        return fixed_mask_decision(call, self.mask)
 
     @classmethod
     def apply(cls, module: nn.Module, name: str, mask: Tensor) -> BasePruningMethod:  # type: ignore[override]
@@ -267,3 +268,19 @@ _BUILT_IN: dict[type[BasePruningMethod], Callable[..., Tensor]] = {
     RandomUnstructured: RandomUnstructured.compute_mask,
     _Ranked: _Ranked.compute_mask,
 }
+
+
+def fixed_mask_decision(call: PruningCall, whole: Tensor) -> Decision:
+    """Prune one parameter where a mask is 0; values other than 0 and 1 are multiplied in."""
+    shard = call.shards[0]
+
+    def digest_of(part: Tensor) -> list[tuple[str, str]]:
+        # Every rank slices its own copy of a whole mask: they have to be the same one.
+        return [("checksum of the mask", whole_checksum(whole != 0, shard))]
+
+    part = call.communicator.run(lambda: local_part(shard.name, "mask", whole, shard), digest_of)
+
+    def prune(position: int, mask: Tensor) -> None:
+        mask.mul_(part.to(mask.dtype))
+
+    return Decision(lambda: call.changed_masks(prune))

@@ -18,10 +18,10 @@ from distprune.methods.channels import (
     ChannelRows,
     ChannelSlice,
     count_live_of_channels,
+    cut_channels,
     joint_norms,
     masks_without,
 )
-from distprune.methods.global_channels import cut_channels
 from distprune.methods.ranking import zero_lowest
 from distprune.selection.keys import Order
 from distprune.shards.shard import LocalShard

@@ -18,7 +18,7 @@ import distprune
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.shards.reader import ShardReader
 from distprune.verification import measuring
-from distprune.verification.measuring import Reading
+from distprune.verification.inspecting import Reading
 from helpers.rehearsal import as_on_device
 
 FEW, MANY = 10, 20
