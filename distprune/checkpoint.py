@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -160,20 +160,19 @@ def load(
     communicator = world(group)
     reader = storage_reader or FileSystemReader(checkpoint_id)
 
-    def read_contents() -> _Contents:
+    def read_contents() -> tuple[list[str], list[str], bool]:
         contents = _contents_for(model, reader, unmasked)
         if communicator.index == 0:
-            check_masks_of_ties(model, contents.keys, reader)
+            check_masks_of_ties(model, contents[0], reader)
         return contents
 
-    contents = communicator.run(
+    keys, dense, has_records = communicator.run(
         read_contents,
         lambda contents: [
-            ("keys of the checkpoint", ", ".join(sorted(contents.keys))),
+            ("keys of the checkpoint", ", ".join(sorted(contents[0]))),
             ("unmasked", unmasked),
         ],
     )
-    keys, dense, has_records = contents
     check_writable(model, group=group)
     prepare_for_load(model, keys, group=group)
 
@@ -203,22 +202,15 @@ def load(
     put_records(model, records)
 
 
-class _Contents(NamedTuple):
-    """What a checkpoint has, for a model.
+def _contents_for(
+    model: nn.Module, reader: StorageReader, unmasked: Unmasked
+) -> tuple[list[str], list[str], bool]:
+    """Read what a checkpoint has; raises a ValueError if ``unmasked`` does not allow it.
 
-    Attributes:
-        keys: of the model's state dict.
-        dense: parameters that are pruned in the model and dense in the checkpoint.
-        has_records: whether the records of the masks were saved.
+    Returns:
+        The keys of the model's state dict; the parameters that are pruned in the model and dense in
+        the checkpoint; and whether the records of the masks were saved.
     """
-
-    keys: list[str]
-    dense: list[str]
-    has_records: bool
-
-
-def _contents_for(model: nn.Module, reader: StorageReader, unmasked: Unmasked) -> _Contents:
-    """Read what a checkpoint has; raises a ValueError if ``unmasked`` does not allow it."""
     if unmasked not in ("error", "keep", "ones"):
         raise ValueError(f"unmasked={unmasked!r}; expected 'error', 'keep' or 'ones'.")
     entries = reader.read_metadata().state_dict_metadata
@@ -231,7 +223,7 @@ def _contents_for(model: nn.Module, reader: StorageReader, unmasked: Unmasked) -
             "both pruned or both dense. Pass unmasked='keep' to put the masks in force on the "
             "loaded weights, unmasked='ones' to start unpruned, or remove() the pruning first."
         )
-    return _Contents(keys, dense, _RECORDS in entries)
+    return keys, dense, _RECORDS in entries
 
 
 def prepare_for_load(
@@ -344,11 +336,6 @@ def to_be_masked(model: nn.Module, keys: Iterable[str]) -> list[NamedParameter]:
         if fresh:
             pairs.append(fresh[0].with_places(fresh))
     return pairs
-
-
-def tied_names(model: nn.Module) -> list[list[str]]:
-    """The full names of every tied parameter, free of ``_orig``, in the model's order."""
-    return [[place.fqn for place in places] for places in _by_parameter(model) if len(places) > 1]
 
 
 def check_masks_of_ties(model: nn.Module, keys: Iterable[str], reader: StorageReader) -> None:
@@ -498,8 +485,8 @@ def _write_pretrained(
 ) -> None:
     folded = fold(state)
     # Tied ones were gathered, and folded, one by one; as one tensor they are written once.
-    for first, *others in tied_names(model):
-        folded.update({name: folded[first] for name in others if name in folded})
+    for first, *others in _by_parameter(model):
+        folded.update({each.fqn: folded[first.fqn] for each in others if each.fqn in folded})
     # By this transformers would shard and gather once more, on every rank.
     of_config = vars(saved.config)
     sharding = {k: of_config.pop(k) for k in ("distributed_config",) if k in of_config}

@@ -24,7 +24,7 @@ from distprune.api.global_mask import global_mask
 from distprune.call.report import MaskUpdateReport
 from distprune.call.request import ParameterArguments
 from distprune.call.run import count_live
-from distprune.masks.hook import find_hook, named_hooks
+from distprune.masks.hook import find_hook, pruned_parameters
 from distprune.shards.gradients import available_gradient, local_gradient
 from distprune.shards.reader import ShardReader
 from distprune.torch_private import masked_value
@@ -221,8 +221,7 @@ def _pruned_places(parameters: nn.Module | Iterable[tuple[nn.Module, str]]) -> P
     expected = "a model, or (module, name) pairs as select(model) lists them"
     given: Places = []
     if isinstance(parameters, nn.Module):
-        modules = dict(parameters.named_modules())
-        given = [(modules[path], name) for path, name, _ in named_hooks(parameters)]
+        given = [(module, hook._tensor_name) for _, module, hook in pruned_parameters(parameters)]
     elif isinstance(parameters, Iterable):
         for position, pair in enumerate(parameters):
             given.append(checked_pair(pair, f"parameters[{position}]", expected))

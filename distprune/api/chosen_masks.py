@@ -171,9 +171,7 @@ def set_masks(
 
     report = prune_parameters(make_arguments, world(group))
     with torch.inference_mode(False):
-        for replaced in method.replaced:
-            replaced.apply()
-            replaced.refresh()
+        method.change_values()
     return MaskUpdateReport(
         tuple(
             MaskUpdate(p.name, p.num_elements, p.num_pruned, num_grown, num_dropped)
@@ -194,7 +192,10 @@ class _GivenMasks:
         pairs: the caller's.
         optimizer, state, grown: as for :func:`set_masks`.
         counts: the numbers of (grown, dropped) elements of every parameter, once it has decided ...
-        replaced: ... and what is to be done on this rank when the masks are attached.
+        zeroed: ... and what is to be done on this rank when the masks are attached: tensors, N-d
+            views, and where they become zero, ...
+        forgotten: ... the states that the optimizer forgets ...
+        places: ... and every (module, name) of the parameters that changed.
     """
 
     pairs: Sequence[Pair]
@@ -202,7 +203,9 @@ class _GivenMasks:
     state: str
     grown: str
     counts: list[tuple[int, int]] = field(default_factory=list)
-    replaced: list[_Replaced] = field(default_factory=list)
+    zeroed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    forgotten: list[_OptimizerState] = field(default_factory=list)
+    places: list[Pair] = field(default_factory=list)
 
     # The masks stand for the scores: those of replicas are compared.
     READS_VALUES = True
@@ -230,46 +233,49 @@ class _GivenMasks:
         self.counts = [(grown, dropped) for grown, dropped in shared.view(-1, 2).tolist()]
 
         def finish() -> LocalMasks:
-            self.replaced = self._prepare(call.shards, changes)
+            self._prepare(call.shards, changes)
             return LocalMasks(masks, [dropped - grown for grown, dropped in rows])
 
         return Decision(finish)
 
     def _prepare(
         self, shards: Sequence[LocalShard], changes: Sequence[tuple[Tensor, Tensor]]
-    ) -> list[_Replaced]:
+    ) -> None:
         """Local: everything that may fail, before a mask is attached."""
         reader = ShardReader()
         places: dict[Hashable, list[Pair]] = {}
         for pair in self.pairs:
             identity, _ = reader.identity(unwrap(pair[0]), pair[1])
             places.setdefault(identity, []).extend(tied_places(pair))
-        prepared = []
         for shard, (has_grown, dropped), counts in zip(shards, changes, self.counts, strict=True):
-            of_shard = places.get(shard.key)
-            if of_shard is None or not any(counts):
+            if shard.key not in places or not any(counts):
                 continue
-            kept_state = None
-            if self.optimizer is not None and self.state != "keep":
-                kept_state = _OptimizerState(self.optimizer, shard)
-                if self.state == "reset" and kept_state.is_shared:
-                    raise NotImplementedError(
-                        f"{shard.name}: FSDP1 without use_orig_params has one optimizer state for "
-                        "all parameters of a wrapped module, so state='reset' would reset "
-                        "others too; expected state='zero', or use_orig_params=True."
-                    )
-            is_zero = kept_state is not None and self.state == "zero"
-            prepared.append(
-                _Replaced(
-                    of_shard,
-                    shard.values,
-                    has_grown if self.grown == "zero" else None,
-                    kept_state.tensors() if kept_state is not None and is_zero else (),
-                    has_grown | dropped if is_zero else None,
-                    kept_state if self.state == "reset" else None,
+            self.places += places[shard.key]
+            if self.grown == "zero":
+                self.zeroed.append((shard.values, has_grown))
+            if self.optimizer is None or self.state == "keep":
+                continue
+            state = _OptimizerState(self.optimizer, shard)
+            if self.state == "zero":
+                changed = has_grown | dropped
+                self.zeroed += [(tensor, changed) for tensor in state.tensors()]
+            elif state.is_shared:
+                raise NotImplementedError(
+                    f"{shard.name}: FSDP1 without use_orig_params has one optimizer state for "
+                    "all parameters of a wrapped module, so state='reset' would reset "
+                    "others too; expected state='zero', or use_orig_params=True."
                 )
-            )
-        return prepared
+            else:
+                self.forgotten.append(state)
+
+    def change_values(self) -> None:
+        """Make the changes, in place; nothing here can fail for want of memory."""
+        with torch.no_grad():
+            for tensor, where in self.zeroed:
+                tensor.masked_fill_(where.to(tensor.device), 0)
+        for state in self.forgotten:
+            state.reset()
+        refresh_products(self.places)
 
 
 def _by_pair(pairs: Sequence[Pair], masks: Any) -> dict[Pair, Tensor]:
@@ -364,42 +370,6 @@ class _OptimizerState:
     def reset(self) -> None:
         """Forget everything: the next step begins as the first one does."""
         self._optimizer.state.pop(self._tensor, None)
-
-
-@dataclass(frozen=True)
-class _Replaced:
-    """The changes of one parameter on this rank, prepared before its mask is replaced.
-
-    Attributes:
-        places: every (module, name) of the parameter.
-        values: this rank's part, N-d, a view of the unmasked parameter.
-        zeroed: bool, like the values: the elements to set to zero; None: none.
-        states: views of the optimizer's state, like the values.
-        changed: bool, like the values: where the states are set to zero; None: nowhere.
-        reset: the state to forget altogether; None: none.
-    """
-
-    places: Sequence[tuple[nn.Module, str]]
-    values: Tensor
-    zeroed: Tensor | None
-    states: Sequence[Tensor]
-    changed: Tensor | None
-    reset: _OptimizerState | None
-
-    def apply(self) -> None:
-        """Make the changes, in place; nothing here can fail for want of memory."""
-        with torch.no_grad():
-            if self.zeroed is not None:
-                self.values.masked_fill_(self.zeroed, 0)
-            if self.changed is not None:
-                for state in self.states:
-                    state.masked_fill_(self.changed.to(state.device), 0)
-        if self.reset is not None:
-            self.reset.reset()
-
-    def refresh(self) -> None:
-        """Compute ``mask * weight_orig`` anew where a module keeps it."""
-        refresh_products(self.places)
 
 
 _CHUNK = 1 << 22  # elements
