@@ -6,13 +6,21 @@ Its parameter groups have budgets and bounds of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from distprune._common.amount import FLOOR, Bounded, Bounds, SparsityBound, resolve_count, to_bounds
+from distprune._common.amount import (
+    FLOOR,
+    Amount,
+    Bounded,
+    Bounds,
+    SparsityBound,
+    resolve_count,
+    to_bounds,
+)
 from distprune._common.blocks import Scope
 from distprune._common.collectives import Communicator
 from distprune._common.exact_sums import Normalization, check_normalization
@@ -22,7 +30,7 @@ from distprune._common.schedules import Schedule
 from distprune.api.global_unstructured import global_arguments
 from distprune.api.local import remove
 from distprune.budgets import BudgetLike, to_budget
-from distprune.budgets.base import Budget, Sparsities
+from distprune.budgets.base import Sparsities
 from distprune.call.grouping import InputDims, to_pattern, to_rule
 from distprune.call.importance_scores import without_others
 from distprune.call.report import ParameterReport, PruningReport, warn_of_collapse
@@ -319,22 +327,10 @@ class ScheduledPruner:
             group.target = target
             return None
         is_growing = group.is_growing(target, entries)
-        min_sparsity, max_sparsity = group.bounds_now(is_growing)
+        bounds = group.bounds_now(is_growing)
         scores = self._scores(position, communicator)
         report = prune_parameters(
-            lambda: global_arguments(
-                group.parameters,
-                group.pruning_method,
-                scores,
-                amount=count,
-                pipeline_parallel=self._is_pipeline_parallel,
-                normalize=group.normalize,
-                budget=group.budget,
-                min_sparsity=min_sparsity,
-                max_sparsity=max_sparsity,
-            ),
-            communicator,
-            reused,
+            lambda: group.arguments(scores, count, bounds), communicator, reused
         )
         group.target = target
         if not is_growing:
@@ -348,17 +344,7 @@ class ScheduledPruner:
         """Give every layer, row or group of a pattern the target; None if none loses an element."""
 
         def make_arguments() -> PruningArguments:
-            arguments = global_arguments(
-                group.parameters,
-                group.pruning_method,
-                scores,
-                amount=float(target) if group.has_share else None,
-                pipeline_parallel=self._is_pipeline_parallel,
-                normalize=group.normalize,
-                scope=group.scope,
-                pattern=group.pattern,
-                input_dims=group.input_dims,
-            )
+            arguments = group.arguments(scores, float(target) if group.has_share else None)
             assert isinstance(arguments.share, InGroups)
             rule = replace(arguments.share.rule, sparsity=float(target))
             share = replace(arguments.share, rule=rule)
@@ -382,6 +368,7 @@ class ScheduledPruner:
         return without_others(scores, mine, others)
 
 
+@dataclass(eq=False)
 class Group:
     """Parameters that share a budget.
 
@@ -392,53 +379,47 @@ class Group:
         budget, scope, pattern, input_dims: as there.
 
     Attributes:
-        names: per pair, the full name, or the parameter's name and position if that is unknown.
         target: the present sparsity target, a share of all elements.
+        names: per pair, the full name, or the parameter's name and position if that is unknown.
+        blocks: the pattern, parsed.
 
     Raises:
         ValueError: bounds that the end of the schedule cannot meet; a budget that does not fit the
             parameters.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[Pair],
-        schedule: Schedule,
-        pruning_method: type[BasePruningMethod],
-        min_sparsity: SparsityBound | None,
-        max_sparsity: SparsityBound | None,
-        pipeline_parallel: bool = False,
-        normalize: Normalization | None = None,
-        budget: BudgetLike | None = None,
-        scope: Scope = "global",
-        pattern: str | None = None,
-        input_dims: InputDims | None = None,
-    ) -> None:
-        check_normalization(normalize)
-        self.scope: Scope = scope
-        self.pattern = None if pattern is None else to_pattern(pattern)
-        self.input_dims = input_dims
-        self.schedule = schedule
+    parameters: Sequence[Pair]
+    schedule: Schedule
+    pruning_method: type[BasePruningMethod]
+    min_sparsity: SparsityBound | None
+    max_sparsity: SparsityBound | None
+    pipeline_parallel: bool
+    normalize: Normalization | None
+    budget: BudgetLike | None
+    scope: Scope
+    pattern: str | None
+    input_dims: InputDims | None
+    target: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        check_normalization(self.normalize)
+        self.blocks = None if self.pattern is None else to_pattern(self.pattern)
         self._check_scope()
-        if not self.is_global and (
-            budget is not None or min_sparsity is not None or max_sparsity is not None
-        ):
+        divides = not (self.budget is self.min_sparsity is self.max_sparsity is None)
+        if divides and not self.is_global:
             raise ValueError(
-                f"scope={scope!r}, pattern={pattern!r} beside a budget or bounds; expected one of "
-                "them: each decides how much of every parameter is pruned."
+                f"scope={self.scope!r}, pattern={self.pattern!r} beside a budget or bounds; "
+                "expected one of them: each decides how much of every parameter is pruned."
             )
-        self.budget = _scheduled(to_budget(budget))
-        self.parameters = parameters
-        self.normalize: Normalization | None = normalize
-        self._limits = (min_sparsity, max_sparsity)
-        self._is_joined = pipeline_parallel
-        self.pruning_method = pruning_method
-        self.target = 0.0
-        self.names = [label_of(pair, position) for position, pair in enumerate(parameters)]
+        budget = to_budget(self.budget)
+        if isinstance(budget, Sparsities):  # the schedule gives the total: only ratios matter
+            budget = Sparsities(budget.sparsities, relative=True)
+        self._budget = budget
+        self.names = [label_of(pair, position) for position, pair in enumerate(self.parameters)]
         self._sizes: list[int] = []
         self._keys: list[Any] = []
         self._bounds: Bounds | None = None
-        if not pipeline_parallel:
+        if not self.pipeline_parallel:
             self._settle(self._bounded())
 
     def join_stages(self, entries: Sequence[ParameterReport]) -> None:
@@ -447,7 +428,7 @@ class Group:
         Raises:
             ValueError: bounds that the end of the schedule cannot meet.
         """
-        if self._is_joined:
+        if self.pipeline_parallel:
             self._settle(
                 [Bounded(entry.name, (entry.name,), entry.num_elements) for entry in entries]
             )
@@ -455,9 +436,9 @@ class Group:
     def _settle(self, bounded: Sequence[Bounded]) -> None:
         self._sizes = [parameter.num_elements for parameter in bounded]
         self._keys = [parameter.keys[-1] for parameter in bounded]
-        self._bounds = to_bounds(bounded, *self._limits)
-        if self.budget is not None:
-            self.budget.divide(bounded)  # raises if it does not fit
+        self._bounds = to_bounds(bounded, self.min_sparsity, self.max_sparsity)
+        if self._budget is not None:
+            self._budget.divide(bounded)  # raises if it does not fit
         self._check_end()
 
     def _bounded(self) -> list[Bounded]:
@@ -503,7 +484,7 @@ class Group:
     @property
     def has_share(self) -> bool:
         """Whether the target is the amount of a pruning: a pattern N:M has none."""
-        return self.pattern is None or self.pattern.tile is not None
+        return self.blocks is None or self.blocks.tile is not None
 
     def is_growing(self, target: float, entries: Sequence[ParameterReport]) -> bool:
         """Whether a target is smaller than the sum of the floors, but may still grow.
@@ -521,16 +502,38 @@ class Group:
     def bounds_now(self, is_growing: bool) -> tuple[SparsityBound | None, SparsityBound | None]:
         """The floors and ceilings of the next pruning; while it is growing, floors are ceilings."""
         if not is_growing or self._bounds is None:
-            return self._limits
+            return self.min_sparsity, self.max_sparsity
         counts = zip(self._keys, self._bounds.lowest, self._sizes, strict=True)
         return None, {key: Fraction(count, size) for key, count, size in counts if size}
+
+    def arguments(
+        self,
+        scores: Scores | None,
+        amount: Amount | None,
+        bounds: tuple[SparsityBound | None, SparsityBound | None] = (None, None),
+    ) -> PruningArguments:
+        """The arguments of a pruning of the group, as ``global_unstructured`` makes them."""
+        return global_arguments(
+            self.parameters,
+            self.pruning_method,
+            scores,
+            amount=amount,
+            budget=self._budget,
+            min_sparsity=bounds[0],
+            max_sparsity=bounds[1],
+            pipeline_parallel=self.pipeline_parallel,
+            normalize=self.normalize,
+            scope=self.scope,
+            pattern=self.blocks,
+            input_dims=self.input_dims,
+        )
 
     def to_state(self) -> dict[str, Any]:
         """The group's schedule, parameters and target, as plain Python values."""
         return {
             "schedule": repr(self.schedule),
             # Under pipeline_parallel the ranks have different ones, and one state is saved.
-            "parameters": [] if self._is_joined else list(self.names),
+            "parameters": [] if self.pipeline_parallel else list(self.names),
             "sparsity": self.target,
         }
 
@@ -540,14 +543,14 @@ class Group:
 
     def _check_scope(self) -> None:
         """Raise ValueError for a scope that is none, or a pattern that the schedule cannot meet."""
-        rule = to_rule(self.scope, self.pattern, 0.0 if self.has_share else None)
+        rule = to_rule(self.scope, self.blocks, 0.0 if self.has_share else None)
         end = self.schedule.ends_at
         if rule is None or rule.kept_of is None or end is None:
             return
         n, m = rule.kept_of
         if resolve_count(float(end), m) != m - n:
             raise ValueError(
-                f"{self.schedule} ends at a sparsity of {end}, and pattern={self.pattern!r} prunes "
+                f"{self.schedule} ends at a sparsity of {end}, and pattern={self.blocks!r} prunes "
                 f"{m - n} of {m}; expected a schedule that ends at {(m - n) / m:.4g}."
             )
 
@@ -615,13 +618,6 @@ def _make_group(position: int, entry: Any, defaults: Mapping[str, Any]) -> Group
             f"parameters[{position}] has no parameters; expected at least one (module, name) pair."
         )
     return Group(**values)
-
-
-def _scheduled(budget: Budget | None) -> Budget | None:
-    """A budget for any total: the schedule gives it, so of given sparsities only ratios matter."""
-    if isinstance(budget, Sparsities):
-        return Sparsities(budget.sparsities, relative=True)
-    return budget
 
 
 def with_floors(report: PruningReport) -> PruningReport:
