@@ -12,13 +12,13 @@ import numbers
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distprune._common.amount import Amount, checked_count
+from distprune._common.amount import Amount
 from distprune._common.mask_values import zero_pruned
 from distprune._common.memory import INTEGERS
 from distprune._common.naming import NamedParameter, unwrap
@@ -36,15 +36,7 @@ from distprune.shards.checksum import checksums
 from distprune.shards.reader import ShardReader, is_sharded
 
 
-class ComputesMask(Protocol):
-    """What is needed of a pruning method; a structured one has ``dim``, too."""
-
-    PRUNING_TYPE: Any
-
-    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor: ...
-
-
-def combined_mask(method: ComputesMask, t: Tensor, mask: Tensor) -> Tensor:
+def combined_mask(method: BasePruningMethod, t: Tensor, mask: Tensor) -> Tensor:
     """A method's mask on what an earlier mask leaves, and zeros elsewhere; dtype of ``t``."""
     new_mask = mask.to(dtype=t.dtype, copy=True)
     kind = method.PRUNING_TYPE
@@ -414,12 +406,11 @@ def _scoring(method: BasePruningMethod) -> tuple[Amount, Callable[[Tensor], Tens
 def _mask_from_scores(self: BasePruningMethod, t: Tensor, default_mask: Tensor) -> Tensor:
     """``compute_mask`` of a method with ``DISTRIBUTED = "scores"`` that has none of its own."""
     amount, compute_scores = _scoring(self)
-    k = checked_count(amount, t.nelement())
-    mask = default_mask.clone(memory_format=torch.contiguous_format)
-    if k:
-        scores = compute_scores(t.reshape(-1)).view(t.shape)
-        ranking.zero_lowest(mask, scores, k, Order.ASCENDING)
-    return mask
+
+    def score(t: Tensor) -> Tensor:
+        return compute_scores(t.reshape(-1)).view(t.shape)
+
+    return ranking.without_lowest(t, default_mask, amount, Order.ASCENDING, score)
 
 
 def _first_sharded(call: PruningCall) -> str:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from distprune._common.amount import Amount, checked_count, validate_amount
+from distprune._common.amount import Amount, validate_amount
 from distprune._common.process_groups import is_distributed
 from distprune._common.pruned_form import local_tensor, mask_key
 from distprune.call.request import Decision, LocalMasks, PruningCall
@@ -64,11 +64,9 @@ class RandomUnstructured(BasePruningMethod):
 
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
         """Zero the elements of ``k`` largest random numbers."""
-        k = checked_count(self.amount, t.nelement())
-        mask = default_mask.clone(memory_format=torch.contiguous_format)
-        if k:
-            ranking.zero_lowest(mask, torch.rand_like(t), k, Order.DESCENDING)
-        return mask
+        return ranking.without_lowest(
+            t, default_mask, self.amount, Order.DESCENDING, torch.rand_like
+        )
 
     def decide(self, call: PruningCall) -> Decision:
         # Torch's own numbers go with torch's own arguments.
@@ -99,11 +97,7 @@ class _Ranked(BasePruningMethod):
 
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
         """Zero the ``k`` elements of ``t`` that come first; NaN rank last, as in torch."""
-        k = checked_count(self.amount, t.nelement())
-        mask = default_mask.clone(memory_format=torch.contiguous_format)
-        if k:
-            ranking.zero_lowest(mask, t, k, self.RANKING.order)
-        return mask
+        return ranking.without_lowest(t, default_mask, self.amount, self.RANKING.order)
 
     def decide(self, call: PruningCall) -> Decision:
         if type(self).compute_mask is not _BUILT_IN[_Ranked]:
