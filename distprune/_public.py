@@ -42,18 +42,18 @@ from distprune.call.semi_structured import SemiStructuredParameter as SemiStruct
 from distprune.call.semi_structured import SemiStructuredReport as SemiStructuredReport
 from distprune.call.semi_structured import is_semi_structured as is_semi_structured
 from distprune.dynamic import dense_gradients as dense_gradients
-from distprune.methods import structured
+from distprune.methods import builtin
 from distprune.methods.base import BasePruningMethod as BasePruningMethod
 from distprune.methods.base import PruningContainer as PruningContainer
 from distprune.methods.builtin import CustomFromMask as CustomFromMask
 from distprune.methods.builtin import Identity as Identity
 from distprune.methods.builtin import L1Unstructured as L1Unstructured
+from distprune.methods.builtin import LnStructured as LnStructured
 from distprune.methods.builtin import LowestScore as LowestScore
+from distprune.methods.builtin import RandomStructured as RandomStructured
 from distprune.methods.builtin import RandomUnstructured as RandomUnstructured
 from distprune.methods.channels import ChannelGroup as ChannelGroup
 from distprune.methods.channels import ChannelPart as ChannelPart
-from distprune.methods.structured import LnStructured as LnStructured
-from distprune.methods.structured import RandomStructured as RandomStructured
 from distprune.reconstruction.reconstructing import reconstruct as reconstruct
 from distprune.reconstruction.report import ReconstructedParameter as ReconstructedParameter
 from distprune.reconstruction.report import ReconstructionReport as ReconstructionReport
@@ -64,9 +64,9 @@ from distprune.verification.report import VerifiedParameter as VerifiedParameter
 from distprune.verification.verifying import verify as verify
 
 # Private in torch.nn.utils.prune, but programs call them.
-_compute_norm = structured.compute_norm
+_compute_norm = builtin.compute_norm
 _compute_nparams_toprune = amount.resolve_count
 _validate_pruning_amount = amount.validate_count
 _validate_pruning_amount_init = amount.validate_amount
-_validate_pruning_dim = structured.validate_dim
-_validate_structured_pruning = structured.validate_channels
+_validate_pruning_dim = builtin.validate_dim
+_validate_structured_pruning = builtin.validate_channels

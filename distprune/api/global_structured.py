@@ -34,7 +34,7 @@ from distprune.call.report import ChannelGroupReport, StructuredReport
 from distprune.call.request import Decision, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters
 from distprune.methods.base import describe_argument
-from distprune.methods.builtin import hook_for_chosen_mask
+from distprune.methods.builtin import hook_for_chosen_mask, norm_order
 from distprune.methods.channels import (
     ChannelCut,
     ChannelGroup,
@@ -49,7 +49,6 @@ from distprune.methods.channels import (
     masks_without,
     normalized,
 )
-from distprune.methods.structured import norm_order
 from distprune.shards.parameters import Scores
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
