@@ -421,22 +421,14 @@ class Items:
     Attributes:
         keys: the keys of the caller's mapping, or positions in the sequence.
         targets: this rank's parts; the "mask in force" of a shard are its candidates.
-        labels: the group of each tensor.
+        members: by group, the positions of its tensors.
         counts: how many elements of each group are to be selected.
     """
 
     keys: list[Hashable]
     targets: list[Target]
-    labels: list[Hashable]
+    members: dict[Hashable, list[int]]
     counts: dict[Hashable, int]
-
-    @property
-    def members(self) -> dict[Hashable, list[int]]:
-        """By group, the positions of its tensors."""
-        members: dict[Hashable, list[int]] = {label: [] for label in self.counts}
-        for position, label in enumerate(self.labels):
-            members[label].append(position)
-        return members
 
     def facts(self, *, pipeline_parallel: bool) -> list[Fact]:
         """What must be equal on all ranks; of a pipeline, they have different tensors."""
@@ -463,7 +455,7 @@ def read_items(
         _check_pipeline(named, k, groups)
     keys = list(named)
     like = partial(_like, keys=keys, is_mapping=isinstance(tensors, Mapping))
-    labels, counts = _groups(keys, k, groups, like)
+    members, counts = _groups(keys, k, groups, like)
     ranked = {} if scores is None or scores is RANDOM else like("scores", scores)
     competing = {} if candidates is None else like("candidates", candidates)
     reader = ShardReader(communicator.index, communicator.size)
@@ -487,7 +479,7 @@ def read_items(
             about += f", candidates: {about_mask}"
         targets.append(Target(label, (), False, shard, part, about))
     check_ranks([target.shard for target in targets], set(communicator.ranks))
-    return Items(keys, targets, labels, counts)
+    return Items(keys, targets, members, counts)
 
 
 def start_of(start: GlobalMask[Any] | MaskStart | None) -> MaskStart:
@@ -566,10 +558,10 @@ def _like(
 
 def _groups(
     keys: list[Hashable], k: Any, groups: Any, like: Callable[[str, Any], dict[Hashable, Any]]
-) -> tuple[list[Hashable], dict[Hashable, int]]:
-    """The label of every tensor's group, and the count of each group."""
+) -> tuple[dict[Hashable, list[int]], dict[Hashable, int]]:
+    """By group, the positions of its tensors, and its count."""
     if groups is None and isinstance(k, numbers.Integral):
-        return [None] * len(keys), {None: _checked_k(k, "k")}
+        return {None: list(range(len(keys)))}, {None: _checked_k(k, "k")}
     if groups is None:
         counts = like("k", k)
         missing = [key for key in keys if key not in counts]
@@ -589,14 +581,16 @@ def _groups(
             f"{'k' if groups is None else 'groups'} has nothing for {missing[0]!r}; expected an "
             "entry for every tensor."
         )
-    present = dict.fromkeys(labels)
-    if set(counts) != set(present):
-        different = next(iter(set(counts) ^ set(present)))
+    members: dict[Hashable, list[int]] = {label: [] for label in labels}
+    for position, label in enumerate(labels):
+        members[label].append(position)
+    if counts.keys() != members.keys():
+        different = next(iter(counts.keys() ^ members.keys()))
         raise ValueError(
             f"k has a count for the groups {list(counts)[:5]}, and the tensors have the groups "
-            f"{list(present)[:5]}; expected the same ({different!r} is in one of them only)."
+            f"{list(members)[:5]}; expected the same ({different!r} is in one of them only)."
         )
-    return labels, {label: _checked_k(counts[label], f"k[{label!r}]") for label in present}
+    return members, {label: _checked_k(counts[label], f"k[{label!r}]") for label in members}
 
 
 def _checked_k(k: Any, what: str) -> int:

@@ -163,7 +163,7 @@ class _Writer:
         saved = self._saved_of[parameter]
         if saved.conversion is None:
             size = mask_bits.num_bytes_of(math.prod(self._shapes[parameter]))
-            self._file.write(_bytes_of(words)[:size])
+            self._file.write(words.cpu().numpy().astype("<i8", copy=False).tobytes()[:size])
             return
         self._waiting[parameter] = words
         if not all(name in self._waiting for name in saved.parameters):
@@ -198,10 +198,6 @@ def _as_saved(model: nn.Module, targets: list[Target], keeps_names: bool) -> lis
         return [SavedMasks((name,), {name: shape}, None, {}) for name, shape in shapes.items()]
     everything = {place.pair.fqn: place.shape for place in all_places(model)}
     return as_saved(model, everything | shapes, shapes)
-
-
-def _bytes_of(words: Tensor) -> bytes:
-    return words.cpu().numpy().astype("<i8", copy=False).tobytes()
 
 
 def _pruned(model: nn.Module, names: str, pipeline_parallel: bool) -> list[NamedParameter]:

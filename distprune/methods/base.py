@@ -148,8 +148,9 @@ class BasePruningMethod(PruningHook, ABC):
             )
         if call.is_local:
             return whole_decision(call, self.compute_mask, gather=False)
+        sharded = next(shard.name for shard in call.shards if shard.is_sharded)
         raise NotImplementedError(
-            f"{_first_sharded(call)} is sharded, and {type(self).__name__} does not say how its "
+            f"{sharded} is sharded, and {type(self).__name__} does not say how its "
             "mask may be computed on shards. Set the class attribute DISTRIBUTED to one of: "
             "'elementwise' (the mask is a function of each element alone), 'scores' (define "
             "compute_scores and amount; the lowest are pruned), or 'gather' (bring all scores to "
@@ -411,10 +412,6 @@ def _mask_from_scores(self: BasePruningMethod, t: Tensor, default_mask: Tensor) 
         return compute_scores(t.reshape(-1)).view(t.shape)
 
     return ranking.without_lowest(t, default_mask, amount, Order.ASCENDING, score)
-
-
-def _first_sharded(call: PruningCall) -> str:
-    return next(shard.name for shard in call.shards if shard.is_sharded)
 
 
 def describe_argument(value: Any) -> str:

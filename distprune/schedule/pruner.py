@@ -291,7 +291,8 @@ class ScheduledPruner:
 
         def make_arguments() -> ParameterArguments:
             nonlocal target
-            target = group.target_at(self.num_steps)
+            # Never less than before.
+            target = max(group.target, group.schedule.sparsity_at(self.num_steps))
             # Decides whether anything is due, where it does not follow from the masks.
             present = "any" if group.is_global else repr(group.target)
             return ParameterArguments(
@@ -467,10 +468,6 @@ class Group:
     def num_elements(self) -> int:
         """Elements of all parameters, each counted once."""
         return sum(self._sizes)
-
-    def target_at(self, step: int) -> float:
-        """The sparsity at a due step: the schedule's, but never less than the present target."""
-        return max(self.target, self.schedule.sparsity_at(step))
 
     def num_to_prune(self, target: float, entries: Sequence[ParameterReport]) -> int:
         """Elements to prune to reach a target; negative if more are pruned already."""

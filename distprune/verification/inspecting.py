@@ -110,10 +110,6 @@ class LocalFindings:
     entries: dict[str, LocalEntry] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
-    def add_problem(self, name: str, text: str) -> None:
-        """Add a problem of a parameter, which need not have an entry yet."""
-        self.entries.setdefault(name, LocalEntry(name)).problems.append(text)
-
 
 def inspect(
     places: Sequence[Place], communicator: Communicator, *, uses_pruned_names: bool

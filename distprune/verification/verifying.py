@@ -300,7 +300,7 @@ def _add_missing(
         if not is_pruned:
             missing.setdefault(parameter.name, "it is expected to be pruned, and is not")
     for name, text in missing.items():
-        findings.add_problem(name, text)
+        findings.entries.setdefault(name, LocalEntry(name)).problems.append(text)
 
 
 def _compare_with_reports(shared: Iterable[SharedEntry], required: Iterable[_Expected]) -> None:
