@@ -442,8 +442,19 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], **kwargs: An
 
     def gather_and_write() -> None:
         state = _gather(model)
-        if communicator.index == 0:
-            _write_pretrained(model, saved, state, path, kwargs)
+        if communicator.index:
+            return
+        folded = fold(state)
+        # Tied ones were gathered, and folded, one by one; as one tensor they are written once.
+        for first, *others in _by_parameter(model):
+            folded.update({each.fqn: folded[first.fqn] for each in others if each.fqn in folded})
+        # By this transformers would shard and gather once more, on every rank.
+        of_config = vars(saved.config)
+        sharding = {k: of_config.pop(k) for k in ("distributed_config",) if k in of_config}
+        try:
+            saved.save_pretrained(path, state_dict=folded, **kwargs)
+        finally:
+            of_config.update(sharding)
 
     communicator.run(gather_and_write)
 
@@ -474,23 +485,3 @@ def _gather(model: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=whole, cpu_offload=offload)
     )
-
-
-def _write_pretrained(
-    model: nn.Module,
-    saved: Any,
-    state: Mapping[str, Any],
-    path: str | os.PathLike[str],
-    kwargs: Mapping[str, Any],
-) -> None:
-    folded = fold(state)
-    # Tied ones were gathered, and folded, one by one; as one tensor they are written once.
-    for first, *others in _by_parameter(model):
-        folded.update({each.fqn: folded[first.fqn] for each in others if each.fqn in folded})
-    # By this transformers would shard and gather once more, on every rank.
-    of_config = vars(saved.config)
-    sharding = {k: of_config.pop(k) for k in ("distributed_config",) if k in of_config}
-    try:
-        saved.save_pretrained(path, state_dict=folded, **kwargs)
-    finally:
-        of_config.update(sharding)

@@ -194,7 +194,7 @@ class _GivenMasks:
         counts: the numbers of (grown, dropped) elements of every parameter, once it has decided ...
         zeroed: ... and what is to be done on this rank when the masks are attached: tensors, N-d
             views, and where they become zero, ...
-        forgotten: ... the states that the optimizer forgets ...
+        forgotten: ... the parameters whose state the optimizer forgets ...
         places: ... and every (module, name) of the parameters that changed.
     """
 
@@ -204,7 +204,7 @@ class _GivenMasks:
     grown: str
     counts: list[tuple[int, int]] = field(default_factory=list)
     zeroed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    forgotten: list[_OptimizerState] = field(default_factory=list)
+    forgotten: list[Tensor] = field(default_factory=list)
     places: list[Pair] = field(default_factory=list)
 
     # The masks stand for the scores: those of replicas are compared.
@@ -255,26 +255,33 @@ class _GivenMasks:
                 self.zeroed.append((shard.values, has_grown))
             if self.optimizer is None or self.state == "keep":
                 continue
-            state = _OptimizerState(self.optimizer, shard)
+            parameter, span = shard.optimizer_tensor
+            known = any(p is parameter for g in self.optimizer.param_groups for p in g["params"])
+            if not known and parameter.requires_grad:
+                raise ValueError(
+                    f"{shard.name} is none of the optimizer's parameters; expected the optimizer "
+                    "that trains it, made after the model was wrapped."
+                )
             if self.state == "zero":
                 changed = has_grown | dropped
-                self.zeroed += [(tensor, changed) for tensor in state.tensors()]
-            elif state.is_shared:
+                self.zeroed += [(state, changed) for state in _states(self.optimizer, shard)]
+            elif span is not None:
                 raise NotImplementedError(
                     f"{shard.name}: FSDP1 without use_orig_params has one optimizer state for "
                     "all parameters of a wrapped module, so state='reset' would reset "
                     "others too; expected state='zero', or use_orig_params=True."
                 )
             else:
-                self.forgotten.append(state)
+                self.forgotten.append(parameter)
 
     def change_values(self) -> None:
         """Make the changes, in place; nothing here can fail for want of memory."""
         with torch.no_grad():
             for tensor, where in self.zeroed:
                 tensor.masked_fill_(where.to(tensor.device), 0)
-        for state in self.forgotten:
-            state.reset()
+        for parameter in self.forgotten:  # the next step begins as the first one does
+            assert self.optimizer is not None
+            self.optimizer.state.pop(parameter, None)
         refresh_products(self.places)
 
 
@@ -327,49 +334,19 @@ def _checked(what: str, value: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
-class _OptimizerState:
-    """The state that an optimizer has of one parameter.
-
-    Args:
-        optimizer: which has the parameter.
-        shard: the parameter.
-
-    Raises:
-        ValueError: the optimizer does not have the parameter, and it is trained.
-    """
-
-    def __init__(self, optimizer: Optimizer, shard: LocalShard) -> None:
-        self._optimizer = optimizer
-        self._tensor, self._span = shard.optimizer_tensor
-        self._shard = shard
-        known = any(p is self._tensor for g in optimizer.param_groups for p in g["params"])
-        if not known and self._tensor.requires_grad:
-            raise ValueError(
-                f"{shard.name} is none of the optimizer's parameters; expected the optimizer that "
-                "trains it, made after the model was wrapped."
-            )
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other parameters have the same state (FSDP1 without use_orig_params)."""
-        return self._span is not None
-
-    def tensors(self) -> list[Tensor]:
-        """Views, N-d, of this rank's part of every tensor that has a value per element."""
-        found = []
-        for key, value in self._optimizer.state.get(self._tensor, {}).items():
-            # A parameter of one element has the shape of the number of steps.
-            if key == "step" or not isinstance(value, Tensor):
-                continue
-            if value.shape != self._tensor.shape or is_dtensor(value) != is_dtensor(self._tensor):
-                continue
-            local = local_tensor(value.detach())
-            found.append(local if self._span is None else local[self._span])
-        return [tensor for tensor in found if tensor.shape == self._shard.values.shape]
-
-    def reset(self) -> None:
-        """Forget everything: the next step begins as the first one does."""
-        self._optimizer.state.pop(self._tensor, None)
+def _states(optimizer: Optimizer, shard: LocalShard) -> list[Tensor]:
+    """Views, N-d, of this rank's part of every state that has a value per element."""
+    parameter, span = shard.optimizer_tensor
+    found = []
+    for key, value in optimizer.state.get(parameter, {}).items():
+        # A parameter of one element has the shape of the number of steps.
+        if key == "step" or not isinstance(value, Tensor):
+            continue
+        if value.shape != parameter.shape or is_dtensor(value) != is_dtensor(parameter):
+            continue
+        local = local_tensor(value.detach())
+        found.append(local if span is None else local[span])
+    return [tensor for tensor in found if tensor.shape == shard.values.shape]
 
 
 _CHUNK = 1 << 22  # elements

@@ -390,14 +390,17 @@ def recompute(entries: Sequence[LocalEntry], communicator: Communicator) -> Reco
     Cost: for each such call, memory for 17 bytes per element of all its parameters on every
     rank, 16 bytes of communication per element, and a sort.
     """
-    result = Recomputed()
-
-    def plan() -> list[_Call]:
-        calls, unknown = _calls(entries)
-        result.not_recomputed += [f"{name}: {_UNKNOWN}" for name in unknown]
-        return calls
-
-    calls = communicator.run(plan, _describe)
+    calls, unknown = communicator.run(
+        lambda: _calls(entries),
+        lambda made: [
+            (
+                "a pruning to recompute",
+                f"{[member.name for member in call.members]}, {call.num_pruned}, {call.obstacle}",
+            )
+            for call in made[0]
+        ],
+    )
+    result = Recomputed(not_recomputed=[f"{name}: {_UNKNOWN}" for name in unknown])
     if not calls:
         return result
     changed = communicator.reduce(
@@ -414,9 +417,7 @@ def recompute(entries: Sequence[LocalEntry], communicator: Communicator) -> Reco
     return result
 
 
-def _calls(
-    entries: Sequence[LocalEntry],
-) -> tuple[list[_Call], list[str]]:
+def _calls(entries: Sequence[LocalEntry]) -> tuple[list[_Call], list[str]]:
     """The calls that pruned these parameters last, and the parameters whose call is unknown."""
     by_token: dict[int, list[tuple[CallRecord, LocalEntry]]] = {}
     unknown = []
@@ -441,16 +442,6 @@ def _calls(
             _Call([entry for _, entry in members], record.num_pruned, obstacle, has_changed)
         )
     return calls, unknown
-
-
-def _describe(calls: Sequence[_Call]) -> list[tuple[str, str]]:
-    return [
-        (
-            "a pruning to recompute",
-            f"{[member.name for member in call.members]}, {call.num_pruned}, {call.obstacle}",
-        )
-        for call in calls
-    ]
 
 
 def _is_same(old_sample: Tensor | None, shard: LocalShard | None) -> bool:
