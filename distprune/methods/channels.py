@@ -180,7 +180,9 @@ def joint_norms(
     all_finite = bool(finite.all())
     _, exponents = torch.frexp(torch.where(finite, tops, 0.0))
     # Every term is below 2**exponent; their sum on this grid stays below 2**62.
-    shifts = 62 - _bits_of_sizes(channel_sizes) - exponents.clamp(min=-900)
+    # ceil(log2(size)), 0 of an empty channel. Exact: sizes are below 2**53.
+    _, bits_of_sizes = torch.frexp((channel_sizes.clamp(min=1) - 1).double())
+    shifts = 62 - bits_of_sizes - exponents.clamp(min=-900)
     grid = _power_of_two(shifts)
 
     def grid_sums(x: Tensor, where: Tensor) -> Tensor:
@@ -193,13 +195,8 @@ def joint_norms(
         num_channels, lambda: reduce_blocks(0, torch.int64, grid_sums, "sum")
     )
     powers = sums.double() * _power_of_two(-shifts)
-    return _roots(torch.where(finite, powers, tops), n)
-
-
-def _bits_of_sizes(sizes: Tensor) -> Tensor:
-    """ceil(log2(size)), 0 of an empty channel. Exact: sizes are below 2**53."""
-    _, bits = torch.frexp((sizes.clamp(min=1) - 1).double())
-    return bits
+    powers = torch.where(finite, powers, tops)
+    return powers.sqrt() if n == 2 else _powers(powers, 1.0 / n)
 
 
 def _powers(magnitudes: Tensor, n: float) -> Tensor:
@@ -211,10 +208,6 @@ def _powers(magnitudes: Tensor, n: float) -> Tensor:
         return magnitudes.pow(n)
     with np.errstate(divide="ignore", over="ignore", under="ignore"):
         return torch.from_numpy(np.power(magnitudes.contiguous().numpy(), n))  # [Note: powers]
-
-
-def _roots(powers: Tensor, n: float) -> Tensor:
-    return powers.sqrt() if n == 2 else _powers(powers, 1.0 / n)
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
