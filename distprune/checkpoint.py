@@ -14,9 +14,8 @@ and resume, on any other sharding or on one process, with::
 training or pruning uses the same process group meanwhile, their messages mix and the job hangs.
 Give it a group of its own, made once: ``process_group=dist.new_group(backend="gloo")``.
 
-[Note: tied parameters] FSDP masks a tied parameter once, for all its names, and so does a pruning
-of all names together. A plain model may have been saved with a mask under one name only, or with
-two that differ.
+FSDP masks a tied parameter once, for all its names, and so does a pruning of all names together. A
+plain model may have been saved with a mask under one name only, or with two that differ.
 """
 
 from __future__ import annotations

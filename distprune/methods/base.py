@@ -481,7 +481,9 @@ def whole_decision(call: PruningCall, compute_mask: ComputeMask, *, gather: bool
         for position, shard in enumerate(call.shards)
     ]
 
-    def decide() -> list[Tensor]:
+    pruned: list[Tensor] = []
+
+    def decide() -> Tensor:
         live = [
             torch.ones(s.shape, dtype=torch.bool, device=s.device) if m is None else m == 1
             for s, m in zip(scores, masks, strict=True)
@@ -494,16 +496,13 @@ def whole_decision(call: PruningCall, compute_mask: ComputeMask, *, gather: bool
                 f"{tuple(competing.shape)}; expected a mask of the same shape."
             )
         pieces = torch.split(chosen, [int(flags.sum()) for flags in live])
-        return [_pruned(flags, piece) for flags, piece in zip(live, pieces, strict=True)]
-
-    pruned: list[Tensor] = []
-
-    def decide_and_digest() -> Tensor:
-        pruned.extend(decide())
+        for flags, piece in zip(live, pieces, strict=True):
+            pruned.append(torch.zeros_like(flags))  # bool, flat
+            pruned[-1][flags] = piece == 0
         digests = torch.tensor(checksums(pruned))
         return torch.cat([digests, ~digests])
 
-    highest, lowest = communicator.reduce(2 * len(scores), decide_and_digest, "max").chunk(2)
+    highest, lowest = communicator.reduce(2 * len(scores), decide, "max").chunk(2)
     if not torch.equal(highest, ~lowest):
         name = call.shards[int((highest != ~lowest).nonzero()[0])].name
         raise ValueError(
@@ -534,10 +533,3 @@ def _whole(call: PruningCall, position: int, local: Tensor, gather: bool) -> Ten
         return whole
 
     return call.communicator.reduce(shard.numel, spread).to(integer).view(local.dtype)
-
-
-def _pruned(live: Tensor, keep: Tensor) -> Tensor:
-    """bool, flat: the live elements that a mask over the live ones leaves out."""
-    pruned = torch.zeros_like(live)
-    pruned[live] = keep == 0
-    return pruned

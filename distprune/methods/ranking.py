@@ -67,7 +67,9 @@ class ByScore:
         # With a budget, a scope or a pattern N:M, parameters are not compared, or by scores that a
         # factor does not change.
         if call.normalize is not None and call.share.compares_parameters:
-            scored = call.communicator.run(lambda: _scored(call, self.make_scores(call)))
+            scored = call.communicator.run(
+                lambda: list(map(Scored.of_shard, call.shards, self.make_scores(call)))
+            )
             if self.order is Order.MAGNITUDE:
                 most_bytes = sum(len(part.counted) for part in scored) // _ELEMENTS_PER_BYTE
                 scored = tallied(scored, call.communicator, most_bytes)
@@ -122,12 +124,6 @@ def random_keys(shards: Sequence[LocalShard], seed: int) -> list[KeySource]:
         sources.append(RandomKeys(seed, offset, shard.index, shard.values.device))
         offset += shard.numel
     return sources
-
-
-def _scored(call: PruningCall, scores: Sequence[ScoreSource]) -> list[Scored]:
-    return [
-        Scored.of_shard(shard, source) for shard, source in zip(call.shards, scores, strict=True)
-    ]
 
 
 def scores_or_values(
