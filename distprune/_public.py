@@ -11,9 +11,11 @@ from distprune import schedule as schedule
 from distprune import statistics as statistics
 from distprune._common import amount
 from distprune._common.naming import NamedParameter as NamedParameter
-from distprune.api.dense_gradients import dense_gradients as dense_gradients
+from distprune.api.chosen_masks import get_masks as get_masks
+from distprune.api.chosen_masks import masks_from_zeros as masks_from_zeros
+from distprune.api.chosen_masks import set_masks as set_masks
+from distprune.api.global_mask import GlobalMask as GlobalMask
 from distprune.api.global_mask import global_mask as global_mask
-from distprune.api.global_mask_arguments import GlobalMask as GlobalMask
 from distprune.api.global_structured import global_structured as global_structured
 from distprune.api.global_unstructured import global_unstructured as global_unstructured
 from distprune.api.local import custom_from_mask as custom_from_mask
@@ -26,12 +28,9 @@ from distprune.api.local import random_unstructured as random_unstructured
 from distprune.api.local import remove as remove
 from distprune.api.mask_files import load_masks as load_masks
 from distprune.api.mask_files import save_masks as save_masks
-from distprune.api.replacing_masks import get_masks as get_masks
-from distprune.api.replacing_masks import set_masks as set_masks
 from distprune.api.select import select as select
 from distprune.api.wrap_later import masks_aside as masks_aside
 from distprune.api.wrap_later import shard_masks as shard_masks
-from distprune.api.zeros import masks_from_zeros as masks_from_zeros
 from distprune.call.report import ChannelGroupReport as ChannelGroupReport
 from distprune.call.report import MaskLoadingReport as MaskLoadingReport
 from distprune.call.report import MaskUpdate as MaskUpdate
@@ -42,18 +41,19 @@ from distprune.call.report import StructuredReport as StructuredReport
 from distprune.call.semi_structured import SemiStructuredParameter as SemiStructuredParameter
 from distprune.call.semi_structured import SemiStructuredReport as SemiStructuredReport
 from distprune.call.semi_structured import is_semi_structured as is_semi_structured
-from distprune.methods import structured
+from distprune.dynamic import dense_gradients as dense_gradients
+from distprune.methods import builtin
 from distprune.methods.base import BasePruningMethod as BasePruningMethod
 from distprune.methods.base import PruningContainer as PruningContainer
 from distprune.methods.builtin import CustomFromMask as CustomFromMask
 from distprune.methods.builtin import Identity as Identity
 from distprune.methods.builtin import L1Unstructured as L1Unstructured
+from distprune.methods.builtin import LnStructured as LnStructured
 from distprune.methods.builtin import LowestScore as LowestScore
+from distprune.methods.builtin import RandomStructured as RandomStructured
 from distprune.methods.builtin import RandomUnstructured as RandomUnstructured
 from distprune.methods.channels import ChannelGroup as ChannelGroup
 from distprune.methods.channels import ChannelPart as ChannelPart
-from distprune.methods.structured import LnStructured as LnStructured
-from distprune.methods.structured import RandomStructured as RandomStructured
 from distprune.reconstruction.reconstructing import reconstruct as reconstruct
 from distprune.reconstruction.report import ReconstructedParameter as ReconstructedParameter
 from distprune.reconstruction.report import ReconstructionReport as ReconstructionReport
@@ -64,9 +64,9 @@ from distprune.verification.report import VerifiedParameter as VerifiedParameter
 from distprune.verification.verifying import verify as verify
 
 # Private in torch.nn.utils.prune, but programs call them.
-_compute_norm = structured.compute_norm
+_compute_norm = builtin.compute_norm
 _compute_nparams_toprune = amount.resolve_count
 _validate_pruning_amount = amount.validate_count
 _validate_pruning_amount_init = amount.validate_amount
-_validate_pruning_dim = structured.validate_dim
-_validate_structured_pruning = structured.validate_channels
+_validate_pruning_dim = builtin.validate_dim
+_validate_structured_pruning = builtin.validate_channels

@@ -13,6 +13,9 @@ and resume, on any other sharding or on one process, with::
 [Note: async_save] ``dcp.async_save`` communicates from a thread while training continues. If
 training or pruning uses the same process group meanwhile, their messages mix and the job hangs.
 Give it a group of its own, made once: ``process_group=dist.new_group(backend="gloo")``.
+
+FSDP masks a tied parameter once, for all its names, and so does a pruning of all names together. A
+plain model may have been saved with a mask under one name only, or with two that differ.
 """
 
 from __future__ import annotations
@@ -20,23 +23,31 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import NamedParameter
-from distprune._common.process_groups import world
-from distprune._common.pruned_form import mask_key, orig_key
+from distprune._common.naming import NamedParameter, full_name, named_modules, unwrap
+from distprune._common.process_groups import is_distributed, world
+from distprune._common.pruned_form import (
+    mask_key,
+    masked_product,
+    name_of_pruned_mask,
+    name_of_pruned_orig,
+    orig_key,
+)
 from distprune.api.global_unstructured import global_unstructured
-from distprune.api.state_dicts import check_masks_of_ties, fold, save_pretrained, to_be_masked
-from distprune.masks.checks import check_writable
-from distprune.masks.hook import pruned_parameters, put_records, records_of
+from distprune.masks.checks import check_ties, check_writable
+from distprune.masks.hook import find_hook, pruned_parameters, put_records, records_of
 from distprune.methods.builtin import Identity
+from distprune.shards.parameters import all_places, by_parameter
+from distprune.torch_private.wrapper import is_flattened, managed_parameters
 
-if TYPE_CHECKING:  # importing DCP and DTensor costs more than all the rest
+if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.storage import StorageReader
+
 
 __all__ = [
     "check_writable",
@@ -148,20 +159,19 @@ def load(
     communicator = world(group)
     reader = storage_reader or FileSystemReader(checkpoint_id)
 
-    def read_contents() -> _Contents:
+    def read_contents() -> tuple[list[str], list[str], bool]:
         contents = _contents_for(model, reader, unmasked)
         if communicator.index == 0:
-            check_masks_of_ties(model, contents.keys, reader)
+            check_masks_of_ties(model, contents[0], reader)
         return contents
 
-    contents = communicator.run(
+    keys, dense, has_records = communicator.run(
         read_contents,
         lambda contents: [
-            ("keys of the checkpoint", ", ".join(sorted(contents.keys))),
+            ("keys of the checkpoint", ", ".join(sorted(contents[0]))),
             ("unmasked", unmasked),
         ],
     )
-    keys, dense, has_records = contents
     check_writable(model, group=group)
     prepare_for_load(model, keys, group=group)
 
@@ -191,22 +201,15 @@ def load(
     put_records(model, records)
 
 
-class _Contents(NamedTuple):
-    """What a checkpoint has, for a model.
+def _contents_for(
+    model: nn.Module, reader: StorageReader, unmasked: Unmasked
+) -> tuple[list[str], list[str], bool]:
+    """Read what a checkpoint has; raises a ValueError if ``unmasked`` does not allow it.
 
-    Attributes:
-        keys: of the model's state dict.
-        dense: parameters that are pruned in the model and dense in the checkpoint.
-        has_records: whether the records of the masks were saved.
+    Returns:
+        The keys of the model's state dict; the parameters that are pruned in the model and dense in
+        the checkpoint; and whether the records of the masks were saved.
     """
-
-    keys: list[str]
-    dense: list[str]
-    has_records: bool
-
-
-def _contents_for(model: nn.Module, reader: StorageReader, unmasked: Unmasked) -> _Contents:
-    """Read what a checkpoint has; raises a ValueError if ``unmasked`` does not allow it."""
     if unmasked not in ("error", "keep", "ones"):
         raise ValueError(f"unmasked={unmasked!r}; expected 'error', 'keep' or 'ones'.")
     entries = reader.read_metadata().state_dict_metadata
@@ -219,7 +222,7 @@ def _contents_for(model: nn.Module, reader: StorageReader, unmasked: Unmasked) -
             "both pruned or both dense. Pass unmasked='keep' to put the masks in force on the "
             "loaded weights, unmasked='ones' to start unpruned, or remove() the pruning first."
         )
-    return _Contents(keys, dense, _RECORDS in entries)
+    return keys, dense, _RECORDS in entries
 
 
 def prepare_for_load(
@@ -303,3 +306,181 @@ def _rename(state: dict[str, Any], names: Mapping[str, str]) -> None:
         by_name.update(items)
     for param_group in optimizer["param_groups"]:
         param_group["params"] = [names.get(name, name) for name in param_group["params"]]
+
+
+def to_be_masked(model: nn.Module, keys: Iterable[str]) -> list[NamedParameter]:
+    """What is pruned in a state dict and dense in a model; tied parameters once, as one.
+
+    Raises:
+        ValueError: FSDP masks a tied parameter under all its names, and the state dict has it
+            pruned under some of them.
+    """
+    keys = set(keys)
+    managed = managed_parameters(model)
+    path_of = {id(module): path for path, module in named_modules(model)}
+    pairs = []
+    for places in _pruned_places(model, keys):
+        fresh = [place for place in places if find_hook(*place) is None]
+        record = managed.get((id(places[0][0]), places[0][1]))
+        for owner, name in record.owners if record is not None and fresh else ():
+            fqn = full_name(path_of.get(id(owner), ""), name)
+            if fqn in keys:
+                raise ValueError(
+                    f"{fresh[0].fqn} is pruned in the state dict, and {fqn}, to which it is tied, "
+                    "is not; expected the same mask under both names, because FSDP masks the "
+                    "parameter under all of them. Load the state dict into a plain model, prune "
+                    "the other name by custom_from_mask with the same mask (which changes what "
+                    "the model computes) or remove() the pruning, and save that."
+                )
+        if fresh:
+            pairs.append(fresh[0].with_places(fresh))
+    return pairs
+
+
+def check_masks_of_ties(model: nn.Module, keys: Iterable[str], reader: StorageReader) -> None:
+    """Raise if names that share one mask in a model have different masks in a checkpoint.
+
+    Call it on one rank: it reads the masks of tied parameters whole.
+
+    Args:
+        keys: the keys of the model's state dict in the checkpoint, without the prefix "model.".
+
+    Raises:
+        ValueError: names both.
+    """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    for places in _pruned_places(model, set(keys)):
+        # Fresh names are pruned as one.
+        masks = {id(m._buffers.get(mask_key(name))) for m, name in places}
+        if len(places) < 2 or len(masks) > 1:
+            continue
+        entries = reader.read_metadata().state_dict_metadata
+        state: dict[str, Tensor] = {}
+        for place in places:
+            key = f"model.{mask_key(place.fqn)}"
+            entry = entries[key]
+            assert isinstance(entry, TensorStorageMetadata)  # a mask is a tensor
+            state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        load(state, storage_reader=reader, no_dist=True)
+        first = state[f"model.{mask_key(places[0].fqn)}"]
+        for place in places[1:]:
+            if not torch.equal(first != 0, state[f"model.{mask_key(place.fqn)}"] != 0):
+                raise ValueError(
+                    f"{place.fqn} is tied to {places[0].fqn}, and their masks in the checkpoint "
+                    "differ; expected equal ones, because the model has one mask for both. Load "
+                    "it into a plain model whose names have masks of their own "
+                    "(distprune.identity(module, name) for each of them)."
+                )
+
+
+def _by_parameter(model: nn.Module, names: set[str] | None = None) -> list[list[NamedParameter]]:
+    """All places of each parameter, or those of some full names, in the model's order."""
+    chosen = (place for place in all_places(model) if names is None or place.pair.fqn in names)
+    return [[place.pair for place in places] for places in by_parameter(chosen).values()]
+
+
+def _pruned_places(model: nn.Module, keys: set[str]) -> list[list[NamedParameter]]:
+    """The parameters that are pruned in a state dict, with all names that are."""
+    names = {name_of_pruned_mask(key, keys) for key in keys}
+    return _by_parameter(model, {name for name in names if name is not None})
+
+
+def fold(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict of the dense model with the zeros in its weights.
+
+    ``x_orig`` and ``x_mask`` become ``x``: what ``remove`` would have left, pruned elements +0.
+
+    Args:
+        state_dict: that of a pruned model: whole tensors or DTensors. It does not change.
+
+    Returns:
+        A new dict, in the same order; tensors that are not pruned are those of the argument.
+
+    Cost: memory for the weights that are pruned.
+    """
+    folded = {}
+    for key, value in state_dict.items():
+        if name_of_pruned_mask(key, state_dict) is not None:
+            continue
+        name = name_of_pruned_orig(key, state_dict)
+        if name is not None:
+            mask = state_dict[mask_key(name)]
+            with torch.no_grad():
+                value = masked_product(value, mask).masked_fill(mask == 0, 0)
+        folded[key if name is None else name] = value
+    return folded
+
+
+def save_pretrained(model: nn.Module, path: str | os.PathLike[str], **kwargs: Any) -> None:
+    """Save a pruned Hugging Face model as an ordinary one, with the zeros in its weights.
+
+    ``model.save_pretrained`` writes ``weight_orig`` and ``weight_mask`` of a model that is still
+    pruned; ``from_pretrained`` does not know them, and leaves such layers at random. This writes
+    what ``from_pretrained`` loads, and the model stays pruned. Collective over all ranks; rank 0
+    writes.
+
+    Args:
+        model: a transformers model, wrapped or not, pruned or not.
+        path: the folder to write.
+        kwargs: arguments of ``model.save_pretrained`` on rank 0 (``max_shard_size``, ...).
+
+    Raises:
+        TypeError: the model has no ``save_pretrained``; ``state_dict`` or ``is_main_process`` is
+            given.
+        ValueError: a tied parameter is pruned differently under its names.
+        NotImplementedError: see :func:`check_writable`; gathering goes the same way.
+        Exception: what rank 0 raises when it writes; on every rank.
+
+    Cost: every parameter is gathered, in turn, and rank 0 holds the whole model on the CPU.
+    """
+    communicator = world()
+    saved = communicator.run(lambda: _check_pretrained(model, kwargs))
+    check_writable(model, is_gathered=True)
+
+    def gather_and_write() -> None:
+        state = _gather(model)
+        if communicator.index:
+            return
+        folded = fold(state)
+        # Tied ones were gathered, and folded, one by one; as one tensor they are written once.
+        for first, *others in _by_parameter(model):
+            folded.update({each.fqn: folded[first.fqn] for each in others if each.fqn in folded})
+        # By this transformers would shard and gather once more, on every rank.
+        of_config = vars(saved.config)
+        sharding = {k: of_config.pop(k) for k in ("distributed_config",) if k in of_config}
+        try:
+            saved.save_pretrained(path, state_dict=folded, **kwargs)
+        finally:
+            of_config.update(sharding)
+
+    communicator.run(gather_and_write)
+
+
+def _check_pretrained(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
+    saved = unwrap(model)
+    if not hasattr(saved, "save_pretrained"):
+        raise TypeError(
+            f"model is a {type(saved).__name__}, which has no save_pretrained; expected a model "
+            "of transformers, wrapped or not. fold(state_dict) does the same for any other."
+        )
+    for name in ("state_dict", "is_main_process"):
+        if name in kwargs:
+            raise TypeError(f"{name} is chosen here; expected other arguments of save_pretrained.")
+    check_ties(model)
+    return saved
+
+
+def _gather(model: nn.Module) -> dict[str, Any]:
+    """The whole state dict, on rank 0 at least."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    whole = is_distributed()
+    # FSDP1 of torch 2.13, dense too, dies of a segmentation fault where it is asked to offload
+    # to the CPU what is there already.
+    is_fsdp1 = any(is_flattened(m, name) for m in model.modules() for name in m._parameters)
+    offload = whole and not (is_fsdp1 and all(p.device.type == "cpu" for p in model.parameters()))
+    return get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=whole, cpu_offload=offload)
+    )

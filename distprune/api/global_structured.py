@@ -1,26 +1,57 @@
-"""``global_structured``: whole channels, ranked over many layers and all ranks."""
+"""``global_structured``: whole channels, ranked over many layers and all ranks.
+
+Channels are numbered group by group, so that the order (score, group, index) is that of (score,
+number). All ranks cut it alike, because all have the same numbers.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from distprune._common.amount import Amount, SparsityBound, validate_amount
+import numpy as np
+import torch
+from torch import Tensor
+
+from distprune._common.amount import (
+    Amount,
+    Bounded,
+    Bounds,
+    SparsityBound,
+    collapsed,
+    is_nearly_empty,
+    to_bounds,
+    validate_amount,
+)
 from distprune._common.exact_sums import Normalization, check_normalization
 from distprune._common.naming import unwrap
 from distprune._common.process_groups import world
 from distprune.call.importance_scores import SignedScores, check_mapping
-from distprune.call.report import StructuredReport
-from distprune.call.request import PruningArguments
+from distprune.call.report import ChannelGroupReport, StructuredReport
+from distprune.call.request import Decision, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters
 from distprune.methods.base import describe_argument
-from distprune.methods.builtin import hook_for_chosen_mask
-from distprune.methods.channels import ChannelGroup
-from distprune.methods.global_channels import GlobalStructured
-from distprune.methods.structured import norm_order
+from distprune.methods.builtin import hook_for_chosen_mask, norm_order
+from distprune.methods.channels import (
+    ChannelCut,
+    ChannelGroup,
+    ChannelPart,
+    ChannelRows,
+    ChannelSlice,
+    Flags,
+    Unit,
+    count_live_of_channels,
+    cut_channels,
+    joint_norms,
+    masks_without,
+    normalized,
+)
 from distprune.shards.parameters import Scores
 from distprune.shards.reader import ShardReader
+from distprune.shards.shard import LocalShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -192,3 +223,196 @@ def _given(bound: SparsityBound | None) -> str:
 def _described(each: ChannelGroup) -> str:
     parts = [f"{p.label} dim {p.dim} size {p.size} ranked {p.is_ranked}" for p in each.parts]
     return f"{each.name}: {', '.join(parts)}"
+
+
+_SHOWN = 5
+
+
+@dataclass
+class GlobalStructured:
+    """Prunes the channels of the lowest norms; see request.DecidesMasks.
+
+    Attributes:
+        groups: the caller's. Part i of all groups together is parameter i of the call.
+        amount, n, unit, normalize, min_sparsity, max_sparsity: as for ``global_structured``.
+        reports: what was decided of each group, once it has decided ...
+        collapsed: ... and the names of the groups of which hardly anything is left.
+    """
+
+    groups: Sequence[ChannelGroup]
+    amount: Amount
+    n: float
+    unit: Unit
+    normalize: Normalization | None
+    min_sparsity: SparsityBound | None
+    max_sparsity: SparsityBound | None
+    reports: list[ChannelGroupReport] = field(default_factory=list)
+    collapsed: list[str] = field(default_factory=list)
+
+    READS_VALUES = True
+
+    def decide(self, call: PruningCall) -> Decision:
+        by_group = _laid_out(self.groups, call)
+        parts = [part for of_group in by_group for part in of_group]
+        group_sizes = [of_group[0].num_channels for of_group in by_group]
+        bounds = self._agree_on_bounds(call, group_sizes)
+        sizes = _channel_sizes(by_group)
+        num_live = count_live_of_channels(parts, sizes, call.communicator)
+        ranked = [[part for part in of_group if part.is_ranked] for of_group in by_group]
+        norms = joint_norms(
+            [partial(_read, call, part) for of_group in ranked for part in of_group],
+            self.n,
+            _channel_sizes(ranked),
+            call.communicator,
+        )
+        names = [group.label for group in self.groups]
+        # From here to the masks every rank does the same with the same numbers.
+        scores, live = norms.numpy(), num_live.numpy() > 0
+        _refuse(np.isnan(scores) & live, "contain NaN; expected numbers", names, group_sizes)
+        if self.normalize is not None:
+            what = f"are infinite, which normalize={self.normalize!r} cannot divide"
+            _refuse(np.isinf(scores) & live, what, names, group_sizes)
+            ends = np.cumsum(group_sizes)[:-1]
+            scores = normalized(scores, np.split(live, ends), self.normalize)
+        cut = cut_channels(scores, num_live.numpy(), group_sizes, self.amount, self.unit, bounds)
+        self._report(names, group_sizes, live, cut, sizes, bounds)
+        return Decision(
+            lambda: masks_without(call, parts, torch.from_numpy(cut.dropped)),
+            threshold=cut.threshold,
+            num_ties=cut.num_ties,
+            num_ties_pruned=cut.num_ties_pruned,
+        )
+
+    def _agree_on_bounds(self, call: PruningCall, group_sizes: Sequence[int]) -> Bounds | None:
+        if self.min_sparsity is None and self.max_sparsity is None:
+            return None
+        bounded = [
+            Bounded(group.label, (group.label,), size, (size,))
+            for group, size in zip(self.groups, group_sizes, strict=True)
+        ]
+        return call.communicator.run(
+            lambda: to_bounds(bounded, self.min_sparsity, self.max_sparsity),
+            lambda bounds: [("bounds of the groups", str(bounds))],
+        )
+
+    def _report(
+        self,
+        names: Sequence[str],
+        group_sizes: Sequence[int],
+        live: Flags,
+        cut: ChannelCut,
+        sizes: Tensor,
+        bounds: Bounds | None,
+    ) -> None:
+        self.reports, first = [], 0
+        for name, size in zip(names, group_sizes, strict=True):
+            of_group = slice(first, first + size)
+            self.reports.append(
+                ChannelGroupReport(
+                    name,
+                    size,
+                    size - int(live[of_group].sum()),
+                    int(cut.dropped[of_group].sum()),
+                    int(sizes[first]) if size else 0,
+                )
+            )
+            first += size
+        emptied = collapsed([(group.num_channels, group.num_pruned) for group in self.reports])
+        floors = [0] * len(names) if bounds is None else bounds.lowest
+        self.collapsed = [
+            names[i]
+            for i in emptied
+            # Not by an earlier call, and not because the caller asked for it.
+            if self.reports[i].num_pruned_now
+            and not is_nearly_empty(
+                group_sizes[i], max(floors[i], self.reports[i].num_pruned_before)
+            )
+        ]
+
+
+def _laid_out(groups: Sequence[ChannelGroup], call: PruningCall) -> list[list[ChannelSlice]]:
+    """By group, its parts in the parameters of the call; checked."""
+    by_group: list[list[ChannelSlice]] = []
+    positions, first = iter(range(len(call.shards))), 0
+    for group in groups:
+        parts = []
+        for part in group.parts:
+            position = next(positions)
+            shard = call.shards[position]
+            dim = _checked_dim(part, shard)
+            if shard.shape[dim] % part.size:
+                raise ValueError(
+                    f"{shard.name} in group {group.label}: {shard.shape[dim]} indices along dim "
+                    f"{part.dim}; expected a multiple of size={part.size}."
+                )
+            parts.append(ChannelSlice(position, shard, dim, part.size, first, part.is_ranked))
+        if len({part.num_channels for part in parts}) > 1:
+            each = ", ".join(
+                f"{part.num_channels} of {part.shard.name} ({part.shard.shape[part.dim]} indices "
+                f"along dim {given.dim}, size={part.size})"
+                for part, given in zip(parts, group.parts, strict=True)
+            )
+            raise ValueError(
+                f"the parts of group {group.label} have different numbers of channels: {each}; "
+                "expected the same. Check dim and size of each part."
+            )
+        _check_scores(group, parts, call)
+        by_group.append(parts)
+        first += parts[0].num_channels
+    return by_group
+
+
+def _checked_dim(part: ChannelPart, shard: LocalShard) -> int:
+    ndim = len(shard.shape)
+    if not -ndim <= part.dim < ndim:
+        raise IndexError(
+            f"{shard.name}: dim={part.dim} is out of range for a parameter of shape "
+            f"{tuple(shard.shape)}; expected {-ndim} <= dim < {ndim}."
+        )
+    return part.dim % ndim
+
+
+def _check_scores(group: ChannelGroup, parts: Sequence[ChannelSlice], call: PruningCall) -> None:
+    ranked = [part for part in parts if part.is_ranked]
+    missing = [part.shard.name for part in ranked if call.scores[part.position] is None]
+    if missing and len(missing) < len(ranked):
+        raise ValueError(
+            f"importance_scores has scores of some parameters of group {group.label}, and none "
+            f"of {', '.join(missing)}; expected scores of all that are ranked, or of none. "
+            "is_ranked=False leaves a part out of the norm."
+        )
+    for part in ranked:
+        scores = call.scores[part.position]
+        tensor = scores if isinstance(scores, Tensor) else part.shard.values
+        if not tensor.dtype.is_floating_point:
+            raise NotImplementedError(
+                f"{part.shard.name}: scores of dtype {tensor.dtype}; expected floating point."
+            )
+
+
+def _channel_sizes(by_group: Sequence[Sequence[ChannelSlice]]) -> Tensor:
+    """int64 [channels]: elements of each whole channel, in the given parts of its group."""
+    sizes = torch.tensor([sum(part.channel_size for part in parts) for parts in by_group])
+    return sizes.repeat_interleave(torch.tensor([parts[0].num_channels for parts in by_group]))
+
+
+def _read(call: PruningCall, part: ChannelSlice) -> ChannelRows:
+    return part.counted_rows(call.score_or_value(part.position).detach(), part.shard.mask)
+
+
+def _refuse(wrong: Flags, what: str, names: Sequence[str], group_sizes: Sequence[int]) -> None:
+    """Raise ValueError with the names and channels of scores that are wrong."""
+    if not wrong.any():
+        return
+    ends = np.cumsum(group_sizes)[:-1]
+    bad = [
+        (name, np.flatnonzero(of_group).tolist())
+        for name, of_group in zip(names, np.split(wrong, ends), strict=True)
+        if of_group.any()
+    ]
+    shown = "; ".join(
+        f"{name}, channels {', '.join(map(str, channels[:_SHOWN]))}"
+        f"{', ...' if len(channels) > _SHOWN else ''}"
+        for name, channels in bad[:_SHOWN]
+    )
+    raise ValueError(f"the norms of {shown} {what}.")

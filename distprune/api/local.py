@@ -14,9 +14,10 @@ from distprune.methods.builtin import (
     CustomFromMask,
     Identity,
     L1Unstructured,
+    LnStructured,
+    RandomStructured,
     RandomUnstructured,
 )
-from distprune.methods.structured import LnStructured, RandomStructured
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

@@ -12,7 +12,6 @@ import math
 import os
 import zlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
@@ -27,7 +26,6 @@ from distprune._common.process_groups import world
 from distprune._transformers.loading import rules_for
 from distprune._transformers.mask_matching import (
     MaskSource,
-    Matching,
     match_masks,
     with_close_names,
 )
@@ -46,7 +44,6 @@ from distprune.call.run import prune_parameters
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.checkpoints.mask_files import (
     MASK_FILE,
-    MaskFile,
     mask_layout,
     open_masks,
     read_keep,
@@ -161,7 +158,7 @@ class _Writer:
         saved = self._saved_of[parameter]
         if saved.conversion is None:
             size = mask_bits.num_bytes_of(math.prod(self._shapes[parameter]))
-            self._file.write(_bytes_of(words)[:size])
+            self._file.write(words.cpu().numpy().astype("<i8", copy=False).tobytes()[:size])
             return
         self._waiting[parameter] = words
         if not all(name in self._waiting for name in saved.parameters):
@@ -196,10 +193,6 @@ def _as_saved(model: nn.Module, targets: list[Target], keeps_names: bool) -> lis
         return [SavedMasks((name,), {name: shape}, None, {}) for name, shape in shapes.items()]
     everything = {place.pair.fqn: place.shape for place in all_places(model)}
     return as_saved(model, everything | shapes, shapes)
-
-
-def _bytes_of(words: Tensor) -> bytes:
-    return words.cpu().numpy().astype("<i8", copy=False).tobytes()
 
 
 def _pruned(model: nn.Module, names: str, pipeline_parallel: bool) -> list[NamedParameter]:
@@ -287,7 +280,7 @@ def load_masks(
     communicator = world(group)
     with communicator.exclusively():
         method = communicator.run(
-            lambda: _masks_for(model, folder, parameters, strict, pipeline_parallel),
+            lambda: MasksFromFile(model, folder, parameters, strict, pipeline_parallel),
             lambda made: [("crc32 of the masks", str(made.crc)), ("strict", str(strict))],
         )
     report = prune_parameters(
@@ -307,40 +300,71 @@ def load_masks(
     )
 
 
-@dataclass
 class MasksFromFile:
     """Which masks go where, on this rank; decides by reading them: see request.DecidesMasks.
 
+    Args:
+        model, folder, given, strict, pipeline_parallel: as for ``load_masks``; ``given`` are its
+            ``parameters``.
+
+    Raises:
+        ValueError: what there is to say under ``strict``; or no mask fits.
+
     Attributes:
-        folder, masks: the files.
         crc: the checksum of the masks' file.
         matching: which parameter each mask is for.
         parameters: to be pruned, with all their places.
-        sources: the masks of each parameter, by its full name: a tied one may have several.
         missing: parameters without a mask.
-        names: the names of all parameters of the model.
-        strict: as for ``load_masks``.
-        pipeline_parallel: other ranks may have the parameters of other masks.
         unexpected: masks that no rank has a parameter for, and why; of a pipeline, known when it
             has decided.
     """
 
-    folder: str | os.PathLike[str]
-    masks: MaskFile
-    crc: int
-    matching: Matching
-    parameters: list[NamedParameter]
-    sources: dict[str, list[MaskSource]]
-    missing: tuple[str, ...]
-    names: tuple[str, ...]
-    strict: bool
-    pipeline_parallel: bool
-    unexpected: dict[str, str]
-
     READS_VALUES = False
 
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: str | os.PathLike[str],
+        given: Iterable[tuple[nn.Module, str]] | None,
+        strict: bool,
+        pipeline_parallel: bool,
+    ) -> None:
+        self._folder, self._strict, self._is_joined = folder, strict, pipeline_parallel
+        self._masks = masks = open_masks(Path(folder))
+        self.crc = _file_crc(masks.path)
+        places = list(all_places(model))
+        shapes = {place.pair.fqn: place.shape for place in places}
+        self._names = tuple(shapes)
+        self.matching = match_masks(
+            masks.shapes,
+            shapes,
+            rules_for(model),
+            is_checkpoint=masks.is_of_checkpoint,
+            others=_names_of_checkpoint(folder) if masks.header_crcs else (),
+        )
+        self.unexpected: Mapping[str, str] = self.matching.unexpected
+        asked = None if given is None else _keys_of(given, places)
+        wanted = (place for place in places if asked is None or place.key in asked)
+        self.parameters: list[NamedParameter] = []
+        # The masks of each parameter, by its full name: a tied one may have several.
+        self._sources: dict[str, list[MaskSource]] = {}
+        missing = []
+        for of_one in by_parameter(wanted).values():
+            named = [place for place in of_one if place.pair.fqn in self.matching.sources]
+            if named:
+                fqn = named[0].pair.fqn
+                self.parameters.append(named[0].with_all(of_one))
+                self._sources[fqn] = [self.matching.sources[place.pair.fqn] for place in named]
+            elif asked is not None or sum(size > 1 for size in of_one[0].shape) > 1:
+                missing.append(of_one[0].pair.fqn)
+        self.missing = tuple(missing)
+        if strict:
+            self._check([] if asked is None else missing)
+        if not self.parameters and not pipeline_parallel:
+            raise self._unexpected_error(self.matching.unexpected | self.matching.mismatched)
+
     def decide(self, call: PruningCall) -> Decision:
-        if self.pipeline_parallel:
+        if self._is_joined:
             self._leave_to_other_ranks(call)
 
         def finish() -> LocalMasks:
@@ -354,7 +378,7 @@ class MasksFromFile:
 
     def _leave_to_other_ranks(self, call: PruningCall) -> None:
         """Expect those masks that another rank has a parameter for."""
-        names = list(self.masks.shapes)
+        names = list(self._masks.shapes)
 
         def claimed() -> Tensor:
             own = [name not in self.matching.unexpected for name in names]
@@ -363,88 +387,56 @@ class MasksFromFile:
         counts = call.communicator.reduce(len(names), claimed).tolist()
         nobody = [name for name, count in zip(names, counts, strict=True) if not count]
         self.unexpected = {name: self.matching.unexpected[name] for name in nobody}
-        if self.unexpected and self.strict:
-            raise _unexpected(self.folder, self.unexpected, self.names)
+        if self.unexpected and self._strict:
+            raise self._unexpected_error(self.unexpected)
 
     def _prune(self, call: PruningCall, files: OpenFiles, position: int, mask: Tensor) -> None:
         if not mask.numel():
             return
 
         def read_mask(name: str) -> Tensor:
-            shape = torch.Size(self.masks.shapes[name])
-            return torch.from_numpy(read_keep(self.masks, files, name, 0, shape.numel())).view(
+            shape = torch.Size(self._masks.shapes[name])
+            return torch.from_numpy(read_keep(self._masks, files, name, 0, shape.numel())).view(
                 shape
             )
 
         shard = call.shards[position]
-        first, *others = self.sources[shard.name]
+        first, *others = self._sources[shard.name]
         whole = first.read(read_mask)
         for other in others:
             if not torch.equal(other.read(read_mask), whole):
                 raise ValueError(
-                    f"{shard.name} is tied, and {self.folder} has different masks under its names "
+                    f"{shard.name} is tied, and {self._folder} has different masks under its names "
                     f"({', '.join([*first.names, *other.names][:4])}); expected equal ones."
                 )
         mask.mul_(shard.slice_of(whole).to(mask.device, mask.dtype).view(mask.shape))
 
-    def check(self, missing: Sequence[str]) -> None:
+    def _check(self, missing: Sequence[str]) -> None:
         """Raise ValueError for what does not fit, under ``strict``."""
-        matching, folder = self.matching, self.folder
-        if matching.unexpected and not self.pipeline_parallel:
-            raise _unexpected(folder, matching.unexpected, self.names)
+        matching, folder = self.matching, self._folder
+        if matching.unexpected and not self._is_joined:
+            raise self._unexpected_error(matching.unexpected)
         if matching.mismatched:
             differences = "; ".join(list(matching.mismatched.values())[:_NUM_SHOWN])
             raise ValueError(
-                f"{differences}. {len(matching.mismatched)} of {len(self.masks.shapes)} masks in "
+                f"{differences}. {len(matching.mismatched)} of {len(self._masks.shapes)} masks in "
                 f"{folder} have another shape than the model's parameters; expected the model that "
                 f"the masks are for. {_NOT_STRICT}"
             )
         if missing:
             raise ValueError(
                 f"{folder} has no mask of {len(missing)} of the given parameters:\n"
-                f"{with_close_names(missing, self.masks.shapes)}\n{_NOT_STRICT}"
+                f"{with_close_names(missing, self._masks.shapes)}\n{_NOT_STRICT}"
             )
 
-
-def _masks_for(
-    model: nn.Module,
-    folder: str | os.PathLike[str],
-    parameters: Iterable[tuple[nn.Module, str]] | None,
-    strict: bool,
-    pipeline_parallel: bool,
-) -> MasksFromFile:
-    """Local: find the parameters of all masks; raises what there is to say under ``strict``."""
-    masks = open_masks(Path(folder))
-    places = list(all_places(model))
-    shapes = {place.pair.fqn: place.shape for place in places}
-    matching = match_masks(
-        masks.shapes,
-        shapes,
-        rules_for(model),
-        is_checkpoint=masks.is_of_checkpoint,
-        others=_names_of_checkpoint(folder) if masks.header_crcs else (),
-    )
-    asked = None if parameters is None else _keys_of(parameters, places)
-    wanted = (place for place in places if asked is None or place.key in asked)
-    chosen: list[NamedParameter] = []
-    sources: dict[str, list[MaskSource]] = {}
-    missing = []
-    for of_one in by_parameter(wanted).values():
-        named = [place for place in of_one if place.pair.fqn in matching.sources]
-        if named:
-            chosen.append(named[0].with_all(of_one))
-            sources[named[0].pair.fqn] = [matching.sources[place.pair.fqn] for place in named]
-        elif asked is not None or sum(size > 1 for size in of_one[0].shape) > 1:
-            missing.append(of_one[0].pair.fqn)
-    found = MasksFromFile(
-        folder, masks, _file_crc(masks.path), matching, chosen, sources, tuple(missing),
-        tuple(shapes), strict, pipeline_parallel, matching.unexpected,
-    )  # fmt: skip
-    if strict:
-        found.check([] if asked is None else missing)
-    if not chosen and not pipeline_parallel:
-        raise _unexpected(folder, matching.unexpected | matching.mismatched, found.names)
-    return found
+    def _unexpected_error(self, names: Mapping[str, str]) -> ValueError:
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in names.items() if reason)
+        return ValueError(
+            f"the model has no parameter for {len(names)} of the masks in {self._folder}:\n"
+            f"{with_close_names(list(names), self._names)}{reasons}\n"
+            "Expected a model that the checkpoint is for, or the part of yours that is one "
+            f"(load_masks(model.backbone, ...)). {_NOT_STRICT}"
+        )
 
 
 def _keys_of(parameters: Iterable[tuple[nn.Module, str]], places: Sequence[Place]) -> set[Hashable]:
@@ -468,18 +460,6 @@ def _names_of_checkpoint(folder: str | os.PathLike[str]) -> list[str]:
         return [tensor.name for tensor in open_checkpoint(Path(folder)).tensors]
     except CheckpointError:  # the masks were moved away from the weights, say
         return []
-
-
-def _unexpected(
-    folder: str | os.PathLike[str], names: Mapping[str, str], known: Iterable[str]
-) -> ValueError:
-    reasons = "".join(f"\n  {name}: {reason}" for name, reason in names.items() if reason)
-    return ValueError(
-        f"the model has no parameter for {len(names)} of the masks in {folder}:\n"
-        f"{with_close_names(list(names), known)}{reasons}\n"
-        "Expected a model that the checkpoint is for, or the part of yours that is one "
-        f"(load_masks(model.backbone, ...)). {_NOT_STRICT}"
-    )
 
 
 def _file_crc(path: str) -> int:

@@ -76,14 +76,13 @@ def shard_masks(model: nn.Module, *, group: ProcessGroup | None = None) -> int:
                 check_binary(shard.mask, label)
                 check_hook(hook, label)
                 sharded[label] = _checksum(module._buffers[mask_key(name)])
-                to_attach.append((module, name, hook, shard))
+                to_attach.append((_PlacedMask(label, module, name, hook, shard.mask), shard))
                 if name in module.__dict__:  # a product that no forward has used
                     module.__dict__[name] = module.__dict__[name].detach()
             elif shard.forgets_pruned:
                 transaction.hold(module, name)
-        for module, name, hook, shard in to_attach:
-            assert shard.mask is not None
-            _attach(transaction, module, name, hook, shard, shard.mask)
+        for entry, shard in to_attach:
+            _attach(transaction, entry, shard, entry.mask)
         return sharded
 
     with torch.inference_mode(False), torch.no_grad():
@@ -148,7 +147,7 @@ def masks_aside(model: nn.Module, *, group: ProcessGroup | None = None) -> Itera
 
 
 def _put_back_everywhere(
-    detached: Sequence[_DetachedMask], communicator: Communicator, raised: BaseException | None
+    detached: Sequence[_PlacedMask], communicator: Communicator, raised: BaseException | None
 ) -> None:
     """Put all masks back on every rank, or on none; raises what the body of the context raised.
 
@@ -186,8 +185,8 @@ def _checksum(mask: Tensor | None) -> int:
 
 
 @dataclass(frozen=True)
-class _DetachedMask:
-    """A mask that is put aside, and where it belongs."""
+class _PlacedMask:
+    """A mask, and where it belongs."""
 
     label: str
     module: nn.Module
@@ -196,7 +195,7 @@ class _DetachedMask:
     mask: Tensor
 
 
-def _masks_of(model: nn.Module) -> list[_DetachedMask]:
+def _masks_of(model: nn.Module) -> list[_PlacedMask]:
     """Every mask of a plain model. Raises if one of them could not be restored exactly."""
     reader, detached = ShardReader(), []
     for path, name, hook in named_hooks(model):
@@ -211,19 +210,19 @@ def _masks_of(model: nn.Module) -> list[_DetachedMask]:
         assert mask is not None
         check_binary(mask, label)
         check_hook(hook, label)
-        detached.append(_DetachedMask(label, module, name, hook, mask))
+        detached.append(_PlacedMask(label, module, name, hook, mask))
     check_ties(model)
     return detached
 
 
-def _take_off(detached: Sequence[_DetachedMask], transaction: Transaction) -> None:
+def _take_off(detached: Sequence[_PlacedMask], transaction: Transaction) -> None:
     for entry in detached:
         if find_hook(entry.module, entry.name) is not None:  # else it was detached with a tied one
             transaction.detach(entry.module, entry.name, None, None)
             unregister(entry.module, entry.name)
 
 
-def _put_back(detached: Sequence[_DetachedMask], transaction: Transaction) -> None:
+def _put_back(detached: Sequence[_PlacedMask], transaction: Transaction) -> None:
     """Attach all masks, or raise; the caller rolls back then."""
     reader = ShardReader()
     parts = []
@@ -232,18 +231,12 @@ def _put_back(detached: Sequence[_DetachedMask], transaction: Transaction) -> No
         parts.append((entry, shard, shard.slice_of(entry.mask.to(shard.values.device))))
     for entry, shard, part in parts:
         if find_hook(entry.module, entry.name) is None:
-            _attach(transaction, entry.module, entry.name, entry.hook, shard, part)
+            _attach(transaction, entry, shard, part)
 
 
-def _attach(
-    transaction: Transaction,
-    module: nn.Module,
-    name: str,
-    hook: PruningHook,
-    shard: LocalShard,
-    part: Tensor,
-) -> None:
+def _attach(transaction: Transaction, entry: _PlacedMask, shard: LocalShard, part: Tensor) -> None:
     """Put this rank's part of a whole mask on a module, with the hook that it had."""
     if shard.is_sharded:  # else the mask goes on as it is
         part = shard.new_mask(mask_dtype(shard)).copy_(part)
-    transaction.attach(module, name, hook, shard.as_parameter_layout(part), shard.managed)
+    mask = shard.as_parameter_layout(part)
+    transaction.attach(entry.module, entry.name, entry.hook, mask, shard.managed)

@@ -24,7 +24,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import is_dtensor
-from distprune.checkpoint import prepare_for_load
+from distprune.checkpoint import Stateful, prepare_for_load
 from distprune.criteria.base import Criterion
 from distprune.files.checkpoints.header import read_header
 from distprune.masks.hook import put_records, records_of
@@ -208,14 +208,6 @@ def _described(wrapping: str, model: nn.Module) -> str:
 def _text(kind: object) -> str:
     """'FSDP' for DistributedType.FSDP."""
     return str(getattr(kind, "value", "") or "")
-
-
-class Stateful(Protocol):
-    """An object with a state dict that is the same on every rank."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 def register_pruning(

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distprune._common.collectives import Communicator, resolved, whole
+from distprune._common.collectives import resolved, whole
 from distprune._common.memory import on_host
 from distprune._common.naming import full_name, named_modules, unwrap
 from distprune._common.process_groups import over_mesh, world
@@ -86,9 +86,7 @@ def hold_zeros(model: nn.Module, *, group: ProcessGroup | None = None) -> tuple[
     Cost: a read of the weights; an all-reduce of 8 bytes per layer. What each forward and backward
     costs more than unpruned LoRA: see [Note: cost of a held adapter].
     """
-    communicator = world(group)
-    with communicator.exclusively():
-        pruned = _pruned_layers(model, communicator)
+    pruned = _pruned_layers(model, group)
     if not pruned:
         raise ValueError(
             "no layer with an adapter has zeros in its base weight; expected a model that was "
@@ -130,9 +128,7 @@ def merge_and_unload(
     Cost: two reads of the weights; per layer, one matrix of the size of this rank's part of
     it, and under FSDP2 an all-gather of the factors A.
     """
-    communicator = world(group)
-    with communicator.exclusively():
-        pruned = _pruned_layers(model, communicator)
+    pruned = _pruned_layers(model, group)
     unheld = [each.name for each in pruned if not holds_zeros(each.layer)]
     if unheld:
         raise ValueError(
@@ -189,17 +185,19 @@ class _Layer:
     obstacle: str | None
 
 
-def _pruned_layers(model: nn.Module, communicator: Communicator) -> list[_Layer]:
+def _pruned_layers(model: nn.Module, group: ProcessGroup | None) -> list[_Layer]:
     """The layers of PEFT whose base weights have zeros, on any rank."""
-    layers = communicator.run(
-        lambda: _find(_unwrapped(model)), lambda found: [(each.name, "") for each in found]
-    )
 
     def count() -> Tensor:
         counts = [_count_zeros(each) for each in layers]
         return torch.tensor(on_host(counts), dtype=torch.int64)
 
-    counts = communicator.reduce(len(layers), count).tolist()
+    communicator = world(group)
+    with communicator.exclusively():
+        layers = communicator.run(
+            lambda: _find(_unwrapped(model)), lambda found: [(each.name, "") for each in found]
+        )
+        counts = communicator.reduce(len(layers), count).tolist()
     return [each for each, zeros in zip(layers, counts, strict=True) if zeros]
 
 

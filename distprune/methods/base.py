@@ -12,14 +12,15 @@ import numbers
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distprune._common.amount import Amount, checked_count
+from distprune._common.amount import Amount
 from distprune._common.mask_values import zero_pruned
+from distprune._common.memory import INTEGERS
 from distprune._common.naming import NamedParameter, unwrap
 from distprune.call.reading import read_at_rest
 from distprune.call.request import Decision, Fact, PruningArguments, PruningCall
@@ -29,21 +30,13 @@ from distprune.masks.attach import Transaction, detach
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.masks.record import MaskRecord, Member, join
-from distprune.methods import mask_functions, ranking
+from distprune.methods import ranking
 from distprune.selection.keys import Order
 from distprune.shards.checksum import checksums
 from distprune.shards.reader import ShardReader, is_sharded
 
 
-class ComputesMask(Protocol):
-    """What is needed of a pruning method; a structured one has ``dim``, too."""
-
-    PRUNING_TYPE: Any
-
-    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor: ...
-
-
-def combined_mask(method: ComputesMask, t: Tensor, mask: Tensor) -> Tensor:
+def combined_mask(method: BasePruningMethod, t: Tensor, mask: Tensor) -> Tensor:
     """A method's mask on what an earlier mask leaves, and zeros elsewhere; dtype of ``t``."""
     new_mask = mask.to(dtype=t.dtype, copy=True)
     kind = method.PRUNING_TYPE
@@ -142,21 +135,22 @@ class BasePruningMethod(PruningHook, ABC):
                 "custom_from_mask."
             )
         if self.DISTRIBUTED == "elementwise":
-            return mask_functions.elementwise_decision(call, self.compute_mask)
+            return elementwise_decision(call, self.compute_mask)
         if self.DISTRIBUTED == "scores":
             amount, compute_scores = _scoring(self)
             return ranking.rank(call, amount, ranking.by_function(compute_scores))
         if self.DISTRIBUTED == "gather":
-            return mask_functions.whole_decision(call, self.compute_mask, gather=not call.is_local)
+            return whole_decision(call, self.compute_mask, gather=not call.is_local)
         if self.DISTRIBUTED is not None:
             raise ValueError(
                 f"{type(self).__name__}.DISTRIBUTED={self.DISTRIBUTED!r}; expected "
                 "'elementwise', 'scores', 'gather' or None."
             )
         if call.is_local:
-            return mask_functions.whole_decision(call, self.compute_mask, gather=False)
+            return whole_decision(call, self.compute_mask, gather=False)
+        sharded = next(shard.name for shard in call.shards if shard.is_sharded)
         raise NotImplementedError(
-            f"{_first_sharded(call)} is sharded, and {type(self).__name__} does not say how its "
+            f"{sharded} is sharded, and {type(self).__name__} does not say how its "
             "mask may be computed on shards. Set the class attribute DISTRIBUTED to one of: "
             "'elementwise' (the mask is a function of each element alone), 'scores' (define "
             "compute_scores and amount; the lowest are pruned), or 'gather' (bring all scores to "
@@ -413,16 +407,11 @@ def _scoring(method: BasePruningMethod) -> tuple[Amount, Callable[[Tensor], Tens
 def _mask_from_scores(self: BasePruningMethod, t: Tensor, default_mask: Tensor) -> Tensor:
     """``compute_mask`` of a method with ``DISTRIBUTED = "scores"`` that has none of its own."""
     amount, compute_scores = _scoring(self)
-    k = checked_count(amount, t.nelement())
-    mask = default_mask.clone(memory_format=torch.contiguous_format)
-    if k:
-        scores = compute_scores(t.reshape(-1)).view(t.shape)
-        ranking.zero_lowest(mask, scores, k, Order.ASCENDING)
-    return mask
 
+    def score(t: Tensor) -> Tensor:
+        return compute_scores(t.reshape(-1)).view(t.shape)
 
-def _first_sharded(call: PruningCall) -> str:
-    return next(shard.name for shard in call.shards if shard.is_sharded)
+    return ranking.without_lowest(t, default_mask, amount, Order.ASCENDING, score)
 
 
 def describe_argument(value: Any) -> str:
@@ -445,3 +434,102 @@ def describe_argument(value: Any) -> str:
         entries = [describe_argument(part) for entry in value.items() for part in entry]
         return f"{type(value).__name__} of {', '.join(entries)}"
     return type(value).__name__
+
+
+ComputeMask = Callable[[Tensor, Tensor], Tensor]
+
+_ELEMENTWISE_CHUNK = 1 << 20
+
+
+def elementwise_decision(call: PruningCall, compute_mask: ComputeMask) -> Decision:
+    """Run a method whose mask is a function of each element alone, shard by shard."""
+
+    def prune(position: int, mask: Tensor) -> None:
+        shard = call.shards[position]
+        flat_mask, flat_scores = shard.flat(mask), shard.flat(call.score_or_value(position))
+        for start in range(0, flat_mask.numel(), _ELEMENTWISE_CHUNK):
+            chunk = flat_mask[start : start + _ELEMENTWISE_CHUNK]
+            live = chunk == 1
+            scores = flat_scores[start : start + _ELEMENTWISE_CHUNK][live]
+            chunk[live] = compute_mask(scores, torch.ones_like(scores)).to(chunk.dtype)
+
+    return Decision(lambda: call.changed_masks(prune))
+
+
+def whole_decision(call: PruningCall, compute_mask: ComputeMask, *, gather: bool) -> Decision:
+    """Run a method that has to see all unpruned scores at once, as one process would.
+
+    Args:
+        call: with whole parameters only, unless ``gather``.
+        compute_mask: gets the live scores of all parameters, 1-d, in the caller's
+            order, row-major, and a mask of ones.
+        gather: bring everything to every rank first.
+
+    Raises:
+        ValueError: the ranks came to different masks.
+
+    Cost: memory for all scores, on every rank; with ``gather`` also 8 bytes of
+    communication per element.
+    """
+    communicator = call.communicator
+    scores = [
+        _whole(call, position, call.score_or_value(position), gather)
+        for position in range(len(call.shards))
+    ]
+    masks = [
+        None if shard.mask is None else _whole(call, position, shard.mask, gather)
+        for position, shard in enumerate(call.shards)
+    ]
+
+    pruned: list[Tensor] = []
+
+    def decide() -> Tensor:
+        live = [
+            torch.ones(s.shape, dtype=torch.bool, device=s.device) if m is None else m == 1
+            for s, m in zip(scores, masks, strict=True)
+        ]
+        competing = torch.cat([s[flags] for s, flags in zip(scores, live, strict=True)])
+        chosen = compute_mask(competing, torch.ones_like(competing))
+        if chosen.shape != competing.shape:
+            raise ValueError(
+                f"compute_mask returned shape {tuple(chosen.shape)} for scores of shape "
+                f"{tuple(competing.shape)}; expected a mask of the same shape."
+            )
+        pieces = torch.split(chosen, [int(flags.sum()) for flags in live])
+        for flags, piece in zip(live, pieces, strict=True):
+            pruned.append(torch.zeros_like(flags))  # bool, flat
+            pruned[-1][flags] = piece == 0
+        digests = torch.tensor(checksums(pruned))
+        return torch.cat([digests, ~digests])
+
+    highest, lowest = communicator.reduce(2 * len(scores), decide, "max").chunk(2)
+    if not torch.equal(highest, ~lowest):
+        name = call.shards[int((highest != ~lowest).nonzero()[0])].name
+        raise ValueError(
+            f"{name}: the ranks computed different masks. Expected a method that gives every "
+            "rank the same mask for the same scores; one that draws random numbers needs the "
+            "same seed on all ranks."
+        )
+
+    def prune(position: int, mask: Tensor) -> None:
+        shard = call.shards[position]
+        mask.masked_fill_(shard.slice_of(pruned[position].view(shard.shape)), 0)
+
+    return Decision(lambda: call.changed_masks(prune))
+
+
+def _whole(call: PruningCall, position: int, local: Tensor, gather: bool) -> Tensor:
+    """A whole tensor, flat and row-major, from its parts on all ranks."""
+    shard = call.shards[position]
+    if not gather:
+        return local.reshape(-1)
+    integer = INTEGERS[local.itemsize]
+
+    def spread() -> Tensor:
+        bits = shard.flat(local).contiguous().view(integer)
+        counted = torch.arange(shard.counted.start, shard.counted.stop, device=local.device)
+        whole = torch.zeros(shard.numel, dtype=torch.int64, device=local.device)
+        whole[shard.index(counted)] = bits[counted].long()
+        return whole
+
+    return call.communicator.reduce(shard.numel, spread).to(integer).view(local.dtype)

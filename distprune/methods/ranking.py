@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,14 +43,6 @@ Keys = tuple[KeyRange, Sequence[KeySource]]
 MakeKeys = Callable[[], Keys]
 
 
-class Ranking(Protocol):
-    """What a method ranks by."""
-
-    def prepare(self, call: PruningCall) -> MakeKeys:
-        """Do what takes all ranks; the rest is a local step. Collective."""
-        ...
-
-
 @dataclass(frozen=True)
 class ByScore:
     """A ranking by scores, which may be normalised.
@@ -65,7 +56,7 @@ class ByScore:
     make_scores: Callable[[PruningCall], Sequence[ScoreSource]]
 
     def prepare(self, call: PruningCall) -> MakeKeys:
-        """Measure what the scores are divided by, if they are.
+        """Measure what the scores are divided by, if they are. Collective; the rest is local.
 
         Raises:
             ValueError: a live score is infinite, with a normalisation.
@@ -76,7 +67,9 @@ class ByScore:
         # With a budget, a scope or a pattern N:M, parameters are not compared, or by scores that a
         # factor does not change.
         if call.normalize is not None and call.share.compares_parameters:
-            scored = call.communicator.run(lambda: _scored(call, self.make_scores(call)))
+            scored = call.communicator.run(
+                lambda: list(map(Scored.of_shard, call.shards, self.make_scores(call)))
+            )
             if self.order is Order.MAGNITUDE:
                 most_bytes = sum(len(part.counted) for part in scored) // _ELEMENTS_PER_BYTE
                 scored = tallied(scored, call.communicator, most_bytes)
@@ -105,7 +98,7 @@ class AtRandom:
     """
 
     def prepare(self, call: PruningCall) -> MakeKeys:
-        """Agree on the seed.
+        """Agree on the seed. Collective; the rest is local.
 
         Raises:
             ValueError: a normalisation, which random keys cannot have.
@@ -131,12 +124,6 @@ def random_keys(shards: Sequence[LocalShard], seed: int) -> list[KeySource]:
         sources.append(RandomKeys(seed, offset, shard.index, shard.values.device))
         offset += shard.numel
     return sources
-
-
-def _scored(call: PruningCall, scores: Sequence[ScoreSource]) -> list[Scored]:
-    return [
-        Scored.of_shard(shard, source) for shard, source in zip(call.shards, scores, strict=True)
-    ]
 
 
 def scores_or_values(
@@ -204,7 +191,7 @@ def by_function(score: Callable[[Tensor], Tensor]) -> ByScore:
     return ByScore(Order.ASCENDING, make_scores)
 
 
-def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
+def rank(call: PruningCall, amount: Amount, ranking: ByScore | AtRandom) -> Decision:
     """Prune the elements of the lowest scores over all parameters and ranks, within the bounds.
 
     Args:
@@ -222,7 +209,7 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
     """
     make_keys = ranking.prepare(call)
 
-    def prepare() -> _Prepared:
+    def prepare() -> tuple[KeyRange, list[Candidates], list[Tensor], list[Tensor]]:
         keys, sources = make_keys()
         parts = candidates_of(call.shards, sources)
         # All memory of the result is taken before anything is ranked.
@@ -231,21 +218,20 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
             for shard, dtype in zip(call.shards, call.mask_dtypes, strict=True)
         ]
         flat = [shard.flat(mask) for shard, mask in zip(call.shards, masks, strict=True)]
-        return _Prepared(keys, parts, masks, flat)
+        return keys, parts, masks, flat
 
-    prepared = call.communicator.run(
-        prepare, lambda made: [("dtype of the scores", str(made.keys.value_dtype))]
+    keys, parts, masks, flat = call.communicator.run(
+        prepare, lambda made: [("dtype of the scores", str(made[0].value_dtype))]
     )
-    keys, parts, flat = prepared.keys, prepared.parts, prepared.flat_masks
     names = [shard.name for shard in call.shards]
     ranked = Ranked(parts, names, call.num_live, keys, call.communicator)
     share = call.share
     if isinstance(share, Grouping) and share.rule.tile is not None:
-        return ranked_in_tiles(call, share, amount, ranked, prepared.masks, flat)
+        return ranked_in_tiles(call, share, amount, ranked, masks, flat)
     if isinstance(share, Grouping) and share.rule.needs_input_dim:
         num_pruned = prune_in_blocks(ranked, share.parameters, flat)
         return Decision(
-            lambda: LocalMasks(prepared.masks, num_pruned),
+            lambda: LocalMasks(masks, num_pruned),
             bound_of=[None] * len(names),
             wanted=share.wanted(len(names)),
         )
@@ -260,7 +246,7 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
     drafted = None if selection is None else selection.drafted
 
     def finish() -> LocalMasks:
-        return LocalMasks(prepared.masks, write_masks(parts, cuts, flat, drafted))
+        return LocalMasks(masks, write_masks(parts, cuts, flat, drafted))
 
     is_plain = not call.is_limited and call.normalize is None
     bound_of = [cut.bound for cut in cuts]
@@ -274,7 +260,12 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
         and is_plain
         and not any(scores is not None for scores in call.scores),
     )
-    if keys is RANDOM_KEYS or selection is None or not k:
+    return _with_threshold(decision, keys, selection if k else None)
+
+
+def _with_threshold(decision: Decision, keys: KeyRange, selection: Selection | None) -> Decision:
+    """The decision with the score at which one ranking was cut, if that tells something."""
+    if keys is RANDOM_KEYS or selection is None:
         return decision
     return replace(
         decision,
@@ -282,6 +273,21 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
         num_ties=selection.num_ties,
         num_ties_pruned=selection.num_ties_pruned,
     )
+
+
+def without_lowest(
+    t: Tensor,
+    default_mask: Tensor,
+    amount: Amount,
+    order: Order,
+    score: Callable[[Tensor], Tensor] = lambda t: t,
+) -> Tensor:
+    """A copy of a mask without the elements that come first, if any; then ``t`` is scored."""
+    k = checked_count(amount, t.nelement())
+    mask = default_mask.clone(memory_format=torch.contiguous_format)
+    if k:
+        zero_lowest(mask, score(t), k, order)
+    return mask
 
 
 def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
@@ -309,16 +315,6 @@ def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
     alone = Ranked([part], ["scores"], [flat.numel()], keys, Communicator(()), refuse_nan=False)
     selection = select_lowest(alone, k)
     write_keep(part, 0, selection.cut, mask.view(-1), mask.view(-1))
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """What a ranking works on: the keys of this rank's elements, and the masks to write."""
-
-    keys: KeyRange
-    parts: list[Candidates]
-    masks: list[Tensor]
-    flat_masks: list[Tensor]
 
 
 def divide(
@@ -423,14 +419,7 @@ def ranked_in_tiles(
 
     wanted = grouping.wanted(num_parameters)
     decision = Decision(finish, bound_of=[None] * num_parameters, wanted=wanted)
-    if selection is None or tiles.ranked.keys is RANDOM_KEYS:
-        return decision
-    return replace(
-        decision,
-        threshold=tiles.ranked.keys.score_of(selection.cut.threshold),
-        num_ties=selection.num_ties,
-        num_ties_pruned=selection.num_ties_pruned,
-    )
+    return _with_threshold(decision, tiles.ranked.keys, selection)
 
 
 def _count(grouping: Grouping, amount: Amount, tiles: RankedTiles) -> int:

@@ -1,34 +1,48 @@
-"""ScheduledPruner: prunes by a schedule, in a training loop or a callback."""
+"""ScheduledPruner: prunes by a schedule, in a training loop or a callback.
+
+Its parameter groups have budgets and bounds of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from distprune._common.amount import SparsityBound
+from distprune._common.amount import (
+    FLOOR,
+    Amount,
+    Bounded,
+    Bounds,
+    SparsityBound,
+    resolve_count,
+    to_bounds,
+)
 from distprune._common.blocks import Scope
 from distprune._common.collectives import Communicator
-from distprune._common.exact_sums import Normalization
-from distprune._common.naming import unwrap
+from distprune._common.exact_sums import Normalization, check_normalization
+from distprune._common.naming import Pair, checked_pair, label_of, tied_places, unwrap
 from distprune._common.process_groups import world
 from distprune._common.schedules import Schedule
 from distprune.api.global_unstructured import global_arguments
 from distprune.api.local import remove
-from distprune.budgets import BudgetLike
-from distprune.call.grouping import InputDims
+from distprune.budgets import BudgetLike, to_budget
+from distprune.budgets.base import Sparsities
+from distprune.call.grouping import InputDims, to_pattern, to_rule
 from distprune.call.importance_scores import without_others
-from distprune.call.report import PruningReport, warn_of_collapse
+from distprune.call.report import ParameterReport, PruningReport, warn_of_collapse
 from distprune.call.request import InGroups, ParameterArguments, PruningArguments
 from distprune.call.run import Counted, count_live, prune_parameters
 from distprune.masks.checks import check_removable
 from distprune.masks.hook import find_hook
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured
-from distprune.schedule.groups import Group, check_state, make_groups, merged, with_floors
+from distprune.selection.within_bounds import limits_for
 from distprune.shards.parameters import Scores
+from distprune.shards.reader import ShardReader
 from distprune.verification.report import VerificationReport
 from distprune.verification.verifying import verify_parameters
 
@@ -277,7 +291,8 @@ class ScheduledPruner:
 
         def make_arguments() -> ParameterArguments:
             nonlocal target
-            target = group.target_at(self.num_steps)
+            # Never less than before.
+            target = max(group.target, group.schedule.sparsity_at(self.num_steps))
             # Decides whether anything is due, where it does not follow from the masks.
             present = "any" if group.is_global else repr(group.target)
             return ParameterArguments(
@@ -313,22 +328,10 @@ class ScheduledPruner:
             group.target = target
             return None
         is_growing = group.is_growing(target, entries)
-        min_sparsity, max_sparsity = group.bounds_now(is_growing)
+        bounds = group.bounds_now(is_growing)
         scores = self._scores(position, communicator)
         report = prune_parameters(
-            lambda: global_arguments(
-                group.parameters,
-                group.pruning_method,
-                scores,
-                amount=count,
-                pipeline_parallel=self._is_pipeline_parallel,
-                normalize=group.normalize,
-                budget=group.budget,
-                min_sparsity=min_sparsity,
-                max_sparsity=max_sparsity,
-            ),
-            communicator,
-            reused,
+            lambda: group.arguments(scores, count, bounds), communicator, reused
         )
         group.target = target
         if not is_growing:
@@ -342,17 +345,7 @@ class ScheduledPruner:
         """Give every layer, row or group of a pattern the target; None if none loses an element."""
 
         def make_arguments() -> PruningArguments:
-            arguments = global_arguments(
-                group.parameters,
-                group.pruning_method,
-                scores,
-                amount=float(target) if group.has_share else None,
-                pipeline_parallel=self._is_pipeline_parallel,
-                normalize=group.normalize,
-                scope=group.scope,
-                pattern=group.pattern,
-                input_dims=group.input_dims,
-            )
+            arguments = group.arguments(scores, float(target) if group.has_share else None)
             assert isinstance(arguments.share, InGroups)
             rule = replace(arguments.share.rule, sparsity=float(target))
             share = replace(arguments.share, rule=rule)
@@ -374,3 +367,320 @@ class ScheduledPruner:
             place for i, group in enumerate(self._groups) if i != position for place in group.places
         ]
         return without_others(scores, mine, others)
+
+
+@dataclass(eq=False)
+class Group:
+    """Parameters that share a budget.
+
+    Args:
+        parameters: (module, name) pairs.
+        schedule, pruning_method, min_sparsity, max_sparsity, pipeline_parallel, normalize: as
+            for ``ScheduledPruner``.
+        budget, scope, pattern, input_dims: as there.
+
+    Attributes:
+        target: the present sparsity target, a share of all elements.
+        names: per pair, the full name, or the parameter's name and position if that is unknown.
+        blocks: the pattern, parsed.
+
+    Raises:
+        ValueError: bounds that the end of the schedule cannot meet; a budget that does not fit the
+            parameters.
+    """
+
+    parameters: Sequence[Pair]
+    schedule: Schedule
+    pruning_method: type[BasePruningMethod]
+    min_sparsity: SparsityBound | None
+    max_sparsity: SparsityBound | None
+    pipeline_parallel: bool
+    normalize: Normalization | None
+    budget: BudgetLike | None
+    scope: Scope
+    pattern: str | None
+    input_dims: InputDims | None
+    target: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        check_normalization(self.normalize)
+        self.blocks = None if self.pattern is None else to_pattern(self.pattern)
+        self._check_scope()
+        divides = not (self.budget is self.min_sparsity is self.max_sparsity is None)
+        if divides and not self.is_global:
+            raise ValueError(
+                f"scope={self.scope!r}, pattern={self.pattern!r} beside a budget or bounds; "
+                "expected one of them: each decides how much of every parameter is pruned."
+            )
+        budget = to_budget(self.budget)
+        if isinstance(budget, Sparsities):  # the schedule gives the total: only ratios matter
+            budget = Sparsities(budget.sparsities, relative=True)
+        self._budget = budget
+        self.names = [label_of(pair, position) for position, pair in enumerate(self.parameters)]
+        self._sizes: list[int] = []
+        self._keys: list[Any] = []
+        self._bounds: Bounds | None = None
+        if not self.pipeline_parallel:
+            self._settle(self._bounded())
+
+    def join_stages(self, entries: Sequence[ParameterReport]) -> None:
+        """Under ``pipeline_parallel``, take the parameters of other ranks into account.
+
+        Raises:
+            ValueError: bounds that the end of the schedule cannot meet.
+        """
+        if self.pipeline_parallel:
+            self._settle(
+                [Bounded(entry.name, (entry.name,), entry.num_elements) for entry in entries]
+            )
+
+    def _settle(self, bounded: Sequence[Bounded]) -> None:
+        self._sizes = [parameter.num_elements for parameter in bounded]
+        self._keys = [parameter.keys[-1] for parameter in bounded]
+        self._bounds = to_bounds(bounded, self.min_sparsity, self.max_sparsity)
+        if self._budget is not None:
+            self._budget.divide(bounded)  # raises if it does not fit
+        self._check_end()
+
+    def _bounded(self) -> list[Bounded]:
+        """The parameters in the order of a report; a tied one is one entry with several pairs."""
+        reader = ShardReader()
+        tied: dict[Hashable, list[int]] = {}
+        sizes: dict[Hashable, int] = {}
+        for position, pair in enumerate(self.parameters):
+            key, size = reader.identity(*pair)
+            tied.setdefault(key, []).append(position)
+            sizes[key] = size
+        bounded = []
+        for key, positions in tied.items():
+            own = [self.parameters[i] for i in positions]
+            pairs = [place for pair in own for place in (tuple(pair), *tied_places(pair))]
+            names = [self.names[i] for i in positions]
+            bounded.append(Bounded(names[0], (*names, *pairs), sizes[key]))
+        return bounded
+
+    @property
+    def places(self) -> list[Pair]:
+        """Every (module, name) of the parameters, tied names included."""
+        return [place for pair in self.parameters for place in tied_places(pair)]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all parameters, each counted once."""
+        return sum(self._sizes)
+
+    def num_to_prune(self, target: float, entries: Sequence[ParameterReport]) -> int:
+        """Elements to prune to reach a target; negative if more are pruned already."""
+        return self._count(target) - sum(entry.num_pruned for entry in entries)
+
+    @property
+    def is_global(self) -> bool:
+        """Whether one ranking of elements goes over all parameters."""
+        return self.scope == "global" and self.pattern is None
+
+    @property
+    def has_share(self) -> bool:
+        """Whether the target is the amount of a pruning: a pattern N:M has none."""
+        return self.blocks is None or self.blocks.tile is not None
+
+    def is_growing(self, target: float, entries: Sequence[ParameterReport]) -> bool:
+        """Whether a target is smaller than the sum of the floors, but may still grow.
+
+        Then no parameter is pruned beyond its floor, so that the floors hold as soon as the target
+        is no smaller than their sum.
+        """
+        end = self.schedule.ends_at
+        if self._bounds is None or (end is not None and target >= end):
+            return False
+        pairs = zip(self._bounds.lowest, entries, strict=True)
+        needed = sum(max(low, entry.num_pruned) for low, entry in pairs)
+        return needed > self._count(target)
+
+    def bounds_now(self, is_growing: bool) -> tuple[SparsityBound | None, SparsityBound | None]:
+        """The floors and ceilings of the next pruning; while it is growing, floors are ceilings."""
+        if not is_growing or self._bounds is None:
+            return self.min_sparsity, self.max_sparsity
+        counts = zip(self._keys, self._bounds.lowest, self._sizes, strict=True)
+        return None, {key: Fraction(count, size) for key, count, size in counts if size}
+
+    def arguments(
+        self,
+        scores: Scores | None,
+        amount: Amount | None,
+        bounds: tuple[SparsityBound | None, SparsityBound | None] = (None, None),
+    ) -> PruningArguments:
+        """The arguments of a pruning of the group, as ``global_unstructured`` makes them."""
+        return global_arguments(
+            self.parameters,
+            self.pruning_method,
+            scores,
+            amount=amount,
+            budget=self._budget,
+            min_sparsity=bounds[0],
+            max_sparsity=bounds[1],
+            pipeline_parallel=self.pipeline_parallel,
+            normalize=self.normalize,
+            scope=self.scope,
+            pattern=self.blocks,
+            input_dims=self.input_dims,
+        )
+
+    def to_state(self) -> dict[str, Any]:
+        """The group's schedule, parameters and target, as plain Python values."""
+        return {
+            "schedule": repr(self.schedule),
+            # Under pipeline_parallel the ranks have different ones, and one state is saved.
+            "parameters": [] if self.pipeline_parallel else list(self.names),
+            "sparsity": self.target,
+        }
+
+    def _count(self, sparsity: float) -> int:
+        """Halves to even, like any amount."""
+        return resolve_count(float(sparsity), self.num_elements)
+
+    def _check_scope(self) -> None:
+        """Raise ValueError for a scope that is none, or a pattern that the schedule cannot meet."""
+        rule = to_rule(self.scope, self.blocks, 0.0 if self.has_share else None)
+        end = self.schedule.ends_at
+        if rule is None or rule.kept_of is None or end is None:
+            return
+        n, m = rule.kept_of
+        if resolve_count(float(end), m) != m - n:
+            raise ValueError(
+                f"{self.schedule} ends at a sparsity of {end}, and pattern={self.blocks!r} prunes "
+                f"{m - n} of {m}; expected a schedule that ends at {(m - n) / m:.4g}."
+            )
+
+    def _check_end(self) -> None:
+        if self._bounds is None or self.schedule.ends_at is None:
+            return
+        try:
+            limits_for(self._count(self.schedule.ends_at), self._bounds, self._sizes, self._sizes)
+        except ValueError as error:
+            raise ValueError(
+                f"the bounds cannot hold at the end of {self.schedule}: {error}"
+            ) from None
+
+
+def make_groups(parameters: Iterable[Any], defaults: Mapping[str, Any]) -> list[Group]:
+    """One group from (module, name) pairs, or one group from each of several dicts.
+
+    Args:
+        parameters: as for ``ScheduledPruner``.
+        defaults: the other arguments of :class:`Group`, for dicts that leave them out.
+
+    Raises:
+        TypeError, ValueError, AttributeError: an entry is malformed; says how.
+    """
+    entries = list(parameters)
+    if not any(isinstance(entry, Mapping) for entry in entries):
+        entries = [{"parameters": entries}]
+    groups = [_make_group(position, entry, defaults) for position, entry in enumerate(entries)]
+    owner: dict[Hashable, int] = {}
+    reader = ShardReader()
+    for position, group in enumerate(groups):
+        for name, pair in zip(group.names, group.parameters, strict=True):
+            key, _ = reader.identity(*pair)
+            other = owner.setdefault(key, position)
+            if other != position:
+                raise ValueError(
+                    f"{name} is in parameters[{other}] and in parameters[{position}]; expected "
+                    "every parameter in one group, as each group has a budget of its own."
+                )
+    return groups
+
+
+def _make_group(position: int, entry: Any, defaults: Mapping[str, Any]) -> Group:
+    if not isinstance(entry, Mapping):
+        raise TypeError(
+            f"parameters[{position}] is a {type(entry).__name__} among dicts; expected either "
+            "(module, name) pairs or dicts that have them as 'parameters'."
+        )
+    options = [name for name in defaults if name != "pipeline_parallel"]
+    if not set(entry) <= {"parameters", *options} or "parameters" not in entry:
+        raise ValueError(
+            f"parameters[{position}] has the keys {list(entry)}; expected 'parameters', and "
+            f"perhaps {', '.join(map(repr, options))}."
+        )
+    values = {**defaults, **entry, "parameters": list(entry["parameters"])}
+    if not isinstance(values["schedule"], Schedule):
+        raise TypeError(
+            f"the schedule of parameters[{position}] is {values['schedule']!r}; expected one of "
+            "distprune.schedule, such as Cubic(...)."
+        )
+    for number, pair in enumerate(values["parameters"]):
+        checked_pair(pair, f"parameters of group {position}: entry [{number}]")
+    if not values["parameters"] and not values["pipeline_parallel"]:
+        raise ValueError(
+            f"parameters[{position}] has no parameters; expected at least one (module, name) pair."
+        )
+    return Group(**values)
+
+
+def with_floors(report: PruningReport) -> PruningReport:
+    """The report of a pruning to which floors were passed as ceilings."""
+    entries = (
+        replace(
+            entry,
+            held_at=entry.held_at and FLOOR,
+            min_sparsity=entry.max_sparsity,
+            max_sparsity=None,
+        )
+        for entry in report.parameters
+    )
+    return replace(report, parameters=tuple(entries))
+
+
+def merged(reports: Sequence[PruningReport]) -> PruningReport:
+    """One report for all groups that were pruned at a step."""
+    if len(reports) == 1:
+        return reports[0]
+    return PruningReport(
+        method=", ".join(dict.fromkeys(report.method for report in reports)),
+        amount=sum(int(report.amount or 0) for report in reports),
+        parameters=tuple(entry for report in reports for entry in report.parameters),
+        threshold=None,
+        num_ties=0,
+        num_ties_pruned=0,
+        num_ranks=reports[0].num_ranks,
+        num_collectives=sum(report.num_collectives for report in reports),
+        bytes_sent=sum(report.bytes_sent for report in reports),
+        seconds=sum(report.seconds for report in reports),
+        collapsed=tuple(name for report in reports for name in report.collapsed),
+    )
+
+
+def check_state(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Raise if a state was saved with other groups, schedules or parameters.
+
+    Args:
+        saved: the state to load.
+        present: the state of the pruner that is to load it.
+
+    Raises:
+        ValueError: says what differs.
+    """
+    if not set(present) <= set(saved):
+        raise ValueError(
+            f"the state has the keys {list(saved)}; expected {list(present)}, as state_dict() of a "
+            "ScheduledPruner has them."
+        )
+    if len(saved["groups"]) != len(present["groups"]):
+        raise ValueError(
+            f"the state has {len(saved['groups'])} parameter groups and this pruner "
+            f"{len(present['groups'])}; expected the groups that it was saved with."
+        )
+    for position, (old, new) in enumerate(zip(saved["groups"], present["groups"], strict=True)):
+        if old["schedule"] != new["schedule"]:
+            raise ValueError(
+                f"the state of group {position} was saved with schedule {old['schedule']}, and "
+                f"this pruner has {new['schedule']}; expected the same one."
+            )
+        if old["parameters"] != new["parameters"]:
+            lost = [name for name in old["parameters"] if name not in new["parameters"]]
+            added = [name for name in new["parameters"] if name not in old["parameters"]]
+            raise ValueError(
+                f"the state of group {position} was saved with other parameters: only in the "
+                f"state: {', '.join(lost) or '(none)'}; only in this pruner: "
+                f"{', '.join(added) or '(none)'}; expected the same ones, in the same order."
+            )

@@ -26,8 +26,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 import distprune
-from distprune.selftest.checks import CHECKS, NEEDS_TWO_RANKS, WRAPPINGS, Case
-from distprune.selftest.libraries import why_not
+from distprune.selftest.checks import CHECKS, NEEDS_TWO_RANKS, WRAPPINGS, Case, why_not
 from distprune.torch_private.private_fields import TESTED
 
 OK, FAILED, NOT_TRIED = "ok", "FAILED", "not tried"
@@ -35,7 +34,7 @@ _MARGIN = 10.0  # seconds that a rank gets to report an error of the backend
 _NO_ANSWER = "no answer"
 
 
-class LostError(RuntimeError):
+class LostError(Exception):
     """Ranks did not meet, or did not answer in time."""
 
 
@@ -79,8 +78,6 @@ class Ranks:
                 timeout=timedelta(seconds=timeout),
                 device_id=None if self.backend == "gloo" else self.device,
             )
-        except LostError:
-            raise
         except (ValueError, RuntimeError) as error:
             raise LostError(f"the ranks did not meet: {error}") from error
 
@@ -97,9 +94,8 @@ class Ranks:
         answers: list[Any]
         key = f"shared{self._num_shared}"
         if self.rank:
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"{key}/{self.rank}", json.dumps(value))
             try:
+                self._store.set(f"{key}/{self.rank}", json.dumps(value))
                 answers = json.loads(self._store.get(key))
             except RuntimeError as error:
                 raise LostError(f"rank 0 did not answer within {self.timeout:.0f} s") from error
@@ -218,8 +214,7 @@ def run(ranks: Ranks, report: Report) -> Iterator[list[Result]]:
     """
     began = time.perf_counter()
     for wrapping in WRAPPINGS:
-        num_before = len(report.results)
-        names, reason = [n for n in CHECKS if ranks.size > 1 or n != NEEDS_TWO_RANKS], ""
+        num_before, reason = len(report.results), ""
         if ranks.size < wrapping.min_ranks or ranks.size % wrapping.num_axes:
             is_odd = ranks.size >= wrapping.min_ranks
             reason = f"needs {'an even number of' if is_odd else wrapping.min_ranks} ranks"
@@ -228,13 +223,10 @@ def run(ranks: Ranks, report: Report) -> Iterator[list[Result]]:
             reason = next(filter(None, ranks.share(found)), "")
         if reason:
             report.results.append(Result(wrapping.name, None, NOT_TRIED, reason))
-            names = []
-        for name in names:
-            if report.ended is None:
+        for name in () if reason else CHECKS:
+            if report.ended is None and (ranks.size > 1 or name != NEEDS_TWO_RANKS):
                 case = Case(wrapping, ranks.device, ranks.rank, ranks.size)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    _run_check(name, case, ranks, report)
+                report.results.append(_result(name, case, ranks, report))
         report.seconds = round(time.perf_counter() - began, 3)
         yield report.results[num_before:]
         if report.ended is not None:
@@ -259,33 +251,33 @@ def facts(ranks: Ranks) -> dict[str, Any]:
     return found | ({"note": ranks.note} if ranks.note else {})
 
 
-def _run_check(name: str, case: Case, ranks: Ranks, report: Report) -> None:
-    """Run a check, and append its result to the report."""
-    began, result = time.perf_counter(), Result(case.wrapping.name, name, FAILED)
+def _result(name: str, case: Case, ranks: Ranks, report: Report) -> Result:
+    """Run a check; the report says so if that ends the self-test."""
+    began, has_raised = time.perf_counter(), False
     # A process that still hangs when the backend has timed out ends with its stacks.
     faulthandler.dump_traceback_later(ranks.timeout + 2 * _MARGIN, exit=True)
-    has_raised = False
     try:
-        wrong = list(CHECKS[name](case))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wrong = list(CHECKS[name](case))
     except Exception as error:
         wrong, has_raised = ["".join(traceback.format_exception(error)).rstrip()], True
     finally:
         faulthandler.cancel_dump_traceback_later()
     try:
         answers = ranks.share([wrong, has_raised])
-        result.wrong = [
+        wrong = [
             f"rank {rank}: {text}" if ranks.size > 1 else text
             for rank, (texts, _) in enumerate(answers)
             for text in texts
         ]
-        result.status, result.detail = FAILED if result.wrong else OK, case.detail
         if len({has_raised for _, has_raised in answers}) > 1:
             # The other ranks may be inside a collective that this rank has left.
             report.ended = "a check raised on some ranks only, which are out of step since then"
     except LostError as error:
-        result.wrong, report.ended = [str(error)], "a rank is lost"
-    result.seconds = round(time.perf_counter() - began, 3)
-    report.results.append(result)
+        wrong, case.detail, report.ended = [str(error)], "", "a rank is lost"
+    status, seconds = FAILED if wrong else OK, round(time.perf_counter() - began, 3)
+    return Result(case.wrapping.name, name, status, case.detail, wrong, seconds)
 
 
 def head_text(report: Report) -> str:

@@ -9,7 +9,7 @@ import torch.nn.utils.prune as torch_prune
 from torch.distributed.tensor import DTensor
 
 import distprune as prune
-from distprune.methods.structured import USES_VECTOR_NORM
+from distprune.methods.builtin import USES_VECTOR_NORM
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, wrong_masks

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import distprune
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.shards.reader import ShardReader
-from distprune.verification import measuring
+from distprune.verification import inspecting
 
 
 def copy(stage: Stage) -> None:
@@ -63,11 +63,11 @@ def reading_masks(stage: Stage) -> None:
         shard = ShardReader().read_tensor(nn.Parameter(mask, requires_grad=False), "mask", mask)
         expected = num_bytes // dtype.itemsize - int(mask.count_nonzero())
         found = []
-        reading = measuring.Reading(shard, None, False)
+        reading = inspecting.Reading(shard, None, False)
         for name in each_form(stage):
             for what, call in (
                 ("fingerprint", lambda shard=shard, mask=mask: fingerprint_parts([shard], [mask])),
-                ("measured", lambda reading=reading: measuring.measure([reading])),
+                ("measured", lambda reading=reading: inspecting.measure([reading])),
             ):
                 (first,) = call()
                 seconds = statistics.median(timed(stage.device, call).seconds for _ in range(3))

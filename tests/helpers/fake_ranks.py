@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from distprune.testing.pool import clear_dtensor_caches
+from distprune.testing import clear_dtensor_caches
 
 
 def run_fake_ranks(

@@ -8,13 +8,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from distprune.testing import pool
+from distprune import testing
 
 
 def run_forked(script: Path, *arguments: object, num_ranks: int = 1) -> tuple[int, str]:
     """Exit status and output of a Python script; without a launcher, on ranks that meet by env://."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(pool._PRELOAD)
+    context.set_forkserver_preload(testing._PRELOAD)
     settings: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("localhost", 0))

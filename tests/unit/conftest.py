@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from distprune.testing import pool
+from distprune import testing
 
 
 @pytest.fixture(autouse=True)
@@ -16,4 +16,4 @@ def _starts_no_process_unless_slow(request, monkeypatch):
         raise AssertionError("this test starts processes; expected the mark pytest.mark.slow")
 
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
-    monkeypatch.setattr(pool._Pool, "run", refuse)
+    monkeypatch.setattr(testing._Pool, "run", refuse)

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import distprune
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.shards.reader import ShardReader
-from distprune.verification import measuring
-from distprune.verification.measuring import Reading
+from distprune.verification import inspecting
 from helpers.rehearsal import as_on_device
 
 FEW, MANY = 10, 20
@@ -224,7 +223,7 @@ def reading_of(values, mask=None, product=None, has_replicas=True):
     mask = values != 0 if mask is None else mask
     parameter = nn.Parameter(values, requires_grad=False)
     shard = ShardReader().read_tensor(parameter, "weight", mask)
-    return Reading(shard, product, has_replicas)
+    return inspecting.Reading(shard, product, has_replicas)
 
 
 @pytest.mark.parametrize("triton", [False, True])
@@ -244,10 +243,10 @@ def test_one_parameter_that_cannot_be_read_stops_no_other(triton):
         reading_of(torch.ones(30), mask=torch.arange(30) % 4, has_replicas=False),
         reading_of(torch.ones(30), mask=torch.eye(6)[:, :5].reshape(30), product=torch.ones(30)),
     ]
-    expected = measuring.measure(readings)
+    expected = inspecting.measure(readings)
     with as_on_device(triton=triton):
-        found = measuring.measure(readings)
-    wrong = [isinstance(each, measuring.Failed) for each in found]
+        found = inspecting.measure(readings)
+    wrong = [isinstance(each, inspecting.Failed) for each in found]
     assert wrong == [number == 2 for number in range(len(readings))]
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         if number != 2:
@@ -258,8 +257,8 @@ def test_one_parameter_that_cannot_be_read_stops_no_other(triton):
 
 def test_parameters_beyond_a_batch_are_measured_in_the_next_one(monkeypatch):
     interpreted()
-    monkeypatch.setattr(measuring, "_DEVICE_BATCH", 50)
+    monkeypatch.setattr(inspecting, "_DEVICE_BATCH", 50)
     readings = [reading_of(torch.randn(6, 6).relu()) for _ in range(5)]
-    expected = measuring.measure(readings)
+    expected = inspecting.measure(readings)
     with as_on_device(triton=True):
-        assert measuring.measure(readings) == expected
+        assert inspecting.measure(readings) == expected

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distprune._common.amount import Bounds
-from distprune.methods.global_channels import cut_channels, normalized
+from distprune.methods.channels import cut_channels, normalized
 from helpers.sampling import num_examples
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distprune._common.collectives import Communicator
+from distprune.methods.builtin import LnStructured, checked_dim
 from distprune.methods.channels import ChannelRows, joint_norms
-from distprune.methods.structured import LnStructured, checked_dim
 from distprune.shards.geometry import Split, dim_coordinates
 from helpers.sampling import num_examples
 from helpers.virtual_ranks import run_virtual_ranks

@@ -38,7 +38,7 @@ ROOMS = {
         "_common", "torch_private", "shards", "selection", "call", "files", "budgets",
     },
     "reconstruction": {"_common", "shards", "masks", "call", "statistics"},
-    "checkpoint": {"_common", "masks", "methods", "api"},
+    "checkpoint": {"_common", "torch_private", "shards", "masks", "methods", "api"},
     "layouts": {"torch_private"},
     "dynamic": {"_common", "torch_private", "shards", "masks", "call", "api"},
     "recipe": {"recipes", "call", "methods", "api", "schedule"},

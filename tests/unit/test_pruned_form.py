@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import distprune
 from distprune._common import pruned_form
-from distprune.testing.pool import clear_dtensor_caches
+from distprune.testing import clear_dtensor_caches
 
 PACKAGE = Path(distprune.__file__).parent
 HOME = PACKAGE / "_common" / "pruned_form.py"

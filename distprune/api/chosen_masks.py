@@ -1,8 +1,11 @@
-"""``set_masks``: masks that may grow as well as shrink; and ``get_masks``.
+"""Masks that no ranking chooses: those of a caller, and those of the zeros in the weights.
 
 with prune.dense_gradients(model):
     ...                                             # choose new masks: drop some, grow others
     prune.set_masks(parameters, masks, optimizer=optimizer)
+
+model = AutoModelForCausalLM.from_pretrained("Llama-3-8B-sparse")  # wrapped or not
+distprune.masks_from_zeros(model)  # train: what is zero now stays zero
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from distprune._common.collectives import Communicator
+from distprune._common.memory import on_host
 from distprune._common.naming import (
     NamedParameter,
     Pair,
@@ -26,12 +31,23 @@ from distprune._common.naming import (
 )
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import is_dtensor, local_tensor
-from distprune.call.report import MaskUpdate, MaskUpdateReport
-from distprune.call.request import Decision, LocalMasks, PruningArguments, PruningCall
+from distprune._common.report_text import listed
+from distprune._common.selecting import reason_of_shape
+from distprune.call.reading import read_parameters
+from distprune.call.report import MaskUpdate, MaskUpdateReport, PruningReport
+from distprune.call.request import (
+    Decision,
+    LocalMasks,
+    ParameterArguments,
+    PruningArguments,
+    PruningCall,
+)
 from distprune.call.run import prune_parameters
 from distprune.masks.checks import check_binary
 from distprune.masks.hook import refresh_products
+from distprune.methods.base import elementwise_decision
 from distprune.methods.builtin import hook_for_chosen_mask
+from distprune.shards.parameters import Target, find_places
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
 
@@ -155,9 +171,7 @@ def set_masks(
 
     report = prune_parameters(make_arguments, world(group))
     with torch.inference_mode(False):
-        for replaced in method.replaced:
-            replaced.apply()
-            replaced.refresh()
+        method.change_values()
     return MaskUpdateReport(
         tuple(
             MaskUpdate(p.name, p.num_elements, p.num_pruned, num_grown, num_dropped)
@@ -178,7 +192,10 @@ class _GivenMasks:
         pairs: the caller's.
         optimizer, state, grown: as for :func:`set_masks`.
         counts: the numbers of (grown, dropped) elements of every parameter, once it has decided ...
-        replaced: ... and what is to be done on this rank when the masks are attached.
+        zeroed: ... and what is to be done on this rank when the masks are attached: tensors, N-d
+            views, and where they become zero, ...
+        forgotten: ... the parameters whose state the optimizer forgets ...
+        places: ... and every (module, name) of the parameters that changed.
     """
 
     pairs: Sequence[Pair]
@@ -186,7 +203,9 @@ class _GivenMasks:
     state: str
     grown: str
     counts: list[tuple[int, int]] = field(default_factory=list)
-    replaced: list[_Replaced] = field(default_factory=list)
+    zeroed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    forgotten: list[Tensor] = field(default_factory=list)
+    places: list[Pair] = field(default_factory=list)
 
     # The masks stand for the scores: those of replicas are compared.
     READS_VALUES = True
@@ -214,46 +233,56 @@ class _GivenMasks:
         self.counts = [(grown, dropped) for grown, dropped in shared.view(-1, 2).tolist()]
 
         def finish() -> LocalMasks:
-            self.replaced = self._prepare(call.shards, changes)
+            self._prepare(call.shards, changes)
             return LocalMasks(masks, [dropped - grown for grown, dropped in rows])
 
         return Decision(finish)
 
     def _prepare(
         self, shards: Sequence[LocalShard], changes: Sequence[tuple[Tensor, Tensor]]
-    ) -> list[_Replaced]:
+    ) -> None:
         """Local: everything that may fail, before a mask is attached."""
         reader = ShardReader()
         places: dict[Hashable, list[Pair]] = {}
         for pair in self.pairs:
             identity, _ = reader.identity(unwrap(pair[0]), pair[1])
             places.setdefault(identity, []).extend(tied_places(pair))
-        prepared = []
         for shard, (has_grown, dropped), counts in zip(shards, changes, self.counts, strict=True):
-            of_shard = places.get(shard.key)
-            if of_shard is None or not any(counts):
+            if shard.key not in places or not any(counts):
                 continue
-            kept_state = None
-            if self.optimizer is not None and self.state != "keep":
-                kept_state = _OptimizerState(self.optimizer, shard)
-                if self.state == "reset" and kept_state.is_shared:
-                    raise NotImplementedError(
-                        f"{shard.name}: FSDP1 without use_orig_params has one optimizer state for "
-                        "all parameters of a wrapped module, so state='reset' would reset "
-                        "others too; expected state='zero', or use_orig_params=True."
-                    )
-            is_zero = kept_state is not None and self.state == "zero"
-            prepared.append(
-                _Replaced(
-                    of_shard,
-                    shard.values,
-                    has_grown if self.grown == "zero" else None,
-                    kept_state.tensors() if kept_state is not None and is_zero else (),
-                    has_grown | dropped if is_zero else None,
-                    kept_state if self.state == "reset" else None,
+            self.places += places[shard.key]
+            if self.grown == "zero":
+                self.zeroed.append((shard.values, has_grown))
+            if self.optimizer is None or self.state == "keep":
+                continue
+            parameter, span = shard.optimizer_tensor
+            known = any(p is parameter for g in self.optimizer.param_groups for p in g["params"])
+            if not known and parameter.requires_grad:
+                raise ValueError(
+                    f"{shard.name} is none of the optimizer's parameters; expected the optimizer "
+                    "that trains it, made after the model was wrapped."
                 )
-            )
-        return prepared
+            if self.state == "zero":
+                changed = has_grown | dropped
+                self.zeroed += [(state, changed) for state in _states(self.optimizer, shard)]
+            elif span is not None:
+                raise NotImplementedError(
+                    f"{shard.name}: FSDP1 without use_orig_params has one optimizer state for "
+                    "all parameters of a wrapped module, so state='reset' would reset "
+                    "others too; expected state='zero', or use_orig_params=True."
+                )
+            else:
+                self.forgotten.append(parameter)
+
+    def change_values(self) -> None:
+        """Make the changes, in place; nothing here can fail for want of memory."""
+        with torch.no_grad():
+            for tensor, where in self.zeroed:
+                tensor.masked_fill_(where.to(tensor.device), 0)
+        for parameter in self.forgotten:  # the next step begins as the first one does
+            assert self.optimizer is not None
+            self.optimizer.state.pop(parameter, None)
+        refresh_products(self.places)
 
 
 def _by_pair(pairs: Sequence[Pair], masks: Any) -> dict[Pair, Tensor]:
@@ -305,82 +334,146 @@ def _checked(what: str, value: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
-class _OptimizerState:
-    """The state that an optimizer has of one parameter.
+def _states(optimizer: Optimizer, shard: LocalShard) -> list[Tensor]:
+    """Views, N-d, of this rank's part of every state that has a value per element."""
+    parameter, span = shard.optimizer_tensor
+    found = []
+    for key, value in optimizer.state.get(parameter, {}).items():
+        # A parameter of one element has the shape of the number of steps.
+        if key == "step" or not isinstance(value, Tensor):
+            continue
+        if value.shape != parameter.shape or is_dtensor(value) != is_dtensor(parameter):
+            continue
+        local = local_tensor(value.detach())
+        found.append(local if span is None else local[span])
+    return [tensor for tensor in found if tensor.shape == shard.values.shape]
+
+
+_CHUNK = 1 << 22  # elements
+
+Pairs = list[tuple[nn.Module, str]]
+
+
+def masks_from_zeros(
+    parameters: nn.Module | Iterable[tuple[nn.Module, str]],
+    *,
+    all_zero: Literal["error", "leave", "prune"] = "error",
+    group: ProcessGroup | None = None,
+    pipeline_parallel: bool = False,
+) -> PruningReport:
+    """Prune every element that is zero already, so that training keeps it zero. Collective.
+
+    For weights that were pruned before they were loaded, by whatever program. -0.0 is a zero. A
+    parameter without a zero gets no mask; one that is pruned already keeps its mask, and its
+    other zeros are pruned, too.
 
     Args:
-        optimizer: which has the parameter.
-        shard: the parameter.
+        parameters: a model, wrapped or not: all its floating-point parameters with two or more
+            dimensions larger than 1; or (module, name) pairs, as ``select`` lists them.
+        all_zero: what becomes of a parameter that would be pruned entirely: "error"; "leave" it
+            without a new mask; "prune" it. (Such a parameter has often been set to zero to be
+            trained, as the second matrix of a LoRA adapter.)
+        group: the ranks that take part; every rank by default.
+        pipeline_parallel: the ranks hold different parts of the model.
+
+    Returns:
+        A report on the parameters that have zeros, the same on every rank.
 
     Raises:
-        ValueError: the optimizer does not have the parameter, and it is trained.
+        ValueError: no parameter has a zero outside of its mask; one is zero entirely, with
+            ``all_zero="error"``; replicas differ; on every rank, and no module has changed then.
+        Exception: as ``global_unstructured``.
+
+    Cost: three reads of the weights and one write of the masks; a few all-reduces, of 50 bytes
+    per parameter in all. No weight is communicated.
     """
+    communicator = world(group)
+    is_model = isinstance(parameters, nn.Module)
 
-    def __init__(self, optimizer: Optimizer, shard: LocalShard) -> None:
-        self._optimizer = optimizer
-        self._tensor, self._span = shard.optimizer_tensor
-        self._shard = shard
-        known = any(p is self._tensor for g in optimizer.param_groups for p in g["params"])
-        if not known and self._tensor.requires_grad:
-            raise ValueError(
-                f"{shard.name} is none of the optimizer's parameters; expected the optimizer that "
-                "trains it, made after the model was wrapped."
-            )
+    def make_arguments() -> ParameterArguments:
+        return ParameterArguments(
+            parameters=_pairs_of(parameters, all_zero),
+            facts=[("all_zero", str(all_zero)), ("a model is given", str(is_model))],
+            pipeline_parallel=pipeline_parallel,
+        )
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether other parameters have the same state (FSDP1 without use_orig_params)."""
-        return self._span is not None
+    with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
+        _, targets = read_parameters(make_arguments, communicator)
+        counts = _count(targets, communicator)
+    chosen: Pairs = []
+    num_found, entire = 0, []
+    for target, (new, old) in zip(targets, counts, strict=True):
+        if not new or (is_model and not target.shard.values.is_floating_point()):
+            continue
+        if new + old == target.shard.numel and all_zero != "prune":
+            entire.append(target.label)
+            continue
+        num_found += 1
+        if target.places:  # here, and not on another rank alone
+            first = target.places[0]
+            named = NamedParameter(*first, target.label).with_places(target.places)
+            chosen.append(named if target.is_named else first)
+    if entire and all_zero == "error":
+        raise ValueError(
+            f"{listed(entire)}: "
+            "every element is zero, and would stay zero. Pass all_zero='leave' if such parameters "
+            "are to be trained (adapters begin at zero), all_zero='prune' if not, or a list of "
+            "parameters without them (select(model, exclude=...))."
+        )
+    if not num_found:
+        raise ValueError(
+            f"none of the {len(targets)} parameters has a zero that is not pruned yet; expected "
+            "weights that were pruned before. Load them first, and convert their dtype afterwards."
+        )
+    return prune_parameters(
+        lambda: PruningArguments(
+            parameters=chosen,
+            method=_Zeros(),
+            make_hook=hook_for_chosen_mask,
+            pipeline_parallel=pipeline_parallel,
+        ),
+        communicator,
+    )
 
-    def tensors(self) -> list[Tensor]:
-        """Views, N-d, of this rank's part of every tensor that has a value per element."""
-        found = []
-        for key, value in self._optimizer.state.get(self._tensor, {}).items():
-            # A parameter of one element has the shape of the number of steps.
-            if key == "step" or not isinstance(value, Tensor):
-                continue
-            if value.shape != self._tensor.shape or is_dtensor(value) != is_dtensor(self._tensor):
-                continue
-            local = local_tensor(value.detach())
-            found.append(local if self._span is None else local[self._span])
-        return [tensor for tensor in found if tensor.shape == self._shard.values.shape]
 
-    def reset(self) -> None:
-        """Forget everything: the next step begins as the first one does."""
-        self._optimizer.state.pop(self._tensor, None)
+class _Zeros:
+    """Decides on masks by the values alone; see request.DecidesMasks."""
+
+    READS_VALUES = True
+
+    def decide(self, call: PruningCall) -> Decision:
+        return elementwise_decision(call, lambda values, ones: values != 0)
 
 
-@dataclass(frozen=True)
-class _Replaced:
-    """The changes of one parameter on this rank, prepared before its mask is replaced.
+def _pairs_of(parameters: nn.Module | Iterable[tuple[nn.Module, str]], all_zero: str) -> Pairs:
+    if all_zero not in ("error", "leave", "prune"):
+        raise ValueError(f"all_zero={all_zero!r}; expected 'error', 'leave' or 'prune'.")
+    if isinstance(parameters, nn.Module):
+        model = parameters
+        return list(find_places(model, lambda place: not reason_of_shape(place.shape)))
+    return list(parameters)
 
-    Attributes:
-        places: every (module, name) of the parameter.
-        values: this rank's part, N-d, a view of the unmasked parameter.
-        zeroed: bool, like the values: the elements to set to zero; None: none.
-        states: views of the optimizer's state, like the values.
-        changed: bool, like the values: where the states are set to zero; None: nowhere.
-        reset: the state to forget altogether; None: none.
-    """
 
-    places: Sequence[tuple[nn.Module, str]]
-    values: Tensor
-    zeroed: Tensor | None
-    states: Sequence[Tensor]
-    changed: Tensor | None
-    reset: _OptimizerState | None
+def _count(targets: list[Target], communicator: Communicator) -> list[list[int]]:
+    """Per parameter: zeros that are not pruned yet, and pruned elements; over all ranks."""
 
-    def apply(self) -> None:
-        """Make the changes, in place; nothing here can fail for want of memory."""
-        with torch.no_grad():
-            if self.zeroed is not None:
-                self.values.masked_fill_(self.zeroed, 0)
-            if self.changed is not None:
-                for state in self.states:
-                    state.masked_fill_(self.changed.to(state.device), 0)
-        if self.reset is not None:
-            self.reset.reset()
+    def count() -> Tensor:
+        parts = [count for target in targets for count in _count_local(target.shard)]
+        return torch.tensor(on_host(parts), dtype=torch.int64)
 
-    def refresh(self) -> None:
-        """Compute ``mask * weight_orig`` anew where a module keeps it."""
-        refresh_products(self.places)
+    return communicator.reduce(2 * len(targets), count).view(-1, 2).tolist()
+
+
+def _count_local(shard: LocalShard) -> tuple[Tensor, Tensor]:
+    values, mask = shard.flat_values, shard.flat_mask
+    new = torch.zeros((), dtype=torch.int64, device=values.device)
+    old = torch.zeros_like(new)
+    for start in range(shard.counted.start, shard.counted.stop, _CHUNK):
+        span = slice(start, min(start + _CHUNK, shard.counted.stop))
+        is_zero = values[span] == 0
+        if mask is not None:
+            is_pruned = mask[span] == 0
+            old += is_pruned.sum()
+            is_zero &= ~is_pruned
+        new += is_zero.sum()
+    return new, old
