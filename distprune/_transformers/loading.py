@@ -1,23 +1,27 @@
-"""Convert masks of a checkpoint as transformers converts its tensors on loading.
+"""Find the parameters of a model to which the masks of a file belong.
 
-The name of a mask goes through the same renamings as its tensor's, and its elements through the
+A mask has the name of a tensor of a checkpoint, or of a parameter of the model from which it was
+saved. :func:`match_masks` finds the parameter by this name alone, or as transformers would load
+it: the name of a mask goes through the same renamings as its tensor's, and its elements through the
 same operations, which work on booleans as long as they only move elements.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from distprune._common.selecting import natural_key
-from distprune._transformers.mask_matching import Matching, ReadMask, Shape
 from distprune._transformers.table import (
     Conversion,
     Input,
+    Shape,
     Shapes,
     computing_step,
     pretrained_model,
@@ -25,6 +29,82 @@ from distprune._transformers.table import (
     renamings_and_converters,
     transforms_of,
 )
+
+# From a name in the file to the whole mask, bool, of its shape in the file.
+ReadMask = Callable[[str], Tensor]
+
+# Close matches are searched for this many names, and this many names are shown.
+_NUM_COMPARED = 20
+_NUM_SHOWN = 200
+
+
+@dataclass(frozen=True)
+class SameTensor:
+    """A mask of the file that applies to the parameter unchanged.
+
+    Attributes:
+        name: of the mask.
+    """
+
+    name: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def read(self, read_mask: ReadMask) -> Tensor:
+        return read_mask(self.name)
+
+
+@dataclass
+class Converted:
+    """A mask that a conversion makes from one or several.
+
+    Attributes:
+        conversion: makes the mask.
+        target: name of the parameter, among those that the conversion makes.
+    """
+
+    conversion: Conversion
+    target: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(s.name for s in self.conversion.inputs if s.name is not None)
+
+    def read(self, read_mask: ReadMask, rows: range | None = None) -> Tensor:
+        """The whole, or some rows of it if the conversion is a stack."""
+        return self.conversion.masks(read_mask, rows)[self.target]
+
+
+# The origin of one parameter's mask: names of masks in the file, and how it is made of them.
+MaskSource = SameTensor | Converted
+
+
+@dataclass
+class Matching:
+    """The result of :func:`match_masks`.
+
+    Attributes:
+        sources: the origin of each parameter's mask, by parameter.
+        unexpected: masks without a parameter: the reason, or "", by name of the mask.
+        mismatched: masks of another shape than their parameter: the difference, by name.
+    """
+
+    sources: dict[str, MaskSource] = field(default_factory=dict)
+    unexpected: dict[str, str] = field(default_factory=dict)
+    mismatched: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, shape: Shape, parameter: str, expected: Shape) -> None:
+        """Assign a mask to a parameter, unchanged; if there are several, the first one counts."""
+        if parameter in self.sources:
+            first = ", ".join(self.sources[parameter].names[:3])
+            self.unexpected[name] = f"{parameter} has the mask {first}"
+        elif shape != expected:
+            mask = "its mask" if name == parameter else f"its mask {name}"
+            self.mismatched[name] = f"{parameter} has shape {expected}; {mask} has {shape}"
+        else:
+            self.sources[parameter] = SameTensor(name)
 
 
 def rules_for(model: nn.Module) -> TransformersRules | None:
@@ -38,7 +118,7 @@ def rules_for(model: nn.Module) -> TransformersRules | None:
 
 
 class TransformersRules:
-    """Implements mask_matching.LoadingRules.
+    """The changes that transformers makes to a checkpoint when it loads it into a model.
 
     Args:
         model: a transformers model, unwrapped; modules below it may be wrapped.
@@ -70,7 +150,13 @@ class TransformersRules:
     def match(
         self, masks: Mapping[str, Shape], parameters: Mapping[str, Shape], others: Iterable[str]
     ) -> Matching:
-        """Find the parameters of masks; see mask_matching.LoadingRules."""
+        """Find the parameters of masks that have the names of a checkpoint.
+
+        Args:
+            masks: shapes, by name in the checkpoint.
+            parameters: shapes, by name in the model.
+            others: known names of other tensors of the checkpoint.
+        """
         matching = Matching()
         # What enters one conversion together: by its first parameter and its number.
         together: dict[tuple[str, int], dict[str, Input]] = {}
@@ -197,27 +283,80 @@ def _reversed(conversion: Conversion, parameters: Mapping[str, Shape]) -> dict[s
     return replace(conversion, target=renamed, converter=backwards, inputs=inputs).shapes()
 
 
-@dataclass
-class Converted:
-    """A mask that a conversion makes from one or several; implements mask_matching.MaskSource.
+def match_masks(
+    masks: Mapping[str, Shape],
+    parameters: Mapping[str, Shape],
+    rules: TransformersRules | None,
+    *,
+    is_checkpoint: bool,
+    others: Iterable[str] = (),
+) -> Matching:
+    """Find the parameters of masks.
 
-    Attributes:
-        conversion: makes the mask.
-        target: name of the parameter, among those that the conversion makes.
+    [Note: whose names] A name in a checkpoint may be that of a parameter which is loaded from
+    another tensor, or transposed on loading. So names of a checkpoint always go through the
+    rules, and names of a model only if the model has no parameter of this name.
+
+    Args:
+        masks: shapes, by name in the file.
+        parameters: shapes, by name in the model; a tied one under all its names.
+        rules: of the model's library; None: names do not change.
+        is_checkpoint: whether the names are those of a checkpoint, or of a model.
+        others: known names of other tensors of the checkpoint.
     """
+    matching = Matching()
+    unmatched = dict(masks)
+    if rules is None or not is_checkpoint:
+        for name, shape in masks.items():
+            parameter: str | None = name if name in parameters else None
+            if parameter is None and rules is not None:
+                parameter = rules.with_other_prefix(name, parameters)
+            if parameter is not None:
+                matching.add(name, shape, parameter, parameters[parameter])
+                del unmatched[name]
+    if rules is not None and unmatched:
+        by_rules = rules.match(unmatched, parameters, others)
+        matching.unexpected |= by_rules.unexpected
+        for parameter, source in by_rules.sources.items():
+            if parameter in matching.sources:
+                reason = f"{parameter} has a mask of its own name"
+                matching.unexpected |= dict.fromkeys(source.names, reason)
+            else:
+                matching.sources[parameter] = source
+        matching.mismatched |= by_rules.mismatched
+    else:
+        matching.unexpected |= dict.fromkeys(unmatched, "")
+    return matching
 
-    conversion: Conversion
-    target: str
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(s.name for s in self.conversion.inputs if s.name is not None)
+def with_close_names(names: Sequence[str], candidates: Iterable[str]) -> str:
+    """The names, one per line, each with the most similar candidate.
 
-    @property
-    def is_stack(self) -> bool:
-        """Whether each row is made of tensors of its own, as those of merged experts are."""
-        return self.conversion.is_stack
+    Cost: a comparison of each of the first names with each kind of candidate; names that differ
+    only in their numbers are of one kind.
+    """
+    kinds: dict[str, list[str]] = {}
+    for name in candidates:
+        kinds.setdefault(_kind(name), []).append(name)
+    lines = []
+    for position, name in enumerate(names[:_NUM_SHOWN]):
+        close = None
+        if position < _NUM_COMPARED:
+            for kind in difflib.get_close_matches(_kind(name), kinds, 1):
+                alike = _with_numbers(kind, name)
+                close = alike if alike in kinds[kind] else kinds[kind][0]
+        lines.append(f"  {name}{f' (there is {close})' if close is not None else ''}")
+    if len(names) > _NUM_SHOWN:
+        lines.append(f"  and {len(names) - _NUM_SHOWN} more")
+    return "\n".join(lines)
 
-    def read(self, read_mask: ReadMask, rows: range | None = None) -> Tensor:
-        """The whole, or some rows of it if :attr:`is_stack`."""
-        return self.conversion.masks(read_mask, rows)[self.target]
+
+def _kind(name: str) -> str:
+    return re.sub(r"[0-9]+", "#", name)
+
+
+def _with_numbers(kind: str, name: str) -> str:
+    """A kind of names with the numbers of a name, as far as there are any."""
+    for number in re.findall(r"[0-9]+", name):
+        kind = kind.replace("#", number, 1)
+    return kind

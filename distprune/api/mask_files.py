@@ -23,13 +23,13 @@ from distprune._common.attempts import attempt, error_of
 from distprune._common.collectives import Communicator
 from distprune._common.naming import NamedParameter, checked_pair, label_of
 from distprune._common.process_groups import world
-from distprune._transformers.loading import rules_for
-from distprune._transformers.mask_matching import (
+from distprune._transformers.loading import (
     MaskSource,
     match_masks,
+    rules_for,
     with_close_names,
 )
-from distprune._transformers.saving import SavedMasks, as_saved
+from distprune._transformers.table import SavedMasks, as_saved
 from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.report import MaskLoadingReport

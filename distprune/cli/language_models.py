@@ -381,7 +381,7 @@ def evaluate(context: typer.Context, generate: Generate = None, **options: Any) 
 
 def _generated(run: Opened, texts: list[str]) -> list[dict[str, str]]:
     """What the model says after each text."""
-    from distprune.language_models.generating import continued
+    from distprune.language_models.evaluating import continued
 
     found = []
     for text in texts:

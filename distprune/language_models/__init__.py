@@ -18,11 +18,10 @@ from distprune.language_models.calibrating import (
     prune_block_by_block,
 )
 from distprune.language_models.evaluating import PerplexityReport, TextPerplexity, perplexity
-from distprune.language_models.kept_states import KeptStates
 from distprune.language_models.loading import load_sharded, load_tokenizer
 from distprune.language_models.losses import BatchLosses
 from distprune.language_models.memory import MemoryEstimate, available_memory, estimate_memory
-from distprune.language_models.rounds import Round, prune_in_rounds
+from distprune.language_models.rounds import KeptStates, Round, prune_in_rounds
 from distprune.language_models.running import DataRanks, RunProgress, data_ranks
 from distprune.language_models.saving import SavedModel, save_sharded
 from distprune.language_models.scoring import TextScores, elementwise_criterion

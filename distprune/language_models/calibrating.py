@@ -52,9 +52,10 @@ from distprune.language_models.running import (
     steps_of,
 )
 from distprune.language_models.text import TokenWindows
-from distprune.statistics.activation import ActivationStatistics, prune_sequentially
+from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
 from distprune.statistics.layers import layout_of
+from distprune.statistics.sequential import BlockPasses, prune_sequentially
 from distprune.torch_private.wrapper import is_piece_of_flat
 
 if TYPE_CHECKING:
@@ -396,7 +397,7 @@ def prune_block_by_block(
             with communicator.raising_everywhere():
                 catch()
             communicator.agree()
-        passes = _Passes(collect, states.advance) if is_chain() else None
+        passes = BlockPasses(collect, states.advance) if is_chain() else None
         if passes is None:
             states.forget()
         return prune_sequentially(
@@ -409,14 +410,6 @@ def prune_block_by_block(
             passes=passes,
             finished=finished,
         )
-
-
-@dataclass(frozen=True)
-class _Passes:
-    """See :class:`distprune.statistics.activation.BlockPasses`."""
-
-    collect: Callable[[int, int], None]
-    advance: Callable[[int], None]
 
 
 # The weights of transformers' fused experts; those of JetMoe are called "weight".

@@ -29,11 +29,12 @@ Run = Callable[[], object]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class LayerCalls:
-    """What the decoder layers of a model are called with beside the hidden states, by batch.
+class HiddenStates:
+    """What the decoder layers of a model are called with, for each batch of this rank.
 
     Args:
         blocks: the decoder layers, in the order in which they run.
+        storage: where the hidden states are kept; None: where they come from.
 
     Attributes:
         is_chain: whether layers can run on their own; see [Note: a chain]. Of this rank.
@@ -41,19 +42,18 @@ class LayerCalls:
             dictionary of keys and values.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], storage: torch.device | None = None) -> None:
         self._blocks = list(blocks)
+        self._storage = storage
+        self._states: list[Tensor] = []
+        # What layers are called with beside the hidden states, by batch.
         self._arguments: list[list[Arguments]] = []
         self._last: Tensor | None = None  # what a layer of the present forward returned
         self.is_chain = all(map(_runs_alone, self._blocks))
         self.shares_objects = False
 
-    def catch(self, run: Run) -> Tensor | None:
-        """Run the model on the next batch; keeps the arguments of its layers.
-
-        Returns:
-            What the first layer is called with; None if it is no tensor on this rank.
-        """
+    def catch(self, run: Run) -> None:
+        """Run the model on the next batch; keeps what its layers are called with, if it can."""
         calls: list[Arguments] = []
         firsts: list[Tensor] = []
         self._last = None
@@ -75,7 +75,8 @@ class LayerCalls:
             self._last = None
         self.is_chain &= len(calls) == len(self._blocks)
         self._arguments.append(self._shared(calls))
-        return firsts[0] if firsts else None
+        if self.is_chain:
+            self.keep(0, len(self._arguments) - 1, firsts[0])
 
     def call(self, number: int, batch: int, state: Tensor) -> Tensor:
         """Run a layer on the hidden states of a batch; returns those of the next layer."""
@@ -85,9 +86,33 @@ class LayerCalls:
         assert found is not None
         return found
 
+    def run(self, number: int, batch: int) -> None:
+        """Run a layer on a batch."""
+        self.call(number, batch, self.state(number, batch))
+
+    def advance(self, number: int) -> None:
+        """Run a layer on all batches: what it returns are the hidden states of the next."""
+        with torch.no_grad():
+            for batch in range(len(self._arguments)):
+                state = self.call(number, batch, self.state(number, batch))
+                self.keep(number + 1, batch, state)
+
+    def keep(self, stage: int, batch: int, state: Tensor) -> None:
+        """Keep the hidden states of a batch before a layer, in place of those before the last."""
+        kept = state.detach().to(self._storage or state.device, copy=True)
+        self._states[batch : batch + 1] = [kept]
+
+    def state(self, stage: int, batch: int) -> Tensor:
+        """What was kept of a batch."""
+        return self._states[batch]
+
+    def tokens(self, batch: int) -> Tensor:
+        """Of a batch, [batch, tokens]: zeros, as a mask that leaves all of them out."""
+        return torch.zeros(self._states[batch].shape[:2], dtype=torch.int64)
+
     def forget(self) -> None:
         """Free what was kept."""
-        self._arguments = []
+        self._arguments, self._states = [], []
 
     def _enter(
         self,
@@ -119,46 +144,6 @@ class LayerCalls:
         if len(earlier) != len(calls):
             return calls
         return [_same(new, old) for new, old in zip(calls, earlier, strict=True)]
-
-
-class HiddenStates(LayerCalls):
-    """What a decoder layer is called with, for each batch of this rank.
-
-    Args:
-        blocks: as for :class:`LayerCalls`.
-        storage: where the hidden states are kept; None: where they come from.
-    """
-
-    def __init__(self, blocks: Sequence[nn.Module], storage: torch.device | None) -> None:
-        super().__init__(blocks)
-        self._storage = storage
-        self._states: list[Tensor] = []
-
-    def catch(self, run: Run) -> Tensor | None:
-        first = super().catch(run)
-        if first is not None:
-            self._states.append(self._stored(first))
-        return first
-
-    def forget(self) -> None:
-        super().forget()
-        self._states = []
-
-    def tokens(self, batch: int) -> Tensor:
-        """Of a batch, [batch, tokens]: zeros, as a mask that leaves all of them out."""
-        return torch.zeros(self._states[batch].shape[:2], dtype=torch.int64)
-
-    def run(self, number: int, batch: int) -> None:
-        """Run a layer on a batch."""
-        self.call(number, batch, self._states[batch])
-
-    def advance(self, number: int) -> None:
-        """Run a layer on all batches: what it returns are the hidden states of the next."""
-        for batch, state in enumerate(self._states):
-            self._states[batch] = self._stored(self.call(number, batch, state))
-
-    def _stored(self, state: Tensor) -> Tensor:
-        return state.detach().to(self._storage or state.device, copy=True)
 
 
 def _runs_alone(block: nn.Module) -> bool:

@@ -36,8 +36,7 @@ from distprune._transformers.building import (
     put_tensor,
     tensors_of_checkpoints,
 )
-from distprune._transformers.loading import Converted, TransformersRules
-from distprune._transformers.mask_matching import MaskSource, SameTensor
+from distprune._transformers.loading import MaskSource, SameTensor, TransformersRules
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.locating import locate
@@ -213,7 +212,8 @@ def _fill(
     with torch.no_grad():
         for names, source in sources:
             tensor = tensors[names[0]]
-            filled = read_tensor(names[0], tensor, source, reader, device)
+            filled = torch.empty_like(tensor, device=device)
+            read_part(source, _ranges(names[0], tensor), local_tensor(filled), reader)
             if isinstance(tensor, nn.Parameter):
                 # FSDP2 knows the parameter object, and tied modules share it: it stays.
                 new = nn.Parameter(filled, requires_grad=tensor.requires_grad)
@@ -229,34 +229,13 @@ def _fill(
     assert not left, left
 
 
-def read_tensor(
-    name: str, tensor: Tensor, source: MaskSource, reader: PartReader, device: torch.device
-) -> Tensor:
-    """What this rank has of a tensor of a model, read from where it is stored.
+def read_part(source: MaskSource, ranges: Ranges, out: Tensor, reader: PartReader) -> None:
+    """Read a part of a tensor of a model from where it is stored.
 
     Args:
-        name: of the tensor, for messages.
-        tensor: of the model, without memory.
+        ranges: per dimension, the indices of the part: a run.
+        out: gets the part.
     """
-    filled = torch.empty_like(tensor, device=device)
-    _read(source, _ranges(name, tensor), local_tensor(filled), reader)
-    return filled
-
-
-def read_rows(rows: range | None, source: MaskSource, out: Tensor, reader: PartReader) -> None:
-    """Read some indices of dimension 0 of a tensor of a model from where it is stored.
-
-    Args:
-        rows: the indices; None: the tensor has no dimension.
-        out: gets them.
-    """
-    if rows is None:
-        _read(source, [], out, reader)
-    elif len(rows):
-        _read(source, [rows, *(range(size) for size in out.shape[1:])], out, reader)
-
-
-def _read(source: MaskSource, ranges: Ranges, out: Tensor, reader: PartReader) -> None:
     if isinstance(source, SameTensor):
         reader.read(source.name, ranges, out)
         return
@@ -264,7 +243,7 @@ def _read(source: MaskSource, ranges: Ranges, out: Tensor, reader: PartReader) -
     def whole(name: str) -> Tensor:
         return reader.whole(name, out.dtype)
 
-    if not (isinstance(source, Converted) and source.is_stack):
+    if not source.conversion.is_stack:
         out.copy_(_part(source.read(whole), ranges))
         return
     # Experts, one by one.
@@ -343,6 +322,7 @@ DTYPES: dict[str, torch.dtype] = {
     for name, torch_name in TORCH_NAMES.items()
     if hasattr(torch, torch_name)
 }
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Ranges = Sequence[range]
 
 

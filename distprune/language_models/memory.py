@@ -64,11 +64,7 @@ def estimate_memory(
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         shards += sum(map(_nbytes, model.parameters()))  # its buckets
     head = head_of(model)
-    features = sum(
-        module.in_features + module.out_features
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and module is not head
-    )
+    features = linear_features(model, head)
     if not gradients_of:  # one layer at a time
         features //= max(1, len(decoder_layers(unwrap(model))))
     vocabulary = 0 if head is None else getattr(head, "weight", next(head.parameters())).shape[0]
@@ -84,6 +80,12 @@ def estimate_memory(
         "logits": (3 if gradients_of else 2) * 4 * logits,
     }
     return MemoryEstimate(parts)
+
+
+def linear_features(module: nn.Module, head: nn.Module | None = None) -> int:
+    """Numbers of a token that linear layers are called with and return, but for the head."""
+    linear = [m for m in module.modules() if isinstance(m, nn.Linear) and m is not head]
+    return sum(m.in_features + m.out_features for m in linear)
 
 
 def available_memory(device: torch.device) -> int | None:

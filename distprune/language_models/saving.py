@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from distprune._common.collectives import Communicator
 from distprune._common.naming import NamedParameter, full_name, named_modules
 from distprune._common.process_groups import world
-from distprune._common.pruned_form import local_tensor, name_of_mask
-from distprune._transformers.saving import SavedMasks, as_saved
-from distprune._transformers.table import pretrained_model
+from distprune._common.pruned_form import local_tensor, masked_product, name_of_mask
+from distprune._transformers.table import SavedMasks, as_saved, pretrained_model
 from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
@@ -38,10 +37,10 @@ from distprune.files.disk.access import (
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.partial import new_folder
 from distprune.files.places import check_place
-from distprune.language_models.gathering import Gathering
-from distprune.language_models.loading import DTYPES, require_extra
+from distprune.language_models.loading import DTYPE_NAMES, require_extra
 from distprune.masks.hook import find_hook
 from distprune.shards.parameters import Target, all_places, find_places
+from distprune.shards.shard import FlatShard, FoldedShard, LocalShard
 
 # Files by name: a text, bytes, or the path of a file to copy.
 Contents = Mapping[str, str | bytes | Path]
@@ -201,23 +200,136 @@ def _plan(
     return WeightFiles(saved, shapes, dtypes, max_bytes), buffers
 
 
+_PIECE_BYTES = 8 * 2**20
+# What the first rank does with a piece: the number of its first element, and its values, 1-d.
+UsePiece = Callable[[int, Tensor], None]
+
+
 def _gather(
     targets: list[Target],
     buffers: Mapping[str, Tensor],
     weights: WeightFiles,
     communicator: Communicator,
 ) -> None:
-    gathering = Gathering(communicator)
+    """Write parameters, zeros where they are pruned, and buffers, on the first rank. Collective.
+
+    It writes a piece, row-major and in order, while the next one comes: an all-reduce of 8 MB, or
+    of one index of dimension 0, of each parameter that not every rank has whole.
+    """
+    waiting: list[Callable[[], None]] = []
+
+    def write_waiting() -> None:
+        for step in waiting:
+            step()
+        waiting.clear()
+
+    def part(shard: LocalShard, rows: range) -> Tensor:
+        """This rank's elements of a piece, the others zero, as int64 words."""
+        write_waiting()
+        num_bytes = len(rows) * _row_bytes(shard)
+        words = torch.zeros(-(-num_bytes // 8), dtype=torch.int64)
+        if shard.replica == 0 and shard.values.numel():
+            _write_own(shard, rows, words.view(torch.uint8)[:num_bytes].view(shard.values.dtype))
+        return words
+
     for target in targets:
-        if target.label in weights.zeros:
-            gathering.gather(target.shard, functools.partial(weights.add, target.label))
-    gathering.finish()
+        shard, add = target.shard, functools.partial(weights.add, target.label)
+        for rows in _pieces(shard) if target.label in weights.zeros else ():
+            step = functools.partial(_use_own, add, shard, rows)
+            if not _is_whole(shard):
+                num_bytes = len(rows) * _row_bytes(shard)
+                words = communicator.reduce(
+                    -(-num_bytes // 8), functools.partial(part, shard, rows)
+                )
+                values = words.view(torch.uint8)[:num_bytes].view(shard.values.dtype)
+                step = functools.partial(add, rows.start * _row_numel(shard), values)
+            if communicator.index == 0:
+                waiting.append(step)
+    communicator.run(write_waiting)
 
     def add_buffers() -> None:
         for name, buffer in buffers.items() if communicator.index == 0 else ():
             weights.add(name, 0, buffer.detach().cpu().reshape(-1))
 
     communicator.run(add_buffers)
+
+
+def _use_own(use: UsePiece, shard: LocalShard, rows: range) -> None:
+    """Use a piece of a parameter that this rank has whole."""
+    piece = torch.empty(len(rows) * _row_numel(shard), dtype=shard.values.dtype)
+    _write_own(shard, rows, piece)
+    use(rows.start * _row_numel(shard), piece)
+
+
+def _is_whole(shard: LocalShard) -> bool:
+    """Whether every rank has the whole; a fact that all ranks share.
+
+    Not a matter of ``ranks``: under FSDP2 over tensor parallelism a norm is spread over each row of
+    the mesh, so that the ranks of a shard differ.
+    """
+    if shard.ranks is None:
+        return True
+    return shard.placements is not None and all(p.is_replicate() for p in shard.placements)
+
+
+def _pieces(shard: LocalShard) -> Iterator[range]:
+    """Ranges of dimension 0."""
+    if not shard.numel:
+        return
+    num_rows = shard.shape[0] if shard.shape else 1
+    step = max(_PIECE_BYTES // _row_bytes(shard), 1)
+    for start in range(0, num_rows, step):
+        yield range(start, min(start + step, num_rows))
+
+
+def _row_numel(shard: LocalShard) -> int:
+    return math.prod(shard.shape[1:])
+
+
+def _row_bytes(shard: LocalShard) -> int:
+    return _row_numel(shard) * shard.values.itemsize
+
+
+def _write_own(shard: LocalShard, rows: range, piece: Tensor) -> None:
+    """Write this rank's part of some rows into the whole of them, 1-d."""
+    if isinstance(shard, (FlatShard, FoldedShard)):
+        _write_run(shard, rows.start * _row_numel(shard), piece)
+        return
+    own, *inner = shard.coordinates or [range(1)]
+    first, last = max(rows.start, own.start), min(rows.stop, own.stop)
+    if first >= last:
+        return
+    part = slice(first - own.start, last - own.start) if shard.shape else ...
+    mask = None if shard.mask is None else shard.mask[part]
+    target = piece.view(len(rows), *shard.shape[1:])[first - rows.start : last - rows.start]
+    for dim, columns in enumerate(inner, 1):
+        target = target.narrow(dim, columns.start, len(columns))
+    target.copy_(_masked(shard.values[part], mask))
+
+
+def _write_run(shard: LocalShard, start: int, piece: Tensor) -> None:
+    """Write this rank's run of elements into a whole piece, 1-d, that begins at ``start``."""
+    stop = start + piece.numel()
+    if shard.index.start is not None:
+        own = shard.index.start
+        first, last = max(start, own), min(stop, own + shard.values.numel())
+        if first < last:
+            part = slice(first - own, last - own)
+            mask = None if shard.mask is None else shard.mask[part]
+            piece[first - start : last - start] = _masked(shard.values[part], mask)
+        return
+    # Not row-major in memory: channels_last, say; or apart from each other.
+    indices = shard.index(torch.arange(shard.values.numel()))
+    inside = (indices >= start) & (indices < stop)
+    values = _masked(shard.values, shard.mask).cpu().view(-1)
+    piece[indices[inside] - start] = values[inside]
+
+
+def _masked(values: Tensor, mask: Tensor | None) -> Tensor:
+    """What ``remove`` would leave: pruned elements are +0."""
+    if mask is None:
+        return values
+    return masked_product(values, mask).masked_fill(mask == 0, 0)
 
 
 @contextlib.contextmanager
@@ -288,7 +400,6 @@ def _write(path: Path, content: str | bytes | Path) -> None:
 
 
 _Described = tuple[tuple[int, ...], torch.dtype]  # of a tensor, shape and dtype
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -451,7 +562,7 @@ def _lay_out(
         # Wide dtypes first, as in the safetensors library, so that all elements are aligned.
         for name in sorted(names, key=lambda name: -tensors[name][1].itemsize):
             shape, dtype = tensors[name]
-            described[name] = (_NAMES[dtype], shape, _num_bytes(tensors[name]))
+            described[name] = (DTYPE_NAMES[dtype], shape, _num_bytes(tensors[name]))
         headers[file], starts = make_header(described, {"format": "pt"}, is_ascii=False)
         sizes[file] = len(headers[file]) + sum(size for _, _, size in described.values())
         places |= {n: _Place(file, start, tensors[n][1]) for n, start in starts.items()}

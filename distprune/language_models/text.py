@@ -63,6 +63,12 @@ class TokenWindows:
     num_bytes: Tensor | None
     has_bos: bool
 
+    @classmethod
+    def without_text(cls, tokens: Tensor) -> TokenWindows:
+        """Windows of tokens that are of no file."""
+        text_of = torch.zeros(len(tokens), dtype=torch.int64)
+        return cls(("",), tokens, text_of, None, has_bos=False)
+
     def __len__(self) -> int:
         return self.tokens.shape[0]
 

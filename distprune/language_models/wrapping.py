@@ -19,7 +19,6 @@ from distprune._common.process_groups import is_distributed
 from distprune._transformers.building import decoder_layers, names_by_tensor, put_tensor
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
 # What is known of transformers' styles: the dimension of the weight that is split, and whether all

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator
 from distprune._common.process_groups import world
+from distprune._common.report_text import CallReport, table
 from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
 from distprune.masks.values import ValueChange
-from distprune.reconstruction.report import ReconstructedParameter, ReconstructionReport
-from distprune.reconstruction.rows import Block, blocks_of
-from distprune.reconstruction.solving import STEPS, least_squares
+from distprune.reconstruction.solving import STEPS, Block, blocks_of, least_squares
 from distprune.shards.parameters import Target
 from distprune.shards.shard import LocalShard
 from distprune.statistics.gram import GramBlock, GramMatrices, with_damping
@@ -30,6 +30,76 @@ if TYPE_CHECKING:
 # Elements of the rows that are solved at a time: six temporaries of so many.
 _CPU_CHUNK = 1 << 21
 _DEVICE_CHUNK = 1 << 25
+
+
+@dataclass(frozen=True)
+class ReconstructedParameter:
+    """One parameter, whole.
+
+    Attributes:
+        name: fully qualified if the parameter came from ``select``.
+        num_elements, num_pruned: of the whole parameter.
+        error_before: |(w0 - w) X|^2 / |w0 X|^2, where w was masked and not changed yet ...
+        error_after: ... and with the new w. 0 if w0 X is zero.
+        damping: what was added to the diagonal of the Gram matrix; of several matrices, to that
+            with the largest.
+    """
+
+    name: str
+    num_elements: int
+    num_pruned: int
+    error_before: float
+    error_after: float
+    damping: float
+
+
+@dataclass(frozen=True)
+class ReconstructionReport(CallReport):
+    """What ``reconstruct`` did. ``print`` it on one rank; it is the same on all.
+
+    Attributes:
+        parameters: an entry for each parameter, in the caller's order.
+        steps: of conjugate gradients.
+        damping: as it was asked for: in units of the mean of each diagonal.
+        num_ranks: the ranks that took part.
+        num_collectives: collectives that this rank took part in.
+        bytes_sent: the payload of these, per rank.
+        seconds: wall time on this rank.
+    """
+
+    parameters: tuple[ReconstructedParameter, ...]
+    steps: int
+    damping: float
+    num_ranks: int
+    num_collectives: int
+    bytes_sent: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                entry.name,
+                f"{entry.num_pruned / max(1, entry.num_elements):.2%}",
+                f"{entry.error_before:.4g}",
+                f"{entry.error_after:.4g}",
+            ]
+            for entry in self.parameters
+        ]
+        before, after = (
+            sum(getattr(entry, name) for entry in self.parameters) / max(1, len(self.parameters))
+            for name in ("error_before", "error_after")
+        )
+        lines = table(
+            ["parameter", "pruned", "error before", "error after"],
+            rows,
+            ["mean", "", f"{before:.4g}", f"{after:.4g}"],
+        )
+        facts = [f"least squares, {self.steps} steps, damping {self.damping:g}", *self._cost()]
+        return "\n".join([*lines, "; ".join(facts)])
 
 
 def reconstruct(
@@ -163,6 +233,7 @@ class _Errors:
         self.damping: list[list[float]] = [[] for _ in range(num_parameters)]
 
 
+@dataclass
 class _Weight:
     """A pruned weight, and who solves which of its rows.
 
@@ -170,22 +241,17 @@ class _Weight:
     solved by one rank, and every rank gets the result.
     """
 
-    def __init__(
-        self,
-        number: int,
-        shard: LocalShard,
-        layout: WeightLayout,
-        change: ValueChange,
-        communicator: Communicator,
-        dtype: torch.dtype,
-    ) -> None:
-        self.number = number
-        self._shard = shard
-        self._change = change
-        self._communicator = communicator
+    number: int
+    shard: LocalShard
+    layout: WeightLayout
+    change: ValueChange
+    communicator: Communicator
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        shard, layout = self.shard, self.layout
         height, self._width = layout.matrix_shape
         self._blocks: list[Block] = []
-        self._dtype = dtype
         chunk = _CPU_CHUNK if shard.values.device.type == "cpu" else _DEVICE_CHUNK
         self._height = max(1, chunk // max(1, self._width))
 
@@ -197,7 +263,7 @@ class _Weight:
                     have[block.matrix, block.rows.start : block.rows.stop] = 1
             return have.view(-1)
 
-        shared = communicator.reduce(layout.num_outputs, whole_rows)
+        shared = self.communicator.reduce(layout.num_outputs, whole_rows)
         self._num_having = shared.view(layout.num_matrices, height)
 
     def solve(self, number: int, gram: Tensor, added: float, steps: int, errors: _Errors) -> None:
@@ -210,7 +276,7 @@ class _Weight:
             steps: of conjugate gradients.
             errors: gets the sums of the rows that this rank solves.
         """
-        gram = gram.to(self._shard.values.device)
+        gram = gram.to(self.shard.values.device)
         num_having = self._num_having[number]
 
         def solved(weights: Tensor, keep: Tensor) -> Tensor:
@@ -224,9 +290,9 @@ class _Weight:
                 if block.matrix == number and len(block.columns) == self._width:
                     for rows in self._runs(alone, block.rows):
                         values, keep = self._read(block, rows)
-                        block.write(self._change.values(self.number), rows, solved(values, keep))
+                        block.write(self.change.values(self.number), rows, solved(values, keep))
 
-        self._communicator.run(solve_own)
+        self.communicator.run(solve_own)
         others = (num_having != 1).nonzero().view(-1)
         for ids in torch.split(others, self._height):
             self._solve_shared(number, ids, solved)
@@ -235,10 +301,10 @@ class _Weight:
         self, number: int, ids: Tensor, solved: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         """Solve rows that are cut, or that several ranks have. Collective."""
-        communicator = self._communicator
+        communicator = self.communicator
         have_all = bool((self._num_having[number][ids] == communicator.size).all())
         blocks = [block for block in self._blocks if block.matrix == number]
-        shape, device = (len(ids), self._width), self._shard.values.device
+        shape, device = (len(ids), self._width), self.shard.values.device
 
         def places() -> Iterator[tuple[Block, range, slice, slice]]:
             for block in blocks:
@@ -248,8 +314,8 @@ class _Weight:
                     yield block, rows, slice(start, start + len(rows)), columns
 
         def read() -> Tensor:
-            both = torch.zeros(2, *shape, dtype=self._dtype, device=device)
-            if have_all or self._shard.replica == 0:
+            both = torch.zeros(2, *shape, dtype=self.dtype, device=device)
+            if have_all or self.shard.replica == 0:
                 for block, rows, here, columns in places():
                     for buffer, values in zip(both, self._read(block, rows), strict=True):
                         buffer[here, columns] = values
@@ -261,7 +327,7 @@ class _Weight:
         mine = torch.arange(len(ids)).tensor_split(communicator.size)[communicator.index]
 
         def solve() -> Tensor:
-            new = torch.zeros(shape, dtype=self._dtype, device=device)
+            new = torch.zeros(shape, dtype=self.dtype, device=device)
             if len(mine):
                 rows = slice(int(mine[0]), int(mine[-1]) + 1)
                 new[rows] = solved(both[0, rows], both[1, rows])
@@ -272,17 +338,17 @@ class _Weight:
 
         def write() -> None:
             for block, rows, here, columns in places():
-                block.write(self._change.values(self.number), rows, new[here, columns])
+                block.write(self.change.values(self.number), rows, new[here, columns])
 
         communicator.run(write)
 
     def _read(self, block: Block, rows: range) -> tuple[Tensor, Tensor]:
         """Values and mask of some rows of a block, in the dtype of the solver."""
-        shard = self._shard
-        values = block.read(shard.values, rows).to(self._dtype)
+        shard = self.shard
+        values = block.read(shard.values, rows).to(self.dtype)
         if shard.mask is None:
             return values, torch.ones_like(values)
-        return values, (block.read(shard.mask, rows) != 0).to(self._dtype)
+        return values, (block.read(shard.mask, rows) != 0).to(self.dtype)
 
     def _runs(self, ids: Tensor, within: range) -> Iterator[range]:
         """Consecutive ones of sorted row numbers that lie in a range, in chunks."""

@@ -28,7 +28,7 @@ from distprune.shards.gradients import unaveraged_gradients
 from distprune.shards.parameters import Target
 from distprune.shards.rank_batches import RankBatches
 from distprune.shards.shard import LocalShard
-from distprune.statistics.input_parts import peers_of, spans
+from distprune.statistics.input_parts import peers_of, ranks_at, spans
 from distprune.statistics.layers import WeightLayout
 from distprune.statistics.totals import TotalsOfAnyKind
 
@@ -65,14 +65,6 @@ class GradientTotals(TotalsOfAnyKind):
             for shape in (layout.num_outputs, layout.input_shape)
         )
         return cls(0.0, by_output, by_input)
-
-    def plus(self, other: GradientTotals) -> GradientTotals:
-        """Those of all batches of both."""
-        return GradientTotals(
-            self.weight + other.weight,
-            self.by_output + other.by_output,
-            self.by_input + other.by_input,
-        )
 
 
 class GradientSums(RankBatches):
@@ -303,7 +295,7 @@ def gradient_block(shard: LocalShard, data_groups: Sequence[ProcessGroup]) -> Gr
     for axis, placement in enumerate(shard.placements):
         along: list[slice | int] = list(coordinate)
         along[axis] = slice(None)
-        members = set(mesh.mesh[tuple(along)].tolist())
+        members = set(ranks_at(mesh, along))
         if len(members) == 1 or any(members <= ranks for ranks in data_ranks):
             placements.append(Replicate())  # gathered, or replicas with other batches
             continue
@@ -319,8 +311,5 @@ def gradient_block(shard: LocalShard, data_groups: Sequence[ProcessGroup]) -> Gr
             f"{shard.name}: the ranks have parts of groups of rows ({shard.layout}); expected "
             "whole dimensions. Of such a parameter, criteria take gradients element by element."
         )
-    batch_ranks, ranks = (
-        tuple(sorted(mesh.mesh[tuple(where)].flatten().tolist()))
-        for where in (same_batches, same_elements)
-    )
+    batch_ranks, ranks = ranks_at(mesh, same_batches), ranks_at(mesh, same_elements)
     return GradientBlock(dim_coordinates(shard.shape, splits or ()), batch_ranks, ranks)

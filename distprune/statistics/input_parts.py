@@ -15,7 +15,7 @@ That they are what they are taken for is seen when ranks that should have the sa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from torch.nn import functional
 from distprune._common.pruned_form import is_dtensor, local_tensor
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -158,11 +159,13 @@ def _read_dtensor(label: str, value: DTensor, mask: Tensor | None, feature_dim: 
         for dim, rows in enumerate(coordinates[:-1]):
             whole = whole.narrow(dim, rows.start, len(rows))
         keep = whole.reshape(-1)
-    token_ranks, ranks = (
-        tuple(sorted(mesh.mesh[tuple(where)].flatten().tolist()))
-        for where in (same_tokens, same_all)
-    )
-    return Part(features, token_ranks, ranks), local, keep
+    part = Part(features, ranks_at(mesh, same_tokens), ranks_at(mesh, same_all))
+    return part, local, keep
+
+
+def ranks_at(mesh: DeviceMesh, where: Sequence[slice | int]) -> tuple[int, ...]:
+    """The ranks at some places of a mesh, given for each of its axes; sorted."""
+    return tuple(sorted(mesh.mesh[tuple(where)].flatten().tolist()))
 
 
 def _keep_of(label: str, shape: torch.Size, mask: Tensor) -> Tensor:

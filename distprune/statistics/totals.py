@@ -30,6 +30,7 @@ _VERSION = 1  # of state dictionaries
 Pairs = Iterable[tuple[nn.Module, str]]
 # How statistics were collected, and those of each parameter.
 Read = tuple[str, Mapping[str, StoredSums]]
+K = TypeVar("K", bound="TotalsOfAnyKind")
 
 
 class TotalsOfAnyKind:
@@ -46,6 +47,19 @@ class TotalsOfAnyKind:
     def both(self) -> list[Tensor]:
         """What was added up."""
         return list(vars(self).values())[1:]
+
+    def plus(self: K, other: K | None) -> K:
+        """The statistics of all that both have seen."""
+        if other is None:
+            return self
+        counts = self.count, other.count
+        count = (
+            tuple(map(sum, zip(*counts, strict=True)))
+            if isinstance(self.count, tuple)
+            else sum(counts)
+        )
+        make: Callable[..., K] = type(self)
+        return make(count, *(one + more for one, more in zip(self.both, other.both, strict=True)))
 
     def as_stored(self, layout: WeightLayout) -> StoredSums:
         """What a file has of the parameter."""
@@ -73,18 +87,6 @@ class Totals(TotalsOfAnyKind):
 
     STORED = StoredStatistics
 
-    def plus(self, other: Totals | None) -> Totals:
-        """The statistics of all tokens of both."""
-        if other is None:
-            return self
-        if isinstance(self.num_tokens, int):
-            assert isinstance(other.num_tokens, int)
-            num_tokens: int | tuple[int, ...] = self.num_tokens + other.num_tokens
-        else:
-            assert isinstance(other.num_tokens, tuple)
-            num_tokens = tuple(map(sum, zip(self.num_tokens, other.num_tokens, strict=True)))
-        return Totals(num_tokens, self.sums + other.sums, self.squares + other.squares)
-
 
 @dataclass
 class OfParameter:
@@ -103,7 +105,6 @@ class OfParameter:
 
 T = TypeVar("T")
 S = TypeVar("S", bound=OfParameter)
-K = TypeVar("K", bound=TotalsOfAnyKind)
 
 
 class StatisticsOfParameters(Generic[S, K]):

@@ -1,10 +1,21 @@
-"""What pruning by text takes, from headers alone, and whether the weights fit beside it."""
+"""What pruning by text takes, from headers alone, and whether the weights fit beside it.
+
+[Note: seconds] How long it takes is told from one decoder layer that is run on a few tokens.
+A batch takes a + b * tokens: a is work for each weight, such as sums of its gradients, b work for
+each token. Two lengths show both. Layers take as long as their sizes say, and attention is taken to
+be linear in the length. Least squares take as long as their operations do on a small matrix.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,16 +25,22 @@ from distprune._common.naming import NamedParameter
 from distprune.files.errors import MachineError
 from distprune.files.text import format_size
 from distprune.language_models.losses import SLICE
-from distprune.language_models.memory import available_memory
-from distprune.streaming.layers import StreamedModel
-from distprune.streaming.parts import Holding, num_machines
+from distprune.language_models.memory import available_memory, linear_features
+from distprune.language_models.text import TokenWindows
+from distprune.reconstruction.solving import STEPS, least_squares
+from distprune.statistics.gram import GramMatrices
+from distprune.streaming.layers import Holding, StoredLayers, StreamedModel, num_machines
+from distprune.streaming.passes import gradients_of
 from distprune.streaming.settings import Settings
-from distprune.streaming.updating import StoredLayers
+from distprune.streaming.windows import WindowStream
 
 # What Python, torch, transformers, a large tokenizer and the solver's temporaries take.
 _BASE = 900_000_000
 # Of a weight that has a score of its own: a sum, the score, and what both are made of.
 _BYTES_OF_SCORES = 3 * torch.float32.itemsize
+_TOKENS = 64  # at most
+_ROWS, _INPUTS = 64, 1024  # of the matrix for least squares
+_OPERATIONS = 2 * (STEPS + 2)  # for each weight and input, see ``least_squares``
 
 
 @dataclass(frozen=True)
@@ -91,7 +108,7 @@ def cost_of(streamed: StreamedModel, stored: StoredLayers, settings: Settings) -
         "embedding and head": around + tokens * config.hidden_size * item * 4,
         "forward": max(layers) + activations,
     }
-    pruned = [sum(numel(p) for p in of_layer) for of_layer in parameters]
+    pruned = [sum(_weight(p).numel() for p in of_layer) for of_layer in parameters]
     if "backward" in passes:
         num_scores = len(settings.elementwise)
         memory["backward"] = 2 * activations + max(
@@ -170,14 +187,15 @@ def _of_update(layer: int, parameters: Collection[NamedParameter]) -> int:
     if not parameters:
         return layer
     inputs = {id(module): module for module, _ in parameters}
-    sizes = [inputs_of(module) for module in inputs.values()]
+    sizes = [_inputs_of(module) for module in inputs.values()]
     grams = sum(4 * size**2 * num for size, num in sizes)
     solver = max(8 * size**2 for size, _ in sizes)
-    of_weights = sum((1 + 3 * _item(p)) * numel(p) for p in parameters)
-    return layer + of_weights + grams + solver + max(numel(p) for p in parameters)
+    weights = list(map(_weight, parameters))
+    of_weights = sum(w.numel() + 3 * w.nbytes for w in weights)
+    return layer + of_weights + grams + solver + max(w.numel() for w in weights)
 
 
-def inputs_of(module: nn.Module) -> tuple[int, int]:
+def _inputs_of(module: nn.Module) -> tuple[int, int]:
     """Inputs of a layer, and how many matrices it has; of experts, the larger dimension."""
     shapes = [tuple(p.shape) for p in module.parameters(recurse=False) if p.ndim >= 2]
     if isinstance(module, nn.Linear) or not shapes:
@@ -188,21 +206,13 @@ def inputs_of(module: nn.Module) -> tuple[int, int]:
 
 def _features(layer: nn.Module) -> int:
     """Numbers of a token that a layer keeps for a backward, about."""
-    linear = [module for module in layer.modules() if isinstance(module, nn.Linear)]
     experts = [p for p in layer.parameters() if p.ndim == 3]
-    of_experts = sum(sum(p.shape[-2:]) for p in experts)
-    return sum(m.in_features + m.out_features for m in linear) + of_experts
+    return linear_features(layer) + sum(sum(p.shape[-2:]) for p in experts)
 
 
-def numel(parameter: NamedParameter) -> int:
-    """Elements of a parameter."""
+def _weight(parameter: NamedParameter) -> torch.Tensor:
     module, name = parameter
-    return module.get_parameter(name).numel()
-
-
-def _item(parameter: NamedParameter) -> int:
-    module, name = parameter
-    return module.get_parameter(name).itemsize
+    return module.get_parameter(name)
 
 
 def _memory_of(device: torch.device) -> int | None:
@@ -213,3 +223,129 @@ def _memory_of(device: torch.device) -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return None
+
+
+def measured_seconds(
+    streamed: StreamedModel, stored: StoredLayers, settings: Settings
+) -> dict[str, float]:
+    """About how long each pass takes one process.
+
+    Args:
+        streamed: the model, where it will run.
+        stored: its layers, as they lie in the checkpoint.
+        settings: of the pruning.
+
+    Returns:
+        Seconds, by the name of a pass, and of what is around the layers.
+
+    Raises: as :class:`WindowStream`, and as what is collected.
+
+    Cost: three times, reads the largest layer and what is around the layers, and runs them on one
+    window of at most 64 tokens.
+    """
+    layers = range(len(streamed.layers))
+    number = max(layers, key=lambda n: (bool(stored.parameters[n]), streamed.num_bytes(n)))
+    num_layers = sum(map(streamed.num_bytes, layers)) / streamed.num_bytes(number)
+    with tempfile.TemporaryDirectory() as folder:
+        take = partial(_take, streamed, stored.parameters[number], settings, number, Path(folder))
+        most = min(_TOKENS, settings.windows.length)
+        least = max(2, most // 4)
+        take(least)  # what is done once, such as choosing kernels, is done now
+        few, many = take(least), take(most)
+    tokens = settings.batch_size * settings.windows.length
+    num_batches, num_evaluated = (
+        -(-len(windows) // settings.batch_size) if windows is not None else 0
+        for windows in (settings.windows, settings.evaluation)
+    )
+
+    def of_tokens(part: str) -> float:
+        """Of a batch, what depends on its tokens."""
+        return tokens * max(many[part] - few[part], 0.0) / max(most - least, 1)
+
+    def of_batch(part: str) -> float:
+        return max(few[part] - of_tokens(part) * least / tokens, 0.0) + of_tokens(part)
+
+    read = num_layers * few["read"]
+    evaluation = num_layers * num_evaluated * of_batch("forward")
+    forwards = num_batches * (2 if settings.collects_activations else 1)
+    seconds = {
+        "embedding and head": 2 * few["around"],
+        "forward": read + num_layers * forwards * of_batch("forward") + evaluation,
+    }
+    if num_evaluated:
+        seconds["embedding and head"] += 2 * num_evaluated * of_tokens("loss")
+    if settings.needs_backward:
+        seconds["embedding and head"] += num_batches * of_tokens("head")
+        seconds["backward"] = read + num_layers * num_batches * of_batch("backward")
+    if "update" in settings.passes:
+        seconds["update"] = read + evaluation
+    if settings.moves:
+        seconds["update"] += num_layers * num_batches * of_batch("gram")
+        seconds["update"] += sum(map(_operations, stored.parameters)) / _rate(settings)
+    return seconds
+
+
+def _take(
+    streamed: StreamedModel,
+    parameters: Sequence[NamedParameter],
+    settings: Settings,
+    number: int,
+    folder: Path,
+    length: int,
+) -> dict[str, float]:
+    """Seconds of each part of a layer, and of what is around the layers, for random tokens."""
+    vocabulary = streamed.model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (1, length), generator=generator)
+    seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        seconds[part] = time.perf_counter() - began
+
+    with timed("around"):
+        stream = WindowStream(streamed, TokenWindows.without_text(tokens), 1, folder, "sample")
+    last = len(streamed.layers)
+    stream.copy("state", 0, last)
+    if settings.evaluation is not None:
+        with timed("loss"):
+            stream.perplexity()
+    if settings.needs_backward:
+        with timed("head"):
+            stream.differentiate()
+        stream.copy("gradient", last, number + 1)
+    stream.copy("state", 0, number)
+    began = time.perf_counter()
+    with streamed.layer(number):
+        seconds["read"] = time.perf_counter() - began
+        with timed("forward"):
+            stream.advance(number)
+        if settings.moves:
+            grams = GramMatrices(parameters, allow_empty="*")
+            with timed("gram"):
+                stream.collect(number, grams)
+        if settings.needs_backward:
+            statistics, criteria = gradients_of(parameters, settings)
+            with timed("backward"):
+                stream.differentiate_layer(number, [*statistics, *criteria.values()])
+    return seconds
+
+
+def _rate(settings: Settings) -> float:
+    """Operations of least squares in a second."""
+    shape = _ROWS, _INPUTS
+    weights = torch.ones(shape, dtype=torch.float64, device=settings.device)
+    gram = torch.eye(_INPUTS, dtype=torch.float64, device=settings.device)
+    seconds = []
+    for _ in range(2):
+        began = time.perf_counter()
+        float(least_squares(weights, weights, gram).errors.sum())  # waits for a device
+        seconds.append(time.perf_counter() - began)
+    return _OPERATIONS * _ROWS * _INPUTS**2 / min(seconds)
+
+
+def _operations(parameters: Collection[NamedParameter]) -> int:
+    """Of least squares for the parameters of a layer."""
+    return sum(_OPERATIONS * _weight(p).numel() * _inputs_of(p[0])[0] for p in parameters)

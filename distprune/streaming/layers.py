@@ -1,52 +1,91 @@
-"""A language model in a folder, of which one decoder layer is in memory at a time."""
+"""A language model in a folder, of which one decoder layer is in memory at a time.
+
+[Note: holding] Where the weights of a layer come from when it runs: files, other ranks, or memory.
+
+    shares  keeps   a rank reads             a layer in memory comes from
+    no      no      every layer, each time   the file
+    yes     no      its rows, each time      the rows of all ranks (all-gather)
+    yes     yes     its rows, once           the same, and the rows stay
+    no      yes     every layer, once        a copy of what stays (one process)
+
+The bytes of a layer are the same in all of them, and so is all that is computed from it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import named_modules
+from distprune._common.collectives import Communicator
+from distprune._common.naming import NamedParameter, named_modules
 from distprune._common.process_groups import world
 from distprune._transformers.building import (
     build_without_weights,
     put_tensor,
     tensors_of_checkpoints,
 )
-from distprune.files.checkpoints.checkpoint import Checkpoint
+from distprune._transformers.loading import MaskSource, SameTensor
+from distprune._transformers.table import SavedMasks, as_saved
+from distprune.files.checkpoints.checkpoint import open_checkpoint
+from distprune.files.errors import SelectionError
+from distprune.files.recipe import FileRecipe
+from distprune.files.selecting import select_tensors
 from distprune.language_models.calibrating import decoder_blocks
 from distprune.language_models.loading import (
     PartReader,
     TensorSource,
+    dtype_of,
     find_sources,
+    read_part,
     stored_dtype,
     untie_different,
 )
-from distprune.streaming.parts import Holding, Wanted, WeightParts
+
+
+@dataclass(frozen=True)
+class Holding:
+    """How ranks come by the weights of a layer; the same on every rank; see [Note: holding].
+
+    Attributes:
+        shares: each rank reads a part of the rows, and gets the others from the other ranks.
+        keeps: what a rank has read stays in its memory.
+    """
+
+    shares: bool = False
+    keeps: bool = False
+
 
 _ALONE = Holding()
+Keep = Callable[[str], Tensor]  # from the name of a tensor to its mask
 
 
 class StreamedModel:
     """The model of a folder: its decoder layers are read when they are needed, and freed after.
 
     Args:
-        checkpoint: its headers were read.
+        folder: with config.json and safetensors files, or the name of a model in the local Hugging
+            Face cache.
         dtype: of the parameters; None: that of the config, else of the first weights.
         device: where layers run.
         holding: how the ranks come by the weights of a layer.
 
     Attributes:
+        checkpoint: of the folder.
         model: of transformers. Parameters that are not in memory are on the meta device.
         layers: its decoder layers, in the order in which they run.
         sources: of each layer, which tensors of the checkpoint make which of its tensors.
         holding: how the ranks come by the weights of a layer.
 
     Raises:
+        CheckpointError: the folder does not exist or is damaged.
         ValueError: tensors are missing, or have another shape; no decoder layers are known.
         NotImplementedError: a model whose layers share parameters, or are no decoder; as
             ``load_sharded``.
@@ -57,12 +96,12 @@ class StreamedModel:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        folder: str | Path,
         dtype: torch.dtype | None,
         device: torch.device,
         holding: Holding = _ALONE,
     ) -> None:
-        self.checkpoint = checkpoint
+        self.checkpoint = checkpoint = open_checkpoint(folder, follow_links=True)
         self.device = device
         self.model = build_without_weights(checkpoint.folder, dtype or stored_dtype(checkpoint))
         if getattr(self.model.config, "is_encoder_decoder", False):
@@ -97,7 +136,9 @@ class StreamedModel:
     def hold(self, holding: Holding) -> None:
         """Come by weights in another way from now on; what was kept is forgotten."""
         self.holding = holding
-        self._parts = WeightParts(self._reader, self.device, holding, world())
+        # Alone, a rank reads everything.
+        self._communicator = world() if holding.shares else Communicator(())
+        self._kept: dict[str, Tensor] = {}
         self._has_around = False
 
     @property
@@ -156,11 +197,10 @@ class StreamedModel:
     @contextlib.contextmanager
     def _in_memory(self, sources: Sequence[TensorSource]) -> Iterator[None]:
         """Give tensors of the model their values, and take them away again."""
-        wanted = [Wanted(names[0], self._tensors[names[0]], source) for names, source in sources]
         try:
-            filled = self._parts.read(wanted)
-            for (names, _), (_, empty, _) in zip(sources, wanted, strict=True):
-                values = _like(empty, filled.pop(0))
+            filled = self._read(sources)
+            for names, _ in sources:
+                values = _like(self._tensors[names[0]], filled.pop(0))
                 for name in names:
                     put_tensor(self.model, name, values)
             yield
@@ -168,6 +208,149 @@ class StreamedModel:
             for names, _ in sources:
                 for name in names:
                     put_tensor(self.model, name, self._tensors[names[0]])
+
+    def _read(self, sources: Sequence[TensorSource]) -> list[Tensor]:
+        """The values of tensors, in memory of their own. Collective if ranks share the reading."""
+        communicator = self._communicator
+        parts = communicator.run(
+            lambda: [self._part(names[0], source) for names, source in sources]
+        )
+        if communicator.size == 1:
+            return [part.clone() if self.holding.keeps else part for part in parts]
+        values = []
+        for number, (names, _) in enumerate(sources):
+            shape = self._tensors[names[0]].shape
+            part, parts[number] = parts[number], torch.empty(0)
+            every = communicator.gather(part.reshape(-1).view(torch.uint8))
+            rows = every.view(-1).view(part.dtype).view(-1, *part.shape[1:])
+            values.append(rows[: shape[0]] if shape else rows[0])
+        return values
+
+    def _part(self, name: str, source: MaskSource) -> Tensor:
+        """This rank's rows of a tensor, as many as every rank has; the last ones may be padding."""
+        if name in self._kept:
+            return self._kept[name]
+        empty, communicator = self._tensors[name], self._communicator
+        size = -(-empty.shape[0] // communicator.size) if empty.ndim else 1
+        part = torch.empty((size, *empty.shape[1:]), dtype=empty.dtype, device=self.device)
+        if empty.ndim:
+            first = min(communicator.index * size, empty.shape[0])
+            rows = range(first, min(first + size, empty.shape[0]))
+            if rows:
+                ranges = [rows, *map(range, empty.shape[1:])]
+                read_part(source, ranges, part[: len(rows)], self._reader)
+        else:
+            read_part(source, [], part[0], self._reader)
+        if self.holding.keeps:
+            self._kept[name] = part
+        return part
+
+
+class StoredLayers:
+    """How the parameters of a streamed model's layers lie in its checkpoint.
+
+    Args:
+        streamed: the model.
+        recipe: says which tensors of the checkpoint are pruned.
+
+    Attributes:
+        parameters: of each layer, the parameters that have such tensors.
+
+    Raises:
+        SelectionError: a pruned tensor is in no decoder layer; as ``select_tensors``.
+        NotImplementedError: transformers computes with a tensor when it loads or saves it.
+    """
+
+    def __init__(self, streamed: StreamedModel, recipe: FileRecipe) -> None:
+        groups = zip(recipe.parts, select_tensors(streamed.checkpoint, recipe).groups, strict=True)
+        # By the names of pruned tensors, what ranks them.
+        self._scores = {entry.name: part.score for part, entries in groups for entry in entries}
+        wanted, found = set(self._scores), set[str]()
+        model = streamed.model
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self._saved = {
+            name: saved for saved in as_saved(model, shapes, shapes) for name in saved.parameters
+        }
+        self._sources: dict[str, MaskSource] = {}
+        self._entries = {entry.name: entry for entry in streamed.checkpoint.tensors}
+        self.parameters: list[list[NamedParameter]] = []
+        for sources in streamed.sources:
+            of_layer = []
+            for (name, *_), source in sources:
+                if wanted.isdisjoint(source.names):
+                    continue
+                path, _, leaf = name.rpartition(".")
+                of_layer.append(NamedParameter(model.get_submodule(path), leaf, name))
+                self._sources[name] = source
+                found |= wanted & set(source.names)
+                self._check(name)
+            self.parameters.append(of_layer)
+        if missing := sorted(wanted - found):
+            raise SelectionError(
+                f"{missing[0]} is in no decoder layer, so that no text is run through it alone; "
+                "expected tensors of decoder layers. Exclude it."
+            )
+
+    def mask(self, name: str, keep: Keep) -> Tensor:
+        """The mask of a parameter, bool; what has no mask is kept."""
+
+        def read(stored: str) -> Tensor:
+            if stored in self._scores:
+                return keep(stored).view(self._entries[stored].shape)
+            return torch.ones(self._entries[stored].shape, dtype=torch.bool)
+
+        source = self._sources[name]
+        return read(source.name) if isinstance(source, SameTensor) else source.read(read)
+
+    def stored(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of the checkpoint that some parameters are saved as, in its dtypes."""
+        return {
+            name: value.to(dtype_of(self._entries[name]))
+            for name, value in self._as_saved(values).items()
+            if name in self._scores
+        }
+
+    def scores(self, values: Mapping[str, Tensor], score: str) -> dict[str, Tensor]:
+        """Scores of parameters by the tensors of the checkpoint that are ranked by this score."""
+        saved = self._as_saved(values)
+        return {name: value for name, value in saved.items() if self._scores.get(name) == score}
+
+    def num_scored(self, scores: Collection[str]) -> int:
+        """How many elements are ranked by any of these scores."""
+        entries = self._entries
+        return sum(entries[name].numel for name, score in self._scores.items() if score in scores)
+
+    def numel(self, name: str) -> int:
+        """Elements of a tensor of the checkpoint."""
+        return self._entries[name].numel
+
+    def _as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Values of parameters, as transformers saves them."""
+        found: dict[str, Tensor] = {}
+        for name, value in values.items():
+            saved = self._saved[name]
+            if saved.conversion is None:
+                found[next(iter(saved.tensors))] = value
+            elif name == saved.parameters[0]:
+                found |= saved.make(values)
+        return found
+
+    def names_of(self, number: int) -> list[str]:
+        """The pruned tensors of a layer, as the checkpoint names them."""
+        names = [name for p in self.parameters[number] for name in self._sources[p.fqn].names]
+        return [name for name in names if name in self._scores]
+
+    def _check(self, name: str) -> None:
+        """Check that a parameter is saved as the tensors from which it was read."""
+        saved: SavedMasks | None = self._saved.get(name)
+        read = set(self._sources[name].names)
+        if saved is None or not read <= set(saved.tensors):
+            written = [] if saved is None else sorted(saved.tensors)
+            raise NotImplementedError(
+                f"{name} is made of {sorted(read)[0]}, and transformers saves it as "
+                f"{written[0] if written else 'nothing'}; expected a checkpoint that transformers "
+                "writes. Load it, and save it with save_pretrained."
+            )
 
 
 def _outermost(layers: Sequence[nn.Module]) -> list[nn.Module]:
@@ -189,3 +372,8 @@ def _unchanged(state: Tensor) -> Tensor:
 def _passed(made: Callable[[Tensor], Tensor], state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The forward of a decoder layer that is not run."""
     return made(state)
+
+
+def num_machines(num_ranks: int) -> int:
+    """How many machines the ranks are on, as torchrun tells it; 1 if nothing does."""
+    return max(1, num_ranks // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))

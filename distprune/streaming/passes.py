@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from distprune._common.collectives import Communicator
 from distprune._common.mask_bits import pack_words, unpack_words
 from distprune._common.naming import NamedParameter
 from distprune._common.process_groups import world
+from distprune.api.local import custom_from_mask, remove
 from distprune.criteria.gradient_moment import GradientMoment
-from distprune.files.checkpoints.header import INDEX_SUFFIX, read_header
+from distprune.files.checkpoints.header import INDEX_SUFFIX, make_header, read_header
 from distprune.files.checkpoints.statistics_file import (
+    StoredSums,
     read_gradient_statistics,
     read_statistics,
     write_statistics,
@@ -29,14 +35,16 @@ from distprune.files.pruning import RankedMasks
 from distprune.files.recipe import FileRecipe
 from distprune.files.scoring import KeptValues
 from distprune.files.team import Team
+from distprune.language_models.loading import DTYPE_NAMES
 from distprune.language_models.running import Reporter
 from distprune.language_models.scoring import elementwise_criterion
 from distprune.language_models.text import TokenWindows
+from distprune.reconstruction.reconstructing import ReconstructedParameter, reconstruct
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
-from distprune.streaming.layers import StreamedModel
+from distprune.statistics.gram import GramMatrices
+from distprune.streaming.layers import Keep, StoredLayers, StreamedModel
 from distprune.streaming.settings import Settings
-from distprune.streaming.updating import Keep, StoredLayers, prune_layer, write_tensors
 from distprune.streaming.windows import WindowStream
 from distprune.streaming.work import Work
 
@@ -44,6 +52,7 @@ from distprune.streaming.work import Work
 _WEIGHTS = {"forward": 1, "backward": 3, "update": 2}
 
 
+@dataclass(frozen=True)
 class Passes:
     """Everything that runs text through the layers of a model, for one pruning.
 
@@ -55,21 +64,12 @@ class Passes:
         before: the perplexity of the evaluation text under the dense model, if that is known.
     """
 
-    def __init__(
-        self,
-        streamed: StreamedModel,
-        stored: StoredLayers,
-        settings: Settings,
-        work: Work,
-        before: float | None,
-    ) -> None:
-        self._streamed = streamed
-        self._stored = stored
-        self._settings = settings
-        self._work = work
-        self._before = before
-        self._numbers = range(len(streamed.layers))
-        self._communicator = world()
+    streamed: StreamedModel
+    stored: StoredLayers
+    settings: Settings
+    work: Work
+    before: float | None
+    communicator: Communicator = field(default_factory=world)
 
     def run(self, told: Mapping[str, Any]) -> tuple[FileRecipe, KeptValues]:
         """Score, rank, and update the layers. Collective.
@@ -80,14 +80,20 @@ class Passes:
         Returns:
             The recipe with its statistics, and the values of kept weights.
         """
-        settings, work = self._settings, self._work
+        settings, work, numbers = self.settings, self.work, range(len(self.streamed.layers))
         needs_stages = settings.needs_backward or settings.moves
         reads = needs_stages or settings.collects_activations
         dense = self._stream("dense", settings.windows if reads else None)
-        before = self._stream("before", settings.evaluation if self._before is None else None)
-        pace = _Pace(settings, len(self._numbers), work)
-        for number in pace.layers("forward", self._numbers):
-            with self._streamed.layer(number):
+        before = self._stream("before", settings.evaluation if self.before is None else None)
+        missing = sum(
+            _WEIGHTS[name] * (len(numbers) - len(work.get(name, []))) for name in settings.passes
+        )
+        reporter = Reporter(
+            "prune", missing * len(settings.windows), settings.progress, "forwards of a layer"
+        )
+        layers = partial(self._layers, reporter)
+        for number in layers("forward", numbers):
+            with self.streamed.layer(number):
                 if dense is not None and settings.collects_activations:
                     self._collect(dense, number)
                 for stream in (dense, before):
@@ -95,27 +101,27 @@ class Passes:
                         stream.advance(number)
             if before is not None:  # a run that is killed now needs the stage after it
                 before.remove("state", number - 1)
-        perplexities = {} if self._before is None else {"before": self._before}
+        perplexities = {} if self.before is None else {"before": self.before}
         if before is not None:
             perplexities["before"] = self._perplexity(before, "before")
         if settings.needs_backward:
             assert dense is not None
             if work.get("head") is None:
-                with self._streamed.weights_around():
-                    self._communicator.run(dense.differentiate)
+                with self.streamed.weights_around():
+                    self.communicator.run(dense.differentiate)
                 work.record("head", True)
-            for number in pace.layers("backward", reversed(self._numbers)):
-                with self._streamed.layer(number):
+            for number in layers("backward", reversed(numbers)):
+                with self.streamed.layer(number):
                     self._differentiate(dense, number)
                 dense.remove("gradient", number + 2)
         recipe = self._with_scores(self._with_statistics())
-        folder = self._streamed.checkpoint.folder
-        planned = self._communicator.run(lambda: plan(folder, recipe, follow_links=True))
+        folder = self.streamed.checkpoint.folder
+        planned = self.communicator.run(lambda: plan(folder, recipe, follow_links=True))
         after = self._stream("after", settings.evaluation)
         if after is not None or settings.moves:
             with self._masks(planned) as masks:
-                for number in pace.layers("update", self._numbers):
-                    with self._streamed.layer(number):
+                for number in layers("update", numbers):
+                    with self.streamed.layer(number):
                         self._update(dense if settings.moves else None, number, masks)
                         if after is not None:
                             after.advance(number)
@@ -123,7 +129,7 @@ class Passes:
                         after.remove("state", number - 1)
         if after is not None:
             perplexities["after"] = self._perplexity(after, "after")
-        tensors = [name for number in self._numbers for name in self._stored.names_of(number)]
+        tensors = [name for number in numbers for name in self.stored.names_of(number)]
         facts: dict[str, Any] = {
             **told,
             "update": settings.update,
@@ -137,117 +143,128 @@ class Passes:
         moved = tuple(tensors) if settings.moves else ()
         return recipe, KeptValues(facts, moved, work.folder("values"))
 
+    def _layers(self, reporter: Reporter, name: str, numbers: Iterable[int]) -> Iterator[int]:
+        """The layers of a pass that are not done yet; one is done when the next is asked for."""
+        settings, work, communicator = self.settings, self.work, self.communicator
+        done: list[int] = work.get(name, [])
+        for number in numbers:
+            if number in done:
+                continue
+            communicator.agree()  # an error of a rank in the layer before
+            is_stopped = settings.stop is not None and settings.stop()
+            if int(communicator.max(torch.tensor([int(is_stopped)]))):
+                raise Interrupted(
+                    f"stopped as asked; {work.path} keeps what is finished. The same command goes "
+                    "on."
+                )
+            yield number
+            done = [*done, number]
+            work.record(name, done)
+            reporter.add(len(settings.windows) * _WEIGHTS[name])
+
     def _stream(self, name: str, windows: TokenWindows | None) -> WindowStream | None:
         if windows is None:
             return None
-        size, folder = self._settings.batch_size, self._work.folder("states")
-        with self._streamed.weights_around():
-            return self._communicator.run(
-                lambda: WindowStream(self._streamed, windows, size, folder, name)
+        size, folder = self.settings.batch_size, self.work.folder("states")
+        with self.streamed.weights_around():
+            return self.communicator.run(
+                lambda: WindowStream(self.streamed, windows, size, folder, name)
             )
 
     def _perplexity(self, stream: WindowStream, name: str) -> float:
-        found: float | None = self._work.get(name)
+        found: float | None = self.work.get(name)
         if found is None:
-            with self._streamed.weights_around():
+            with self.streamed.weights_around():
                 found = stream.perplexity().perplexity
-            self._work.record(name, found)
+            self.work.record(name, found)
         return found
 
     def _collect(self, stream: WindowStream, number: int) -> None:
-        if parameters := self._stored.parameters[number]:
+        if parameters := self.stored.parameters[number]:
             statistics = ActivationStatistics(parameters, allow_empty="*")
             stream.collect(number, statistics)
-            statistics.save(self._work.file("statistics", number))
+            statistics.save(self.work.file("statistics", number))
 
     def _differentiate(self, stream: WindowStream, number: int) -> None:
-        parameters = self._stored.parameters[number]
-        statistics, criteria = gradients_of(parameters, self._settings)
+        parameters = self.stored.parameters[number]
+        statistics, criteria = gradients_of(parameters, self.settings)
         stream.differentiate_layer(number, [*statistics, *criteria.values()])
         for each in statistics:
-            each.save(self._work.file("statistics", number))
+            each.save(self.work.file("statistics", number))
         if criteria:
             self._write_scores(number, criteria)
 
     def _write_scores(self, number: int, criteria: Mapping[str, GradientMoment]) -> None:
         """Write the scores of a layer, as its tensors lie in the checkpoint."""
         found: dict[str, Tensor] = {}
-        parameters = self._stored.parameters[number]
+        parameters = self.stored.parameters[number]
         for score, criterion in criteria.items():
             values = criterion.scores()
-            scores = {p.fqn: values[p].cpu().to(self._settings.score_dtype) for p in parameters}
-            found |= self._stored.scores(scores, score)
+            scores = {p.fqn: values[p].cpu().to(self.settings.score_dtype) for p in parameters}
+            found |= self.stored.scores(scores, score)
 
         def write() -> None:
-            if self._communicator.index == 0:
-                path = self._work.scores / f"{number:05}.safetensors"
-                write_tensors(path, found)
-                # The report has the times of scores: that of a run which was killed is no other.
-                os.utime(path, ns=(0, 0))
+            path = self.work.scores / f"{number:05}.safetensors"
+            _write_tensors(path, found)
+            # The report has the times of scores: that of a run which was killed is no other.
+            os.utime(path, ns=(0, 0))
 
-        self._communicator.run(write)
+        self.work.on_first_rank(write)
 
     def _with_statistics(self) -> FileRecipe:
         """The recipe with the statistics of all layers in one file."""
-        settings, work = self._settings, self._work
+        settings, work = self.settings, self.work
         if not (settings.collects_gradients or settings.collects_activations):
             return settings.recipe
         path = work.path / "statistics.safetensors"
 
         def merge() -> None:
-            if self._communicator.index:
-                return
-            parameters = enumerate(self._stored.parameters)
-            files = [work.file("statistics", number) for number, some in parameters if some]
-            if settings.collects_gradients:
-                gradients = [read_gradient_statistics(file) for file in files]
-                write_statistics(
-                    path, "gradients", {k: v for each in gradients for k, v in each.items()}
-                )
-                return
-            activations = [read_statistics(file)[1] for file in files]
-            write_statistics(
-                path, "one_pass", {k: v for each in activations for k, v in each.items()}
-            )
+            found: dict[str, StoredSums] = {}
+            for number, parameters in enumerate(self.stored.parameters):
+                file = work.file("statistics", number)
+                if parameters and settings.collects_gradients:
+                    found |= read_gradient_statistics(file)
+                elif parameters:
+                    found |= read_statistics(file)[1]
+            mode = "gradients" if settings.collects_gradients else "one_pass"
+            write_statistics(path, mode, found)
 
         if work.get("statistics") is None:
-            self._communicator.run(merge)
+            work.on_first_rank(merge)
             work.record("statistics", True)
         return settings.recipe.replaced(statistics=str(path))
 
     def _with_scores(self, recipe: FileRecipe) -> FileRecipe:
         """The recipe with the folder of the scores of single weights."""
-        settings, place = self._settings, self._work.scores
+        settings, place = self.settings, self.work.scores
         if not settings.elementwise:
             return recipe
 
         def write_index() -> None:
-            if self._communicator.index == 0:
-                files = map(read_header, sorted(place.glob("*.safetensors")))
-                weight_map = {entry.name: file.name for file in files for entry in file.tensors}
-                index = json.dumps({"metadata": {}, "weight_map": weight_map})
-                write_atomically(place / f"model{INDEX_SUFFIX}", index.encode())
+            files = map(read_header, sorted(place.glob("*.safetensors")))
+            weight_map = {entry.name: file.name for file in files for entry in file.tensors}
+            index = json.dumps({"metadata": {}, "weight_map": weight_map})
+            write_atomically(place / f"model{INDEX_SUFFIX}", index.encode())
 
-        if self._work.get("scores") is None:
-            self._communicator.run(write_index)
-            self._work.record("scores", True)
+        if self.work.get("scores") is None:
+            self.work.on_first_rank(write_index)
+            self.work.record("scores", True)
         return recipe.replaced(scores=str(place))
 
     @contextmanager
     def _masks(self, planned: Plan) -> Iterator[RankedMasks]:
-        cuts = self._work.get("cuts")
-        with ExitStack() as stack:
-            team = Team(self._communicator, stop=self._settings.stop)
-            masks = RankedMasks(planned, team, cuts)
-            stack.callback(masks.close)
+        cuts = self.work.get("cuts")
+        team = Team(self.communicator, stop=self.settings.stop)
+        with closing(RankedMasks(planned, team, cuts)) as masks:
             if cuts is None:
-                self._work.record("cuts", masks.cuts)
+                self.work.record("cuts", masks.cuts)
             yield masks
 
     def _keep(self, number: int, masks: RankedMasks) -> Keep:
         """The masks of a layer. Collective if ranks share the reading: each ranks some tensors."""
-        communicator, names = self._communicator, self._stored.names_of(number)
-        if not self._streamed.holding.shares:
+        communicator, names = self.communicator, self.stored.names_of(number)
+        numel = self.stored.numel
+        if not self.streamed.holding.shares:
             return lambda name: torch.from_numpy(masks.keep(name))
         mine = names[communicator.index :: communicator.size]
         own = communicator.run(
@@ -255,29 +272,35 @@ class Passes:
         )
 
         def words(name: str) -> Tensor:
-            num_words = -(-self._stored.numel(name) // 64)
+            num_words = -(-numel(name) // 64)
             found = own.pop(name, None)
             return torch.from_numpy(np.zeros(num_words, "<i8") if found is None else found)
 
         packed = {name: communicator.sum(words(name)).numpy() for name in names}
-        numel = self._stored.numel
         return lambda name: torch.from_numpy(unpack_words(packed[name], numel(name)))
 
     def _update(self, stream: WindowStream | None, number: int, masks: RankedMasks) -> None:
-        made, errors = prune_layer(
-            self._stored,
-            number,
-            self._keep(number, masks),
-            stream,
-            self._settings.damping,
-        )
-        work = self._work
+        """Prune a layer, which is in memory, and move its kept weights for some windows, if any.
 
-        def write() -> None:
-            if made and self._communicator.index == 0:
-                write_tensors(work.file("values", number), made)
-
-        self._communicator.run(write)
+        Afterwards it has the weights that a checkpoint with the new tensors has.
+        """
+        stored, work, parameters = self.stored, self.work, self.stored.parameters[number]
+        keep, grams = self._keep(number, masks), None
+        if stream is not None and parameters:
+            grams = GramMatrices(parameters, allow_empty="*")
+            stream.collect(number, grams)
+        for parameter in parameters:
+            mask = stored.mask(parameter.fqn, keep)
+            custom_from_mask(*parameter, mask.to(_weight(parameter).device))
+        errors: Sequence[ReconstructedParameter] = ()
+        if grams is not None:
+            errors = reconstruct(parameters, grams, damping=self.settings.damping).parameters
+        for parameter in parameters:
+            remove(*parameter)
+        if grams is not None:
+            made = stored.stored({p.fqn: _weight(p).detach().cpu() for p in parameters})
+            _round(parameters, {tensor.dtype for tensor in made.values()})
+            work.on_first_rank(lambda: _write_tensors(work.file("values", number), made))
         kept = [row for row in work.get("errors", []) if row[0] not in {e.name for e in errors}]
         rows = [[e.name, e.error_before, e.error_after] for e in errors]
         work.record("errors", kept + rows)
@@ -296,34 +319,29 @@ def gradients_of(
     return statistics, criteria
 
 
-class _Pace:
-    """Goes through the layers of each pass, from where an earlier run was; tells how far it is."""
+def _weight(parameter: NamedParameter) -> Tensor:
+    weight: Tensor = getattr(*parameter)
+    return weight
 
-    def __init__(self, settings: Settings, num_layers: int, work: Work) -> None:
-        self._work = work
-        self._stop = settings.stop or (lambda: False)
-        self._communicator = world()
-        self._num_windows = len(settings.windows)
-        missing = sum(
-            _WEIGHTS[name] * (num_layers - len(work.get(name, []))) for name in settings.passes
-        )
-        self._reporter = Reporter(
-            "prune", missing * self._num_windows, settings.progress, "forwards of a layer"
-        )
 
-    def layers(self, name: str, numbers: Iterable[int]) -> Iterator[int]:
-        """The layers of a pass that are not done yet; one is done when the next is asked for."""
-        done: list[int] = self._work.get(name, [])
-        for number in numbers:
-            if number in done:
-                continue
-            self._communicator.agree()  # an error of a rank in the layer before
-            if int(self._communicator.max(torch.tensor([int(self._stop())]))):
-                raise Interrupted(
-                    f"stopped as asked; {self._work.path} keeps what is finished. The same command "
-                    "goes on."
-                )
-            yield number
-            done = [*done, number]
-            self._work.record(name, done)
-            self._reporter.add(self._num_windows * _WEIGHTS[name])
+def _round(parameters: Sequence[NamedParameter], dtypes: Collection[torch.dtype]) -> None:
+    """Give parameters values that the dtypes of the checkpoint can hold."""
+    with torch.no_grad():
+        for parameter in parameters:
+            for dtype in dtypes:
+                weight = _weight(parameter)
+                weight.copy_(weight.to(dtype))
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to a safetensors file."""
+    described = {
+        name: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
+        for name, tensor in tensors.items()
+    }
+    header, _ = make_header(described, {"format": "pt"})
+    parts = (
+        tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for tensor in tensors.values()
+    )
+    write_atomically(path, [header, *parts])

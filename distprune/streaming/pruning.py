@@ -36,12 +36,10 @@ from distprune.language_models.loading import require_extra
 from distprune.language_models.running import Report as ReportProgress
 from distprune.language_models.text import TokenWindows
 from distprune.recipes import ELEMENTWISE
-from distprune.streaming.cost import StreamCost, chosen_holding, cost_of
-from distprune.streaming.layers import StreamedModel
+from distprune.streaming.cost import StreamCost, chosen_holding, cost_of, measured_seconds
+from distprune.streaming.layers import StoredLayers, StreamedModel
 from distprune.streaming.passes import Passes
 from distprune.streaming.settings import ScoreBits, Settings, Update
-from distprune.streaming.timing import measured_seconds
-from distprune.streaming.updating import StoredLayers
 from distprune.streaming.work import Work
 
 
@@ -261,12 +259,8 @@ def _check_target(checkpoint: Checkpoint, target: Path, replace: bool) -> None:
 
 def _remove(place: Path, communicator: Communicator) -> None:
     """Remove the result of a round, which the next one has read. Collective."""
-
-    def remove() -> None:
-        if communicator.index == 0:
-            shutil.rmtree(place, ignore_errors=True)
-
-    communicator.run(remove)
+    is_first = communicator.index == 0
+    communicator.run(lambda: shutil.rmtree(place, ignore_errors=True) if is_first else None)
 
 
 def _pruned_once(
@@ -289,21 +283,14 @@ def _pruned_once(
     def begin() -> StreamedModel:
         if communicator.index == 0:
             lock.acquire(settings.take_over)
-        checkpoint = open_checkpoint(source, follow_links=True)
-        return StreamedModel(checkpoint, settings.dtype, settings.device)
+        return StreamedModel(source, settings.dtype, settings.device)
 
-    def needed(stored: StoredLayers) -> StreamCost:
-        cost = cost_of(streamed, stored, settings)
-        cost.check(settings.device)
-        return cost
-
-    told: dict[str, Any] = {"text": text}
-    if "rounds" in facts:
-        told["rounds"] = facts["rounds"]
+    told = {"text": text} | {name: facts[name] for name in ("rounds",) if name in facts}
     try:
         with closing(communicator.run(begin)) as streamed:
             stored = communicator.run(lambda: StoredLayers(streamed, settings.recipe))
-            cost = communicator.run(lambda: needed(stored))
+            cost = communicator.run(lambda: cost_of(streamed, stored, settings))
+            communicator.run(lambda: cost.check(settings.device))
             holding, told_of = chosen_holding(cost, settings, communicator)
             streamed.hold(holding)
             settings.tell(told_of)
@@ -358,7 +345,10 @@ def estimate(
     and head three times, and has them in memory.
     """
     require_extra()
-    windows, evaluation = (_without_text(num, length) for num in (num_windows, num_evaluated))
+    windows, evaluation = (
+        TokenWindows.without_text(torch.zeros(number, length, dtype=torch.int64))
+        for number in (num_windows, num_evaluated)
+    )
     settings = Settings(
         recipe,
         windows,
@@ -369,18 +359,12 @@ def estimate(
         device=torch.device(device or "cpu"),
         score_bits=score_bits,
     )
-    checkpoint = open_checkpoint(source, follow_links=True)
-    with closing(StreamedModel(checkpoint, dtype, settings.device)) as streamed:
+    with closing(StreamedModel(source, dtype, settings.device)) as streamed:
         stored = StoredLayers(streamed, recipe)
         cost = cost_of(streamed, stored, settings)
         if measures:
             cost = dataclasses.replace(cost, seconds=measured_seconds(streamed, stored, settings))
         return cost
-
-
-def _without_text(num_windows: int, length: int) -> TokenWindows:
-    tokens = torch.zeros(num_windows, length, dtype=torch.int64)
-    return TokenWindows(("",), tokens, tokens[:, 0], None, has_bos=False)
 
 
 def _finished(target: Path, text: str) -> PrunedFolder | None:

@@ -1,4 +1,4 @@
-"""Windows of text on their way through the layers of a streamed model.
+"""Windows of text on their way through the layers of a streamed model, and their perplexity.
 
 [Note: stages] The hidden states of a batch before layer i are its stage i; after the last layer,
 stage n. They are files of one folder, named by stage and batch, as are the gradients of the loss by
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,14 +23,19 @@ import torch
 from torch import Tensor
 
 from distprune._common.process_groups import world
+from distprune._transformers.building import build_without_weights
 from distprune.criteria.gradient_moment import GradientMoment
+from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.disk.access import writing
-from distprune.language_models.evaluating import PerplexityReport, perplexity
-from distprune.language_models.hidden_states import LayerCalls
+from distprune.language_models import evaluating
+from distprune.language_models.evaluating import PerplexityReport
+from distprune.language_models.hidden_states import HiddenStates
+from distprune.language_models.loading import require_extra, stored_dtype
 from distprune.language_models.losses import BatchLosses
 from distprune.language_models.running import (
     DataRanks,
     Report,
+    Reporter,
     Step,
     accepts,
     check_run,
@@ -40,13 +46,13 @@ from distprune.language_models.running import (
 from distprune.language_models.text import TokenWindows
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
-from distprune.streaming.layers import StreamedModel
+from distprune.streaming.layers import Holding, StreamedModel, num_machines
 
 # What a backward makes of the gradients of single batches.
 OfGradients: TypeAlias = GradientStatistics | GradientMoment
 
 
-class WindowStream:
+class WindowStream(HiddenStates):
     """The hidden states of some windows of text; this rank has its share of the batches.
 
     Args:
@@ -70,6 +76,7 @@ class WindowStream:
         folder: Path,
         name: str,
     ) -> None:
+        super().__init__(streamed.layers)
         self._streamed = streamed
         self._windows = windows
         self._batch_size = batch_size
@@ -80,30 +87,22 @@ class WindowStream:
         ranks = DataRanks(communicator.index, communicator.size, True)
         steps = steps_of(len(windows), batch_size, ranks)
         self.batches: list[Step] = [step for step in steps if not step.is_padding]
-        self._calls = LayerCalls(streamed.layers)
         self._embed()
-
-    def advance(self, number: int) -> None:
-        """Make the next stage. The layer is in memory."""
-        with torch.no_grad():
-            for batch in range(len(self.batches)):
-                state = self._calls.call(number, batch, self._read("state", number, batch))
-                self._write("state", number + 1, batch, state)
 
     def collect(self, number: int, statistics: ActivationStatistics) -> None:
         """Statistics of the inputs inside of a layer, which is in memory. Collective."""
         with torch.no_grad(), statistics.collecting():
             for batch in range(len(self.batches)):
-                self._calls.call(number, batch, self._read("state", number, batch))
+                self.run(number, batch)
 
-    def perplexity(self, progress: Report | None = None) -> PerplexityReport:
+    def perplexity(self) -> PerplexityReport:
         """Of the windows, whose last stage is there. Collective.
 
         Raises:
             ValueError: a loss that is not finite.
         """
         with self._after_layers(is_leaf=False) as (model, _):
-            return perplexity(model, self._windows, batch_size=self._batch_size, progress=progress)
+            return evaluating.perplexity(model, self._windows, batch_size=self._batch_size)
 
     def differentiate(self) -> None:
         """The gradients of the losses by the last stage.
@@ -133,10 +132,9 @@ class WindowStream:
             for each in collected:
                 run.enter_context(each.calibrating())
             for batch, step in enumerate(self.batches):
-                state = self._read("state", number, batch)
-                state = state.to(self._streamed.device).requires_grad_(True)
+                state = self.state(number, batch).to(self._streamed.device).requires_grad_(True)
                 gradient = self._read("gradient", number + 1, batch)
-                made = self._calls.call(number, batch, state)
+                made = self.call(number, batch, state)
                 with contextlib.ExitStack() as unit:
                     for each in collected:
                         unit.enter_context(each.batch(weight=float(step.num_windows)))
@@ -144,6 +142,14 @@ class WindowStream:
                 assert state.grad is not None
                 self._write("gradient", number, batch, state.grad)
                 self._streamed.layers[number].zero_grad()
+
+    def keep(self, stage: int, batch: int, state: Tensor) -> None:
+        """Write a stage of a batch."""
+        self._write("state", stage, batch, state)
+
+    def state(self, stage: int, batch: int) -> Tensor:
+        """Read a stage of a batch."""
+        return self._read("state", stage, batch)
 
     def copy(self, kind: str, number: int, other: int) -> None:
         """Take the files of a stage for those of another one, as where one layer is measured."""
@@ -160,16 +166,15 @@ class WindowStream:
         """Make the first stage, and keep what layers are called with."""
         with torch.no_grad(), self._streamed.around() as model:
             arguments = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
-            for batch, step in enumerate(self.batches):
+            for step in self.batches:
                 ids = inputs_of(model, self._windows, step.rows)
-                first = self._calls.catch(partial(output_of, model, input_ids=ids, **arguments))
-                if first is None or not self._calls.is_chain or self._calls.shares_objects:
+                self.catch(partial(output_of, model, input_ids=ids, **arguments))
+                if not self.is_chain or self.shares_objects:
                     raise NotImplementedError(
                         f"the decoder layers of {type(model).__name__} are no chain: expected that "
                         "each is called with what the one before it returned, and with arguments "
                         "that it does not change. Load the model whole, with load_sharded."
                     )
-                self._write("state", 0, batch, first)
 
     @contextlib.contextmanager
     def _after_layers(self, is_leaf: bool) -> Iterator[tuple[torch.nn.Module, list[Tensor]]]:
@@ -194,7 +199,7 @@ class WindowStream:
             number = numbers.get(asked[0])
             if number is None:
                 return state
-            made = self._read("state", last, number).to(state.device).requires_grad_(is_leaf)
+            made = self.state(last, number).to(state.device).requires_grad_(is_leaf)
             leaves[:] = [made]
             return made
 
@@ -217,3 +222,84 @@ class WindowStream:
     def _read(self, kind: str, stage: int, batch: int) -> Tensor:
         state: Tensor = torch.load(self._path(kind, stage, batch), weights_only=True)
         return state
+
+
+def computing_dtype(source: str | Path) -> torch.dtype:
+    """The dtype in which the model of a folder computes, if no other is asked for. Local.
+
+    Args:
+        source: as for :func:`perplexity`.
+
+    Raises: as :func:`perplexity`, for what the config and the headers show.
+
+    Cost: builds the model without weights.
+    """
+    require_extra()
+    checkpoint = open_checkpoint(source, follow_links=True)
+    found: torch.dtype = build_without_weights(checkpoint.folder, stored_dtype(checkpoint)).dtype
+    return found
+
+
+def perplexity(
+    source: str | Path,
+    windows: TokenWindows,
+    *,
+    batch_size: int = 1,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    folder: str | Path | None = None,
+    progress: Report | None = None,
+) -> PerplexityReport:
+    """The perplexity of texts under the model of a folder, layer by layer. Collective.
+
+    It is that of ``language_models.perplexity``, to the bit where kernels are equal. The ranks
+    share the windows; each reads every layer, or on several machines its part of every layer.
+
+    Args:
+        source: a folder with config.json and safetensors files, or the name of a model in the local
+            Hugging Face cache.
+        windows: the same on every rank.
+        batch_size: windows that a rank runs at a time.
+        dtype: in which the model computes; None: that of the config.
+        device: where it computes; by default the CPU.
+        folder: gets a temporary folder with hidden states; by default that of the system.
+        progress: called after every layer.
+
+    Raises:
+        NotImplementedError: a model that is no chain of decoder layers.
+        ValueError, TypeError: as ``language_models.perplexity``, on every rank.
+
+    Cost: one read of the checkpoint by each rank; on several machines by all together, and an
+    all-gather of each layer. Memory: one layer and a batch, or embedding and
+    head. Disk: two stages of hidden states, tokens x width elements each.
+    """
+    require_extra()
+    communicator = world()
+
+    def begin() -> StreamedModel:
+        holding = Holding(shares=num_machines(communicator.size) > 1)
+        return StreamedModel(source, dtype, torch.device(device or "cpu"), holding)
+
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as states,
+        contextlib.closing(communicator.run(begin)) as streamed,
+        communicator.raising_everywhere(),
+    ):
+        with streamed.weights_around():
+            stream = communicator.run(
+                lambda: WindowStream(streamed, windows, batch_size, Path(states), "text")
+            )
+        num_layers = len(streamed.layers)
+        total = num_layers * len(windows)
+        reporter = Reporter("evaluate", total, progress, "forwards of a layer")
+        for number in range(num_layers):
+
+            def advance(number: int = number) -> None:
+                stream.advance(number)
+                stream.remove("state", number)
+
+            with streamed.layer(number):
+                communicator.run(advance)
+            reporter.add(len(windows))
+        with streamed.weights_around():
+            return stream.perplexity()

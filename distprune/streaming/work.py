@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class Work:
         kept = {} if scores is None else {"scores": str(scores)}
         text = json.dumps({**facts, **kept}, indent=1) + "\n"
         self.is_resumed = self.path.exists()
-        communicator.run(lambda: self._open(destination, text, num_bytes))
+        self.on_first_rank(lambda: self._open(destination, text, num_bytes))
         # Different where the folder is not one that all ranks see.
         self._done: dict[str, Any] = communicator.run(
             self._read_progress, lambda done: [(f"progress in {self.path}", json.dumps(done))]
@@ -83,6 +83,10 @@ class Work:
         """What was recorded of a step."""
         return self._done.get(step, default)
 
+    def on_first_rank(self, step: Callable[[], object]) -> None:
+        """Run a step that changes the folder; an error is raised on every rank. Collective."""
+        self._communicator.run(lambda: step() if self._is_first else None)
+
     def record(self, step: str, value: Any) -> None:
         """Record a step that all ranks have done. Collective.
 
@@ -91,23 +95,16 @@ class Work:
         """
         self._done[step] = value
 
-        def write() -> None:
-            if self._is_first:
-                write_atomically(self.path / _PROGRESS, json.dumps(self._done).encode())
-
+        path, text = self.path / _PROGRESS, json.dumps(self._done).encode()
         self._communicator.run(lambda: None)  # every rank has written its files
-        self._communicator.run(write)
+        self.on_first_rank(lambda: write_atomically(path, text))
 
     def remove(self) -> None:
         """Remove the folder. Collective."""
         self._communicator.run(lambda: None)
-        self._communicator.run(
-            lambda: shutil.rmtree(self.path, ignore_errors=True) if self._is_first else None
-        )
+        self.on_first_rank(lambda: shutil.rmtree(self.path, ignore_errors=True))
 
     def _open(self, destination: Path, text: str, num_bytes: int) -> None:
-        if not self._is_first:
-            return
         if self.path.exists():
             check_own_folder(self.path)
             if (self.path / _FACTS).exists() and (self.path / _FACTS).read_text() != text:

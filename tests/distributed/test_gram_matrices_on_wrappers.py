@@ -16,7 +16,7 @@ from test_wrong_reductions_of_statistics import planted
 from torch import Tensor, nn
 
 import distprune as prune
-from distprune.statistics import GramMatrices, gram, gram_collecting
+from distprune.statistics import GramMatrices, gram
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong_on
@@ -92,7 +92,7 @@ def test_rounded_sums_and_obs_agree(wrapping):
 
 def every_tensor_parallel_rank():
     """Every rank adds its products, as if all had other tokens."""
-    adds = mock.patch.object(gram_collecting.GramCollector, "_adds", lambda self, part: True)
+    adds = mock.patch.object(gram.GramCollector, "_adds", lambda self, part: True)
     peers = mock.patch.object(gram, "peers_of", lambda same, rank: (rank,))
     return [adds, peers]
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import distprune as prune
 from distprune.language_models import loading
-from distprune.reconstruction.rows import blocks_of
+from distprune.reconstruction.solving import blocks_of
 from distprune.shards.reader import ShardReader
 from distprune.testing import run_ranks
 from helpers import reference

@@ -13,19 +13,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import distprune as prune
-from distprune.statistics import ActivationStatistics, collected, collecting, input_parts
+from distprune.statistics import ActivationStatistics, activation, collecting, input_parts
 from distprune.testing import run_ranks
 
 
 def sum_over_tensor_parallel_ranks():
     """Every rank counts, as if all had other tokens."""
     alone = (dist.get_rank(),)
-    return [mock.patch.object(collected, "_ranks_of", lambda part, peers: (alone, alone))]
+    return [mock.patch.object(activation, "_ranks_of", lambda part, peers: (alone, alone))]
 
 
 def local_columns_at_the_beginning():
     """Columns of a rowwise layer are added, and not put in their place."""
-    right = collected._packed
+    right = activation._packed
 
     def at_zero(parameter, peers, rank):
         seen = {
@@ -34,12 +34,12 @@ def local_columns_at_the_beginning():
         }
         return right(replace(parameter, seen=seen), peers, rank)
 
-    return [mock.patch.object(collected, "_packed", at_zero)]
+    return [mock.patch.object(activation, "_packed", at_zero)]
 
 
 def mean_of_means():
     """Each rank divides by its own number of tokens, and the means are averaged."""
-    right = collected._packed
+    right = activation._packed
 
     def averaged(parameter, peers, rank):
         row, head = right(parameter, peers, rank).clone(), len(parameter.calls)
@@ -47,17 +47,17 @@ def mean_of_means():
         row[head] = 1
         return row
 
-    return [mock.patch.object(collected, "_packed", averaged)]
+    return [mock.patch.object(activation, "_packed", averaged)]
 
 
 def replicas_averaged():
     """Sums over the shards of HSDP only, as if replicas had the same data."""
-    right = collected._packed
+    right = activation._packed
 
     def of_first_replica(parameter, peers, rank):
         return right(parameter, peers, rank) * (rank < 2)
 
-    return [mock.patch.object(collected, "_packed", of_first_replica)]
+    return [mock.patch.object(activation, "_packed", of_first_replica)]
 
 
 def padding_counted():

@@ -7,12 +7,10 @@ import torch
 
 from distprune import streaming
 from distprune._common.collectives import Communicator
-from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import MachineError
 from distprune.files.recipe import FileRecipe
 from distprune.streaming import StreamCost, cost
-from distprune.streaming.layers import StreamedModel
-from distprune.streaming.parts import Holding
+from distprune.streaming.layers import Holding, StreamedModel
 from distprune.streaming.settings import Settings
 from distprune.testing import run_ranks
 from helpers.streaming import other_files, tokens
@@ -58,8 +56,7 @@ def run(source, destination, resident, local_ranks=None, evaluates=False):
 
 def sizes(source):
     """Bytes of all decoder layers, and of what is around them."""
-    checkpoint = open_checkpoint(source)
-    streamed = StreamedModel(checkpoint, None, torch.device("cpu"))
+    streamed = StreamedModel(source, None, torch.device("cpu"))
     of_layers = sum(streamed.num_bytes(n) for n in range(len(streamed.layers)))
     return of_layers, streamed.num_bytes(None)
 
@@ -112,16 +109,14 @@ def broken(source, destination, resident):
     """Rank 1 alone cannot read; without a destination, in an evaluation."""
     import torch.distributed as dist
 
-    from distprune.streaming.parts import WeightParts
+    part = StreamedModel._part
 
-    part = WeightParts._part
-
-    def fails(self, wanted):
+    def fails(self, *wanted):
         if dist.get_rank() == 1:
             raise MachineError("no memory on rank 1")
-        return part(self, wanted)
+        return part(self, *wanted)
 
-    WeightParts._part = fails
+    StreamedModel._part = fails
     try:
         if destination is None:
             streaming.perplexity(source, tokens(3, seed=2))
@@ -130,7 +125,7 @@ def broken(source, destination, resident):
     except Exception as error:
         return str(error)
     finally:
-        WeightParts._part = part
+        StreamedModel._part = part
     return None
 
 

@@ -2,7 +2,7 @@
 
 import time
 
-from distprune._transformers.mask_matching import match_masks, with_close_names
+from distprune._transformers.loading import match_masks, with_close_names
 
 
 def test_names_that_differ_in_their_numbers_are_of_one_kind():

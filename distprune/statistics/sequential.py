@@ -1,0 +1,176 @@
+"""Pruning block after block: each by the inputs that the pruned blocks before it give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from distprune._common.naming import NamedParameter
+from distprune.statistics.activation import ActivationStatistics
+from distprune.statistics.collecting import LocalStatistics
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class BlockPasses:
+    """Runs the blocks of a model one by one, on what the blocks before have returned.
+
+    Attributes:
+        collect: runs a block on a batch, by their numbers.
+        advance: runs a block on all batches: what it returns is for the next.
+    """
+
+    collect: Callable[[int, int], None]
+    advance: Callable[[int], None]
+
+
+def prune_sequentially(
+    statistics: ActivationStatistics,
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    batches: Iterable[Any],
+    prune_block: Callable[[list[NamedParameter]], R],
+    *,
+    forward: Callable[[Any], object] | None = None,
+    passes: BlockPasses | None = None,
+    finished: int = 0,
+) -> list[R]:
+    """Collect statistics of one block after the other, and prune each before the next. Collective.
+
+    def prune_block(parameters):
+        return prune.global_unstructured(
+            parameters, prune.L1Unstructured, statistics.wanda(parameters), amount=0.5
+        )
+
+    reports = prune_sequentially(statistics, model, model.model.layers, batches, prune_block)
+
+    For each block the whole model runs over all batches, and the inputs of that block are
+    collected: those that the blocks before it give as they are now, pruned. This holds on every
+    wrapper, as nothing but the model itself is called. The statistics are ``sequential``
+    afterwards, and complete: they can be saved.
+
+    Args:
+        statistics: new ones; each of their parameters is in one of the blocks.
+        model: in evaluation mode, wrapped or not.
+        blocks: modules of the model, in the order in which they run.
+        batches: this rank's; they are run once per block, so a list or a data set, no iterator.
+            Ranks of DDP, or without a wrapper, may have unequal numbers of them.
+        prune_block: prunes the parameters that it gets, (module, name) pairs; what it returns is
+            collected.
+        forward: runs the model on a batch, and takes care of padding (``statistics.batch``). By
+            default a mapping becomes keyword arguments, a tuple or list arguments, and an
+            ``attention_mask`` [batch, tokens] in a mapping says what is padding.
+        passes: runs the blocks one by one, where this is known to be the same.
+        finished: blocks with parameters that are done already, as those of an earlier run.
+
+    Returns:
+        What ``prune_block`` returned for each other block that has parameters.
+
+    Raises:
+        RuntimeError: something was collected before.
+        TypeError: ``batches`` is an iterator.
+        ValueError: a parameter in no block, or in two; and as ``ActivationStatistics.totals``.
+        NotImplementedError: statistics with pipeline_parallel.
+        Exception: of the model, of ``batches`` and of ``prune_block``, on every rank. Blocks before
+            stay pruned; hooks are gone.
+
+    Cost: one forward of the model per block and batch: as many times that of one pass as there are
+    blocks. No activations are kept. Gram matrices of a block are forgotten after its pruning.
+    """
+    communicator = statistics._communicator
+
+    def begin() -> list[list[LocalStatistics]]:
+        if isinstance(batches, Iterator):
+            raise TypeError(
+                f"batches is a {type(batches).__name__}, which can be run through once; expected a "
+                "list or a data set: every block needs all batches."
+            )
+        return _parameters_of_blocks(statistics, list(blocks))
+
+    with communicator.exclusively():
+        of_block = communicator.run(
+            begin,
+            lambda made: [
+                (f"block {number}", ", ".join(parameter.label for parameter in parameters))
+                for number, parameters in enumerate(made)
+            ],
+        )
+    statistics._mode = "sequential"
+    run = partial(_run, statistics, model) if forward is None else forward
+    results = []
+    with communicator.raising_everywhere():
+        to_do = [number for number, parameters in enumerate(of_block) if parameters][finished:]
+        last = max(to_do, default=-1)
+        for number, parameters in enumerate(of_block[: last + 1]):
+            if number in to_do:
+                with statistics._collector.collecting(parameters):
+                    for position, batch in enumerate(batches):
+                        if passes is not None:
+                            passes.collect(number, position)
+                        else:
+                            run(batch)
+                pairs = [NamedParameter(*p.places[0], p.label) for p in parameters]
+                results.append(prune_block(pairs))
+                statistics.forget(pairs)
+            if passes is not None and number < last:
+                passes.advance(number)
+    communicator.agree()
+    return results
+
+
+def _parameters_of_blocks(
+    statistics: ActivationStatistics, blocks: Sequence[nn.Module]
+) -> list[list[LocalStatistics]]:
+    """Check that nothing was collected yet, and list the parameters of each block.
+
+    Raises:
+        NotImplementedError: parameters of pipeline stages.
+        RuntimeError: something was collected before.
+        ValueError: a parameter in no block, or in two.
+    """
+    if statistics._arguments.pipeline_parallel:
+        raise NotImplementedError(
+            "pipeline_parallel=True: the ranks have different blocks; expected every block on "
+            "every rank. Collect in one pass instead."
+        )
+    if statistics.mode == "sequential" or any(
+        any(parameter.calls) or parameter.loaded is not None for parameter in statistics._local
+    ):
+        raise RuntimeError(
+            "something was collected already; expected new ActivationStatistics, or the inputs "
+            "of one pass would mix with those of pruned blocks."
+        )
+    inside = [{id(module) for module in block.modules()} for block in blocks]
+    of_block: list[list[LocalStatistics]] = [[] for _ in blocks]
+    for parameter in statistics._local:
+        numbers = {
+            number
+            for number, modules in enumerate(inside)
+            for module, _ in parameter.places
+            if id(module) in modules
+        }
+        if len(numbers) != 1:
+            where = f"blocks {sorted(numbers)}" if numbers else "no block"
+            raise ValueError(
+                f"{parameter.label} is in {where}; expected every parameter in one block. Make "
+                "the statistics with parameters of the blocks only: select(model, include=...)."
+            )
+        of_block[numbers.pop()].append(parameter)
+    return of_block
+
+
+def _run(statistics: ActivationStatistics, model: nn.Module, batch: Any) -> None:
+    if not isinstance(batch, Mapping):
+        model(*batch if isinstance(batch, (tuple, list)) else (batch,))
+        return
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        with statistics.batch(mask):
+            model(**batch)
+    else:
+        model(**batch)
