@@ -20,11 +20,18 @@ from distprune.cli.console import (
     count,
     counted,
     percent,
+    ranking_text,
     shape_text,
     without_numbers,
 )
-from distprune.cli.describing import ranking_text
-from distprune.cli.options import AsJson, Plot, Quiet, Source, Verbose, dims_by_pattern, option
+from distprune.cli.options import (
+    OutputOptions,
+    Plot,
+    Source,
+    dims_by_pattern,
+    option,
+    takes_options,
+)
 from distprune.files.errors import CheckpointError, OutputError, SelectionError
 from distprune.files.text import role_of
 
@@ -103,44 +110,39 @@ def _csv_row(facts: TensorFacts, num_pruned: Mapping[str, int] | None) -> tuple[
     )
 
 
-Patterns = Annotated[
-    list[str],
-    typer.Option(
-        "--pattern", help="N:M patterns to look for; repeatable.", metavar="N:M", show_default="2:4"
-    ),
-]
-InputDim = Annotated[
-    list[str] | None,
-    option(
-        "--input-dim",
-        help="The dimension of the inputs of tensors, from 0: '*.c_fc.weight=0'; by default as in "
-        "the recipe that SRC was pruned by, if any. Repeat it for more.",
-        metavar="PATTERN=DIM",
-    ),
-]
-Csv = Annotated[
-    Path | None,
-    option(
-        "--csv",
-        help="Write a row of numbers for each tensor to a file, or to stdout (-) instead of the "
-        "table.",
-        metavar="FILE|-",
-    ),
-]
-
-
+@takes_options
 def inspect(
     source: Source,
-    pattern: Patterns = ["2:4"],  # noqa: B006
-    input_dim: InputDim = None,
+    pattern: Annotated[
+        list[str],
+        typer.Option(
+            help="N:M patterns to look for; repeatable.", metavar="N:M", show_default="2:4"
+        ),
+    ] = ["2:4"],  # noqa: B006
+    input_dim: Annotated[
+        list[str] | None,
+        option(
+            "--input-dim",
+            help="The dimension of the inputs of tensors, from 0: '*.c_fc.weight=0'; by default as "
+            "in the recipe that SRC was pruned by, if any. Repeat it for more.",
+            metavar="PATTERN=DIM",
+        ),
+    ] = None,
     histogram: Annotated[
         bool, typer.Option("--histogram", help="Show how large the numbers are, by powers of two.")
     ] = False,
-    csv: Csv = None,
+    csv: Annotated[
+        Path | None,
+        option(
+            "--csv",
+            help="Write a row of numbers for each tensor to a file, or to stdout (-) instead of "
+            "the table.",
+            metavar="FILE|-",
+        ),
+    ] = None,
     plot: Plot = None,
-    as_json: AsJson = False,
-    verbose: Verbose = 0,
-    quiet: Quiet = False,
+    *,
+    output: OutputOptions,
 ) -> None:
     """Show the sparsity of each tensor, and the share of its groups that follow an N:M pattern.
 
@@ -166,10 +168,10 @@ def inspect(
     recipe = _recipe_of(source)
     input_dims = _input_dims(recipe, input_dim)
     if csv is not None:
-        if as_json and str(csv) == "-":
+        if output.as_json and str(csv) == "-":
             raise SelectionError("--csv - and --json both write to stdout; leave one of them out.")
         _check_csv(csv)
-    terminal = Terminal(as_json, -1 if quiet else verbose)
+    terminal = output.terminal()
     with Meter(terminal) as meter:
         reading = Reading(meter, checkpoint.num_bytes)
         facts = list(
@@ -179,7 +181,7 @@ def inspect(
         plotting.draw(plot, _picture(source, facts))
     if csv is not None:
         _write_csv(csv, facts, _pruned_counts(terminal, source))
-    if as_json:
+    if output.as_json:
         terminal.json(
             {
                 "source": str(source),
@@ -188,7 +190,7 @@ def inspect(
             }
         )
     elif str(csv) != "-":
-        _show_table(terminal, facts, patterns, one_by_one=verbose > 0)
+        _show_table(terminal, facts, patterns, one_by_one=output.verbose > 0)
         if recipe is not None:
             how = "; ".join(dict.fromkeys(ranking_text(part) for part in recipe.parts))
             terminal.text(f"Pruned by distprune, {how}.")

@@ -1,4 +1,4 @@
-"""``distprune eval``, and what commands that run text through a language model share."""
+"""``distprune eval`` and ``calibrate``, and what commands that run text through a model share."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import importlib.util
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from distprune.cli import process, ranks
-from distprune.cli.console import Meter, Terminal, count
-from distprune.cli.options import AsJson, Nproc, Quiet, Timeout, argument, option, takes
+from distprune.cli.console import Meter, Terminal, count, counted
+from distprune.cli.options import AsJson, Nproc, Quiet, Timeout, argument, option, takes_options
 from distprune.files.errors import (
     CheckpointError,
     FilesError,
+    OutputError,
     RanksError,
     SelectionError,
     TextError,
     explained,
 )
+from distprune.files.text import format_size
 
 if TYPE_CHECKING:  # torch comes with it
     import torch
@@ -37,71 +39,23 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _WRAPS = ("none", "ddp", "fsdp2", "tp", "fsdp2_tp", "stream")
 _DIFFERENT = "the ranks were called with different arguments"
 
-Model = Annotated[
-    Path,
-    argument(
-        "MODEL",
-        "A folder with a language model as transformers saves it, or the name of a model that "
-        "is in the local Hugging Face cache (org/name).",
-    ),
-]
-Texts = Annotated[
-    list[Path] | None,
-    option("--text", metavar="FILE", help="Text in UTF-8. Repeat it for more."),
-]
-Generate = Annotated[
-    list[str] | None,
-    option(
-        "--generate",
-        metavar="TEXT",
-        help="Print how the model goes on with this text, by its likeliest tokens. Repeat it for "
-        "more.",
-    ),
-]
-Length = Annotated[int, typer.Option("--length", min=2, help="Tokens of a window.")]
-Limit = Annotated[
-    int | None,
-    option("--limit", min=1, help="Windows that are read of each text, at most."),
-]
+# Options that other commands have, too.
 BatchSize = Annotated[
     int, typer.Option("--batch-size", min=1, help="Windows that each process runs at a time.")
 ]
 Dtype = Annotated[
     str | None,
     option(
-        "--dtype",
-        metavar="|".join(_DTYPES),
-        help="Of the weights in memory (that of the model).",
+        "--dtype", metavar="|".join(_DTYPES), help="Of the weights in memory (that of the model)."
     ),
 ]
 Device = Annotated[
     str | None,
-    option(
-        "--device",
-        metavar="cpu|cuda",
-        help="Where it runs (an accelerator, if there is one).",
-    ),
+    option("--device", metavar="cpu|cuda", help="Where it runs (an accelerator, if there is one)."),
 ]
-WrapName = Annotated[
-    str | None,
-    option(
-        "--wrap",
-        metavar="WRAP",
-        help=f"How several processes hold the model: {', '.join(_WRAPS)} (fsdp2, so that none "
-        "holds all of it). With stream each has one decoder layer at a time (eval only).",
-    ),
-]
-Mesh = Annotated[
-    str | None,
-    option(
-        "--mesh",
-        metavar="DPxTP",
-        help="With fsdp2_tp: data-parallel and tensor-parallel processes, as in 2x4.",
-    ),
-]
+Length = Annotated[int, typer.Option("--length", min=2, help="Tokens of a window.")]
 Tokenizer = Annotated[
-    Path | None,
-    option("--tokenizer", metavar="FOLDER", help="Its tokenizer (that in MODEL)."),
+    Path | None, option("--tokenizer", metavar="FOLDER", help="Its tokenizer (that in MODEL).")
 ]
 
 
@@ -109,15 +63,42 @@ Tokenizer = Annotated[
 class ModelOptions:
     """The options of both commands."""
 
-    model: Model
-    texts: Texts = None
+    model: Annotated[
+        Path,
+        argument(
+            "MODEL",
+            "A folder with a language model as transformers saves it, or the name of a model that "
+            "is in the local Hugging Face cache (org/name).",
+        ),
+    ]
+    texts: Annotated[
+        list[Path] | None,
+        option("--text", metavar="FILE", help="Text in UTF-8. Repeat it for more."),
+    ] = None
     length: Length = 1024
-    limit: Limit = None
+    limit: Annotated[
+        int | None, option("--limit", min=1, help="Windows that are read of each text, at most.")
+    ] = None
     batch_size: BatchSize = 1
     dtype: Dtype = None
     device: Device = None
-    wrap: WrapName = None
-    mesh: Mesh = None
+    wrap: Annotated[
+        str | None,
+        option(
+            "--wrap",
+            metavar="WRAP",
+            help=f"How several processes hold the model: {', '.join(_WRAPS)} (fsdp2, so that none "
+            "holds all of it). With stream each has one decoder layer at a time (eval only).",
+        ),
+    ] = None
+    mesh: Annotated[
+        str | None,
+        option(
+            "--mesh",
+            metavar="DPxTP",
+            help="With fsdp2_tp: data-parallel and tensor-parallel processes, as in 2x4.",
+        ),
+    ] = None
     tokenizer: Tokenizer = None
     nproc: Nproc = None
     timeout: Timeout = 600.0
@@ -198,13 +179,6 @@ class ModelOptions:
             )
         torch.accelerator.set_device_index(place)
         return kind
-
-
-takes_model = takes(
-    get_type_hints(ModelOptions, include_extras=True),
-    after="context",
-    defaults={field.name: field.default for field in fields(ModelOptions)},
-)
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
@@ -330,8 +304,20 @@ def translated(kind: type[FilesError]) -> Iterator[None]:
         raise
 
 
-@takes_model
-def evaluate(context: typer.Context, generate: Generate = None, **options: Any) -> None:
+@takes_options
+def evaluate(
+    context: typer.Context,
+    given: ModelOptions,
+    generate: Annotated[
+        list[str] | None,
+        option(
+            "--generate",
+            metavar="TEXT",
+            help="Print how the model goes on with this text, by its likeliest tokens. Repeat it "
+            "for more.",
+        ),
+    ] = None,
+) -> None:
     """Measure the perplexity of texts under a language model, before or after pruning.
 
     Each text is cut into windows that do not overlap; what is left at its end is dropped. If the
@@ -353,7 +339,6 @@ def evaluate(context: typer.Context, generate: Generate = None, **options: Any) 
 
       distprune eval Llama-3-70B --text test.txt --wrap stream
     """
-    given = ModelOptions(**options)
     if not (given.texts or generate):
         raise SelectionError("nothing to evaluate; expected --text FILE, or --generate TEXT.")
     if generate and given.wrap == "stream":
@@ -425,3 +410,159 @@ def _show(terminal: Terminal, report: PerplexityReport) -> None:
         )
     numbers = ("windows", "tokens", "perplexity", "bits/byte")
     terminal.table(("text", *numbers), rows, right=numbers)
+
+
+@takes_options
+def calibrate(
+    context: typer.Context,
+    given: ModelOptions,
+    out: Annotated[
+        Path,
+        option(
+            "--out",
+            metavar="FILE.safetensors",
+            help="The statistics; an existing file is replaced when everything is done.",
+        ),
+    ],
+    samples: Annotated[
+        int | None,
+        option(
+            "--samples", min=1, help="Take so many windows, drawn at random (all that are read)."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of --samples.")] = 0,
+    include: Annotated[
+        list[str] | None,
+        option(
+            "--include",
+            metavar="PATTERN",
+            help="Linear layers and fused experts whose whole name matches a glob, or an "
+            "expression after re:. Repeat it for more. Without it: all but the head.",
+        ),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        option(
+            "--exclude",
+            metavar="PATTERN",
+            help="Leave out layers that match. Repeat it for more.",
+        ),
+    ] = None,
+    allow_empty: Annotated[
+        list[str] | None,
+        option(
+            "--allow-empty",
+            metavar="PATTERN",
+            help="Layers to which no token need come, such as experts. Repeat it for more.",
+        ),
+    ] = None,
+    gradients: Annotated[
+        bool,
+        typer.Option(
+            "--gradients",
+            help="Statistics of the gradients of the loss, for score fisher, in place of those of "
+            "activations. A batch of one process is a unit.",
+        ),
+    ] = False,
+) -> None:
+    """Run text through a language model, and write statistics of what its layers are called with.
+
+    For each input of each linear layer, and of each of fused experts: the sums of x and of x
+    squared over all its tokens, from which Wanda, RIA, STADE and OWL are made. The file has 16
+    bytes per input, and full names, so that any run on any number of processes can use it.
+    Processes share the windows. The head is left out, unless --include asks for it. It needs the
+    extra language-models.
+
+    With --gradients: for each output and each input, the sum of the squared gradients of its
+    weights over all batches, from which score fisher is made. A backward follows each forward, and
+    gradients take as much memory as the model; a batch counts by its number of windows.
+
+    [bold]Examples[/bold]
+
+      distprune calibrate MODEL --text train.txt --samples 64 --out s.safetensors
+
+      distprune calibrate MODEL --text a.txt --out stats.safetensors --nproc 4
+
+      distprune calibrate MODEL --text a.txt --out g.safetensors --gradients
+    """
+    if not given.texts:
+        raise SelectionError("nothing to run; expected --text FILE.")
+    given.check()
+    _check_out(out)
+    if gradients and allow_empty:
+        raise SelectionError(
+            "--allow-empty has no effect with --gradients, where any layer may have none; leave it "
+            "out."
+        )
+    ranks.run_on_ranks(context, given.nproc)
+    if given.wrap == "stream":
+        raise SelectionError(
+            "--wrap stream is for eval; `distprune prune --text` collects statistics so."
+        )
+    with opened(given) as run:
+        import distprune as prune
+        from distprune import language_models
+        from distprune.language_models.calibrating import without_statistics
+
+        terminal, windows = run.terminal, run.windows
+        assert run.model is not None and windows is not None
+        with translated(SelectionError):
+            if samples is not None:
+                windows = windows.sample(samples, seed=seed)
+            layers = language_models.linear_layers(run.model, include or None, exclude or ())
+            statistics = (
+                prune.statistics.GradientStatistics(layers)
+                if gradients
+                else prune.statistics.ActivationStatistics(layers, allow_empty=allow_empty or ())
+            )
+        unseen = [] if gradients else without_statistics(run.model)
+        if unseen:
+            terminal.note(
+                f"Warning: no statistics of {counted(len(unseen), 'weight')} whose inputs are not "
+                f"seen ({unseen[0]}{', ...' if len(unseen) > 1 else ''})."
+            )
+        with translated(CheckpointError), Meter(terminal) as meter:
+            language_models.calibrate(
+                run.model,
+                windows,
+                statistics,
+                batch_size=given.batch_size,
+                progress=meter.windows,
+            )
+            statistics.save(out)
+        facts = run.facts()
+    num_tokens = windows.tokens.numel()
+    if given.as_json:
+        terminal.json(
+            {
+                "model": str(given.model),
+                "out": str(out),
+                "mode": getattr(statistics, "mode", "gradients"),
+                "texts": [str(text) for text in given.texts],
+                "length": given.length,
+                "num_windows": len(windows),
+                "num_tokens": num_tokens,
+                "samples": samples,
+                "seed": None if samples is None else seed,
+                "num_layers": len(layers),
+                "layers": [layer.fqn for layer in layers],
+                "without_statistics": unseen,
+                **facts,
+            }
+        )
+    elif terminal.is_leader:
+        terminal.text(
+            f"{out}: statistics of {counted(len(layers), 'layer')} over {count(num_tokens)} tokens "
+            f"in {counted(len(windows), 'window')}, {format_size(out.stat().st_size)}. "
+            f"{text_of_run(facts)}"
+        )
+
+
+def _check_out(out: Path) -> None:
+    """Raise OutputError for a file that could not be written, before hours of work."""
+    folder = out.absolute().parent
+    if not folder.is_dir():
+        raise OutputError(f"{out}: the folder {folder} does not exist; expected one that does.")
+    if out.is_dir() or not os.access(folder, os.W_OK):
+        why = "it is a folder" if out.is_dir() else f"{folder} is not writable"
+        raise OutputError(f"{out} cannot be written: {why}.")

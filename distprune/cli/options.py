@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
+from distprune.cli.console import Terminal
 from distprune.files.errors import SelectionError, headline
 from distprune.files.recipe import FileRecipe
 from distprune.recipes import (
@@ -44,7 +48,6 @@ Source = Annotated[
 Destination = Annotated[Path, argument("DST", "A new folder, created when everything is done.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Write errors only to stderr.")]
-Verbose = Annotated[int, option("--verbose", "-v", count=True, help="List every tensor.")]
 Plot = Annotated[
     Path | None,
     option(
@@ -56,25 +59,6 @@ Plot = Annotated[
 Nproc = Annotated[
     int | None,
     option("--nproc", min=1, help="Share the work among this many processes on this machine."),
-]
-TakeOver = Annotated[
-    bool,
-    typer.Option(
-        "--take-over", help="Take over the lock of a run that was killed on another machine."
-    ),
-]
-Discard = Annotated[
-    bool,
-    typer.Option(
-        "--discard", help="Only remove the unfinished result of an interrupted run beside DST."
-    ),
-]
-Force = Annotated[
-    bool,
-    typer.Option(
-        "--force",
-        help="Replace a finished result of distprune at DST; it stays until the new one is ready.",
-    ),
 ]
 Timeout = Annotated[
     float,
@@ -90,6 +74,102 @@ FollowLinks = Annotated[
         "cache.",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What a command writes to stdout and stderr."""
+
+    as_json: AsJson = False
+    verbose: Annotated[int, option("--verbose", "-v", count=True, help="List every tensor.")] = 0
+    quiet: Quiet = False
+
+    def terminal(self, *, is_leader: bool = True) -> Terminal:
+        """What the command writes to."""
+        return Terminal(self.as_json, -1 if self.quiet else self.verbose, is_leader=is_leader)
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """The processes that share the work."""
+
+    nproc: Nproc = None
+    timeout: Timeout = 600.0
+
+
+@dataclass(frozen=True)
+class WritingOptions(RankOptions):
+    """The processes that write a result together, and what becomes of results at its place."""
+
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over", help="Take over the lock of a run that was killed on another machine."
+        ),
+    ] = False
+    discard: Annotated[
+        bool,
+        typer.Option(
+            "--discard", help="Only remove the unfinished result of an interrupted run beside DST."
+        ),
+    ] = False
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Replace a finished result of distprune at DST; it stays until the new one is "
+            "ready.",
+        ),
+    ] = False
+
+
+def _in_panel(annotation: Any, panel: str) -> Any:
+    """An option in a panel of the help."""
+    kind, info = get_args(annotation)
+    info = copy(info)
+    info.rich_help_panel = panel
+    return Annotated[kind, info]
+
+
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let typer read the options of a command's parameters that are dataclasses, or dicts.
+
+    The type of each field says which option it is; the annotation of a dict has a mapping that does
+    (see :data:`RecipeOptions`).
+    """
+    signature = inspect.signature(command, eval_str=True)
+    kinds: dict[str, tuple[Callable[..., Any], list[str]]] = {}
+    parameters = []
+    for name, parameter in signature.parameters.items():
+        kind, *more = get_args(parameter.annotation) or (parameter.annotation,)
+        if dataclasses.is_dataclass(kind):
+            options = get_type_hints(kind, include_extras=True)
+            defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+            if panel := getattr(kind, "PANEL", None):
+                options = {key: _in_panel(each, panel) for key, each in options.items()}
+        elif more and isinstance(more[0], dict):
+            options, defaults, kind = more[0], {}, dict
+        else:
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+            continue
+        kinds[name] = kind, list(options)
+        for key, annotation in options.items():
+            default = defaults.get(key)
+            default = parameter.empty if default is dataclasses.MISSING else default
+            parameters.append(
+                inspect.Parameter(
+                    key, parameter.KEYWORD_ONLY, default=default, annotation=annotation
+                )
+            )
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        for name, (kind, keys) in kinds.items():
+            values[name] = kind(**{key: values.pop(key) for key in keys})
+        command(**values)
+
+    vars(run)["__signature__"] = signature.replace(parameters=parameters)
+    return run
 
 
 R = TypeVar("R", bound=Request)
@@ -237,41 +317,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def takes(
-    options: dict[str, Any], *, after: str, defaults: dict[str, Any] | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a command take options as its ``**options``: typer reads them from its signature.
-
-    Args:
-        options: the annotation of each, by name.
-        after: the parameter that they follow in the help.
-        defaults: of those whose default is not None; MISSING for one that is needed.
-    """
-    given = {
-        name: inspect.Parameter.empty if value is dataclasses.MISSING else value
-        for name, value in (defaults or {}).items()
-    }
-
-    def extend(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command, eval_str=True)
-        kind = inspect.Parameter.KEYWORD_ONLY
-        own = [
-            each.replace(kind=kind)
-            for each in signature.parameters.values()
-            if each.kind is not inspect.Parameter.VAR_KEYWORD
-        ]
-        place = list(signature.parameters).index(after) + 1
-        own[place:place] = [
-            inspect.Parameter(name, kind, default=given.get(name), annotation=option)
-            for name, option in options.items()
-        ]
-        vars(command)["__signature__"] = signature.replace(parameters=own)
-        return command
-
-    return extend
-
-
-takes_recipe = takes(OPTIONS, after="recipe")
+RecipeOptions = Annotated[dict[str, Any], OPTIONS]
 
 
 def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:

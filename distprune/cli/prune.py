@@ -5,30 +5,25 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distprune.cli import describing, process, ranks
+from distprune.cli import console, process, ranks
 from distprune.cli.console import Meter, Reading, Terminal, count, counted, percent
 from distprune.cli.options import (
-    AsJson,
     Destination,
-    Discard,
     FollowLinks,
-    Force,
-    Nproc,
+    OutputOptions,
     Plot,
-    Quiet,
     RecipeName,
+    RecipeOptions,
     Source,
-    TakeOver,
-    Timeout,
-    Verbose,
+    WritingOptions,
     option,
-    takes_recipe,
+    takes_options,
 )
-from distprune.cli.pruning_by_text import TextOptions, prune_by_text, takes_text, with_score
+from distprune.cli.pruning_by_text import TextOptions, prune_by_text, with_score
 from distprune.files.errors import FilesError
 from distprune.files.text import format_size
 
@@ -40,40 +35,30 @@ if TYPE_CHECKING:  # torch comes with it
 # Bytes that the histogram of magnitudes reads at most.
 _PLOT_BYTES = 1 << 30
 
-Masks = Annotated[
-    bool | None,
-    option("--masks/--no-masks", help="Whether to write the masks (yes)."),
-]
-Card = Annotated[
-    bool | None,
-    option(
-        "--card/--no-card",
-        help="Whether README.md describes the pruning (yes) or is a copy of SRC's.",
-    ),
-]
 
-
-@takes_text
-@takes_recipe
+@takes_options
 def prune(
     context: typer.Context,
     source: Source,
     destination: Destination,
     recipe: RecipeName = None,
     *,
-    masks: Masks = None,
+    by_text: TextOptions,
+    options: RecipeOptions,
+    masks: Annotated[
+        bool | None, option("--masks/--no-masks", help="Whether to write the masks (yes).")
+    ] = None,
     follow_links: FollowLinks = False,
-    card: Card = None,
-    nproc: Nproc = None,
-    timeout: Timeout = 600.0,
-    take_over: TakeOver = False,
-    discard: Discard = False,
-    force: Force = False,
+    card: Annotated[
+        bool | None,
+        option(
+            "--card/--no-card",
+            help="Whether README.md describes the pruning (yes) or is a copy of SRC's.",
+        ),
+    ] = None,
+    writing: WritingOptions,
     plot: Plot = None,
-    as_json: AsJson = False,
-    verbose: Verbose = 0,
-    quiet: Quiet = False,
-    **options: Any,
+    output: OutputOptions,
 ) -> None:
     """Write a pruned copy of a checkpoint; the same to the byte on any number of processes.
 
@@ -97,33 +82,22 @@ def prune(
 
       torchrun --nproc-per-node 8 -m distprune prune SRC DST -s 0.5 --scope row
     """
-    verbosity = -1 if quiet else verbose
-    terminal = Terminal(as_json, verbosity, is_leader=process.is_leader())
-    if discard:
-        describing.discard_unfinished(terminal, destination, take_over)
+    terminal = output.terminal(is_leader=process.is_leader())
+    if writing.discard:
+        console.discard_unfinished(terminal, destination, writing.take_over)
         return
-
-    given = TextOptions.taken_from(options)
+    by_text.check()
 
     def make_recipe() -> FileRecipe:
         if plot is not None:
             from distprune.cli import plotting
 
             plotting.check(plot)
-        return with_score(recipe, options | {"masks": masks, "card": card}, given)
+        return with_score(recipe, options | {"masks": masks, "card": card}, by_text)
 
-    if given.text:
+    if by_text.text:
         report, plan_of_text = prune_by_text(
-            context,
-            terminal,
-            source,
-            destination,
-            make_recipe,
-            given,
-            nproc=nproc,
-            timeout=timeout,
-            take_over=take_over,
-            replace=force,
+            context, terminal, source, destination, make_recipe, by_text, writing
         )
         _conclude(terminal, report, plan_of_text, destination, plot)
         return
@@ -133,25 +107,20 @@ def prune(
 
         return planning.plan(source, make_recipe(), follow_links=follow_links)
 
-    ranks.run_on_ranks(context, nproc, make_plan)
-    from distprune._common.process_groups import world
-    from distprune.files import pruning
-    from distprune.files.team import Team
+    with ranks.on_ranks(context, writing, make_plan) as (plan, stop):
+        from distprune.files import pruning
 
-    # Listen before the ranks meet: a signal to all of them must not end some of them at once.
-    with process.Stop() as stop, ranks.process_group(timeout):
-        plan = Team(world()).attempt(make_plan)
-        describing.tell(terminal, plan.checkpoint)
-        describing.show_warnings(terminal, plan)
-        terminal.note(describing.summary(plan))
+        console.tell(terminal, plan.checkpoint)
+        console.show_warnings(terminal, plan)
+        terminal.note(console.summary(plan))
         with Meter(terminal) as meter:
             report = pruning.prune(
                 plan,
                 destination,
                 progress=meter,
                 stop=stop,
-                take_over=take_over,
-                replace=force,
+                take_over=writing.take_over,
+                replace=writing.force,
                 tell=terminal.note,
             )
     _conclude(terminal, report, plan, destination, plot)
@@ -178,7 +147,7 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
     from distprune._common.memory import peak_rss_bytes
 
     if terminal.as_json:
-        values = json.loads(report.result_json()) | describing.as_values(plan.checkpoint)
+        values = json.loads(report.result_json()) | console.values_of_files(plan.checkpoint)
         terminal.json({**values, "run": json.loads(report.run.to_json())})
         return
     if terminal.verbosity > 0:
