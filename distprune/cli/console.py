@@ -263,18 +263,11 @@ class Terminal:
 
     def note(self, text: str) -> None:
         """Something to know, unless ``-q``."""
-        if self.verbosity >= 0:
-            self._print(text)
-
-    def detail(self, text: str) -> None:
-        """Something to know with ``-v``."""
-        if self.verbosity >= 1:
-            self._print(text, style="dim")
-
-    def _print(self, text: str, style: str | None = None) -> None:
+        if self.verbosity < 0:
+            return
         # Work goes on when nobody reads what it says. As Text: rich looks for :emoji: in a str.
         try:
-            self.errors.print(Text(printable(text)), style=style)
+            self.errors.print(Text(printable(text)))
         except OSError:
             self.errors.quiet = True
 
@@ -292,6 +285,11 @@ def counted(value: int, what: str) -> str:
 def percent(part: int, whole: int) -> str:
     """ "12.34 %", as :func:`format_percent`; "-" if the whole is 0."""
     return format_percent(part, whole) if whole else "-"
+
+
+def share_text(part: int, whole: int) -> str:
+    """ "1,234 of 5,678 elements (21.73 %)"."""
+    return f"{count(part)} of {count(whole)} elements ({percent(part, whole)})"
 
 
 def duration(seconds: float) -> str:
@@ -430,10 +428,15 @@ def values_of_files(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def show_counts(terminal: Terminal, tensors: Iterable[tuple[str, int, int]]) -> None:
-    """Write a table of tensors: name, elements, and how many of them are pruned."""
-    numbers = ("elements", "pruned", "sparsity")
-    rows = [(name, count(size), count(gone), percent(gone, size)) for name, size, gone in tensors]
+def show_counts(
+    terminal: Terminal, tensors: Iterable[tuple[Any, ...]], more: Sequence[str] = ()
+) -> None:
+    """Write a table of tensors: name, elements, how many of them are pruned, and more columns."""
+    numbers = ("elements", "pruned", "sparsity", *more)
+    rows = [
+        (name, count(size), count(gone), percent(gone, size), *others)
+        for name, size, gone, *others in tensors
+    ]
     terminal.table(("tensor", *numbers), rows, right=numbers)
 
 
@@ -481,13 +484,7 @@ def show_warnings(terminal: Terminal, plan: Plan) -> None:
         terminal.note(f"Warning: {warning}")
     if advice := advice_for_language_models(plan):
         terminal.note(f"Warning: {advice}")
-    if any(
-        group.recipe.is_normalizable
-        and group.recipe.normalize is None
-        and not group.recipe.reads_gradients
-        for group in plan.groups
-        if group.last - group.first > 1
-    ):
+    if any(group.recipe.ranks_raw for group in plan.groups if group.last - group.first > 1):
         are_weights = all(group.recipe.ranks_magnitudes for group in plan.groups)
         what = "magnitudes" if are_weights else "scores"
         option = "" if plan.recipe.groups else "--normalize rms, or "
@@ -511,9 +508,8 @@ def summary(plan: Plan, *, has_amount: bool = True) -> str:
     is_one = len(plan.groups) == 1
     how = ranking_text(plan.groups[0].recipe) if is_one else f"in {len(plan.groups)} groups"
     return (
-        f"Prunes {count(plan.num_to_prune)} of {count(plan.num_elements)} elements "
-        f"({percent(plan.num_to_prune, plan.num_elements)}) in {count(len(plan.tensors))} of "
-        f"{counted(len(plan.verdicts), 'tensor')}, {how}; "
+        f"Prunes {share_text(plan.num_to_prune, plan.num_elements)} in {count(len(plan.tensors))} "
+        f"of {counted(len(plan.verdicts), 'tensor')}, {how}; "
         f"{format_size(plan.checkpoint.num_bytes)} in {files}, {others} copied."
     )
 

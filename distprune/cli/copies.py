@@ -18,6 +18,7 @@ from distprune.cli.console import (
     counted,
     discard_unfinished,
     percent,
+    share_text,
     show_counts,
     tell,
     tell_names,
@@ -32,7 +33,6 @@ from distprune.cli.options import (
     Source,
     WritingOptions,
     argument,
-    option,
     takes_options,
 )
 from distprune.files.text import format_size
@@ -100,8 +100,8 @@ def apply(
         show_counts(terminal, tensors)
     num_elements, num_pruned, num_zeroed = counts.values()
     terminal.text(
-        f"{destination}: the masks prune {count(num_pruned)} of {count(num_elements)} elements "
-        f"({percent(num_pruned, num_elements)}) in {counted(len(tensors), 'tensor')}; "
+        f"{destination}: the masks prune {share_text(num_pruned, num_elements)} in "
+        f"{counted(len(tensors), 'tensor')}; "
         f"{count(num_zeroed)} of them were not zero before."
     )
 
@@ -166,10 +166,10 @@ def convert(
 def verify(
     context: typer.Context,
     pruned: Annotated[Path, argument("DST", "What prune wrote, with masks.")],
-    against: Annotated[Path, option("--against", metavar="SRC", help="Its source.")],
+    against: Annotated[Path, typer.Option("--against", metavar="SRC", help="Its source.")],
     scores: Annotated[
         Path | None,
-        option(
+        typer.Option(
             "--scores",
             metavar="FOLDER",
             help="The scores that it was ranked by, if they were given.",

@@ -28,11 +28,11 @@ from distprune.cli.options import (
     OutputOptions,
     Plot,
     Source,
+    check_folder,
     dims_by_pattern,
-    option,
     takes_options,
 )
-from distprune.files.errors import CheckpointError, OutputError, SelectionError
+from distprune.files.errors import CheckpointError, FilesError, OutputError, SelectionError
 from distprune.files.text import role_of
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ def _check_csv(path: Path) -> None:
     """Check that the file can be written, before all weights are read; "-" is stdout."""
     if str(path) == "-":
         return
-    if not path.absolute().parent.is_dir():
-        raise OutputError(f"--csv {path}: its folder does not exist; make it first.")
+    check_folder("--csv", path)
     if path.is_dir():
         raise OutputError(f"--csv {path}: this is a folder; expected the name of a file, or -.")
 
@@ -121,7 +120,7 @@ def inspect(
     ] = ["2:4"],  # noqa: B006
     input_dim: Annotated[
         list[str] | None,
-        option(
+        typer.Option(
             "--input-dim",
             help="The dimension of the inputs of tensors, from 0: '*.c_fc.weight=0'; by default as "
             "in the recipe that SRC was pruned by, if any. Repeat it for more.",
@@ -133,7 +132,7 @@ def inspect(
     ] = False,
     csv: Annotated[
         Path | None,
-        option(
+        typer.Option(
             "--csv",
             help="Write a row of numbers for each tensor to a file, or to stdout (-) instead of "
             "the table.",
@@ -201,7 +200,6 @@ def inspect(
 
 def _recipe_of(source: Path) -> FileRecipe | None:
     """What a checkpoint was pruned by; None if it was not, or not by a recipe."""
-    from distprune.files.errors import FilesError
     from distprune.files.reports.report import read_report, recipe_of
 
     try:

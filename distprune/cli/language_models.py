@@ -7,7 +7,7 @@ import importlib.util
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,15 @@ import typer
 
 from distprune.cli import process, ranks
 from distprune.cli.console import Meter, Terminal, count, counted
-from distprune.cli.options import AsJson, Nproc, Quiet, Timeout, argument, option, takes_options
+from distprune.cli.options import (
+    AsJson,
+    OutputOptions,
+    RankOptions,
+    argument,
+    option,
+    same_option,
+    takes_options,
+)
 from distprune.files.errors import (
     CheckpointError,
     FilesError,
@@ -39,25 +47,6 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _WRAPS = ("none", "ddp", "fsdp2", "tp", "fsdp2_tp", "stream")
 _DIFFERENT = "the ranks were called with different arguments"
 
-# Options that other commands have, too.
-BatchSize = Annotated[
-    int, typer.Option("--batch-size", min=1, help="Windows that each process runs at a time.")
-]
-Dtype = Annotated[
-    str | None,
-    option(
-        "--dtype", metavar="|".join(_DTYPES), help="Of the weights in memory (that of the model)."
-    ),
-]
-Device = Annotated[
-    str | None,
-    option("--device", metavar="cpu|cuda", help="Where it runs (an accelerator, if there is one)."),
-]
-Length = Annotated[int, typer.Option("--length", min=2, help="Tokens of a window.")]
-Tokenizer = Annotated[
-    Path | None, option("--tokenizer", metavar="FOLDER", help="Its tokenizer (that in MODEL).")
-]
-
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -71,39 +60,29 @@ class ModelOptions:
             "is in the local Hugging Face cache (org/name).",
         ),
     ]
-    texts: Annotated[
-        list[Path] | None,
-        option("--text", metavar="FILE", help="Text in UTF-8. Repeat it for more."),
-    ] = None
-    length: Length = 1024
-    limit: Annotated[
-        int | None, option("--limit", min=1, help="Windows that are read of each text, at most.")
-    ] = None
-    batch_size: BatchSize = 1
-    dtype: Dtype = None
-    device: Device = None
-    wrap: Annotated[
-        str | None,
-        option(
-            "--wrap",
-            metavar="WRAP",
-            help=f"How several processes hold the model: {', '.join(_WRAPS)} (fsdp2, so that none "
-            "holds all of it). With stream each has one decoder layer at a time (eval only).",
-        ),
-    ] = None
-    mesh: Annotated[
-        str | None,
-        option(
-            "--mesh",
-            metavar="DPxTP",
-            help="With fsdp2_tp: data-parallel and tensor-parallel processes, as in 2x4.",
-        ),
-    ] = None
-    tokenizer: Tokenizer = None
-    nproc: Nproc = None
-    timeout: Timeout = 600.0
+    texts: list[Path] | None = option("Text in UTF-8. Repeat it for more.", metavar="FILE")
+    length: int = option("Tokens of a window.", 1024, min=2)
+    limit: int | None = option("Windows that are read of each text, at most.", min=1)
+    batch_size: int = option("Windows that each process runs at a time.", 1, min=1)
+    dtype: str | None = option(
+        "Of the weights in memory (that of the model).", metavar="|".join(_DTYPES)
+    )
+    device: str | None = option(
+        "Where it runs (an accelerator, if there is one).", metavar="cpu|cuda"
+    )
+    wrap: str | None = option(
+        f"How several processes hold the model: {', '.join(_WRAPS)} (fsdp2, so that none "
+        "holds all of it). With stream each has one decoder layer at a time (eval only).",
+        metavar="WRAP",
+    )
+    mesh: str | None = option(
+        "With fsdp2_tp: data-parallel and tensor-parallel processes, as in 2x4.", metavar="DPxTP"
+    )
+    tokenizer: Path | None = option("Its tokenizer (that in MODEL).", metavar="FOLDER")
+    nproc: int | None = same_option(RankOptions, "nproc")
+    timeout: float = same_option(RankOptions, "timeout")
     as_json: AsJson = False
-    quiet: Quiet = False
+    quiet: bool = same_option(OutputOptions, "quiet")
 
     def check(self) -> None:
         """Check what needs no torch."""
@@ -141,10 +120,6 @@ class ModelOptions:
         if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
             raise SelectionError(f"--mesh {self.mesh}: expected DPxTP, such as 2x4.")
         return tuple(map(int, sizes))
-
-    def torch_dtype(self) -> torch.dtype | None:
-        """The value of ``--dtype``."""
-        return dtype_named(self.dtype)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer; transformers says nothing but errors from now on."""
@@ -224,7 +199,7 @@ class Opened:
         else:
             from distprune import streaming
 
-            asked = self.options.torch_dtype()
+            asked = dtype_named(self.options.dtype)
             dtype = asked or streaming.computing_dtype(self.options.model)
         return {
             "dtype": str(dtype).removeprefix("torch."),
@@ -274,7 +249,7 @@ def opened(options: ModelOptions) -> Iterator[Opened]:
                     options.model,
                     wrap=wrap,
                     mesh=options.mesh_sizes(),
-                    dtype=options.torch_dtype(),
+                    dtype=dtype_named(options.dtype),
                     device=kind if kind == "cpu" else None,
                     ignore_unexpected=True,
                 )
@@ -310,7 +285,7 @@ def evaluate(
     given: ModelOptions,
     generate: Annotated[
         list[str] | None,
-        option(
+        typer.Option(
             "--generate",
             metavar="TEXT",
             help="Print how the model goes on with this text, by its likeliest tokens. Repeat it "
@@ -389,7 +364,7 @@ def _perplexity(run: Opened, windows: TokenWindows, meter: Meter) -> PerplexityR
         given.model,
         windows,
         batch_size=given.batch_size,
-        dtype=given.torch_dtype(),
+        dtype=dtype_named(given.dtype),
         device=run.device,
         progress=meter.windows,
     )
@@ -412,58 +387,44 @@ def _show(terminal: Terminal, report: PerplexityReport) -> None:
     terminal.table(("text", *numbers), rows, right=numbers)
 
 
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """The options of calibrate alone."""
+
+    out: Path = option(
+        "The statistics; an existing file is replaced when everything is done.",
+        MISSING,
+        metavar="FILE.safetensors",
+        show_default=False,
+    )
+    samples: int | None = option(
+        "Take so many windows, drawn at random (all that are read).", min=1
+    )
+    seed: int = option("Of --samples.", 0)
+    include: list[str] | None = option(
+        "Linear layers and fused experts whose whole name matches a glob, or an "
+        "expression after re:. Repeat it for more. Without it: all but the head.",
+        metavar="PATTERN",
+    )
+    exclude: list[str] | None = option(
+        "Leave out layers that match. Repeat it for more.", metavar="PATTERN"
+    )
+    allow_empty: list[str] | None = option(
+        "Layers to which no token need come, such as experts. Repeat it for more.",
+        metavar="PATTERN",
+    )
+    gradients: bool = option(
+        "Statistics of the gradients of the loss, for score fisher, in place of those of "
+        "activations. A batch of one process is a unit.",
+        False,
+    )
+
+
 @takes_options
 def calibrate(
     context: typer.Context,
     given: ModelOptions,
-    out: Annotated[
-        Path,
-        option(
-            "--out",
-            metavar="FILE.safetensors",
-            help="The statistics; an existing file is replaced when everything is done.",
-        ),
-    ],
-    samples: Annotated[
-        int | None,
-        option(
-            "--samples", min=1, help="Take so many windows, drawn at random (all that are read)."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of --samples.")] = 0,
-    include: Annotated[
-        list[str] | None,
-        option(
-            "--include",
-            metavar="PATTERN",
-            help="Linear layers and fused experts whose whole name matches a glob, or an "
-            "expression after re:. Repeat it for more. Without it: all but the head.",
-        ),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None,
-        option(
-            "--exclude",
-            metavar="PATTERN",
-            help="Leave out layers that match. Repeat it for more.",
-        ),
-    ] = None,
-    allow_empty: Annotated[
-        list[str] | None,
-        option(
-            "--allow-empty",
-            metavar="PATTERN",
-            help="Layers to which no token need come, such as experts. Repeat it for more.",
-        ),
-    ] = None,
-    gradients: Annotated[
-        bool,
-        typer.Option(
-            "--gradients",
-            help="Statistics of the gradients of the loss, for score fisher, in place of those of "
-            "activations. A batch of one process is a unit.",
-        ),
-    ] = False,
+    own: CalibrationOptions,
 ) -> None:
     """Run text through a language model, and write statistics of what its layers are called with.
 
@@ -488,8 +449,8 @@ def calibrate(
     if not given.texts:
         raise SelectionError("nothing to run; expected --text FILE.")
     given.check()
-    _check_out(out)
-    if gradients and allow_empty:
+    _check_out(own.out)
+    if own.gradients and own.allow_empty:
         raise SelectionError(
             "--allow-empty has no effect with --gradients, where any layer may have none; leave it "
             "out."
@@ -507,15 +468,19 @@ def calibrate(
         terminal, windows = run.terminal, run.windows
         assert run.model is not None and windows is not None
         with translated(SelectionError):
-            if samples is not None:
-                windows = windows.sample(samples, seed=seed)
-            layers = language_models.linear_layers(run.model, include or None, exclude or ())
+            if own.samples is not None:
+                windows = windows.sample(own.samples, seed=own.seed)
+            layers = language_models.linear_layers(
+                run.model, own.include or None, own.exclude or ()
+            )
             statistics = (
                 prune.statistics.GradientStatistics(layers)
-                if gradients
-                else prune.statistics.ActivationStatistics(layers, allow_empty=allow_empty or ())
+                if own.gradients
+                else prune.statistics.ActivationStatistics(
+                    layers, allow_empty=own.allow_empty or ()
+                )
             )
-        unseen = [] if gradients else without_statistics(run.model)
+        unseen = [] if own.gradients else without_statistics(run.model)
         if unseen:
             terminal.note(
                 f"Warning: no statistics of {counted(len(unseen), 'weight')} whose inputs are not "
@@ -529,21 +494,21 @@ def calibrate(
                 batch_size=given.batch_size,
                 progress=meter.windows,
             )
-            statistics.save(out)
+            statistics.save(own.out)
         facts = run.facts()
     num_tokens = windows.tokens.numel()
     if given.as_json:
         terminal.json(
             {
                 "model": str(given.model),
-                "out": str(out),
+                "out": str(own.out),
                 "mode": getattr(statistics, "mode", "gradients"),
                 "texts": [str(text) for text in given.texts],
                 "length": given.length,
                 "num_windows": len(windows),
                 "num_tokens": num_tokens,
-                "samples": samples,
-                "seed": None if samples is None else seed,
+                "samples": own.samples,
+                "seed": None if own.samples is None else own.seed,
                 "num_layers": len(layers),
                 "layers": [layer.fqn for layer in layers],
                 "without_statistics": unseen,
@@ -552,8 +517,8 @@ def calibrate(
         )
     elif terminal.is_leader:
         terminal.text(
-            f"{out}: statistics of {counted(len(layers), 'layer')} over {count(num_tokens)} tokens "
-            f"in {counted(len(windows), 'window')}, {format_size(out.stat().st_size)}. "
+            f"{own.out}: statistics of {counted(len(layers), 'layer')} over {count(num_tokens)} "
+            f"tokens in {counted(len(windows), 'window')}, {format_size(own.out.stat().st_size)}. "
             f"{text_of_run(facts)}"
         )
 

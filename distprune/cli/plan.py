@@ -288,10 +288,10 @@ def plan(
 
     # Without an amount there is still a selection.
     by_text.check()
-    has_amount = not (recipe is options["sparsity"] is options["pattern"] is None)
-    if not has_amount:
-        options["sparsity"] = 0.0
-    chosen = with_score(recipe, options, by_text)
+    amounts = (recipe, options.sparsity, options.pattern)
+    has_amount = any(amount is not None for amount in amounts)
+    asked = vars(options) | ({} if has_amount else {"sparsity": 0.0})
+    chosen = with_score(recipe, asked, by_text)
     if measure and not by_text.text:
         raise SelectionError("--measure has no effect without --text; add it, or leave this out.")
     text_cost = None

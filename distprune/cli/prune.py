@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distprune.cli import console, process, ranks
-from distprune.cli.console import Meter, Reading, Terminal, count, counted, percent
+from distprune.cli.console import Meter, Reading, Terminal, count, counted, percent, share_text
 from distprune.cli.options import (
     Destination,
     FollowLinks,
@@ -20,7 +20,6 @@ from distprune.cli.options import (
     RecipeOptions,
     Source,
     WritingOptions,
-    option,
     takes_options,
 )
 from distprune.cli.pruning_by_text import TextOptions, prune_by_text, with_score
@@ -46,12 +45,12 @@ def prune(
     by_text: TextOptions,
     options: RecipeOptions,
     masks: Annotated[
-        bool | None, option("--masks/--no-masks", help="Whether to write the masks (yes).")
+        bool | None, typer.Option("--masks/--no-masks", help="Whether to write the masks (yes).")
     ] = None,
     follow_links: FollowLinks = False,
     card: Annotated[
         bool | None,
-        option(
+        typer.Option(
             "--card/--no-card",
             help="Whether README.md describes the pruning (yes) or is a copy of SRC's.",
         ),
@@ -93,7 +92,7 @@ def prune(
             from distprune.cli import plotting
 
             plotting.check(plot)
-        return with_score(recipe, options | {"masks": masks, "card": card}, by_text)
+        return with_score(recipe, vars(options) | {"masks": masks, "card": card}, by_text)
 
     if by_text.text:
         report, plan_of_text = prune_by_text(
@@ -153,8 +152,7 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
     if terminal.verbosity > 0:
         _show_tensors(terminal, report)
     terminal.text(
-        f"Pruned {count(report.num_pruned)} of {count(report.num_elements)} elements "
-        f"({percent(report.num_pruned, report.num_elements)}) in "
+        f"Pruned {share_text(report.num_pruned, report.num_elements)} in "
         f"{counted(len(report.tensors), 'tensor')}."
     )
     for group in report.groups:
@@ -178,15 +176,13 @@ def _show_tensors(terminal: Terminal, report: Report) -> None:
     is_normalized = any(tensor.divisor is not None for tensor in report.tensors)
     rows = []
     for tensor in report.tensors:
-        counts = tensor.num_elements, tensor.num_pruned
-        row = [tensor.name, *map(count, counts), percent(*reversed(counts))]
+        numbers: list[float | None] = []
         if is_normalized:
             magnitude = report.magnitude_cut_at(tensor) if tensor.divisor is not None else None
-            row += ["" if n is None else f"{n:.4g}" for n in (tensor.divisor, magnitude)]
-        rows.append(row)
-    numbers = ["elements", "pruned", "sparsity"]
-    numbers += ["divisor", "cut at"] if is_normalized else []
-    terminal.table(("tensor", *numbers), rows, right=numbers)
+            numbers = [tensor.divisor, magnitude]
+        texts = ["" if number is None else f"{number:.4g}" for number in numbers]
+        rows.append((tensor.name, tensor.num_elements, tensor.num_pruned, *texts))
+    console.show_counts(terminal, rows, ("divisor", "cut at") if is_normalized else ())
 
 
 def _describe_group(report: Report, group: GroupReport, recipe: FileRecipe) -> str:

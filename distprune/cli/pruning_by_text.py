@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from distprune.cli import process, ranks
 from distprune.cli.console import Meter, Terminal, duration
 from distprune.cli.language_models import (
-    BatchSize,
-    Device,
-    Dtype,
-    Length,
     ModelOptions,
-    Tokenizer,
     backend_of,
     dtype_named,
     translated,
 )
-from distprune.cli.options import WritingOptions, option, resolve
+from distprune.cli.options import WritingOptions, name_of, option, resolve, same_option
 from distprune.files.errors import SelectionError, TextError
 from distprune.files.recipe import FileRecipe
 from distprune.files.text import format_size
@@ -43,87 +38,53 @@ class TextOptions:
 
     PANEL = "Language models: prune by text"
 
-    text: Annotated[
-        list[Path] | None,
-        option(
-            "--text",
-            metavar="FILE",
-            help="Text in UTF-8, such as the model was trained on. Scores come from gradients on "
-            "it (fisher, unless --score says otherwise), and kept weights move so that the outputs "
-            "of their layers change least. The model may be larger than memory. Repeat it for "
-            "more.",
-        ),
-    ] = None
-    windows: Annotated[
-        int, typer.Option("--windows", min=1, help="Windows of text, drawn at random.")
-    ] = 32
-    length: Length = 1024
-    update: Annotated[
-        str | None,
-        option(
-            "--update",
-            metavar="least-squares|none",
-            help="What moves the kept weights (least-squares).",
-        ),
-    ] = None
-    round_shares: Annotated[
-        list[float] | None,
-        option(
-            "--round",
-            metavar="SHARE",
-            help="Prune to this sparsity first, with an update of its own, as in --round 0.35 "
-            "--round 0.5 -s 0.6: it loses less, and takes longer.",
-        ),
-    ] = None
-    eval_text: Annotated[
-        list[Path] | None,
-        option(
-            "--eval",
-            metavar="FILE",
-            help="Held-out text: its perplexity before and after comes into the report and the "
-            "card. Repeat it for more.",
-        ),
-    ] = None
-    eval_windows: Annotated[
-        int | None,
-        option(
-            "--eval-windows",
-            min=1,
-            help="Windows that are read of each held-out text, at most (all).",
-        ),
-    ] = None
-    batch_size: BatchSize = 1
-    dtype: Dtype = None
-    device: Device = None
-    tokenizer: Tokenizer = None
-    keep_scores: Annotated[
-        Path | None,
-        option(
-            "--keep-scores",
-            metavar="FOLDER",
-            help="Where the scores of single weights (taylor, elementwise_fisher) stay. "
-            "verify needs them, and --scores FOLDER ranks by them again.",
-        ),
-    ] = None
-    way: Annotated[
-        str | None,
-        option(
-            "--way",
-            metavar="resident|streamed",
-            help="Whether weights stay in memory, a part on each process, or each pass reads a "
-            "layer when it needs it (resident on accelerators, where they fit). The result is the "
-            "same.",
-        ),
-    ] = None
-    score_bits: Annotated[
-        int,
-        option(
-            "--score-bits",
-            metavar="16|32",
-            help="Of the scores of single weights in files. With 16 they are rounded to bfloat16, "
-            "and ranked as they are then.",
-        ),
-    ] = 32
+    text: list[Path] | None = option(
+        "Text in UTF-8, such as the model was trained on. Scores come from gradients on "
+        "it (fisher, unless --score says otherwise), and kept weights move so that the outputs "
+        "of their layers change least. The model may be larger than memory. Repeat it for "
+        "more.",
+        metavar="FILE",
+    )
+    windows: int = option("Windows of text, drawn at random.", 32, min=1)
+    length: int = same_option(ModelOptions, "length")
+    update: str | None = option(
+        "What moves the kept weights (least-squares).", metavar="least-squares|none"
+    )
+    round_shares: list[float] | None = option(
+        "Prune to this sparsity first, with an update of its own, as in --round 0.35 "
+        "--round 0.5 -s 0.6: it loses less, and takes longer.",
+        metavar="SHARE",
+    )
+    eval_text: list[Path] | None = option(
+        "Held-out text: its perplexity before and after comes into the report and the "
+        "card. Repeat it for more.",
+        metavar="FILE",
+    )
+    eval_windows: int | None = option(
+        "Windows that are read of each held-out text, at most (all).", min=1
+    )
+    batch_size: int = same_option(ModelOptions, "batch_size")
+    dtype: str | None = same_option(ModelOptions, "dtype")
+    device: str | None = same_option(ModelOptions, "device")
+    tokenizer: Path | None = same_option(ModelOptions, "tokenizer")
+    keep_scores: Path | None = option(
+        "Where the scores of single weights (taylor, elementwise_fisher) stay. "
+        "verify needs them, and --scores FOLDER ranks by them again.",
+        metavar="FOLDER",
+    )
+    way: str | None = option(
+        "Whether weights stay in memory, a part on each process, or each pass reads a "
+        "layer when it needs it (resident on accelerators, where they fit). The result is the "
+        "same.",
+        metavar="resident|streamed",
+    )
+    score_bits: int = option(
+        "Of the scores of single weights in files. With 16 they are rounded to bfloat16, "
+        "and ranked as they are then.",
+        32,
+        metavar="16|32",
+        show_default=False,
+    )
 
     def check(self) -> None:
         """Check what needs no file.
@@ -133,8 +94,7 @@ class TextOptions:
         """
         changed = [f.name for f in fields(self) if getattr(self, f.name) not in (f.default, [])]
         if changed and not self.text:
-            name = "--" + changed[0].removesuffix("_shares").replace("eval_text", "eval")
-            name = name.replace("_", "-")
+            name = name_of(changed[0])
             raise SelectionError(f"{name} has no effect without --text; add it, or leave this out.")
         if self.update is not None and self.update not in _UPDATES:
             raise SelectionError(f"--update {self.update}: expected {', '.join(_UPDATES)}.")
