@@ -292,6 +292,11 @@ def share_text(part: int, whole: int) -> str:
     return f"{count(part)} of {count(whole)} elements ({percent(part, whole)})"
 
 
+def time_text(seconds: float, num_ranks: int) -> str:
+    """ "3.2 s on 2 processes": of a run."""
+    return f"{seconds:.1f} s on {num_ranks} {'process' if num_ranks == 1 else 'processes'}"
+
+
 def duration(seconds: float) -> str:
     """7 s, 12 min, 3.5 h: of estimates."""
     if seconds < 90:

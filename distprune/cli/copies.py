@@ -195,7 +195,7 @@ def verify(
       distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B --nproc 4
     """
     ranks.run_on_ranks(context, sharing.nproc)
-    from distprune.files.reports.report import read_report
+    from distprune.files.reports import read_report
     from distprune.files.verifying import verify as check
 
     terminal = output.terminal(is_leader=process.is_leader())

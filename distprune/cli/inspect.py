@@ -200,7 +200,7 @@ def inspect(
 
 def _recipe_of(source: Path) -> FileRecipe | None:
     """What a checkpoint was pruned by; None if it was not, or not by a recipe."""
-    from distprune.files.reports.report import read_report, recipe_of
+    from distprune.files.reports import read_report, recipe_of
 
     try:
         return recipe_of(read_report(source), str(source))
@@ -232,7 +232,7 @@ def _by_kept_of(texts: Sequence[str]) -> dict[tuple[int, int], Pattern]:
 
 def _pruned_counts(terminal: Terminal, folder: Path) -> dict[str, int] | None:
     """Of a pruned checkpoint, from its report; None if it has none that can be read."""
-    from distprune.files.reports.report import REPORT_FILE, read_report
+    from distprune.files.reports import REPORT_FILE, read_report
 
     if not (folder / REPORT_FILE).is_file():
         return None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distprune.cli import process, ranks
-from distprune.cli.console import Meter, Terminal, count, counted
+from distprune.cli.console import Meter, Terminal, count, counted, time_text
 from distprune.cli.options import (
     AsJson,
     OutputOptions,
@@ -213,8 +213,7 @@ class Opened:
 
 def text_of_run(facts: dict[str, Any]) -> str:
     """ "3.2 s on 2 processes, float32."."""
-    processes = "process" if facts["num_ranks"] == 1 else "processes"
-    return f"{facts['seconds']:.1f} s on {facts['num_ranks']} {processes}, {facts['dtype']}."
+    return f"{time_text(facts['seconds'], facts['num_ranks'])}, {facts['dtype']}."
 
 
 @contextlib.contextmanager
@@ -343,11 +342,8 @@ def _generated(run: Opened, texts: list[str]) -> list[dict[str, str]]:
     """What the model says after each text."""
     from distprune.language_models.generating import continued
 
-    found = []
-    for text in texts:
-        assert run.model is not None
-        found.append({"text": text, "continuation": continued(run.model, run.tokenizer, text)})
-    return found
+    model: Any = run.model  # it is not streamed, if there are texts
+    return [{"text": text, "continuation": continued(model, run.tokenizer, text)} for text in texts]
 
 
 def _perplexity(run: Opened, windows: TokenWindows, meter: Meter) -> PerplexityReport:

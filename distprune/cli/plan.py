@@ -42,31 +42,28 @@ from distprune.files.errors import OutputError, SelectionError
 from distprune.files.text import format_size
 
 if TYPE_CHECKING:  # torch comes with it
-    from distprune.files.checkpoints.header import TensorEntry
     from distprune.files.planning import Plan, PlannedTensor
 
 
 @without_garbage_collection()
-def show(terminal: Terminal, plan: Plan, *, one_by_one: bool, has_amount: bool = True) -> None:
-    """Write a plan as a table and a summary."""
-    planned = {tensor.entry.name: tensor for tensor in plan.tensors}
-    lines: dict[tuple[Any, ...], list[TensorEntry]] = {}
-    for entry, is_pruned, reason in plan.verdicts:
-        name = entry.name if one_by_one else without_numbers(entry.name)
-        group = planned[entry.name].group if is_pruned else 0
-        key = (name, entry.dtype, entry.shape, reason, group)
-        lines.setdefault(key, []).append(entry)
+def show(
+    terminal: Terminal, plan: Plan, values: dict[str, Any], *, one_by_one: bool, has_amount: bool
+) -> None:
+    """Write a plan, of which the values are known, as a table and a summary."""
+    lines: dict[tuple[Any, ...], list[int | None]] = {}
+    for each in values["tensors"]:
+        name = each["name"] if one_by_one else without_numbers(each["name"])
+        key = (name, each["dtype"], tuple(each["shape"]), each["reason"], each["group"])
+        lines.setdefault(key, []).append(each["num_to_prune"])
     rows = []
-    for (name, dtype, shape, reason, group), entries in lines.items():
+    for (name, dtype, shape, reason, group), numbers in lines.items():
         action = f"keep: {reason}"
         if not reason:
-            counts = [_count(planned[entry.name]) for entry in entries] if has_amount else []
-            numbers = [number for number in counts if number is not None]
-            is_known = 0 < len(counts) == len(numbers)
-            action = f"prune {count(sum(numbers))}" if is_known else "prune"
+            known = [number for number in numbers if number is not None]
+            action = f"prune {count(sum(known))}" if len(known) == len(numbers) else "prune"
             action += f", group {group}" if len(plan.groups) > 1 else ""
-        elements = len(entries) * math.prod(shape)
-        rows.append((name, count(len(entries)), dtype, shape_text(shape), count(elements), action))
+        elements = len(numbers) * math.prod(shape)
+        rows.append((name, count(len(numbers)), dtype, shape_text(shape), count(elements), action))
     terminal.table(
         ("tensor", "number", "dtype", "shape", "elements", "plan"),
         rows,
@@ -97,7 +94,7 @@ def _show_groups(terminal: Terminal, plan: Plan) -> None:
 
 
 @without_garbage_collection()
-def as_values(plan: Plan, has_amount: bool = True) -> dict[str, Any]:
+def as_values(plan: Plan, has_amount: bool) -> dict[str, Any]:
     """A plan as plain values, for JSON; without an amount, what depends on it is None."""
     planned = {tensor.entry.name: tensor for tensor in plan.tensors}
     to_prune = {name: _count(tensor) if has_amount else None for name, tensor in planned.items()}
@@ -303,13 +300,14 @@ def plan(
     terminal = output.terminal()
     tell(terminal, made.checkpoint)
     show_warnings(terminal, made)
+    values = as_values(made, has_amount)
     if output.as_json:
-        values = as_values(made, has_amount) | {"cost": asdict(cost) | {"fits": cost.fits}}
+        values["cost"] = asdict(cost) | {"fits": cost.fits}
         if text_cost is not None:
             values["cost_by_text"] = asdict(text_cost)
         terminal.json(values)
     else:
-        show(terminal, made, one_by_one=output.verbose > 0, has_amount=has_amount)
+        show(terminal, made, values, one_by_one=output.verbose > 0, has_amount=has_amount)
         if text_cost is not None:
             terminal.text(described_cost(text_cost))
         _show_cost(terminal, cost, destination)

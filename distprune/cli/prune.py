@@ -29,7 +29,7 @@ from distprune.files.text import format_size
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan
     from distprune.files.recipe import FileRecipe
-    from distprune.files.reports.report import GroupReport, Report
+    from distprune.files.reports import GroupReport, Report
 
 # Bytes that the histogram of magnitudes reads at most.
 _PLOT_BYTES = 1 << 30
@@ -162,11 +162,9 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
     if num_limited:
         terminal.text(f"{counted(num_limited, 'tensor')} at a limit (held_at in the report).")
     run = report.run
-    seconds = sum(run.seconds.values())
-    processes = "process" if run.num_ranks == 1 else "processes"
     peak = max(*run.peak_rss_bytes, peak_rss_bytes())  # after the last file, too
     terminal.text(
-        f"{destination}: {seconds:.1f} s on {run.num_ranks} {processes}, "
+        f"{destination}: {console.time_text(sum(run.seconds.values()), run.num_ranks)}, "
         f"peak memory {format_size(peak)}."
     )
 

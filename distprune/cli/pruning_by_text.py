@@ -25,7 +25,7 @@ from distprune.recipes import ELEMENTWISE
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan
-    from distprune.files.reports.report import Report
+    from distprune.files.reports import Report
     from distprune.streaming import StreamCost
 
 _UPDATES = {"least-squares": "least_squares", "none": "none"}

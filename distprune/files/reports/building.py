@@ -18,7 +18,7 @@ from distprune.files.cuts import Cuts
 from distprune.files.errors import OutputError
 from distprune.files.planning import Plan, digest_of
 from distprune.files.reading import Source
-from distprune.files.reports.report import (
+from distprune.files.reports import (
     GroupReport,
     Record,
     Report,

@@ -21,7 +21,7 @@ from distprune._version import __version__
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.disk.access import reading
 from distprune.files.planning import CARD_FILE, MAX_CARD_BYTES, Plan
-from distprune.files.reports.report import Report, TensorReport
+from distprune.files.reports import Report, TensorReport
 from distprune.files.text import format_percent, role_of
 from distprune.recipes import ELEMENTWISE
 
