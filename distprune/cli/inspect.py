@@ -6,10 +6,9 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from distprune._common.blocks import Pattern
 from distprune.cli import process
@@ -30,6 +29,7 @@ from distprune.cli.options import (
     Source,
     check_folder,
     dims_by_pattern,
+    option,
     takes_options,
 )
 from distprune.files.errors import CheckpointError, FilesError, OutputError, SelectionError
@@ -109,39 +109,28 @@ def _csv_row(facts: TensorFacts, num_pruned: Mapping[str, int] | None) -> tuple[
     )
 
 
+@dataclass(frozen=True)
+class InspectOptions:
+    """What to look for, and where it is written."""
+
+    pattern: list[str] = option(
+        "N:M patterns to look for; repeatable.", ("2:4",), metavar="N:M", show_default="2:4"
+    )
+    input_dim: list[str] | None = option(
+        "The dimension of the inputs of tensors, from 0: '*.c_fc.weight=0'; by default as in the "
+        "recipe that SRC was pruned by, if any. Repeat it for more.",
+        metavar="PATTERN=DIM",
+    )
+    histogram: bool = option("Show how large the numbers are, by powers of two.", False)
+    csv: Path | None = option(
+        "Write a row of numbers for each tensor to a file, or to stdout (-) instead of the table.",
+        metavar="FILE|-",
+    )
+
+
 @takes_options
 def inspect(
-    source: Source,
-    pattern: Annotated[
-        list[str],
-        typer.Option(
-            help="N:M patterns to look for; repeatable.", metavar="N:M", show_default="2:4"
-        ),
-    ] = ["2:4"],  # noqa: B006
-    input_dim: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--input-dim",
-            help="The dimension of the inputs of tensors, from 0: '*.c_fc.weight=0'; by default as "
-            "in the recipe that SRC was pruned by, if any. Repeat it for more.",
-            metavar="PATTERN=DIM",
-        ),
-    ] = None,
-    histogram: Annotated[
-        bool, typer.Option("--histogram", help="Show how large the numbers are, by powers of two.")
-    ] = False,
-    csv: Annotated[
-        Path | None,
-        typer.Option(
-            "--csv",
-            help="Write a row of numbers for each tensor to a file, or to stdout (-) instead of "
-            "the table.",
-            metavar="FILE|-",
-        ),
-    ] = None,
-    plot: Plot = None,
-    *,
-    output: OutputOptions,
+    source: Source, given: InspectOptions, plot: Plot = None, *, output: OutputOptions
 ) -> None:
     """Show the sparsity of each tensor, and the share of its groups that follow an N:M pattern.
 
@@ -160,12 +149,12 @@ def inspect(
     from distprune.files.checkpoints.checkpoint import open_checkpoint
     from distprune.files.inspecting import inspect as inspect_tensors
 
-    patterns = _by_kept_of(pattern)
+    patterns, csv = _by_kept_of(given.pattern), given.csv
     if plot is not None:
         plotting.check(plot)
     checkpoint = open_checkpoint(source, follow_links=True)  # nothing is copied
     recipe = _recipe_of(source)
-    input_dims = _input_dims(recipe, input_dim)
+    input_dims = _input_dims(recipe, given.input_dim)
     if csv is not None:
         if output.as_json and str(csv) == "-":
             raise SelectionError("--csv - and --json both write to stdout; leave one of them out.")
@@ -193,7 +182,7 @@ def inspect(
         if recipe is not None:
             how = "; ".join(dict.fromkeys(ranking_text(part) for part in recipe.parts))
             terminal.text(f"Pruned by distprune, {how}.")
-        if histogram:
+        if given.histogram:
             terminal.text()
             _show_histogram(terminal, facts)
 

@@ -28,7 +28,8 @@ from distprune.recipes.request import Request, shipped_recipes
 
 def option(help: str, default: Any = None, *short: str, **more: Any) -> Any:
     """A field of a class of options; the option is named after it, and after a short name."""
-    return dataclasses.field(default=default, metadata={"help": help, "short": short, **more})
+    settings = {"help": help, "short": short, "show_default": default is not None, **more}
+    return dataclasses.field(default=default, metadata=settings)
 
 
 def same_option(kind: Any, name: str) -> Any:

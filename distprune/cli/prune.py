@@ -194,19 +194,17 @@ def _describe_group(report: Report, group: GroupReport, recipe: FileRecipe) -> s
     if group.threshold is not None:
         limits = {tensor.held_at for tensor in report.tensors if tensor.group == group.index}
         is_limited = bool(limits - {None})
-        what, unit = "magnitude", ""
-        if not recipe.ranks_magnitudes:
-            what = "score"
-        if recipe.normalize is not None:
-            what, unit = "score", f" times the {recipe.divisor_text}"
+        is_magnitude = recipe.ranks_magnitudes and recipe.normalize is None
+        what = "magnitude" if is_magnitude else "score"
         threshold = "Threshold of the ranking" if is_limited else f"Largest pruned {what}"
         items = "elements"
         if recipe.tile is not None:
             threshold, items, what = "Largest pruned sum of a tile", "tiles", "sum"
         ties = f"{count(group.num_ties or 0)} {items} of this {what}"
+        ties += " and within limits" if is_limited else ""
         texts.append(
-            f"{threshold}: {group.threshold:.6g}{unit}; {count(group.num_ties_pruned or 0)} of "
-            f"{ties}{' and within limits' if is_limited else ''} were pruned."
+            f"{threshold}: {group.threshold:.6g}{recipe.by_divisor('times the')}; "
+            f"{count(group.num_ties_pruned or 0)} of {ties} were pruned."
         )
     return " ".join(texts)
 

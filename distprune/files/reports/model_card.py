@@ -245,9 +245,7 @@ def _facts(plan: Plan, report: Report) -> list[tuple[str, str]]:
         what = f"largest {'magnitude' if is_magnitude else 'score'} that was pruned"
         if only.tile is not None:
             what = "largest sum of a tile that was pruned"
-        value = f"{report.threshold:.6g}"
-        if recipe.normalize is not None:
-            value += f" times the {recipe.divisor_text}"
+        value = f"{report.threshold:.6g}{recipe.by_divisor('times the')}"
         facts.append((what, f"{value} ({ties})"))
     return facts
 
