@@ -10,29 +10,30 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distprune.cli import process, ranks
-from distprune.cli.console import Meter, Reading, Terminal, count, counted, percent
-from distprune.cli.describing import (
-    as_values,
+from distprune.cli.console import (
+    Meter,
+    Reading,
+    Terminal,
+    count,
+    counted,
     discard_unfinished,
+    percent,
+    share_text,
     show_counts,
     tell,
     tell_names,
     tell_skipped,
+    values_of_files,
 )
 from distprune.cli.options import (
-    AsJson,
     Destination,
-    Discard,
     FollowLinks,
-    Force,
-    Nproc,
-    Quiet,
+    OutputOptions,
+    RankOptions,
     Source,
-    TakeOver,
-    Timeout,
-    Verbose,
+    WritingOptions,
     argument,
-    option,
+    takes_options,
 )
 from distprune.files.text import format_size
 
@@ -40,25 +41,19 @@ if TYPE_CHECKING:
     from distprune.files.applying import Application
     from distprune.files.inspecting import TensorDifference
 
-MaskFolder = Annotated[
-    Path, argument("MASKS", "A pruned checkpoint, or what distprune.save_masks wrote.")
-]
 
-
+@takes_options
 def apply(
     context: typer.Context,
-    masks: MaskFolder,
+    masks: Annotated[
+        Path, argument("MASKS", "A pruned checkpoint, or what distprune.save_masks wrote.")
+    ],
     source: Source,
     destination: Destination,
     follow_links: FollowLinks = False,
-    nproc: Nproc = None,
-    timeout: Timeout = 600.0,
-    take_over: TakeOver = False,
-    discard: Discard = False,
-    force: Force = False,
-    as_json: AsJson = False,
-    verbose: Verbose = 0,
-    quiet: Quiet = False,
+    *,
+    writing: WritingOptions,
+    output: OutputOptions,
 ) -> None:
     """Write a copy of a checkpoint with zeros where the masks of another one are zero.
 
@@ -73,10 +68,9 @@ def apply(
 
       distprune apply masks-of-my-run my-model my-model-pruned --nproc 4
     """
-    verbosity = -1 if quiet else verbose
-    terminal = Terminal(as_json, verbosity, is_leader=process.is_leader())
-    if discard:
-        discard_unfinished(terminal, destination, take_over)
+    terminal = output.terminal(is_leader=process.is_leader())
+    if writing.discard:
+        discard_unfinished(terminal, destination, writing.take_over)
         return
 
     def find() -> Application:
@@ -84,13 +78,7 @@ def apply(
 
         return Application(masks, source, follow_links=follow_links)
 
-    ranks.run_on_ranks(context, nproc, find)
-    # Listen before the ranks meet: a signal to all of them must not end some of them at once.
-    with process.Stop() as stop, ranks.process_group(timeout):
-        from distprune._common.process_groups import world
-        from distprune.files.team import Team
-
-        application = Team(world()).attempt(find)
+    with ranks.on_ranks(context, writing, find) as (application, stop):
         checkpoint = application.checkpoint
         tell(terminal, checkpoint)
         with Meter(terminal) as meter:
@@ -98,43 +86,40 @@ def apply(
                 destination,
                 progress=meter,
                 stop=stop,
-                take_over=take_over,
-                replace=force,
+                take_over=writing.take_over,
+                replace=writing.force,
                 tell=terminal.note,
             )
     tensors = [(t["name"], t["num_elements"], t["num_pruned"]) for t in report["tensors"]]
     counts = {name: report[name] for name in ("num_elements", "num_pruned", "num_zeroed")}
-    if as_json:
+    if output.as_json:
         values = {"source": checkpoint.folder, "masks": str(masks), **counts}
-        terminal.json({**values, "num_tensors": len(tensors), **as_values(checkpoint)})
+        terminal.json({**values, "num_tensors": len(tensors), **values_of_files(checkpoint)})
         return
-    if verbose:
+    if output.verbose:
         show_counts(terminal, tensors)
     num_elements, num_pruned, num_zeroed = counts.values()
     terminal.text(
-        f"{destination}: the masks prune {count(num_pruned)} of {count(num_elements)} elements "
-        f"({percent(num_pruned, num_elements)}) in {counted(len(tensors), 'tensor')}; "
+        f"{destination}: the masks prune {share_text(num_pruned, num_elements)} in "
+        f"{counted(len(tensors), 'tensor')}; "
         f"{count(num_zeroed)} of them were not zero before."
     )
 
 
-Pickled = Annotated[
-    Path,
-    argument(
-        "SRC",
-        "A folder with pytorch_model.bin (or shards of it), a file of torch.save, or the name of a "
-        "model that is in the local Hugging Face cache.",
-    ),
-]
-
-
+@takes_options
 def convert(
-    source: Pickled,
+    source: Annotated[
+        Path,
+        argument(
+            "SRC",
+            "A folder with pytorch_model.bin (or shards of it), a file of torch.save, or the name "
+            "of a model that is in the local Hugging Face cache.",
+        ),
+    ],
     destination: Destination,
     follow_links: FollowLinks = False,
-    as_json: AsJson = False,
-    verbose: Verbose = 0,
-    quiet: Quiet = False,
+    *,
+    output: OutputOptions,
 ) -> None:
     """Write a pickled checkpoint (pytorch_model.bin, *.pt, *.pth) as safetensors.
 
@@ -151,7 +136,7 @@ def convert(
     from distprune.files.checkpoints.locating import is_weights
     from distprune.files.converting import Conversion
 
-    terminal = Terminal(as_json, -1 if quiet else verbose)
+    terminal = output.terminal()
     conversion = Conversion(source, follow_links=follow_links)
     if conversion.note:
         terminal.note(conversion.note)
@@ -165,7 +150,7 @@ def convert(
         terminal.note(f"One tensor, written under each of its names: {', '.join(names)}.")
     left = [name for name in converted.copied if is_weights(name)]
     tell_names(terminal, "Copied, not converted", left)
-    if as_json:
+    if output.as_json:
         values = {"source": conversion.folder, **asdict(converted)}
         terminal.json({**values, "copied_not_converted": left})
         return
@@ -177,28 +162,22 @@ def convert(
     )
 
 
-Pruned = Annotated[Path, argument("DST", "What prune wrote, with masks.")]
-Against = Annotated[Path, option("--against", metavar="SRC", help="Its source.")]
-Scores = Annotated[
-    Path | None,
-    option(
-        "--scores",
-        metavar="FOLDER",
-        help="The scores that it was ranked by, if they were given.",
-    ),
-]
-
-
+@takes_options
 def verify(
     context: typer.Context,
-    pruned: Pruned,
-    against: Against,
-    scores: Scores = None,
-    nproc: Nproc = None,
-    timeout: Timeout = 600.0,
-    as_json: AsJson = False,
-    verbose: Verbose = 0,
-    quiet: Quiet = False,
+    pruned: Annotated[Path, argument("DST", "What prune wrote, with masks.")],
+    against: Annotated[Path, typer.Option("--against", metavar="SRC", help="Its source.")],
+    scores: Annotated[
+        Path | None,
+        typer.Option(
+            "--scores",
+            metavar="FOLDER",
+            help="The scores that it was ranked by, if they were given.",
+        ),
+    ] = None,
+    *,
+    sharing: RankOptions,
+    output: OutputOptions,
 ) -> None:
     """Check a pruned checkpoint against its source, byte by byte.
 
@@ -215,17 +194,17 @@ def verify(
 
       distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B --nproc 4
     """
-    ranks.run_on_ranks(context, nproc)
-    from distprune.files.reports.report import read_report
+    ranks.run_on_ranks(context, sharing.nproc)
+    from distprune.files.reports import read_report
     from distprune.files.verifying import verify as check
 
-    terminal = Terminal(as_json, -1 if quiet else verbose, is_leader=process.is_leader())
-    with process.Stop() as stop, ranks.process_group(timeout), Meter(terminal) as meter:
+    terminal = output.terminal(is_leader=process.is_leader())
+    with process.Stop() as stop, ranks.process_group(sharing.timeout), Meter(terminal) as meter:
         result = check(pruned, against, scores=scores, progress=meter, stop=stop)
-    if as_json:
+    if output.as_json:
         terminal.json({"is_good": result.is_good, **asdict(result)})
     elif result.is_good:
-        if verbose:
+        if output.verbose:
             tensors = read_report(pruned).tensors
             show_counts(terminal, [(t.name, t.num_elements, t.num_pruned) for t in tensors])
         what = "is what its recipe makes of" if result.has_order else "fits its report and"
@@ -246,13 +225,10 @@ def verify(
         raise typer.Exit(process.INPUT)
 
 
-First = Annotated[Path, argument("A", "A checkpoint.")]
-Second = Annotated[Path, argument("B", "Another one.")]
-
-
+@takes_options
 def diff(
-    first: First,
-    second: Second,
+    first: Annotated[Path, argument("A", "A checkpoint.")],
+    second: Annotated[Path, argument("B", "Another one.")],
     exit_code: Annotated[
         bool,
         typer.Option(
@@ -260,9 +236,8 @@ def diff(
             help=f"Exit with {process.DIFFERENT} if there is a difference, else with 0.",
         ),
     ] = False,
-    as_json: AsJson = False,
-    verbose: Verbose = 0,
-    quiet: Quiet = False,
+    *,
+    output: OutputOptions,
 ) -> None:
     """Compare two checkpoints tensor by tensor: values, and which elements are zero.
 
@@ -280,18 +255,18 @@ def diff(
     from distprune.files.inspecting import compare, compare_metadata
 
     a, b = (open_checkpoint(path, follow_links=True) for path in (first, second))
-    terminal = Terminal(as_json, -1 if quiet else verbose)
+    terminal = output.terminal()
     with Meter(terminal) as meter:
         reading = Reading(meter, a.num_bytes + b.num_bytes)
         tensors = list(compare(a, b, reading))
     metadata = compare_metadata(a, b)
     are_equal = all(tensor.is_equal for tensor in tensors) and not metadata
-    if as_json:
+    if output.as_json:
         values = [{**asdict(tensor), "is_equal": tensor.is_equal} for tensor in tensors]
         texts = {key: {"first": one, "second": two} for key, (one, two) in metadata.items()}
         terminal.json({"are_equal": are_equal, "metadata": texts, "tensors": values})
     else:
-        _show_differences(terminal, tensors, metadata, with_equal=verbose > 0)
+        _show_differences(terminal, tensors, metadata, with_equal=output.verbose > 0)
     if exit_code and not are_equal:
         raise typer.Exit(process.DIFFERENT)
 

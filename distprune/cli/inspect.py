@@ -6,10 +6,9 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from distprune._common.blocks import Pattern
 from distprune.cli import process
@@ -20,12 +19,20 @@ from distprune.cli.console import (
     count,
     counted,
     percent,
+    ranking_text,
     shape_text,
     without_numbers,
 )
-from distprune.cli.describing import ranking_text
-from distprune.cli.options import AsJson, Plot, Quiet, Source, Verbose, dims_by_pattern, option
-from distprune.files.errors import CheckpointError, OutputError, SelectionError
+from distprune.cli.options import (
+    OutputOptions,
+    Plot,
+    Source,
+    check_folder,
+    dims_by_pattern,
+    option,
+    takes_options,
+)
+from distprune.files.errors import CheckpointError, FilesError, OutputError, SelectionError
 from distprune.files.text import role_of
 
 if TYPE_CHECKING:
@@ -45,8 +52,7 @@ def _check_csv(path: Path) -> None:
     """Check that the file can be written, before all weights are read; "-" is stdout."""
     if str(path) == "-":
         return
-    if not path.absolute().parent.is_dir():
-        raise OutputError(f"--csv {path}: its folder does not exist; make it first.")
+    check_folder("--csv", path)
     if path.is_dir():
         raise OutputError(f"--csv {path}: this is a folder; expected the name of a file, or -.")
 
@@ -103,44 +109,28 @@ def _csv_row(facts: TensorFacts, num_pruned: Mapping[str, int] | None) -> tuple[
     )
 
 
-Patterns = Annotated[
-    list[str],
-    typer.Option(
-        "--pattern", help="N:M patterns to look for; repeatable.", metavar="N:M", show_default="2:4"
-    ),
-]
-InputDim = Annotated[
-    list[str] | None,
-    option(
-        "--input-dim",
-        help="The dimension of the inputs of tensors, from 0: '*.c_fc.weight=0'; by default as in "
-        "the recipe that SRC was pruned by, if any. Repeat it for more.",
+@dataclass(frozen=True)
+class InspectOptions:
+    """What to look for, and where it is written."""
+
+    pattern: list[str] = option(
+        "N:M patterns to look for; repeatable.", ("2:4",), metavar="N:M", show_default="2:4"
+    )
+    input_dim: list[str] | None = option(
+        "The dimension of the inputs of tensors, from 0: '*.c_fc.weight=0'; by default as in the "
+        "recipe that SRC was pruned by, if any. Repeat it for more.",
         metavar="PATTERN=DIM",
-    ),
-]
-Csv = Annotated[
-    Path | None,
-    option(
-        "--csv",
-        help="Write a row of numbers for each tensor to a file, or to stdout (-) instead of the "
-        "table.",
+    )
+    histogram: bool = option("Show how large the numbers are, by powers of two.", False)
+    csv: Path | None = option(
+        "Write a row of numbers for each tensor to a file, or to stdout (-) instead of the table.",
         metavar="FILE|-",
-    ),
-]
+    )
 
 
+@takes_options
 def inspect(
-    source: Source,
-    pattern: Patterns = ["2:4"],  # noqa: B006
-    input_dim: InputDim = None,
-    histogram: Annotated[
-        bool, typer.Option("--histogram", help="Show how large the numbers are, by powers of two.")
-    ] = False,
-    csv: Csv = None,
-    plot: Plot = None,
-    as_json: AsJson = False,
-    verbose: Verbose = 0,
-    quiet: Quiet = False,
+    source: Source, given: InspectOptions, plot: Plot = None, *, output: OutputOptions
 ) -> None:
     """Show the sparsity of each tensor, and the share of its groups that follow an N:M pattern.
 
@@ -159,17 +149,17 @@ def inspect(
     from distprune.files.checkpoints.checkpoint import open_checkpoint
     from distprune.files.inspecting import inspect as inspect_tensors
 
-    patterns = _by_kept_of(pattern)
+    patterns, csv = _by_kept_of(given.pattern), given.csv
     if plot is not None:
         plotting.check(plot)
     checkpoint = open_checkpoint(source, follow_links=True)  # nothing is copied
     recipe = _recipe_of(source)
-    input_dims = _input_dims(recipe, input_dim)
+    input_dims = _input_dims(recipe, given.input_dim)
     if csv is not None:
-        if as_json and str(csv) == "-":
+        if output.as_json and str(csv) == "-":
             raise SelectionError("--csv - and --json both write to stdout; leave one of them out.")
         _check_csv(csv)
-    terminal = Terminal(as_json, -1 if quiet else verbose)
+    terminal = output.terminal()
     with Meter(terminal) as meter:
         reading = Reading(meter, checkpoint.num_bytes)
         facts = list(
@@ -179,7 +169,7 @@ def inspect(
         plotting.draw(plot, _picture(source, facts))
     if csv is not None:
         _write_csv(csv, facts, _pruned_counts(terminal, source))
-    if as_json:
+    if output.as_json:
         terminal.json(
             {
                 "source": str(source),
@@ -188,19 +178,18 @@ def inspect(
             }
         )
     elif str(csv) != "-":
-        _show_table(terminal, facts, patterns, one_by_one=verbose > 0)
+        _show_table(terminal, facts, patterns, one_by_one=output.verbose > 0)
         if recipe is not None:
             how = "; ".join(dict.fromkeys(ranking_text(part) for part in recipe.parts))
             terminal.text(f"Pruned by distprune, {how}.")
-        if histogram:
+        if given.histogram:
             terminal.text()
             _show_histogram(terminal, facts)
 
 
 def _recipe_of(source: Path) -> FileRecipe | None:
     """What a checkpoint was pruned by; None if it was not, or not by a recipe."""
-    from distprune.files.errors import FilesError
-    from distprune.files.reports.report import read_report, recipe_of
+    from distprune.files.reports import read_report, recipe_of
 
     try:
         return recipe_of(read_report(source), str(source))
@@ -232,7 +221,7 @@ def _by_kept_of(texts: Sequence[str]) -> dict[tuple[int, int], Pattern]:
 
 def _pruned_counts(terminal: Terminal, folder: Path) -> dict[str, int] | None:
     """Of a pruned checkpoint, from its report; None if it has none that can be read."""
-    from distprune.files.reports.report import REPORT_FILE, read_report
+    from distprune.files.reports import REPORT_FILE, read_report
 
     if not (folder / REPORT_FILE).is_file():
         return None

@@ -1,4 +1,4 @@
-"""``distprune eval``, and what commands that run text through a language model share."""
+"""``distprune eval`` and ``calibrate``, and what commands that run text through a model share."""
 
 from __future__ import annotations
 
@@ -7,23 +7,33 @@ import importlib.util
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from distprune.cli import process, ranks
-from distprune.cli.console import Meter, Terminal, count
-from distprune.cli.options import AsJson, Nproc, Quiet, Timeout, argument, option, takes
+from distprune.cli.console import Meter, Terminal, count, counted, time_text
+from distprune.cli.options import (
+    AsJson,
+    OutputOptions,
+    RankOptions,
+    argument,
+    option,
+    same_option,
+    takes_options,
+)
 from distprune.files.errors import (
     CheckpointError,
     FilesError,
+    OutputError,
     RanksError,
     SelectionError,
     TextError,
     explained,
 )
+from distprune.files.text import format_size
 
 if TYPE_CHECKING:  # torch comes with it
     import torch
@@ -37,92 +47,42 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _WRAPS = ("none", "ddp", "fsdp2", "tp", "fsdp2_tp", "stream")
 _DIFFERENT = "the ranks were called with different arguments"
 
-Model = Annotated[
-    Path,
-    argument(
-        "MODEL",
-        "A folder with a language model as transformers saves it, or the name of a model that "
-        "is in the local Hugging Face cache (org/name).",
-    ),
-]
-Texts = Annotated[
-    list[Path] | None,
-    option("--text", metavar="FILE", help="Text in UTF-8. Repeat it for more."),
-]
-Generate = Annotated[
-    list[str] | None,
-    option(
-        "--generate",
-        metavar="TEXT",
-        help="Print how the model goes on with this text, by its likeliest tokens. Repeat it for "
-        "more.",
-    ),
-]
-Length = Annotated[int, typer.Option("--length", min=2, help="Tokens of a window.")]
-Limit = Annotated[
-    int | None,
-    option("--limit", min=1, help="Windows that are read of each text, at most."),
-]
-BatchSize = Annotated[
-    int, typer.Option("--batch-size", min=1, help="Windows that each process runs at a time.")
-]
-Dtype = Annotated[
-    str | None,
-    option(
-        "--dtype",
-        metavar="|".join(_DTYPES),
-        help="Of the weights in memory (that of the model).",
-    ),
-]
-Device = Annotated[
-    str | None,
-    option(
-        "--device",
-        metavar="cpu|cuda",
-        help="Where it runs (an accelerator, if there is one).",
-    ),
-]
-WrapName = Annotated[
-    str | None,
-    option(
-        "--wrap",
-        metavar="WRAP",
-        help=f"How several processes hold the model: {', '.join(_WRAPS)} (fsdp2, so that none "
-        "holds all of it). With stream each has one decoder layer at a time (eval only).",
-    ),
-]
-Mesh = Annotated[
-    str | None,
-    option(
-        "--mesh",
-        metavar="DPxTP",
-        help="With fsdp2_tp: data-parallel and tensor-parallel processes, as in 2x4.",
-    ),
-]
-Tokenizer = Annotated[
-    Path | None,
-    option("--tokenizer", metavar="FOLDER", help="Its tokenizer (that in MODEL)."),
-]
-
 
 @dataclass(frozen=True)
 class ModelOptions:
     """The options of both commands."""
 
-    model: Model
-    texts: Texts = None
-    length: Length = 1024
-    limit: Limit = None
-    batch_size: BatchSize = 1
-    dtype: Dtype = None
-    device: Device = None
-    wrap: WrapName = None
-    mesh: Mesh = None
-    tokenizer: Tokenizer = None
-    nproc: Nproc = None
-    timeout: Timeout = 600.0
+    model: Annotated[
+        Path,
+        argument(
+            "MODEL",
+            "A folder with a language model as transformers saves it, or the name of a model that "
+            "is in the local Hugging Face cache (org/name).",
+        ),
+    ]
+    texts: list[Path] | None = option("Text in UTF-8. Repeat it for more.", metavar="FILE")
+    length: int = option("Tokens of a window.", 1024, min=2)
+    limit: int | None = option("Windows that are read of each text, at most.", min=1)
+    batch_size: int = option("Windows that each process runs at a time.", 1, min=1)
+    dtype: str | None = option(
+        "Of the weights in memory (that of the model).", metavar="|".join(_DTYPES)
+    )
+    device: str | None = option(
+        "Where it runs (an accelerator, if there is one).", metavar="cpu|cuda"
+    )
+    wrap: str | None = option(
+        f"How several processes hold the model: {', '.join(_WRAPS)} (fsdp2, so that none "
+        "holds all of it). With stream each has one decoder layer at a time (eval only).",
+        metavar="WRAP",
+    )
+    mesh: str | None = option(
+        "With fsdp2_tp: data-parallel and tensor-parallel processes, as in 2x4.", metavar="DPxTP"
+    )
+    tokenizer: Path | None = option("Its tokenizer (that in MODEL).", metavar="FOLDER")
+    nproc: int | None = same_option(RankOptions, "nproc")
+    timeout: float = same_option(RankOptions, "timeout")
     as_json: AsJson = False
-    quiet: Quiet = False
+    quiet: bool = same_option(OutputOptions, "quiet")
 
     def check(self) -> None:
         """Check what needs no torch."""
@@ -161,10 +121,6 @@ class ModelOptions:
             raise SelectionError(f"--mesh {self.mesh}: expected DPxTP, such as 2x4.")
         return tuple(map(int, sizes))
 
-    def torch_dtype(self) -> torch.dtype | None:
-        """The value of ``--dtype``."""
-        return dtype_named(self.dtype)
-
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer; transformers says nothing but errors from now on."""
         from transformers.utils import logging
@@ -198,13 +154,6 @@ class ModelOptions:
             )
         torch.accelerator.set_device_index(place)
         return kind
-
-
-takes_model = takes(
-    get_type_hints(ModelOptions, include_extras=True),
-    after="context",
-    defaults={field.name: field.default for field in fields(ModelOptions)},
-)
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
@@ -250,7 +199,7 @@ class Opened:
         else:
             from distprune import streaming
 
-            asked = self.options.torch_dtype()
+            asked = dtype_named(self.options.dtype)
             dtype = asked or streaming.computing_dtype(self.options.model)
         return {
             "dtype": str(dtype).removeprefix("torch."),
@@ -264,8 +213,7 @@ class Opened:
 
 def text_of_run(facts: dict[str, Any]) -> str:
     """ "3.2 s on 2 processes, float32."."""
-    processes = "process" if facts["num_ranks"] == 1 else "processes"
-    return f"{facts['seconds']:.1f} s on {facts['num_ranks']} {processes}, {facts['dtype']}."
+    return f"{time_text(facts['seconds'], facts['num_ranks'])}, {facts['dtype']}."
 
 
 @contextlib.contextmanager
@@ -300,7 +248,7 @@ def opened(options: ModelOptions) -> Iterator[Opened]:
                     options.model,
                     wrap=wrap,
                     mesh=options.mesh_sizes(),
-                    dtype=options.torch_dtype(),
+                    dtype=dtype_named(options.dtype),
                     device=kind if kind == "cpu" else None,
                     ignore_unexpected=True,
                 )
@@ -330,8 +278,20 @@ def translated(kind: type[FilesError]) -> Iterator[None]:
         raise
 
 
-@takes_model
-def evaluate(context: typer.Context, generate: Generate = None, **options: Any) -> None:
+@takes_options
+def evaluate(
+    context: typer.Context,
+    given: ModelOptions,
+    generate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--generate",
+            metavar="TEXT",
+            help="Print how the model goes on with this text, by its likeliest tokens. Repeat it "
+            "for more.",
+        ),
+    ] = None,
+) -> None:
     """Measure the perplexity of texts under a language model, before or after pruning.
 
     Each text is cut into windows that do not overlap; what is left at its end is dropped. If the
@@ -353,7 +313,6 @@ def evaluate(context: typer.Context, generate: Generate = None, **options: Any) 
 
       distprune eval Llama-3-70B --text test.txt --wrap stream
     """
-    given = ModelOptions(**options)
     if not (given.texts or generate):
         raise SelectionError("nothing to evaluate; expected --text FILE, or --generate TEXT.")
     if generate and given.wrap == "stream":
@@ -383,11 +342,8 @@ def _generated(run: Opened, texts: list[str]) -> list[dict[str, str]]:
     """What the model says after each text."""
     from distprune.language_models.evaluating import continued
 
-    found = []
-    for text in texts:
-        assert run.model is not None
-        found.append({"text": text, "continuation": continued(run.model, run.tokenizer, text)})
-    return found
+    model: Any = run.model  # it is not streamed, if there are texts
+    return [{"text": text, "continuation": continued(model, run.tokenizer, text)} for text in texts]
 
 
 def _perplexity(run: Opened, windows: TokenWindows, meter: Meter) -> PerplexityReport:
@@ -404,7 +360,7 @@ def _perplexity(run: Opened, windows: TokenWindows, meter: Meter) -> PerplexityR
         given.model,
         windows,
         batch_size=given.batch_size,
-        dtype=given.torch_dtype(),
+        dtype=dtype_named(given.dtype),
         device=run.device,
         progress=meter.windows,
     )
@@ -425,3 +381,149 @@ def _show(terminal: Terminal, report: PerplexityReport) -> None:
         )
     numbers = ("windows", "tokens", "perplexity", "bits/byte")
     terminal.table(("text", *numbers), rows, right=numbers)
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """The options of calibrate alone."""
+
+    out: Path = option(
+        "The statistics; an existing file is replaced when everything is done.",
+        MISSING,
+        metavar="FILE.safetensors",
+        show_default=False,
+    )
+    samples: int | None = option(
+        "Take so many windows, drawn at random (all that are read).", min=1
+    )
+    seed: int = option("Of --samples.", 0)
+    include: list[str] | None = option(
+        "Linear layers and fused experts whose whole name matches a glob, or an "
+        "expression after re:. Repeat it for more. Without it: all but the head.",
+        metavar="PATTERN",
+    )
+    exclude: list[str] | None = option(
+        "Leave out layers that match. Repeat it for more.", metavar="PATTERN"
+    )
+    allow_empty: list[str] | None = option(
+        "Layers to which no token need come, such as experts. Repeat it for more.",
+        metavar="PATTERN",
+    )
+    gradients: bool = option(
+        "Statistics of the gradients of the loss, for score fisher, in place of those of "
+        "activations. A batch of one process is a unit.",
+        False,
+    )
+
+
+@takes_options
+def calibrate(
+    context: typer.Context,
+    given: ModelOptions,
+    own: CalibrationOptions,
+) -> None:
+    """Run text through a language model, and write statistics of what its layers are called with.
+
+    For each input of each linear layer, and of each of fused experts: the sums of x and of x
+    squared over all its tokens, from which Wanda, RIA, STADE and OWL are made. The file has 16
+    bytes per input, and full names, so that any run on any number of processes can use it.
+    Processes share the windows. The head is left out, unless --include asks for it. It needs the
+    extra language-models.
+
+    With --gradients: for each output and each input, the sum of the squared gradients of its
+    weights over all batches, from which score fisher is made. A backward follows each forward, and
+    gradients take as much memory as the model; a batch counts by its number of windows.
+
+    [bold]Examples[/bold]
+
+      distprune calibrate MODEL --text train.txt --samples 64 --out s.safetensors
+
+      distprune calibrate MODEL --text a.txt --out stats.safetensors --nproc 4
+
+      distprune calibrate MODEL --text a.txt --out g.safetensors --gradients
+    """
+    if not given.texts:
+        raise SelectionError("nothing to run; expected --text FILE.")
+    given.check()
+    _check_out(own.out)
+    if own.gradients and own.allow_empty:
+        raise SelectionError(
+            "--allow-empty has no effect with --gradients, where any layer may have none; leave it "
+            "out."
+        )
+    ranks.run_on_ranks(context, given.nproc)
+    if given.wrap == "stream":
+        raise SelectionError(
+            "--wrap stream is for eval; `distprune prune --text` collects statistics so."
+        )
+    with opened(given) as run:
+        import distprune as prune
+        from distprune import language_models
+        from distprune.language_models.calibrating import without_statistics
+
+        terminal, windows = run.terminal, run.windows
+        assert run.model is not None and windows is not None
+        with translated(SelectionError):
+            if own.samples is not None:
+                windows = windows.sample(own.samples, seed=own.seed)
+            layers = language_models.linear_layers(
+                run.model, own.include or None, own.exclude or ()
+            )
+            statistics = (
+                prune.statistics.GradientStatistics(layers)
+                if own.gradients
+                else prune.statistics.ActivationStatistics(
+                    layers, allow_empty=own.allow_empty or ()
+                )
+            )
+        unseen = [] if own.gradients else without_statistics(run.model)
+        if unseen:
+            terminal.note(
+                f"Warning: no statistics of {counted(len(unseen), 'weight')} whose inputs are not "
+                f"seen ({unseen[0]}{', ...' if len(unseen) > 1 else ''})."
+            )
+        with translated(CheckpointError), Meter(terminal) as meter:
+            language_models.calibrate(
+                run.model,
+                windows,
+                statistics,
+                batch_size=given.batch_size,
+                progress=meter.windows,
+            )
+            statistics.save(own.out)
+        facts = run.facts()
+    num_tokens = windows.tokens.numel()
+    if given.as_json:
+        terminal.json(
+            {
+                "model": str(given.model),
+                "out": str(own.out),
+                "mode": getattr(statistics, "mode", "gradients"),
+                "texts": [str(text) for text in given.texts],
+                "length": given.length,
+                "num_windows": len(windows),
+                "num_tokens": num_tokens,
+                "samples": own.samples,
+                "seed": None if own.samples is None else own.seed,
+                "num_layers": len(layers),
+                "layers": [layer.fqn for layer in layers],
+                "without_statistics": unseen,
+                **facts,
+            }
+        )
+    elif terminal.is_leader:
+        terminal.text(
+            f"{own.out}: statistics of {counted(len(layers), 'layer')} over {count(num_tokens)} "
+            f"tokens in {counted(len(windows), 'window')}, {format_size(own.out.stat().st_size)}. "
+            f"{text_of_run(facts)}"
+        )
+
+
+def _check_out(out: Path) -> None:
+    """Raise OutputError for a file that could not be written, before hours of work."""
+    folder = out.absolute().parent
+    if not folder.is_dir():
+        raise OutputError(f"{out}: the folder {folder} does not exist; expected one that does.")
+    if out.is_dir() or not os.access(folder, os.W_OK):
+        why = "it is a folder" if out.is_dir() else f"{folder} is not writable"
+        raise OutputError(f"{out} cannot be written: {why}.")

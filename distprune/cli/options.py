@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from distprune.files.errors import SelectionError, headline
+from distprune.cli.console import Terminal
+from distprune.files.errors import OutputError, SelectionError, headline
 from distprune.files.recipe import FileRecipe
 from distprune.recipes import (
     BUDGET_FROM_STATISTICS,
@@ -23,9 +26,16 @@ from distprune.recipes import (
 from distprune.recipes.request import Request, shipped_recipes
 
 
-def option(*names: str, help: str, **more: Any) -> Any:
-    """An option whose default the help does not show; it says it in words where it matters."""
-    return typer.Option(*names, help=help, show_default=False, **more)
+def option(help: str, default: Any = None, *short: str, **more: Any) -> Any:
+    """A field of a class of options; the option is named after it, and after a short name."""
+    settings = {"help": help, "short": short, "show_default": default is not None, **more}
+    return dataclasses.field(default=default, metadata=settings)
+
+
+def same_option(kind: Any, name: str) -> Any:
+    """A field that is an option of another class, too."""
+    field = kind.__dataclass_fields__[name]
+    return dataclasses.field(default=field.default, metadata=field.metadata)
 
 
 def argument(metavar: str, help: str) -> Any:
@@ -43,43 +53,12 @@ Source = Annotated[
 ]
 Destination = Annotated[Path, argument("DST", "A new folder, created when everything is done.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Write errors only to stderr.")]
-Verbose = Annotated[int, option("--verbose", "-v", count=True, help="List every tensor.")]
 Plot = Annotated[
     Path | None,
-    option(
+    typer.Option(
         "--plot",
         help="Draw sparsity by layer and kind, and a histogram of magnitudes (needs matplotlib).",
         metavar="FILE.png|svg|pdf",
-    ),
-]
-Nproc = Annotated[
-    int | None,
-    option("--nproc", min=1, help="Share the work among this many processes on this machine."),
-]
-TakeOver = Annotated[
-    bool,
-    typer.Option(
-        "--take-over", help="Take over the lock of a run that was killed on another machine."
-    ),
-]
-Discard = Annotated[
-    bool,
-    typer.Option(
-        "--discard", help="Only remove the unfinished result of an interrupted run beside DST."
-    ),
-]
-Force = Annotated[
-    bool,
-    typer.Option(
-        "--force",
-        help="Replace a finished result of distprune at DST; it stays until the new one is ready.",
-    ),
-]
-Timeout = Annotated[
-    float,
-    typer.Option(
-        "--timeout", min=1, help="Seconds after which a rank that does not respond is lost."
     ),
 ]
 FollowLinks = Annotated[
@@ -90,6 +69,100 @@ FollowLinks = Annotated[
         "cache.",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What a command writes to stdout and stderr."""
+
+    as_json: AsJson = False
+    verbose: int = option("List every tensor.", 0, "-v", count=True, show_default=False)
+    quiet: bool = option("Write errors only to stderr.", False, "-q")
+
+    def terminal(self, *, is_leader: bool = True) -> Terminal:
+        """What the command writes to."""
+        return Terminal(self.as_json, -1 if self.quiet else self.verbose, is_leader=is_leader)
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """The processes that share the work."""
+
+    nproc: int | None = option("Share the work among this many processes on this machine.", min=1)
+    timeout: float = option(
+        "Seconds after which a rank that does not respond is lost.", 600.0, min=1
+    )
+
+
+@dataclass(frozen=True)
+class WritingOptions(RankOptions):
+    """The processes that write a result together, and what becomes of results at its place."""
+
+    take_over: bool = option(
+        "Take over the lock of a run that was killed on another machine.", False
+    )
+    discard: bool = option(
+        "Only remove the unfinished result of an interrupted run beside DST.", False
+    )
+    force: bool = option(
+        "Replace a finished result of distprune at DST; it stays until the new one is ready.", False
+    )
+
+
+# Options whose fields have other names, since a word is taken or means several values.
+_NAMES = {
+    "as_json": "json",
+    "eval_text": "eval",
+    "input_dims": "input-dim",
+    "round_shares": "round",
+    "texts": "text",
+}
+
+
+def name_of(field: str) -> str:
+    """The option of a field."""
+    return "--" + _NAMES.get(field, field).replace("_", "-")
+
+
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let typer read the fields of a command's parameters that are classes of options."""
+    signature = inspect.signature(command, eval_str=True)
+    kinds: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        if dataclasses.is_dataclass(parameter.annotation):
+            kinds[name] = parameter.annotation
+            parameters += _parameters_of(kinds[name])
+        else:
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        for name, kind in kinds.items():
+            own = [field.name for field in dataclasses.fields(kind)]
+            values[name] = kind(**{key: values.pop(key) for key in own})
+        command(**values)
+
+    vars(run)["__signature__"] = signature.replace(parameters=parameters)
+    return run
+
+
+def _parameters_of(kind: Any) -> Iterator[inspect.Parameter]:
+    """What typer reads of a class of options, all of which its PANEL in the help shows."""
+    types = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        annotation, settings = types[field.name], dict(field.metadata)
+        if settings:
+            names = name_of(field.name), *settings.pop("short")
+            settings["rich_help_panel"] = getattr(kind, "PANEL", None)
+            annotation = Annotated[annotation, typer.Option(*names, **settings)]
+        is_needed = field.default is dataclasses.MISSING
+        yield inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if is_needed else field.default,
+            annotation=annotation,
+        )
 
 
 R = TypeVar("R", bound=Request)
@@ -144,137 +217,81 @@ RecipeName = Annotated[
         autocompletion=complete,
     ),
 ]
-# The options of a recipe, by the fields that they override: type, help, and what a value is called.
-_OF_RECIPE: dict[str, tuple[Any, str, str | None]] = {
-    "sparsity": (float, "The share to prune, 0 to 1; exact.", None),
-    "pattern": (
-        str,
+
+
+@dataclass(frozen=True)
+class RecipeOptions:
+    """The options of a recipe, named after the fields that they override."""
+
+    PANEL = _PANEL
+
+    sparsity: float | None = option("The share to prune, 0 to 1; exact.", None, "-s")
+    pattern: str | None = option(
         "Keep N of every M inputs, as in 2:4; or, beside --sparsity, prune whole tiles of A "
         "outputs and B inputs, as in 4x4.",
-        "N:M|AxB",
-    ),
-    "scope": (
-        str,
+        metavar="N:M|AxB",
+    )
+    scope: str | None = option(
         "What is ranked together: everything, each tensor, or each output row; of tiles, the tiles "
         "of the same outputs.",
-        "global|layer|row",
-    ),
-    "score": (
-        str,
+        metavar="global|layer|row",
+    )
+    score: str | None = option(
         "What ranks weights: magnitude, random, wanda (|w| times the rms of its input), stade "
         "(times the standard deviation), ria (the relative importance of |w| times the rms) or "
         "fisher (by factors), these four by --statistics; taylor and elementwise_fisher (by the "
         "gradient of each weight) by --text; or given (the |score| of --scores).",
-        "SCORE",
-    ),
-    "statistics": (
-        Path,
+        metavar="SCORE",
+    )
+    statistics: Path | None = option(
         "Statistics of activations for wanda, stade, ria and the budget owl, as `distprune "
         "calibrate` writes them; for fisher of gradients (calibrate --gradients).",
-        "FILE",
-    ),
-    "scores": (
-        Path,
+        metavar="FILE",
+    )
+    scores: Path | None = option(
         "Scores that were made elsewhere, a folder of safetensors files or one file: a tensor of "
         "the same name and shape for each pruned one.",
-        "FOLDER",
-    ),
-    "budget": (
-        str,
+        metavar="FOLDER",
+    )
+    budget: str | None = option(
         "How the pruned weights are divided among the tensors, instead of by one ranking of all: "
         "uniform, uniform+, erk, lamp, or owl, by --statistics.",
-        "RULE",
-    ),
-    "normalize": (
-        str,
+        metavar="RULE",
+    )
+    normalize: str | None = option(
         "What scores are divided by before all tensors are ranked together: the rms of their "
         "tensor (the default), its l2 norm, its mean, or nothing.",
-        "rms|l2|mean|none",
-    ),
-    "seed": (int, "Of random scores.", None),
-    "include": (
-        list[str],
+        metavar="rms|l2|mean|none",
+    )
+    seed: int | None = option("Of random scores.")
+    include: list[str] | None = option(
         "Prune tensors whose whole name matches a glob, or an expression after re:. Repeat it for "
         "more. Without it: matrices that are no embedding, head, norm, router or bias.",
-        "PATTERN",
-    ),
-    "also": (
-        list[str],
+        metavar="PATTERN",
+    )
+    also: list[str] | None = option(
         "Prune matching tensors in addition to the default of --include. Repeat it for more.",
-        "PATTERN",
-    ),
-    "exclude": (list[str], "Leave out tensors that match. Repeat it for more.", "PATTERN"),
-    "min_ndim": (int, "Leave out tensors of fewer dimensions larger than 1 (2).", None),
-    "min_sparsity": (float, "Of every single tensor, at least; the total stays exact (0).", None),
-    "max_sparsity": (float, "Of every single tensor, at most; the total stays exact (1).", None),
-    "input_dims": (
-        list[str],
+        metavar="PATTERN",
+    )
+    exclude: list[str] | None = option(
+        "Leave out tensors that match. Repeat it for more.", metavar="PATTERN"
+    )
+    min_ndim: int | None = option("Leave out tensors of fewer dimensions larger than 1 (2).")
+    min_sparsity: float | None = option(
+        "Of every single tensor, at least; the total stays exact (0)."
+    )
+    max_sparsity: float | None = option(
+        "Of every single tensor, at most; the total stays exact (1)."
+    )
+    input_dims: list[str] | None = option(
         "The dimension of the inputs of tensors, from 0, for patterns and rows: "
         "'*.c_fc.weight=0'; of a convolution with its kernel: 0,2,3. Repeat it for more.",
-        "PATTERN=DIM",
-    ),
-    "nan": (str, "What to do about NaN in weights.", "error|keep"),
-}
+        metavar="PATTERN=DIM",
+    )
+    nan: str | None = option("What to do about NaN in weights.", metavar="error|keep")
 
 
-def _name_of(field: str) -> str:
-    """The option of a field: a repeated one is named after one of its values."""
-    return "--" + field.replace("input_dims", "input_dim").replace("_", "-")
-
-
-OPTIONS: dict[str, Any] = {
-    field: Annotated[
-        kind | None,
-        option(
-            _name_of(field),
-            *(["-s"] if field == "sparsity" else []),
-            help=text,
-            metavar=metavar,
-            rich_help_panel=_PANEL,
-        ),
-    ]
-    for field, (kind, text, metavar) in _OF_RECIPE.items()
-}
-
-
-def takes(
-    options: dict[str, Any], *, after: str, defaults: dict[str, Any] | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a command take options as its ``**options``: typer reads them from its signature.
-
-    Args:
-        options: the annotation of each, by name.
-        after: the parameter that they follow in the help.
-        defaults: of those whose default is not None; MISSING for one that is needed.
-    """
-    given = {
-        name: inspect.Parameter.empty if value is dataclasses.MISSING else value
-        for name, value in (defaults or {}).items()
-    }
-
-    def extend(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command, eval_str=True)
-        kind = inspect.Parameter.KEYWORD_ONLY
-        own = [
-            each.replace(kind=kind)
-            for each in signature.parameters.values()
-            if each.kind is not inspect.Parameter.VAR_KEYWORD
-        ]
-        place = list(signature.parameters).index(after) + 1
-        own[place:place] = [
-            inspect.Parameter(name, kind, default=given.get(name), annotation=option)
-            for name, option in options.items()
-        ]
-        vars(command)["__signature__"] = signature.replace(parameters=own)
-        return command
-
-    return extend
-
-
-takes_recipe = takes(OPTIONS, after="recipe")
-
-
-def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
+def resolve(name: str | None, options: Mapping[str, Any]) -> FileRecipe:
     """A recipe, overridden by options."""
     recipe = None if name is None else read(name, FileRecipe)
     overrides = {key: value for key, value in options.items() if value is not None and value != []}
@@ -399,13 +416,19 @@ def _as_typed(overrides: dict[str, Any]) -> dict[str, str]:
     """Options as they stand on a command line, by their fields."""
     texts = {}
     for key, value in overrides.items():
-        name = _name_of(key)
+        name = name_of(key)
         if isinstance(value, bool):
             texts[key] = name if value else f"--no-{name[2:]}"
         else:
             values = value if isinstance(value, list) else [value]
             texts[key] = " ".join(f"{name} {each}" for each in values)
     return texts
+
+
+def check_folder(name: str, path: Path) -> None:
+    """Check that the folder exists in which an option has a file written, before long work."""
+    if not path.absolute().parent.is_dir():
+        raise OutputError(f"{name} {path}: its folder does not exist; make it first.")
 
 
 def dims_by_pattern(options: list[str]) -> dict[str, tuple[int, ...]]:

@@ -13,63 +13,57 @@ import typer
 
 from distprune._common.garbage import without_garbage_collection
 from distprune._common.mask_bits import num_bytes_of
-from distprune.cli import describing, process
+from distprune.cli import process
 from distprune.cli.console import (
     Terminal,
     count,
     duration,
     percent,
+    ranking_text,
     shape_text,
+    show_warnings,
+    summary,
+    tell,
+    values_of_files,
     without_numbers,
 )
-from distprune.cli.describing import ranking_text, show_warnings, summary, tell
 from distprune.cli.options import (
-    AsJson,
     FollowLinks,
-    Quiet,
+    OutputOptions,
     RecipeName,
+    RecipeOptions,
     Source,
-    Verbose,
     argument,
-    takes_recipe,
+    takes_options,
 )
-from distprune.cli.pruning_by_text import (
-    TextOptions,
-    cost_by_text,
-    described_cost,
-    takes_text,
-    with_score,
-)
+from distprune.cli.pruning_by_text import TextOptions, cost_by_text, described_cost, with_score
 from distprune.files.disk.destination import folder_bytes, free_bytes, partial_folders
 from distprune.files.errors import OutputError, SelectionError
 from distprune.files.text import format_size
 
 if TYPE_CHECKING:  # torch comes with it
-    from distprune.files.checkpoints.header import TensorEntry
     from distprune.files.planning import Plan, PlannedTensor
 
 
 @without_garbage_collection()
-def show(terminal: Terminal, plan: Plan, *, one_by_one: bool, has_amount: bool = True) -> None:
-    """Write a plan as a table and a summary."""
-    planned = {tensor.entry.name: tensor for tensor in plan.tensors}
-    lines: dict[tuple[Any, ...], list[TensorEntry]] = {}
-    for entry, is_pruned, reason in plan.verdicts:
-        name = entry.name if one_by_one else without_numbers(entry.name)
-        group = planned[entry.name].group if is_pruned else 0
-        key = (name, entry.dtype, entry.shape, reason, group)
-        lines.setdefault(key, []).append(entry)
+def show(
+    terminal: Terminal, plan: Plan, values: dict[str, Any], *, one_by_one: bool, has_amount: bool
+) -> None:
+    """Write a plan, of which the values are known, as a table and a summary."""
+    lines: dict[tuple[Any, ...], list[int | None]] = {}
+    for each in values["tensors"]:
+        name = each["name"] if one_by_one else without_numbers(each["name"])
+        key = (name, each["dtype"], tuple(each["shape"]), each["reason"], each["group"])
+        lines.setdefault(key, []).append(each["num_to_prune"])
     rows = []
-    for (name, dtype, shape, reason, group), entries in lines.items():
+    for (name, dtype, shape, reason, group), numbers in lines.items():
         action = f"keep: {reason}"
         if not reason:
-            counts = [_count(planned[entry.name]) for entry in entries] if has_amount else []
-            numbers = [number for number in counts if number is not None]
-            is_known = 0 < len(counts) == len(numbers)
-            action = f"prune {count(sum(numbers))}" if is_known else "prune"
+            known = [number for number in numbers if number is not None]
+            action = f"prune {count(sum(known))}" if len(known) == len(numbers) else "prune"
             action += f", group {group}" if len(plan.groups) > 1 else ""
-        elements = len(entries) * math.prod(shape)
-        rows.append((name, count(len(entries)), dtype, shape_text(shape), count(elements), action))
+        elements = len(numbers) * math.prod(shape)
+        rows.append((name, count(len(numbers)), dtype, shape_text(shape), count(elements), action))
     terminal.table(
         ("tensor", "number", "dtype", "shape", "elements", "plan"),
         rows,
@@ -100,7 +94,7 @@ def _show_groups(terminal: Terminal, plan: Plan) -> None:
 
 
 @without_garbage_collection()
-def as_values(plan: Plan, has_amount: bool = True) -> dict[str, Any]:
+def as_values(plan: Plan, has_amount: bool) -> dict[str, Any]:
     """A plan as plain values, for JSON; without an amount, what depends on it is None."""
     planned = {tensor.entry.name: tensor for tensor in plan.tensors}
     to_prune = {name: _count(tensor) if has_amount else None for name, tensor in planned.items()}
@@ -134,7 +128,7 @@ def as_values(plan: Plan, has_amount: bool = True) -> dict[str, Any]:
             for entry, is_pruned, reason in plan.verdicts
         ],
         "weight_files": {file.name: file.size for file in plan.checkpoint.files},
-        **describing.as_values(plan.checkpoint),
+        **values_of_files(plan.checkpoint),
         "copied": [file.name for file in plan.copied],
     }
 
@@ -244,39 +238,31 @@ def _sample(plan: Plan) -> float | None:
     return done / max(seconds, 1e-6) if done else None
 
 
-MaybeDestination = Annotated[
-    Path | None,
-    argument(
-        "DST",
-        "Where prune will write, to check that there is enough space. Nothing is written now.",
-    ),
-]
-
-
-Measure = Annotated[
-    bool,
-    typer.Option(
-        "--measure",
-        help="With --text, run one decoder layer on a few tokens, and say how long all of them "
-        "take. It reads that layer, embedding and head.",
-    ),
-]
-
-
-@takes_text
-@takes_recipe
+@takes_options
 @without_garbage_collection()
 def plan(
     source: Source,
-    destination: MaybeDestination = None,
+    destination: Annotated[
+        Path | None,
+        argument(
+            "DST",
+            "Where prune will write, to check that there is enough space. Nothing is written now.",
+        ),
+    ] = None,
     recipe: RecipeName = None,
     *,
-    measure: Measure = False,
+    by_text: TextOptions,
+    options: RecipeOptions,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="With --text, run one decoder layer on a few tokens, and say how long all of them "
+            "take. It reads that layer, embedding and head.",
+        ),
+    ] = False,
     follow_links: FollowLinks = False,
-    as_json: AsJson = False,
-    verbose: Verbose = 0,
-    quiet: Quiet = False,
-    **options: Any,
+    output: OutputOptions,
 ) -> None:
     """Show what would be pruned, what would not and why, and the disk space and time needed.
 
@@ -298,31 +284,32 @@ def plan(
     from distprune.files.planning import plan as make_plan
 
     # Without an amount there is still a selection.
-    given = TextOptions.taken_from(options)
-    has_amount = not (recipe is options["sparsity"] is options["pattern"] is None)
-    if not has_amount:
-        options["sparsity"] = 0.0
-    chosen = with_score(recipe, options, given)
-    if measure and not given.text:
+    by_text.check()
+    amounts = (recipe, options.sparsity, options.pattern)
+    has_amount = any(amount is not None for amount in amounts)
+    asked = vars(options) | ({} if has_amount else {"sparsity": 0.0})
+    chosen = with_score(recipe, asked, by_text)
+    if measure and not by_text.text:
         raise SelectionError("--measure has no effect without --text; add it, or leave this out.")
-    by_text = None
-    if given.text:
-        by_text = cost_by_text(source, chosen, given, measures=measure)
-    awaits = by_text is not None and chosen.statistics is None
+    text_cost = None
+    if by_text.text:
+        text_cost = cost_by_text(source, chosen, by_text, measures=measure)
+    awaits = text_cost is not None and chosen.statistics is None
     made = make_plan(source, chosen, follow_links=follow_links, awaits_statistics=awaits)
-    cost = estimate(made, destination, 0 if by_text is None else by_text.disk)
-    terminal = Terminal(as_json, -1 if quiet else verbose)
+    cost = estimate(made, destination, 0 if text_cost is None else text_cost.disk)
+    terminal = output.terminal()
     tell(terminal, made.checkpoint)
     show_warnings(terminal, made)
-    if as_json:
-        values = as_values(made, has_amount) | {"cost": asdict(cost) | {"fits": cost.fits}}
-        if by_text is not None:
-            values["cost_by_text"] = asdict(by_text)
+    values = as_values(made, has_amount)
+    if output.as_json:
+        values["cost"] = asdict(cost) | {"fits": cost.fits}
+        if text_cost is not None:
+            values["cost_by_text"] = asdict(text_cost)
         terminal.json(values)
     else:
-        show(terminal, made, one_by_one=verbose > 0, has_amount=has_amount)
-        if by_text is not None:
-            terminal.text(described_cost(by_text))
+        show(terminal, made, values, one_by_one=output.verbose > 0, has_amount=has_amount)
+        if text_cost is not None:
+            terminal.text(described_cost(text_cost))
         _show_cost(terminal, cost, destination)
     if cost.fits is False:
         raise typer.Exit(process.OUTPUT)

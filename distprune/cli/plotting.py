@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distprune._common.selecting import natural_key
 from distprune.cli.console import count, percent
+from distprune.cli.options import check_folder
 from distprune.files.errors import OutputError, SelectionError
 from distprune.files.text import Role, role_of, short_names
 
@@ -366,8 +367,7 @@ def check(path: Path) -> None:
     """Check that a picture can be drawn, before hours of work."""
     if path.suffix.lower() not in _FORMATS:
         raise SelectionError(f"--plot {path}: expected a name that ends in {', '.join(_FORMATS)}.")
-    if not path.absolute().parent.is_dir():
-        raise OutputError(f"--plot {path}: its folder does not exist; make it first.")
+    check_folder("--plot", path)
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -104,17 +104,6 @@ def write_document(text: str) -> None:
         sys.stdout.flush()
 
 
-def has_document() -> bool:
-    """Whether a JSON document was started."""
-    return _State.has_document
-
-
-def flush() -> None:
-    """Flush stdout."""
-    with writing():
-        sys.stdout.flush()
-
-
 def flush_errors() -> None:
     """Flush stderr, if it can be written."""
     try:
@@ -206,7 +195,8 @@ class Ending:
             return False
         try:
             self.code = self._code_of(error)
-            flush()
+            with writing():
+                sys.stdout.flush()
         except OutputError as full:
             self.code = _report(full, self._as_json)
         except (ReaderGone, BrokenPipeError):
@@ -246,7 +236,7 @@ class Ending:
         code = INTERRUPTED if is_interrupt else TERMINATED
         text = "interrupted." if is_interrupt else "terminated."
         if is_leader():
-            if self._as_json and not has_document():
+            if self._as_json and not _State.has_document:
                 _write_at_once(1, json.dumps({"exit_code": code, "error": text}) + "\n")
             with contextlib.suppress(OSError):
                 line = f"distprune: {text}\n"

@@ -5,75 +5,59 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distprune.cli import describing, process, ranks
-from distprune.cli.console import Meter, Reading, Terminal, count, counted, percent
+from distprune.cli import console, process, ranks
+from distprune.cli.console import Meter, Reading, Terminal, count, counted, percent, share_text
 from distprune.cli.options import (
-    AsJson,
     Destination,
-    Discard,
     FollowLinks,
-    Force,
-    Nproc,
+    OutputOptions,
     Plot,
-    Quiet,
     RecipeName,
+    RecipeOptions,
     Source,
-    TakeOver,
-    Timeout,
-    Verbose,
-    option,
-    takes_recipe,
+    WritingOptions,
+    takes_options,
 )
-from distprune.cli.pruning_by_text import TextOptions, prune_by_text, takes_text, with_score
+from distprune.cli.pruning_by_text import TextOptions, prune_by_text, with_score
 from distprune.files.errors import FilesError
 from distprune.files.text import format_size
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan
     from distprune.files.recipe import FileRecipe
-    from distprune.files.reports.report import GroupReport, Report
+    from distprune.files.reports import GroupReport, Report
 
 # Bytes that the histogram of magnitudes reads at most.
 _PLOT_BYTES = 1 << 30
 
-Masks = Annotated[
-    bool | None,
-    option("--masks/--no-masks", help="Whether to write the masks (yes)."),
-]
-Card = Annotated[
-    bool | None,
-    option(
-        "--card/--no-card",
-        help="Whether README.md describes the pruning (yes) or is a copy of SRC's.",
-    ),
-]
 
-
-@takes_text
-@takes_recipe
+@takes_options
 def prune(
     context: typer.Context,
     source: Source,
     destination: Destination,
     recipe: RecipeName = None,
     *,
-    masks: Masks = None,
+    by_text: TextOptions,
+    options: RecipeOptions,
+    masks: Annotated[
+        bool | None, typer.Option("--masks/--no-masks", help="Whether to write the masks (yes).")
+    ] = None,
     follow_links: FollowLinks = False,
-    card: Card = None,
-    nproc: Nproc = None,
-    timeout: Timeout = 600.0,
-    take_over: TakeOver = False,
-    discard: Discard = False,
-    force: Force = False,
+    card: Annotated[
+        bool | None,
+        typer.Option(
+            "--card/--no-card",
+            help="Whether README.md describes the pruning (yes) or is a copy of SRC's.",
+        ),
+    ] = None,
+    writing: WritingOptions,
     plot: Plot = None,
-    as_json: AsJson = False,
-    verbose: Verbose = 0,
-    quiet: Quiet = False,
-    **options: Any,
+    output: OutputOptions,
 ) -> None:
     """Write a pruned copy of a checkpoint; the same to the byte on any number of processes.
 
@@ -97,33 +81,22 @@ def prune(
 
       torchrun --nproc-per-node 8 -m distprune prune SRC DST -s 0.5 --scope row
     """
-    verbosity = -1 if quiet else verbose
-    terminal = Terminal(as_json, verbosity, is_leader=process.is_leader())
-    if discard:
-        describing.discard_unfinished(terminal, destination, take_over)
+    terminal = output.terminal(is_leader=process.is_leader())
+    if writing.discard:
+        console.discard_unfinished(terminal, destination, writing.take_over)
         return
-
-    given = TextOptions.taken_from(options)
+    by_text.check()
 
     def make_recipe() -> FileRecipe:
         if plot is not None:
             from distprune.cli import plotting
 
             plotting.check(plot)
-        return with_score(recipe, options | {"masks": masks, "card": card}, given)
+        return with_score(recipe, vars(options) | {"masks": masks, "card": card}, by_text)
 
-    if given.text:
+    if by_text.text:
         report, plan_of_text = prune_by_text(
-            context,
-            terminal,
-            source,
-            destination,
-            make_recipe,
-            given,
-            nproc=nproc,
-            timeout=timeout,
-            take_over=take_over,
-            replace=force,
+            context, terminal, source, destination, make_recipe, by_text, writing
         )
         _conclude(terminal, report, plan_of_text, destination, plot)
         return
@@ -133,25 +106,20 @@ def prune(
 
         return planning.plan(source, make_recipe(), follow_links=follow_links)
 
-    ranks.run_on_ranks(context, nproc, make_plan)
-    from distprune._common.process_groups import world
-    from distprune.files import pruning
-    from distprune.files.team import Team
+    with ranks.on_ranks(context, writing, make_plan) as (plan, stop):
+        from distprune.files import pruning
 
-    # Listen before the ranks meet: a signal to all of them must not end some of them at once.
-    with process.Stop() as stop, ranks.process_group(timeout):
-        plan = Team(world()).attempt(make_plan)
-        describing.tell(terminal, plan.checkpoint)
-        describing.show_warnings(terminal, plan)
-        terminal.note(describing.summary(plan))
+        console.tell(terminal, plan.checkpoint)
+        console.show_warnings(terminal, plan)
+        terminal.note(console.summary(plan))
         with Meter(terminal) as meter:
             report = pruning.prune(
                 plan,
                 destination,
                 progress=meter,
                 stop=stop,
-                take_over=take_over,
-                replace=force,
+                take_over=writing.take_over,
+                replace=writing.force,
                 tell=terminal.note,
             )
     _conclude(terminal, report, plan, destination, plot)
@@ -178,14 +146,13 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
     from distprune._common.memory import peak_rss_bytes
 
     if terminal.as_json:
-        values = json.loads(report.result_json()) | describing.as_values(plan.checkpoint)
+        values = json.loads(report.result_json()) | console.values_of_files(plan.checkpoint)
         terminal.json({**values, "run": json.loads(report.run.to_json())})
         return
     if terminal.verbosity > 0:
         _show_tensors(terminal, report)
     terminal.text(
-        f"Pruned {count(report.num_pruned)} of {count(report.num_elements)} elements "
-        f"({percent(report.num_pruned, report.num_elements)}) in "
+        f"Pruned {share_text(report.num_pruned, report.num_elements)} in "
         f"{counted(len(report.tensors), 'tensor')}."
     )
     for group in report.groups:
@@ -195,11 +162,9 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
     if num_limited:
         terminal.text(f"{counted(num_limited, 'tensor')} at a limit (held_at in the report).")
     run = report.run
-    seconds = sum(run.seconds.values())
-    processes = "process" if run.num_ranks == 1 else "processes"
     peak = max(*run.peak_rss_bytes, peak_rss_bytes())  # after the last file, too
     terminal.text(
-        f"{destination}: {seconds:.1f} s on {run.num_ranks} {processes}, "
+        f"{destination}: {console.time_text(sum(run.seconds.values()), run.num_ranks)}, "
         f"peak memory {format_size(peak)}."
     )
 
@@ -209,15 +174,13 @@ def _show_tensors(terminal: Terminal, report: Report) -> None:
     is_normalized = any(tensor.divisor is not None for tensor in report.tensors)
     rows = []
     for tensor in report.tensors:
-        counts = tensor.num_elements, tensor.num_pruned
-        row = [tensor.name, *map(count, counts), percent(*reversed(counts))]
+        numbers: list[float | None] = []
         if is_normalized:
             magnitude = report.magnitude_cut_at(tensor) if tensor.divisor is not None else None
-            row += ["" if n is None else f"{n:.4g}" for n in (tensor.divisor, magnitude)]
-        rows.append(row)
-    numbers = ["elements", "pruned", "sparsity"]
-    numbers += ["divisor", "cut at"] if is_normalized else []
-    terminal.table(("tensor", *numbers), rows, right=numbers)
+            numbers = [tensor.divisor, magnitude]
+        texts = ["" if number is None else f"{number:.4g}" for number in numbers]
+        rows.append((tensor.name, tensor.num_elements, tensor.num_pruned, *texts))
+    console.show_counts(terminal, rows, ("divisor", "cut at") if is_normalized else ())
 
 
 def _describe_group(report: Report, group: GroupReport, recipe: FileRecipe) -> str:
@@ -231,19 +194,17 @@ def _describe_group(report: Report, group: GroupReport, recipe: FileRecipe) -> s
     if group.threshold is not None:
         limits = {tensor.held_at for tensor in report.tensors if tensor.group == group.index}
         is_limited = bool(limits - {None})
-        what, unit = "magnitude", ""
-        if not recipe.ranks_magnitudes:
-            what = "score"
-        if recipe.normalize is not None:
-            what, unit = "score", f" times the {recipe.divisor_text}"
+        is_magnitude = recipe.ranks_magnitudes and recipe.normalize is None
+        what = "magnitude" if is_magnitude else "score"
         threshold = "Threshold of the ranking" if is_limited else f"Largest pruned {what}"
         items = "elements"
         if recipe.tile is not None:
             threshold, items, what = "Largest pruned sum of a tile", "tiles", "sum"
         ties = f"{count(group.num_ties or 0)} {items} of this {what}"
+        ties += " and within limits" if is_limited else ""
         texts.append(
-            f"{threshold}: {group.threshold:.6g}{unit}; {count(group.num_ties_pruned or 0)} of "
-            f"{ties}{' and within limits' if is_limited else ''} were pruned."
+            f"{threshold}: {group.threshold:.6g}{recipe.by_divisor('times the')}; "
+            f"{count(group.num_ties_pruned or 0)} of {ties} were pruned."
         )
     return " ".join(texts)
 

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from distprune.cli import process, ranks
 from distprune.cli.console import Meter, Terminal, duration
 from distprune.cli.language_models import (
-    BatchSize,
-    Device,
-    Dtype,
     ModelOptions,
-    Tokenizer,
     backend_of,
     dtype_named,
     translated,
 )
-from distprune.cli.options import option, resolve, takes
+from distprune.cli.options import WritingOptions, name_of, option, resolve, same_option
 from distprune.files.errors import SelectionError, TextError
 from distprune.files.recipe import FileRecipe
 from distprune.files.text import format_size
@@ -30,152 +25,106 @@ from distprune.recipes import ELEMENTWISE
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan
-    from distprune.files.reports.report import Report
+    from distprune.files.reports import Report
     from distprune.streaming import StreamCost
 
-_PANEL = "Language models: prune by text"
 _UPDATES = {"least-squares": "least_squares", "none": "none"}
 _WAYS = {"resident": True, "streamed": False, None: None}
-
-Texts = Annotated[
-    list[Path] | None,
-    option(
-        "--text",
-        metavar="FILE",
-        help="Text in UTF-8, such as the model was trained on. Scores come from gradients on it "
-        "(fisher, unless --score says otherwise), and kept weights move so that the outputs of "
-        "their layers change least. The model may be larger than memory. Repeat it for more.",
-    ),
-]
-Windows = Annotated[
-    int,
-    typer.Option("--windows", min=1, help="Windows of text, drawn at random."),
-]
-Length = Annotated[
-    int,
-    typer.Option("--length", min=2, help="Tokens of a window."),
-]
-UpdateName = Annotated[
-    str | None,
-    option(
-        "--update",
-        metavar="least-squares|none",
-        help="What moves the kept weights (least-squares).",
-    ),
-]
-Rounds = Annotated[
-    list[float] | None,
-    option(
-        "--round",
-        metavar="SHARE",
-        help="Prune to this sparsity first, with an update of its own, as in --round 0.35 --round "
-        "0.5 -s 0.6: it loses less, and takes longer.",
-    ),
-]
-Held = Annotated[
-    list[Path] | None,
-    option(
-        "--eval",
-        metavar="FILE",
-        help="Held-out text: its perplexity before and after comes into the report and the card. "
-        "Repeat it for more.",
-    ),
-]
-HeldWindows = Annotated[
-    int | None,
-    option(
-        "--eval-windows",
-        min=1,
-        help="Windows that are read of each held-out text, at most (all).",
-    ),
-]
-
-KeepScores = Annotated[
-    Path | None,
-    option(
-        "--keep-scores",
-        metavar="FOLDER",
-        help="Where the scores of single weights (taylor, elementwise_fisher) stay. "
-        "verify needs them, and --scores FOLDER ranks by them again.",
-    ),
-]
-BitsOfScores = Annotated[
-    int,
-    option(
-        "--score-bits",
-        metavar="16|32",
-        help="Of the scores of single weights in files. With 16 they are rounded to bfloat16, and "
-        "ranked as they are then.",
-    ),
-]
-Way = Annotated[
-    str | None,
-    option(
-        "--way",
-        metavar="resident|streamed",
-        help="Whether weights stay in memory, a part on each process, or each pass reads a layer "
-        "when it needs it (resident on accelerators, where they fit). The result is the same.",
-    ),
-]
-
-
-def _in_panel(annotation: Any) -> Any:
-    """An option of other commands, beside those of text."""
-    kind, info = get_args(annotation)
-    info = copy(info)
-    info.rich_help_panel = _PANEL
-    return Annotated[kind, info]
 
 
 @dataclass(frozen=True)
 class TextOptions:
     """The options of pruning by text."""
 
-    text: Texts = None
-    windows: Windows = 32
-    length: Length = 1024
-    update: UpdateName = None
-    round_shares: Rounds = None
-    eval_text: Held = None
-    eval_windows: HeldWindows = None
-    batch_size: BatchSize = 1
-    dtype: Dtype = None
-    device: Device = None
-    tokenizer: Tokenizer = None
-    keep_scores: KeepScores = None
-    way: Way = None
-    score_bits: BitsOfScores = 32
+    PANEL = "Language models: prune by text"
 
-    @classmethod
-    def taken_from(cls, options: dict[str, Any]) -> TextOptions:
-        """Take these options out of all options of a command.
+    text: list[Path] | None = option(
+        "Text in UTF-8, such as the model was trained on. Scores come from gradients on "
+        "it (fisher, unless --score says otherwise), and kept weights move so that the outputs "
+        "of their layers change least. The model may be larger than memory. Repeat it for "
+        "more.",
+        metavar="FILE",
+    )
+    windows: int = option("Windows of text, drawn at random.", 32, min=1)
+    length: int = same_option(ModelOptions, "length")
+    update: str | None = option(
+        "What moves the kept weights (least-squares).", metavar="least-squares|none"
+    )
+    round_shares: list[float] | None = option(
+        "Prune to this sparsity first, with an update of its own, as in --round 0.35 "
+        "--round 0.5 -s 0.6: it loses less, and takes longer.",
+        metavar="SHARE",
+    )
+    eval_text: list[Path] | None = option(
+        "Held-out text: its perplexity before and after comes into the report and the "
+        "card. Repeat it for more.",
+        metavar="FILE",
+    )
+    eval_windows: int | None = option(
+        "Windows that are read of each held-out text, at most (all).", min=1
+    )
+    batch_size: int = same_option(ModelOptions, "batch_size")
+    dtype: str | None = same_option(ModelOptions, "dtype")
+    device: str | None = same_option(ModelOptions, "device")
+    tokenizer: Path | None = same_option(ModelOptions, "tokenizer")
+    keep_scores: Path | None = option(
+        "Where the scores of single weights (taylor, elementwise_fisher) stay. "
+        "verify needs them, and --scores FOLDER ranks by them again.",
+        metavar="FOLDER",
+    )
+    way: str | None = option(
+        "Whether weights stay in memory, a part on each process, or each pass reads a "
+        "layer when it needs it (resident on accelerators, where they fit). The result is the "
+        "same.",
+        metavar="resident|streamed",
+    )
+    score_bits: int = option(
+        "Of the scores of single weights in files. With 16 they are rounded to bfloat16, "
+        "and ranked as they are then.",
+        32,
+        metavar="16|32",
+        show_default=False,
+    )
+
+    def check(self) -> None:
+        """Check what needs no file.
 
         Raises:
-            SelectionError: one that has no effect without --text.
+            SelectionError: for a wrong value, or one that has no effect without --text.
         """
-        given = cls(**{field.name: options.pop(field.name) for field in fields(cls)})
-        changed = [f.name for f in fields(cls) if getattr(given, f.name) not in (f.default, [])]
-        if changed and not given.text:
-            name = "--" + changed[0].removesuffix("_shares").replace("eval_text", "eval")
-            name = name.replace("_", "-")
+        changed = [f.name for f in fields(self) if getattr(self, f.name) not in (f.default, [])]
+        if changed and not self.text:
+            name = name_of(changed[0])
             raise SelectionError(f"{name} has no effect without --text; add it, or leave this out.")
-        if given.update is not None and given.update not in _UPDATES:
-            raise SelectionError(f"--update {given.update}: expected {', '.join(_UPDATES)}.")
-        if given.way not in _WAYS:
-            raise SelectionError(f"--way {given.way}: expected resident or streamed.")
-        if given.score_bits not in (16, 32):
-            raise SelectionError(f"--score-bits {given.score_bits}: expected 16 or 32.")
-        return given
+        if self.update is not None and self.update not in _UPDATES:
+            raise SelectionError(f"--update {self.update}: expected {', '.join(_UPDATES)}.")
+        if self.way not in _WAYS:
+            raise SelectionError(f"--way {self.way}: expected resident or streamed.")
+        if self.score_bits not in (16, 32):
+            raise SelectionError(f"--score-bits {self.score_bits}: expected 16 or 32.")
 
+    def of_model(self, source: Path) -> ModelOptions:
+        """What these options say of the model and all texts, checked."""
+        texts = [*(self.text or []), *(self.eval_text or [])]
+        model = ModelOptions(
+            source,
+            texts,
+            self.length,
+            dtype=self.dtype,
+            device=self.device,
+            tokenizer=self.tokenizer,
+        )
+        model.check()
+        return model
 
-takes_text = takes(
-    {
-        name: _in_panel(annotation)
-        for name, annotation in get_type_hints(TextOptions, include_extras=True).items()
-    },
-    after="recipe",
-    defaults={field.name: field.default for field in fields(TextOptions)},
-)
+    def of_streaming(self) -> dict[str, Any]:
+        """Arguments of all functions of ``streaming``."""
+        return {
+            "update": _UPDATES[self.update or "least-squares"],
+            "batch_size": self.batch_size,
+            "dtype": dtype_named(self.dtype),
+            "score_bits": self.score_bits,
+        }
 
 
 def with_score(name: str | None, options: dict[str, Any], given: TextOptions) -> FileRecipe:
@@ -190,8 +139,7 @@ def cost_by_text(
     source: Path, recipe: FileRecipe, given: TextOptions, *, measures: bool
 ) -> StreamCost:
     """What pruning by text takes beside what pruning takes; ``measures`` says how long, too."""
-    model = ModelOptions(source, given.text or [], device=given.device)
-    model.check()
+    model = replace(given, eval_text=None).of_model(source)
     with translated(SelectionError):
         from distprune import streaming
 
@@ -200,13 +148,10 @@ def cost_by_text(
             recipe,
             given.windows,
             given.length,
-            update=_UPDATES[given.update or "least-squares"],  # type: ignore[arg-type]
             num_evaluated=given.windows if given.eval_text else 0,
-            batch_size=given.batch_size,
-            dtype=dtype_named(given.dtype),
             device=model.kind_of_device() if measures else None,
-            score_bits=given.score_bits,  # type: ignore[arg-type]
             measures=measures,
+            **given.of_streaming(),
         )
 
 
@@ -238,27 +183,14 @@ def prune_by_text(
     destination: Path,
     make_recipe: Callable[[], FileRecipe],
     given: TextOptions,
-    *,
-    nproc: int | None,
-    timeout: float,
-    take_over: bool,
-    replace: bool,
+    writing: WritingOptions,
 ) -> tuple[Report, Plan]:
     """Prune on this rank, or start ranks; see ``streaming.prune_folder``."""
-    texts = [*(given.text or []), *(given.eval_text or [])]
-    model = ModelOptions(
-        source,
-        texts,
-        given.length,
-        dtype=given.dtype,
-        device=given.device,
-        tokenizer=given.tokenizer,
-    )
-    model.check()
+    model = given.of_model(source)
     recipe = make_recipe()
-    ranks.run_on_ranks(context, nproc)
+    ranks.run_on_ranks(context, writing.nproc)
     kind = model.kind_of_device()
-    with process.Stop() as stop, ranks.process_group(timeout, backend_of(kind)):
+    with process.Stop() as stop, ranks.process_group(writing.timeout, backend_of(kind)):
         with translated(SelectionError):
             from distprune import language_models, streaming
 
@@ -277,21 +209,18 @@ def prune_by_text(
                 destination,
                 recipe,
                 windows,
-                update=_UPDATES[given.update or "least-squares"],  # type: ignore[arg-type]
                 evaluation=evaluation,
                 rounds=given.round_shares or (),
-                batch_size=given.batch_size,
-                dtype=model.torch_dtype(),
                 device=kind,
                 progress=meter.windows,
                 progress_of_files=meter,
                 stop=stop,
-                take_over=take_over,
+                take_over=writing.take_over,
                 keep_scores=given.keep_scores,
-                replace=replace,
+                replace=writing.force,
                 resident=_WAYS[given.way],
-                score_bits=given.score_bits,  # type: ignore[arg-type]
                 tell=terminal.note,
+                **given.of_streaming(),
             )
     if terminal.is_leader and made.before is not None and made.after is not None:
         terminal.note(

@@ -13,16 +13,19 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
 import distprune
 from distprune.cli import process
+from distprune.cli.options import RankOptions
 from distprune.files.errors import RanksError
 
 if TYPE_CHECKING:  # torch comes with it
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -41,6 +44,20 @@ def process_group(timeout: float, backend: str = "gloo") -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def on_ranks(
+    context: typer.Context, given: RankOptions, find: Callable[[], T]
+) -> Iterator[tuple[T, process.Stop]]:
+    """Do the rest on the ranks of a command, with what all of them find, and whether to stop."""
+    run_on_ranks(context, given.nproc, find)
+    from distprune._common.process_groups import world
+    from distprune.files.team import Team
+
+    # Listen before the ranks meet: a signal to all of them must not end some of them at once.
+    with process.Stop() as stop, process_group(given.timeout):
+        yield Team(world()).attempt(find), stop
 
 
 def run_on_ranks(

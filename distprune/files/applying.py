@@ -22,7 +22,7 @@ from distprune.files.disk.listing import OtherFile
 from distprune.files.errors import CheckpointError, headline, shown
 from distprune.files.partial import Partial, check_unchanged
 from distprune.files.planning import source_facts
-from distprune.files.reports.report import Record, RunFacts, as_json, identity_of, summed
+from distprune.files.reports import Record, RunFacts, as_json, identity_of, summed
 from distprune.files.results import resumed, versions
 from distprune.files.rewriting import masked_pieces
 from distprune.files.team import Progress, Team

@@ -57,7 +57,7 @@ from distprune.files.places import (
     settle,
     sync_folders,
 )
-from distprune.files.reports.report import REPORT_FILE, RUN_FILE
+from distprune.files.reports import REPORT_FILE, RUN_FILE
 from distprune.files.text import format_size
 from distprune.files.units import (
     PREPARED_FILE,

@@ -17,7 +17,7 @@ from typing import Any
 from distprune.files.checkpoints.checkpoint import SIDECAR
 from distprune.files.disk.access import check_owner, sync_folder, writing
 from distprune.files.errors import OutputError
-from distprune.files.reports.report import REPORT_FILE
+from distprune.files.reports import REPORT_FILE
 
 
 def check_own_folder(path: Path) -> None:

@@ -25,9 +25,9 @@ from distprune.files.lowest import LowestElements
 from distprune.files.partial import Partial, check_unchanged
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, bytes_to_count
 from distprune.files.reading import Source
+from distprune.files.reports import Record, Report, RunFacts, parse_report
 from distprune.files.reports.building import check_counts, make_report
 from distprune.files.reports.model_card import card_of
-from distprune.files.reports.report import Record, Report, RunFacts, parse_report
 from distprune.files.results import resumed, versions
 from distprune.files.team import Progress, Team
 from distprune.files.units import Span, keep_prepared, prune_task

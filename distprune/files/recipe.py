@@ -83,18 +83,19 @@ class FileRecipe(Request):
                 "'select' with 'include' and 'exclude'.",
             )
 
-    @property
-    def divisor_text(self) -> str:
-        """What the scores of a tensor are divided by, in words."""
+    def by_divisor(self, words: str) -> str:
+        """Some words, and what the scores of a tensor are divided by; "" if they are not."""
+        if self.normalize is None:
+            return ""
         mean = "mean magnitude" if self.ranks_magnitudes else "mean score"
-        names = {"rms": "rms", "l2": "l2 norm", "mean": mean}
-        return "" if self.normalize is None else f"{names[self.normalize]} of its tensor"
+        divisor = {"rms": "rms", "l2": "l2 norm", "mean": mean}[self.normalize]
+        return f" {words} {divisor} of its tensor"
 
     @property
     def score_text(self) -> str:
         """What ranks the weights, in words."""
         score = "given scores" if self.score == "given" else self.score
-        return score + (f" / {self.divisor_text}" if self.normalize is not None else "")
+        return score + self.by_divisor("/")
 
     def as_fields(self) -> dict[str, Any]:
         """The fields as plain values, for reports and digests.

@@ -24,7 +24,7 @@ from distprune._common.memory import peak_rss_bytes
 from distprune.files.disk.access import OpenFiles, copy_range
 from distprune.files.errors import FilesError, NaNError, RanksError, SelectionError
 from distprune.files.partial import Partial
-from distprune.files.reports.report import Record, RunFacts
+from distprune.files.reports import Record, RunFacts
 from distprune.files.rewriting import FileSink, Pieces, rewritten
 from distprune.files.team import Team
 from distprune.files.text import format_size

@@ -49,9 +49,7 @@ from distprune.files.partial import RECIPE_FILE, check_unchanged
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
 from distprune.files.reading import Source
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.building import make_report, with_digest
-from distprune.files.reports.model_card import card_problem
-from distprune.files.reports.report import (
+from distprune.files.reports import (
     REPORT_FILE,
     RUN_FILE,
     Record,
@@ -61,6 +59,8 @@ from distprune.files.reports.report import (
     read_text,
     recipe_of,
 )
+from distprune.files.reports.building import make_report, with_digest
+from distprune.files.reports.model_card import card_problem
 from distprune.files.rewriting import Piece, Pieces, masked_pieces, rewritten
 from distprune.files.scoring import KeptValues
 from distprune.files.team import Progress, Team

@@ -2,15 +2,16 @@
 
 A recipe is a mapping, usually from a YAML file. :class:`RecipeForm` is the whole of it and
 :class:`GroupForm` an item of ``groups``. The JSON schema is made from these classes. Rules about
-keys that exclude each other are in ``checking``: they are checked even if values are wrong.
+keys that exclude each other stand below: they are checked even if values are wrong. Every mistake
+names the key and the value and, in a file, the line.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypedDict, get_args
 
 from pydantic import (
     BaseModel,
@@ -31,6 +32,7 @@ from distprune._common import blocks
 from distprune._common.blocks import Pattern
 from distprune._common.schedules import SCHEDULES, Schedule
 from distprune._common.selecting import check_pattern
+from distprune.recipes import KeyPath, Problems, RecipeError
 
 
 def listed(values: Sequence[object]) -> str:
@@ -196,7 +198,7 @@ InputDims = Annotated[
 
 
 class Section(BaseModel):
-    """A mapping of a recipe. Unknown keys are errors; so is None, see ``checking``."""
+    """A mapping of a recipe. Unknown keys are errors; so is None, see :func:`check`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -334,6 +336,11 @@ class BudgetForm(Section):
     )
 
     @property
+    def ranked_by(self) -> recipes.Score | None:
+        """The score, by either of its keys."""
+        return self.score or self.method
+
+    @property
     def has_amount(self) -> bool:
         return not (self.sparsity is None and self.schedule is None and not self.is_n_of_m)
 
@@ -345,9 +352,7 @@ class BudgetForm(Section):
     @property
     def is_normalizable(self) -> bool:
         """Whether the order of the weights depends on what each tensor is divided by."""
-        return recipes.is_normalizable(
-            self.scope, self.pattern, self.budget, self.score or self.method
-        )
+        return recipes.is_normalizable(self.scope, self.pattern, self.budget, self.ranked_by)
 
 
 class GroupForm(BudgetForm):
@@ -435,7 +440,7 @@ def _with_normalize(group: GroupForm, own: str | None, is_raw: bool) -> GroupFor
         own: what the group itself says.
         is_raw: whether the recipe's version has no normalisation by default.
     """
-    default = "none" if is_raw else recipes.default_normalization(group.score or group.method)
+    default = "none" if is_raw else recipes.default_normalization(group.ranked_by)
     normalize = (group.normalize or default) if group.is_normalizable else own
     return group.model_copy(update={"normalize": normalize})
 
@@ -460,3 +465,250 @@ def recipe_schema() -> dict[str, Any]:
     """The schema, as plain values."""
     schema = RecipeForm.model_json_schema(schema_generator=_WithoutNull)
     return {"$schema": GenerateJsonSchema.schema_dialect, **schema}
+
+
+_SECTIONS: dict[str, tuple[type[Section], ...]] = {
+    "select": (SelectForm,),
+    "limits": (LimitsForm,),
+    "output": (OutputForm,),
+}
+_SCHEDULES: dict[str, tuple[type[Section], ...]] = {
+    "one_shot": (OneShotForm,), "linear": (RampForm,), "cubic": (RampForm,)
+}  # fmt: skip
+_AMOUNTS = ("sparsity", "pattern", "schedule")
+_BESIDE_PATTERN = "has no place beside 'pattern', which says how much and where."
+
+
+class _Error(TypedDict, total=False):
+    """What pydantic says about one mistake."""
+
+    type: str
+    loc: tuple[int | str, ...]
+    input: Any
+    ctx: dict[str, Any]
+
+
+def check(document: object, problems: Problems, where: str) -> RecipeForm:
+    """Check a recipe.
+
+    Args:
+        document: plain values, as from YAML or JSON.
+        problems: those that are known already.
+        where: what the recipe is called in the message.
+
+    Raises:
+        RecipeError: with every problem.
+    """
+    document = _plain(document)
+    recipe = None
+    _check_nulls(document, problems)
+    if isinstance(document, dict):
+        _check_keys(document, problems)
+    try:
+        recipe = RecipeForm.model_validate(document)
+    except ValidationError as error:
+        for mistake in error.errors(include_url=False):
+            _add(mistake, document, problems)
+    if recipe is not None and not problems:
+        _check_values(recipe, problems)
+    if problems or recipe is None:
+        raise RecipeError(where, problems.texts())
+    return recipe
+
+
+def _plain(value: object) -> object:
+    """Mappings of any kind as dicts, which is what pydantic takes."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _add(mistake: Any, document: object, problems: Problems) -> None:
+    """Add what pydantic says in our words."""
+    error: _Error = mistake
+    path, kind, context = _path_in(error["loc"], document), error["type"], error.get("ctx", {})
+    found = f"found {shown(error['input'])}."
+    if error["input"] is None and path:
+        return  # it has no value, or one that could not be read
+    if kind == "problem":
+        key = context["key"]
+        problems.add(path if key is None else (*path, key), context["text"])
+    elif kind == "missing":
+        problems.add(path, f"has no {str(error['loc'][-1])!r}, which is needed.")
+    elif kind in ("extra_forbidden", "invalid_key"):
+        problems.add(path, _unknown(path[-1], _keys(path[:-1], document)))
+    elif kind == "union_tag_not_found":
+        problems.add(path, "has no 'kind', which is needed.")
+    elif kind == "union_tag_invalid":
+        _add_wrong_kind(path, error["input"], problems)
+    elif kind == "expected":
+        problems.add(path, f"expected {context['text']}, {found}")
+    else:
+        problems.add(path, f"expected a mapping with {listed(_keys(path, document))}, {found}")
+
+
+def _add_wrong_kind(path: KeyPath, schedule: Mapping[str, Any], problems: Problems) -> None:
+    kind = schedule["kind"]
+    kinds = choice_text(tuple(_SCHEDULES), kind)
+    problems.add((*path, "kind"), f"expected {kinds}, found {shown(kind)}.")
+    keys = _all_keys((OneShotForm, RampForm))
+    for key in schedule:
+        if key not in keys:
+            problems.add((*path, key), _unknown(key, keys))
+
+
+def _path_in(location: Sequence[int | str], document: object) -> KeyPath:
+    """The part of a location that is in the document: pydantic adds kinds and missing keys."""
+    path: list[int | str] = []
+    value: Any = document
+    for key in location:
+        is_key = isinstance(value, dict) and key in value
+        if is_key or (isinstance(value, list) and isinstance(key, int) and key < len(value)):
+            value = value[key]
+            path.append(key)
+    return tuple(path)
+
+
+def _keys(path: KeyPath, document: object) -> tuple[str, ...]:
+    """The keys that the mapping at a path may have."""
+    if not path:
+        return _all_keys((RecipeForm,))
+    if isinstance(path[-1], int):
+        return _all_keys((GroupForm,))
+    if path[-1] != "schedule":
+        return _all_keys(_SECTIONS[path[-1]])
+    value: Any = document
+    for key in path:
+        value = value[key]
+    kind = value.get("kind") if isinstance(value, dict) else None
+    return _all_keys(_SCHEDULES.get(str(kind), (OneShotForm, RampForm)))
+
+
+def _all_keys(forms: Sequence[type[Section]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(key for form in forms for key in form.model_fields))
+
+
+def _unknown(key: object, keys: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(str(key), keys, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"unknown key.{hint} Expected {listed(keys)}."
+
+
+def shown(value: object) -> str:
+    """A value and its type, for a message; shortened if it is long."""
+    text = repr(value)
+    return f"{text if len(text) < 80 else text[:76] + ' ...'} ({type(value).__name__})"
+
+
+def _check_nulls(document: object, problems: Problems, path: KeyPath = ()) -> None:
+    """Check that every key has a value: the form takes None for a key that is left out."""
+    if document is None and path and not problems.has(path):
+        problems.add(path, "has no value; give it one, or leave the key out.")
+    elif isinstance(document, dict):
+        for key, value in document.items():
+            _check_nulls(value, problems, (*path, key))
+
+
+def _check_keys(document: Mapping[str, Any], problems: Problems) -> None:
+    """Check which keys stand beside each other; their values may be wrong."""
+    groups = document.get("groups")
+    tables: list[tuple[KeyPath, Any]] = [((), document)]
+    if isinstance(groups, list | tuple) and groups:
+        tables += [(("groups", i), group) for i, group in enumerate(groups)]
+        if "select" in document:
+            problems.add(("select",), "goes into each of the groups, if there are any.")
+        if "pattern" in document:
+            problems.add(("groups",), _BESIDE_PATTERN)
+    has_groups = len(tables) > 1
+    for path, table in tables:
+        if not isinstance(table, Mapping):
+            continue
+        _check_table(table, path, problems)
+        has_amount = _has_amount(table)
+        if has_groups:
+            has_amount |= path == () or _has_amount(document)
+        if not has_amount and "groups" not in table:
+            problems.add(path, "has no 'sparsity', 'pattern' or 'schedule'; expected one of them.")
+
+
+def _has_amount(table: Mapping[str, Any]) -> bool:
+    has_tiles = recipes.is_tiled(table.get("pattern"))
+    return any(key in table for key in _AMOUNTS if not (has_tiles and key == "pattern"))
+
+
+def _check_table(table: Mapping[str, Any], path: KeyPath, problems: Problems) -> None:
+    if "score" in table and "method" in table:
+        text = "is given beside 'score', and means the same; leave it out."
+        problems.add((*path, "method"), text)
+    has_tiles = recipes.is_tiled(table.get("pattern"))
+    for key, kind in (("limits", "limits"), ("budget", "a budget")):
+        if has_tiles and key in table:
+            text = f"has no place beside a pattern of tiles, which is ranked without {kind}."
+            problems.add((*path, key), text)
+    if "pattern" in table and not has_tiles:
+        for key in ("sparsity", "schedule", "scope", "budget", "limits"):
+            if key in table:
+                problems.add((*path, key), _BESIDE_PATTERN)
+    elif "sparsity" in table and "schedule" in table:
+        text = "is given beside 'sparsity'; expected one of the two."
+        problems.add((*path, "schedule"), text)
+
+
+def _check_values(recipe: RecipeForm, problems: Problems) -> None:
+    """Check values that have no effect beside others; each of them is right by itself."""
+    groups = recipe.resolved()
+    for i, group in enumerate(groups):
+        path: KeyPath = ("groups", i) if recipe.groups else ()
+        _check_share(group, path, problems)
+        _check_normalize(group, path, problems)
+    is_used = any(group.is_normalizable for group in groups)
+    if recipe.groups and recipe.normalize not in (None, "none") and not is_used:
+        problems.add(("normalize",), "has no effect in any of the groups; leave it out.")
+    ranked_by = {group.ranked_by for group in groups}
+    of_budget = any(group.budget == recipes.BUDGET_FROM_STATISTICS for group in groups)
+    if (
+        recipe.statistics is not None
+        and ranked_by.isdisjoint(recipes.FROM_STATISTICS)
+        and not of_budget
+    ):
+        text = (
+            f"score {listed(recipes.FROM_STATISTICS)}, or budget {recipes.BUDGET_FROM_STATISTICS!r}"
+        )
+        problems.add(("statistics",), f"has no effect without {text}; leave it out.")
+    if recipe.scores is not None and ranked_by.isdisjoint(recipes.FROM_FILES):
+        text = f"has no effect without score {listed(recipes.FROM_FILES)}; leave it out."
+        problems.add(("scores",), text)
+    if recipe.seed is not None and "random" not in ranked_by:
+        problems.add(("seed",), "has no effect without score 'random'; leave it out.")
+
+
+def _check_share(group: GroupForm, path: KeyPath, problems: Problems) -> None:
+    """Check limits and a budget, which divide one total among tensors."""
+    has_own_shares = group.scope in ("layer", "row")
+    same = f"has no effect with scope {group.scope!r}, where every tensor loses the same share;"
+    if group.limits is not None and group.limits.has_effect and has_own_shares:
+        way_out = "leave it out, or rank all tensors together (scope 'global')."
+        problems.add((*path, "limits"), f"{same} {way_out}")
+    if group.budget is not None and has_own_shares:
+        problems.add((*path, "budget"), f"{same} leave one of them out.")
+    elif group.budget == "lamp" and group.ranked_by == "random":
+        text = "'lamp' divides by the squares of magnitudes; expected another score than 'random'."
+        problems.add((*path, "budget"), text)
+
+
+def _check_normalize(group: GroupForm, path: KeyPath, problems: Problems) -> None:
+    if group.normalize in (None, "none") or group.is_normalizable:
+        return
+    if group.pattern is not None and not group.is_n_of_m:
+        beside = "beside a pattern of tiles, whose scores are sums of raw magnitudes"
+    elif group.pattern is not None:
+        beside = "beside a pattern, which compares weights of one tensor"
+    elif group.budget is not None:
+        beside = "beside a budget, with which weights of one tensor are compared"
+    elif group.scope in ("layer", "row"):
+        beside = f"with scope {group.scope!r}, which compares weights of one tensor"
+    else:
+        beside = "with score 'random', which does not depend on the weights"
+    problems.add((*path, "normalize"), f"has no effect {beside}; leave it out.")

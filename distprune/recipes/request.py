@@ -23,6 +23,7 @@ from distprune.recipes import (
     RecipeError,
     Score,
     is_normalizable,
+    read_yaml,
 )
 
 if TYPE_CHECKING:
@@ -161,8 +162,6 @@ class Request:
         if not file.exists():
             file = shipped_recipes().get(str(path), file)
         _need_pydantic()
-        from distprune.recipes.checking import read_yaml
-
         document, problems = read_yaml(file)
         request = cls._read(document, problems, str(path))
         inputs = {name: getattr(request, name) for name in ("statistics", "scores")}
@@ -227,6 +226,11 @@ class Request:
     def reads_gradients(self) -> bool:
         """Whether scores are made of gradients."""
         return self.score in FROM_GRADIENTS
+
+    @property
+    def ranks_raw(self) -> bool:
+        """Whether tensors are ranked together by numbers of weights that are not normalised."""
+        return self.is_normalizable and self.normalize is None and not self.reads_gradients
 
     @property
     def reads_scores(self) -> bool:
@@ -398,9 +402,9 @@ def recipe_schema() -> dict[str, Any]:
 def _check(document: object, problems: Problems, where: str) -> RecipeForm:
     """Check a document, or raise RecipeError with every problem."""
     _need_pydantic()
-    from distprune.recipes import checking
+    from distprune.recipes import form
 
-    return checking.check(document, problems, where)
+    return form.check(document, problems, where)
 
 
 def _need_pydantic() -> None:
@@ -435,7 +439,7 @@ def _part_of(group: GroupForm) -> dict[str, Any]:
         "scope": group.scope or "global",
         "budget": group.budget,
         "pattern": group.pattern,
-        "score": group.score or group.method or "magnitude",
+        "score": group.ranked_by or "magnitude",
         "normalize": None if group.normalize == "none" else group.normalize,
         "min_sparsity": 0.0 if limits is None else limits.min_sparsity,
         "max_sparsity": 1.0 if limits is None else limits.max_sparsity,

@@ -29,7 +29,7 @@ from distprune.files.places import check_free, check_place, check_replaceable
 from distprune.files.planning import STATISTICS_FILE, plan
 from distprune.files.pruning import prune as prune_files
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.report import REPORT_FILE, Report, read_report
+from distprune.files.reports import REPORT_FILE, Report, read_report
 from distprune.files.scoring import check_scores
 from distprune.files.team import Progress
 from distprune.language_models.loading import require_extra

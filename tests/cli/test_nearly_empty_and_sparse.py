@@ -5,7 +5,7 @@ import torch
 
 from distprune.files import planning, pruning
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.report import read_report
+from distprune.files.reports import read_report
 from distprune.files.verifying import verify
 from distprune.testing import run_ranks
 from helpers.tiny_checkpoints import save, tree_digest

@@ -9,7 +9,7 @@ from distprune.files import planning, pruning, verifying
 from distprune.files.errors import SelectionError
 from distprune.files.reading import Source
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.report import read_report
+from distprune.files.reports import read_report
 from helpers import file_oracle, tiny_checkpoints
 from helpers.sampling import every
 from helpers.small_work_units import small_chunks, small_units

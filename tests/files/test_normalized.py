@@ -8,7 +8,7 @@ import torch
 from distprune.files import cuts, planning, pruning, results, verifying
 from distprune.files.errors import CheckpointError, NaNError
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.report import read_report
+from distprune.files.reports import read_report
 from helpers import file_oracle, tiny_checkpoints
 from helpers.sampling import every
 from helpers.tiny_checkpoints import load, tree_digest

@@ -8,7 +8,7 @@ import torch
 from distprune.files import cuts, planning, pruning, reading, verifying
 from distprune.files.errors import CheckpointError, FilesError, SelectionError
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.report import read_report
+from distprune.files.reports import read_report
 from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints
 from helpers.sampling import every

@@ -12,7 +12,7 @@ from distprune.files import planning, pruning
 from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.recipe import RecipeError, load_recipe, parse_recipe
-from distprune.recipes import checking
+from distprune.recipes import form
 from helpers import tiny_checkpoints
 from helpers.sampling import num_examples
 
@@ -71,8 +71,8 @@ def test_the_recipe_beside_a_result_makes_the_same_plan(tmp_path):
 def test_a_recipe_is_checked_once(tmp_path, monkeypatch):
     """When it is made; not by the plan, the search, the report, or what a result keeps."""
     calls = []
-    check = checking.check
-    monkeypatch.setattr(checking, "check", lambda *args: calls.append(args) or check(*args))
+    check = form.check
+    monkeypatch.setattr(form, "check", lambda *args: calls.append(args) or check(*args))
     source = tiny_checkpoints.save(tmp_path / "source", {"a.weight": torch.ones(8, 8)})
     recipe = FileRecipe(0.5, include=("a*",))
     pruning.prune(planning.plan(source, recipe), tmp_path / "out")

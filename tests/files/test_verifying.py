@@ -19,8 +19,8 @@ from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
 from distprune.files.errors import CheckpointError, FilesError, Interrupted
 from distprune.files.partial import RECIPE_FILE
 from distprune.files.recipe import FileRecipe
+from distprune.files.reports import REPORT_FILE, RUN_FILE, parse_report, read_report
 from distprune.files.reports.building import with_digest
-from distprune.files.reports.report import REPORT_FILE, RUN_FILE, parse_report, read_report
 from distprune.files.verifying import verify
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints

@@ -14,7 +14,7 @@ from distprune.files.checkpoints.header import read_header
 from distprune.files.disk import destination as destinations
 from distprune.files.errors import Interrupted, MachineError, OutputError, SelectionError
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.report import read_report
+from distprune.files.reports import read_report
 from distprune.files.verifying import verify
 from distprune.statistics import GradientStatistics, GramMatrices
 from distprune.testing import run_ranks

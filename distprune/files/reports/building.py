@@ -18,7 +18,7 @@ from distprune.files.cuts import Cuts
 from distprune.files.errors import OutputError
 from distprune.files.planning import Plan, digest_of
 from distprune.files.reading import Source
-from distprune.files.reports.report import (
+from distprune.files.reports import (
     GroupReport,
     Record,
     Report,
@@ -223,16 +223,12 @@ def warnings_about(plan: Plan, tensors: Sequence[TensorReport]) -> tuple[str, ..
 
 def advice_about(plan: Plan, tensors: Sequence[TensorReport]) -> str:
     """What may help if raw magnitudes emptied a tensor; "" if they did not."""
-    collapsed_ones = [(t, plan.groups[t.group].recipe) for t in _of_collapsed(plan, tensors)]
-    raw = [
-        (tensor, recipe)
-        for tensor, recipe in collapsed_ones
-        if recipe.normalize is None and recipe.is_normalizable and not recipe.reads_gradients
-    ]
+    collapsed_ones = _of_collapsed(plan, tensors)
+    raw = [tensor for tensor in collapsed_ones if plan.groups[tensor.group].recipe.ranks_raw]
     if not raw:
         return ""
-    shown = _shown([tensor for tensor, _ in raw])
-    are_weights = all(recipe.ranks_magnitudes for _, recipe in raw)
+    shown = _shown(raw)
+    are_weights = all(plan.groups[tensor.group].recipe.ranks_magnitudes for tensor in raw)
     keep = "keeps" if len(raw) == 1 else "keep"
     option = "" if plan.recipe.groups else " (--normalize rms)"
     return (

@@ -21,7 +21,7 @@ from distprune._version import __version__
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.disk.access import reading
 from distprune.files.planning import CARD_FILE, MAX_CARD_BYTES, Plan
-from distprune.files.reports.report import Report, TensorReport
+from distprune.files.reports import Report, TensorReport
 from distprune.files.text import format_percent, role_of
 from distprune.recipes import ELEMENTWISE
 
@@ -245,9 +245,7 @@ def _facts(plan: Plan, report: Report) -> list[tuple[str, str]]:
         what = f"largest {'magnitude' if is_magnitude else 'score'} that was pruned"
         if only.tile is not None:
             what = "largest sum of a tile that was pruned"
-        value = f"{report.threshold:.6g}"
-        if recipe.normalize is not None:
-            value += f" times the {recipe.divisor_text}"
+        value = f"{report.threshold:.6g}{recipe.by_divisor('times the')}"
         facts.append((what, f"{value} ({ties})"))
     return facts
 
