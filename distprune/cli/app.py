@@ -132,8 +132,12 @@ def run(arguments: Sequence[str]) -> int:
     is_help = "--help" in given
     try:
         with process.writing() if is_help else contextlib.nullcontext():
-            # typer.Exit in a command is what comes back.
+            # A command that takes options comes back; of others what typer.Exit says.
             code = app(args=given, prog_name="distprune", obj=given.copy(), standalone_mode=False)
+        if callable(code):
+            code = code()
+    except typer.Exit as end:
+        return end.exit_code
     except typer.Abort:
         return process.INTERRUPTED
     except _ParserError as error:

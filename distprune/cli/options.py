@@ -124,8 +124,11 @@ def name_of(field: str) -> str:
     return "--" + _NAMES.get(field, field).replace("_", "-")
 
 
-def takes_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Let typer read the fields of a command's parameters that are classes of options."""
+def takes_options(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+    """Let typer read the fields of a command's parameters that are classes of options.
+
+    What it calls then returns the command with its arguments, for ``app.run`` to run.
+    """
     signature = inspect.signature(command, eval_str=True)
     kinds: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
@@ -137,14 +140,14 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
-    def run(**values: Any) -> None:
+    def read(**values: Any) -> Callable[[], None]:
         for name, kind in kinds.items():
             own = [field.name for field in dataclasses.fields(kind)]
             values[name] = kind(**{key: values.pop(key) for key in own})
-        command(**values)
+        return functools.partial(command, **values)
 
-    vars(run)["__signature__"] = signature.replace(parameters=parameters)
-    return run
+    vars(read)["__signature__"] = signature.replace(parameters=parameters)
+    return read
 
 
 def _parameters_of(kind: Any) -> Iterator[inspect.Parameter]:
