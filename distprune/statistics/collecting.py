@@ -457,7 +457,7 @@ def _uncompiled() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    set_stance: Callable[[str], contextlib.AbstractContextManager[None]] = torch.compiler.set_stance
+    set_stance: Callable[..., contextlib.AbstractContextManager[Any]] = torch.compiler.set_stance
     with set_stance("force_eager"), warnings.catch_warnings():
         # They are seen once more at the compiled module around a module, which does no harm.
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
