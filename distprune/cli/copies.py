@@ -10,15 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distprune.cli import process, ranks
-from distprune.cli.console import (
-    Meter,
-    Reading,
-    Terminal,
-    count,
-    counted,
+from distprune.cli.console import Meter, Reading, Terminal, count, counted, percent, share_text
+from distprune.cli.describing import (
     discard_unfinished,
-    percent,
-    share_text,
     show_counts,
     tell,
     tell_names,

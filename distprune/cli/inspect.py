@@ -19,10 +19,10 @@ from distprune.cli.console import (
     count,
     counted,
     percent,
-    ranking_text,
     shape_text,
     without_numbers,
 )
+from distprune.cli.describing import ranking_text
 from distprune.cli.options import (
     OutputOptions,
     Plot,

@@ -14,19 +14,8 @@ import typer
 from distprune._common.garbage import without_garbage_collection
 from distprune._common.mask_bits import num_bytes_of
 from distprune.cli import process
-from distprune.cli.console import (
-    Terminal,
-    count,
-    duration,
-    percent,
-    ranking_text,
-    shape_text,
-    show_warnings,
-    summary,
-    tell,
-    values_of_files,
-    without_numbers,
-)
+from distprune.cli.console import Terminal, count, duration, percent, shape_text, without_numbers
+from distprune.cli.describing import ranking_text, show_warnings, summary, tell, values_of_files
 from distprune.cli.options import (
     FollowLinks,
     OutputOptions,

@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distprune.cli import console, process, ranks
-from distprune.cli.console import Meter, Reading, Terminal, count, counted, percent, share_text
+from distprune.cli import describing, process, ranks
+from distprune.cli.console import (
+    Meter,
+    Reading,
+    Terminal,
+    count,
+    counted,
+    percent,
+    share_text,
+    time_text,
+)
 from distprune.cli.options import (
     Destination,
     FollowLinks,
@@ -83,7 +92,7 @@ def prune(
     """
     terminal = output.terminal(is_leader=process.is_leader())
     if writing.discard:
-        console.discard_unfinished(terminal, destination, writing.take_over)
+        describing.discard_unfinished(terminal, destination, writing.take_over)
         return
     by_text.check()
 
@@ -109,9 +118,9 @@ def prune(
     with ranks.on_ranks(context, writing, make_plan) as (plan, stop):
         from distprune.files import pruning
 
-        console.tell(terminal, plan.checkpoint)
-        console.show_warnings(terminal, plan)
-        terminal.note(console.summary(plan))
+        describing.tell(terminal, plan.checkpoint)
+        describing.show_warnings(terminal, plan)
+        terminal.note(describing.summary(plan))
         with Meter(terminal) as meter:
             report = pruning.prune(
                 plan,
@@ -146,7 +155,7 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
     from distprune._common.memory import peak_rss_bytes
 
     if terminal.as_json:
-        values = json.loads(report.result_json()) | console.values_of_files(plan.checkpoint)
+        values = json.loads(report.result_json()) | describing.values_of_files(plan.checkpoint)
         terminal.json({**values, "run": json.loads(report.run.to_json())})
         return
     if terminal.verbosity > 0:
@@ -164,7 +173,7 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
     run = report.run
     peak = max(*run.peak_rss_bytes, peak_rss_bytes())  # after the last file, too
     terminal.text(
-        f"{destination}: {console.time_text(sum(run.seconds.values()), run.num_ranks)}, "
+        f"{destination}: {time_text(sum(run.seconds.values()), run.num_ranks)}, "
         f"peak memory {format_size(peak)}."
     )
 
@@ -180,7 +189,7 @@ def _show_tensors(terminal: Terminal, report: Report) -> None:
             numbers = [tensor.divisor, magnitude]
         texts = ["" if number is None else f"{number:.4g}" for number in numbers]
         rows.append((tensor.name, tensor.num_elements, tensor.num_pruned, *texts))
-    console.show_counts(terminal, rows, ("divisor", "cut at") if is_normalized else ())
+    describing.show_counts(terminal, rows, ("divisor", "cut at") if is_normalized else ())
 
 
 def _describe_group(report: Report, group: GroupReport, recipe: FileRecipe) -> str:

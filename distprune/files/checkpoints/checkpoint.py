@@ -175,9 +175,9 @@ def _check_keys(
 ) -> list[str]:
     """Problems of tensors that occur twice, or in another file than the index says."""
     problems: list[str] = []
-    first = {tensor.name: file.name for file in files for tensor in file.tensors}
-    are_unique = len(first) == sum(len(file.tensors) for file in files)
-    if first and are_unique and (index is None or first == weight_map):
+    file_of = {tensor.name: file.name for file in files for tensor in file.tensors}
+    are_unique = len(file_of) == sum(len(file.tensors) for file in files)
+    if file_of and are_unique and (index is None or file_of == weight_map):
         return problems
     where: dict[str, list[str]] = {}
     for file in files:
