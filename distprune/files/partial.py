@@ -46,6 +46,14 @@ from distprune.files.disk.destination import (
     resolve_destination,
 )
 from distprune.files.errors import CheckpointError, OutputError
+from distprune.files.journals import (
+    PREPARED_FILE,
+    SMALL_FILES,
+    finished_units,
+    is_journal,
+    next_run,
+    usable,
+)
 from distprune.files.places import (
     check_free,
     check_own_folder,
@@ -59,15 +67,7 @@ from distprune.files.places import (
 )
 from distprune.files.reports import REPORT_FILE, RUN_FILE
 from distprune.files.text import format_size
-from distprune.files.units import (
-    PREPARED_FILE,
-    SMALL_FILES,
-    Task,
-    finished_units,
-    is_journal,
-    next_run,
-    usable,
-)
+from distprune.files.units import Task
 
 RECIPE_FILE = f"{SIDECAR}/recipe.yaml"
 _WORK = f"{SIDECAR}/work"
@@ -104,7 +104,7 @@ class Partial:
         Returns:
             A value of JSON. ``finished``: the texts of the report and of its run if the destination
             is the result of this task, else None. In the latter case also ``run``, a number for the
-            journals, and from :func:`~distprune.files.units.usable` ``prepared`` and ``units``.
+            journals, and from :func:`~distprune.files.journals.usable` ``prepared`` and ``units``.
 
         Raises:
             OutputError: the destination exists or is in use, the unfinished result of another task

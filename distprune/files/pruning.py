@@ -21,6 +21,7 @@ from distprune._common.memory import Array
 from distprune._common.process_groups import world
 from distprune.files.cuts import Cuts, find_cuts
 from distprune.files.disk.destination import resolve_destination
+from distprune.files.journals import keep_prepared
 from distprune.files.lowest import LowestElements
 from distprune.files.partial import Partial, check_unchanged
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, bytes_to_count
@@ -30,7 +31,7 @@ from distprune.files.reports.building import check_counts, make_report
 from distprune.files.reports.model_card import card_of
 from distprune.files.results import resumed, versions
 from distprune.files.team import Progress, Team
-from distprune.files.units import Span, keep_prepared, prune_task
+from distprune.files.units import Span, prune_task
 
 
 def prune(

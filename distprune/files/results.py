@@ -23,12 +23,13 @@ from distprune._common.attempts import attempt, error_of
 from distprune._common.memory import peak_rss_bytes
 from distprune.files.disk.access import OpenFiles, copy_range
 from distprune.files.errors import FilesError, NaNError, RanksError, SelectionError
+from distprune.files.journals import Journal, all_records, recheck
 from distprune.files.partial import Partial
 from distprune.files.reports import Record, RunFacts
 from distprune.files.rewriting import FileSink, Pieces, rewritten
 from distprune.files.team import Team
 from distprune.files.text import format_size
-from distprune.files.units import CopyUnit, Journal, Task, all_records, recheck, units_by_rank
+from distprune.files.units import CopyUnit, Task, units_by_rank
 
 # Writes the small files of a result, by the records of all units.
 Complete = Callable[[Partial, Sequence[Record], RunFacts], None]

@@ -3,7 +3,7 @@
 import contextlib
 from unittest import mock
 
-from distprune.files import applying, lowest, tiles, units
+from distprune.files import applying, journals, lowest, tiles, units
 from distprune.selection import cpu
 
 
@@ -14,7 +14,7 @@ def small_units(num_elements=200, copy_bytes=300, flush_bytes=900):
         mock.patch.object(units, "_MIN_ELEMENTS", num_elements),
         mock.patch.object(applying, "_UNIT_ELEMENTS", num_elements),
         mock.patch.object(units, "_COPY_BYTES", copy_bytes),
-        mock.patch.object(units, "_FLUSH_BYTES", flush_bytes),
+        mock.patch.object(journals, "_FLUSH_BYTES", flush_bytes),
     ):
         yield
 

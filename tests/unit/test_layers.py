@@ -71,7 +71,7 @@ ROOMS = {
 FILES_ROOMS = [
     "text", "errors", "team", "disk", "recipe", "checkpoints", "layouts", "selecting", "dividing",
     "matching", "scoring", "planning", "tiles", "reading", "cuts", "units",
-    "rewriting", "lowest", "reports", "places", "partial", "results",
+    "rewriting", "lowest", "reports", "journals", "places", "partial", "results",
 ]  # fmt: skip
 FILES_COMMANDS = {"pruning", "applying", "verifying", "inspecting", "converting"}
 
