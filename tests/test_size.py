@@ -22,10 +22,10 @@ ROOMS = {
     "budgets": (555, 4),
     "call": (1446, 9),
     "checkpoint.py": (272, 1),
-    "cli": (3291, 16),
+    "cli": (3270, 16),
     "criteria": (1028, 6),
     "dynamic.py": (160, 1),
-    "files": (6388, 39),
+    "files": (6339, 39),
     "integrations": (1129, 7),
     "language_models": (2296, 13),
     "layouts.py": (13, 1),
@@ -39,14 +39,14 @@ ROOMS = {
     "selftest": (519, 3),
     "shards": (1291, 10),
     "statistics": (2168, 11),
-    "streaming": (1372, 8),
+    "streaming": (1368, 8),
     "testing.py": (313, 1),
     "torch_private": (2083, 15),
     "verification": (1210, 5),
 }
-TOTAL = (39298, 237)
+TOTAL = (39224, 237)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 53838, "launch": 3395}
+FOLDERS = {"tests": 53708, "launch": 3395}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -21,7 +21,6 @@ from distprune.cli.describing import (
 )
 from distprune.cli.options import (
     Destination,
-    FollowLinks,
     OutputOptions,
     RankOptions,
     Source,
@@ -44,7 +43,6 @@ def apply(
     ],
     source: Source,
     destination: Destination,
-    follow_links: FollowLinks = False,
     *,
     writing: WritingOptions,
     output: OutputOptions,
@@ -64,13 +62,13 @@ def apply(
     """
     terminal = output.terminal(is_leader=process.is_leader())
     if writing.discard:
-        discard_unfinished(terminal, destination, writing.take_over)
+        discard_unfinished(terminal, destination)
         return
 
     def find() -> Application:
         from distprune.files.applying import Application
 
-        return Application(masks, source, follow_links=follow_links)
+        return Application(masks, source)
 
     with ranks.on_ranks(context, writing, find) as (application, stop):
         checkpoint = application.checkpoint
@@ -80,7 +78,6 @@ def apply(
                 destination,
                 progress=meter,
                 stop=stop,
-                take_over=writing.take_over,
                 replace=writing.force,
                 tell=terminal.note,
             )
@@ -111,7 +108,6 @@ def convert(
         ),
     ],
     destination: Destination,
-    follow_links: FollowLinks = False,
     *,
     output: OutputOptions,
 ) -> None:
@@ -131,7 +127,7 @@ def convert(
     from distprune.files.converting import Conversion
 
     terminal = output.terminal()
-    conversion = Conversion(source, follow_links=follow_links)
+    conversion = Conversion(source)
     if conversion.note:
         terminal.note(conversion.note)
     tell_skipped(terminal, conversion.skipped)
@@ -248,7 +244,7 @@ def diff(
     from distprune.files.checkpoints.checkpoint import open_checkpoint
     from distprune.files.inspecting import compare, compare_metadata
 
-    a, b = (open_checkpoint(path, follow_links=True) for path in (first, second))
+    a, b = (open_checkpoint(path) for path in (first, second))
     terminal = output.terminal()
     with Meter(terminal) as meter:
         reading = Reading(meter, a.num_bytes + b.num_bytes)

@@ -59,13 +59,13 @@ def show_counts(
     terminal.table(("tensor", *numbers), rows, right=numbers)
 
 
-def discard_unfinished(terminal: Terminal, destination: Path, take_over: bool) -> None:
+def discard_unfinished(terminal: Terminal, destination: Path) -> None:
     """Remove the unfinished results of a destination, and write how large they were."""
     if not terminal.is_leader:
         return
     from distprune.files.partial import discard
 
-    removed = discard(destination, take_over=take_over)
+    removed = discard(destination)
     if terminal.as_json:
         folders = [{"folder": path, "num_bytes": num_bytes} for path, num_bytes in removed]
         terminal.json({"discarded": folders})

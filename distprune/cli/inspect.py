@@ -152,7 +152,7 @@ def inspect(
     patterns, csv = _by_kept_of(given.pattern), given.csv
     if plot is not None:
         plotting.check(plot)
-    checkpoint = open_checkpoint(source, follow_links=True)  # nothing is copied
+    checkpoint = open_checkpoint(source)  # nothing is copied
     recipe = _recipe_of(source)
     input_dims = _input_dims(recipe, given.input_dim)
     if csv is not None:

@@ -61,14 +61,6 @@ Plot = Annotated[
         metavar="FILE.png|svg|pdf",
     ),
 ]
-FollowLinks = Annotated[
-    bool,
-    typer.Option(
-        "--follow-links",
-        help="Also copy the targets of links in SRC that are outside of SRC and its Hugging Face "
-        "cache.",
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -98,9 +90,6 @@ class RankOptions:
 class WritingOptions(RankOptions):
     """The processes that write a result together, and what becomes of results at its place."""
 
-    take_over: bool = option(
-        "Take over the lock of a run that was killed on another machine.", False
-    )
     discard: bool = option(
         "Only remove the unfinished result of an interrupted run beside DST.", False
     )

@@ -17,7 +17,6 @@ from distprune.cli import process
 from distprune.cli.console import Terminal, count, duration, percent, shape_text, without_numbers
 from distprune.cli.describing import ranking_text, show_warnings, summary, tell, values_of_files
 from distprune.cli.options import (
-    FollowLinks,
     OutputOptions,
     RecipeName,
     RecipeOptions,
@@ -250,7 +249,6 @@ def plan(
             "take. It reads that layer, embedding and head.",
         ),
     ] = False,
-    follow_links: FollowLinks = False,
     output: OutputOptions,
 ) -> None:
     """Show what would be pruned, what would not and why, and the disk space and time needed.
@@ -284,7 +282,7 @@ def plan(
     if by_text.text:
         text_cost = cost_by_text(source, chosen, by_text, measures=measure)
     awaits = text_cost is not None and chosen.statistics is None
-    made = make_plan(source, chosen, follow_links=follow_links, awaits_statistics=awaits)
+    made = make_plan(source, chosen, awaits_statistics=awaits)
     cost = estimate(made, destination, 0 if text_cost is None else text_cost.disk)
     terminal = output.terminal()
     tell(terminal, made.checkpoint)

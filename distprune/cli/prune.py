@@ -22,7 +22,6 @@ from distprune.cli.console import (
 )
 from distprune.cli.options import (
     Destination,
-    FollowLinks,
     OutputOptions,
     Plot,
     RecipeName,
@@ -56,7 +55,6 @@ def prune(
     masks: Annotated[
         bool | None, typer.Option("--masks/--no-masks", help="Whether to write the masks (yes).")
     ] = None,
-    follow_links: FollowLinks = False,
     card: Annotated[
         bool | None,
         typer.Option(
@@ -92,7 +90,7 @@ def prune(
     """
     terminal = output.terminal(is_leader=process.is_leader())
     if writing.discard:
-        describing.discard_unfinished(terminal, destination, writing.take_over)
+        describing.discard_unfinished(terminal, destination)
         return
     by_text.check()
 
@@ -113,7 +111,7 @@ def prune(
     def make_plan() -> Plan:
         from distprune.files import planning
 
-        return planning.plan(source, make_recipe(), follow_links=follow_links)
+        return planning.plan(source, make_recipe())
 
     with ranks.on_ranks(context, writing, make_plan) as (plan, stop):
         from distprune.files import pruning
@@ -127,7 +125,6 @@ def prune(
                 destination,
                 progress=meter,
                 stop=stop,
-                take_over=writing.take_over,
                 replace=writing.force,
                 tell=terminal.note,
             )

@@ -215,7 +215,6 @@ def prune_by_text(
                 progress=meter.windows,
                 progress_of_files=meter,
                 stop=stop,
-                take_over=writing.take_over,
                 keep_scores=given.keep_scores,
                 replace=writing.force,
                 resident=_WAYS[given.way],
@@ -229,7 +228,7 @@ def prune_by_text(
     from distprune.files.planning import plan
 
     # What scores were made from is not asked again.
-    return made.report, plan(source, recipe, follow_links=True, awaits_statistics=True)
+    return made.report, plan(source, recipe, awaits_statistics=True)
 
 
 def _told(recipe: FileRecipe, shape: Sequence[int], given: TextOptions) -> str:

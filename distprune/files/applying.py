@@ -38,7 +38,6 @@ class Application:
     Args:
         masks: a folder that ``distprune prune`` or ``save_masks`` wrote.
         source: the checkpoint.
-        follow_links: also copy what lies behind links that leave the source.
 
     Attributes:
         masks: the masks.
@@ -52,11 +51,9 @@ class Application:
         CheckpointError: either is malformed, or they do not fit; all problems.
     """
 
-    def __init__(
-        self, masks: str | Path, source: str | Path, *, follow_links: bool = False
-    ) -> None:
+    def __init__(self, masks: str | Path, source: str | Path) -> None:
         self.masks: MaskFile = open_masks(masks)
-        self.checkpoint: Checkpoint = open_checkpoint(source, follow_links=follow_links)
+        self.checkpoint: Checkpoint = open_checkpoint(source)
         by_name = {entry.name: entry for entry in self.checkpoint.tensors}
         problems = _mismatches(self.masks, by_name)
         if problems:
@@ -80,7 +77,6 @@ class Application:
         communicator: Communicator | None = None,
         progress: Callable[[Progress], None] | None = None,
         stop: Callable[[], bool] | None = None,
-        take_over: bool = False,
         replace: bool = False,
         tell: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
@@ -124,7 +120,7 @@ class Application:
         )
         with (
             contextlib.closing(self.sources),
-            resumed(team, task, target, self.sources, take_over=take_over, tell=tell) as run,
+            resumed(team, task, target, self.sources, tell=tell) as run,
         ):
             if run.texts is None:
                 run.write(masked_pieces(self.entries, self.sources, self.masks))

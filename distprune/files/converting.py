@@ -24,7 +24,7 @@ from distprune.files.checkpoints.header import HEAD_BYTES, check_no_pointer, loa
 from distprune.files.checkpoints.locating import PICKLES, find_weights, locate
 from distprune.files.disk.access import allocate, reading, sync_file, write_atomically, writing
 from distprune.files.disk.destination import resolve_destination
-from distprune.files.disk.listing import OtherFile, outside_problem, unreadable
+from distprune.files.disk.listing import OtherFile, unreadable
 from distprune.files.errors import CheckpointError, Interrupted, SelectionError, headline
 from distprune.files.partial import check_unchanged, new_folder
 from distprune.files.places import check_place
@@ -61,7 +61,6 @@ class Conversion:
 
     Args:
         source: a folder, a pickled file, or a model in the local hub cache.
-        follow_links: also copy the targets of links that leave the source.
 
     Attributes:
         folder: the folder of the checkpoint.
@@ -75,15 +74,14 @@ class Conversion:
         SelectionError: safetensors is not installed.
     """
 
-    def __init__(self, source: str | Path, *, follow_links: bool = False) -> None:
+    def __init__(self, source: str | Path) -> None:
         if importlib.util.find_spec("safetensors") is None:
             raise SelectionError("convert needs safetensors: pip install 'distprune[convert]'")
         location = locate(source, PICKLES[0])
         self.folder, self.note = location.folder, location.note
         self._root = os.path.join(self.folder, (location.is_alone and location.file) or "")
-        listing = list_source(location, (*PICKLES[0], PICKLES[1]), follow_links=follow_links)
+        listing = list_source(location, (*PICKLES[0], PICKLES[1]))
         problems, self._files = listing.problems, listing.files
-        problems += [outside_problem(listing.outside)] if listing.outside else []
         ready = [name for name in listing.top() if name.endswith(".safetensors")]
         if ready and not (location.file or "").endswith(PICKLES[0]):
             problems.append(

@@ -98,7 +98,7 @@ class Partial:
         self._texts: list[str] = []
         self.is_open = False
 
-    def start(self, take_over: bool) -> dict[str, Any]:
+    def start(self) -> dict[str, Any]:
         """Acquire the lock, make all files or find them, and read what earlier runs finished.
 
         Returns:
@@ -116,7 +116,7 @@ class Partial:
             self._remove_remains()
             return {"finished": finished}
         self._check_taken()
-        self.lock.acquire(take_over)
+        self.lock.acquire()
         settle(self.destination)
         self._check_taken()
         self._check_others()
@@ -333,12 +333,11 @@ def _raise(error: OSError) -> None:
 DISCARD_HINT = "add --discard to that command to remove it"
 
 
-def discard(destination: str | Path, *, take_over: bool = False) -> list[tuple[str, int]]:
+def discard(destination: str | Path) -> list[tuple[str, int]]:
     """Remove the unfinished results of a destination; the destination itself stays.
 
     Args:
         destination: of ``prune``, ``apply_masks`` or a conversion.
-        take_over: see :meth:`Lock.acquire`.
 
     Returns:
         (path, bytes on the disk) of each folder that was removed.
@@ -352,7 +351,7 @@ def discard(destination: str | Path, *, take_over: bool = False) -> list[tuple[s
     ):
         return []
     lock = Lock(target)
-    lock.acquire(take_over)
+    lock.acquire()
     try:
         settle(target)
         folders = partial_folders(target)

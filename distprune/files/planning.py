@@ -145,7 +145,6 @@ def plan(
     source: str | Path,
     recipe: FileRecipe,
     *,
-    follow_links: bool = False,
     values: KeptValues | None = None,
     awaits_statistics: bool = False,
 ) -> Plan:
@@ -154,7 +153,6 @@ def plan(
     Args:
         source: as for :func:`~distprune.files.checkpoints.checkpoint.open_checkpoint`.
         recipe: what to prune.
-        follow_links: also follow links that lead out of the source.
         values: of kept elements, in place of those of the source.
         awaits_statistics: the plan only tells what will be done once there are statistics.
 
@@ -165,7 +163,7 @@ def plan(
 
     Cost: reads headers, and statistics of activations; some milliseconds for a hundred files.
     """
-    checkpoint = open_checkpoint(source, follow_links=follow_links)
+    checkpoint = open_checkpoint(source)
     selection = select_tensors(checkpoint, recipe)
     tensors: list[PlannedTensor] = []
     groups: list[PlannedGroup] = []

@@ -41,7 +41,6 @@ def prune(
     communicator: Communicator | None = None,
     progress: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] | None = None,
-    take_over: bool = False,
     replace: bool = False,
     tell: Callable[[str], None] | None = None,
     cuts: Any = None,
@@ -66,8 +65,6 @@ def prune(
             this process alone if there is none.
         progress: called about twice a second, with what all ranks have done.
         stop: called after every few megabytes; True on any rank stops all of them.
-        take_over: replace the lock of a run that is not known to run on this machine. If that run
-            is at work after all, it stops with an error.
         replace: take the place of a finished result of another command at the destination, which
             stays until this one is complete. Nothing else is replaced: no input, and no folder that
             holds other files.
@@ -107,7 +104,6 @@ def prune(
             target,
             source.files,
             bytes_to_prepare=bytes_to_count(plan) if cuts is None else 0,
-            take_over=take_over,
             tell=tell,
         ) as run,
     ):

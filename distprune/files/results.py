@@ -43,7 +43,6 @@ def resumed(
     sources: OpenFiles,
     *,
     bytes_to_prepare: int = 0,
-    take_over: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> Iterator[Run]:
     """Start to make a result, or go on where an earlier run was stopped. Collective.
@@ -54,7 +53,6 @@ def resumed(
         destination: absolute.
         sources: opens the files of the source.
         bytes_to_prepare: that are read before the first unit is written.
-        take_over: see ``Lock.acquire``.
         tell: called with sentences for the user.
 
     Yields:
@@ -66,7 +64,7 @@ def resumed(
     """
     run = Run(team, task, Partial(task, destination), sources, tell or (lambda text: None))
     try:
-        run.start(bytes_to_prepare, take_over)
+        run.start(bytes_to_prepare)
         yield run
     except FilesError as error:
         run.clear_up(error)
@@ -100,10 +98,10 @@ class Run:
     finished: set[int] = field(default_factory=set)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def start(self, bytes_to_prepare: int, take_over: bool) -> None:
+    def start(self, bytes_to_prepare: int) -> None:
         """Find what earlier runs have finished, and whether it is still as they wrote it."""
         team, task = self.team, self.task
-        state = team.from_leader(self.partial.start, take_over)
+        state = team.from_leader(self.partial.start)
         self.texts = state["finished"]
         if self.texts is not None:
             self.tell(

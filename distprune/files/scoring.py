@@ -214,7 +214,7 @@ def find_scores(path: str, tensors: Sequence[TensorEntry]) -> GivenScores:
     """
     from distprune._common.float_formats import PLAIN_FLOATS  # numpy comes with it
 
-    checkpoint = open_checkpoint(path, follow_links=True)
+    checkpoint = open_checkpoint(path)
     found = {entry.name: entry for entry in checkpoint.tensors}
     problems = []
     for tensor in tensors:

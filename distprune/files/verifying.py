@@ -202,7 +202,7 @@ class _Result:
             update = (self.report.inputs or {}).get("update")
             values = None if update is None else KeptValues.from_json(update)
             self.has_order = values is None or not values.facts.get("rounds")
-            self.plan: Plan = plan(source, located, follow_links=True, values=values)
+            self.plan: Plan = plan(source, located, values=values)
         except SelectionError as error:
             raise _misfit(folder, source, error) from error
         checkpoint = self.plan.checkpoint

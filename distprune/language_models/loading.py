@@ -169,7 +169,7 @@ def load_sharded(
 
     def build() -> tuple[Any, Checkpoint, list[TensorSource], torch.device]:
         check_wrap(wrap, mesh)
-        checkpoint = open_checkpoint(folder, follow_links=True)
+        checkpoint = open_checkpoint(folder)
         model = build_without_weights(checkpoint.folder, dtype or stored_dtype(checkpoint))
         untie_different(model, checkpoint)
         sources = find_sources(model, checkpoint, ignore_unexpected=ignore_unexpected)

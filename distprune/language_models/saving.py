@@ -345,7 +345,7 @@ def _folder_for(
 
     Only the first rank uses it. After an exception the folder is removed.
     """
-    checkpoint = open_checkpoint(source, follow_links=True)
+    checkpoint = open_checkpoint(source)
     contents = {f"{SIDECAR}/{_plain(name)}": content for name, content in sidecar.items()}
     contents |= {_plain(name): content for name, content in files.items()}
     for name, content in contents.items():

@@ -101,7 +101,7 @@ class StreamedModel:
         device: torch.device,
         holding: Holding = _ALONE,
     ) -> None:
-        self.checkpoint = checkpoint = open_checkpoint(folder, follow_links=True)
+        self.checkpoint = checkpoint = open_checkpoint(folder)
         self.device = device
         self.model = build_without_weights(checkpoint.folder, dtype or stored_dtype(checkpoint))
         if getattr(self.model.config, "is_encoder_decoder", False):

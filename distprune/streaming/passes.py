@@ -116,7 +116,7 @@ class Passes:
                 dense.remove("gradient", number + 2)
         recipe = self._with_scores(self._with_statistics())
         folder = self.streamed.checkpoint.folder
-        planned = self.communicator.run(lambda: plan(folder, recipe, follow_links=True))
+        planned = self.communicator.run(lambda: plan(folder, recipe))
         after = self._stream("after", settings.evaluation)
         if after is not None or settings.moves:
             with self._masks(planned) as masks:

@@ -76,7 +76,6 @@ def prune_folder(
     progress: ReportProgress | None = None,
     progress_of_files: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] | None = None,
-    take_over: bool = False,
     keep_scores: str | Path | None = None,
     replace: bool = False,
     resident: bool | None = None,
@@ -125,7 +124,7 @@ def prune_folder(
             of the source.
         device: where it computes; by default the CPU.
         progress: called after every layer.
-        progress_of_files, stop, take_over, replace, tell: as for ``files.pruning.prune``.
+        progress_of_files, stop, replace, tell: as for ``files.pruning.prune``.
         keep_scores: a free name for a folder, which gets the scores of single weights and stays:
             ``verify`` needs them, and other recipes can rank by them.
         resident: whether the layers stay in memory, on each rank a part of their rows, and are read
@@ -171,7 +170,6 @@ def prune_folder(
         progress=progress,
         progress_of_files=progress_of_files,
         stop=stop,
-        take_over=take_over,
         replace=replace,
         keep_scores=None if keep_scores is None else Path(keep_scores).absolute(),
         resident=resident,
@@ -181,7 +179,7 @@ def prune_folder(
     communicator = world()
     target = communicator.run(lambda: resolve_destination(destination))
     communicator.run(lambda: _check_request(settings, rounds))
-    checkpoint = communicator.run(lambda: open_checkpoint(source, follow_links=True))
+    checkpoint = communicator.run(lambda: open_checkpoint(source))
     facts = settings.facts(checkpoint) | ({"rounds": list(rounds)} if rounds else {})
     text = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     communicator.agree([("text, recipe and model", text)])
@@ -282,7 +280,7 @@ def _pruned_once(
 
     def begin() -> StreamedModel:
         if communicator.index == 0:
-            lock.acquire(settings.take_over)
+            lock.acquire()
         return StreamedModel(source, settings.dtype, settings.device)
 
     told = {"text": text} | {name: facts[name] for name in ("rounds",) if name in facts}
@@ -302,13 +300,12 @@ def _pruned_once(
                 recipe, values = Passes(streamed, stored, settings, work, before).run(told)
     finally:
         lock.release()
-    planned = communicator.run(lambda: plan(source, recipe, follow_links=True, values=values))
+    planned = communicator.run(lambda: plan(source, recipe, values=values))
     report = prune_files(
         planned,
         target,
         progress=settings.progress_of_files,
         stop=settings.stop,
-        take_over=settings.take_over,
         replace=settings.replace,
         tell=settings.tell,
         cuts=work.get("cuts"),

@@ -45,7 +45,6 @@ class Settings:
     progress: Report | None = None
     progress_of_files: Callable[[Progress], None] | None = None
     stop: Callable[[], bool] | None = None
-    take_over: bool = False
     replace: bool = False
     keep_scores: Path | None = None
     resident: bool | None = None

@@ -235,7 +235,7 @@ def computing_dtype(source: str | Path) -> torch.dtype:
     Cost: builds the model without weights.
     """
     require_extra()
-    checkpoint = open_checkpoint(source, follow_links=True)
+    checkpoint = open_checkpoint(source)
     found: torch.dtype = build_without_weights(checkpoint.folder, stored_dtype(checkpoint)).dtype
     return found
 

@@ -462,12 +462,8 @@ RUN_BY = {
     "--generate with --wrap stream": (
         "cli/test_eval_and_calibrate.py::test_eval_goes_on_with_a_text"
     ),
-    "add --take-over": f"{GOING_ON}test_a_lock_of_a_machine_that_is_gone",
     "add --discard to that command": f"{GOING_ON}test_discard_gives_up",
     "with --discard, and then again without": f"{GOING_ON}test_discard_gives_up",
-    "allow it with --follow-links": (
-        "cli/test_follow_links.py::test_what_copies_refuses_them_by_name_unless_told"
-    ),
     "distprune plan Llama-3.2-1B --sparsity 0.5": f"{DOCUMENTED}test_examples_of_the_help_run",
     "python -m distprune selftest": f"{SELFTEST}test_two_ranks_print_once",
     "Pass --cpu to use none": f"{SELFTEST}test_one_process_with_torch_and_numpy_only",

@@ -46,9 +46,9 @@ def path_of(target):
 
 
 @contextlib.contextmanager
-def held(target, **kwargs):
+def held(target):
     lock = Lock(target)
-    lock.acquire(**kwargs)
+    lock.acquire()
     try:
         assert json.loads(path_of(target).read_text())["pid"] == os.getpid()
         yield lock
@@ -103,7 +103,7 @@ def test_who_held_flock_on_this_machine_holds_nothing_now(target, facts):
     assert list(target.parent.iterdir()) == []
 
 
-def test_a_killed_owner_needs_take_over_only_without_flock(flock, target):
+def test_a_killed_owner_is_in_the_way_only_without_flock(flock, target):
     def take_and_die():
         Lock(target).acquire()
         os._exit(7)
@@ -111,30 +111,30 @@ def test_a_killed_owner_needs_take_over_only_without_flock(flock, target):
     assert run_forked(take_and_die) != 0
     assert path_of(target).exists()
     if not flock:
-        with pytest.raises(OutputError, match=r"\(since 20.*add --take-over"):
+        with pytest.raises(OutputError, match=r"\(since 20.*if it has ended, remove it"):
             Lock(target).acquire()
-    with held(target, take_over=not flock):
+        path_of(target).unlink()
+    with held(target):
         pass
 
 
-def test_another_host_is_refused_until_the_user_says_that_it_has_ended(flock, target):
+def test_another_host_is_refused_until_the_user_removes_its_file(flock, target):
     owner(target, **elsewhere())
-    words = (
-        r"process 1 on elsewhere \(since 2026-01-02 03:04:05\+00:00\) was at work .* --take-over"
-    )
+    words = r"process 1 on elsewhere \(since 2026-01-02 03:04:05\+00:00\) was at work .* remove it"
     with pytest.raises(OutputError, match=words):
         Lock(target).acquire()
     assert json.loads(path_of(target).read_text())["host"] == "elsewhere"
-    with held(target, take_over=True) as lock:
+    path_of(target).unlink()
+    with held(target) as lock:
         lock.check()
     assert list(target.parent.iterdir()) == []
 
 
-def test_an_owner_that_was_taken_over_stops_and_leaves_the_lock_alone(flock, target):
+def test_an_owner_that_was_replaced_stops_and_leaves_the_lock_alone(flock, target):
     lock = Lock(target)
     lock.acquire()
     owner(target, **elsewhere(token="new"))
-    with pytest.raises(OutputError, match=r"process 1 on elsewhere \(since .* has taken over"):
+    with pytest.raises(OutputError, match=r"process 1 on elsewhere \(since .* has replaced"):
         lock.check()
     lock.release()
     assert json.loads(path_of(target).read_text())["token"] == "new"
@@ -149,39 +149,10 @@ def test_a_removed_lock_is_noticed_before_what_cannot_be_undone(flock, target):
     lock.release()
 
 
-def test_a_running_process_of_this_machine_is_not_taken_over(target):
-    def second():
-        with pytest.raises(OutputError, match="A running process is not taken over"):
-            Lock(target).acquire(take_over=True)
-
-    with held(target) as lock:
-        assert run_forked(second) == 0
-        lock.check()
-
-
-def test_a_lock_that_a_server_keeps_for_a_lost_host_is_replaced(target, monkeypatch):
-    """flock says that another host has it; with --take-over there is a new file."""
-    owner(target, **elsewhere())
-    old, really = os.stat(path_of(target)).st_ino, fcntl.flock
-
-    def server(descriptor, how):
-        if os.fstat(descriptor).st_ino == old:
-            raise BlockingIOError(errno.EWOULDBLOCK, "held")
-        really(descriptor, how)
-
-    monkeypatch.setattr(fcntl, "flock", server)
-    keep = path_of(target).open()  # so that the number of the file is not used again
-    with pytest.raises(OutputError, match="add --take-over"):
-        Lock(target).acquire()
-    with held(target, take_over=True) as lock:
-        lock.check()
-    keep.close()
-
-
 def test_whatever_the_file_holds_is_no_traceback(flock, target):
     for raw in (b"", b"\0" * 50, b"{", b"[1]", b'{"pid": {}}', b"\xff" * 5000, b"[" * 9999):
         path_of(target).write_bytes(raw)
-        with held(target, take_over=True):
+        with contextlib.suppress(OutputError), held(target):
             pass
 
 
@@ -189,24 +160,6 @@ def test_a_file_that_was_never_signed_holds_nothing(target):
     path_of(target).touch()
     with held(target):
         pass
-
-
-def test_two_that_take_over_at_once_are_not_both_owners(flock, target):
-    """The later one replaces the file of the earlier one, which stops."""
-    owner(target, **elsewhere())
-    earlier = Lock(target)
-    earlier.acquire(take_over=True)
-    if flock:
-        with pytest.raises(OutputError, match="A running process is not taken over"):
-            Lock(target).acquire(take_over=True)
-        earlier.check()
-    else:
-        with held(target, take_over=True) as later:
-            with pytest.raises(OutputError, match=f"process {os.getpid()} .* has taken over"):
-                earlier.check()
-            earlier.release()
-            later.check()
-    earlier.release()
 
 
 def test_many_that_want_it_at_once_have_it_one_after_the_other(target):

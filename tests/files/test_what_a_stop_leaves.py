@@ -235,13 +235,13 @@ def test_discard_does_not_follow_a_link(source, target, tmp_path):
     assert (tmp_path / "precious").is_dir()
 
 
-def test_a_run_whose_lock_is_taken_over_publishes_nothing(source, target):
+def test_a_run_whose_lock_is_replaced_publishes_nothing(source, target):
     """Another run signs the lock in the middle of the work."""
     lock = target.with_name("target.partial.lock")
 
     def sign():
         lock.write_text(json.dumps({"host": "elsewhere", "pid": 1, "token": "new"}))
 
-    with Steps(60, sign) as steps, pytest.raises(OutputError, match="has taken over"):
+    with Steps(60, sign) as steps, pytest.raises(OutputError, match="has replaced"):
         prune(source, target)
     assert steps.has_acted and not target.exists() and lock.exists()

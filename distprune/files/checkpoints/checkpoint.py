@@ -26,7 +26,6 @@ from distprune.files.disk.listing import (
     OtherFile,
     list_files,
     list_one,
-    outside_problem,
     unreadable,
 )
 from distprune.files.errors import CheckpointError, headline
@@ -93,7 +92,7 @@ class Checkpoint:
         return sum(file.size for file in self.files)
 
 
-def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkpoint:
+def open_checkpoint(source: str | Path) -> Checkpoint:
     """Read the headers and the index of a checkpoint folder.
 
     Reads one safetensors file, or many with an index, also through links into a Hugging Face
@@ -102,7 +101,6 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
     Args:
         source: a folder, a safetensors file, or a model in the local hub cache: see
             :func:`distprune.files.checkpoints.locating.locate`.
-        follow_links: also follow links that lead out of the folder and its cache.
 
     Raises:
         CheckpointError: with all problems.
@@ -111,17 +109,13 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
     """
     location = locate(source)
     folder = location.folder
-    listing = list_source(location, (".safetensors", INDEX_SUFFIX), follow_links=follow_links)
+    listing = list_source(location, (".safetensors", INDEX_SUFFIX))
     problems = listing.problems
     index, shards, weight_map = find_weights(location, listing, problems)
     files = []
-    outside = dict(listing.outside)
-    if outside:
-        problems.append(outside_problem(listing.outside))
     for name in shards:
         try:
-            if name not in outside:
-                files.append(read_header(os.path.join(folder, name), name))
+            files.append(read_header(os.path.join(folder, name), name))
         except CheckpointError as error:
             problems += error.problems or (error.headline,)
     is_whole = len(files) == len(shards)
@@ -156,11 +150,11 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
     )
 
 
-def list_source(location: Location, suffixes: tuple[str, ...], *, follow_links: bool) -> Listing:
+def list_source(location: Location, suffixes: tuple[str, ...]) -> Listing:
     """List the files of a checkpoint; ``suffixes`` as for :func:`list_files`."""
     if location.is_alone and location.file is not None:
-        return list_one(location.folder, location.file, follow_links=follow_links)
-    return list_files(location.folder, why_left_out, suffixes=suffixes, follow_links=follow_links)
+        return list_one(location.folder, location.file)
+    return list_files(location.folder, why_left_out, suffixes=suffixes)
 
 
 def why_left_out(name: str) -> str | None:

@@ -405,7 +405,7 @@ def find_weights(
             f"index; expected one (*{index_suffix}) to say which belong together. Give the right "
             f"one, as in {os.path.join(folder, weights[0])}."
         )
-    elif not problems and not listing.outside:
+    elif not problems:
         problems.append(what_to_do(folder, listing.files))
     return None, [], {}
 

@@ -3,12 +3,12 @@
 [Note: lock] The owner holds ``flock`` on the file, and removes the file when it ends. The system
 releases ``flock`` when a process ends, however it ends: a file that this machine wrote and that
 nobody holds is free. Some file systems have no ``flock``, and some have it for one machine only, so
-a file that may be another machine's is refused, and so is any file where ``flock`` fails. The user
-then says with ``--take-over`` that its owner has ended: the file is replaced by a new one. An owner
-that does not find its own text in the file stops before it publishes anything.
+a file that may be another machine's is refused, and so is any file where ``flock`` fails. A user
+who knows that its owner has ended removes it. An owner that does not find its own text in the file
+stops before it publishes anything.
 
-The ``filelock`` package does not serve here: its native lock raises where ``flock`` fails, its
-leases make each later run wait until a lease has expired, and neither lets a user take over.
+The ``filelock`` package does not serve here: its native lock raises where ``flock`` fails, and its
+leases make each later run wait until a lease has expired.
 """
 
 from __future__ import annotations
@@ -139,11 +139,8 @@ class Lock:
         self._descriptor: int | None = None
         self._text = b""
 
-    def acquire(self, take_over: bool = False) -> None:
+    def acquire(self) -> None:
         """Become the owner.
-
-        Args:
-            take_over: replace the file of an owner that is not known to run on this machine.
 
         Raises:
             OutputError: another run is the owner, or may be; the path is a link or another user's
@@ -161,12 +158,12 @@ class Lock:
                     self._descriptor = descriptor
                     stack.pop_all()
                 elif not is_new:
-                    self._check_free(flock, take_over)
+                    self._check_free(flock)
                     with writing(self.path), contextlib.suppress(FileNotFoundError):
                         os.unlink(self.path)
 
     def check(self) -> None:
-        """Raise OutputError if another run has taken over. Cost: one read of a small file.
+        """Raise OutputError if the file is not this run's any more. Cost: one read of a small file.
 
         Call it before steps that cannot be undone. A file that cannot be read for a while is not
         lost.
@@ -181,7 +178,7 @@ class Lock:
             return
         if text != self._text:
             raise OutputError(
-                f"{_named(_parsed(text))} has taken over or removed {self.path} while this run was "
+                f"{_named(_parsed(text))} has replaced or removed {self.path} while this run was "
                 "at work; this run stops, and nothing is lost. Let one run at a time work on a "
                 "destination."
             )
@@ -225,7 +222,7 @@ class Lock:
             os.unlink(self.path)
             raise
 
-    def _check_free(self, flock: Literal["ours", "taken", "fails"], take_over: bool) -> None:
+    def _check_free(self, flock: Literal["ours", "taken", "fails"]) -> None:
         """Raise OutputError if the owner that the file names may still be at work."""
         facts: dict[str, Any] = {}
         with contextlib.suppress(OSError):
@@ -234,13 +231,12 @@ class Lock:
         if flock == "ours" and (is_here or not facts):
             return
         is_running = flock == "taken" and is_here
-        if take_over and not is_running:
-            return
-        state, hint = "was", "; if it has ended, add --take-over."
+        state, hint = "was", "; if it has ended, remove it"
         if is_running:
-            state, hint = "is", ", or end it. A running process is not taken over."
+            state, hint = "is", ", or end it"
         raise OutputError(
-            f"{_named(facts)} {state} at work on this destination ({self.path}). Wait for it{hint}"
+            f"{_named(facts)} {state} at work on this destination, as {self.path} says. Wait for "
+            f"it{hint}."
         )
 
 

@@ -1,20 +1,14 @@
-"""The files of a folder, the targets of its links, and whether files can be read.
+"""The files of a folder, and whether they can be read.
 
-[Note: links] A downloaded checkpoint is untrusted. A link that leaves the folder could copy any
-file of this machine, such as a private key, into the result. So links are followed only inside the
-folder, and from a snapshot in a Hugging Face cache to the blobs of the same model. Any other link
-is an error that names it, unless the caller trusts all links.
+A symbolic link is read like the file or the folder that it points to.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-
-from distprune._common.report_text import listed
-from distprune.files.text import printable
 
 _PERMISSIONS = 0o777  # without set-user-ID and the like
 
@@ -45,14 +39,12 @@ class Listing:
         files: regular files, by name relative to the folder.
         folders: permissions of the folder ("") and of its subfolders, by name.
         skipped: (name, reason) of entries that are not listed.
-        outside: (name, target) of links that lead out of the folder, which are not followed.
         problems: sentences on everything else that is wrong.
     """
 
     files: dict[str, OtherFile] = field(default_factory=dict)
     folders: dict[str, int] = field(default_factory=dict)
     skipped: list[tuple[str, str]] = field(default_factory=list)
-    outside: list[tuple[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def top(self) -> list[str]:
@@ -65,7 +57,6 @@ def list_files(
     why_left_out: Callable[[str], str | None],
     *,
     suffixes: tuple[str, ...],
-    follow_links: bool = False,
 ) -> Listing:
     """List all regular files of a folder and its subfolders.
 
@@ -74,45 +65,26 @@ def list_files(
         why_left_out: returns the reason for which a subfolder is skipped, by name; None to list it.
         suffixes: how names of files of a checkpoint end. If no file in the folder itself has one of
             them, the folder is not a checkpoint, and only one level of subfolders is listed.
-        follow_links: follow links wherever they lead.
 
     Returns:
-        The files, the links that leave the folder, and as problems: broken and circular links, and
-        folders that cannot be listed.
+        The files, and as problems: broken and circular links, and folders that cannot be listed.
 
     Cost: some microseconds per file; no file is opened.
     """
     listing = Listing()
-    roots = None if follow_links else _roots(folder)
     try:
         is_checkpoint = any(name.endswith(suffixes) for name in os.listdir(folder))
     except OSError:
         is_checkpoint = False  # _list reports it
-    _list(listing, folder, why_left_out, roots, None if is_checkpoint else 1)
+    _list(listing, folder, why_left_out, None if is_checkpoint else 1)
     return listing
 
 
-def list_one(folder: str, name: str, *, follow_links: bool = False) -> Listing:
+def list_one(folder: str, name: str) -> Listing:
     """A listing that has one file of a folder only."""
-    listing = Listing(folders={"": os.stat(folder).st_mode & _PERMISSIONS})
     path = os.path.join(folder, name)
-    info, real = os.stat(path), os.path.realpath(path)
-    if os.path.islink(path) and _leaves(real, None if follow_links else _roots(folder)):
-        listing.outside.append((name, real))
-    else:
-        listing.files[name] = _file(name, real, info)
-    return listing
-
-
-def outside_problem(links: Sequence[tuple[str, str]]) -> str:
-    """A sentence on links that lead out of a folder: (name, target), at least one."""
-    shown = listed((f"{name} (to {printable(target)})" for name, target in links), 8)
-    lead = "a link leads" if len(links) == 1 else f"{len(links)} links lead"
-    return (
-        f"{lead} out of the folder and its Hugging Face cache: {shown}. The result would "
-        "contain a copy of the target. If you trust the folder, allow it with --follow-links "
-        "(follow_links=True)."
-    )
+    file = _file(name, os.path.realpath(path), os.stat(path))
+    return Listing({name: file}, {"": os.stat(folder).st_mode & _PERMISSIONS})
 
 
 def unreadable(files: Collection[OtherFile]) -> Iterator[str]:
@@ -132,7 +104,6 @@ def _list(
     listing: Listing,
     folder: str,
     why_left_out: Callable[[str], str | None],
-    roots: tuple[str, ...] | None,
     depth: int | None,
 ) -> None:
     # With the real paths of the parent folders: a link to one of them is circular.
@@ -154,9 +125,6 @@ def _list(
                 info, real = entry.stat(), os.path.join(above[-1], entry.name)
                 if entry.is_symlink():
                     real = os.path.realpath(entry.path)
-                    if _leaves(real, roots):
-                        listing.outside.append((name, real))
-                        continue
             except OSError as error:
                 listing.problems.append(_unreadable_entry(name, entry, error))
                 continue
@@ -179,24 +147,6 @@ def _list(
 def _file(name: str, path: str, info: os.stat_result) -> OtherFile:
     mode = info.st_mode & _PERMISSIONS
     return OtherFile(name, path, info.st_size, info.st_mtime_ns, mode)
-
-
-def _roots(folder: str) -> tuple[str, ...]:
-    """Where links may lead: the folder, and the blobs of its model if it is a snapshot."""
-    real = os.path.realpath(folder)
-    parts = real.split(os.sep)
-    roots = [real]
-    for i in range(len(parts) - 2, 0, -1):
-        if parts[i + 1] == "snapshots" and parts[i].startswith("models--"):
-            roots.append(os.sep.join([*parts[: i + 1], "blobs"]))
-            break
-    return tuple(roots)
-
-
-def _leaves(real: str, roots: tuple[str, ...] | None) -> bool:
-    if roots is None:
-        return False
-    return not any(real == root or real.startswith(root.rstrip(os.sep) + os.sep) for root in roots)
 
 
 def _unreadable_entry(name: str, entry: os.DirEntry[str], error: OSError) -> str:
