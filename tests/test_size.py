@@ -25,7 +25,7 @@ ROOMS = {
     "cli": (3270, 16),
     "criteria": (1028, 6),
     "dynamic.py": (160, 1),
-    "files": (6339, 39),
+    "files": (6274, 39),
     "integrations": (1129, 7),
     "language_models": (2296, 13),
     "layouts.py": (13, 1),
@@ -44,9 +44,9 @@ ROOMS = {
     "torch_private": (2083, 15),
     "verification": (1210, 5),
 }
-TOTAL = (39224, 237)
+TOTAL = (39159, 237)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 53708, "launch": 3395}
+FOLDERS = {"tests": 53681, "launch": 3395}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from distprune.files.checkpoints.checkpoint import list_source
-from distprune.files.checkpoints.header import HEAD_BYTES, check_no_pointer, load_json
+from distprune.files.checkpoints.header import load_json
 from distprune.files.checkpoints.locating import PICKLES, find_weights, locate
-from distprune.files.disk.access import allocate, reading, sync_file, write_atomically, writing
+from distprune.files.disk.access import allocate, sync_file, write_atomically, writing
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.disk.listing import OtherFile, unreadable
 from distprune.files.errors import CheckpointError, Interrupted, SelectionError, headline
@@ -190,8 +190,6 @@ def _load(path: str, name: str, done: Converted) -> dict[str, Any]:
     """The tensors of a file of ``torch.save``, contiguous; none shares memory with another."""
     import torch
 
-    with reading(path), open(path, "rb") as file:
-        check_no_pointer(file.read(HEAD_BYTES), name)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -220,7 +220,6 @@ def test_files_that_are_none_are_refused(tmp_path):
         (b"", "is not a file of torch.save"),
         (b"hello", "is not a file of torch.save"),
         (whole[: len(whole) // 2], "is not a file of torch.save"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     ]:
         path.write_bytes(content)
         assert text in refused(source, tmp_path / "target")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as safetensors_save
 
-from distprune.files.checkpoints.header import MAX_HEADER_BYTES, read_header
+from distprune.files.checkpoints.header import read_header
 from distprune.files.errors import CheckpointError
 from helpers.sampling import num_examples
 from helpers.tiny_checkpoints import encode, file_bytes
@@ -48,53 +48,35 @@ def test_odd_header_length_and_unknown_dtypes_are_read(tmp_path):
 
 
 BROKEN = {
-    "empty": (b"", "is empty"),
-    "short": (b"abc", "8 bytes of a header length"),
-    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:12\n", "git lfs pull"),
-    "huge": ((2**63).to_bytes(8, "little") + b"{}", "claims a header of 9223372036854775808"),
+    "empty": (b"", "truncated, or not a safetensors file: it has 0 bytes"),
+    "short": (b"abc", "it has 3 bytes"),
+    "huge": ((2**63).to_bytes(8, "little") + b"{}", "should have 9223372036854775808"),
     "cut header": (file_bytes({"x": torch.ones(4)})[:30], "truncated"),
     "cut data": (file_bytes({"x": torch.ones(4)})[:-1], "truncated"),
-    "more data": (file_bytes({"x": torch.ones(4)}) + b"x", "expected no bytes after them"),
+    "more data": (file_bytes({"x": torch.ones(4)}) + b"x", "where its tensors end"),
     "array": (encode(b"[]"), "not a JSON object"),
     "no JSON": (encode(b"{'x': 1}"), "not valid JSON"),
     "latin": (encode(b'{"\xe9": 1}'), "not valid JSON"),
-    "deep": (encode(b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}"), "nested too deeply"),
-    "long number": (encode(b'{"x":' + b"9" * 10_000 + b"}"), "4300 digits"),
-    "NaN": (encode(b'{"x": NaN}'), "not JSON"),
+    "deep": (encode(b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}"), "not valid JSON"),
     "surrogate": (encode(b'{"\\ud800": {}}'), "Unicode"),
-    "twice, other range": (
-        encode(b'{"x": %s, "x": {"shape": [1]}}' % json.dumps(ONE).encode(), bytes(8)),
-        "'x' occurs twice",
-    ),
-    "twice, same range": (
+    "twice": (
         encode(b'{"x": %s, "x": %s}' % (2 * (json.dumps(ONE).encode(),)), bytes(8)),
         "'x' occurs twice",
     ),
     "overlap": (
         encode({"x": ONE, "y": ONE | {"data_offsets": [4, 12]}}, bytes(12)),
-        "overlaps with tensor 'x'",
+        "tensor 'y' begins at byte",
     ),
-    "same bytes": (encode({"x": ONE, "y": ONE}, bytes(8)), "overlaps with tensor 'x'"),
-    "hole": (
-        encode({"x": ONE, "y": ONE | {"data_offsets": [12, 20]}}, bytes(20)),
-        "hole after tensor 'x'",
-    ),
-    "hole first": (
-        encode({"x": ONE | {"data_offsets": [4, 12]}}, bytes(12)),
-        "hole after the header",
-    ),
-    "wrong shape": (encode({"x": ONE | {"shape": [3]}}, bytes(8)), "needs 12 bytes, but has 8"),
+    "hole": (encode({"x": ONE | {"data_offsets": [4, 12]}}, bytes(12)), "'x' begins at byte"),
+    "wrong shape": (encode({"x": ONE | {"shape": [3]}}, bytes(8)), "needs 96 bits"),
+    "overflow": (encode({"x": ONE | {"shape": [2**62, 2**62]}}, bytes(8)), "bits, but has 8"),
     "beyond": (encode({"x": ONE | {"data_offsets": [0, 2**60]}}, bytes(8)), "truncated"),
     "backwards": (encode({"x": ONE | {"data_offsets": [8, 0]}}, bytes(8)), "claims the bytes"),
-    "negative": (encode({"x": ONE | {"data_offsets": [-8, 0]}}, bytes(8)), "not two sizes"),
-    "float": (encode({"x": ONE | {"shape": [2.0]}}, bytes(8)), "not a list of sizes"),
-    "bool": (encode({"x": ONE | {"shape": [True]}}, bytes(8)), "not a list of sizes"),
-    "overflow": (
-        encode({"x": ONE | {"shape": [2**62, 2**62, 0]}}, bytes(8)),
-        "has more than 2**63 - 1 elements",
-    ),
-    "no shape": (encode({"x": {"dtype": "F32"}}, bytes(8)), "lacks one of"),
-    "dtype": (encode({"x": ONE | {"dtype": 3}}, bytes(8)), "dtype that is not a string"),
+    "negative": (encode({"x": ONE | {"data_offsets": [-8, 0]}}, bytes(8)), "two data_offsets"),
+    "float": (encode({"x": ONE | {"shape": [2.0]}}, bytes(8)), "expected a name"),
+    "bool": (encode({"x": ONE | {"shape": [True]}}, bytes(8)), "expected a name"),
+    "no shape": (encode({"x": {"dtype": "F32"}}, bytes(8)), "expected a name"),
+    "dtype": (encode({"x": ONE | {"dtype": 3}}, bytes(8)), "expected a name"),
     "metadata": (encode({"__metadata__": {"a": 1}, "x": ONE}, bytes(8)), "__metadata__"),
 }
 
@@ -107,20 +89,10 @@ def test_broken_files_are_refused_by_name(tmp_path, case):
     assert text in str(error.value)
 
 
-def test_no_memory_is_taken_for_what_a_header_claims(tmp_path, monkeypatch):
-    path = tmp_path / "model.safetensors"
-    with path.open("wb") as file:  # sparse: the bytes are there, and none of them is stored
-        file.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
-        file.truncate(2**40)
-    with pytest.raises(CheckpointError, match="expected at most 100000000"):
-        read_header(path)
-
-
 def test_folders_and_missing_files_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="not a regular file"):
-        read_header(tmp_path)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_header(tmp_path / "none")
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            read_header(path)
 
 
 GOOD = file_bytes(
