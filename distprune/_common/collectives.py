@@ -5,7 +5,7 @@ through all-reduces of int64 tensors, so it runs on any backend, over a process 
 axis of a device mesh, and the order in which ranks are added can not change a result. Sums of
 floats are for statistics: :meth:`Communicator.reduce_floats` of a few numbers, in float64;
 :meth:`Communicator.sum_floats`, :meth:`Communicator.scatter_sum` and :func:`sum_of_pieces` of
-tensors as large as parameters. :meth:`Communicator.exchange` sends what is for one rank alone.
+tensors as large as parameters.
 
 [Note: all or none] A rank that raises while the others wait in a collective would hang them, and
 its next call would meet their present one. So all work that may fail on one rank alone is a *local
@@ -35,7 +35,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -49,7 +48,6 @@ from distprune._common.attempts import (
     moment,
     raise_waiting_interrupt,
 )
-from distprune._common.memory import Array
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -301,44 +299,6 @@ class Communicator:
         _all_gather(every, own, group=group)
         return every.view(self.size, -1).to(piece.device)
 
-    def exchange(self, step: Callable[[], Sequence[Sequence[Array]]]) -> list[Array]:
-        """Run a local step on every rank, and send each rank its share; see :meth:`reduce`.
-
-        Args:
-            step: local work that may fail; returns for each rank, in the order of ``ranks``, arrays
-                whose bytes are sent one after the other.
-
-        Returns:
-            The bytes that came from each rank: uint8.
-
-        Raises:
-            BaseException: as :meth:`reduce`.
-
-        Cost: an all-to-all of 16 bytes per rank, and one of the arrays, of which there is a copy.
-            The ranks are of one group.
-        """
-
-        def joined() -> tuple[Tensor, list[int]]:
-            shares = step()
-            sizes = [sum(array.nbytes for array in share) for share in shares]
-            arrays = [array.reshape(-1).view(np.uint8) for share in shares for array in share]
-            return torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *arrays])), sizes
-
-        if self.size == 1:
-            return [joined()[0].numpy()]
-        outcome = attempt_all(joined)
-        words = torch.zeros(self.size, 2, dtype=torch.int64)
-        error = outcome.error if isinstance(outcome, Failed) else None
-        words[:, 1] = int(error is not None)
-        if not isinstance(outcome, Failed):
-            words[:, 0] = torch.tensor(outcome[1])
-        two_each = [2] * self.size
-        sizes, failures = self._all_to_all(words.view(-1), two_each, two_each).view(-1, 2).T
-        if isinstance(outcome, Failed) or failures.any():
-            self._raise_everywhere(error)
-        came = self._all_to_all(*outcome, sizes.tolist()).numpy()
-        return np.split(came, np.cumsum(sizes.numpy())[:-1])
-
     def distinct_texts(self, text: str) -> tuple[list[str], list[int]]:
         """The different texts among those of all ranks, and the text of every rank.
 
@@ -420,16 +380,6 @@ class Communicator:
                 dist.all_reduce(reduced, op=getattr(dist.ReduceOp, op.upper()), group=group)
             self._count(reduced)
         return reduced.to(values.device)
-
-    def _all_to_all(self, sent: Tensor, sizes: list[int], received: list[int]) -> Tensor:
-        (group,) = self._groups
-        own = sent.to(self._device)
-        came = own.new_empty(sum(received))
-        self.num_collectives += 1
-        self.bytes_sent += (sum(sizes) - sizes[self.index]) * sent.itemsize
-        with self._of_a_lost_rank():
-            dist.all_to_all_single(came, own, received, sizes, group=group)
-        return came.to(sent.device)
 
     @contextlib.contextmanager
     def _of_a_lost_rank(self) -> Iterator[None]:

@@ -228,7 +228,7 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
     the scores once more. The scope "layer" costs as much as a budget. Rows and
     groups of N:M that are whole on a rank take one read, and memory for a chunk or, where they are
     columns, for a matrix of up to 4M elements. Those that the sharding cuts (row-wise TP, the edges
-    of FSDP1's runs) take one read more, and send each key once: 2 or 4 bytes of an element.
+    of FSDP1's runs) take one read more, and each key is all-reduced: 2, 4 or 8 bytes of an element.
     """
     report = prune_parameters(
         lambda: global_arguments(

@@ -1,30 +1,21 @@
-"""Blocks that the sharding cuts: each is ranked on one rank, its owner, and by no other.
+"""Blocks that the sharding cuts: their keys are gathered, a batch of blocks at a time.
 
-Many blocks make a batch, in which their elements have one place after the other. A rank sends the
-keys of those elements that it has to the owners of their blocks, and says where they go::
+In a batch the elements of many blocks have one place after the other. Each rank writes the keys of
+the elements that it counts at their places, between zeros, and the sum over the ranks is the batch.
+Every rank then ranks all blocks of the batch, and writes the masks of its own elements::
 
-    ranks that have the elements              owners: the first half of the batch, and the rest
-      rank 0   0 0 0 0   keys
-               1 1 1 1 ------------------->     rank 0   0 0 0 0 0 0 0 0   ranks whole blocks
-               2 2 2 2                                   1 1 1 1 1 1 1 1
-      rank 1   0 0 0 0    a bit for each
-               1 1 1 1 <-------------------     rank 1   2 2 2 2 2 2 2 2
-               2 2 2 2
+    rank 0    7 3 1 5 0 0 0 0   2 8 4 4 0 0 0 0
+    rank 1    0 0 0 0 6 2 9 1   0 0 0 0 5 3 7 1
+    sum       7 3 1 5 6 2 9 1   2 8 4 4 5 3 7 1       two blocks of eight elements
 
-A batch has as many elements for each rank as a chunk, so a call needs little memory; and an owner
-has at least one block, however long.
-
-[Note: keys or histograms] A row of float32 sends 4 bytes for each element that its owner has not,
-and an eighth of a byte comes back. A radix descent over histograms of 16 bins, summed over all
-ranks, sends 1 to 2 KiB per row in place of that: less, for long rows on few ranks. But it reads
-every element 8 to 16 times, and took 12 times as long on 2 ranks (tests/benchmarks/TRIED.md).
+Keys of 16 and 32 bits share words of 64 bits, so an element takes as many bytes as its key.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -38,12 +29,10 @@ from distprune._common.memory import INTEGERS, Array, Scratch, takes_numpy
 from distprune.selection.block_cuts import Places, pieces_of, spans_of_ranges
 from distprune.selection.candidates import Candidates
 from distprune.selection.cpu import lowest_of
-from distprune.selection.kernels import spans_of
 from distprune.selection.keys import KeyRange
 
-# Elements of a batch for each rank.
-_MOST = 1 << 19
-_CPU = torch.device("cpu")
+# Elements of a batch; a batch has at least one block.
+_MOST = 1 << 20
 
 
 class CutBlocks(NamedTuple):
@@ -81,15 +70,22 @@ def prune_cut(
     Returns:
         Per parameter, how many elements that this rank counts were pruned.
 
-    Cost: one read of the elements; memory for about 20 bytes for each element of a chunk. For each
-    batch an all-to-all of keys, one of bits, and two of 16 bytes per rank.
-    See [Note: keys or histograms].
+    Cost: one read of the elements; an all-reduce of each key; every rank ranks every block. Memory
+    for about 40 bytes for each element of a batch.
     """
-    own = _Work(parts, places, keys, outs, [0] * len(parts))
-    for batch in _batches(several, communicator.size):
-        came = communicator.exchange(partial(own.send, batch))
-        own.answers = communicator.exchange(partial(own.rank, batch, communicator.index, came))
-    communicator.run(own.write)
+    own = _Work(parts, places, keys, outs, communicator.size == 1, [0] * len(parts))
+    done: tuple[_Batch, Tensor] | None = None
+
+    def send(batch: _Batch, done: tuple[_Batch, Tensor] | None) -> Tensor:
+        if done is not None:
+            own.write(*done)
+        return own.collect(batch)
+
+    for batch in _batches(several):
+        words = communicator.reduce(own.num_words(batch), partial(send, batch, done))
+        done = batch, words
+    if done is not None:
+        communicator.run(partial(own.write, *done))
     return own.num_pruned
 
 
@@ -99,106 +95,142 @@ class _Batch:
 
     Attributes:
         several: the blocks.
-        firsts: where those of a parameter begin: elements before them.
-        bounds: where the blocks of each rank may begin, and the end.
+        firsts: for each parameter, how many elements come before its blocks; and the end.
     """
 
     several: list[CutBlocks]
     firsts: list[int]
-    bounds: Array
-
-    def owned(self, index: int) -> list[tuple[int, int, Blocks]]:
-        """Elements from, up to, and blocks of a rank; for each parameter of which it owns some."""
-        found = []
-        for (_, blocks, numbers), first in zip(self.several, self.firsts, strict=True):
-            low, high = (
-                min(max(-(-(int(bound) - first) // blocks.size), 0), len(numbers))
-                for bound in self.bounds[index : index + 2]
-            )
-            if low < high:
-                found.append((first + low * blocks.size, first + high * blocks.size, blocks))
-        return found
 
 
-def _batches(several: Sequence[CutBlocks], num_ranks: int) -> Iterator[_Batch]:
+def _batches(several: Sequence[CutBlocks]) -> Iterator[_Batch]:
     batch: list[CutBlocks] = []
-    left = _MOST * num_ranks
+    left = _MOST
     for position, blocks, numbers in several:
         start = 0
         while start < len(numbers):
             if batch and left < blocks.size:
-                yield _batch(batch, num_ranks)
-                batch, left = [], _MOST * num_ranks
+                yield _batch(batch)
+                batch, left = [], _MOST
             stop = start + max(1, left // blocks.size)
             batch.append(CutBlocks(position, blocks, numbers[start:stop]))
             left -= len(batch[-1].numbers) * blocks.size
             start = stop
     if batch:
-        yield _batch(batch, num_ranks)
+        yield _batch(batch)
 
 
-def _batch(several: list[CutBlocks], num_ranks: int) -> _Batch:
-    sizes = [len(one.numbers) * one.blocks.size for one in several]
-    *firsts, total = itertools.accumulate(sizes, initial=0)
-    bounds = [-(-total * rank // num_ranks) for rank in range(num_ranks + 1)]
-    return _Batch(several, firsts, np.array(bounds))
+def _batch(several: list[CutBlocks]) -> _Batch:
+    sizes = (len(one.numbers) * one.blocks.size for one in several)
+    return _Batch(several, [*itertools.accumulate(sizes, initial=0)])
 
 
-@dataclass(frozen=True)
-class _Message:
-    """What a rank sends of a batch.
+class _Found(NamedTuple):
+    """Elements of a batch in a span of a local part.
 
     Attributes:
-        shares: per owner: int64, the number of grids, and four words of each (:class:`_Grid`); and
-            the keys of their elements, in scratch memory.
-        num_keys: per owner.
-        order: where the keys were before they were put in the order of blocks; None: there.
-        spans: position of a parameter, a span of its positions, and flags of those that are sent;
-            None if all are.
+        position: of the parameter.
+        span: flat positions.
+        are_inside: bool, which positions of the span belong to the batch; None: all of them.
+        targets: int64, where these are in the batch.
     """
 
-    shares: list[list[Array]]
-    num_keys: list[int]
-    order: Array | None
-    spans: list[tuple[int, range, Array | None]]
+    position: int
+    span: range
+    are_inside: Array | None
+    targets: Array
 
 
-class _Grid(NamedTuple):
-    """Where elements go in a batch: pieces of equal length, at equal steps."""
+@dataclass
+class _Work:
+    """The local steps of this rank.
 
-    first: int
-    step: int
-    number: int
-    length: int
+    Attributes:
+        parts, places, keys, outs: as for :func:`prune_cut`.
+        is_alone: whether no other rank ranks these blocks; then replicas are not told apart.
+        num_pruned: so far, per parameter.
+    """
 
-    def of(self, flat: Array, base: int) -> Array:
-        """The elements, [count, length], a view of the batch from ``base`` on."""
-        n = flat.itemsize
-        shape, strides = (self.number, self.length), (self.step * n, n)
-        found: Array = np.ndarray(shape, flat.dtype, flat, (self.first - base) * n, strides)
-        return found
+    parts: Sequence[Candidates]
+    places: Sequence[Places]
+    keys: KeyRange
+    outs: Sequence[Tensor]
+    is_alone: bool
+    num_pruned: list[int]
 
+    def num_words(self, batch: _Batch) -> int:
+        """Words of 64 bits that hold the keys of a batch."""
+        return -(-batch.firsts[-1] * self.keys.dtype.itemsize // 8)
 
-def _grids(owner: Array, target: Array, length: Array, num_ranks: int) -> list[Array]:
-    """Per owner, int64: the number of grids that pieces make, and the words of each."""
-    # Pieces that follow each other are one.
-    is_new = (target[1:] != (target + length)[:-1]) | (owner[1:] != owner[:-1])
-    heads = np.concatenate([np.zeros(min(len(owner), 1), int), np.flatnonzero(is_new) + 1])
-    owner, target, length = owner[heads], target[heads], np.add.reduceat(length, heads)
-    steps = target[1:] - target[:-1]
-    is_alike = (length[1:] == length[:-1]) & (owner[1:] == owner[:-1])
-    goes_on = is_alike.copy()
-    goes_on[1:] &= steps[1:] == steps[:-1]
-    found: list[list[_Grid]] = [[] for _ in range(num_ranks)]
-    first = 0
-    for end in [*(np.flatnonzero(~goes_on) + 1).tolist(), len(target)]:
-        if end == first or (end == first + 1 < len(target) and is_alike[first]):
-            continue  # the second piece of a grid gives its step
-        step = int(steps[first]) if end > first + 1 else 0
-        grid = _Grid(int(target[first]), step, end - first, int(length[first]))
-        found[int(owner[first])].append(grid)
-        first = end
-    return [np.array([len(grids), *itertools.chain(*grids)], dtype=np.int64) for grids in found]
+    def collect(self, batch: _Batch) -> Tensor:
+        """The words of a batch with the keys that this rank counts."""
+        words = torch.zeros(self.num_words(batch), dtype=torch.int64)
+        # Unsigned, and relative to the key of what is pruned already: all other keys are larger.
+        numbers = words.numpy().view(self._unsigned)
+        scratch = Scratch()
+        for position, span, are_inside, targets in self._find(batch):
+            part = self.parts[position]
+            loaded = part.keys.load(span.start, span.stop, scratch).values
+            if part.live is not None:
+                is_live = part.live[span.start : span.stop] == 1
+                loaded = torch.where(is_live, loaded, self.keys.low - 1)
+            sent = np.full(len(span), self.is_alone)
+            sent[part.counted_in(span)] = True
+            if are_inside is None:
+                targets = targets[sent]
+            else:
+                targets = targets[sent[are_inside]]
+                sent &= are_inside
+            relative = loaded.cpu().numpy()[sent].view(self._unsigned)
+            numbers[targets] = relative - self._lowest
+        return words
+
+    def write(self, batch: _Batch, words: Tensor) -> None:
+        """Rank the blocks of a batch, zero their lowest elements, and count these."""
+        numbers = words.numpy().view(self._unsigned) + self._lowest
+        signed = numbers.view(f"int{8 * numbers.itemsize}")
+        lowest = np.empty(batch.firsts[-1], dtype=bool)
+        for one, ends in zip(batch.several, itertools.pairwise(batch.firsts), strict=True):
+            in_rows = Blocks(one.blocks.size, 1, 1, one.blocks.num_pruned)
+            lowest[slice(*ends)] = lowest_of(in_rows, signed[slice(*ends)])
+        for position, span, are_inside, targets in self._find(batch):
+            part, out = self.parts[position], self.outs[position][span.start : span.stop]
+            zeroed = lowest[targets]
+            if are_inside is not None:
+                zeroed, chosen = are_inside.copy(), zeroed
+                zeroed[are_inside] = chosen
+            if part.live is not None:
+                zeroed &= (part.live[span.start : span.stop] == 1).cpu().numpy()
+            self.num_pruned[position] += int(np.count_nonzero(zeroed[part.counted_in(span)]))
+            if takes_numpy(out.device) and out.itemsize in INTEGERS:
+                values = out.view(INTEGERS[out.itemsize]).numpy()
+                np.multiply(values, np.logical_not(zeroed), out=values)
+            else:
+                out[torch.from_numpy(zeroed).to(out.device)] = 0
+
+    def _find(self, batch: _Batch) -> Iterator[_Found]:
+        """The elements of a batch that this rank has."""
+        for one, first in zip(batch.several, batch.firsts, strict=False):
+            part = self.parts[one.position]
+            for span in spans_of_ranges(_ranges(part, one, self.places[one.position].rest)):
+                pieces = pieces_of(part, one.blocks, span)
+                slots, inside = _slots(one.numbers, pieces.numbers)
+                starts = first + slots * one.blocks.size + pieces.places
+                if inside.all():
+                    yield _Found(one.position, span, None, _expand(starts, pieces.lengths))
+                elif inside.any():
+                    are_inside = np.repeat(inside, pieces.lengths)
+                    targets = _expand(starts[inside], pieces.lengths[inside])
+                    yield _Found(one.position, span, are_inside, targets)
+
+    @property
+    def _unsigned(self) -> np.dtype:
+        return np.dtype(f"uint{8 * self.keys.dtype.itemsize}")
+
+    @property
+    def _lowest(self) -> np.unsignedinteger:
+        """The key of what is pruned already, as an unsigned integer of the same bits."""
+        bits = 8 * self.keys.dtype.itemsize
+        return self._unsigned.type((self.keys.low - 1) % (1 << bits))
 
 
 def _ranges(part: Candidates, one: CutBlocks, rest: Sequence[range]) -> list[range]:
@@ -224,144 +256,3 @@ def _expand(starts: Array, lengths: Array) -> Array:
     """The integers of some runs."""
     first = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
     return first + np.arange(len(first))
-
-
-@dataclass
-class _Work:
-    """The local steps of this rank.
-
-    Attributes:
-        parts, places, keys, outs: as for :func:`prune_cut`.
-        num_pruned: so far, per parameter.
-        answers: of the owners, to the last message.
-    """
-
-    parts: Sequence[Candidates]
-    places: Sequence[Places]
-    keys: KeyRange
-    outs: Sequence[Tensor]
-    num_pruned: list[int]
-    answers: list[Array] = field(default_factory=list)
-    _message: _Message | None = None
-    _scratch: Scratch = field(default_factory=Scratch)
-
-    def send(self, batch: _Batch) -> list[list[Array]]:
-        """Write what was decided of the batch before, and collect what the owners need."""
-        self.write()
-        self._message = self._collect(batch)
-        return self._message.shares
-
-    def rank(self, batch: _Batch, index: int, came: Sequence[Array]) -> list[list[Array]]:
-        """Per rank, a bit for each key that came from it: whether the element is pruned."""
-        dtype = self._dtype
-        owned = batch.owned(index)
-        base, end = (owned[0][0], owned[-1][1]) if owned else (0, 0)
-        numbers = self._scratch.array("owned", end - base, dtype)
-        of_ranks: list[list[_Grid]] = []
-        for piece in came:
-            stop = 8 * (1 + 4 * int(piece[:8].view(np.int64)[0]))
-            words, sent = piece[8:stop].view(np.int64), piece[stop:].view(dtype)
-            of_ranks.append([_Grid(*each) for each in words.reshape(-1, 4).tolist()])
-            start = 0
-            for grid in of_ranks[-1]:
-                elements = grid.of(numbers, base)
-                elements[...] = sent[start : start + elements.size].reshape(elements.shape)
-                start += elements.size
-        lowest = self._scratch.array("chosen", end - base, bool)
-        for first, last, blocks in owned:
-            in_rows = Blocks(blocks.size, 1, 1, blocks.num_pruned)
-            size = blocks.size
-            for some in spans_of(range((last - first) // size), _CPU, 2 * size * dtype.itemsize):
-                rows = slice(first - base + some.start * size, first - base + some.stop * size)
-                lowest[rows] = lowest_of(in_rows, numbers[rows], self._scratch)
-        answers = []
-        for grids in of_ranks:
-            flags = [grid.of(lowest, base).reshape(-1) for grid in grids]
-            answers.append([np.packbits(np.concatenate([lowest[:0], *flags]))])
-        return answers
-
-    def write(self) -> None:
-        """Zero what the owners have chosen, and count it."""
-        message = self._message
-        if message is None:
-            return
-        answers = zip(self.answers, message.num_keys, strict=True)
-        bits = [np.unpackbits(answer, count=number) for answer, number in answers]
-        lowest: Array = np.concatenate(bits).view(bool)
-        if message.order is not None:
-            ordered = lowest
-            lowest = np.empty_like(ordered)
-            lowest[message.order] = ordered
-        start = 0
-        for position, span, sent in message.spans:
-            part, out = self.parts[position], self.outs[position][span.start : span.stop]
-            stop = start + (len(span) if sent is None else int(np.count_nonzero(sent)))
-            zeroed = lowest[start:stop]
-            start = stop
-            if sent is not None:
-                zeroed, chosen = sent.copy(), zeroed
-                zeroed[sent] = chosen
-            if part.live is not None:
-                zeroed &= (part.live[span.start : span.stop] == 1).cpu().numpy()
-            self.num_pruned[position] += int(np.count_nonzero(zeroed[part.counted_in(span)]))
-            if takes_numpy(out.device) and out.itemsize in INTEGERS:
-                values = out.view(INTEGERS[out.itemsize]).numpy()
-                np.multiply(values, np.logical_not(zeroed), out=values)
-            else:
-                out[torch.from_numpy(zeroed).to(out.device)] = 0
-
-    def _collect(self, batch: _Batch) -> _Message:
-        empty: Array = np.zeros(0, dtype=np.int64)
-        owners, targets, lengths, numbers = [empty], [empty], [empty], [empty]
-        num_before = 0
-        spans: list[tuple[int, range, Array | None]] = []
-        for one, first in zip(batch.several, batch.firsts, strict=True):
-            part = self.parts[one.position]
-            for span in spans_of_ranges(_ranges(part, one, self.places[one.position].rest)):
-                pieces = pieces_of(part, one.blocks, span)
-                slots, inside = _slots(one.numbers, pieces.numbers)
-                flags = None
-                if not inside.all():
-                    flags = np.repeat(inside, pieces.lengths)
-                    slots = slots[inside]
-                begins = first + slots * one.blocks.size
-                owners.append(np.searchsorted(batch.bounds, begins, side="right") - 1)
-                targets.append(begins + pieces.places[inside])
-                lengths.append(pieces.lengths[inside])
-                numbers.append(num_before + slots)
-                spans.append((one.position, span, flags))
-            num_before += len(one.numbers)
-        owner, target, length, number = map(np.concatenate, (owners, targets, lengths, numbers))
-        values = self._scratch.array("values", int(length.sum()), self._dtype)
-        start = 0
-        for position, span, flags in spans:
-            loaded = self._live_keys(self.parts[position], span)
-            loaded = loaded if flags is None else loaded[flags]
-            values[start : start + len(loaded)] = loaded
-            start += len(loaded)
-        order = None
-        if (number[1:] < number[:-1]).any():
-            # Integers of 16 bits have a radix sort.
-            small = number.astype(np.uint16) if num_before <= 1 << 16 else number
-            by_block = np.argsort(small, kind="stable")
-            positions = np.cumsum(length) - length
-            owner, target, length = owner[by_block], target[by_block], length[by_block]
-            order = _expand(positions[by_block], length)
-            values = values[order]
-        num_ranks = len(batch.bounds) - 1
-        num_keys = np.bincount(owner, length, num_ranks).astype(np.int64)
-        grids = _grids(owner, target, length, num_ranks)
-        of_owners = np.split(values, np.cumsum(num_keys)[:-1])
-        shares = [[*pair] for pair in zip(grids, of_owners, strict=True)]
-        return _Message(shares, num_keys.tolist(), order, spans)
-
-    def _live_keys(self, part: Candidates, span: range) -> Array:
-        """Keys of a span; elements that are pruned already come before all others."""
-        loaded = part.keys.load(span.start, span.stop, self._scratch).values
-        if part.live is not None:
-            loaded = torch.where(part.live[span.start : span.stop] == 1, loaded, self.keys.low - 1)
-        return loaded.cpu().numpy()
-
-    @property
-    def _dtype(self) -> np.dtype:
-        return torch.empty(0, dtype=self.keys.dtype).numpy().dtype

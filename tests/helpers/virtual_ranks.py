@@ -28,7 +28,6 @@ class _Turns:
         self._is_done = [False] * size
         self._num_sums = [0] * size
         self._given: dict[int, tuple[Any, Tensor]] = {}
-        self._pieces: dict[tuple[int, int], list[Tensor]] = {}
         self._reduced: tuple[int, Tensor] | None = None
 
     def exchange(self, index: int, op: Any, values: Tensor) -> Tensor:
@@ -40,15 +39,6 @@ class _Turns:
         if self._reduced is None or self._reduced[0] != which:  # the first one to come back
             self._reduced = which, self._reduce()
         return self._reduced[1].clone()
-
-    def swap(self, index: int, pieces: list[Tensor]) -> list[Tensor]:
-        """What each rank has for this one."""
-        which = self._num_sums[index]
-        self._num_sums[index] += 1
-        self._pieces[which, index] = pieces
-        self._let_next_run(index)
-        self.wait(index)
-        return [self._pieces[which, other][index] for other in range(self.size)]
 
     def wait(self, index: int) -> None:
         self._may_run[index].acquire()
@@ -88,13 +78,6 @@ class ThreadCommunicator(Communicator):
         self.num_collectives += 1
         self.bytes_sent += values.numel() * values.element_size()
         return self._turns.exchange(self.index, op, values)
-
-    def _all_to_all(self, sent, sizes, received):
-        self.num_collectives += 1
-        self.bytes_sent += (sum(sizes) - sizes[self.index]) * sent.itemsize
-        came = self._turns.swap(self.index, list(sent.split(sizes)))
-        assert [len(piece) for piece in came] == received
-        return torch.cat(came)
 
 
 def run_virtual_ranks(fn: Callable[[Communicator], Any], size: int) -> list[Any]:
