@@ -35,7 +35,7 @@ ROOMS = {
     "recipes": (939, 3),
     "reconstruction": (414, 3),
     "schedule": (465, 2),
-    "selection": (4483, 25),
+    "selection": (4372, 25),
     "selftest": (519, 3),
     "shards": (1291, 10),
     "statistics": (2168, 11),
@@ -44,9 +44,9 @@ ROOMS = {
     "torch_private": (2083, 15),
     "verification": (1210, 5),
 }
-TOTAL = (39041, 237)
+TOTAL = (38930, 237)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 53660, "launch": 3395}
+FOLDERS = {"tests": 53639, "launch": 3395}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -110,8 +110,7 @@ class Reading:
 
     Attributes:
         ranked: what is ranked.
-        drafts, start, pivots: as for ``search.search_lowest``.
-        num_upto: by pivot, elements of all ranks with a key up to it.
+        drafts, start: as for ``search.search_lowest``.
         density: elements per key around the k-th one, once it is found among collected keys.
         scanned, drafted: the last scan, and the last one that wrote drafts.
         local_counts: by pivot, this rank's live keys <= the pivot in each part.
@@ -120,8 +119,6 @@ class Reading:
     ranked: Ranked
     drafts: Sequence[Tensor] | None
     start: Start | None
-    pivots: Sequence[int] = ()
-    num_upto: dict[int, int] = field(default_factory=dict)
     density: float | None = None
     scanned: Scan | None = None
     drafted: Scan | None = None
@@ -150,10 +147,9 @@ class Reading:
         low, high = keys.low, keys.largest_number if ranked.refuse_nan else keys.high
         below, upto, k = 0, total, min(k, total)
         nothing = [0] * len(parts)
-        self.num_upto = dict.fromkeys(self.pivots, 0)
         if total == 0:
             return KthKey(low, 0, 0, lambda: (nothing, nothing))
-        if total <= COLLECT_ALL and self._is_alone and not self.pivots and most is None:
+        if total <= COLLECT_ALL and self._is_alone and most is None:
             few = self._find_few(k)
             if few is not None:
                 return few
@@ -178,15 +174,11 @@ class Reading:
                 )
             if num_rounds == 0 and ranked.refuse_nan and keys.is_float:
                 around.pivots.add(high)
-            if num_rounds == 0:
-                around.pivots.update(self.pivots)
             only_counts = most is not None and around.most_of(total) > most
             counts, histogram = yield from self._count(around, only_counts)
             if counts.get(keys.largest_number, total) < total and ranked.refuse_nan:
                 _refuse_nan(ranked, (yield len(parts), self._local_numbers))
                 raise changed()
-            if num_rounds == 0:
-                self.num_upto = {pivot: counts[pivot] for pivot in self.pivots}
             num_rounds += 1
             num_missed += around.start is None
             # Cumulative counts at the pivots: the k-th key lies between two neighbours.

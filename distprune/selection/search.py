@@ -15,8 +15,8 @@ A search that is repeated begins with step 2, around the key that it found befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -58,7 +58,6 @@ class Selection:
         drafted: the scan that drafted masks; None without drafts. It may have drafted them for
             another cut.
         start: where a search of the same kind may look first; None if little was searched.
-        num_upto: by key that was asked for, elements with a key up to it.
     """
 
     cut: Cut
@@ -67,7 +66,6 @@ class Selection:
     num_before: list[int]
     drafted: Scan | None = None
     start: Start | None = None
-    num_upto: Mapping[int, int] = field(default_factory=dict)
 
 
 def select_lowest(
@@ -142,27 +140,22 @@ def search_lowest(
     drafts: Sequence[Tensor] | None = None,
     count_each: bool = False,
     start: Start | None = None,
-    is_wanted: Callable[[list[int]], bool] | None = None,
-    pivots: Sequence[int] = (),
 ) -> Search[Selection]:
     """:func:`select_lowest` as a search that can run beside others.
 
     Args:
         start: of an earlier search, where this one looks first; the same on all ranks. It does
             not change the result.
-        is_wanted: from ``Selection.num_before`` to whether the cut among ties is needed; it does
-            not lie among them otherwise, where it should. None: it is.
-        pivots: keys to count up to for ``Selection.num_upto``, in the first scan; not of tallies.
     """
     parts, keys = ranked.parts, ranked.keys
     nothing = Selection(Cut(keys.low, 0, 0), 0, 0, [0] * len(parts))
-    if k == 0 and not pivots and not (ranked.refuse_nan and keys.is_float):
+    if k == 0 and not (ranked.refuse_nan and keys.is_float):
         return nothing
-    reading = Reading(ranked, drafts, start, pivots)
+    reading = Reading(ranked, drafts, start)
     find = partial(find_in_tallies, ranked) if are_tallied(parts) else reading.find
     kth = yield from find(max(k, 1))
     if k == 0:
-        return replace(nothing, num_upto=reading.num_upto)
+        return nothing
 
     num_ties, num_ties_pruned = kth.num_ties, k - kth.num_below
     total = sum(ranked.num_live)
@@ -171,7 +164,7 @@ def search_lowest(
         following = next_start(keys, kth.threshold, num_ties, total, reading.density, start)
     if num_ties_pruned == num_ties and not count_each:
         cut = Cut(kth.threshold, len(parts), 0)
-        return Selection(cut, num_ties, num_ties, [], reading.drafted, following, reading.num_upto)
+        return Selection(cut, num_ties, num_ties, [], reading.drafted, following)
 
     def count() -> Tensor:
         below, ties = kth.counts()
@@ -185,7 +178,7 @@ def search_lowest(
     # Ties go parameter by parameter, until enough of them are pruned.
     pruned_of_ties = torch.minimum((num_ties_pruned - ties_before[:-1]).clamp(min=0), ties)
     num_before = (below[0] + pruned_of_ties).tolist() if below else []
-    if num_ties_pruned == num_ties or (is_wanted is not None and not is_wanted(num_before)):
+    if num_ties_pruned == num_ties:
         cut = Cut(kth.threshold, len(parts), 0)
     else:
         position = int(torch.searchsorted(ties_before[1:], num_ties_pruned))
@@ -197,7 +190,7 @@ def search_lowest(
         )
         cut = Cut(kth.threshold, position, index)
     facts = num_ties, num_ties_pruned, num_before
-    return Selection(cut, *facts, reading.drafted, following, reading.num_upto)
+    return Selection(cut, *facts, reading.drafted, following)
 
 
 # At most so many indices of ties are kept; for more, the next round scans the parameter again.

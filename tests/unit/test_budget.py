@@ -2,7 +2,6 @@
 
 import math
 from fractions import Fraction
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import distprune as prune
 from distprune._common.amount import Bounded, Bounds, to_bounds
 from distprune.selection import within_bounds
 from distprune.selection.candidates import Ranked
-from distprune.selection.keys import Order, ScoreKeys, key_range
+from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import write_keep
 from distprune.selection.within_bounds import limits_for, select_within
 from helpers import reference
@@ -113,14 +112,7 @@ def test_any_bounds_on_any_data_and_layout(data):
     most = sum(max(0, high - p) for high, p in zip(bounds.highest, pruned, strict=True))
     k = data.draw(st.integers(max(0, least - 1), most + 1), "k")
     layouts = [data.draw(st.sampled_from(LAYOUTS)) for _ in shapes]
-    by_sample = {"COLLECT_ALL": 1 << 16}
-    if data.draw(st.booleans(), "by a sample, right or wrong"):
-        rate = data.draw(st.sampled_from([0.3, 1.0]), "sampled")
-        by_sample = {
-            "COLLECT_ALL": 0, "margin_of": lambda *_: 0.0, "sample_size": lambda n: rate * n,
-        }  # fmt: skip
-    with mock.patch.multiple(within_bounds, **by_sample):
-        check(tensors, masks, k, floors, ceilings, layouts, size)
+    check(tensors, masks, k, floors, ceilings, layouts, size)
 
 
 def scaled(num, low, high):
@@ -157,24 +149,6 @@ def test_more_elements_than_are_collected_outright():
     floors, ceilings = [0.0, 0.1, 0.3], [0.6, 0.5, 0.9]
     held, _ = check(tensors, None, 60_000, floors, ceilings, ["rows", "replicated", "rows"], 2)
     assert held[0] == "max_sparsity"
-
-
-def test_a_sample_says_which_bounds_decide():
-    """One read of each parameter, of those that a bound decides and of the others."""
-    tensors = [
-        torch.randn(90_000, generator=torch.Generator().manual_seed(1)) * s for s in (1, 2, 4)
-    ]
-    loads = []
-    load = ScoreKeys.load
-
-    def counted(self, start, stop, scratch=None):
-        loads.append(stop - start)
-        return load(self, start, stop, scratch)
-
-    with mock.patch.object(ScoreKeys, "load", counted):
-        held, _ = check(tensors, None, 150_000, [0.4] * 3, [0.7] * 3, ["rows"] * 3, 2)
-    assert held == ["max_sparsity", None, "min_sparsity"]
-    assert sum(loads) == 2 * 270_000  # the masks are written by another read
 
 
 def test_searches_in_batches(monkeypatch):
