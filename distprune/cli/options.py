@@ -318,7 +318,7 @@ def resolve(name: str | None, options: Mapping[str, Any]) -> FileRecipe:
 
 
 # Scores of live models.
-_OF_MODELS = ("snip", "movement", "grasp", "synflow", "gradient", "obs", "sparsegpt")
+_OF_MODELS = ("snip", "movement", "gradient", "obs", "sparsegpt")
 
 
 def _check_of_users(overrides: dict[str, Any]) -> None:

@@ -13,26 +13,16 @@ prune.global_unstructured(
 from __future__ import annotations
 
 from distprune.criteria.base import Criterion
-from distprune.criteria.global_batch import (
-    SNIP,
-    AdamSecondMoment,
-    Custom,
-    GradientMagnitude,
-    Movement,
-)
+from distprune.criteria.global_batch import SNIP, Custom, GradientMagnitude, Movement
 from distprune.criteria.gradient_moment import Fisher, GradientMoment, Taylor
-from distprune.criteria.measured import GraSP, SynFlow
 
 __all__ = [
     "SNIP",
-    "AdamSecondMoment",
     "Criterion",
     "Custom",
     "Fisher",
-    "GraSP",
     "GradientMagnitude",
     "GradientMoment",
     "Movement",
-    "SynFlow",
     "Taylor",
 ]

@@ -40,8 +40,8 @@ class Criterion:
     the optimizer sees. ``"rank_batch"``: the gradient of one rank's own batch, before it is
     averaged.
 
-    Subclasses name what they accumulate of each parameter in ``ACCUMULATOR`` ("": nothing), define
-    :meth:`_accumulate`, and :meth:`_score` unless the scores are what was accumulated.
+    Subclasses define :meth:`_accumulate`, and :meth:`_score` unless the scores are what was
+    accumulated.
 
     Args:
         parameters: (module, name) pairs, as ``select`` lists them; a tied parameter counts once.
@@ -61,7 +61,6 @@ class Criterion:
     """
 
     pruning_method: ClassVar[type[BasePruningMethod]] = L1Unstructured
-    ACCUMULATOR: ClassVar[str] = ""
     _COUNTS: ClassVar[tuple[str, ...]] = ("num_updates", "total_weight")  # in state dicts
 
     def __init__(
@@ -201,14 +200,14 @@ class Criterion:
 
         def to_save() -> dict[str, Tensor]:
             self._check_complete()
-            return {p.key: p.to_save(self._accumulator(p)) for p in self._accumulated_parts()}
+            return {part.key: part.to_save(self._accumulator(part)) for part in self._parts()}
 
         with torch.inference_mode(False), torch.no_grad():
             tensors = world(self._group).run(to_save)
         return {
             "criterion": type(self).__name__,
             **self._plain_state(),
-            "accumulators": {self.ACCUMULATOR: tensors} if self.ACCUMULATOR else {},
+            "accumulators": tensors,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -223,10 +222,9 @@ class Criterion:
 
         def checked() -> list[tuple[Callable[[Tensor], object], Tensor]]:
             self._check_state(state)
-            tensors = state["accumulators"].get(self.ACCUMULATOR, {})
+            tensors = state["accumulators"]
             return [
-                (part.loader(tensors[part.key]), self._accumulator(part))
-                for part in self._accumulated_parts()
+                (part.loader(tensors[part.key]), self._accumulator(part)) for part in self._parts()
             ]
 
         with torch.inference_mode(False), torch.no_grad():
@@ -251,14 +249,13 @@ class Criterion:
             raise ValueError(
                 f"the state is of the criterion {state.get('criterion')!r}; expected {criterion!r}."
             )
-        name = self.ACCUMULATOR
-        keys = {parameter.key for parameter in self._scored} if name else set()
-        found = set(state["accumulators"].get(name, {}))
+        keys = {parameter.key for parameter in self._scored}
+        found = set(state["accumulators"])
         if found != keys:
             missing, unknown = sorted(keys - found), sorted(found - keys)
             raise ValueError(
-                f"the state has no {name!r} of {missing}, and has {unknown}, which are none of "
-                "the criterion's parameters; expected the same parameters. Those that select() "
+                f"the state has nothing of {missing}, and has {unknown}, which are none of the "
+                "criterion's parameters; expected the same parameters. Those that select() "
                 "lists have names, which do not depend on their order."
             )
 
@@ -282,7 +279,7 @@ class Criterion:
                 :meth:`_prepared` made of it.
             weight: of the unit.
         """
-        raise NotImplementedError(f"{type(self).__name__} accumulates no units.")
+        raise NotImplementedError
 
     def _score(self, part: Part) -> Tensor:
         """The scores of this rank's part of a parameter: a new fp32 tensor like its values."""
@@ -307,10 +304,6 @@ class Criterion:
         communicator = world(self._group)
         reader = ShardReader(communicator.index, communicator.size)
         return [parameter.read(reader) for parameter in self._scored]
-
-    def _accumulated_parts(self) -> list[Part]:
-        """The parts that have an accumulator: none if the criterion accumulates nothing."""
-        return self._parts() if self.ACCUMULATOR else []
 
     def _gradients(self, parts: Sequence[Part]) -> list[Tensor]:
         """This rank's part of every gradient; all are checked before any is used."""

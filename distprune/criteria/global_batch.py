@@ -1,15 +1,14 @@
-"""Criteria of the averaged gradient of a global batch, and of what Adam keeps of it."""
+"""Criteria of the averaged gradient of a global batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from distprune._common.process_groups import world
-from distprune._common.pruned_form import local_tensor
 from distprune.criteria.base import Criterion, Unit, checked_unit, is_finite
 from distprune.criteria.parts import Part
 from distprune.methods.builtin import L1Unstructured, LowestScore
@@ -42,7 +41,6 @@ class GlobalBatchCriterion(Criterion):
         num_skipped: units that were left out.
     """
 
-    ACCUMULATOR = "sum"
     _COUNTS = (*Criterion._COUNTS, "num_skipped")
 
     def __init__(
@@ -139,8 +137,6 @@ class Movement(GlobalBatchCriterion):
         self._accumulator(part).addcmul_(gradient, part.shard.values, value=-weight)
 
 
-_CHUNK = 1 << 18  # elements
-
 Update = Callable[[Tensor, Tensor, Tensor], Tensor]
 Finish = Callable[[Tensor, Tensor], Tensor]
 
@@ -153,10 +149,10 @@ class Custom(GlobalBatchCriterion):
 
     Args:
         parameters: (module, name) pairs, as ``select`` lists them; a tied parameter counts once.
-        update: called at each ``criterion.update(weight=...)`` with 1-d chunks of equal length:
-            the weights, their gradients times the weight of the unit, and the state (fp32, zeros
-            at first). Returns the new state, and changes none of the three in place. Each element
-            on its own: chunks are cut anywhere.
+        update: called at each ``criterion.update(weight=...)`` with this rank's part of each
+            parameter, three tensors of one shape: the weights, their gradients times the weight
+            of the unit, and the state (fp32, zeros at first). Returns the new state, and changes
+            none of the three in place. Each element on its own: parts are cut anywhere.
         unit: what a gradient is of. "global_batch" is the averaged gradient. Functions that are
             not linear in it, such as |g| or g^2, give something else for each rank's batch, which
             this class does not see: "rank_batch" raises NotImplementedError.
@@ -168,10 +164,8 @@ class Custom(GlobalBatchCriterion):
     If ``update`` raises, no state has changed: all new ones are computed before any is kept.
 
     Cost: 4 bytes of memory per element, twice as many inside ``criterion.update``, and what
-    ``update`` takes for a chunk of 262,144 elements; no bytes on the wire in ``update``.
+    ``update`` takes for a parameter; no bytes on the wire in ``update``.
     """
-
-    ACCUMULATOR = "state"
 
     def __init__(
         self,
@@ -222,115 +216,14 @@ class Custom(GlobalBatchCriterion):
     def _applied(
         self, function: Callable[..., object], what: str, part: Part, *gradients: Tensor
     ) -> Tensor:
-        """What a function makes of chunks of the weights, of gradients if given, and the state."""
-        state, flat = self._accumulator(part), part.shard.flat
-        made = torch.empty_like(state)
-        out, old, *inputs = map(flat, (made, state, part.shard.values, *gradients))
-        for start in range(0, len(out), _CHUNK):
-            chunk = slice(start, start + _CHUNK)
-            new = function(*(each[chunk] for each in inputs), old[chunk].clone())
-            like = out[chunk]
-            if not isinstance(new, Tensor) or new.shape != like.shape or new.is_complex():
-                shown = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
-                raise ValueError(
-                    f"{part.label}: {what} returned {shown} for chunks of shape "
-                    f"{tuple(like.shape)}; expected a real tensor of that shape, because it has to "
-                    "work on each element alone."
-                )
-            like.copy_(new)
-        return made
-
-
-class AdamSecondMoment(Criterion):
-    """1/2 * w^2 * v, with v the second moment of the gradients that Adam keeps, bias-corrected.
-
-    The saliency of Optimal Brain Damage, with Adam's ``exp_avg_sq / (1 - beta2^step)`` for the
-    diagonal of the Hessian, as an empirical Fisher information. It needs no data and no
-    ``update``: call ``scores()`` after some hundred steps. The unit is the *global batch* of a
-    step (the square of the averaged gradient), which is smaller than the mean of the squares of
-    single examples. ``amsgrad`` does not change it. The moments of parameters that were pruned
-    decay, because their gradients are zero.
-
-    Args:
-        parameters: (module, name) pairs, as ``select`` lists them; a tied parameter counts once.
-        optimizer: ``torch.optim.Adam``, ``AdamW``, or any other whose state has "exp_avg_sq" and
-            "step" for each parameter; also as ``accelerate`` wraps it.
-        group: the ranks that take part; every rank by default.
-
-    Raises:
-        TypeError: no optimizer.
-
-    ``scores()`` raises a ValueError on every rank, and names the parameter, if the optimizer has
-    no such state for it: before its first step, for parameters of other tensors, or in optimizers
-    that keep something else (SGD, Adafactor, 8-bit Adam).
-
-    Source: LeCun et al., Optimal Brain Damage, NeurIPS 1989, equation 6; Kingma and Ba, Adam,
-    arXiv 1412.6980, sections 2 and 5 (v approximates the diagonal of the Fisher information).
-
-    Cost: no memory but that of the scores; no bytes on the wire but those of ``scores()``.
-    """
-
-    def __init__(
-        self,
-        parameters: Iterable[tuple[nn.Module, str]],
-        optimizer: torch.optim.Optimizer,
-        *,
-        group: ProcessGroup | None = None,
-    ) -> None:
-        # Wrappers of optimizers pass these two on.
-        if not hasattr(optimizer, "state") or not hasattr(optimizer, "param_groups"):
-            raise TypeError(
-                f"optimizer is a {type(optimizer).__name__}; expected one like torch.optim.AdamW."
-            )
-        self._optimizer = optimizer
-        super().__init__(parameters, group=group)
-
-    def reset(self) -> None:
-        super().reset()
-        self.num_updates, self.total_weight = 1, 1.0  # the optimizer counts its steps
-
-    def update(self, weight: float = 1.0) -> NoReturn:
-        """Not available: the optimizer has seen the gradients."""
-        raise NotImplementedError(
-            "AdamSecondMoment has no unit to add: it reads the optimizer's state. Call scores()."
-        )
-
-    def _score(self, part: Part) -> Tensor:
-        values = part.shard.values
-        if not values.numel():
-            return torch.zeros_like(values, dtype=torch.float32)
-        tensor, span = part.shard.optimizer_tensor
-        moment, step, beta = self._moment(part.label, tensor)
-        moment = local_tensor(moment).detach()
-        if span is not None:
-            moment = moment[span]
-        if moment.shape != values.shape:
+        """What a function makes of the weights, of gradients if given, and of the state: fp32."""
+        state = self._accumulator(part)
+        new = function(part.shard.values, *gradients, state.clone())
+        if not isinstance(new, Tensor) or new.shape != state.shape or new.is_complex():
+            shown = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
             raise ValueError(
-                f"{part.label}: the optimizer's exp_avg_sq has shape {tuple(moment.shape)}, and "
-                f"this rank's part of the parameter {tuple(values.shape)}; expected the same."
+                f"{part.label}: {what} returned {shown} for weights of shape "
+                f"{tuple(state.shape)}; expected a real tensor of that shape, because it has to "
+                "work on each element alone."
             )
-        score = torch.empty_like(values, dtype=torch.float32).copy_(values)
-        return score.square_().mul_(moment.to(score.device)).mul_(0.5 / (1 - beta**step))
-
-    def _moment(self, label: str, tensor: Tensor) -> tuple[Tensor, float, float]:
-        """exp_avg_sq, the number of steps and beta2 of a parameter of the optimizer."""
-        kind = type(getattr(self._optimizer, "optimizer", self._optimizer)).__name__
-        groups: list[dict[str, Any]] = self._optimizer.param_groups
-        mine = [g for g in groups if any(other is tensor for other in g["params"])]
-        if not mine:
-            raise ValueError(
-                f"{label} is none of the optimizer's parameters; expected the {kind} that trains "
-                "it, made after the model was wrapped."
-            )
-        state: dict[str, Any] = self._optimizer.state.get(tensor, {})
-        if (
-            not {"exp_avg_sq", "step"} <= state.keys()
-            or "betas" not in mine[0]
-            or not state["step"]
-        ):
-            has = ", ".join(map(repr, state)) or "nothing"
-            raise ValueError(
-                f"{label}: the state of {kind} has {has}; expected 'exp_avg_sq' and 'step', as "
-                "Adam and AdamW have after their first step on a parameter that has a gradient."
-            )
-        return state["exp_avg_sq"], float(state["step"]), float(mine[0]["betas"][1])
+        return torch.empty_like(state).copy_(new)

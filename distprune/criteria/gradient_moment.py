@@ -202,7 +202,6 @@ class GradientMoment(Criterion):
             ranks have: a criterion of their own, with the group of the ranks that have them.
     """
 
-    ACCUMULATOR = "moment"
     _FACTOR: ClassVar[float] = 1.0
 
     def __init__(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from distprune._common.blocks import Scope
@@ -22,9 +21,7 @@ from distprune.call.report import PruningReport
 from distprune.call.request import ParameterArguments
 from distprune.call.run import count_live
 from distprune.criteria.base import Criterion
-from distprune.criteria.global_batch import AdamSecondMoment
 from distprune.criteria.gradient_moment import GradientMoment
-from distprune.criteria.measured import MeasuredCriterion
 from distprune.masks.hook import put_records, records_of
 from distprune.recipe import Recipe, load_recipe
 from distprune.schedule.pruner import ScheduledPruner
@@ -125,9 +122,7 @@ class PlannedPruning:
         if self.pruner is not None:
             self.pruner.remove()
 
-    def _start(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> ScheduledPruner:
+    def _start(self, model: nn.Module) -> ScheduledPruner:
         """Make the pruner, and the criterion, for a wrapped model. Collective.
 
         Raises:
@@ -135,22 +130,20 @@ class PlannedPruning:
         """
         communicator = world()
         with communicator.raising_everywhere():
-            pruner, self._criterion = self._made_for(model, optimizers)
+            pruner, self._criterion = self._made_for(model)
         parameters = pruner.parameters
         count_live(lambda: ParameterArguments(parameters=parameters), communicator)
         self.pruner, self._model = pruner, model
         return pruner
 
-    def _made_for(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> tuple[ScheduledPruner, Criterion | None]:
+    def _made_for(self, model: nn.Module) -> tuple[ScheduledPruner, Criterion | None]:
         if isinstance(self._plan, Recipe):
             return self._plan.pruner(model), None
         if isinstance(self._plan, Schedule):
             pairs = self._select(model)
             if self._make_criterion is None:
                 return self._make_pruner(pairs, self._plan), None
-            criterion = _checked_criterion(self._make_criterion, pairs, optimizers)
+            criterion = _checked_criterion(self._make_criterion(pairs))
             pruner = self._make_pruner(
                 pairs,
                 self._plan,
@@ -200,14 +193,8 @@ class PlannedPruning:
 
     def _before_step(self) -> None:
         """Let the criterion read the gradients of a step of the optimizer."""
-        if self._criterion is not None and not isinstance(self._criterion, AdamSecondMoment):
+        if self._criterion is not None:
             self._criterion.update()
-
-    def _criterion_state(self) -> dict[str, Any] | None:
-        """The accumulators to save; None if there are none. Collective."""
-        if self._criterion is None or not self._criterion.ACCUMULATOR:
-            return None
-        return self._criterion.state_dict()
 
     def _prune(self, step: int) -> PruningReport | None:
         """Prune if that is due after a step, and verify the masks if that is."""
@@ -222,28 +209,12 @@ class PlannedPruning:
         return report
 
 
-def _checked_criterion(
-    make: MakeCriterion, pairs: Pairs, optimizers: Sequence[torch.optim.Optimizer]
-) -> Criterion:
-    if len(optimizers) != 1:
-        raise NotImplementedError(
-            f"a criterion beside {len(optimizers)} optimizers, whose steps see different "
-            "gradients; expected one."
-        )
-    of_optimizer: object = AdamSecondMoment
-    criterion: object = (
-        AdamSecondMoment(pairs, optimizers[0]) if make is of_optimizer else make(pairs)
-    )
+def _checked_criterion(criterion: object) -> Criterion:
     name = type(criterion).__name__
     if not isinstance(criterion, Criterion):
         raise TypeError(
             f"criterion returned a {name}; expected a criterion of distprune.criteria, made of the "
             "parameters that it is called with."
-        )
-    if isinstance(criterion, MeasuredCriterion):
-        raise NotImplementedError(
-            f"{name} runs forwards and backwards itself, which a training loop does not give it; "
-            "expected a criterion of gradients, such as Movement, SNIP, Taylor or Fisher."
         )
     if isinstance(criterion, GradientMoment) and criterion.unit == "rank_batch":
         raise NotImplementedError(

@@ -72,8 +72,8 @@ class PruningCallback(PlannedPruning, Callback):
             makes a ``ScheduledPruner`` for the model that the strategy has wrapped.
         include, exclude, types, names: what to prune, as for ``select``; with a schedule only.
         criterion: what ranks, instead of the magnitude: a class of ``distprune.criteria``
-            (``Movement``, ``SNIP``, ``AdamSecondMoment``), or a function of the (module, name)
-            pairs (``functools.partial(criteria.Taylor, unit="global_batch")``). It sees the
+            (``Movement``, ``SNIP``), or a function of the (module, name) pairs
+            (``functools.partial(criteria.Taylor, unit="global_batch")``). It sees the
             gradient of every step, averaged, unscaled and before it is clipped. With a schedule
             and one optimizer only.
         reset_criterion: forget what the criterion has collected after each pruning.
@@ -133,7 +133,12 @@ class PruningCallback(PlannedPruning, Callback):
         """Make the pruner, and load its state from the checkpoint of a resumed run."""
         model = trainer.model
         assert model is not None and self._checkpoints is not None
-        self._start(model, trainer.optimizers)
+        if self._make_criterion is not None and len(trainer.optimizers) != 1:
+            raise NotImplementedError(
+                f"a criterion beside {len(trainer.optimizers)} optimizers, whose steps see "
+                "different gradients; expected one."
+            )
+        self._start(model)
         saved, self._saved = self._saved, None
         if saved:
             problem = (
@@ -195,11 +200,11 @@ class _MaskedCheckpoints:
     def load_criterion(self) -> None:
         """Load what the criterion had accumulated, if a checkpoint was loaded."""
         saved, self._loaded = self._loaded, None
-        criterion, state = self._pruning._criterion, self._pruning._criterion_state()
-        if saved is None or criterion is None or state is None:
+        criterion = self._pruning._criterion
+        if saved is None or criterion is None:
             return
         if isinstance(saved, Path):
-            saved = load_sharded_state(state, saved)
+            saved = load_sharded_state(criterion.state_dict(), saved)
         elif not saved:
             raise ValueError(
                 "the checkpoint has no state of the criterion "
@@ -227,12 +232,11 @@ class _MaskedCheckpoints:
     def _save_masked(
         self, checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any
     ) -> None:
-        state = None
-        if "callbacks" in checkpoint:  # not for save_weights_only
-            state = self._pruning._criterion_state()
-        if state is None:
+        criterion = self._pruning._criterion
+        if criterion is None or "callbacks" not in checkpoint:  # save_weights_only
             self._save(checkpoint, filepath, *args, **kwargs)
             return
+        state = criterion.state_dict()
         if not self._strategy.restore_checkpoint_after_setup:
             checkpoint[_CRITERION] = state
             self._save(checkpoint, filepath, *args, **kwargs)

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from transformers import (
     Trainer,
     TrainerCallback,
@@ -40,6 +39,7 @@ from distprune.api.global_unstructured import global_unstructured
 from distprune.api.local import is_pruned
 from distprune.api.select import select
 from distprune.checkpoint import prepare_for_load
+from distprune.criteria.base import Criterion
 from distprune.integrations._plan import PlannedPruning
 from distprune.integrations.accelerate import (
     keys_of_model,
@@ -67,8 +67,8 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
             makes a ``ScheduledPruner`` for the model that the Trainer has prepared.
         include, exclude, types, names: what to prune, as for ``select``; with a schedule only.
         criterion: what ranks, instead of the magnitude: a class of ``distprune.criteria``
-            (``Movement``, ``SNIP``, ``AdamSecondMoment``), or a function of the (module, name)
-            pairs (``functools.partial(criteria.Taylor, unit="global_batch")``). It sees the
+            (``Movement``, ``SNIP``), or a function of the (module, name) pairs
+            (``functools.partial(criteria.Taylor, unit="global_batch")``). It sees the
             averaged gradient of every step as the optimizer does: clipped, unless
             ``max_grad_norm=0``, so that steps with a large gradient count less; a warning says
             so. With a schedule only. Checkpoints have what it has collected.
@@ -153,8 +153,7 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
                 "could not resume a pruned one; expected callback.attach(trainer) before "
                 'trainer.train(), or save_strategy="no".'
             )
-        optimizer: Optimizer | None = kwargs.get("optimizer")
-        pruner = self._start(model, [] if optimizer is None else [optimizer])
+        pruner = self._start(model)
         callbacks: object = state.stateful_callbacks  # declared as a list; loaded as a dict
         saved = callbacks.get(type(self).__name__) if isinstance(callbacks, dict) else None
         if isinstance(saved, list):
@@ -177,8 +176,8 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
                 "gradient count less; max_grad_norm=0 leaves them as they are.",
                 type(self._criterion).__name__, args.max_grad_norm,
             )  # fmt: skip
-        if state.global_step > 0:
-            self._load_criterion(args, state)
+        if self._criterion is not None and state.global_step > 0:
+            self._load_criterion(self._criterion, args, state)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -190,9 +189,9 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Write what the criterion has collected into the checkpoint."""
-        saved = self._criterion_state()
-        if saved is not None:
-            save_sharded_state(saved, _checkpoint(args, state) / _CRITERION)
+        if self._criterion is not None:
+            folder = _checkpoint(args, state) / _CRITERION
+            save_sharded_state(self._criterion.state_dict(), folder)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -231,19 +230,18 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
                 "distprune.checkpoint.save_pretrained(model, path)."
             )
 
-    def _load_criterion(self, args: TrainingArguments, state: TrainerState) -> None:
-        saved = self._criterion_state()
-        if self._criterion is None or saved is None:
-            return
+    def _load_criterion(
+        self, criterion: Criterion, args: TrainingArguments, state: TrainerState
+    ) -> None:
         folder = (self._resumed_from or _checkpoint(args, state)) / _CRITERION
         if not world().run(folder.is_dir):
             raise ValueError(
-                f"{folder} is missing, with what {type(self._criterion).__name__} has "
-                "collected; expected a checkpoint that was saved with the same criterion. Call "
+                f"{folder} is missing, with what {type(criterion).__name__} has collected; "
+                "expected a checkpoint that was saved with the same criterion. Call "
                 "callback.attach(trainer) to resume from another folder than "
                 "output_dir/checkpoint-<step>."
             )
-        self._criterion.load_state_dict(load_sharded_state(saved, folder))
+        criterion.load_state_dict(load_sharded_state(criterion.state_dict(), folder))
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

@@ -33,9 +33,7 @@ from distprune._common.pruned_form import orig_key
 from distprune._transformers.building import decoder_layers
 from distprune.api.select import head_of, select
 from distprune.criteria.base import Criterion
-from distprune.criteria.global_batch import AdamSecondMoment
 from distprune.criteria.gradient_moment import GradientMoment
-from distprune.criteria.measured import GraSP, MeasuredCriterion
 from distprune.language_models.hidden_states import HiddenStates
 from distprune.language_models.loading import require_extra
 from distprune.language_models.losses import BatchLosses
@@ -88,17 +86,16 @@ def calibrate(
         windows: the same on every rank.
         collected: activation statistics, of one pass; gradient statistics, in which a batch has the
             weight of its number of windows; or a criterion of ``distprune.criteria``: Fisher,
-            Taylor, SNIP, GradientMagnitude, Movement, GraSP, Custom or one of your own. What it
-            has collected before stays, but GraSP's.
+            Taylor, SNIP, GradientMagnitude, Movement, Custom or one of your own. What it has
+            collected before stays.
         batch_size: windows that a rank runs at a time.
-        progress: called after every step, on every rank. GraSP runs the windows three times.
+        progress: called after every step, on every rank.
 
     Raises:
         ValueError: tokens or positions that the model does not have; ranks with different windows;
             a loss that is not finite, at the window where it is. On every rank.
         RuntimeError: the model has gradients already.
-        NotImplementedError: a criterion that needs no text (SynFlow) or is read from elsewhere
-            (AdamSecondMoment); copies of a plain model on several ranks, whose gradients nothing
+        NotImplementedError: copies of a plain model on several ranks, whose gradients nothing
             averages, with a criterion of global batches; as :func:`running.data_ranks`.
         Exception: of the model, and of ``collected``. Where the forward communicates (FSDP, TP),
             an error on one rank alone leaves the others waiting until the timeout of the
@@ -111,18 +108,15 @@ def calibrate(
     ranks = check_same(model, windows, batch_size)
     communicator = world()
     communicator.run(lambda: _check_collected(model, collected, ranks))
-    total = len(windows) * (3 if isinstance(collected, GraSP) else 1)
     steps, losses = steps_of(len(windows), batch_size, ranks), BatchLosses(model)
-    reporter = Reporter("calibrate", total, progress)
+    reporter = Reporter("calibrate", len(windows), progress)
     run = _Run(model, windows, steps, ranks, losses, reporter)
     with communicator.raising_everywhere(), in_eval_mode(model), torch.inference_mode(False):
         if isinstance(collected, ActivationStatistics):
             run.collect_inputs(collected)
         else:
             with torch.enable_grad(), _gradients_for(model, collected):
-                if isinstance(collected, GraSP):
-                    run.measure(collected)
-                elif _reads_rank_batches(collected):
+                if _reads_rank_batches(collected):
                     run.collect_rank_batches(collected)
                 else:
                     assert isinstance(collected, Criterion)
@@ -182,23 +176,13 @@ class _Run:
         with criterion.calibrating():
             for step in self.steps:
                 with criterion.batch(weight=float(step.num_in_step)):
-                    self._backward(step, step.num_in_step)
+                    self._backward(step)
                 self.model.zero_grad()
                 self.reporter.add(step.num_in_step)
 
-    def measure(self, criterion: GraSP) -> None:
-        """GraSP: the gradient of the mean loss over all windows, at three points."""
-
-        def backward() -> None:
-            for step in self.steps:
-                self._backward(step, len(self.windows))
-                self.reporter.add(step.num_in_step)
-
-        criterion.measure(backward)
-
-    def _backward(self, step: Step, num_windows: int) -> None:
-        """The backward of a batch, as a part of a mean over so many windows; see [Note: losses]."""
-        share = step.num_windows * self.ranks.size / num_windows
+    def _backward(self, step: Step) -> None:
+        """The backward of a batch, as a part of the mean over a step; see [Note: losses]."""
+        share = step.num_windows * self.ranks.size / step.num_in_step
 
         def run() -> None:
             (self._loss(step) * share).backward()  # type: ignore[no-untyped-call]
@@ -217,14 +201,6 @@ def _check_collected(model: nn.Module, collected: object, ranks: DataRanks) -> N
         raise TypeError(
             f"collected is a {kind}; expected ActivationStatistics, GradientStatistics or a "
             "criterion of distprune.criteria."
-        )
-    is_measured = isinstance(collected, MeasuredCriterion) and not isinstance(collected, GraSP)
-    if is_measured or isinstance(collected, AdamSecondMoment):
-        raise NotImplementedError(
-            f"{kind} is not collected from text: SynFlow needs no data (criterion.prune), and the "
-            "second moment of Adam is that of an optimizer. Expected Fisher, Taylor, SNIP, "
-            "GradientMagnitude, Movement, GraSP, Custom, ActivationStatistics, or "
-            "GradientStatistics."
         )
     if not _reads_rank_batches(collected) and not ranks.averages_gradients:
         raise NotImplementedError(

@@ -149,7 +149,7 @@ class L1Unstructured(_Ranked):
 class LowestScore(_Ranked):
     """Prunes the elements of the lowest scores, signed: -2 before -1 before 1.
 
-    For scores whose sign counts, such as those of movement pruning and of GraSP
+    For scores whose sign counts, such as those of movement pruning
     (``L1Unstructured`` ranks |scores|). It ranks ``importance_scores`` only, never values:
     every parameter needs scores. -0.0 equals 0.0; among equal scores the lower index goes first.
 

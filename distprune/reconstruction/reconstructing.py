@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from distprune._common.attempts import interrupts_wait
 from distprune._common.collectives import Communicator
 from distprune._common.process_groups import world
 from distprune._common.report_text import CallReport, table
 from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
-from distprune.masks.values import ValueChange
+from distprune.masks.hook import refresh_products
 from distprune.reconstruction.solving import STEPS, Block, blocks_of, least_squares
 from distprune.shards.parameters import Target
 from distprune.shards.shard import LocalShard
 from distprune.statistics.gram import GramBlock, GramMatrices, with_damping
 from distprune.statistics.layers import WeightLayout
+from distprune.torch_private import live_graphs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -184,7 +186,7 @@ def reconstruct(
             known = communicator.run(lambda: _known(targets, grams, communicator))
         blocks = grams.blocks([target.places[0] for target in targets])
         with communicator.exclusively():
-            change = ValueChange(targets)
+            change = _Change(targets)
             try:
                 communicator.run(change.begin)
                 weights: dict[str, list[_Weight]] = {}
@@ -220,6 +222,72 @@ def reconstruct(
     )
 
 
+class _Change:
+    """New values of parameters that stay, or are undone together: on this rank.
+
+    Args:
+        targets: the parameters of a call.
+
+    Cost: a copy of the values of each parameter that changes, as long as this object lives.
+    """
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self._targets = targets
+        self._copies: dict[int, Tensor] = {}
+
+    def begin(self) -> None:
+        """Free what FSDP has gathered.
+
+        Raises:
+            RuntimeError: a backward is still to come that may need the present values.
+        """
+        self._refresh_products()  # without the graph that a product may have
+        for target in self._targets:
+            _check_no_backward(target)
+        for target in self._targets:
+            if target.shard.managed is not None:
+                target.shard.managed.free_gathered()
+
+    def values(self, number: int) -> Tensor:
+        """This rank's unmasked values of a parameter, to be written to, N-d."""
+        values = self._targets[number].shard.values.data  # with a version counter of its own
+        if number not in self._copies:
+            self._copies[number] = values.clone()
+        return values
+
+    def finish(self) -> None:
+        """Let the masks act on the new values, in products that have a graph again."""
+        with torch.enable_grad():
+            self._refresh_products()
+
+    def rollback(self) -> None:
+        """Write back what was there before."""
+        with interrupts_wait():
+            for number, copy in self._copies.items():
+                self.values(number).copy_(copy)
+            self.finish()
+
+    def _refresh_products(self) -> None:
+        """Compute ``mask * weight_orig`` anew where a module keeps it."""
+        for target in self._targets:
+            if target.shard.managed is None:
+                refresh_products(target.places)
+
+
+def _check_no_backward(target: Target) -> None:
+    managed = target.shard.managed
+    is_needed = (
+        live_graphs.reaches(target.shard.parameter) if managed is None else managed.is_in_graph()
+    )
+    if is_needed:
+        raise RuntimeError(
+            f"{target.label} was used by a forward whose backward is still to come at a change of "
+            "its values; expected each forward and its backward on one side of it: gradients would "
+            "mix different weights. If no backward is to come, delete what the forward returned "
+            "(loss, outputs), or run it under torch.no_grad()."
+        )
+
+
 class _Errors:
     """Sums over the rows that this rank has solved.
 
@@ -244,7 +312,7 @@ class _Weight:
     number: int
     shard: LocalShard
     layout: WeightLayout
-    change: ValueChange
+    change: _Change
     communicator: Communicator
     dtype: torch.dtype
 

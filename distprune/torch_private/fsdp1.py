@@ -207,10 +207,6 @@ class FlatPiece(ManagedRun):
         flat_param._shared_param_infos = tuple(shared)
 
     @property
-    def gathers_in_other_dtype(self) -> bool:
-        return bool(self.handle._uses_param_mixed_precision)
-
-    @property
     def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
         flat_param, (offset, size) = self.handle.flat_param, self.span
         if flat_param._params is None:  # without use_orig_params

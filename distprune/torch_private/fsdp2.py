@@ -104,10 +104,6 @@ class ManagedParameter(ManagedDTensor):
             info.param_name = new
 
     @property
-    def gathers_in_other_dtype(self) -> bool:
-        return self.fsdp_param.mp_policy.param_dtype not in (None, self.sharded.dtype)
-
-    @property
     def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
         return self.sharded, None
 

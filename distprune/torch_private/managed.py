@@ -125,11 +125,6 @@ class Managed(ABC):
 
     @property
     @abstractmethod
-    def gathers_in_other_dtype(self) -> bool:
-        """Whether forwards use a copy in another dtype than the shard's (mixed precision)."""
-
-    @property
-    @abstractmethod
     def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
         """The tensor registered with the optimizer, and this parameter's slice of it (None: all).
 

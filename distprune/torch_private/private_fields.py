@@ -22,7 +22,7 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
     "FSDP2": {
         "FSDPParam": (
             "_module_info", "sharded_param", "sharded_state", "mesh_info",
-            "post_forward_mesh_info", "padded_sharded_param_size", "mp_policy",
+            "post_forward_mesh_info", "padded_sharded_param_size",
             "init_unsharded_param", "_get_grad_inner_tensor",
             "_init_extensions", "fsdp_placement", "reset_sharded_param", "offload_to_cpu",
             "device", "unsharded_accumulated_grad", "to_sharded", "to_unsharded",
@@ -42,7 +42,7 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "FlatParamHandle": (
             "flat_param", "process_group", "uses_sharded_strategy", "_training_state",
-            "_all_gather_flat_param", "prepare_gradient_for_optim", "_uses_param_mixed_precision",
+            "_all_gather_flat_param", "prepare_gradient_for_optim",
             "needs_unshard", "reshard", "post_reshard",
             "_free_unsharded_flat_param",
         ),

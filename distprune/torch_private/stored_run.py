@@ -212,10 +212,6 @@ class StoredRun(ManagedRun):
         """By default only modules know the name."""
 
     @property
-    def gathers_in_other_dtype(self) -> bool:
-        return False
-
-    @property
     def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
         return self.parameter, None
 

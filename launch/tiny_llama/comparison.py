@@ -64,7 +64,7 @@ def compare_criteria(settings: Settings, trainer: Trainer, folder: Path) -> Comp
     model = wrap_model(build_model(), settings.wrap, job.device, job.num_ranks)
     optimizer = make_optimizer(model, LEARNING_RATE)
     parameters = prune.select(model, exclude=settings.exclude)
-    scores = TrainingScores.of(parameters, optimizer)
+    scores = TrainingScores.of(parameters)
 
     def before_step(step: int) -> None:
         if step >= settings.steps * 3 // 4:  # weights move far at first, in any direction

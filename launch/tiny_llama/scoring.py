@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-import torch
 from torch import nn
 
 import distprune as prune
@@ -26,12 +25,10 @@ class TrainingScores:
 
     parameters: Pairs
     movement: criteria.Movement
-    second_moment: criteria.AdamSecondMoment
 
     @classmethod
-    def of(cls, parameters: Pairs, optimizer: torch.optim.Optimizer) -> TrainingScores:
-        second_moment = criteria.AdamSecondMoment(parameters, optimizer)
-        return cls(parameters, criteria.Movement(parameters), second_moment)
+    def of(cls, parameters: Pairs) -> TrainingScores:
+        return cls(parameters, criteria.Movement(parameters))
 
 
 class Calibration:
@@ -107,7 +104,6 @@ CRITERIA: dict[str, Callable[[Calibration], Ranking]] = {
     # Of power 1: that of power 2 ranks as Fisher does.
     "taylor": _by_sequences(partial(criteria.Taylor, power=1)),
     "fisher": _by_sequences(criteria.Fisher),
-    "adam": lambda calibration: Ranking.by(calibration.training.second_moment),
     "movement": lambda calibration: Ranking.by(calibration.training.movement),
     "wanda": by_statistics("wanda"),
     "ria": by_statistics("ria"),

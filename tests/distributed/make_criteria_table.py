@@ -39,19 +39,14 @@ def table(measured: dict) -> str:
         )
     results = measured["results"]
     differences = sum(row["num_mask_differences"] for row in results)
-    refused = "; ".join(
-        f"{title}: {', '.join(about['refused_dtypes'])}"
-        for title, about in measured["about"].items()
-        if about["refused_dtypes"]
-    )
     lines += [
         "",
         f"The largest difference of a score from that of one process that runs the same units, as "
         f"a share of the parameter's largest score, in {len(results)} runs on 1 to 4 ranks: 1 and "
         "3 micro-batches, equal and unequal counts, float32 and bfloat16. *exact*: bit for bit, "
         "where the data are small integers. Mask elements that differ from those of one process "
-        f"that is fed these scores, in all: {differences}. Refused by name: {refused}. torch "
-        f"{measured['torch']}, {measured['backend']}.",
+        f"that is fed these scores, in all: {differences}. torch {measured['torch']}, "
+        f"{measured['backend']}.",
     ]
     return "\n".join(lines)
 

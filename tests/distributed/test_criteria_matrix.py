@@ -9,31 +9,20 @@ table of the documentation from it.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from itertools import product
 
 import make_criteria_table
 import pytest
-import torch
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 import distprune as prune
-from distprune import criteria
 from distprune.testing import run_ranks
-from helpers import criteria_runs as runs
-from helpers import criterion_references as references
 from helpers import reference, wrappings
 from helpers.collective_traffic import Traffic
-from helpers.comparisons import (
-    assembled,
-    assert_nothing_wrong,
-    assert_nothing_wrong_on,
-    wrong_masks,
-)
+from helpers.comparisons import assembled, assert_nothing_wrong
 from helpers.criteria_cases import WEIGHTS, Case, Dense, Rank, compare, mask_parts, whole_scores
 from helpers.criteria_table import ENTRIES, pruning_method
-from helpers.sampling import THOROUGH, every
+from helpers.sampling import THOROUGH
 
 AMOUNT = 0.4
 SHAPES = list(product((1, 3), ("equal", "unequal")))  # numbers of batches, and of their rows
@@ -42,14 +31,9 @@ WRAPPINGS = wrappings.TRAINED
 
 def cases_of(wrapping: str, title: str) -> list[Case]:
     """The cases of a criterion on a wrapping; by default one of integers and one of others."""
-    entry = ENTRIES[title]
     integers, others = (
-        [
-            Case(wrapping, data, dtype, num_batches, counts)
-            for dtype in dtypes
-            for num_batches, counts in (SHAPES if entry.has_batches else SHAPES[:1])
-        ]
-        for data, dtypes in (("integer", entry.dtypes), ("normal", entry.dtypes[:1]))
+        [Case(wrapping, data, dtype, *shape) for dtype in dtypes for shape in SHAPES]
+        for data, dtypes in (("integer", ("float32", "bfloat16")), ("normal", ("float32",)))
     )
     if THOROUGH:
         return integers + others
@@ -60,13 +44,12 @@ def cases_of(wrapping: str, title: str) -> list[Case]:
 def measured(title: str, case: Case) -> tuple[Rank, Mapping, dict]:
     """The scores of one rank, and what was found about them."""
     entry = ENTRIES[title]
-    net = entry.nets[case.data]
-    rank = Rank(case, net)
+    rank = Rank(case)
     with Traffic() as baseline:
         entry.baseline(rank)
     with Traffic() as traffic:
         scores = entry.run(rank)
-    expected = entry.expected(Dense(case, net))
+    expected = entry.expected(Dense(case))
     parts = whole_scores(rank, scores)
     wrong, largest = compare(rank, parts, expected, entry.is_exact(case))
     extra = traffic.num_bytes - baseline.num_bytes
@@ -137,70 +120,6 @@ def test_scores_and_masks_are_those_of_one_process(wrapping, title, record_prope
     assert_nothing_wrong(wrong)
     for row in rows:
         record_property("criteria", row)
-
-
-def refusals(title: str, dtype: str) -> str:
-    entry = ENTRIES[title]
-    case = Case("fsdp2-2", "integer", dtype, 1, "equal")
-    try:
-        entry.run(Rank(case, entry.nets["integer"]))
-    except NotImplementedError as error:
-        return str(error)
-    return "nothing was refused"
-
-
-@pytest.mark.parametrize("title", [title for title, e in ENTRIES.items() if e.refused_dtypes])
-def test_what_is_not_computed_in_a_dtype_is_refused_by_name(title):
-    for dtype in ENTRIES[title].refused_dtypes:
-        for message in run_ranks(refusals, 2, title, dtype):
-            assert re.match(r"\S+\.weight.*needs a model that computes in float32", message), (
-                message
-            )
-
-
-# DDP multiplies by 1/3, which is no float: there scores equal only to rounding.
-EXACT = [w for w in wrappings.sampled(WRAPPINGS) if w != "ddp-3"]
-
-
-def differences_of_rounds(wrapping: str) -> list[str]:
-    model = runs.integer_net(wrapping)
-    indices = wrappings.local_indices(model, wrapping)
-    ones = torch.ones(1, model.l1.in_features)
-    masks = references.synflow_masks(model, runs.WEIGHTS, ones, 0.8, 4)
-    model = wrappings.wrap(model, wrapping)
-    criterion = criteria.SynFlow(runs.named_targets(model, runs.WEIGHTS), model=model)
-    report = criterion.prune(lambda: model(ones), 0.8, rounds=4)
-    wrong = wrong_masks(model, masks, indices)
-    if report.num_pruned != round(0.8 * report.num_elements):
-        wrong.append(f"{report.num_pruned} are pruned of {report.num_elements}")
-    return wrong
-
-
-@pytest.mark.parametrize("wrapping", every(2, EXACT))
-def test_rounds_of_synflow_have_the_masks_of_one_process(wrapping):
-    assert_nothing_wrong_on(wrapping, differences_of_rounds)
-
-
-def messages_of_mixed_precision(wrapping: str, kind: str) -> str:
-    policy = (
-        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
-        if wrapping.startswith("fsdp2")
-        else {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
-    )
-    model = wrappings.wrap(runs.integer_net(wrapping), wrapping, **policy)
-    try:
-        getattr(criteria, kind)(runs.named_targets(model, runs.WEIGHTS), model=model)
-    except NotImplementedError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-@pytest.mark.parametrize("kind", ["GraSP", "SynFlow"])
-@pytest.mark.parametrize("wrapping", ["fsdp1-2", "fsdp2-2"])
-def test_mixed_precision_is_refused_by_name(wrapping, kind):
-    for message in run_ranks(messages_of_mixed_precision, 2, wrapping, kind):
-        assert message.startswith(f"l1.weight: {kind} needs a model that computes in float32")
-        assert "gathered in another dtype" in message
 
 
 def test_the_documentation_has_the_table_that_was_measured():

@@ -135,7 +135,7 @@ def boxes_with_padding(use_orig_params: bool) -> list[str]:
     model = FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=device)
     pairs = prune.select(model, names=["weight", "bias"], everything=True)
     criterion = prune.criteria.SNIP(pairs)
-    tensors = criterion.state_dict()["accumulators"]["sum"]
+    tensors = criterion.state_dict()["accumulators"]
     reader, wrong = ShardReader(), []
     for pair, tensor in zip(pairs, tensors.values(), strict=True):
         shard = reader.read(unwrap(pair[0]), pair[1], pair.fqn)
@@ -207,8 +207,8 @@ def continued(wrapping: str, state: dict | None = None) -> tuple[dict, list[str]
     if state is not None:
         return {}, wrong
     saved = criterion.state_dict()
-    whole = {name: tensor.full_tensor() for name, tensor in saved["accumulators"]["moment"].items()}
-    return {**saved, "accumulators": {"moment": whole}}, wrong
+    whole = {name: tensor.full_tensor() for name, tensor in saved["accumulators"].items()}
+    return {**saved, "accumulators": whole}, wrong
 
 
 @pytest.mark.parametrize("wrapping", ["plain-1", "ddp-3", "fsdp1-2", "fsdp2-3", "hsdp-2x2"])

@@ -14,7 +14,7 @@ from torch import nn
 
 import distprune as prune
 from distprune._common.process_groups import world
-from distprune.criteria import SNIP, Fisher, GraSP, SynFlow
+from distprune.criteria import SNIP, Fisher
 from distprune.files.team import Team
 from distprune.integrations.channels import ChannelGroup, ChannelPart
 from distprune.language_models import TokenWindows, calibrate, perplexity
@@ -120,31 +120,6 @@ def several_contexts(case: Case) -> None:
             case.fail()
     first.totals()
     second.totals()
-
-
-def calls_of_grasp(case: Case, failing: int) -> None:
-    calls = []
-
-    def backward() -> None:
-        calls.append(None)
-        case.backward(case.batch)
-        if len(calls) == failing:
-            case.fail()
-
-    GraSP(case.pairs, model=case.model).measure(backward)
-
-
-def rounds_of_synflow(case: Case) -> None:
-    calls = []
-
-    def forward() -> torch.Tensor:
-        calls.append(None)
-        output = case.model(torch.ones_like(case.batch[0]))
-        if len(calls) == 2:
-            case.fail()
-        return output
-
-    SynFlow(case.weights, model=case.model).prune(forward, 0.5, rounds=3)
 
 
 def in_sequence(case: Case, prune_block, batches=None) -> None:
@@ -302,9 +277,6 @@ CASES = {
     "SNIP, non_finite": (skipping_criterion, ["ddp-2"]),
     "collecting": (collected_inputs, ["plain-2", "ddp-2", "fsdp1-2", "fsdp2-2"]),
     "several contexts": (several_contexts, ["plain-2"]),
-    "GraSP, first call": (functools.partial(calls_of_grasp, failing=1), ["ddp-2", "fsdp2-2"]),
-    "GraSP, last call": (functools.partial(calls_of_grasp, failing=3), ["ddp-2", "fsdp2-2"]),
-    "SynFlow": (rounds_of_synflow, ["plain-2", "fsdp2-2"]),
     "prune_sequentially, loader": (loader_of_blocks, ["plain-2", "fsdp2-2"]),
     "prune_sequentially, before": (before_a_block, ["plain-2", "fsdp2-2"]),
     "prune_sequentially, after": (after_a_block, ["plain-2", "fsdp2-2"]),

@@ -30,20 +30,6 @@ class ReluNet(Net):
         return self.l3(torch.relu(self.l2(torch.relu(self.l1(x)))))
 
 
-class TanhNet(Net):
-    """Smooth, as second derivatives need it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l3(torch.tanh(self.l2(torch.tanh(self.l1(x)))))
-
-
-class Chain(Net):
-    """Linear layers only: its gradient is of degree 2 in the weights."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l3(self.l2(self.l1(x)))
-
-
 @dataclass(frozen=True)
 class Case:
     """One cell of the matrix.
@@ -90,9 +76,10 @@ class Unit:
 
 
 @torch.no_grad()
-def make_model(case: Case, net: type[Net]) -> nn.Module:
+def make_model(case: Case) -> nn.Module:
     """The dense model; the same on every rank."""
-    model = fill(net(wrappings.runnable_sizes(case.wrapping)), "normal", case.dtype, seed=3)
+    model = ReluNet(wrappings.runnable_sizes(case.wrapping))
+    fill(model, "normal", case.dtype, seed=3)
     if case.data == "integer":
         generator = torch.Generator().manual_seed(5)
         for parameter in model.parameters():
@@ -129,17 +116,15 @@ def loss_of(model: nn.Module, unit: Unit) -> Tensor:
 class Dense:
     """What one process sees: a model, and units[number][part]."""
 
-    def __init__(self, case: Case, net: type[Net]) -> None:
+    def __init__(self, case: Case) -> None:
         # Integers below 257 are bfloat16 numbers, but sums of outputs are rounded in bfloat16.
-        exact = torch.float32 if case.dtype == "bfloat16" else getattr(torch, case.dtype)
-        self.case = case
-        self.model = make_model(case, net).to(exact)
+        self.model = make_model(case).float()
         made = [
             [make_unit(case, self.model, part, number) for part in range(case.num_parts)]
             for number in range(case.num_batches)
         ]
         self.units = [
-            [Unit(unit.x.to(exact), unit.y.to(exact), unit.weight) for unit in row] for row in made
+            [Unit(unit.x.float(), unit.y.float(), unit.weight) for unit in row] for row in made
         ]
         self.weights = {name: self.model.get_parameter(name).detach() for name in WEIGHTS}
 
@@ -171,9 +156,9 @@ class Dense:
 class Rank:
     """This rank's side: the wrapped model and its own units."""
 
-    def __init__(self, case: Case, net: type[Net]) -> None:
+    def __init__(self, case: Case) -> None:
         self.case = case
-        dense = make_model(case, net)
+        dense = make_model(case)
         # Before the model is wrapped, which may happen in place.
         part, num_parts = wrappings.data_rank(case.wrapping)
         assert num_parts == case.num_parts
@@ -185,8 +170,7 @@ class Rank:
         self.weights = {name: dense.get_parameter(name).detach() for name in WEIGHTS}
         self.num_elements = sum(weight.numel() for weight in self.weights.values())
         self.indices = wrappings.local_indices(dense, case.wrapping)
-        self.ones = torch.ones(1, dense.l1.in_features, dtype=getattr(torch, case.dtype))
-        self.model = wrappings.wrap(make_model(case, net), case.wrapping)
+        self.model = wrappings.wrap(make_model(case), case.wrapping)
         inner = wrappings.unwrapped(self.model)
         placed = [target(inner, name) for name in WEIGHTS]
         self.pairs = [(unwrap(module), name) for module, name in placed]
@@ -194,10 +178,6 @@ class Rank:
     def backward(self, unit: Unit) -> None:
         """Leave a sum over all ranks in .grad: wrappers divide by the number of ranks."""
         (loss_of(self.model, unit) * self.case.num_parts).backward()
-
-    def backward_of_all(self) -> None:
-        for unit in self.units:
-            self.backward(unit)
 
 
 def whole_scores(rank: Rank, scores: Mapping[Any, Any]) -> list[Tensor]:

@@ -6,22 +6,18 @@ follow.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import distprune as prune
 from distprune import criteria
 from distprune.statistics import ActivationStatistics
 from helpers import criterion_references as references
-from helpers import wrappings
-from helpers.comparisons import changes, snapshot
-from helpers.criteria_cases import WEIGHTS, Case, Chain, Dense, Rank, ReluNet, TanhNet, loss_of
-from helpers.models import Net
+from helpers.criteria_cases import WEIGHTS, Case, Dense, Rank, loss_of
 
 Named = dict[str, Tensor]
 Scores = Mapping[Any, Any]
@@ -61,10 +57,6 @@ class Entry:
         memory: what it keeps, for the documentation.
         is_signed: whether the lowest, signed, are pruned.
         most_bytes: an upper bound on what ``run`` sends more than ``baseline``, of a rank.
-        dtypes: in which it is tested ...
-        refused_dtypes: ... and those that are refused by name.
-        nets: the model for data "integer", and for "normal".
-        has_batches: whether it depends on data.
         is_exact: whether scores of a case are equal bit for bit, and not to rounding only.
     """
 
@@ -76,18 +68,12 @@ class Entry:
     memory: str = "4 bytes per element"
     is_signed: bool = False
     most_bytes: Callable[[Rank], float] = lambda rank: 200
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    refused_dtypes: tuple[str, ...] = ()
-    nets: Mapping[str, type[Net]] = field(
-        default_factory=lambda: {"integer": ReluNet, "normal": ReluNet}
-    )
-    has_batches: bool = True
     is_exact: Callable[[Case], bool] = lambda case: case.data == "integer"
 
     @property
     def about(self) -> dict[str, Any]:
         """What the documentation says of it besides measurements."""
-        names = ("reads", "memory", "wire", "refused_dtypes")
+        names = ("reads", "memory", "wire")
         return {name: getattr(self, name) for name in names}
 
 
@@ -103,18 +89,6 @@ def by_steps(make: Callable[..., Any], *, weighted: bool = False) -> Callable[[R
         return criterion.scores()
 
     return run
-
-
-def adam(rank: Rank) -> Scores:
-    """AdamW's state after a step for each micro-batch, which leave the weights as they are."""
-    optimizer = torch.optim.AdamW(
-        rank.model.parameters(), lr=0.0, betas=(0.5, 0.5), weight_decay=0.0, foreach=False
-    )
-    for unit in rank.units:
-        rank.backward(unit)
-        optimizer.step()
-        rank.model.zero_grad()
-    return criteria.AdamSecondMoment(rank.pairs, optimizer).scores()
 
 
 def squared_product(weight: Tensor, gradient: Tensor, state: Tensor) -> Tensor:
@@ -136,40 +110,6 @@ def by_rank_batches(make: Callable[..., Any]) -> Callable[[Rank], Scores]:
         return criterion.scores()
 
     return run
-
-
-@contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Assert that a block leaves weights, masks, buffers and modes, bit for bit, as they were."""
-    before = snapshot(model)
-    yield
-    assert not changes(before, snapshot(model))
-
-
-def grasp(rank: Rank) -> Scores:
-    step = 2.0**-6 if rank.case.data == "integer" else 1e-5
-    criterion = criteria.GraSP(rank.pairs, model=rank.model, step=step)
-    with unchanged(rank.model):
-        criterion.measure(rank.backward_of_all)
-    return criterion.scores()
-
-
-def three_times(rank: Rank) -> None:
-    for _ in range(3):
-        rank.backward_of_all()
-        rank.model.zero_grad()
-
-
-def synflow(rank: Rank) -> Scores:
-    criterion = criteria.SynFlow(rank.pairs, model=rank.model)
-    with unchanged(rank.model):
-        criterion.measure(lambda: rank.model(rank.ones))
-    return criterion.scores()
-
-
-def one_forward(rank: Rank) -> None:
-    rank.model(rank.ones).sum().backward()
-    rank.model.zero_grad()
 
 
 def by_inputs(kind: str) -> Callable[[Rank], Scores]:
@@ -213,23 +153,6 @@ def inputs_of(dense: Dense) -> Named:
     return {name: torch.cat(rows) for name, rows in seen.items()}
 
 
-def expected_grasp(dense: Dense) -> Named:
-    losses = [lambda m, u=unit: loss_of(m, u) for row in dense.units for unit in row]
-    return references.grasp(dense.model, WEIGHTS, losses)
-
-
-def expected_synflow(dense: Dense) -> Named:
-    ones = torch.ones(1, dense.model.l1.in_features)
-    return references.synflow(dense.model, WEIGHTS, ones, {})
-
-
-def divides_exactly(case: Case) -> bool:
-    """DDP multiplies each rank's gradient by 1/n: the sum of n equal ones may be rounded."""
-    num_ranks = wrappings.world_size(case.wrapping)
-    is_rounded = wrappings.kind_of(case.wrapping) == "ddp" and num_ranks & (num_ranks - 1)
-    return case.data == "integer" and not is_rounded
-
-
 def once_per_backward(rank: Rank) -> float:
     """Arguments and results of a reduce-scatter of 4 bytes per element, and of a sum at the end."""
     return 2000 + 12 * rank.num_elements * (rank.case.num_batches + 1)
@@ -244,18 +167,6 @@ def of_inputs(kind: str, expected: Callable[[Named, Named], Named], **options: A
         memory="16 bytes per input feature",
         most_bytes=lambda rank: 2000,
         **{"reads": "inputs of layers", **options},
-    )
-
-
-def of_measurement(
-    run: Callable[[Rank], Scores], expected: Callable[[Dense], Named], **options: Any
-) -> Entry:
-    return Entry(
-        run,
-        expected,
-        refused_dtypes=("bfloat16", "float16"),
-        most_bytes=lambda rank: 500,
-        **options,
     )
 
 
@@ -295,13 +206,6 @@ ENTRIES: dict[str, Entry] = {
             name: torch.stack([g[name] for g in dense.averaged()]).sum(0).abs() for name in WEIGHTS
         },
     ),
-    "AdamSecondMoment": Entry(
-        adam,
-        lambda dense: references.adam(dense.weights, dense.averaged(), 0.5),
-        reads="the optimizer's state",
-        memory="nothing",
-        dtypes=("float32",),
-    ),
     "Custom, sum of (w g)^2": Entry(
         by_steps(lambda p: criteria.Custom(p, squared_product, unit="global_batch")),
         lambda dense: {
@@ -318,24 +222,6 @@ ENTRIES: dict[str, Entry] = {
             ("Fisher", criteria.Fisher, references.fisher, {}),
         )
     },
-    "GraSP": of_measurement(
-        grasp,
-        expected_grasp,
-        baseline=three_times,
-        reads="averaged gradients at three points",
-        is_signed=True,
-        dtypes=("float64",),
-        nets={"integer": Chain, "normal": TanhNet},
-    ),
-    "SynFlow": of_measurement(
-        synflow,
-        expected_synflow,
-        baseline=one_forward,
-        reads="no data",
-        dtypes=("float32",),
-        has_batches=False,
-        is_exact=divides_exactly,
-    ),
     "Wanda": of_inputs("wanda", references.wanda),
     "STADE": of_inputs("stade", references.stade),
     "RIA": of_inputs(

@@ -29,7 +29,6 @@ def new_callback(criterion, **options):
     [
         pytest.param(criteria.Movement, marks=pytest.mark.thorough, id="mv"),
         pytest.param(TAYLOR, id="taylor"),
-        pytest.param(criteria.AdamSecondMoment, id="v"),
     ],
 )
 def test_a_criterion_ranks_and_resumes(tmp_path, criterion):

@@ -11,6 +11,11 @@ def totals(output: str) -> list[list[str]]:
     return [line.split()[1:] for line in output.splitlines() if line.startswith("total ")]
 
 
+def printed(example: str, capsys) -> str:
+    runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
+    return capsys.readouterr().out
+
+
 # gloo may abort an interpreter that has done its work: what was printed decides.
 
 
@@ -34,8 +39,7 @@ def test_prune_accelerate():
 
 @pytest.mark.slow
 def test_prune_one_device(capsys):
-    runpy.run_path(str(ROOT / "examples" / "prune_one_device.py"), run_name="__main__")
-    output = capsys.readouterr().out
+    output = printed("prune_one_device.py", capsys)
     # Half of one of two equal layers, then 80 % of the rest.
     assert totals(output) == [["262,144", "65,536", "157,286", "85.00%"]]
     assert "222,822 weights are zero" in output
@@ -86,6 +90,23 @@ def test_snip_at_initialisation():
         assert [name for name, _ in found] == ["dense", "snip", "random"], output
         assert losses[num_ranks]["snip"] < losses[num_ranks]["random"] - 0.05, output
     assert losses[1]["snip"] == pytest.approx(losses[2]["snip"], abs=0.01)
+
+
+def test_grasp_at_initialisation(capsys):
+    """Gradients still flow: their norm is larger than that of a model pruned at random."""
+    output = printed("grasp_at_initialisation.py", capsys)
+    assert [row[-1] for row in totals(output)] == ["89.99%", "89.99%"]
+    grasp, random = map(float, re.findall(r"norm of the gradient ([\d.]+)", output))
+    assert grasp > 1.2 * random, output
+
+
+def test_synflow(capsys):
+    """No layer is empty, as one is by magnitude."""
+    output = printed("synflow.py", capsys)
+    found = re.findall(r"(\w+): \[(\d+), (\d+)\] weights left", output)
+    (_, *synflow), (_, *magnitude) = found
+    assert sum(map(int, synflow)) == sum(map(int, magnitude)) == 82
+    assert min(map(int, synflow)) > 20 and magnitude == ["82", "0"], output
 
 
 @pytest.mark.slow

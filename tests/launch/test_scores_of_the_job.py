@@ -22,13 +22,13 @@ def scores_of(wrap: str) -> dict[str, torch.Tensor]:
     from tiny_llama.model import build_model, wrap_model
     from tiny_llama.scoring import CRITERIA as FUNCTIONS
     from tiny_llama.scoring import Calibration, TrainingScores
-    from tiny_llama.training import Trainer, make_optimizer
+    from tiny_llama.training import Trainer
 
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.manual_seed(0)
     job = Job(rank, size, torch.device("cpu"), 0.0)
     model = wrap_model(build_model(), wrap, job.device, size)
-    training = TrainingScores.of(prune.select(model), make_optimizer(model, 1e-3))
+    training = TrainingScores.of(prune.select(model))
     trainer = Trainer.for_wrap(wrap, load_corpus(60), job)
     calibration = Calibration(model, training, trainer, num_batches=1, seed=0)
     found = {}

@@ -31,13 +31,11 @@ ROOMS = {
         "_common", "budgets", "shards", "selection", "masks", "call", "methods", "api",
         "verification",
     },
-    "criteria": {
-        "_common", "torch_private", "shards", "selection", "masks", "call", "methods", "api",
-    },
+    "criteria": {"_common", "torch_private", "shards", "masks", "call", "methods"},
     "statistics": {
         "_common", "torch_private", "shards", "selection", "call", "files", "budgets",
     },
-    "reconstruction": {"_common", "shards", "masks", "call", "statistics"},
+    "reconstruction": {"_common", "torch_private", "shards", "masks", "call", "statistics"},
     "checkpoint": {"_common", "torch_private", "shards", "masks", "methods", "api"},
     "layouts": {"torch_private"},
     "dynamic": {"_common", "torch_private", "shards", "masks", "call", "api"},
