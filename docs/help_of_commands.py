@@ -14,7 +14,7 @@ import sys
 
 WIDTH = 78
 COMMANDS = (
-    "plan", "prune", "apply", "convert", "inspect", "verify", "diff",
+    "plan", "prune", "apply", "inspect", "verify", "diff",
     "eval", "calibrate",
     "recipe ls", "recipe show", "recipe schema", "env", "selftest",
 )  # fmt: skip

@@ -60,7 +60,6 @@ _COMMANDS = {
     "plan": ("Prune", "plan", "plan"),
     "prune": ("Prune", "prune", "prune"),
     "apply": ("Prune", "copies", "apply"),
-    "convert": ("Prune", "copies", "convert"),
     "eval": ("Language models", "language_models", "evaluate"),
     "calibrate": ("Language models", "language_models", "calibrate"),
     "inspect": ("Look", "inspect", "inspect"),

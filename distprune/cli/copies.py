@@ -1,4 +1,4 @@
-"""``distprune apply``, ``convert``, ``verify`` and ``diff``: a checkpoint beside another one."""
+"""``distprune apply``, ``verify`` and ``diff``: a checkpoint beside another one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ import typer
 
 from distprune.cli import process, ranks
 from distprune.cli.console import Meter, Reading, Terminal, count, counted, percent, share_text
-from distprune.cli.describing import (
-    discard_unfinished,
-    show_counts,
-    tell,
-    tell_names,
-    tell_skipped,
-    values_of_files,
-)
+from distprune.cli.describing import discard_unfinished, show_counts, tell, values_of_files
 from distprune.cli.options import (
     Destination,
     OutputOptions,
@@ -94,61 +87,6 @@ def apply(
         f"{destination}: the masks prune {share_text(num_pruned, num_elements)} in "
         f"{counted(len(tensors), 'tensor')}; "
         f"{count(num_zeroed)} of them were not zero before."
-    )
-
-
-@takes_options
-def convert(
-    source: Annotated[
-        Path,
-        argument(
-            "SRC",
-            "A folder with pytorch_model.bin (or shards of it), a file of torch.save, or the name "
-            "of a model that is in the local Hugging Face cache.",
-        ),
-    ],
-    destination: Destination,
-    *,
-    output: OutputOptions,
-) -> None:
-    """Write a pickled checkpoint (pytorch_model.bin, *.pt, *.pth) as safetensors.
-
-    Every tensor keeps its name, dtype and bits, including heads and tied weights; no model is
-    built. Shards stay shards, and all other files are copied. No code in a pickle is run: a file
-    that contains more than tensors is refused.
-
-    [bold]Examples[/bold]
-
-      distprune convert bert-base-pickled bert-base
-
-      distprune convert run-7/model.pt run-7-safetensors
-    """
-    from distprune.files.checkpoints.locating import is_weights
-    from distprune.files.converting import Conversion
-
-    terminal = output.terminal()
-    conversion = Conversion(source)
-    if conversion.note:
-        terminal.note(conversion.note)
-    tell_skipped(terminal, conversion.skipped)
-    with process.Stop() as stop, Meter(terminal) as meter:
-        reading = Reading(meter, conversion.total_bytes, "write")
-        converted = conversion.write(destination, reading, stop)
-    for note in converted.notes:
-        terminal.note(note)
-    for names in converted.tied:
-        terminal.note(f"One tensor, written under each of its names: {', '.join(names)}.")
-    left = [name for name in converted.copied if is_weights(name)]
-    tell_names(terminal, "Copied, not converted", left)
-    if output.as_json:
-        values = {"source": conversion.folder, **asdict(converted)}
-        terminal.json({**values, "copied_not_converted": left})
-        return
-    files = counted(len(converted.files), "safetensors file")
-    terminal.text(
-        f"{destination}: {counted(converted.num_tensors, 'tensor')} "
-        f"({format_size(converted.num_bytes)}) in {files}, "
-        f"{counted(len(converted.copied), 'other file')} copied."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,23 +19,13 @@ def tell(terminal: Terminal, checkpoint: Checkpoint) -> None:
     """Write to stderr where the checkpoint was found and which files are not copied or pruned."""
     if checkpoint.note:
         terminal.note(checkpoint.note)
-    tell_skipped(terminal, checkpoint.skipped)
-    tell_names(terminal, "Copied, not pruned", checkpoint.unpruned_weights)
-
-
-def tell_names(terminal: Terminal, what: str, names: Collection[str]) -> None:
-    """Write a line with the names of files, if there are any."""
-    if names:
-        terminal.note(f"{what}: {', '.join(names)}.")
-
-
-def tell_skipped(terminal: Terminal, skipped: Iterable[tuple[str, str]]) -> None:
-    """Write a line with the names of files for each reason not to copy them."""
     reasons: dict[str, list[str]] = {}
-    for name, reason in skipped:
+    for name, reason in checkpoint.skipped:
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
         terminal.note(f"Not copied: {', '.join(names)} ({reason}).")
+    if checkpoint.unpruned_weights:
+        terminal.note(f"Copied, not pruned: {', '.join(checkpoint.unpruned_weights)}.")
 
 
 def values_of_files(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -8,8 +8,8 @@
     prune(plan("Llama-3-8B", FileRecipe(sparsity=0.5)), "Llama-3-8B-sparse")
 
 One module for each command: ``planning``, ``pruning``, ``applying``, ``verifying``, ``inspecting``
-(which also compares two checkpoints), and ``converting`` for pickled ones. They are made of modules
-and rooms, each of which imports only those above it::
+(which also compares two checkpoints). They are made of modules and rooms, each of which imports
+only those above it::
 
     text, errors, team               messages; exit codes; the ranks of a run
     disk                             bytes, folders and locks

@@ -337,7 +337,7 @@ def discard(destination: str | Path) -> list[tuple[str, int]]:
     """Remove the unfinished results of a destination; the destination itself stays.
 
     Args:
-        destination: of ``prune``, ``apply_masks`` or a conversion.
+        destination: of ``prune`` or ``apply_masks``.
 
     Returns:
         (path, bytes on the disk) of each folder that was removed.
@@ -367,13 +367,12 @@ def discard(destination: str | Path) -> list[tuple[str, int]]:
 
 @contextlib.contextmanager
 def new_folder(
-    destination: Path, suffix: str, folders: Iterable[tuple[str, int]], num_bytes: int
+    destination: Path, folders: Iterable[tuple[str, int]], num_bytes: int
 ) -> Iterator[Path]:
     """A folder beside the destination, which gets the destination's name when the context ends.
 
     Args:
         destination: absolute; must not exist.
-        suffix: of the name of the unfinished folder.
         folders: as for :func:`make_folders`.
         num_bytes: that the disk needs.
 
@@ -384,7 +383,7 @@ def new_folder(
     check_free(destination)
     lock = Lock(destination)
     lock.acquire()
-    folder = destination.with_name(f"{destination.name}.partial-{suffix}")
+    folder = destination.with_name(f"{destination.name}.partial-save")
     try:
         check_free(destination)
         remove_folder(folder)  # of a run that was killed

@@ -359,7 +359,7 @@ def _folder_for(
             contents.setdefault(other.name, Path(other.path))
     target = resolve_destination(destination)
     check_place(checkpoint.root, target)
-    new = new_folder(target, "save", checkpoint.folders, sum(weights.sizes.values()))
+    new = new_folder(target, checkpoint.folders, sum(weights.sizes.values()))
     with new as partial, contextlib.closing(weights):
         weights.start(partial)
         for name, content in contents.items():

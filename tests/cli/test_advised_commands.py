@@ -6,9 +6,6 @@ Every text of the package that names a command or an option is in one of the tab
 import ast
 import re
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +20,7 @@ from helpers.tiny_checkpoints import file_bytes, save, tree_digest
 from helpers.tiny_language_model import save_tiny_llama, write_text
 
 ADVISES = re.compile(
-    r"\bdistprune (prune|plan|apply|verify|diff|inspect|calibrate|eval|convert|env|recipe"
+    r"\bdistprune (prune|plan|apply|verify|diff|inspect|calibrate|eval|env|recipe"
     r"|selftest)\b|(?<![\w-])--[a-z]|torchrun|accelerate launch|pip install|python -m"
 )
 TENSORS = {f"layers.{n}.mlp.weight": torch.randn(8, 12) for n in range(2)}
@@ -222,29 +219,6 @@ def test_the_dimension_of_the_inputs(run, llama, tmp_path):
     works(run(*command, "--input-dim", "*.q_proj.weight=1"))
 
 
-@pytest.mark.thorough
-def test_convert_what_is_no_safetensors(run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("pickled").mkdir()
-    torch.save(TENSORS, "pickled/pytorch_model.bin")
-    Path("pickled/config.json").write_text("{}")
-    for number, path in enumerate(("pickled", "pickled/pytorch_model.bin")):
-        written = said(run("plan", path), code=3)
-        command = re.search(r"distprune (convert \S+) NEW", written)[1]
-        works(run(*shlex.split(command), f"new-{number}"))
-        works(run("plan", f"new-{number}"))
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save(TENSORS, checkpoint_id="dcp", no_dist=True)
-    written = said(run("plan", "dcp"), code=3)
-    command, convert = re.search(
-        r"python (-m torch\S+ dcp_to_torch \S+ model\.pt)\).*distprune (convert model\.pt) NEW",
-        written,
-    ).groups()
-    subprocess.run([sys.executable, *shlex.split(command)], check=True, capture_output=True)
-    works(run(*shlex.split(convert), "new"))
-
-
 def test_the_file_of_mistral(run, tmp_path):
     folder = tmp_path / "mistral"
     folder.mkdir()
@@ -428,9 +402,6 @@ RUN_BY = {
     "correct input_dims (--input-dim)": "test_the_dimension_of_the_inputs",
     "--input-dim {option}: expected PATTERN=DIM": "test_the_dimension_of_the_inputs",
     "check what is selected with `distprune plan`": "test_the_file_of_mistral",
-    "distprune convert model.pt NEW": "test_convert_what_is_no_safetensors",
-    "distprune convert {folder} NEW": "test_convert_what_is_no_safetensors",
-    "distprune convert {printable(path)} NEW": "test_convert_what_is_no_safetensors",
     "compare the two results with `distprune diff`": "test_what_to_compare_by_diff",
     "`distprune diff` compares the weights": "test_what_to_compare_by_diff",
     "use `distprune diff` to compare": "test_what_to_compare_by_diff",

@@ -29,7 +29,6 @@ def test_one_line_and_the_right_code(run, source, tmp_path):
         (4, ("prune", source, "/", "-s", "0.5")),
         (4, ("prune", source, tmp_path / ("x" * 240), "-s", "0.5")),
         (4, ("prune", source, tmp_path / "loop", "-s", "0.5")),
-        (4, ("convert", source / "none", "/")),
         (3, ("plan", tmp_path / "loop", "-s", "0.5")),
         (3, ("inspect", tmp_path / "loop")),
         (3, ("diff", source, tmp_path / "none")),
@@ -37,8 +36,7 @@ def test_one_line_and_the_right_code(run, source, tmp_path):
         (3, ("plan", "x/" * 3000, "-s", "0.5")),
     ]:
         done = run(*arguments)
-        expected = 3 if arguments[0] == "convert" else code
-        assert done.code == expected, (arguments, done.err)
+        assert done.code == code, (arguments, done.err)
         lines = [line for line in done.err.splitlines() if "Prunes" not in line]
         assert len(lines) == 1 and lines[0].startswith("distprune: "), done.err
 

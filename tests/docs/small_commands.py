@@ -3,8 +3,6 @@
 import contextlib
 import shutil
 
-import torch
-
 from distprune.cli.main import main
 from distprune.recipe import shipped_recipes
 from helpers.tiny_language_model import save_tiny_llama, write_text
@@ -29,13 +27,6 @@ def write_sources(folder):
         shutil.copytree(folder / MODELS[0], folder / name)
     for name in TEXTS:
         write_text(folder / name, 200)
-    for name in ("bert-pickled", "bert-base-pickled", "run-7"):
-        (folder / name).mkdir()
-    weights = {"encoder.0.weight": torch.randn(8, 8)}
-    torch.save(weights, folder / "run-7" / "model.pt")
-    for name in ("bert-pickled", "bert-base-pickled"):
-        torch.save(weights, folder / name / "pytorch_model.bin")
-        shutil.copy(folder / "llama" / "config.json", folder / name)
     shutil.copy(shipped_recipes()["layer_50"], folder / "recipe.yaml")
     made = [["prune", "llama", PRUNED[0], "--sparsity", "0.5", "-q"]]
     made += [["calibrate", "llama", "--text", "a.txt", "--out", "stats.safetensors", "-q"]]
@@ -66,7 +57,7 @@ def made_small(arguments):
         arguments += ["--length", LENGTH]  # the last one counts
     if "--text" in arguments and arguments[0] in ("prune", "plan"):
         arguments += ["--windows", "4"]
-    if arguments[0] in ("prune", "apply", "convert"):
+    if arguments[0] in ("prune", "apply"):
         named = [word for word in arguments[1:] if not word.startswith("-")]
         destination = named[2 if arguments[0] == "apply" else 1]
         shutil.rmtree(destination, ignore_errors=True)  # of an alternative

@@ -238,7 +238,7 @@ FORMS = {
     ),
     "dcp": (
         (".metadata", "__0_0.distcp", "__1_0.distcp"),
-        ("torch.distributed.checkpoint", "dcp_to_torch", "distprune convert model.pt NEW"),
+        ("torch.distributed.checkpoint", "save_pretrained"),
     ),
     "gguf": (("model.Q4_K_M.gguf",), ("holds GGUF", "convert_hf_to_gguf.py")),
     "megatron": (
@@ -249,7 +249,7 @@ FORMS = {
     "keras": (("tf_model.h5", "config.json"), ("TensorFlow or Flax",)),
     "flax": (("flax_model.msgpack", "config.json"), ("TensorFlow or Flax",)),
     "onnx": (("onnx/model.onnx", "config.json"), ("holds ONNX",)),
-    "pickles": (("pytorch_model.bin", "config.json"), ("distprune convert",)),
+    "pickles": (("pytorch_model.bin", "config.json"), ("holds pickled weights", "save_pretrained")),
     "deeper": (("a/model.safetensors", "b/model.safetensors"), ("give one of its folders", "/a, ")),
     "nothing": (("README.md",), ("holds no safetensors file, and no pickled one",)),
     "only training's": (
@@ -269,7 +269,7 @@ def test_another_form_gets_a_sentence(tmp_path, form):
 
 def test_files_that_are_no_safetensors_get_a_sentence(tmp_path):
     make(tmp_path, "a.bin", "b.gguf", "c.txt")
-    assert f"distprune convert {tmp_path / 'a.bin'} NEW" in refused(tmp_path / "a.bin")
+    assert "save_pretrained" in refused(tmp_path / "a.bin")
     assert "GGUF cannot be pruned" in refused(tmp_path / "b.gguf")
     assert "Give a folder" in refused(tmp_path / "c.txt")
 

@@ -70,8 +70,6 @@ def extras_of(words):
     """What the documentation says that a command needs."""
     if "selftest" in words:
         return ()
-    if "convert" in words:
-        return "cli", "convert"
     if "--plot" in words:
         return "cli", "plot"
     if "--text" in words or words[0] in ("eval", "calibrate"):

@@ -71,7 +71,7 @@ FILES_ROOMS = [
     "matching", "scoring", "planning", "tiles", "reading", "cuts", "units",
     "rewriting", "lowest", "reports", "journals", "places", "partial", "results",
 ]  # fmt: skip
-FILES_COMMANDS = {"pruning", "applying", "verifying", "inspecting", "converting"}
+FILES_COMMANDS = {"pruning", "applying", "verifying", "inspecting"}
 
 
 def module_name(path: Path) -> str:

@@ -109,7 +109,7 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     """
     location = locate(source)
     folder = location.folder
-    listing = list_source(location, (".safetensors", INDEX_SUFFIX))
+    listing = _list(location)
     problems = listing.problems
     index, shards, weight_map = find_weights(location, listing, problems)
     files = []
@@ -150,11 +150,11 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     )
 
 
-def list_source(location: Location, suffixes: tuple[str, ...]) -> Listing:
-    """List the files of a checkpoint; ``suffixes`` as for :func:`list_files`."""
+def _list(location: Location) -> Listing:
+    """The files of a checkpoint."""
     if location.is_alone and location.file is not None:
         return list_one(location.folder, location.file)
-    return list_files(location.folder, why_left_out, suffixes=suffixes)
+    return list_files(location.folder, why_left_out, suffixes=(".safetensors", INDEX_SUFFIX))
 
 
 def why_left_out(name: str) -> str | None:

@@ -30,6 +30,8 @@ _HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _HUB_URL = re.compile(r"(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 _CONFIGS = ("config.json", "params.json", "adapter_config.json")
 _NUM_SHOWN = 8  # subfolders in a message
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_SINGLE = "model.safetensors"  # the name of a file without an index
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Location:
     note: str = ""
 
 
-def locate(source: str | Path, suffixes: tuple[str, ...] = ()) -> Location:
+def locate(source: str | Path) -> Location:
     """Find the checkpoint that a path or name denotes.
 
     A path that exists is a folder, a model's folder in the hub cache (``models--org--name``: its
@@ -58,7 +60,6 @@ def locate(source: str | Path, suffixes: tuple[str, ...] = ()) -> Location:
 
     Args:
         source: the path or name.
-        suffixes: what names of other files end with that may be given too.
 
     Raises:
         CheckpointError: the source does not exist or cannot be read.
@@ -73,7 +74,7 @@ def locate(source: str | Path, suffixes: tuple[str, ...] = ()) -> Location:
     except (OSError, ValueError) as error:  # ValueError: the path has a NUL byte
         raise CheckpointError(f"{printable(path)} cannot be read: {_reason(error)}.") from error
     if not is_folder:
-        return _locate_file(path, suffixes)
+        return _locate_file(path)
     name = os.path.basename(os.path.abspath(path))
     if name.startswith("models--") and os.path.isdir(os.path.join(path, "snapshots")):
         return _snapshot(path, path)
@@ -107,14 +108,14 @@ def _refuse_cache(path: str) -> None:
         )
 
 
-def _locate_file(path: str, suffixes: tuple[str, ...]) -> Location:
+def _locate_file(path: str) -> Location:
     folder, name = os.path.split(path)
     folder = folder or os.curdir
     if name.endswith(INDEX_SUFFIX):
         return Location(folder)
-    if not name.endswith((".safetensors", *suffixes)):
-        if name.endswith((".bin", ".pt", ".pth", ".ckpt")):
-            way = f"Convert it first: distprune convert {printable(path)} NEW."
+    if not name.endswith(".safetensors"):
+        if name.endswith(_PICKLES):
+            way = "Load the model with transformers, and save it with save_pretrained."
         elif name.endswith(".gguf"):
             way = "GGUF cannot be pruned: prune the safetensors checkpoint that it was made from."
         else:
@@ -313,9 +314,8 @@ def what_to_do(folder: str, names: Collection[str]) -> str:
         )
     if has(".metadata", "*.distcp"):
         return (
-            "holds a checkpoint of torch.distributed.checkpoint (.metadata, *.distcp). Make one "
-            "file of it (python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
-            f"{folder} model.pt), and convert that: distprune convert model.pt NEW."
+            "holds a checkpoint of torch.distributed.checkpoint (.metadata, *.distcp). Load it "
+            "into the model, and save that with save_pretrained."
         )
     if has("*.gguf", "*.ggml"):
         return (
@@ -327,10 +327,10 @@ def what_to_do(folder: str, names: Collection[str]) -> str:
             "holds a checkpoint of Megatron. Convert it to the form of Hugging Face first, for "
             "example with NVIDIA's Megatron-Bridge."
         )
-    if any(name.endswith(PICKLES[0]) and is_weights(name) for name in top):
+    if any(name.endswith(_PICKLES) and is_weights(name) for name in top):
         return (
-            "holds pickled weights (.bin, .pt); expected safetensors. Convert them: "
-            f"distprune convert {folder} NEW."
+            "holds pickled weights (.bin, .pt); expected safetensors. Load the model with "
+            "transformers, and save it with save_pretrained."
         )
     if has("*.h5", "saved_model.pb", "*.ckpt.index", "*.ckpt.data-*", "*.msgpack"):
         return (
@@ -345,17 +345,11 @@ def what_to_do(folder: str, names: Collection[str]) -> str:
     return "holds no safetensors file, and no pickled one (.bin, .pt)."
 
 
-# The suffixes of the files of a form, that of its index, and the name of a single file.
-SAFETENSORS = ((".safetensors",), INDEX_SUFFIX, "model.safetensors")
-PICKLES = ((".bin", ".pt", ".pth", ".ckpt"), ".bin.index.json", "pytorch_model.bin")
 _MAX_INDEX_BYTES = 200_000_000
 
 
 def find_weights(
-    location: Location,
-    listing: Listing,
-    problems: list[str],
-    form: tuple[tuple[str, ...], str, str] = SAFETENSORS,
+    location: Location, listing: Listing, problems: list[str]
 ) -> tuple[str | None, list[str], dict[str, str]]:
     """Find the weight files of a checkpoint.
 
@@ -363,46 +357,42 @@ def find_weights(
         location: where the checkpoint is.
         listing: the content of its folder.
         problems: sentences are added on what is wrong.
-        form: ``SAFETENSORS`` or ``PICKLES``.
 
     Returns:
         The name of the index, or None; the names of the files; and the index's map from tensors to
         files.
     """
     folder, top = location.folder, listing.top()
-    suffixes, index_suffix, single = form
-    indices = [name for name in top if name.endswith(index_suffix)]
-    if location.file is not None and location.file.endswith(suffixes):
-        return _find_given(location, indices, problems, suffixes)
+    indices = [name for name in top if name.endswith(INDEX_SUFFIX)]
+    if location.file is not None:
+        return _find_given(location, indices, problems)
+    indices = [name for name in indices if not name.startswith("consolidated")]
     weights = [
         name
         for name in top
-        if name.endswith(suffixes)
-        and not name.startswith("consolidated")
-        and (form is SAFETENSORS or is_weights(name))
+        if name.endswith(".safetensors") and not name.startswith("consolidated")
     ]
-    indices = [name for name in indices if not name.startswith("consolidated")]
     if len(indices) > 1:
         problems.append(f"has {len(indices)} indices ({', '.join(indices)}); expected one.")
         return None, [], {}
     if indices:
-        if single in weights:
+        if _SINGLE in weights:
             problems.append(
-                f"has both {single} and {indices[0]}, and programs differ in which one they read; "
-                f"remove the one that is stale, or give {os.path.join(folder, single)} itself."
+                f"has both {_SINGLE} and {indices[0]}, and programs differ in which one they read; "
+                f"remove the one that is stale, or give {os.path.join(folder, _SINGLE)} itself."
             )
-        weight_map = _read_index(folder, indices[0], problems, suffixes)
+        weight_map = _read_index(folder, indices[0], problems)
         return indices[0], sorted(set(weight_map.values())), weight_map
     if "model_index.json" in top and "config.json" not in top:
         problems.append(what_to_do(folder, listing.files))
-    elif single in weights:
-        return None, [single], {}
+    elif _SINGLE in weights:
+        return None, [_SINGLE], {}
     elif len(weights) == 1:
         return None, weights, {}
     elif weights:
         problems.append(
-            f"has {len(weights)} {suffixes[0][1:]} files ({', '.join(weights[:3])}, ...) and no "
-            f"index; expected one (*{index_suffix}) to say which belong together. Give the right "
+            f"has {len(weights)} safetensors files ({', '.join(weights[:3])}, ...) and no "
+            f"index; expected one (*{INDEX_SUFFIX}) to say which belong together. Give the right "
             f"one, as in {os.path.join(folder, weights[0])}."
         )
     elif not problems:
@@ -411,11 +401,11 @@ def find_weights(
 
 
 def _find_given(
-    location: Location, indices: list[str], problems: list[str], suffixes: tuple[str, ...]
+    location: Location, indices: list[str], problems: list[str]
 ) -> tuple[str | None, list[str], dict[str, str]]:
     """The same as :func:`find_weights`, for a weight file that the user named."""
     for index in indices:
-        weight_map = _read_index(location.folder, index, [], suffixes)  # its problems do not matter
+        weight_map = _read_index(location.folder, index, [])  # its problems do not matter
         names = sorted(set(weight_map.values()))
         if names == [location.file]:
             return index, names, weight_map
@@ -428,9 +418,7 @@ def _find_given(
     return None, [location.file or ""], {}
 
 
-def _read_index(
-    folder: str, name: str, problems: list[str], suffixes: tuple[str, ...]
-) -> dict[str, str]:
+def _read_index(folder: str, name: str, problems: list[str]) -> dict[str, str]:
     """The weight map of an index, without invalid names and missing files."""
     path = os.path.join(folder, name)
     try:
@@ -449,10 +437,10 @@ def _read_index(
         return {}
     # Many tensors name few files: each is looked at once.
     files = {file for file in weight_map.values() if isinstance(file, str)}
-    plain = {file for file in files if _is_plain_name(file, suffixes)}
+    plain = {file for file in files if _is_plain_name(file)}
     others = {ascii(file)[:100] for file in weight_map.values() if not isinstance(file, str)}
     problems += [
-        f"{name}: {file} is not a plain name of a {suffixes[0][1:]} file in this folder."
+        f"{name}: {file} is not a plain name of a safetensors file in this folder."
         for file in sorted(others | {ascii(file)[:100] for file in files - plain})
     ]
     missing = {file for file in plain if not os.path.exists(os.path.join(folder, file))}
@@ -461,9 +449,9 @@ def _read_index(
     return {k: file for k, file in weight_map.items() if isinstance(file, str) and file in present}
 
 
-def _is_plain_name(file: str, suffixes: tuple[str, ...]) -> bool:
+def _is_plain_name(file: str) -> bool:
     return (
-        file.endswith(suffixes)
+        file.endswith(".safetensors")
         and not file.startswith(".")
         and not set(file) & set('/\\\0:*?"<>|')
         and file.isprintable()

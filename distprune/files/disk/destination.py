@@ -71,9 +71,7 @@ def resolve_destination(destination: str | Path) -> Path:
 def partial_folders(destination: Path) -> list[Path]:
     """The folders of unfinished results of a destination, whichever command made them."""
     name = re.escape(destination.name) + r"(\.partial-text-[0-9]+)?"
-    pattern = re.compile(
-        name + r"\.partial-([0-9a-f]{16}(\.work)?|apply|convert|save|text(-[0-9]+)?)"
-    )
+    pattern = re.compile(name + r"\.partial-([0-9a-f]{16}(\.work)?|apply|save|text(-[0-9]+)?)")
     with writing(destination.parent):
         names = sorted(os.listdir(destination.parent))
     return [destination.with_name(name) for name in names if pattern.fullmatch(name)]
