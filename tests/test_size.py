@@ -18,7 +18,7 @@ ROOMS = {
     "_public.py": (65, 1),
     "_transformers": (546, 4),
     "_version.py": (1, 1),
-    "api": (1941, 9),
+    "api": (1922, 9),
     "budgets": (555, 4),
     "call": (1446, 9),
     "checkpoint.py": (272, 1),
@@ -44,7 +44,7 @@ ROOMS = {
     "torch_private": (2071, 15),
     "verification": (1210, 5),
 }
-TOTAL = (38154, 234)
+TOTAL = (38135, 234)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 52329, "launch": 3391}
 NO_CODE = {

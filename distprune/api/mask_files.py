@@ -8,18 +8,17 @@ distprune.files.checkpoints.mask_files.
 
 from __future__ import annotations
 
-import math
 import os
 import zlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from distprune._common import mask_bits
-from distprune._common.attempts import attempt, error_of
 from distprune._common.collectives import Communicator
 from distprune._common.naming import NamedParameter, checked_pair, label_of
 from distprune._common.process_groups import world
@@ -90,9 +89,9 @@ def save_masks(
             rank. names="model" writes its mask.
         OSError: the folder cannot be written to; a RuntimeError on the other ranks.
 
-    Cost: an all-reduce of an eighth of a byte per element; memory for that of one parameter. On
-    the first rank also three bytes per element of a parameter that has another shape in the
-    files, or of several that are one tensor there.
+    Cost: an all-reduce of an eighth of a byte per element, which the first rank keeps; there also
+    three bytes per element of a parameter that has another shape in the files, or of several that
+    are one tensor there.
     """
     communicator = world(group)
 
@@ -103,88 +102,63 @@ def save_masks(
             pipeline_parallel=pipeline_parallel,
         )
 
+    words: dict[str, Tensor] = {}
     with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
         _, targets = read_parameters(make_arguments, communicator)
         # Nothing can differ between ranks once replicas have been compared.
         count_live_and_compare(targets, False, communicator)
         keeps_names = names == "model" or pipeline_parallel
         plan = communicator.run(lambda: _as_saved(model, targets, keeps_names))
-        writer = None
-        if communicator.index == 0:
-            writer = attempt(_Writer, Path(folder), plan, targets)
-        error = error_of(writer)
         for target in targets:
-            try:
-                words = _whole_bits(target.shard, communicator)
-            except BaseException:  # of a step on any rank, or of the network
-                if isinstance(writer, _Writer):
-                    writer.abandon()
-                raise
-            if isinstance(writer, _Writer) and error is None:
-                error = error_of(attempt(writer.add, target.label, words))
-        if isinstance(writer, _Writer):
-            error = error or error_of(attempt(writer.finish))
-            if error is not None:
-                writer.abandon()
-        communicator.agree(error=error)
+            bits = _whole_bits(target.shard, communicator)
+            if communicator.index == 0:
+                words[target.label] = bits
+        shapes = {target.label: target.shard.shape for target in targets}
+        communicator.run(lambda: _write(Path(folder), plan, words, shapes) if words else None)
 
 
-class _Writer:
-    """Writes a mask file, one parameter after the other, and puts it in place at the end.
+def _write(
+    folder: Path,
+    plan: Sequence[SavedMasks],
+    words: Mapping[str, Tensor],
+    shapes: Mapping[str, torch.Size],
+) -> None:
+    """Write the masks of a plan beside an existing file, and then in its place.
 
     Args:
-        folder: the folder to write to.
-        plan: what is written of which parameters.
-        targets: all parameters, in the order in which they will be added.
+        words: the bits of each whole mask, by parameter.
+        shapes: of the parameters.
     """
-
-    def __init__(self, folder: Path, plan: list[SavedMasks], targets: list[Target]) -> None:
-        order = {target.label: position for position, target in enumerate(targets)}
-        self._shapes = {target.label: tuple(target.shard.shape) for target in targets}
-        # What is made of several parameters is written when the last one has come.
-        plan = sorted(plan, key=lambda saved: max(order[name] for name in saved.parameters))
-        self._saved_of = {name: saved for saved in plan for name in saved.parameters}
-        self._waiting: dict[str, Tensor] = {}
-        shapes = {name: shape for saved in plan for name, shape in saved.tensors.items()}
-        is_changed = any(saved.parameters != (*saved.tensors,) for saved in plan)
-        layout = mask_layout(shapes, (), is_of_checkpoint=is_changed)
-        self._path = folder / MASK_FILE
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._unfinished = self._path.with_suffix(".new")
-        self._file: BinaryIO = self._unfinished.open("wb")
-        self._file.write(layout.header)
-
-    def add(self, parameter: str, words: Tensor) -> None:
-        saved = self._saved_of[parameter]
+    packed: dict[str, np.ndarray] = {}
+    for saved in plan:
         if saved.conversion is None:
-            size = mask_bits.num_bytes_of(math.prod(self._shapes[parameter]))
-            self._file.write(words.cpu().numpy().astype("<i8", copy=False).tobytes()[:size])
-            return
-        self._waiting[parameter] = words
-        if not all(name in self._waiting for name in saved.parameters):
-            return
-        masks = {name: self._unpacked(name) for name in saved.parameters}
+            (name,), (renamed,) = saved.parameters, saved.tensors
+            size = mask_bits.num_bytes_of(shapes[name].numel())
+            packed[renamed] = words[name].numpy().astype("<i8", copy=False).view(np.uint8)[:size]
+            continue
+        masks = {}
+        for name in saved.parameters:
+            flat = mask_bits.unpack_words(words[name].numpy(), shapes[name].numel())
+            masks[name] = torch.from_numpy(flat).view(shapes[name])
         made = saved.make(masks)
-        del masks
-        for name in saved.tensors:
-            bits = made.pop(name).reshape(-1).numpy()
-            self._file.write(mask_bits.pack(bits).tobytes())
-
-    def _unpacked(self, name: str) -> Tensor:
-        shape = self._shapes[name]
-        words = self._waiting.pop(name).cpu().numpy()
-        return torch.from_numpy(mask_bits.unpack_words(words, math.prod(shape))).view(shape)
-
-    def finish(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._unfinished.replace(self._path)
-        sync_folder(self._path.parent)
-
-    def abandon(self) -> None:
-        self._file.close()
-        self._unfinished.unlink(missing_ok=True)
+        packed |= {name: mask_bits.pack(made[name].reshape(-1).numpy()) for name in saved.tensors}
+    is_changed = any(saved.parameters != (*saved.tensors,) for saved in plan)
+    of_tensors = {name: shape for saved in plan for name, shape in saved.tensors.items()}
+    layout = mask_layout(of_tensors, (), is_of_checkpoint=is_changed)
+    path = folder / MASK_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".new")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(layout.header)
+            for name in of_tensors:
+                file.write(packed[name].tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    sync_folder(path.parent)
 
 
 def _as_saved(model: nn.Module, targets: list[Target], keeps_names: bool) -> list[SavedMasks]:
