@@ -30,7 +30,7 @@ ROOMS = {
     "language_models": (2277, 13),
     "layouts.py": (13, 1),
     "masks": (1082, 7),
-    "methods": (1219, 5),
+    "methods": (1191, 5),
     "recipe.py": (77, 1),
     "recipes": (939, 3),
     "reconstruction": (456, 3),
@@ -44,9 +44,9 @@ ROOMS = {
     "torch_private": (2071, 15),
     "verification": (1210, 5),
 }
-TOTAL = (38135, 234)
+TOTAL = (38107, 234)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 52329, "launch": 3391}
+FOLDERS = {"tests": 52304, "launch": 3391}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

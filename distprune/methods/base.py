@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from distprune._common.amount import Amount
 from distprune._common.mask_values import zero_pruned
-from distprune._common.memory import INTEGERS
 from distprune._common.naming import NamedParameter, unwrap
 from distprune.call.reading import read_at_rest
 from distprune.call.request import Decision, Fact, PruningArguments, PruningCall
@@ -85,9 +84,6 @@ class BasePruningMethod(PruningHook, ABC):
     - ``"scores"``: the method ranks by scores of its own. It defines
       ``compute_scores(t)``, elementwise on 1-d chunks, and has an ``amount``; the
       lowest scores, signed, are pruned, exactly and over all ranks.
-    - ``"gather"``: ``compute_mask`` has to see everything. All scores are brought
-      to every rank first: 8 bytes of communication per element, and memory for
-      all of them on every rank.
 
     Attributes:
         PRUNING_TYPE: "unstructured", "structured" or "global": see
@@ -99,7 +95,7 @@ class BasePruningMethod(PruningHook, ABC):
     """
 
     PRUNING_TYPE: Literal["unstructured", "structured", "global"]
-    DISTRIBUTED: Literal["elementwise", "scores", "gather"] | None = None
+    DISTRIBUTED: Literal["elementwise", "scores"] | None = None
     READS_VALUES = True
     IGNORES_SIGN = False
 
@@ -139,22 +135,19 @@ class BasePruningMethod(PruningHook, ABC):
         if self.DISTRIBUTED == "scores":
             amount, compute_scores = _scoring(self)
             return ranking.rank(call, amount, ranking.by_function(compute_scores))
-        if self.DISTRIBUTED == "gather":
-            return whole_decision(call, self.compute_mask, gather=not call.is_local)
         if self.DISTRIBUTED is not None:
             raise ValueError(
                 f"{type(self).__name__}.DISTRIBUTED={self.DISTRIBUTED!r}; expected "
-                "'elementwise', 'scores', 'gather' or None."
+                "'elementwise', 'scores' or None."
             )
         if call.is_local:
-            return whole_decision(call, self.compute_mask, gather=False)
+            return whole_decision(call, self.compute_mask)
         sharded = next(shard.name for shard in call.shards if shard.is_sharded)
         raise NotImplementedError(
             f"{sharded} is sharded, and {type(self).__name__} does not say how its "
             "mask may be computed on shards. Set the class attribute DISTRIBUTED to one of: "
-            "'elementwise' (the mask is a function of each element alone), 'scores' (define "
-            "compute_scores and amount; the lowest are pruned), or 'gather' (bring all scores to "
-            "every rank: memory and traffic for the whole model)."
+            "'elementwise' (the mask is a function of each element alone), or 'scores' (define "
+            "compute_scores and amount; the lowest are pruned)."
         )
 
     @classmethod
@@ -456,31 +449,23 @@ def elementwise_decision(call: PruningCall, compute_mask: ComputeMask) -> Decisi
     return Decision(lambda: call.changed_masks(prune))
 
 
-def whole_decision(call: PruningCall, compute_mask: ComputeMask, *, gather: bool) -> Decision:
-    """Run a method that has to see all unpruned scores at once, as one process would.
+def whole_decision(call: PruningCall, compute_mask: ComputeMask) -> Decision:
+    """Run a method that has to see all unpruned scores at once, on whole parameters.
 
     Args:
-        call: with whole parameters only, unless ``gather``.
+        call: with whole parameters only.
         compute_mask: gets the live scores of all parameters, 1-d, in the caller's
             order, row-major, and a mask of ones.
-        gather: bring everything to every rank first.
 
     Raises:
         ValueError: the ranks came to different masks.
 
-    Cost: memory for all scores, on every rank; with ``gather`` also 8 bytes of
-    communication per element.
+    Cost: memory for all scores.
     """
     communicator = call.communicator
-    scores = [
-        _whole(call, position, call.score_or_value(position), gather)
-        for position in range(len(call.shards))
-    ]
-    masks = [
-        None if shard.mask is None else _whole(call, position, shard.mask, gather)
-        for position, shard in enumerate(call.shards)
-    ]
-
+    numbers = range(len(call.shards))
+    scores = [call.score_or_value(position).reshape(-1) for position in numbers]
+    masks = [None if shard.mask is None else shard.mask.reshape(-1) for shard in call.shards]
     pruned: list[Tensor] = []
 
     def decide() -> Tensor:
@@ -516,20 +501,3 @@ def whole_decision(call: PruningCall, compute_mask: ComputeMask, *, gather: bool
         mask.masked_fill_(shard.slice_of(pruned[position].view(shard.shape)), 0)
 
     return Decision(lambda: call.changed_masks(prune))
-
-
-def _whole(call: PruningCall, position: int, local: Tensor, gather: bool) -> Tensor:
-    """A whole tensor, flat and row-major, from its parts on all ranks."""
-    shard = call.shards[position]
-    if not gather:
-        return local.reshape(-1)
-    integer = INTEGERS[local.itemsize]
-
-    def spread() -> Tensor:
-        bits = shard.flat(local).contiguous().view(integer)
-        counted = torch.arange(shard.counted.start, shard.counted.stop, device=local.device)
-        whole = torch.zeros(shard.numel, dtype=torch.int64, device=local.device)
-        whole[shard.index(counted)] = bits[counted].long()
-        return whole
-
-    return call.communicator.reduce(shard.numel, spread).to(integer).view(local.dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -86,7 +85,7 @@ class RandomUnstructured(BasePruningMethod):
     def decide(self, call: PruningCall) -> Decision:
         # Torch's own numbers go with torch's own arguments.
         is_torch = not call.is_limited and call.is_local and not is_distributed()
-        if type(self).compute_mask is not _BUILT_IN[RandomUnstructured] or is_torch:
+        if type(self).compute_mask is not RandomUnstructured.compute_mask or is_torch:
             return super().decide(call)
         return ranking.rank(call, self.amount, ranking.AT_RANDOM)
 
@@ -115,7 +114,7 @@ class _Ranked(BasePruningMethod):
         return ranking.without_lowest(t, default_mask, self.amount, self.RANKING.order)
 
     def decide(self, call: PruningCall) -> Decision:
-        if type(self).compute_mask is not _BUILT_IN[_Ranked]:
+        if type(self).compute_mask is not _Ranked.compute_mask:
             return super().decide(call)
         return ranking.rank(call, self.amount, self.RANKING)
 
@@ -205,7 +204,7 @@ class RandomStructured(BasePruningMethod):
         return _without_lowest(t, channel_dim, torch.rand(t.shape[channel_dim]), k, default_mask)
 
     def decide(self, call: PruningCall) -> Decision:
-        if type(self).compute_mask is not _BUILT_IN[RandomStructured]:
+        if type(self).compute_mask is not RandomStructured.compute_mask:
             return super().decide(call)
         part = ChannelSlice(0, call.shards[0], checked_dim(call.shards[0], self.dim))
         num_live = count_live_of_channels([part], _sizes(part), call.communicator)
@@ -260,7 +259,7 @@ class LnStructured(BasePruningMethod):
         return _without_lowest(t, channel_dim, norms, k, default_mask)
 
     def decide(self, call: PruningCall) -> Decision:
-        if type(self).compute_mask is not _BUILT_IN[LnStructured]:
+        if type(self).compute_mask is not LnStructured.compute_mask:
             return super().decide(call)
         shard = call.shards[0]
         part = ChannelSlice(0, shard, checked_dim(shard, self.dim))
@@ -523,12 +522,3 @@ def _without_lowest(
     where[channel_dim] = keep.to(t.device)
     mask[tuple(where)] = 1
     return mask.mul_(default_mask.to(dtype=mask.dtype))
-
-
-# To tell whether a subclass, or an assignment to the class, replaced the mask of a method.
-_BUILT_IN: dict[type[BasePruningMethod], Callable[..., Tensor]] = {
-    RandomUnstructured: RandomUnstructured.compute_mask,
-    _Ranked: _Ranked.compute_mask,
-    RandomStructured: RandomStructured.compute_mask,
-    LnStructured: LnStructured.compute_mask,
-}

@@ -124,7 +124,6 @@ class Colliding(prune.BasePruningMethod):
     """Leaves out three elements: others on each rank, with equal sums of i and of i * i."""
 
     PRUNING_TYPE = "unstructured"
-    DISTRIBUTED = "gather"
 
     def compute_mask(self, t, default_mask):
         return default_mask * colliding_mask(t.shape)
@@ -153,7 +152,7 @@ def wrong_with_another_method(wrapping: str, case: str) -> list[str]:
                 prune.global_unstructured(targets, Above)
             case "scores of the rank":
                 prune.global_unstructured(targets, AboveScores)
-            case "gather":
+            case "undeclared":
                 prune.global_unstructured(targets, Colliding)
             case _:
                 prune.global_unstructured(targets, Above, limits=limits[case])
@@ -162,7 +161,7 @@ def wrong_with_another_method(wrapping: str, case: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "case", ["list", "dict", "tensor", "nested", "rank", "scores of the rank", "gather"]
+    "case", ["list", "dict", "tensor", "nested", "rank", "scores of the rank", "undeclared"]
 )
 @pytest.mark.parametrize("wrapping", ["plain-2", "ddp-2", "hsdp-2x1"])
 def test_a_method_that_is_another_one_on_each_replica(wrapping, case):
