@@ -22,7 +22,7 @@ from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
 from distprune.statistics.gram import GramMatrices
 
-Collected = TypeVar("Collected", ActivationStatistics, GradientStatistics, GramMatrices)
+Collected = TypeVar("Collected", ActivationStatistics, GradientStatistics)
 
 # Those of recipes that need text, and that of SparseGPT, which needs whole Gram matrices.
 SCORES = (*FROM_STATISTICS, *ELEMENTWISE, "obs")
@@ -65,7 +65,6 @@ class TextScores:
         batch_size, progress: as for ``calibrate``.
         statistics: a file of statistics of activations, which is read if it exists, else written.
         gradients: the same for those of gradients.
-        grams: the same, a folder, for Gram matrices.
 
     Raises: as ``calibrate``, and as what is collected.
 
@@ -82,14 +81,13 @@ class TextScores:
         progress: Report | None = None,
         statistics: str | Path | None = None,
         gradients: str | Path | None = None,
-        grams: str | Path | None = None,
     ) -> None:
         self.model = model
         self.windows = windows
         self.parameters = list(parameters)
         self._batch_size = batch_size
         self._progress = progress
-        self._files = {"statistics": statistics, "gradients": gradients, "grams": grams}
+        self._files = {"statistics": statistics, "gradients": gradients}
 
     def of(self, score: str) -> Scores:
         """The scores of all parameters by a name of a recipe, or "obs". Collective.
@@ -128,33 +126,33 @@ class TextScores:
     @cached_property
     def statistics(self) -> ActivationStatistics:
         """Of the inputs of all layers. Collective when first asked for."""
-        return self._collected("statistics", ActivationStatistics)
+        return self._stored("statistics", ActivationStatistics)
 
     @cached_property
     def gradients(self) -> GradientStatistics:
         """Sums of squared gradients. Collective when first asked for."""
-        return self._collected("gradients", GradientStatistics)
+        return self._stored("gradients", GradientStatistics)
 
     @cached_property
     def grams(self) -> GramMatrices:
         """Of the inputs of all layers. Collective when first asked for."""
-        return self._collected("grams", GramMatrices)
+        collected = GramMatrices(self.parameters)
+        self._calibrate(collected)
+        return collected
 
-    def _collected(self, name: str, kind: type[Collected]) -> Collected:
+    def _stored(self, name: str, kind: type[Collected]) -> Collected:
         path = self._files[name]
-        if path is not None and self._exists(Path(path)):
+
+        def exists() -> torch.Tensor:
+            return torch.tensor([int(path is not None and Path(path).exists())])
+
+        if path is not None and world().leader_of(1, exists)[0]:
             return kind.load(path, self.parameters)
         collected = kind(self.parameters)
         self._calibrate(collected)
         if path is not None:
             collected.save(path)
         return collected
-
-    def _exists(self, path: Path) -> bool:
-        """Whether the first rank finds a file, or a folder of Gram matrices."""
-        whole = path / "grams.json" if path.is_dir() else path
-        found = world().leader_of(1, lambda: torch.tensor([int(whole.exists())]))
-        return bool(found[0])
 
     def _calibrate(
         self, collected: ActivationStatistics | GradientStatistics | GradientMoment

@@ -22,7 +22,7 @@ from distprune.budgets.outliers import OWL_MULTIPLE, block_of
 from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
-from distprune.files.checkpoints.statistics_file import MODES, read_statistics
+from distprune.files.checkpoints.statistics_file import StoredStatistics, read_statistics
 from distprune.selection.matrix_sums import Summed, magnitude_sums
 from distprune.selection.normalizing import Scored
 from distprune.selection.scores import FactorScores, ScoreSource, TensorScores
@@ -44,7 +44,7 @@ Mode = Literal["one_pass", "sequential"]
 _TOLERANCE = 1e-6
 
 
-class ActivationStatistics(StatisticsOfParameters[LocalStatistics, Totals]):
+class ActivationStatistics(StatisticsOfParameters):
     """Sums of the inputs of layers over calibration data, from which Wanda and others are made.
 
     statistics = ActivationStatistics(prune.select(model))
@@ -92,7 +92,8 @@ class ActivationStatistics(StatisticsOfParameters[LocalStatistics, Totals]):
     have their own input features.
     """
 
-    TOTALS, MODE_KEY, MODES = Totals, "mode", MODES
+    _local: Sequence[LocalStatistics]
+    _mode: Mode
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class ActivationStatistics(StatisticsOfParameters[LocalStatistics, Totals]):
             super().__init__(communicator, read, targets, local)
             communicator.run(self._check_patterns)
         self._collector = self._new_collector()
-        self._mode: Mode = "one_pass"
+        self._mode = "one_pass"
 
     def _new_collector(self) -> Collector:
         return Collector()
@@ -141,9 +142,8 @@ class ActivationStatistics(StatisticsOfParameters[LocalStatistics, Totals]):
         model has been wrapped and parallelised. Its hooks are gone afterwards, also after an
         error. It may be entered several times: sums go on.
 
-        A call of a module that raises does not count, and nothing in it does: after a caught
-        out-of-memory error go on with smaller batches. What is called by hand, module after module,
-        is one batch inside of :meth:`batch`.
+        A forward that raises, caught or not, and an error that leaves the context make these
+        statistics unusable: what asks for them raises. Start anew.
 
         Raises:
             RuntimeError: it is open already; a layer runs with gradients enabled; the statistics
@@ -163,8 +163,6 @@ class ActivationStatistics(StatisticsOfParameters[LocalStatistics, Totals]):
 
     def batch(self, attention_mask: Tensor | None = None) -> AbstractContextManager[None]:
         """One batch, without its padding: a context around its forward, or its forwards.
-
-        If the context ends with an error, nothing of the batch counts.
 
         Args:
             attention_mask: bool or integers [batch, tokens] of this rank's batch, 0 = padding.
@@ -197,6 +195,7 @@ class ActivationStatistics(StatisticsOfParameters[LocalStatistics, Totals]):
         Raises:
             ValueError: a layer that was not called, and is not among ``allow_empty``; sums that
                 are not finite; ranks of a tensor-parallel group with different inputs.
+            RuntimeError: a forward raised while they were collected.
 
         Cost: all-reduces of 40 bytes and of 16 bytes per parameter; and, for parameters of which
         something is new, one of 16 bytes per input feature and about 32 per parameter.
@@ -368,17 +367,18 @@ class ActivationStatistics(StatisticsOfParameters[LocalStatistics, Totals]):
         made = cls(
             parameters, group=group, pipeline_parallel=pipeline_parallel, allow_empty=allow_empty
         )
-        made._load(os.fspath(path))
+        where = os.fspath(path)
+        mode, stored = made._read(lambda: read_statistics(where), where)
+        made._mode = "sequential" if mode == "sequential" else "one_pass"
+        for parameter in made._local:
+            found = stored[parameter.label]
+            both = map(torch.from_numpy, found.arrays)
+            parameter.loaded = parameter.summed = Totals(found.num_tokens, *both)
         return made
 
-    def _load(self, path: str) -> None:
-        self._restore_from(lambda: read_statistics(path), path)
-
-    def _begin_with(self, mode: str, totals: Mapping[str, Totals]) -> None:
-        for parameter in self._local:
-            parameter.begin_with(totals[parameter.label])
-        self._collector.forwards.problem = None
-        self._mode = "sequential" if mode == "sequential" else "one_pass"
+    def _stored(self) -> dict[str, StoredStatistics]:
+        totals = self._labelled(None)
+        return {p.label: totals[p.label].as_stored(p.layout) for p in self._local}
 
     def _read_weights(self) -> list[Target]:
         """The parameters as they are now, in the order of the statistics. Collective."""
@@ -390,8 +390,11 @@ class ActivationStatistics(StatisticsOfParameters[LocalStatistics, Totals]):
         """Statistics by label, of the parameters that any rank asks for; sums up what is new."""
 
         def flags() -> Tensor:
-            if self._collector.forwards.problem is not None:
-                raise self._collector.forwards.problem
+            if self._collector.has_failed:
+                raise RuntimeError(
+                    "a forward raised while statistics were collected, so that it is not known "
+                    "which inputs count; expected new statistics, collected again."
+                )
             asked = torch.zeros(len(self._local), dtype=torch.int64)
             asked[self._positions_of(parameters)] = 1
             is_new = [int(parameter.summed is None) for parameter in self._local]

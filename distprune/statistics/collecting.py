@@ -1,18 +1,7 @@
 """Adding up the inputs of layers, by hooks that change nothing.
 
-What a forward has seen counts when it returns, and is forgotten when it raises.
-
-[Note: whole forwards] What a layer was called with is noted, and counts once the outermost call
-of a module has returned:
-
-    model        begins .............................................. returns: the rest counts
-      layers.0       begins .. returns: noted
-      layers.1                            begins .. raises: notes since then are forgotten
-
-So a model that ran out of memory in a layer may be called again with a smaller batch.
-
-Calls of several modules by hand have no outermost call. A block, see :meth:`Forwards.block`, makes
-them one.
+What a layer is called with counts at once. After a forward that raised it is not known which inputs
+of it have counted: new statistics are needed.
 """
 
 from __future__ import annotations
@@ -43,112 +32,6 @@ from distprune.torch_private.module_calls import observed_calls
 
 
 @dataclass
-class _Call:
-    """A call of a module that has not ended.
-
-    Attributes:
-        module: what is called.
-        num_notes: how many notes there were when it began.
-        has_returned: whether its forward did.
-    """
-
-    module: nn.Module
-    num_notes: int
-    has_returned: bool = False
-
-
-class Forwards:
-    """Notes of what calls of modules have seen; see [Note: whole forwards].
-
-    Attributes:
-        problem: why it is not known what counts, if so.
-    """
-
-    def __init__(self) -> None:
-        self.problem: RuntimeError | None = None
-        self._notes: list[Callable[[], object]] = []
-        self._calls: list[_Call] = []
-        self._num_blocks = 0
-
-    def note(self, keep: Callable[[], object]) -> None:
-        """Call ``keep`` once it is certain that the present call counts."""
-        self._notes.append(keep)
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Begin and end here: no call may be left open."""
-        with self._nothing_left_open():
-            yield
-        self._keep_if_whole()
-
-    def begin(self, module: nn.Module) -> None:
-        """A call of a module begins."""
-        self._calls.append(_Call(module, len(self._notes)))
-
-    def returned(self, module: nn.Module) -> None:
-        """The forward of a module returned."""
-        if self._is_last(module):
-            self._calls[-1].has_returned = True
-
-    def end(self, module: nn.Module) -> None:
-        """A call of a module ends; what was noted in one that did not return is forgotten."""
-        if self._is_last(module):
-            call = self._calls.pop()
-            if not call.has_returned:
-                del self._notes[call.num_notes :]
-            self._keep_if_whole()
-
-    @contextlib.contextmanager
-    def block(self) -> Iterator[None]:
-        """Make all calls inside one: if the block raises, none of them counts."""
-        num_notes = len(self._notes)
-        self._num_blocks += 1
-        try:
-            with self._nothing_left_open():
-                yield
-        except BaseException:
-            del self._notes[num_notes:]
-            raise
-        finally:
-            self._num_blocks -= 1
-            self._keep_if_whole()
-
-    @contextlib.contextmanager
-    def _nothing_left_open(self) -> Iterator[None]:
-        """End what an error that torch does not show to hooks, such as Ctrl-C, has left open."""
-        num_calls = len(self._calls)
-        try:
-            yield
-            if len(self._calls) > num_calls:
-                self._give_up("a forward was interrupted, and others followed in the same context")
-        finally:
-            if len(self._calls) > num_calls:
-                del self._notes[self._calls[num_calls].num_notes :]
-                del self._calls[num_calls:]
-
-    def _is_last(self, module: nn.Module) -> bool:
-        """Whether a call of the module is the last that has begun and not ended."""
-        return bool(self._calls) and self._calls[-1].module is module
-
-    def _keep_if_whole(self) -> None:
-        if self._calls or self._num_blocks:
-            return
-        notes, self._notes = self._notes, []
-        try:
-            for keep in notes:
-                keep()
-        except BaseException:
-            self._give_up("an error came while the inputs of a forward were added")
-            raise
-
-    def _give_up(self, what: str) -> None:
-        self.problem = RuntimeError(
-            f"{what}, so that it is not known which inputs count; expected new statistics, "
-            "collected again."
-        )
-
-
-@dataclass
 class LocalStatistics(OfParameter):
     """What this rank has seen of the inputs of one parameter, and what all ranks together have.
 
@@ -163,11 +46,6 @@ class LocalStatistics(OfParameter):
     seen: dict[Part, Sums] = field(default_factory=dict)
     loaded: Totals | None = None
     summed: Totals | None = None
-
-    def begin_with(self, totals: Totals) -> None:
-        """Forget what was seen, and start from statistics of an earlier run."""
-        self.calls, self.seen = [0] * len(self.calls), {}
-        self.loaded = self.summed = totals
 
     def count_call(self, place: int) -> None:
         """Count a call of the module of a place."""
@@ -185,16 +63,17 @@ class LocalStatistics(OfParameter):
 
 
 class Collector:
-    """Adds up what layers are called with, in forwards that return: see [Note: whole forwards].
+    """Adds up what layers are called with.
 
     Attributes:
         same_tokens: ranks that run the model on the same tokens as this one, as the inputs tell.
-        forwards: which of them count.
+        has_failed: whether a forward, or a context, has raised.
     """
 
     def __init__(self) -> None:
         self.same_tokens: set[tuple[int, ...]] = set()
-        self.forwards = Forwards()
+        self.has_failed = False
+        self._num_open = 0  # calls of modules that have begun and not returned
         # Of the present batch: bool [batch, tokens] without padding, and how many are True.
         self._keep: Tensor | None = None
         self._num_kept = 0
@@ -217,6 +96,7 @@ class Collector:
             )
         handles = []
         self._is_on = True
+        self._num_open = 0
         try:
             for parameter in parameters:
                 modules = self._experts if parameter.layout.are_experts else self._layers
@@ -226,9 +106,15 @@ class Collector:
                 # Runs after the hooks that are there, such as those of FSDP, which gather weights.
                 enter = _OwnHook(partial(self._enter_experts, module, places))
                 handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            with observed_calls(self), self.forwards.watched(), torch.no_grad(), _uncompiled():
+            with (
+                self._whole(),
+                observed_calls(self._begin, self._returned, self._end),
+                torch.no_grad(),
+                _uncompiled(),
+            ):
                 yield
         finally:
+            self.has_failed |= self._num_open > 0
             for handle in handles:
                 handle.remove()
             while self._running:  # of a forward that was interrupted
@@ -240,7 +126,7 @@ class Collector:
     def batch(self, attention_mask: Tensor | None) -> Iterator[None]:
         """One batch, without its padding; see ActivationStatistics.batch."""
         if attention_mask is None:
-            with self.forwards.block():
+            with self._whole():
                 yield
             return
         if is_dtensor(attention_mask) or not isinstance(attention_mask, Tensor):
@@ -259,12 +145,20 @@ class Collector:
         self._keep = attention_mask != 0
         self._num_kept = int(self._keep.sum())
         try:
-            with self.forwards.block():
+            with self._whole():
                 yield
         finally:
             self._keep = None
 
-    def begin(self, module: nn.Module) -> None:
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.has_failed = True
+            raise
+
+    def _begin(self, module: nn.Module) -> None:
         """A call of a module begins; refuse nn.DataParallel, whose copies are not seen."""
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             for inner in module.modules():
@@ -273,24 +167,25 @@ class Collector:
                         f"{parameter.label}: copies of its layer run in nn.DataParallel; expected "
                         "the layer itself. Use DistributedDataParallel."
                     )
-        self.forwards.begin(module)
+        self._num_open += 1
 
-    def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note what a layer was called with, or check what fused experts did."""
+    def _returned(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Add what a layer was called with, or check what fused experts did."""
         for parameter, number, name in self._layers.get(module, ()):
             value = _checked_input(parameter.label, args, kwargs)
             with torch.inference_mode(False), torch.no_grad(), _no_autocast(value):
                 self._add(parameter, name, module, value)
-            self.forwards.note(partial(parameter.count_call, number))
+            parameter.count_call(number)
         if self._running and self._running[-1].module is module:
             self._running[-1].check()
-        self.forwards.returned(module)
+        self._num_open -= 1
 
-    def end(self, module: nn.Module) -> None:
+    def _end(self, module: nn.Module) -> None:
         """Look no longer at fused experts, before FSDP shards the weights again."""
         if self._running and self._running[-1].module is module:
             self._running.pop().stop()
-        self.forwards.end(module)
 
     def _enter_experts(
         self,
@@ -331,7 +226,7 @@ class Collector:
             running.start()
             self._running.append(running)
         for parameter, number, _ in places:
-            self.forwards.note(partial(parameter.count_call, number))
+            parameter.count_call(number)
 
     def _add(self, parameter: LocalStatistics, name: str, module: nn.Module, value: Tensor) -> None:
         label, layout = parameter.label, parameter.layout
@@ -357,7 +252,7 @@ class Collector:
         part, values, keep = read_input(label, value, weight, keep, -1 - spatial)
         if convolution is None:
             num_kept = None if keep is None or is_dtensor(value) else self._num_kept
-            self._note_rows(parameter, part, values.reshape(-1, values.shape[-1]), keep, num_kept)
+            self._add_rows(parameter, part, values.reshape(-1, values.shape[-1]), keep, num_kept)
         else:
             is_whole = values.shape[-spatial:] == value.shape[-spatial:]
             if not is_whole or len(part.features) != value.shape[-1 - spatial]:
@@ -367,12 +262,12 @@ class Collector:
                 )
             images = values if value.ndim == spatial + 2 else values.unsqueeze(0)
             part = replace(part, features=range(layout.num_inputs))
-            self._note_images(parameter, part, images, convolution)
+            self._add_images(parameter, part, images, convolution)
         if part.token_ranks is not None:
-            self.forwards.note(partial(self.same_tokens.add, part.token_ranks))
+            self.same_tokens.add(part.token_ranks)
 
     def _add_expert(self, parameter: LocalStatistics, expert: int, rows: Tensor) -> None:
-        """Note the rows [tokens, inputs] that came to one of fused experts."""
+        """Add the rows [tokens, inputs] that came to one of fused experts."""
         num_inputs = parameter.layout.input_shape[1]
         if rows.shape[1] != num_inputs:
             raise ValueError(
@@ -382,13 +277,13 @@ class Collector:
         if rows.shape[0]:
             with torch.inference_mode(False), torch.no_grad(), _no_autocast(rows):
                 part = Part(range(expert * num_inputs, (expert + 1) * num_inputs))
-                self._note_rows(parameter, part, rows.detach(), None, None)
+                self._add_rows(parameter, part, rows.detach(), None, None)
 
     def _prepared(self, value: Tensor, feature_dim: int) -> Tensor:
         """The input of a layer, with all features that a sum needs of it on this rank."""
         return value
 
-    def _note_rows(
+    def _add_rows(
         self,
         parameter: LocalStatistics,
         part: Part,
@@ -396,18 +291,18 @@ class Collector:
         keep: Tensor | None,
         num_kept: int | None,
     ) -> None:
-        """Note the input [tokens, features] of a matrix; see :func:`sums_of_rows`."""
-        self.forwards.note(partial(parameter.add, part, sums_of_rows(rows, keep, num_kept)))
+        """Add the input [tokens, features] of a matrix; see :func:`sums_of_rows`."""
+        parameter.add(part, sums_of_rows(rows, keep, num_kept))
 
-    def _note_images(
+    def _add_images(
         self,
         parameter: LocalStatistics,
         part: Part,
         images: Tensor,
         convolution: nn.Conv1d | nn.Conv2d,
     ) -> None:
-        """Note the input of a convolution; see :func:`sums_of_windows`."""
-        self.forwards.note(partial(parameter.add, part, sums_of_windows(images, convolution)))
+        """Add the input of a convolution; see :func:`sums_of_windows`."""
+        parameter.add(part, sums_of_windows(images, convolution))
 
 
 # A parameter, which of its places, and its name there.

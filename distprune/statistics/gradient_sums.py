@@ -30,7 +30,6 @@ from distprune.shards.rank_batches import RankBatches
 from distprune.shards.shard import LocalShard
 from distprune.statistics.input_parts import peers_of, ranks_at, spans
 from distprune.statistics.layers import WeightLayout
-from distprune.statistics.totals import TotalsOfAnyKind
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,7 +40,7 @@ _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
-class GradientTotals(TotalsOfAnyKind):
+class GradientTotals:
     """The statistics of one parameter's gradients over all ranks; equal on all of them.
 
     Attributes:
@@ -55,7 +54,15 @@ class GradientTotals(TotalsOfAnyKind):
     by_output: Tensor
     by_input: Tensor
 
-    STORED = StoredGradients
+    def plus(self, other: GradientTotals) -> GradientTotals:
+        """The statistics of all batches of both."""
+        by_output, by_input = self.by_output + other.by_output, self.by_input + other.by_input
+        return GradientTotals(self.weight + other.weight, by_output, by_input)
+
+    def as_stored(self, layout: WeightLayout) -> StoredGradients:
+        """What a file has of the parameter."""
+        both = self.by_output.numpy(), self.by_input.numpy()
+        return StoredGradients(layout, self.weight, *both)
 
     @classmethod
     def none_of(cls, layout: WeightLayout) -> GradientTotals:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,7 +16,10 @@ from distprune._common.naming import NamedParameter, checked_pair, label_of
 from distprune._common.process_groups import world
 from distprune.call.reading import read_parameters
 from distprune.call.request import ParameterArguments
-from distprune.files.checkpoints.statistics_file import read_gradient_statistics
+from distprune.files.checkpoints.statistics_file import (
+    StoredGradients,
+    read_gradient_statistics,
+)
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
 from distprune.shards.gradients import check_trainable, ranks_with_shards
@@ -49,7 +52,7 @@ class _OfParameter(OfParameter):
     totals: GradientTotals
 
 
-class GradientStatistics(StatisticsOfParameters[_OfParameter, GradientTotals]):
+class GradientStatistics(StatisticsOfParameters):
     """Sums of squared gradients by output and by input, from which Fisher by factors is made.
 
     statistics = GradientStatistics(prune.select(model))
@@ -98,7 +101,8 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter, GradientTotals]):
     gradient once more, in fp64, chunk by chunk.
     """
 
-    TOTALS, MODE_KEY, MODES = GradientTotals, "kind", ("gradients",)
+    _local: Sequence[_OfParameter]
+    _mode = "gradients"
 
     def __init__(self, parameters: Pairs, *, group: ProcessGroup | None = None) -> None:
         self._group = group
@@ -201,7 +205,7 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter, GradientTotals]):
 
         Cost: an all-reduce of 40 bytes.
         """
-        return self._by_pair(self._labelled(parameters))
+        return self._by_pair({p.label: p.totals for p in self._asked(parameters)})
 
     def fisher(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:
         """Scores of the Fisher information by factors: |w_ij| * sqrt(r_i * c_j / T). Collective.
@@ -265,20 +269,15 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter, GradientTotals]):
         """
         made = cls(parameters, group=group)
         where = os.fspath(path)
-        made._restore_from(lambda: ("gradients", read_gradient_statistics(where)), where)
+        _, stored = made._read(lambda: ("gradients", read_gradient_statistics(where)), where)
+        for parameter in made._local:
+            found = stored[parameter.label]
+            both = map(torch.from_numpy, found.arrays)
+            parameter.totals = GradientTotals(found.weight, *both)
         return made
 
-    @property
-    def mode(self) -> str:
-        """That these are statistics of gradients."""
-        return "gradients"
-
-    def _labelled(self, parameters: Pairs | None) -> dict[str, GradientTotals]:
-        return {p.label: p.totals for p in self._asked(parameters)}
-
-    def _begin_with(self, mode: str, totals: Mapping[str, GradientTotals]) -> None:
-        for parameter in self._local:
-            parameter.totals = totals[parameter.label]
+    def _stored(self) -> dict[str, StoredGradients]:
+        return {p.label: p.totals.as_stored(p.layout) for p in self._asked(None)}
 
     def _attach(self, targets: list[Target], made: list[GradientSums]) -> None:
         """Put hooks on; ``made`` gets what takes them off."""
@@ -299,20 +298,17 @@ class GradientStatistics(StatisticsOfParameters[_OfParameter, GradientTotals]):
         """The parameters that all ranks ask for. Collective."""
 
         def positions() -> list[int]:
-            self._check_ready()
+            if self._sums is not None:
+                raise RuntimeError(
+                    "the ranks have not added up what they saw yet; expected a call after "
+                    "calibrating()."
+                )
             return self._positions_of(parameters)
 
         found = self._communicator.run(
             positions, lambda asked: [("parameters of statistics", str(asked))]
         )
         return [self._local[position] for position in dict.fromkeys(found)]
-
-    def _check_ready(self) -> None:
-        if self._sums is not None:
-            raise RuntimeError(
-                "the ranks have not added up what they saw yet; expected a call after "
-                "calibrating()."
-            )
 
 
 def _with_shards(

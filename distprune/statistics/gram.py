@@ -10,13 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -24,15 +20,6 @@ from torch.nn import functional
 from distprune._common.collectives import Communicator, with_whole_dim
 from distprune._common.naming import NamedParameter
 from distprune._common.pruned_form import is_dtensor
-from distprune.files.checkpoints.statistics_file import (
-    STATISTICS,
-    StoredMatrix,
-    read_index,
-    read_rows,
-    write_index,
-    write_matrix,
-)
-from distprune.files.errors import CheckpointError
 from distprune.shards.factored import FactoredScores
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.collecting import Collector, LocalStatistics
@@ -43,7 +30,7 @@ from distprune.statistics.input_parts import (
     products_of_windows,
 )
 from distprune.statistics.layers import WeightLayout
-from distprune.statistics.totals import Pairs, Read, Totals
+from distprune.statistics.totals import Pairs, Totals
 
 
 @dataclass(eq=False)
@@ -54,15 +41,13 @@ class Rows:
         number: of the matrix in its parameter: which expert.
         values: [tokens, inputs], those that count.
         is_plain: whether they do not tell which ranks have the same tokens.
-        seen_by: parameters that were called with it ...
-        counted_by: ... in calls that count.
+        parameters: that were called with it.
     """
 
     number: int
     values: Tensor
     is_plain: bool
-    seen_by: list[LocalStatistics] = field(default_factory=list)
-    counted_by: list[LocalStatistics] = field(default_factory=list)
+    parameters: list[LocalStatistics] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -98,18 +83,14 @@ class GramCollector(Collector):
         super().__init__()
         self._rank = rank
         self._of_parameter: dict[int, LocalGram] = {}
-        self._seen: Rows | None = None  # the last
-        self._counted: Rows | None = None  # whose product is not added yet
+        self._last: Rows | None = None  # whose product is not added yet
 
     @contextlib.contextmanager
     def collecting(self, parameters: Sequence[LocalStatistics]) -> Iterator[None]:
         """Collect while the context is open; see :meth:`Collector.collecting`."""
-        try:
-            with super().collecting(parameters):
-                yield
-        finally:
-            self._add_counted()
-            self._seen = None
+        with super().collecting(parameters):
+            yield
+            self._add_last()
 
     def gram_of(self, parameter: LocalStatistics) -> LocalGram | None:
         """The sums of a parameter; None if this rank has none."""
@@ -125,7 +106,7 @@ class GramCollector(Collector):
         # Products of two features need both on one rank: row-wise layers have a part of them.
         return with_whole_dim(value, feature_dim % value.ndim) if is_dtensor(value) else value
 
-    def _note_rows(
+    def _add_rows(
         self,
         parameter: LocalStatistics,
         part: Part,
@@ -133,55 +114,48 @@ class GramCollector(Collector):
         keep: Tensor | None,
         num_kept: int | None,
     ) -> None:
-        super()._note_rows(parameter, part, rows, keep, num_kept)
+        super()._add_rows(parameter, part, rows, keep, num_kept)
         if not self._adds(part):
             return
         values = rows.detach() if keep is None else rows.detach()[keep]
         number = part.features.start // len(part.features) if part.features else 0
         is_plain = part.token_ranks is None
-        seen = self._seen
+        last = self._last
         if (
-            seen is None
-            or (seen.number, seen.is_plain) != (number, is_plain)
-            or any(each is parameter for each in seen.seen_by)
-            or seen.values.dtype != values.dtype
-            or not torch.equal(seen.values, values)
+            last is None
+            or (last.number, last.is_plain) != (number, is_plain)
+            or any(each is parameter for each in last.parameters)
+            or last.values.dtype != values.dtype
+            or not torch.equal(last.values, values)
         ):
-            # A copy: the model may change its own tensor in place before the call counts.
-            seen = self._seen = Rows(number, values.clone() if keep is None else values, is_plain)
-        seen.seen_by.append(parameter)
-        self.forwards.note(partial(self._count, seen, parameter))
+            self._add_last()
+            # A copy: the model may change its own tensor in place before it is multiplied.
+            last = self._last = Rows(number, values.clone() if keep is None else values, is_plain)
+        last.parameters.append(parameter)
 
-    def _note_images(
+    def _add_images(
         self,
         parameter: LocalStatistics,
         part: Part,
         images: Tensor,
         convolution: nn.Conv1d | nn.Conv2d,
     ) -> None:
-        super()._note_images(parameter, part, images, convolution)
+        super()._add_images(parameter, part, images, convolution)
         if self._adds(part):
             with _full_precision():
                 products = products_of_windows(images.detach(), convolution)
-            found = dict(enumerate(products))
-            self.forwards.note(partial(self._add_products, [parameter], found, is_plain=True))
+            self._add_products([parameter], dict(enumerate(products)), is_plain=True)
 
     def _adds(self, part: Part) -> bool:
         return part.token_ranks is None or part.token_ranks[0] == self._rank
 
-    def _count(self, rows: Rows, parameter: LocalStatistics) -> None:
-        if self._counted is not rows:
-            self._add_counted()
-            self._counted = rows
-        rows.counted_by.append(parameter)
-
-    def _add_counted(self) -> None:
-        rows, self._counted = self._counted, None
+    def _add_last(self) -> None:
+        rows, self._last = self._last, None
         if rows is None:
             return
         with torch.inference_mode(False), torch.no_grad(), _full_precision():
             product = product_of_rows(rows.values)
-            self._add_products(rows.counted_by, {rows.number: product}, is_plain=rows.is_plain)
+            self._add_products(rows.parameters, {rows.number: product}, is_plain=rows.is_plain)
 
     def _add_products(
         self, parameters: list[LocalStatistics], products: dict[int, Tensor], *, is_plain: bool
@@ -282,8 +256,7 @@ class GramMatrices(ActivationStatistics):
     4 bytes x inputs**2 / ranks: one reduce-scatter per matrix. Where this is too much, go
     block by block: :func:`prune_sequentially` forgets the matrices of a block after its pruning.
 
-    :meth:`save` writes a folder, which :meth:`load` reads for any sharding and any number of ranks;
-    each rank reads and keeps its own rows.
+    A file has the activation statistics without the matrices.
     """
 
     _collector: GramCollector
@@ -396,84 +369,6 @@ class GramMatrices(ActivationStatistics):
             self._collector.forget(parameter)
             self._blocks.pop(parameter.label, None)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the matrices and the statistics to a folder. Collective; the first rank writes.
-
-        Any run on any sharding can load it. The form is in
-        files.checkpoints.statistics_file.[Note: folder of Gram matrices].
-
-        Raises:
-            ValueError: as :meth:`totals`; parameters without full names.
-            OutputError: of distprune.files.errors, a file cannot be written; a RuntimeError on the
-                other ranks.
-
-        Cost: as :meth:`matrix`; one matrix in memory at a time, 4 bytes x inputs**2 each on disk.
-        """
-        folder, communicator = Path(path), self._communicator
-        is_first = communicator.index == 0
-        with communicator.exclusively():
-            communicator.run(
-                lambda: folder.mkdir(parents=True, exist_ok=True) if is_first else None
-            )
-        super().save(folder / STATISTICS)
-        stored: list[StoredMatrix] = []
-        blocks = self.blocks()
-        with communicator.exclusively():
-            for labels, block in blocks:
-                for number in range(len(block.rows)):
-                    whole = block.whole(number, communicator)
-                    name = f"gram-{len(stored):05}.safetensors"
-                    stored.append(StoredMatrix(name, block.size, number, tuple(labels)))
-
-                    def write(whole: Tensor = whole, name: str = name) -> None:
-                        if is_first:
-                            write_matrix(folder / name, whole.cpu().numpy())
-
-                    communicator.run(write)
-            communicator.run(lambda: write_index(folder, stored) if is_first else None)
-
-    def _load(self, path: str) -> None:
-        super()._load(os.path.join(path, STATISTICS))
-        with self._communicator.exclusively():
-            self._communicator.run(
-                lambda: self._read_blocks(Path(path)), lambda names: [("matrices", str(names))]
-            )
-
-    def _restore_from(self, read: Callable[[], Read], where: str) -> None:
-        super()._restore_from(read, where)
-        self.forget()  # what was collected before, as the sums of it
-
-    def _read_blocks(self, folder: Path) -> list[str]:
-        """Read this rank's rows of all parameters; the names of those that have some.
-
-        Raises:
-            CheckpointError: the folder is malformed, or lacks a parameter.
-        """
-        by_sharing: dict[tuple[str, ...], list[StoredMatrix]] = {}
-        for stored in read_index(folder):
-            by_sharing.setdefault(stored.parameters, []).append(stored)
-        layouts = self._layouts
-        for names, matrices in by_sharing.items():
-            wanted = [name for name in names if name in layouts]
-            if not wanted:
-                continue
-            num, size = layouts[wanted[0]].num_matrices, layouts[wanted[0]].matrix_shape[1]
-            matrices.sort(key=lambda stored: stored.number)
-            if [(m.number, m.size) for m in matrices] != [(n, size) for n in range(num)]:
-                raise CheckpointError(
-                    f"{folder} has other Gram matrices of {wanted[0]}: expected {num} of {size} "
-                    "inputs."
-                )
-            height = -(-size // self._communicator.size)
-            start = height * self._communicator.index
-            rows = [read_rows(folder, m, range(start, start + height)) for m in matrices]
-            block = GramBlock(size, torch.from_numpy(np.stack(rows)))
-            self._blocks.update(dict.fromkeys(wanted, block))
-        missing = [label for label in layouts if label not in self._blocks]
-        if missing:
-            raise CheckpointError(f"{folder} has no Gram matrix of {missing[0]}.")
-        return list(self._blocks)
-
     def blocks(self, parameters: Pairs | None = None) -> list[tuple[list[str], GramBlock]]:
         """This rank's rows of matrices, with the labels of those that share them. Collective.
 
@@ -540,8 +435,7 @@ class GramMatrices(ActivationStatistics):
         if not is_new and bool(totals[label].squares.any()):
             raise RuntimeError(
                 f"{label}: its Gram matrix was forgotten, or was never collected: statistics that "
-                "were loaded from a file of ActivationStatistics have none. Expected new "
-                "GramMatrices, collected again."
+                "were loaded from a file have none. Expected new GramMatrices, collected again."
             )
         dtype = torch.float64 if is_new == 2 else torch.float32
         rows: list[Tensor] = []

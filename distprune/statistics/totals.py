@@ -1,4 +1,4 @@
-"""Statistics of parameters: by name and by (module, name), in files and in state dictionaries."""
+"""Statistics of parameters: by name and by (module, name), and in files."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator
@@ -19,60 +18,18 @@ from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.statistics_file import (
     StoredStatistics,
     StoredSums,
-    described_layout,
-    make_stored,
     write_statistics,
 )
 from distprune.shards.parameters import Target
 from distprune.statistics.layers import WeightLayout
 
-_VERSION = 1  # of state dictionaries
 Pairs = Iterable[tuple[nn.Module, str]]
-# How statistics were collected, and those of each parameter.
-Read = tuple[str, Mapping[str, StoredSums]]
-K = TypeVar("K", bound="TotalsOfAnyKind")
-
-
-class TotalsOfAnyKind:
-    """A count and two sums, fp64, which are the fields of a subclass in this order."""
-
-    STORED: ClassVar[type[StoredSums]]
-
-    @property
-    def count(self) -> Any:
-        """How much was seen."""
-        return next(iter(vars(self).values()))
-
-    @property
-    def both(self) -> list[Tensor]:
-        """What was added up."""
-        return list(vars(self).values())[1:]
-
-    def plus(self: K, other: K | None) -> K:
-        """The statistics of all that both have seen."""
-        if other is None:
-            return self
-        counts = self.count, other.count
-        count = (
-            tuple(map(sum, zip(*counts, strict=True)))
-            if isinstance(self.count, tuple)
-            else sum(counts)
-        )
-        make: Callable[..., K] = type(self)
-        return make(count, *(one + more for one, more in zip(self.both, other.both, strict=True)))
-
-    def as_stored(self, layout: WeightLayout) -> StoredSums:
-        """What a file has of the parameter."""
-        return make_stored(self.STORED, layout, self.count, [each.numpy() for each in self.both])
-
-    def as_entry(self, layout: WeightLayout) -> dict[str, Any]:
-        """What a state dictionary has of the parameter."""
-        sums = zip(self.STORED.KEYS, (each.clone() for each in self.both), strict=True)
-        return described_layout(layout) | {self.STORED.COUNT: self.count} | dict(sums)
+T = TypeVar("T")
+Stored = TypeVar("Stored", bound=StoredSums)
 
 
 @dataclass(frozen=True)
-class Totals(TotalsOfAnyKind):
+class Totals:
     """The statistics of one parameter's inputs over all ranks; equal on all of them.
 
     Attributes:
@@ -85,7 +42,20 @@ class Totals(TotalsOfAnyKind):
     sums: Tensor
     squares: Tensor
 
-    STORED = StoredStatistics
+    def plus(self, other: Totals | None) -> Totals:
+        """The statistics of all that both have seen."""
+        if other is None:
+            return self
+        mine, its = self.num_tokens, other.num_tokens
+        if isinstance(mine, tuple) and isinstance(its, tuple):
+            count: int | tuple[int, ...] = tuple(map(sum, zip(mine, its, strict=True)))
+        else:
+            count = mine + its  # type: ignore[operator]
+        return Totals(count, self.sums + other.sums, self.squares + other.squares)
+
+    def as_stored(self, layout: WeightLayout) -> StoredStatistics:
+        """What a file has of the parameter."""
+        return StoredStatistics(layout, self.num_tokens, self.sums.numpy(), self.squares.numpy())
 
 
 @dataclass
@@ -103,11 +73,7 @@ class OfParameter:
     layout: WeightLayout
 
 
-T = TypeVar("T")
-S = TypeVar("S", bound=OfParameter)
-
-
-class StatisticsOfParameters(Generic[S, K]):
+class StatisticsOfParameters:
     """Statistics of some parameters, and the ranks that have them together.
 
     Args:
@@ -115,42 +81,27 @@ class StatisticsOfParameters(Generic[S, K]):
         arguments: the parameters, as the caller gave them.
         targets: as they were read: the same list on all ranks.
         local: the statistics of each.
-
-    Attributes:
-        TOTALS: what is added up of a parameter.
-        MODE_KEY, MODES: where a state dictionary says how it was collected, and the answers.
     """
 
-    TOTALS: type[K]
-    MODE_KEY: str
-    MODES: tuple[str, ...]
+    _local: Sequence[OfParameter]
+    _mode: str
 
     def __init__(
         self,
         communicator: Communicator,
         arguments: ParameterArguments,
         targets: Sequence[Target],
-        local: Sequence[S],
+        local: Sequence[OfParameter],
     ) -> None:
         self._communicator = communicator
         self._arguments = arguments
-        self._local = list(local)
+        self._local = local
         self._is_named = all(target.is_named or not target.places for target in targets)
 
     @property
     def parameters(self) -> list[tuple[nn.Module, str]]:
         """The (module, name) pairs of this rank that have statistics, under all their names."""
         return [place for parameter in self._local for place in parameter.places]
-
-    @property
-    def num_collectives(self) -> int:
-        """All-reduces so far."""
-        return self._communicator.num_collectives
-
-    @property
-    def bytes_sent(self) -> int:
-        """Payload of those, per rank."""
-        return self._communicator.bytes_sent
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the statistics to one small safetensors file. Collective; the first rank writes.
@@ -167,94 +118,42 @@ class StatisticsOfParameters(Generic[S, K]):
 
         Cost: as :meth:`totals`; 8 bytes for each number of the sums on disk.
         """
-        totals = self._labelled(None)
+        stored = self._stored()
 
         def write() -> None:
             self._check_names()
             if self._communicator.index == 0:
-                layouts = self._layouts.items()
-                stored = {n: totals[n].as_stored(layout) for n, layout in layouts}
-                write_statistics(path, self.mode, stored)
+                write_statistics(path, self._mode, stored)
 
         with self._communicator.exclusively():
             self._communicator.run(write)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The statistics as a plain dictionary, equal on all ranks. Collective.
-
-        Raises, Cost: as :meth:`totals`; ValueError for parameters without full names.
-        """
-        totals = self._labelled(None)
-        self._communicator.run(self._check_names)
-        parameters = {n: totals[n].as_entry(layout) for n, layout in self._layouts.items()}
-        return {"version": _VERSION, self.MODE_KEY: self.mode, "parameters": parameters}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned, on any sharding. Collective.
-
-        What was collected before is forgotten.
-
-        Raises:
-            ValueError: no such dictionary; a parameter that it does not have, or that has another
-                shape; ranks with different ones. Nothing has changed then.
-        """
-        self._restore_from(lambda: self._read_state(state), "state")
-
-    @property
-    def mode(self) -> str:
-        """How the statistics were collected."""
+    def _stored(self) -> Mapping[str, StoredSums]:
+        """What a file has, by label. Collective."""
         raise NotImplementedError
 
-    def _labelled(self, parameters: Pairs | None) -> Mapping[str, K]:
-        """The sums of all ranks by label, of some parameters or of all. Collective."""
-        raise NotImplementedError
+    def _read(
+        self, read: Callable[[], tuple[str, Mapping[str, Stored]]], where: str
+    ) -> tuple[str, Mapping[str, Stored]]:
+        """How the statistics in a file were collected, and those of the parameters. Collective."""
 
-    def _begin_with(self, mode: str, totals: Mapping[str, K]) -> None:
-        """Forget what was collected, and start from statistics of an earlier run."""
-        raise NotImplementedError
-
-    def _check_ready(self) -> None:
-        """Raise RuntimeError if sums cannot be replaced now."""
-
-    def _restore_from(self, read: Callable[[], Read], where: str) -> None:
-        def restore() -> tuple[str, dict[str, K]]:
-            self._check_ready()
+        def checked() -> tuple[str, Mapping[str, Stored]]:
             self._check_names()
             mode, stored = read()
             check_fit(self._layouts, stored, where)
-            found = {label: stored[label] for label in self._layouts}
-            sums = {label: map(torch.from_numpy, each.arrays) for label, each in found.items()}
-            make: Callable[..., K] = self.TOTALS
-            return mode, {n: make(each.count, *sums[n]) for n, each in found.items()}
+            return mode, stored
 
-        def facts(found: tuple[str, dict[str, K]]) -> list[tuple[str, str]]:
+        def facts(found: tuple[str, Mapping[str, Stored]]) -> list[tuple[str, str]]:
             digest = hashlib.sha256()
-            for label, totals in found[1].items():
-                digest.update(f"{label} {totals.count!r}".encode())
-                for each in totals.both:
-                    digest.update(each.numpy().tobytes())
+            for label in self._layouts:
+                stored = found[1][label]
+                digest.update(f"{label} {stored.count!r}".encode())
+                for each in stored.arrays:
+                    digest.update(each.tobytes())
             return [("statistics to load", f"{found[0]}, {digest.hexdigest()[:16]}")]
 
         with self._communicator.exclusively():
-            mode, totals = self._communicator.run(restore, facts)
-        self._begin_with(mode, totals)
-
-    def _read_state(self, state: object) -> Read:
-        """The mode and the statistics in a state dictionary; ValueError if it is none."""
-        found = state if isinstance(state, Mapping) else {}
-        mode = found.get(self.MODE_KEY)
-        if found.get("version") != _VERSION or mode not in self.MODES:
-            raise ValueError(
-                f"state is no state dictionary of {type(self).__name__} of version {_VERSION}, "
-                f"with {self.MODE_KEY} {' or '.join(map(repr, self.MODES))} (it has {mode!r}); "
-                "expected what state_dict() returns."
-            )
-        kind, stored = self.TOTALS.STORED, {}
-        for name, entry in found["parameters"].items():
-            sums = [entry[key].detach().double().cpu().numpy().copy() for key in kind.KEYS]
-            layout = WeightLayout(entry["layout"], tuple(entry["shape"]), int(entry["groups"]))
-            stored[name] = make_stored(kind, layout, entry[kind.COUNT], sums)
-        return str(mode), stored
+            return self._communicator.run(checked, facts)
 
     @property
     def _layouts(self) -> dict[str, WeightLayout]:

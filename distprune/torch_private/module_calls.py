@@ -4,50 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as modules_of_torch
 
 
-class CallObserver(Protocol):
-    """What is called at each call of a module, in one thread."""
-
-    def begin(self, module: nn.Module) -> None:
-        """A call begins, before all hooks of the module; an error stops it."""
-
-    def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Its forward returned; with what it was called, as hooks of the module had changed it."""
-
-    def end(self, module: nn.Module) -> None:
-        """A call ends, before hooks that run after a forward; also by an error, be it of see()."""
-
-
 @contextlib.contextmanager
-def observed_calls(observer: CallObserver) -> Iterator[None]:
+def observed_calls(
+    begin: Callable[[nn.Module], None],
+    returned: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None],
+    end: Callable[[nn.Module], None],
+) -> Iterator[None]:
     """Observe the calls of all modules in this thread; modules and their copies have no hooks.
 
-    An error that is no Exception, such as KeyboardInterrupt, ends calls without ``end``.
+    Args:
+        begin: a call begins, before all hooks of the module; an error stops it.
+        returned: its forward returned; with what it was called, as hooks of the module had changed
+            it.
+        end: a call ends, before hooks that run after a forward; also after an Exception, be it of
+            ``returned``.
     """
     thread = threading.get_ident()
 
-    def begin(module: nn.Module, _: object) -> None:
+    def before(module: nn.Module, _: object) -> None:
         if threading.get_ident() == thread:
-            observer.begin(module)
+            begin(module)
 
-    def see(module: nn.Module, args: Any, kwargs: Mapping[str, Any], _: object) -> None:
+    def after(module: nn.Module, args: Any, kwargs: Mapping[str, Any], _: object) -> None:
         if threading.get_ident() == thread:
-            observer.see(module, args, kwargs)
+            returned(module, args, kwargs)
 
-    def end(module: nn.Module, *_: object) -> None:
+    def always(module: nn.Module, *_: object) -> None:
         if threading.get_ident() == thread:
-            observer.end(module)
+            end(module)
 
     handles = [
-        modules_of_torch.register_module_forward_pre_hook(begin),
-        modules_of_torch.register_module_forward_hook(see, with_kwargs=True),
-        modules_of_torch.register_module_forward_hook(end, always_call=True),
+        modules_of_torch.register_module_forward_pre_hook(before),
+        modules_of_torch.register_module_forward_hook(after, with_kwargs=True),
+        modules_of_torch.register_module_forward_hook(always, always_call=True),
     ]
     try:
         yield

@@ -87,7 +87,6 @@ class Table:
             progress=job.progress("calibrating"),
             statistics=folder.path / "statistics.safetensors",
             gradients=folder.path / "gradients.safetensors",
-            grams=folder.path / "grams",
         )
         self._dense: dict[str, Scores | None] = {}
         # This rank's part.

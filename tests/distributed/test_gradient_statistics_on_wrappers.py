@@ -279,7 +279,7 @@ def test_pruned_parameters_under_fsdp_are_refused(wrapping):
 
 
 def scores_after_saving(wrapping: str, path: str) -> list[str]:
-    """A file of any sharding gives the same statistics on one process, and back."""
+    """A file of any sharding gives the same statistics on one process."""
     wrapped = Wrapped(wrapping, "integer float32")
     statistics = GradientStatistics(wrapped.matrices)
     wrapped.calibrate(statistics)
@@ -288,10 +288,8 @@ def scores_after_saving(wrapping: str, path: str) -> list[str]:
     single = make_model(wrapping, "integer float32")
     alone = [prune.NamedParameter(*target(single, name), name) for name in WEIGHTS]
     on_one = GradientStatistics.load(path, alone, group=dist.new_subgroups(1)[0])
-    from_state = GradientStatistics(wrapped.matrices)
-    from_state.load_state_dict(on_one.state_dict())
     wrong = []
-    for other in (loaded, on_one, from_state):
+    for other in (loaded, on_one):
         for mine, its in zip(statistics.fisher().values(), other.fisher().values(), strict=True):
             if not mine.equals(its):
                 wrong.append(f"{mine} is not {its}")

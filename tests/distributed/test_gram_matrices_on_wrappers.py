@@ -135,33 +135,3 @@ def wrong_with(fault, *case):
 def test_a_wrong_reduction_is_seen(fault, size, case):
     for wrong in run_ranks(wrong_with, size, fault, *case):
         assert wrong
-
-
-def save_on(wrapping: str, folder: str) -> None:
-    sizes = wrappings.runnable_sizes(wrapping)
-    model = wrappings.wrap(integer_net(sizes), wrapping)
-    grams = GramMatrices(prune.select(model))
-    collect(model, grams, batches_of(0, 2, sizes[0], torch.float32), False)
-    grams.save(folder)
-
-
-def loaded_on(wrapping: str, folder: str) -> list[Tensor]:
-    model = wrappings.wrap(integer_net(wrappings.runnable_sizes(wrapping)), wrapping)
-    grams = GramMatrices.load(folder, prune.select(model))
-    prune.global_unstructured(prune.select(model), prune.L1Unstructured, grams.obs(), amount=0.5)
-    prune.reconstruct(prune.select(model), grams)
-    return [grams.matrix(*pair) for pair in prune.select(model)]
-
-
-def test_they_are_loaded_on_another_number_of_ranks(tmp_path):
-    run_ranks(save_on, 2, "fsdp2-2", str(tmp_path / "grams"))
-    right = expected(
-        integer_net(wrappings.runnable_sizes("fsdp2-2")),
-        2 * [batches_of(0, 2, wrappings.runnable_sizes("fsdp2-2")[0], torch.float32)],
-        False,
-    )
-    for found in run_ranks(loaded_on, 3, "fsdp1-3", str(tmp_path / "grams")):
-        assert all(
-            torch.equal(matrix.double(), whole)
-            for matrix, whole in zip(found, right.values(), strict=True)
-        )

@@ -1,5 +1,6 @@
 """What ActivationStatistics adds up on one process, against sums over an unfolded input."""
 
+import contextlib
 import copy
 import inspect
 import pickle
@@ -285,13 +286,12 @@ def test_a_pattern_that_matches_nothing_is_refused(pattern):
         ActivationStatistics(prune.select(nn.Sequential(nn.Linear(3, 3))), allow_empty=pattern)
 
 
-def test_hooks_change_nothing_and_are_removed_after_an_error():
+def test_hooks_change_nothing_and_are_removed():
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     expected = model(torch.ones(2, 3))
     statistics = ActivationStatistics(prune.select(model))
-    with pytest.raises(KeyError), statistics.collecting():
+    with statistics.collecting():
         assert torch.equal(model(torch.ones(2, 3)), expected)
-        raise KeyError
     assert not any(layer._forward_pre_hooks for layer in model.modules())
     assert torch.is_grad_enabled()
     with statistics.collecting():
@@ -385,7 +385,7 @@ def test_pruned_layers_are_collected_too():
 
 
 class Failing(nn.Module):
-    """Two layers; fails between them, or in a block, when it is told to."""
+    """Two layers; fails between them when it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -399,86 +399,36 @@ class Failing(nn.Module):
         return self.second(x)
 
 
-class WithFallback(nn.Module):
-    """Runs its block again, on half of the rows, when it failed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.block = nn.Linear(3, 3), Failing()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.before(x)
-        try:
-            return self.block(x)
-        except MemoryError:
-            self.block.error = None
-            return self.block(x[: len(x) // 2])
-
-
-def test_a_forward_that_raises_and_is_caught_does_not_count():
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("is_caught_inside", [False, True])
+def test_after_a_forward_that_raised_new_statistics_are_needed(error, is_caught_inside, tmp_path):
     model = Failing()
     statistics = ActivationStatistics(prune.select(model))
-    x = integers(9, 3)
-    with statistics.collecting():
-        model(x[:3])
-        model.error = MemoryError()
-        with pytest.raises(MemoryError):
-            model(x[3:])
-        model.error = None
-        model(x[3:6])
-        model(x[6:])
-    assert statistics.num_tokens() == {"first.weight": 9, "second.weight": 9}
-    assert [statistics._local[0].calls, statistics._local[1].calls] == [[3], [3]]
-    assert torch.equal(statistics.totals()[model.first, "weight"].sums, x.double().sum(0))
-
-
-def test_only_the_call_that_raised_is_forgotten():
-    model = WithFallback()
-    statistics = ActivationStatistics(prune.select(model))
-    with statistics.collecting():
-        model.block.error = MemoryError()
-        model(integers(8, 3))
-    expected = {"before.weight": 8, "block.first.weight": 4, "block.second.weight": 4}
-    assert statistics.num_tokens() == expected
-
-
-@pytest.mark.parametrize("mask", [None, torch.ones(2, 3)])
-def test_a_batch_of_several_calls_counts_as_a_whole(mask):
-    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
-    statistics = ActivationStatistics(prune.select(nn.Sequential(first, second)))
-    x = integers(2, 3, 3)
-    with statistics.collecting():
-        for error in (MemoryError, None, KeyboardInterrupt, None):
-            try:
-                with statistics.batch(None if mask is None else mask.bool()):
-                    first(x)
-                    if error is not None:
-                        raise error
-                    second(x)
-            except (MemoryError, KeyboardInterrupt):
-                pass
-    assert statistics.num_tokens() == {"0.weight": 12, "1.weight": 12}
-
-
-def test_an_interrupt_that_is_caught_inside_of_collecting_is_refused():
-    model = Failing()
-    statistics = ActivationStatistics(prune.select(model))
-    with pytest.raises(KeyboardInterrupt), statistics.collecting():
+    catch = contextlib.suppress(error)
+    with contextlib.nullcontext() if is_caught_inside else catch, statistics.collecting():
         model(integers(2, 3))
-        model.error = KeyboardInterrupt()
-        model(integers(2, 3))
-    model.error = None
-    with statistics.collecting():
-        model(integers(1, 3))
-    assert statistics.num_tokens() == {"first.weight": 3, "second.weight": 3}
-    with statistics.collecting():
-        model.error = KeyboardInterrupt()
-        with pytest.raises(KeyboardInterrupt):
+        with catch if is_caught_inside else contextlib.nullcontext():
+            model.error = error()
             model(integers(2, 3))
         model.error = None
         model(integers(2, 3))
-    with pytest.raises(RuntimeError, match=r"a forward was interrupted.*expected new statistics"):
-        statistics.wanda()
+    model.error = None
+    assert not torch.nn.modules.module._global_forward_hooks
+    for call in (statistics.wanda, lambda: statistics.save(tmp_path / "a")):
+        with pytest.raises(RuntimeError, match=r"a forward raised.*expected new statistics"):
+            call()
+    new = collect(model, integers(2, 3))
+    assert new.num_tokens() == {"first.weight": 2, "second.weight": 2}
+
+
+def test_a_batch_of_several_calls_that_raises_is_a_forward_that_raised():
+    layer = nn.Linear(3, 3)
+    statistics = ActivationStatistics([(layer, "weight")])
+    with statistics.collecting(), contextlib.suppress(MemoryError), statistics.batch():
+        layer(torch.ones(2, 3))
+        raise MemoryError
+    with pytest.raises(RuntimeError, match="a forward raised"):
+        statistics.totals()
 
 
 def test_copies_that_are_made_meanwhile_have_no_hook():

@@ -1,5 +1,7 @@
 """Gradient statistics of one process: what is accepted, and what is refused."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -81,7 +83,7 @@ def test_what_is_out_of_order_is_refused():
     with statistics.calibrating():
         with pytest.raises(RuntimeError, match="inside of calibrating"), statistics.calibrating():
             pass
-        for call in (statistics.totals, statistics.fisher, statistics.state_dict):
+        for call in (statistics.totals, statistics.fisher, partial(statistics.save, "none")):
             with pytest.raises(RuntimeError, match="have not added up what they saw yet"):
                 call()
         with pytest.raises(ValueError, match="loss_scale=0"), statistics.batch(loss_scale=0):
@@ -105,17 +107,3 @@ def test_a_pruned_parameter_counts_what_is_left():
     (held,) = statistics.totals().values()
     squares = 2 * (mask * x).double() ** 2
     assert held.by_output.equal(squares.sum(1)) and held.by_input.equal(squares.sum(0))
-
-
-def test_states_of_others_are_refused():
-    statistics = GradientStatistics(named(nn.Linear(3, 2)))
-    state = statistics.state_dict()
-    for wrong in ({}, state | {"version": 2}, state | {"kind": "activations"}):
-        with pytest.raises(ValueError, match="no state dictionary of GradientStatistics"):
-            statistics.load_state_dict(wrong)
-    other = GradientStatistics(named(nn.Linear(4, 2)))
-    with pytest.raises(ValueError, match=r"layer.weight: state has statistics of a weight of shap"):
-        other.load_state_dict(state)
-    without_names = GradientStatistics([(nn.Linear(3, 2), "weight")])
-    with pytest.raises(ValueError, match="parameters have no full names"):
-        without_names.state_dict()

@@ -33,15 +33,6 @@ then those of expert 1, and so on.
 
 Statistics are of the whole weight, whatever the sharding of the model that they were collected on.
 Sums divide by ``num_tokens``, which may be 0 (an expert), or by ``weight``.
-
-[Note: folder of Gram matrices] Beside ``statistics.safetensors``, a file of activation statistics,
-a safetensors file for each matrix, and an index, written last::
-
-    grams.json              {"version": 1, "matrices": [{"file": ..., "size": n, "number": e,
-                            "parameters": [names that share it]}]}
-    gram-00000.safetensors  one tensor "gram", [n, n], F32 or F64
-
-``number`` is that of the expert, or of the group of a convolution.
 """
 
 from __future__ import annotations
@@ -50,8 +41,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -64,7 +54,7 @@ from distprune.files.checkpoints.header import (
     make_header,
     read_header,
 )
-from distprune.files.disk.access import read_small, write_atomically
+from distprune.files.disk.access import write_atomically
 from distprune.files.errors import CheckpointError
 
 MODES = ("one_pass", "sequential")
@@ -77,7 +67,7 @@ class StoredSums:
     Attributes:
         layout: of the weight.
         FORMAT, SUFFIXES: of the file, and of the names of its arrays.
-        COUNT, KEYS: the names of the count, and of the arrays in a state dictionary.
+        COUNT: the name of the count.
         WHAT, ABOUT, MAKERS: what such statistics are called, and what writes them, for messages.
     """
 
@@ -86,7 +76,6 @@ class StoredSums:
     FORMAT: ClassVar[str]
     COUNT: ClassVar[str]
     SUFFIXES: ClassVar[tuple[str, str]]
-    KEYS: ClassVar[tuple[str, str]]
     WHAT: ClassVar[str]
     ABOUT: ClassVar[str]
     MAKERS: ClassVar[tuple[str, str]]
@@ -129,7 +118,6 @@ class StoredStatistics(StoredSums):
     FORMAT = "distprune-activation-statistics-1"
     COUNT = "num_tokens"
     SUFFIXES = (".input_sum", ".input_square_sum")
-    KEYS = ("input_sum", "input_square_sum")
     WHAT, ABOUT = "activation", "activations"
     MAKERS = ("ActivationStatistics.save", "`distprune calibrate` without --gradients")
 
@@ -166,7 +154,6 @@ class StoredGradients(StoredSums):
     FORMAT = "distprune-gradient-statistics-1"
     COUNT = "weight"
     SUFFIXES = (".gradient_sum_by_output", ".gradient_sum_by_input")
-    KEYS = ("by_output", "by_input")
     WHAT, ABOUT = "gradient", "gradients"
     MAKERS = ("GradientStatistics.save", "`distprune calibrate --gradients`")
 
@@ -197,17 +184,18 @@ def write_statistics(
         metadata = {"format": StoredStatistics.FORMAT, "mode": mode}
     described, tensors, data = {}, {}, []
     for name, stored in parameters.items():
-        described[name] = described_layout(stored.layout) | {stored.COUNT: stored.count}
+        layout = stored.layout
+        described[name] = {
+            "layout": layout.kind,
+            "shape": list(layout.shape),
+            "groups": layout.groups,
+            stored.COUNT: stored.count,
+        }
         for suffix, values in zip(stored.SUFFIXES, stored.arrays, strict=True):
             data.append(np.ascontiguousarray(values, "<f8").tobytes())
             tensors[name + suffix] = ("F64", values.shape, len(data[-1]))
     header, _ = make_header(tensors, metadata | {"parameters": json.dumps(described)})
     write_atomically(os.path.abspath(path), [header, *data])
-
-
-def described_layout(layout: WeightLayout) -> dict[str, Any]:
-    """A layout as it stands in files and state dictionaries."""
-    return {"layout": layout.kind, "shape": list(layout.shape), "groups": layout.groups}
 
 
 def read_statistics(path: str | os.PathLike[str]) -> tuple[str, dict[str, StoredStatistics]]:
@@ -264,7 +252,7 @@ def _read(path: str | os.PathLike[str], kind: type[Stored]) -> tuple[WeightFile,
     for parameter, layout in layouts.items():
         count = facts[parameter][kind.COUNT]
         both = [arrays[parameter + suffix] for suffix in kind.SUFFIXES]
-        stored = make_stored(kind, layout, count, both)
+        stored = kind(layout, kind.as_count(count), *both)  # type: ignore[call-arg]
         shapes = tuple(array.shape for array in both)
         if shapes != stored.shapes:
             has, should = (
@@ -279,13 +267,6 @@ def _read(path: str | os.PathLike[str], kind: type[Stored]) -> tuple[WeightFile,
             raise CheckpointError(f"{name}: {parameter} has sums that are not finite or negative.")
         found[parameter] = stored
     return file, found
-
-
-def make_stored(
-    kind: type[Stored], layout: WeightLayout, count: Any, arrays: Sequence[np.ndarray]
-) -> Stored:
-    """Statistics of a kind, with a count of JSON or of a state dictionary."""
-    return kind(layout, kind.as_count(count), *arrays)  # type: ignore[call-arg]
 
 
 _MALFORMED = "{}: the parameters in its metadata are malformed."
@@ -325,100 +306,3 @@ def _read_arrays(file: WeightFile, name: str) -> dict[str, np.ndarray]:
         values = raw[entry.start : entry.stop].view("<f8")
         arrays[entry.name] = np.require(values, np.float64, "A").reshape(entry.shape)
     return arrays
-
-
-STATISTICS = "statistics.safetensors"
-INDEX = "grams.json"
-_VERSION = 1
-_DTYPES = {"F32": "<f4", "F64": "<f8"}
-
-
-@dataclass(frozen=True)
-class StoredMatrix:
-    """One matrix of a folder.
-
-    Attributes:
-        file: its name in the folder.
-        size: inputs.
-        number: of the matrix among those of its parameters.
-        parameters: names of those that share it.
-    """
-
-    file: str
-    size: int
-    number: int
-    parameters: tuple[str, ...]
-
-
-def write_matrix(path: Path, matrix: np.ndarray) -> None:
-    """Write one matrix [n, n], of float32 or float64.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    dtype = "F64" if matrix.dtype == np.float64 else "F32"
-    data = np.ascontiguousarray(matrix, _DTYPES[dtype])
-    header, _ = make_header({"gram": (dtype, matrix.shape, data.nbytes)}, {})
-    write_atomically(path, [header, data.tobytes()])
-
-
-def write_index(folder: Path, matrices: Sequence[StoredMatrix]) -> None:
-    """Write the index, once all matrices are there.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    content = {"version": _VERSION, "matrices": [asdict(matrix) for matrix in matrices]}
-    write_atomically(folder / INDEX, json.dumps(content).encode())
-
-
-def read_index(folder: Path) -> list[StoredMatrix]:
-    """What a folder has.
-
-    Raises:
-        CheckpointError: there is no index, or it is malformed.
-    """
-    path = folder / INDEX
-    if not path.exists():
-        raise CheckpointError(
-            f"{folder} has no {INDEX}; expected what GramMatrices.save has written."
-        )
-    content = load_json(read_small(path).decode(), str(path))
-    try:
-        if content["version"] != _VERSION:
-            raise ValueError(f"version {content['version']}; expected {_VERSION}")
-        return [
-            StoredMatrix(
-                Path(str(entry["file"])).name,
-                int(entry["size"]),
-                int(entry["number"]),
-                tuple(map(str, entry["parameters"])),
-            )
-            for entry in content["matrices"]
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is malformed: {error!r}.") from error
-
-
-def read_rows(folder: Path, matrix: StoredMatrix, rows: range) -> np.ndarray:
-    """Some rows of a matrix; those beyond it are zeros.
-
-    Raises:
-        CheckpointError: the file is missing or malformed.
-    """
-    header = read_header(folder / matrix.file, matrix.file)
-    entry = header.tensors[0] if len(header.tensors) == 1 else None
-    if entry is None or entry.dtype not in _DTYPES or entry.shape != (matrix.size, matrix.size):
-        raise CheckpointError(
-            f"{folder / matrix.file}: expected one tensor, F32 or F64, of {matrix.size} x "
-            f"{matrix.size}."
-        )
-    dtype = np.dtype(_DTYPES[entry.dtype])
-    found = np.zeros((len(rows), matrix.size), dtype)
-    here = range(min(rows.start, matrix.size), min(rows.stop, matrix.size))
-    offset = entry.start + here.start * matrix.size * dtype.itemsize
-    count = len(here) * matrix.size
-    found[: len(here)] = np.fromfile(header.path, dtype, count, offset=offset).reshape(
-        -1, matrix.size
-    )
-    return found
