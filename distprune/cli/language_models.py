@@ -369,17 +369,15 @@ def _perplexity(run: Opened, windows: TokenWindows, meter: Meter) -> PerplexityR
 def _show(terminal: Terminal, report: PerplexityReport) -> None:
     rows = []
     for text in (*report.texts, *([report.total] if len(report.texts) > 1 else [])):
-        bits = text.bits_per_byte
         rows.append(
             (
                 text.text,
                 count(text.num_windows),
                 count(text.num_tokens),
                 f"{text.perplexity:.4f}",
-                "-" if bits is None else f"{bits:.4f}",
             )
         )
-    numbers = ("windows", "tokens", "perplexity", "bits/byte")
+    numbers = ("windows", "tokens", "perplexity")
     terminal.table(("text", *numbers), rows, right=numbers)
 
 

@@ -36,14 +36,12 @@ class TextPerplexity:
         text: its name.
         num_windows: of it.
         num_tokens: that were predicted.
-        num_bytes: in UTF-8 of the text that these tokens stand for; None if it is not known.
         nll: the sum of their negative log-likelihoods, in nats.
     """
 
     text: str
     num_windows: int
     num_tokens: int
-    num_bytes: int | None
     nll: float
 
     @property
@@ -54,14 +52,9 @@ class TextPerplexity:
         except OverflowError:
             return math.inf
 
-    @property
-    def bits_per_byte(self) -> float | None:
-        """Bits for each byte of text: it compares models with different tokenizers."""
-        return self.nll / math.log(2) / self.num_bytes if self.num_bytes else None
-
     def as_values(self) -> dict[str, Any]:
         """For JSON."""
-        return {**vars(self), "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        return {**vars(self), "perplexity": self.perplexity}
 
 
 @dataclass(frozen=True)
@@ -86,11 +79,6 @@ class PerplexityReport:
     def perplexity(self) -> float:
         """Of all texts together."""
         return self.total.perplexity
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        """Of all texts together."""
-        return self.total.bits_per_byte
 
     def as_values(self) -> dict[str, Any]:
         """For JSON, without the windows."""
@@ -176,14 +164,8 @@ def perplexity(
 
 
 def _of_text(name: str, losses: Tensor, windows: TokenWindows, rows: Tensor) -> TextPerplexity:
-    sizes = windows.num_bytes
-    return TextPerplexity(
-        name,
-        len(rows),
-        len(rows) * windows.num_predicted,
-        None if sizes is None else int(sizes[rows].sum()),
-        math.fsum(losses[rows].tolist()),
-    )
+    nll = math.fsum(losses[rows].tolist())
+    return TextPerplexity(name, len(rows), len(rows) * windows.num_predicted, nll)
 
 
 def _check_finite(losses: Tensor, windows: TokenWindows) -> None:

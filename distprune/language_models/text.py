@@ -40,8 +40,6 @@ Path = str | os.PathLike[str]
 # by 100 MB with every piece: what tokenizers return is not given back.
 _PIECE = 1 << 18
 _ENDS_OF_PIECES = (re.compile(r"\n(?=\S)"), re.compile(r"\s(?=\S)"))
-# The first code points that take 2, 3 and 4 bytes in UTF-8.
-_WIDER_FROM = (0x80, 0x800, 0x10000)
 
 
 @dataclass(frozen=True)
@@ -52,22 +50,19 @@ class TokenWindows:
         texts: the names of the texts.
         tokens: int64 [windows, length], in the order of the texts.
         text_of: int64 [windows], for each window the number of its text.
-        num_bytes: int64 [windows], bytes in UTF-8 of the text that the predicted tokens stand for;
-            None if the tokenizer does not say which part of a text a token stands for.
         has_bos: whether every window begins with a bos token; see [Note: windows].
     """
 
     texts: tuple[str, ...]
     tokens: Tensor
     text_of: Tensor
-    num_bytes: Tensor | None
     has_bos: bool
 
     @classmethod
     def without_text(cls, tokens: Tensor) -> TokenWindows:
         """Windows of tokens that are of no file."""
         text_of = torch.zeros(len(tokens), dtype=torch.int64)
-        return cls(("",), tokens, text_of, None, has_bos=False)
+        return cls(("",), tokens, text_of, has_bos=False)
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -99,13 +94,7 @@ class TokenWindows:
             )
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randperm(len(self), generator=generator)[:num_windows].sort().values
-        return TokenWindows(
-            self.texts,
-            self.tokens[rows],
-            self.text_of[rows],
-            None if self.num_bytes is None else self.num_bytes[rows],
-            self.has_bos,
-        )
+        return TokenWindows(self.texts, self.tokens[rows], self.text_of[rows], self.has_bos)
 
     def digests(self) -> list[tuple[str, str]]:
         """For each text a label, and a hash of its windows."""
@@ -114,8 +103,6 @@ class TokenWindows:
             rows = self.text_of == number
             made = hashlib.sha256(str(tuple(self.tokens[rows].shape)).encode())
             made.update(self.tokens[rows].numpy().tobytes())
-            if self.num_bytes is not None:
-                made.update(self.num_bytes[rows].numpy().tobytes())
             facts.append((f"tokens of {name}", made.hexdigest()[:16]))
         return facts
 
@@ -164,19 +151,15 @@ def read_windows(
 
 def _read(tokenizer: Any, names: list[str], length: int, limit: int | None) -> TokenWindows:
     bos = bos_in_front(tokenizer)
-    tokens, num_bytes, text_of = [], [], []
+    tokens, text_of = [], []
     for number, name in enumerate(names):
-        of_file = _windows_of(tokenizer, name, length, bos, limit)
-        for rows, sizes in of_file:
+        for rows in _windows_of(tokenizer, name, length, bos, limit):
             tokens.append(rows)
-            num_bytes.append(sizes)
             text_of.append(np.full(len(rows), number, np.int64))
-    sizes = np.concatenate(num_bytes)
     return TokenWindows(
         tuple(names),
         torch.from_numpy(np.concatenate(tokens)),
         torch.from_numpy(np.concatenate(text_of)),
-        torch.from_numpy(sizes) if tokenizer.is_fast else None,
         bos is not None,
     )
 
@@ -190,17 +173,15 @@ def bos_in_front(tokenizer: Any) -> int | None:
 
 def _windows_of(
     tokenizer: Any, name: str, length: int, bos: int | None, limit: int | None
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The windows of a file, some at a time: int64 [n, length]; and their bytes, int64 [n]."""
+) -> Iterator[np.ndarray]:
+    """The windows of a file, some at a time: int64 [n, length]."""
     width = length if bos is None else length - 1  # tokens of text
-    ids, ends = np.zeros(0, np.int64), np.zeros(0, np.int64)
-    begin = num_read = num_made = num_tokens = 0
+    ids, num_made, num_tokens = np.zeros(0, np.int64), 0, 0
     for piece in _pieces(name):
-        new_ids, new_ends = _tokenized(tokenizer, piece)
-        ids = np.concatenate([ids, new_ids])
-        ends = np.concatenate([ends, new_ends + num_read])
-        num_read += len(piece.encode())
-        num_tokens += len(new_ids)
+        # Not verbose: it would warn of texts longer than the model's context.
+        made = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = np.concatenate([ids, np.asarray(made, np.int64)])
+        num_tokens += len(made)
         count = len(ids) // width
         if limit is not None:
             count = min(count, limit - num_made)
@@ -208,19 +189,12 @@ def _windows_of(
             continue
         num_made += count
         rows = ids[: count * width].reshape(count, width)
-        stops = ends[width - 1 : count * width : width]
-        if bos is None:
-            starts = ends[0 : count * width : width]
-        else:
-            starts = np.concatenate([[begin], stops[:-1]])
+        if bos is not None:
             rows = np.concatenate([np.full((count, 1), bos, np.int64), rows], axis=1)
-        yield rows, stops - starts
-        begin = int(stops[-1])
-        ids, ends = ids[count * width :], ends[count * width :]
+        yield rows
+        ids = ids[count * width :]
         if num_made == limit:
             return
-    if not num_read:
-        raise TextError(f"{name} is empty; expected text.")
     if not num_made:
         raise TextError(
             f"{name} has {num_tokens} tokens; expected at least {width}, one window of "
@@ -261,30 +235,3 @@ def _end_of_piece(text: str) -> int:
         if last is not None:
             return last.end()
     return _PIECE
-
-
-def _tokenized(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a piece, and after each the bytes of text so far; int64.
-
-    Of a character that several tokens stand for, the first has the bytes. What no token stands
-    for, such as white space that a tokenizer drops, counts with the next token.
-    """
-    is_fast = tokenizer.is_fast
-    made = tokenizer(
-        text,
-        add_special_tokens=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        return_offsets_mapping=is_fast,
-        verbose=False,  # of texts longer than the model's context
-    )
-    ids = np.asarray(made["input_ids"], np.int64)
-    if not is_fast or not len(ids):
-        return ids, np.zeros(len(ids), np.int64)
-    ends = np.asarray(made["offset_mapping"], np.int64)[:, 1]
-    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
-    sizes = np.ones(len(points), np.int64)
-    for first in _WIDER_FROM:
-        sizes += points >= first
-    upto = np.concatenate([[0], np.cumsum(sizes)])
-    return ids, upto[np.maximum.accumulate(ends)]

@@ -49,7 +49,7 @@ def prune(source: Path, destination: Path, limit: int, dtype: str, include: list
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, 1000, (WINDOWS, LENGTH), generator=generator)
     text_of = torch.zeros(WINDOWS, dtype=torch.int64)
-    windows = TokenWindows(("random",), tokens, text_of, None, has_bos=False)
+    windows = TokenWindows(("random",), tokens, text_of, has_bos=False)
     recipe = FileRecipe(
         sparsity=0.5, score="fisher", normalize=None, include=tuple(include) or None
     )

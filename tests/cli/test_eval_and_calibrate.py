@@ -48,9 +48,9 @@ def test_eval_says_what_the_library_does(run, made):
     done = run("eval", model, *options)
     assert done.code == 0, done.err
     lines = done.out.splitlines()
-    assert lines[0].split() == ["text", "windows", "tokens", "perplexity", "bits/byte"]
+    assert lines[0].split() == ["text", "windows", "tokens", "perplexity"]
     assert [line.split()[0] for line in lines[1:]] == [str(first), str(second), "all"]
-    assert lines[3].split()[3:] == [f"{expected.perplexity:.4f}", f"{expected.bits_per_byte:.4f}"]
+    assert lines[3].split()[3:] == [f"{expected.perplexity:.4f}"]
     assert "tokens in" in done.err and "1 process, float32" in done.err
     found = run("eval", model, *options, "--json", "-q")
     assert found.err == "" and found.json["all"] == expected.total.as_values()

@@ -233,7 +233,7 @@ class Language(nn.Module):
 
 def windows() -> TokenWindows:
     tokens = torch.arange(12).view(3, 4) % 8
-    return TokenWindows(("text",), tokens, torch.zeros(3, dtype=torch.int64), None, False)
+    return TokenWindows(("text",), tokens, torch.zeros(3, dtype=torch.int64), False)
 
 
 def progress_of_calibrate(case: Case, failing: int) -> None:

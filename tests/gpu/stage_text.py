@@ -92,7 +92,7 @@ def random_windows(number: int, length: int) -> TokenWindows:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, 1000, (number, length), generator=generator)
     text_of = torch.zeros(number, dtype=torch.int64)
-    return TokenWindows(("random",), tokens, text_of, None, has_bos=False)
+    return TokenWindows(("random",), tokens, text_of, has_bos=False)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ def tokens(num_windows, seed, vocabulary=40, length=12):
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(3, vocabulary, (num_windows, length), generator=generator)
     text_of = torch.zeros(num_windows, dtype=torch.int64)
-    return TokenWindows(("text",), drawn, text_of, None, has_bos=False)
+    return TokenWindows(("text",), drawn, text_of, has_bos=False)
 
 
 def weights_of(folder):

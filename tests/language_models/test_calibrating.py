@@ -193,7 +193,7 @@ def test_layers_of_families_and_those_without_statistics(family):
     """Conv1D and a tied head; fused experts; a router that is a linear layer of its own kind."""
     model = tiny_model(family)
     tokens = torch.randint(3, 40, (3, 8), generator=torch.Generator().manual_seed(0))
-    windows = TokenWindows(("text",), tokens, torch.zeros(3, dtype=torch.int64), None, False)
+    windows = TokenWindows(("text",), tokens, torch.zeros(3, dtype=torch.int64), False)
     layers = linear_layers(model)
     statistics = ActivationStatistics(layers)
     calibrate(model, windows, statistics, batch_size=2)

@@ -52,10 +52,6 @@ def test_it_is_that_of_a_plain_loop_over_windows(folder):
     first, second = report.texts
     assert first.num_windows == second.num_windows == 3 and first.num_tokens == 45
     assert first.nll == pytest.approx(sum(losses[:3]), rel=1e-6)
-    assert second.num_bytes == int(windows.num_bytes[3:].sum())
-    expected = sum(losses[3:]) / math.log(2) / second.num_bytes
-    assert second.bits_per_byte == pytest.approx(expected, rel=1e-6)
-    assert report.total.num_bytes == first.num_bytes + second.num_bytes
 
 
 def test_it_is_the_loss_that_the_model_itself_reports(folder):
