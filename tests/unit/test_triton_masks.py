@@ -10,17 +10,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from distprune._common import mask_kernels, memory
-from distprune.masks import fingerprint
-from distprune.masks.fingerprint import fingerprint_part, fingerprint_parts
 from distprune.selection import passes
-from distprune.shards.geometry import Split, dim_coordinates, index_map, run_index_map
-from distprune.shards.shard import FlatShard, LocalShard, samples_of
 from helpers.rehearsal import as_on_device
-from helpers.sampling import num_examples
 
 BLOCK = 64
 TABLE = 1 << 20  # elements of a table of weights
@@ -46,19 +39,6 @@ def on_device(run, triton):
         return run()
 
 
-def run_at(flat, start):
-    """A run of a long parameter, and its mask."""
-    index = run_index_map((1 << 40,), (1,), start)
-    return FlatShard("p", flat, flat, flat, torch.Size([1 << 40]), (), (0,), index), flat
-
-
-def columns_of(mask, size, which):
-    coordinates = dim_coordinates(mask.shape, [Split(1, size, which)])
-    local = mask[:, coordinates[1].start : coordinates[1].stop].contiguous()
-    index = index_map(mask.shape, coordinates, (0, 1))
-    return LocalShard("p", local, local, local, mask.shape, coordinates, (0, 1), index), local
-
-
 def random_values(size, seed, dtype):
     """Zeros of both signs, ones, and others."""
     generator = torch.Generator().manual_seed(seed)
@@ -68,78 +48,6 @@ def random_values(size, seed, dtype):
     if not dtype.is_floating_point:
         return numbers.to(dtype)
     return torch.tensor([0.0, -0.0, 1.0, -1e-3]).to(dtype)[numbers]
-
-
-def by_definition(flat, start):
-    weights = fingerprint._table().tolist()
-    total = 0
-    for place, value in enumerate(flat.double().tolist(), start):
-        if value == 0:
-            table, index = divmod(place, TABLE)
-            weight = weights[index // 32] << index % 32
-            total += weight * int(fingerprint._odd(torch.tensor([table]), 4))
-    return (total + 2**63) % 2**64 - 2**63
-
-
-@st.composite
-def runs(draw):
-    length = draw(st.sampled_from(LENGTHS))
-    near = draw(st.sampled_from([0, BLOCK, TABLE, 3 * TABLE, 2**33]))
-    start = max(0, near + draw(st.integers(-40, 40)))
-    dtype = draw(st.sampled_from(DTYPES))
-    gap = draw(st.integers(0, 17))  # elements between the storage's beginning and the mask
-    return random_values(gap + length, draw(st.integers(0, 99)), dtype)[gap:], start
-
-
-@settings(max_examples=num_examples(150), deadline=None, derandomize=True)
-@given(st.lists(runs(), min_size=1, max_size=6))
-def test_fingerprints_of_runs(cases):
-    kernels = None
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        kernels = pytest.importorskip("distprune._common.triton_masks")
-    shards, masks = zip(*(run_at(*case) for case in cases), strict=True)
-    expected = [by_definition(*case) for case in cases]
-    assert fingerprint_parts(shards, masks) == expected
-    # Two blocks at a time, so that batches end inside of masks.
-    with mock.patch.object(fingerprint, "_DEVICE_BATCH", 2 * BLOCK):
-        assert on_device(lambda: fingerprint_parts(shards, masks), False) == expected
-    if kernels is not None:
-        with mock.patch.object(kernels, "BLOCK", BLOCK):
-            assert on_device(lambda: fingerprint_parts(shards, masks), True) == expected
-    one_by_one = on_device(lambda: [int(fingerprint_part(*run_at(*c))) for c in cases], False)
-    assert one_by_one == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_fingerprints_of_columns_and_of_large_tiles(dtype, triton_masks, monkeypatch):
-    """Runs of rows, in one launch with a run of several tiles of several blocks."""
-    monkeypatch.setattr(triton_masks, "_NUM_TILES", 4)
-    mask = random_values(70 * 130, 3, dtype).view(70, 130)
-    parts = [columns_of(mask, 3, which) for which in range(3)]
-    parts.append(run_at(random_values(9000, 5, dtype), TABLE - 4096))
-    shards, masks = zip(*parts, strict=True)
-    expected = fingerprint_parts(shards, masks)
-    rows = []
-    launch = triton_masks.source.weigh_tiles
-
-    class Launcher:
-        def __getitem__(self, grid):
-            rows.append(grid[0])
-            return launch[grid]
-
-    monkeypatch.setattr(triton_masks.source, "weigh_tiles", Launcher())
-    assert on_device(lambda: fingerprint_parts(shards, masks), True) == expected
-    assert len(rows) == 2 and sum(rows) < 400  # of aligned tiles, and of others
-    whole, part = divmod(sum(expected[:3]) - by_definition(mask.view(-1), 0), 2**64)
-    assert part == 0, whole
-
-
-def test_one_launch_reads_many_masks_and_more_than_a_table_are_several(triton_masks, monkeypatch):
-    cases = [(random_values(100, seed, torch.bool), 0) for seed in range(7)]
-    shards, masks = zip(*(run_at(*case) for case in cases), strict=True)
-    expected = fingerprint_parts(shards, masks)
-    monkeypatch.setattr(triton_masks, "_MOST_TILES", 3)
-    assert on_device(lambda: fingerprint_parts(shards, masks), True) == expected
 
 
 @pytest.mark.parametrize("aligned", [False, True])
@@ -182,16 +90,6 @@ def test_live_elements_of_what_a_rank_counts(dtype, triton_masks):
     assert sum(expected) > 20
     assert on_device(run, True) == expected
     assert on_device(run, False) == expected
-
-
-def test_samples_of_values_on_a_device_are_those_of_each():
-    values = [torch.randn(n, dtype=dtype) for n in (0, 3, 99, 70_000) for dtype in DTYPES[2:4]]
-    shards = [run_at(each, 5)[0] for each in values]
-    samples = on_device(lambda: samples_of(shards), False)
-    for shard, sample in zip(shards, samples, strict=True):
-        assert torch.equal(sample, shard.sample()) and sample.dtype is shard.values.dtype
-    values[-1].zero_()
-    assert samples[-1].any()
 
 
 def test_counts_of_the_longest_tiles(triton_masks):
