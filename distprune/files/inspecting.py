@@ -6,10 +6,8 @@ bits as well, which other commands do not read.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +16,7 @@ from distprune._common.blocks import Layout
 from distprune._common.float_formats import FLOATS, NARROW_FLOATS, PLAIN_FLOATS, FloatFormat
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.checkpoints.header import DTYPE_BITS, TensorEntry
-from distprune.files.disk.access import OpenFiles, read_into
+from distprune.files.disk.access import read_into
 from distprune.files.layouts import Layouts, UnknownLayout
 
 
@@ -68,19 +66,19 @@ def inspect(
     span several rows.
     """
     layouts = Layouts(checkpoint, input_dims)
-    with closing(Scanner(on_bytes)) as scanner:
-        for entry in checkpoint.tensors:
-            facts = TensorFacts(entry)
-            if entry.dtype in PLAIN_FLOATS:
-                _inspect(facts, scanner, _layout(layouts, entry), patterns)
-            elif entry.dtype in _COUNTED:
-                chunks = scanner.chunks(entry)
-                counts = sum((_special(entry.dtype, chunk) for chunk in chunks), np.zeros(3, int))
-                facts.num_zero, facts.num_nan, facts.num_inf = counts.tolist()
-            else:
-                facts.num_zero = None
-                on_bytes(entry.nbytes)
-            yield facts
+    scanner = Scanner(on_bytes)
+    for entry in checkpoint.tensors:
+        facts = TensorFacts(entry)
+        if entry.dtype in PLAIN_FLOATS:
+            _inspect(facts, scanner, _layout(layouts, entry), patterns)
+        elif entry.dtype in _COUNTED:
+            chunks = scanner.chunks(entry)
+            counts = sum((_special(entry.dtype, chunk) for chunk in chunks), np.zeros(3, int))
+            facts.num_zero, facts.num_nan, facts.num_inf = counts.tolist()
+        else:
+            facts.num_zero = None
+            on_bytes(entry.nbytes)
+        yield facts
 
 
 def _layout(layouts: Layouts, entry: TensorEntry) -> Layout | None:
@@ -116,12 +114,12 @@ def sample_exponents(
     entries = [e for e in checkpoint.tensors if e.name in names and e.dtype in PLAIN_FLOATS]
     exponents: Counter[int] = Counter()
     num_read, num_bytes = 0, sum(entry.nbytes for entry in entries)
-    with closing(Scanner(on_bytes)) as scanner:
-        for entry, chunk in scanner.sample(entries, max_bytes):
-            form, facts = PLAIN_FLOATS[entry.dtype], TensorFacts(entry)
-            _count(facts, form, form.magnitudes(chunk))
-            exponents.update(facts.exponents)
-            num_read += chunk.nbytes
+    scanner = Scanner(on_bytes)
+    for entry, chunk in scanner.sample(entries, max_bytes):
+        form, facts = PLAIN_FLOATS[entry.dtype], TensorFacts(entry)
+        _count(facts, form, form.magnitudes(chunk))
+        exponents.update(facts.exponents)
+        num_read += chunk.nbytes
     return exponents, num_read / num_bytes if num_bytes else 1.0
 
 
@@ -248,16 +246,16 @@ def compare(
     """
     ours = {entry.name: entry for entry in first.tensors}
     theirs = {entry.name: entry for entry in second.tensors}
-    with closing(Scanner(on_bytes)) as one, closing(Scanner(on_bytes)) as two:
-        for name, entry in ours.items():
-            other = theirs.get(name)
-            if other is None:
-                yield TensorDifference(name, problem="only in the first")
-            elif (entry.dtype, entry.shape) != (other.dtype, other.shape):
-                described = (f"{each.dtype} {list(each.shape)}" for each in (entry, other))
-                yield TensorDifference(name, problem="; ".join(described))
-            else:
-                yield _compare(one, two, entry, other)
+    one, two = Scanner(on_bytes), Scanner(on_bytes)
+    for name, entry in ours.items():
+        other = theirs.get(name)
+        if other is None:
+            yield TensorDifference(name, problem="only in the first")
+        elif (entry.dtype, entry.shape) != (other.dtype, other.shape):
+            described = (f"{each.dtype} {list(each.shape)}" for each in (entry, other))
+            yield TensorDifference(name, problem="; ".join(described))
+        else:
+            yield _compare(one, two, entry, other)
     for name in theirs:
         if name not in ours:
             yield TensorDifference(name, problem="only in the second")
@@ -314,7 +312,7 @@ Sample = tuple[TensorEntry, np.ndarray]
 
 
 class Scanner:
-    """Reads tensors, whose files are opened when they are needed.
+    """Reads tensors.
 
     Args:
         on_bytes: called with numbers of bytes that were read.
@@ -322,7 +320,6 @@ class Scanner:
 
     def __init__(self, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> None:
         self._on_bytes = on_bytes
-        self._files = OpenFiles(os.O_RDONLY)
         self._buffer = np.empty(_CHUNK, np.uint8)
 
     def chunks(self, entry: TensorEntry, multiple: int = 16) -> Iterator[np.ndarray]:
@@ -366,10 +363,6 @@ class Scanner:
         if stop - start > len(self._buffer):
             self._buffer = np.empty(stop - start, np.uint8)
         chunk = self._buffer[: stop - start]
-        read_into(self._files, entry.path, start, chunk.data)
+        read_into(entry.path, start, chunk.data)
         self._on_bytes(stop - start)
         return chunk
-
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -119,14 +118,14 @@ class Passes:
         planned = self.communicator.run(lambda: plan(folder, recipe))
         after = self._stream("after", settings.evaluation)
         if after is not None or settings.moves:
-            with self._masks(planned) as masks:
-                for number in layers("update", numbers):
-                    with self.streamed.layer(number):
-                        self._update(dense if settings.moves else None, number, masks)
-                        if after is not None:
-                            after.advance(number)
+            masks = self._masks(planned)
+            for number in layers("update", numbers):
+                with self.streamed.layer(number):
+                    self._update(dense if settings.moves else None, number, masks)
                     if after is not None:
-                        after.remove("state", number - 1)
+                        after.advance(number)
+                if after is not None:
+                    after.remove("state", number - 1)
         if after is not None:
             perplexities["after"] = self._perplexity(after, "after")
         tensors = [name for number in numbers for name in self.stored.names_of(number)]
@@ -251,14 +250,12 @@ class Passes:
             self.work.record("scores", True)
         return recipe.replaced(scores=str(place))
 
-    @contextmanager
-    def _masks(self, planned: Plan) -> Iterator[RankedMasks]:
+    def _masks(self, planned: Plan) -> RankedMasks:
         cuts = self.work.get("cuts")
-        team = Team(self.communicator, stop=self.settings.stop)
-        with closing(RankedMasks(planned, team, cuts)) as masks:
-            if cuts is None:
-                self.work.record("cuts", masks.cuts)
-            yield masks
+        masks = RankedMasks(planned, Team(self.communicator, stop=self.settings.stop), cuts)
+        if cuts is None:
+            self.work.record("cuts", masks.cuts)
+        return masks
 
     def _keep(self, number: int, masks: RankedMasks) -> Keep:
         """The masks of a layer. Collective if ranks share the reading: each ranks some tensors."""

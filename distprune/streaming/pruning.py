@@ -13,7 +13,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -285,19 +284,19 @@ def _pruned_once(
 
     told = {"text": text} | {name: facts[name] for name in ("rounds",) if name in facts}
     try:
-        with closing(communicator.run(begin)) as streamed:
-            stored = communicator.run(lambda: StoredLayers(streamed, settings.recipe))
-            cost = communicator.run(lambda: cost_of(streamed, stored, settings))
-            communicator.run(lambda: cost.check(settings.device))
-            holding, told_of = chosen_holding(cost, settings, communicator)
-            streamed.hold(holding)
-            settings.tell(told_of)
-            num_bytes = cost.disk + sum(file.size for file in streamed.checkpoint.files)
-            work = Work(target, facts, num_bytes, communicator, settings.keep_scores)
-            if work.is_resumed:
-                settings.tell(f"Resuming what is in {work.path}.")
-            with communicator.raising_everywhere():
-                recipe, values = Passes(streamed, stored, settings, work, before).run(told)
+        streamed = communicator.run(begin)
+        stored = communicator.run(lambda: StoredLayers(streamed, settings.recipe))
+        cost = communicator.run(lambda: cost_of(streamed, stored, settings))
+        communicator.run(lambda: cost.check(settings.device))
+        holding, told_of = chosen_holding(cost, settings, communicator)
+        streamed.hold(holding)
+        settings.tell(told_of)
+        num_bytes = cost.disk + sum(file.size for file in streamed.checkpoint.files)
+        work = Work(target, facts, num_bytes, communicator, settings.keep_scores)
+        if work.is_resumed:
+            settings.tell(f"Resuming what is in {work.path}.")
+        with communicator.raising_everywhere():
+            recipe, values = Passes(streamed, stored, settings, work, before).run(told)
     finally:
         lock.release()
     planned = communicator.run(lambda: plan(source, recipe, values=values))
@@ -356,12 +355,12 @@ def estimate(
         device=torch.device(device or "cpu"),
         score_bits=score_bits,
     )
-    with closing(StreamedModel(source, dtype, settings.device)) as streamed:
-        stored = StoredLayers(streamed, recipe)
-        cost = cost_of(streamed, stored, settings)
-        if measures:
-            cost = dataclasses.replace(cost, seconds=measured_seconds(streamed, stored, settings))
-        return cost
+    streamed = StreamedModel(source, dtype, settings.device)
+    stored = StoredLayers(streamed, recipe)
+    cost = cost_of(streamed, stored, settings)
+    if measures:
+        cost = dataclasses.replace(cost, seconds=measured_seconds(streamed, stored, settings))
+    return cost
 
 
 def _finished(target: Path, text: str) -> PrunedFolder | None:

@@ -280,9 +280,9 @@ def perplexity(
         holding = Holding(shares=num_machines(communicator.size) > 1)
         return StreamedModel(source, dtype, torch.device(device or "cpu"), holding)
 
+    streamed = communicator.run(begin)
     with (
         tempfile.TemporaryDirectory(dir=folder) as states,
-        contextlib.closing(communicator.run(begin)) as streamed,
         communicator.raising_everywhere(),
     ):
         with streamed.weights_around():
