@@ -61,6 +61,12 @@ Plot = Annotated[
         metavar="FILE.png|svg|pdf",
     ),
 ]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        "--timeout", min=1, help="Seconds after which a rank of torchrun that is silent is lost."
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -77,19 +83,10 @@ class OutputOptions:
 
 
 @dataclass(frozen=True)
-class RankOptions:
-    """The processes that share the work."""
+class WritingOptions:
+    """How a result is written, and what becomes of results at its place."""
 
-    nproc: int | None = option("Share the work among this many processes on this machine.", min=1)
-    timeout: float = option(
-        "Seconds after which a rank that does not respond is lost.", 600.0, min=1
-    )
-
-
-@dataclass(frozen=True)
-class WritingOptions(RankOptions):
-    """The processes that write a result together, and what becomes of results at its place."""
-
+    timeout: Timeout = 600.0
     discard: bool = option(
         "Only remove the unfinished result of an interrupted run beside DST.", False
     )

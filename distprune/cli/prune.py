@@ -1,4 +1,4 @@
-"""``distprune prune``: in this process, on the ranks of torchrun, or on ranks that it starts."""
+"""``distprune prune``: in this process, or on the ranks of torchrun."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distprune.cli import describing, process, ranks
+from distprune.cli import describing, process
 from distprune.cli.console import (
     Meter,
     Reading,
@@ -45,7 +45,6 @@ _PLOT_BYTES = 1 << 30
 
 @takes_options
 def prune(
-    context: typer.Context,
     source: Source,
     destination: Destination,
     recipe: RecipeName = None,
@@ -82,7 +81,7 @@ def prune(
 
       distprune prune SRC DST -s 0.6 --text train.txt --eval held-out.txt
 
-      distprune prune Llama-3.2-1B Llama-2of4 -r semi_structured_2_4 --nproc 4
+      distprune prune Llama-3.2-1B Llama-2of4 -r semi_structured_2_4
 
       distprune prune SRC DST -r wanda_row_50 --statistics stats.safetensors
 
@@ -103,7 +102,7 @@ def prune(
 
     if by_text.text:
         report, plan_of_text = prune_by_text(
-            context, terminal, source, destination, make_recipe, by_text, writing
+            terminal, source, destination, make_recipe, by_text, writing
         )
         _conclude(terminal, report, plan_of_text, destination, plot)
         return
@@ -113,7 +112,7 @@ def prune(
 
         return planning.plan(source, make_recipe())
 
-    with ranks.on_ranks(context, writing, make_plan) as (plan, stop):
+    with process.on_ranks(writing.timeout, make_plan) as (plan, stop):
         from distprune.files import pruning
 
         describing.tell(terminal, plan.checkpoint)

@@ -7,9 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from distprune.cli import process, ranks
+from distprune.cli import process
 from distprune.cli.console import Meter, Terminal, duration
 from distprune.cli.language_models import (
     ModelOptions,
@@ -177,7 +175,6 @@ def _described_time(cost: StreamCost) -> str:
 
 
 def prune_by_text(
-    context: typer.Context,
     terminal: Terminal,
     source: Path,
     destination: Path,
@@ -185,12 +182,11 @@ def prune_by_text(
     given: TextOptions,
     writing: WritingOptions,
 ) -> tuple[Report, Plan]:
-    """Prune on this rank, or start ranks; see ``streaming.prune_folder``."""
+    """Prune on this rank; see ``streaming.prune_folder``."""
     model = given.of_model(source)
     recipe = make_recipe()
-    ranks.run_on_ranks(context, writing.nproc)
     kind = model.kind_of_device()
-    with process.Stop() as stop, ranks.process_group(writing.timeout, backend_of(kind)):
+    with process.Stop() as stop, process.process_group(writing.timeout, backend_of(kind)):
         with translated(SelectionError):
             from distprune import language_models, streaming
 

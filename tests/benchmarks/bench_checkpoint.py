@@ -174,13 +174,15 @@ def run_contestant(name: str, source: Path, destination: Path) -> None:
         subprocess.run(["cp", "-r", source, destination], check=True)
     else:
         command = ["prune", str(source), str(destination), "-q", "--sparsity", str(SPARSITY)]
+        launcher: list[str] = []
         if name in RANKINGS:
             command += RANKINGS[name]
             if "wanda" in command:
                 command += ["--statistics", str(source.parent / STATISTICS)]
         elif name != "distprune":
-            command += ["--nproc", name.split()[1]]
-        subprocess.run([sys.executable, "-m", "distprune", *command], check=True)
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+            launcher.append(name.split()[1])
+        subprocess.run([sys.executable, *launcher, "-m", "distprune", *command], check=True)
     sync(destination)
     print(Path("/proc/self/io").read_text())  # with that of processes that have ended
 

@@ -306,7 +306,7 @@ def test_devices_and_wraps_of_models(run, llama):
     command = ["eval", model, "--text", text, "--length", "16"]
     said(run(*command, "--device", "xla"), "--device xla: expected cpu", code=2)
     done = run(*command, "--device", "cpu", "--wrap", "ddp")
-    said(done, "expected --nproc or torchrun, or no --wrap", code=2)
+    said(done, "expected torchrun, or no --wrap", code=2)
     done = run(*command, "--wrap", "fsdp2_tp")
     said(done, "--mesh and --wrap fsdp2_tp go together; expected both or none", code=2)
     said(run(*command, "--mesh", "2"), "go together", code=2)
@@ -415,7 +415,7 @@ RUN_BY = {
     "--device {kind}: expected cpu": "test_devices_and_wraps_of_models",
     "or --device cpu.": "test_devices_and_wraps_of_models",
     "--mesh and --wrap fsdp2_tp go together": "test_devices_and_wraps_of_models",
-    "expected --nproc or torchrun, or no --wrap": (
+    "expected torchrun, or no --wrap": (
         "cli/test_eval_and_calibrate.py::test_processes_share_the_windows_and_say_the_same"
     ),
     "Every command has a --help": "test_every_command_has_help",
@@ -463,7 +463,6 @@ NOTHING_TO_RUN = {
     "or fewer in a batch (--batch-size)": "options whose value depends on the machine",
     "--plot {path}": "the option that is wrong",
     "--mesh {self.mesh}": "the option that is wrong",
-    "torchrun has started the processes already": "an option to leave out",
     "# What `distprune apply` was given": "says what a file is",
     "distprune selftest": "the name of the program",
     "Of --samples.": "help of an option",

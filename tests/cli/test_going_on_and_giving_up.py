@@ -79,8 +79,3 @@ def test_a_finished_result_is_success_for_the_command_that_made_it(run, command,
     if command[0] == "prune":
         done = run(*command)
         assert done.code == 4 and "finished result" in done.err and tree_digest(out) == before
-
-
-def test_apply_says_what_is_wrong_before_it_starts_processes(run, source, tmp_path):
-    done = run("apply", source, source, tmp_path / "out", "--nproc", "2")
-    assert done.code == 3 and done.err.count("has no masks") == 1

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from commands import start
+from commands import torchrun
 
 from distprune import language_models
 from distprune.cli.pruning_by_text import described_cost
@@ -54,7 +54,7 @@ def test_processes_share_the_text(made, tmp_path, launched):
     model, text, _ = made
     command = ["prune", model, tmp_path / "out", *OPTIONS, "--text", text]
     if launched:
-        process = start("-m", "distprune", *command, "--nproc", 2)
+        process = torchrun(2, *command)
         out, err = process.communicate(timeout=300)
         code = process.returncode
     else:
