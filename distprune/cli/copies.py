@@ -118,7 +118,7 @@ def verify(
 
       distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B
 
-      torchrun --nproc-per-node 4 -m distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B
+      torchrun --nproc-per-node 4 -m distprune verify DST --against SRC
     """
     from distprune.files.reports import read_report
     from distprune.files.verifying import verify as check

@@ -320,8 +320,14 @@ def evaluate(
         )
     given.check()
     with opened(given) as run, translated(CheckpointError), Meter(run.terminal) as meter:
+        from distprune.language_models.evaluating import continued
+
         report = None if run.windows is None else _perplexity(run, run.windows, meter)
-        generated = _generated(run, generate or [])
+        model: Any = run.model  # it is not streamed, if there are texts
+        generated = [
+            {"text": text, "continuation": continued(model, run.tokenizer, text)}
+            for text in generate or []
+        ]
         facts = run.facts()
     if given.as_json:
         measured = {} if report is None else report.as_values()
@@ -333,14 +339,6 @@ def evaluate(
         run.terminal.note(f"{count(report.total.num_tokens)} tokens in {text_of_run(facts)}")
     for each in generated:
         run.terminal.text(each["text"] + each["continuation"])
-
-
-def _generated(run: Opened, texts: list[str]) -> list[dict[str, str]]:
-    """What the model says after each text."""
-    from distprune.language_models.evaluating import continued
-
-    model: Any = run.model  # it is not streamed, if there are texts
-    return [{"text": text, "continuation": continued(model, run.tokenizer, text)} for text in texts]
 
 
 def _perplexity(run: Opened, windows: TokenWindows, meter: Meter) -> PerplexityReport:
@@ -432,7 +430,7 @@ def calibrate(
 
       distprune calibrate MODEL --text train.txt --samples 64 --out s.safetensors
 
-      torchrun --nproc-per-node 4 -m distprune calibrate MODEL --text a.txt --out s.safetensors
+      torchrun --nproc-per-node 4 -m distprune calibrate MODEL --text a.txt --out s
 
       distprune calibrate MODEL --text a.txt --out g.safetensors --gradients
     """

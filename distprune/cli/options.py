@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from distprune.cli.console import Terminal
-from distprune.files.errors import OutputError, SelectionError, headline
+from distprune.files.errors import SelectionError, headline
 from distprune.files.recipe import FileRecipe
 from distprune.recipes import (
     BUDGET_FROM_STATISTICS,
@@ -53,14 +53,6 @@ Source = Annotated[
 ]
 Destination = Annotated[Path, argument("DST", "A new folder, created when everything is done.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout.")]
-Plot = Annotated[
-    Path | None,
-    typer.Option(
-        "--plot",
-        help="Draw sparsity by layer and kind, and a histogram of magnitudes (needs matplotlib).",
-        metavar="FILE.png|svg|pdf",
-    ),
-]
 Timeout = Annotated[
     float,
     typer.Option(
@@ -412,12 +404,6 @@ def _as_typed(overrides: dict[str, Any]) -> dict[str, str]:
             values = value if isinstance(value, list) else [value]
             texts[key] = " ".join(f"{name} {each}" for each in values)
     return texts
-
-
-def check_folder(name: str, path: Path) -> None:
-    """Check that the folder exists in which an option has a file written, before long work."""
-    if not path.absolute().parent.is_dir():
-        raise OutputError(f"{name} {path}: its folder does not exist; make it first.")
 
 
 def dims_by_pattern(options: list[str]) -> dict[str, tuple[int, ...]]:

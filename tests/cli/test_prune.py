@@ -70,8 +70,6 @@ def test_what_cannot_be_done_is_refused_with_its_code(run, source, tmp_path):
     out.rmdir()
     assert run("prune", source, source / "inside", "-s", "0.5").code == 4
     assert run("prune", source, out).code == 2
-    assert run("prune", source, out, "-s", "0.5", "--plot", out / "a.png").code == 4
-    assert run("prune", source, out, "-s", "0.5", "--plot", tmp_path / "a.txt").code == 2
     assert not out.exists() and not list(tmp_path.glob("out.*"))
 
 
@@ -254,17 +252,6 @@ def test_without_its_packages_the_command_says_what_to_install(tmp_path):
     process = start("-c", script)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 2 and "pip install 'distprune[cli]'" in err
-
-
-def test_a_picture_shows_sparsity_and_magnitudes(run, source, tmp_path):
-    for suffix, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
-        picture = tmp_path / f"picture{suffix}"
-        out = tmp_path / suffix[1:]
-        assert run("prune", source, out, "-s", "0.5", "--plot", picture).code == 0
-        assert picture.read_bytes().startswith(magic)
-    text = (tmp_path / "picture.svg").read_text()
-    assert "threshold" in text and text.count("<path") > 22
-    assert run("inspect", out, "--plot", tmp_path / "other.png").code == 0
 
 
 @pytest.mark.parametrize("arguments, code", [(("recipe", "show", "no"), 2)])
