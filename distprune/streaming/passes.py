@@ -185,8 +185,13 @@ class Passes:
             statistics.save(self.work.file("statistics", number))
 
     def _differentiate(self, stream: WindowStream, number: int) -> None:
-        parameters = self.stored.parameters[number]
-        statistics, criteria = gradients_of(parameters, self.settings)
+        settings, parameters = self.settings, self.stored.parameters[number]
+        for module, name in parameters:
+            module.get_parameter(name).requires_grad_(True)
+        collects = bool(parameters) and settings.collects_gradients
+        statistics = [GradientStatistics(parameters)] if collects else []
+        scores = settings.elementwise if parameters else []
+        criteria = {score: elementwise_criterion(score, parameters) for score in scores}
         stream.differentiate_layer(number, [*statistics, *criteria.values()])
         for each in statistics:
             each.save(self.work.file("statistics", number))
@@ -199,7 +204,7 @@ class Passes:
         parameters = self.stored.parameters[number]
         for score, criterion in criteria.items():
             values = criterion.scores()
-            scores = {p.fqn: values[p].cpu().to(self.settings.score_dtype) for p in parameters}
+            scores = {p.fqn: values[p].cpu().float() for p in parameters}
             found |= self.stored.scores(scores, score)
 
         def write() -> None:
@@ -301,19 +306,6 @@ class Passes:
         kept = [row for row in work.get("errors", []) if row[0] not in {e.name for e in errors}]
         rows = [[e.name, e.error_before, e.error_after] for e in errors]
         work.record("errors", kept + rows)
-
-
-def gradients_of(
-    parameters: Sequence[NamedParameter], settings: Settings
-) -> tuple[list[GradientStatistics], dict[str, GradientMoment]]:
-    """What is collected of the gradients of a layer's parameters, which need them from now on."""
-    if not parameters:
-        return [], {}
-    for module, name in parameters:
-        module.get_parameter(name).requires_grad_(True)
-    statistics = [GradientStatistics(parameters)] if settings.collects_gradients else []
-    criteria = {name: elementwise_criterion(name, parameters) for name in settings.elementwise}
-    return statistics, criteria
 
 
 def _weight(parameter: NamedParameter) -> Tensor:

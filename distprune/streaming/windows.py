@@ -151,11 +151,6 @@ class WindowStream(HiddenStates):
         """Read a stage of a batch."""
         return self._read("state", stage, batch)
 
-    def copy(self, kind: str, number: int, other: int) -> None:
-        """Take the files of a stage for those of another one, as where one layer is measured."""
-        for batch in range(len(self.batches)):
-            self._write(kind, other, batch, self._read(kind, number, batch))
-
     def remove(self, kind: str, number: int) -> None:
         """Remove the files of a stage: "state" or "gradient"."""
         for batch in range(len(self.batches)):
