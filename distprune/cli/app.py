@@ -140,8 +140,6 @@ def run(arguments: Sequence[str]) -> int:
     except typer.Abort:
         return process.INTERRUPTED
     except _ParserError as error:
-        if given[:1] == ["completion"]:
-            error.message += " `distprune --install-completion` installs it for your shell."
         if not process.is_leader():  # all ranks have the same command line
             return process.USAGE
         _show_usage(error)
