@@ -430,8 +430,6 @@ def calibrate(
 
       distprune calibrate MODEL --text train.txt --samples 64 --out s.safetensors
 
-      torchrun --nproc-per-node 4 -m distprune calibrate MODEL --text a.txt --out s
-
       distprune calibrate MODEL --text a.txt --out g.safetensors --gradients
     """
     if not given.texts:
