@@ -33,7 +33,7 @@ ROOMS = {
     "methods": (1176, 5),
     "recipe.py": (77, 1),
     "recipes": (939, 3),
-    "reconstruction": (456, 3),
+    "reconstruction": (436, 3),
     "schedule": (465, 2),
     "selection": (4372, 25),
     "selftest": (519, 3),
@@ -41,12 +41,12 @@ ROOMS = {
     "statistics": (1982, 11),
     "streaming": (1222, 8),
     "testing.py": (313, 1),
-    "torch_private": (2074, 15),
+    "torch_private": (1962, 14),
     "verification": (722, 5),
 }
-TOTAL = (35762, 231)
+TOTAL = (35630, 230)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 50740, "launch": 3390}
+FOLDERS = {"tests": 50396, "launch": 3390}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

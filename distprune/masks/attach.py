@@ -270,7 +270,7 @@ def _mask_shards(
     original, buffer = orig_key(name), mask_key(name)
     key = masked_value.shard_mask_key(name)
     # A gathered copy was made without this mask.
-    managed.reshard()
+    managed.free_gathered()
     previous = owners[0].__dict__.get(key)
     shard_mask = masked_by(managed)
     for owner in owners:
@@ -293,7 +293,7 @@ def _mask_shards(
 
 def _unmask_shards(owners: list[nn.Module], name: str, managed: Managed) -> None:
     key = masked_value.shard_mask_key(name)
-    managed.reshard()
+    managed.free_gathered()
     owners[0].__dict__[key].detach()
     managed.rename(orig_key(name), name)
     for owner in owners:
