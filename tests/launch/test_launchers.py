@@ -60,10 +60,10 @@ def test_torchrun_on_several_machines_needs_a_place_to_meet():
 
 
 JOB = """
-from common import join, leave
+from jobs.processes import join, quit_group
 job = join()
 job.say(f"{job.num_ranks} ranks")
-leave()
+quit_group(0)
 """
 
 

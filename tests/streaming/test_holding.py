@@ -27,14 +27,14 @@ def source(request, tmp_path_factory):
 
 def run(source, destination, resident, local_ranks=None, evaluates=False):
     """Prune; returns the bytes of weights that this rank has read, and what was told."""
-    models, told, init = [], [], StreamedModel.__init__
+    read, told, close = [], [], StreamedModel.close
     environment = dict(os.environ)
 
-    def remembered(self, *args):
-        models.append(self)
-        init(self, *args)
+    def counted(self):
+        read.append(self.bytes_read)
+        close(self)
 
-    StreamedModel.__init__ = remembered
+    StreamedModel.close = counted
     if local_ranks is not None:
         os.environ["LOCAL_WORLD_SIZE"] = str(local_ranks)
     try:
@@ -48,12 +48,10 @@ def run(source, destination, resident, local_ranks=None, evaluates=False):
             tell=told.append,
         )
     finally:
-        StreamedModel.__init__ = init
+        StreamedModel.close = close
         os.environ.clear()
         os.environ.update(environment)
-    return sum(each.bytes_read for each in models), [
-        text for text in told if text.startswith(("Resident", "Streamed"))
-    ]
+    return sum(read), [text for text in told if text.startswith(("Resident", "Streamed"))]
 
 
 def sizes(source):

@@ -1,0 +1,1 @@
+"""The parts of `prune_tiny_llama.py`, one stage of the job per file."""
