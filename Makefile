@@ -1,11 +1,11 @@
 # Sets up a .venv in this checkout and works in it. Safe to run again.
 #
 #   make prune   train a small language model, prune it while it is sharded over 2 processes
-#   make prune ARGS=@configs/tiny_llama_criteria.args   compare criteria on such a model instead
 #   make language-model   fetch a real language model (250 MB), and prune it on 2 processes
 #   make language-model-table   compare criteria and scopes on it; goes on where it stopped (hours)
 #   make language-model-table TABLE=gemma_updates   compare ways to move the kept weights instead
-#   make peers   add to the latter what llm-compressor and torch.nn.utils.prune make of the same model and text
+#   make language-model-table TABLE=gemma_texts   the same on more text
+#   make peers   add to gemma_updates what llm-compressor and torch.nn.utils.prune make of the same model and text
 #   make test    lint, then run all tests
 #   make test-thorough   the same with every case of every matrix, which takes far longer
 #   make quick   run the unit tests that start no processes, in about a minute
@@ -40,7 +40,7 @@ $(READY): pyproject.toml constraints.txt
 
 prune: $(READY)
 	@echo "== training, pruning and fine-tuning on $(NPROC) processes; results in runs/"
-	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/prune_tiny_llama.sh $(ARGS)
+	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/prune_tiny_llama.py $(ARGS)
 
 # The model: its licence and what it is are in launch/fetch_gemma.py.
 TABLE ?= gemma_table
@@ -62,8 +62,8 @@ language-model: $(GEMMA)
 	@echo "== pruning it on $(NPROC) processes; the result is in runs/language_model"
 	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/prune_language_model.py @configs/gemma.args $(ARGS)
 
-language-model-table: $(GEMMA) $(if $(filter gemma_updates,$(TABLE)),$(NEWS))
-	@echo "== comparing criteria on $(NPROC) processes; results in runs/language_model/table"
+language-model-table: $(GEMMA) $(if $(filter gemma_texts,$(TABLE)),$(NEWS))
+	@echo "== comparing criteria on $(NPROC) processes; results in runs/language_model"
 	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/compare_on_language_model.py @configs/$(TABLE).args $(ARGS)
 
 # llm-compressor pins versions of its own. One process, so that all programs have the same threads.
@@ -75,7 +75,7 @@ $(PEERS)/.ready: configs/peers.requirements.txt
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-peers: $(GEMMA) $(NEWS) $(PEERS)/.ready
+peers: $(GEMMA) $(PEERS)/.ready
 	@echo "== pruning with other programs; make language-model-table TABLE=gemma_updates shows the results"
 	$(BIN)/python tests/benchmarks/peers_on_language_model.py @configs/gemma_updates.args --wrap none --peer-python $(PEERS)/bin/python $(ARGS)
 

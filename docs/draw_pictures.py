@@ -218,9 +218,9 @@ def layers() -> Picture:
     at_60 = [cell for cell in cells if (cell["scope"], cell["sparsity"]) == ("global", 0.6)]
     best = min(at_60, key=lambda cell: cell["all"]["perplexity"])
     # The results have shares; a million elements each make counts of them.
-    shares = best["sparsity_of_parameters"]
-    grid = make_grid((name, 10**6, round(10**6 * share)) for name, share in shares.items())
-    low, high = min(shares.values()), max(shares.values())
+    sparsity = best["sparsity_of_parameters"]
+    grid = make_grid((name, 10**6, round(10**6 * share)) for name, share in sparsity.items())
+    low, high = min(sparsity.values()), max(sparsity.values())
     picture = Picture(
         820, 90 + 20 * len(grid.layers), "Where the zeros are: 60 % of Gemma-3-270M, in %",
         "All matrices are ranked together, so each gets the sparsity that costs least: from "
@@ -229,11 +229,10 @@ def layers() -> Picture:
     width = 700 / len(grid.kinds)
     for column, kind in enumerate(grid.kinds):
         picture.text(100 + width * (column + 0.5), 52, kind, anchor="middle", size=13)
-    for number, row in enumerate(grid.layers):
+    for number, (layer, shares) in enumerate(zip(grid.layers, grid.shares, strict=True)):
         y = 62 + 20 * number
-        picture.text(90, y + 15, f"layer {row.label}", anchor="end", size=13)
-        for column, kind in enumerate(grid.kinds):
-            share = row.cells[kind].share
+        picture.text(90, y + 15, f"layer {layer}", anchor="end", size=13)
+        for column, share in enumerate(shares):
             depth = (share - low) / (high - low)
             picture.shape(
                 "rect", x=100 + width * column, y=y, width=width - 2, height=18,

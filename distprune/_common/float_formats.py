@@ -64,11 +64,6 @@ class FloatFormat:
         return unsigned_type(self.num_bits)
 
     @property
-    def bias(self) -> int:
-        """The exponent field of 1.0."""
-        return (1 << (self.num_exponent_bits - 1)) - 1
-
-    @property
     def inf(self) -> int:
         """The pattern of +inf, for formats that have one; larger magnitudes are NaN."""
         return ((1 << self.num_exponent_bits) - 1) << self.num_fraction_bits

@@ -34,7 +34,6 @@ from distprune.call.replicas import count_live_and_compare
 from distprune.call.report import MaskLoadingReport
 from distprune.call.request import (
     Decision,
-    LocalMasks,
     ParameterArguments,
     PruningArguments,
     PruningCall,
@@ -47,7 +46,7 @@ from distprune.files.checkpoints.mask_files import (
     open_masks,
     read_keep,
 )
-from distprune.files.disk.access import OpenFiles, sync_folder
+from distprune.files.disk.access import sync_folder
 from distprune.files.errors import CheckpointError
 from distprune.masks.hook import find_hook
 from distprune.methods.builtin import hook_for_chosen_mask
@@ -341,14 +340,7 @@ class MasksFromFile:
         if self._is_joined:
             self._leave_to_other_ranks(call)
 
-        def finish() -> LocalMasks:
-            files = OpenFiles(os.O_RDONLY)
-            try:
-                return call.changed_masks(lambda *of_one: self._prune(call, files, *of_one))
-            finally:
-                files.close()
-
-        return Decision(finish)
+        return Decision(lambda: call.changed_masks(lambda *of_one: self._prune(call, *of_one)))
 
     def _leave_to_other_ranks(self, call: PruningCall) -> None:
         """Expect those masks that another rank has a parameter for."""
@@ -364,15 +356,13 @@ class MasksFromFile:
         if self.unexpected and self._strict:
             raise self._unexpected_error(self.unexpected)
 
-    def _prune(self, call: PruningCall, files: OpenFiles, position: int, mask: Tensor) -> None:
+    def _prune(self, call: PruningCall, position: int, mask: Tensor) -> None:
         if not mask.numel():
             return
 
         def read_mask(name: str) -> Tensor:
             shape = torch.Size(self._masks.shapes[name])
-            return torch.from_numpy(read_keep(self._masks, files, name, 0, shape.numel())).view(
-                shape
-            )
+            return torch.from_numpy(read_keep(self._masks, name, 0, shape.numel())).view(shape)
 
         shard = call.shards[position]
         first, *others = self._sources[shard.name]

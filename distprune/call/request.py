@@ -150,7 +150,6 @@ class Decision:
         num_ties_pruned: ... and those of them that were pruned.
         bound_of: per parameter, the bound that decided how much of it is pruned, or None;
             None from a method that does not support bounds.
-        is_by_magnitude: whether the smallest |value| of all parameters were pruned, and no others.
         wanted: per parameter, the sparsity that a budget, a scope or a pattern gives it; None where
             parameters compete.
     """
@@ -160,7 +159,6 @@ class Decision:
     num_ties: int = 0
     num_ties_pruned: int = 0
     bound_of: Sequence[str | None] | None = None
-    is_by_magnitude: bool = False
     wanted: Sequence[float] | None = None
 
 

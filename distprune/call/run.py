@@ -33,11 +33,9 @@ from distprune.call.request import (
 from distprune.call.semi_structured import layout_problem
 from distprune.masks.attach import Transaction, mask_dtype
 from distprune.masks.fingerprint import fingerprint_parts
-from distprune.masks.hook import PruningHook, find_hook
-from distprune.masks.record import CallRecord, MaskRecord, Member, join, new_token
+from distprune.masks.hook import MaskRecord, PruningHook
 from distprune.shards.checksum import replicas_agree
 from distprune.shards.parameters import Target
-from distprune.shards.shard import samples_of
 
 
 @dataclass(frozen=True)
@@ -235,8 +233,6 @@ def attach_masks(
     """
     transaction = Transaction()
     hooks: list[list[PruningHook]] = [[] for _ in targets]
-    earlier: list[Member | None] = []
-    samples: list[Tensor] = []
     rank = communicator.rank
     specs: dict[object, Any] = {}
 
@@ -244,12 +240,9 @@ def attach_masks(
         local = decision.finish()
         shards = [target.shard for target in targets]
         parts = fingerprint_parts(shards, local.masks)
-        samples.extend(samples_of(shards))
         for target, local_mask, of_target in zip(targets, local.masks, hooks, strict=True):
             mask = target.shard.as_parameter_layout(local_mask, specs)
             for module, name in target.places:
-                present = find_hook(module, name)
-                earlier.append(None if present is None else present.member)
                 hook = arguments.make_hook(module, name)
                 transaction.attach(module, name, hook, mask, target.shard.managed)
                 if target.is_tied and target.shard.managed is None:
@@ -270,18 +263,11 @@ def attach_masks(
         transaction.rollback()
         raise
     transaction.commit()
-    members = []
-    token, total = new_token(), sum(pruned for pruned, *_ in shared)
-    obstacle = _obstacle(decision, targets, num_live, arguments.pipeline_parallel)
     for position, (target, of_target) in enumerate(zip(targets, hooks, strict=True)):
         pruned, fingerprint, *_ = shared[position]
-        first = target.places[0][0] if target.places else None
-        members.append(Member(target.label, target.is_named, first))
-        record = MaskRecord(fingerprint, target.shard.numel - num_live[position] + pruned)
-        call = CallRecord(token, position, len(targets), total, samples[position], obstacle)
         for hook in of_target:
-            hook.record, hook.member, hook.call_record = record, members[-1], call
-    join(members, earlier)
+            num_pruned = target.shard.numel - num_live[position] + pruned
+            hook.record = MaskRecord(fingerprint, num_pruned)
     return [pruned for pruned, *_ in shared]
 
 
@@ -294,14 +280,3 @@ def _check_replicas(targets: Sequence[Target], rows: Sequence[Sequence[int]]) ->
                 "has to give every rank the same mask for the same scores, and tensors among "
                 "its arguments have to be equal on all ranks."
             )
-
-
-def _obstacle(
-    decision: Decision, targets: Sequence[Target], num_live: Sequence[int], is_joined: bool
-) -> str | None:
-    """Why ``verify`` cannot repeat how the masks of a call were chosen; None if it can."""
-    if not decision.is_by_magnitude:
-        return "it was not pruned by magnitude alone"
-    if any(live != target.shard.numel for target, live in zip(targets, num_live, strict=True)):
-        return "a parameter of its call was pruned before, and that mask is gone"
-    return "the ranks may have different parameters (pipeline_parallel)" if is_joined else None

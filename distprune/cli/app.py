@@ -132,7 +132,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         with process.writing() if is_help else contextlib.nullcontext():
             # A command that takes options comes back; of others what typer.Exit says.
-            code = app(args=given, prog_name="distprune", obj=given.copy(), standalone_mode=False)
+            code = app(args=given, prog_name="distprune", standalone_mode=False)
         if callable(code):
             code = code()
     except typer.Exit as end:
@@ -140,8 +140,6 @@ def run(arguments: Sequence[str]) -> int:
     except typer.Abort:
         return process.INTERRUPTED
     except _ParserError as error:
-        if given[:1] == ["completion"]:
-            error.message += " `distprune --install-completion` installs it for your shell."
         if not process.is_leader():  # all ranks have the same command line
             return process.USAGE
         _show_usage(error)

@@ -291,13 +291,6 @@ def time_text(seconds: float, num_ranks: int) -> str:
     return f"{seconds:.1f} s on {num_ranks} {'process' if num_ranks == 1 else 'processes'}"
 
 
-def duration(seconds: float) -> str:
-    """7 s, 12 min, 3.5 h: of estimates."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
-
-
 _EVERY = 10.0  # seconds between lines
 
 
@@ -356,8 +349,8 @@ class Meter:
 class Reading:
     """The progress of one process, without torch; call it with the bytes of every piece."""
 
-    def __init__(self, meter: Meter, total_bytes: int, phase: str = "read") -> None:
-        self.phase = phase
+    def __init__(self, meter: Meter, total_bytes: int) -> None:
+        self.phase = "read"
         self.num_bytes = 0
         self.total_bytes = total_bytes
         self.bytes_per_second = 0.0

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distprune.cli import process, ranks
+from distprune.cli import process
 from distprune.cli.console import Meter, Reading, Terminal, count, counted, percent, share_text
 from distprune.cli.describing import discard_unfinished, show_counts, tell, values_of_files
 from distprune.cli.options import (
     Destination,
     OutputOptions,
-    RankOptions,
     Source,
+    Timeout,
     WritingOptions,
     argument,
     takes_options,
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 @takes_options
 def apply(
-    context: typer.Context,
     masks: Annotated[
         Path, argument("MASKS", "A pruned checkpoint, or what distprune.save_masks wrote.")
     ],
@@ -51,7 +50,7 @@ def apply(
 
       distprune apply Llama-3.2-1B-50 Llama-3.2-1B-Instruct Instruct-50
 
-      distprune apply masks-of-my-run my-model my-model-pruned --nproc 4
+      distprune apply masks-of-my-run my-model my-model-pruned
     """
     terminal = output.terminal(is_leader=process.is_leader())
     if writing.discard:
@@ -63,7 +62,7 @@ def apply(
 
         return Application(masks, source)
 
-    with ranks.on_ranks(context, writing, find) as (application, stop):
+    with process.on_ranks(writing.timeout, find) as (application, stop):
         checkpoint = application.checkpoint
         tell(terminal, checkpoint)
         with Meter(terminal) as meter:
@@ -92,7 +91,6 @@ def apply(
 
 @takes_options
 def verify(
-    context: typer.Context,
     pruned: Annotated[Path, argument("DST", "What prune wrote, with masks.")],
     against: Annotated[Path, typer.Option("--against", metavar="SRC", help="Its source.")],
     scores: Annotated[
@@ -104,7 +102,7 @@ def verify(
         ),
     ] = None,
     *,
-    sharing: RankOptions,
+    timeout: Timeout = 600.0,
     output: OutputOptions,
 ) -> None:
     """Check a pruned checkpoint against its source, byte by byte.
@@ -120,14 +118,13 @@ def verify(
 
       distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B
 
-      distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B --nproc 4
+      torchrun --nproc-per-node 4 -m distprune verify DST --against SRC
     """
-    ranks.run_on_ranks(context, sharing.nproc)
     from distprune.files.reports import read_report
     from distprune.files.verifying import verify as check
 
     terminal = output.terminal(is_leader=process.is_leader())
-    with process.Stop() as stop, ranks.process_group(sharing.timeout), Meter(terminal) as meter:
+    with process.Stop() as stop, process.process_group(timeout), Meter(terminal) as meter:
         result = check(pruned, against, scores=scores, progress=meter, stop=stop)
     if output.as_json:
         terminal.json({"is_good": result.is_good, **asdict(result)})

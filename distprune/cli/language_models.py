@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distprune.cli import process, ranks
+from distprune.cli import process
 from distprune.cli.console import Meter, Terminal, count, counted, time_text
 from distprune.cli.options import (
     AsJson,
     OutputOptions,
-    RankOptions,
+    Timeout,
     argument,
     option,
     same_option,
@@ -79,8 +79,7 @@ class ModelOptions:
         "With fsdp2_tp: data-parallel and tensor-parallel processes, as in 2x4.", metavar="DPxTP"
     )
     tokenizer: Path | None = option("Its tokenizer (that in MODEL).", metavar="FOLDER")
-    nproc: int | None = same_option(RankOptions, "nproc")
-    timeout: float = same_option(RankOptions, "timeout")
+    timeout: Timeout = 600.0
     as_json: AsJson = False
     quiet: bool = same_option(OutputOptions, "quiet")
 
@@ -221,7 +220,7 @@ def opened(options: ModelOptions) -> Iterator[Opened]:
     """Load the model and the windows of all texts on every rank. Collective."""
     terminal = Terminal(options.as_json, -1 if options.quiet else 0, is_leader=process.is_leader())
     kind = options.kind_of_device()
-    with ranks.process_group(options.timeout, backend_of(kind)):
+    with process.process_group(options.timeout, backend_of(kind)):
         with translated(CheckpointError):
             from distprune import language_models
             from distprune._common.process_groups import world
@@ -238,7 +237,7 @@ def opened(options: ModelOptions) -> Iterator[Opened]:
         wrap: Any = options.wrap or ("fsdp2" if num_ranks > 1 else "none")
         if wrap not in ("none", "stream") and num_ranks == 1 and not process.is_rank():
             raise SelectionError(
-                f"--wrap {wrap}: there is one process; expected --nproc or torchrun, or no --wrap."
+                f"--wrap {wrap}: there is one process; expected torchrun, or no --wrap."
             )
         with translated(CheckpointError):
             model = (
@@ -280,7 +279,6 @@ def translated(kind: type[FilesError]) -> Iterator[None]:
 
 @takes_options
 def evaluate(
-    context: typer.Context,
     given: ModelOptions,
     generate: Annotated[
         list[str] | None,
@@ -321,10 +319,15 @@ def evaluate(
             "another --wrap, or --text alone."
         )
     given.check()
-    ranks.run_on_ranks(context, given.nproc)
     with opened(given) as run, translated(CheckpointError), Meter(run.terminal) as meter:
+        from distprune.language_models.evaluating import continued
+
         report = None if run.windows is None else _perplexity(run, run.windows, meter)
-        generated = _generated(run, generate or [])
+        model: Any = run.model  # it is not streamed, if there are texts
+        generated = [
+            {"text": text, "continuation": continued(model, run.tokenizer, text)}
+            for text in generate or []
+        ]
         facts = run.facts()
     if given.as_json:
         measured = {} if report is None else report.as_values()
@@ -336,14 +339,6 @@ def evaluate(
         run.terminal.note(f"{count(report.total.num_tokens)} tokens in {text_of_run(facts)}")
     for each in generated:
         run.terminal.text(each["text"] + each["continuation"])
-
-
-def _generated(run: Opened, texts: list[str]) -> list[dict[str, str]]:
-    """What the model says after each text."""
-    from distprune.language_models.evaluating import continued
-
-    model: Any = run.model  # it is not streamed, if there are texts
-    return [{"text": text, "continuation": continued(model, run.tokenizer, text)} for text in texts]
 
 
 def _perplexity(run: Opened, windows: TokenWindows, meter: Meter) -> PerplexityReport:
@@ -416,7 +411,6 @@ class CalibrationOptions:
 
 @takes_options
 def calibrate(
-    context: typer.Context,
     given: ModelOptions,
     own: CalibrationOptions,
 ) -> None:
@@ -436,8 +430,6 @@ def calibrate(
 
       distprune calibrate MODEL --text train.txt --samples 64 --out s.safetensors
 
-      distprune calibrate MODEL --text a.txt --out stats.safetensors --nproc 4
-
       distprune calibrate MODEL --text a.txt --out g.safetensors --gradients
     """
     if not given.texts:
@@ -449,7 +441,6 @@ def calibrate(
             "--allow-empty has no effect with --gradients, where any layer may have none; leave it "
             "out."
         )
-    ranks.run_on_ranks(context, given.nproc)
     if given.wrap == "stream":
         raise SelectionError(
             "--wrap stream is for eval; `distprune prune --text` collects statistics so."

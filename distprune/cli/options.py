@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from distprune.cli.console import Terminal
-from distprune.files.errors import OutputError, SelectionError, headline
+from distprune.files.errors import SelectionError, headline
 from distprune.files.recipe import FileRecipe
 from distprune.recipes import (
     BUDGET_FROM_STATISTICS,
@@ -53,12 +53,10 @@ Source = Annotated[
 ]
 Destination = Annotated[Path, argument("DST", "A new folder, created when everything is done.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout.")]
-Plot = Annotated[
-    Path | None,
+Timeout = Annotated[
+    float,
     typer.Option(
-        "--plot",
-        help="Draw sparsity by layer and kind, and a histogram of magnitudes (needs matplotlib).",
-        metavar="FILE.png|svg|pdf",
+        "--timeout", min=1, help="Seconds after which a rank of torchrun that is silent is lost."
     ),
 ]
 
@@ -77,19 +75,10 @@ class OutputOptions:
 
 
 @dataclass(frozen=True)
-class RankOptions:
-    """The processes that share the work."""
+class WritingOptions:
+    """How a result is written, and what becomes of results at its place."""
 
-    nproc: int | None = option("Share the work among this many processes on this machine.", min=1)
-    timeout: float = option(
-        "Seconds after which a rank that does not respond is lost.", 600.0, min=1
-    )
-
-
-@dataclass(frozen=True)
-class WritingOptions(RankOptions):
-    """The processes that write a result together, and what becomes of results at its place."""
-
+    timeout: Timeout = 600.0
     discard: bool = option(
         "Only remove the unfinished result of an interrupted run beside DST.", False
     )
@@ -415,12 +404,6 @@ def _as_typed(overrides: dict[str, Any]) -> dict[str, str]:
             values = value if isinstance(value, list) else [value]
             texts[key] = " ".join(f"{name} {each}" for each in values)
     return texts
-
-
-def check_folder(name: str, path: Path) -> None:
-    """Check that the folder exists in which an option has a file written, before long work."""
-    if not path.absolute().parent.is_dir():
-        raise OutputError(f"{name} {path}: its folder does not exist; make it first.")
 
 
 def dims_by_pattern(options: list[str]) -> dict[str, tuple[int, ...]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +13,7 @@ import typer
 from distprune._common.garbage import without_garbage_collection
 from distprune._common.mask_bits import num_bytes_of
 from distprune.cli import process
-from distprune.cli.console import Terminal, count, duration, percent, shape_text, without_numbers
+from distprune.cli.console import Terminal, count, percent, shape_text, without_numbers
 from distprune.cli.describing import ranking_text, show_warnings, summary, tell, values_of_files
 from distprune.cli.options import (
     OutputOptions,
@@ -26,7 +25,7 @@ from distprune.cli.options import (
 )
 from distprune.cli.pruning_by_text import TextOptions, cost_by_text, described_cost, with_score
 from distprune.files.disk.destination import folder_bytes, free_bytes, partial_folders
-from distprune.files.errors import OutputError, SelectionError
+from distprune.files.errors import OutputError
 from distprune.files.text import format_size
 
 if TYPE_CHECKING:  # torch comes with it
@@ -130,13 +129,6 @@ def _count(tensor: PlannedTensor) -> int | None:
     return tensor.lowest if tensor.lowest == tensor.highest else None
 
 
-# Bytes per second of one process, if the disk is not the limit.
-_SLOWEST_BYTES, _FASTEST_BYTES = 0.4e9, 1.5e9
-_SECONDS_TO_START = (1.0, 5.0)  # torch, and the report
-_WRITING_IS_SLOWER = 3  # than reading, on a bad disk
-_SAMPLE_SECONDS, _SAMPLE_BYTES, _CHUNK = 0.3, 64_000_000, 4_000_000
-
-
 @dataclass(frozen=True)
 class Cost:
     """What ``prune`` will need.
@@ -146,16 +138,12 @@ class Cost:
         write_bytes: bytes to write to the destination; masks and report are estimated.
         missing_bytes: bytes of these that are not on the disk yet: an unfinished result has some.
         free_bytes: free bytes at the destination; None: no destination is given.
-        sampled_bytes_per_second: of the source's disk; None: there is too little to read.
-        seconds: (least, most) for one process. Several share the work, but not the disk.
     """
 
     read_bytes: int
     write_bytes: int
     missing_bytes: int
     free_bytes: int | None
-    sampled_bytes_per_second: float | None
-    seconds: tuple[float, float]
 
     @property
     def fits(self) -> bool | None:
@@ -168,8 +156,6 @@ def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> Cost
 
     Args:
         other_bytes: that something else needs at the destination for a while.
-
-    Cost: reads up to 64 MB of the source, for a third of a second.
     """
     from distprune.files.planning import bytes_to_count, bytes_to_count_alone
 
@@ -180,13 +166,7 @@ def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> Cost
     free, missing = None, writes
     if destination is not None:
         free, missing = _disk_space(destination, writes + other_bytes)
-    rate = _sample(plan) if reads >= 2 * _SAMPLE_BYTES else None
-    least, most = (reads + writes) / _FASTEST_BYTES, (reads + writes) / _SLOWEST_BYTES
-    if rate is not None:
-        least = max(least, reads / rate)
-        most += (reads + _WRITING_IS_SLOWER * writes) / rate
-    first, last = _SECONDS_TO_START
-    return Cost(reads, writes, missing, free, rate, (least + first, most + last))
+    return Cost(reads, writes, missing, free)
 
 
 def _sidecar_bytes(plan: Plan) -> int:
@@ -205,27 +185,6 @@ def _disk_space(destination: Path, num_bytes: int) -> tuple[int, int]:
     return free_bytes(path.parent), max(num_bytes - num_written, 0)
 
 
-def _sample(plan: Plan) -> float | None:
-    """Bytes per second when reading the largest file, if possible not from the page cache."""
-    largest = max(plan.checkpoint.files, key=lambda file: file.size)
-    end = min(largest.size, largest.data_start + _SAMPLE_BYTES)
-    start, done = largest.data_start, 0
-    try:
-        with open(largest.path, "rb", buffering=0) as file:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
-            file.seek(start)
-            began = time.perf_counter()
-            while start + done < end and time.perf_counter() - began < _SAMPLE_SECONDS:
-                if not (chunk := file.read(_CHUNK)):
-                    break
-                done += len(chunk)
-            seconds = time.perf_counter() - began
-    except OSError:
-        return None
-    return done / max(seconds, 1e-6) if done else None
-
-
 @takes_options
 @without_garbage_collection()
 def plan(
@@ -241,22 +200,14 @@ def plan(
     *,
     by_text: TextOptions,
     options: RecipeOptions,
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure",
-            help="With --text, run one decoder layer on a few tokens, and say how long all of them "
-            "take. It reads that layer, embedding and head.",
-        ),
-    ] = False,
     output: OutputOptions,
 ) -> None:
-    """Show what would be pruned, what would not and why, and the disk space and time needed.
+    """Show what would be pruned, what would not and why, and the disk space that is needed.
 
-    Reads headers, and a few megabytes to measure the disk; writes nothing. Without a sparsity, a
-    pattern or a recipe, it shows the default selection. Names that differ only in numbers share a
-    line; -v lists every tensor. With --text, it says what that takes, too, and with --measure how
-    long. The exit code is 4 if there is not enough space at DST.
+    Reads headers alone; writes nothing. Without a sparsity, a pattern or a recipe, it shows the
+    default selection. Names that differ only in numbers share a line; -v lists every tensor. With
+    --text, it says what memory and disk that takes, too. The exit code is 4 if there is not enough
+    space at DST.
 
     [bold]Examples[/bold]
 
@@ -266,7 +217,7 @@ def plan(
 
       distprune plan Llama-3.2-1B -r semi_structured_2_4 --exclude "*.up_proj.*"
 
-      distprune plan Llama-3-70B -s 0.6 --text train.txt --length 2048 --measure
+      distprune plan Llama-3-70B -s 0.6 --text train.txt --length 2048
     """
     from distprune.files.planning import plan as make_plan
 
@@ -276,11 +227,7 @@ def plan(
     has_amount = any(amount is not None for amount in amounts)
     asked = vars(options) | ({} if has_amount else {"sparsity": 0.0})
     chosen = with_score(recipe, asked, by_text)
-    if measure and not by_text.text:
-        raise SelectionError("--measure has no effect without --text; add it, or leave this out.")
-    text_cost = None
-    if by_text.text:
-        text_cost = cost_by_text(source, chosen, by_text, measures=measure)
+    text_cost = cost_by_text(source, chosen, by_text) if by_text.text else None
     awaits = text_cost is not None and chosen.statistics is None
     made = make_plan(source, chosen, awaits_statistics=awaits)
     cost = estimate(made, destination, 0 if text_cost is None else text_cost.disk)
@@ -303,13 +250,8 @@ def plan(
 
 
 def _show_cost(terminal: Terminal, cost: Cost, destination: Path | None) -> None:
-    least, most = map(duration, cost.seconds)
-    speed = ""
-    if cost.sampled_bytes_per_second is not None:
-        speed = f" A sample was read at {format_size(cost.sampled_bytes_per_second)}/s."
     terminal.text(
-        f"Pruning reads {format_size(cost.read_bytes)} and writes {format_size(cost.write_bytes)}; "
-        f"that takes one process from {least} to {most}.{speed}"
+        f"Pruning reads {format_size(cost.read_bytes)} and writes {format_size(cost.write_bytes)}."
     )
     if destination is None:
         return

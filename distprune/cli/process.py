@@ -17,12 +17,21 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, TypeVar
 
-from distprune.files.errors import FilesError, Interrupted, MachineError, OutputError, explained
+from distprune.files.errors import (
+    FilesError,
+    Interrupted,
+    MachineError,
+    OutputError,
+    RanksError,
+    explained,
+)
 
+T = TypeVar("T")
 _HARMLESS = "\t"
 
 
@@ -57,6 +66,7 @@ class ReaderGone(Exception):
 
 
 class _State:
+    as_json = False  # whether the command writes JSON
     has_document = False  # whether a JSON document was started on stdout
 
 
@@ -154,7 +164,7 @@ _DEFECT = (
     "`distprune env`."
 )
 _TORCH_BYTES = 750_000_000  # of address space, to import torch and start
-_SECONDS_TO_SAY_WHY = 1.0
+_SECONDS_TO_SAY_WHY = 1.0  # so that rank 0 says what is wrong
 _SHOW_CURSOR = "\r\x1b[2K\x1b[?25h"  # also clears the line of a progress bar
 
 
@@ -164,7 +174,7 @@ def is_leader() -> bool:
 
 
 def is_rank() -> bool:
-    """Whether torch's launcher, or ``--nproc``, started this process as one of several."""
+    """Whether torchrun started this process as one of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -177,7 +187,7 @@ class Ending:
 
     def __init__(self, arguments: Sequence[str], *, is_process: bool) -> None:
         self.code = OK
-        self._as_json = wants_json(arguments)
+        _State.as_json = wants_json(arguments)
         self._is_process = is_process
         self._previous: dict[int, Any] = {}
 
@@ -185,7 +195,7 @@ class Ending:
         with contextlib.suppress(ValueError):  # only the main thread can set handlers
             for number in SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self.end_at_once)
+                    self._previous[number] = signal.signal(number, _end_at_once)
         return self
 
     def __exit__(
@@ -198,7 +208,7 @@ class Ending:
             with writing():
                 sys.stdout.flush()
         except OutputError as full:
-            self.code = _report(full, self._as_json)
+            self.code = _report(full)
         except (ReaderGone, BrokenPipeError):
             give_up(sys.stdout, sys.__stdout__)
             self.code = READER_GONE
@@ -208,40 +218,55 @@ class Ending:
             for number, handler in self._previous.items():
                 signal.signal(number, signal.SIG_DFL if self._is_process else handler)
         if self._is_process and is_rank():
-            _leave_at_once(self.code)
+            self._leave()
         return True
 
     def _code_of(self, error: BaseException | None) -> int:
         if isinstance(error, ReaderGone):
             raise error
         if isinstance(error, Exception):
-            return _report(error, self._as_json)
+            return _report(error)
         code = self.code
         if isinstance(error, SystemExit):
             # The parsers exit with 2; only rich and typer with 1, if the reader of stdout is gone.
             code = error.code if isinstance(error.code, int) else OK
             if code == INTERNAL:
                 raise ReaderGone from error
-        if code != OK and self._as_json and is_leader():
+        if code != OK and _State.as_json and is_leader():
             _write_json(code, "stderr says what is wrong.")  # dropped if there is a document
         return code
 
-    def end_at_once(self, number: int, frame: FrameType | None) -> None:
-        """End the process with one line, even while modules are imported.
+    def _leave(self) -> NoReturn:
+        """End this rank without Python's own shutdown, in which gloo may abort the process.
 
-        Nothing is raised: an exception in the middle of an import causes other errors, or is lost.
-        Work that writes files handles signals itself; see :class:`Stop`.
+        A sharded model, or an error, keeps gloo's groups and their threads until then. A thread
+        that frees the tensors of a collective aborts with "terminate called without an active
+        exception".
         """
-        is_interrupt = number == signal.SIGINT
-        code = INTERRUPTED if is_interrupt else TERMINATED
-        text = "interrupted." if is_interrupt else "terminated."
-        if is_leader():
-            if self._as_json and not _State.has_document:
-                _write_at_once(1, json.dumps({"exit_code": code, "error": text}) + "\n")
-            with contextlib.suppress(OSError):
-                line = f"distprune: {text}\n"
-                _write_at_once(2, _SHOW_CURSOR + line if os.isatty(2) else line)
-        os._exit(code)
+        if self.code not in (OK, INTERRUPTED, TERMINATED) and not is_leader():
+            time.sleep(_SECONDS_TO_SAY_WHY)  # torchrun ends all ranks once one has failed
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, full, or none
+                stream.flush()
+        os._exit(self.code)
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    """End the process with one line, even while modules are imported.
+
+    Nothing is raised: an exception in the middle of an import causes other errors, or is lost.
+    Work that writes files handles signals itself; see :class:`Stop`.
+    """
+    is_interrupt = number == signal.SIGINT
+    code = INTERRUPTED if is_interrupt else TERMINATED
+    text = "interrupted." if is_interrupt else "terminated."
+    if is_leader():
+        if _State.as_json and not _State.has_document:
+            _write_at_once(1, json.dumps({"exit_code": code, "error": text}) + "\n")
+        with contextlib.suppress(OSError):
+            line = f"distprune: {text}\n"
+            _write_at_once(2, _SHOW_CURSOR + line if os.isatty(2) else line)
+    os._exit(code)
 
 
 def check_memory_limit() -> None:
@@ -254,27 +279,7 @@ def check_memory_limit() -> None:
         )
 
 
-def _leave_at_once(code: int) -> NoReturn:
-    """End this rank without Python's own shutdown, in which gloo may abort the process.
-
-    A sharded model, or an error, keeps gloo's groups and their threads until then. A thread that
-    frees the tensors of a collective, or that another rank is still connected to, aborts with
-    "terminate called without an active exception", which would hide the exit code.
-
-    torch's launcher ends all ranks as soon as one has failed: rank 0 first says what is wrong.
-    """
-    if code not in (OK, INTERRUPTED, TERMINATED) and not is_leader():
-        # Its SIGTERM, because rank 0 has ended, would hide this rank's code, the cause.
-        with contextlib.suppress(ValueError):  # only the main thread can set handlers
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(_SECONDS_TO_SAY_WHY)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, full, or none
-            stream.flush()
-    os._exit(code)
-
-
-def _report(error: Exception, as_json: bool) -> int:
+def _report(error: Exception) -> int:
     """Write what went wrong, once if all ranks have the error; return the exit code."""
     explanation = explained(error)
     code = INTERNAL if explanation is None else explanation.exit_code
@@ -283,7 +288,7 @@ def _report(error: Exception, as_json: bool) -> int:
         text = _DEFECT
     else:
         text = _printable_lines(str(explanation), indent="  ")
-    if as_json and is_leader():
+    if _State.as_json and is_leader():
         _write_json(code, text)
     if code in (INTERNAL, DISTRIBUTED) or is_leader():
         write_error(f"distprune: {text}")
@@ -316,8 +321,7 @@ def _write_at_once(descriptor: int, text: str) -> None:
 class Stop:
     """Whether long work should stop; pass it as ``stop`` to the functions of ``distprune.files``.
 
-    It is true after SIGINT or SIGTERM. A second signal ends the process at once. On a rank, it is
-    also true once the launcher that started it has ended.
+    It is true after SIGINT or SIGTERM. A second signal ends the process at once.
 
     Attributes:
         code: exit code of the signal that was received; None before one is.
@@ -326,10 +330,9 @@ class Stop:
     def __init__(self) -> None:
         self.code: int | None = None
         self._previous_handlers: dict[int, Any] = {}
-        self._launcher = os.getppid() if is_rank() else None
 
     def __call__(self) -> bool:
-        return self.code is not None or self._launcher not in (None, os.getppid())
+        return self.code is not None
 
     def __enter__(self) -> Stop:
         for number in SIGNALS:
@@ -343,10 +346,35 @@ class Stop:
             error.exit_code = self.code or TERMINATED
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        is_second = self.code is not None
+        if self.code is not None:
+            _end_at_once(number, frame)
         self.code = INTERRUPTED if number == signal.SIGINT else TERMINATED
-        if is_second:
-            command = getattr(self._previous_handlers[number], "__self__", None)
-            if isinstance(command, Ending):
-                command.end_at_once(number, frame)  # it writes a message
-            os._exit(self.code)
+
+
+@contextlib.contextmanager
+def process_group(timeout: float, backend: str = "gloo") -> Iterator[None]:
+    """Join the other ranks, if there are any, in a process group."""
+    if not is_rank():
+        yield
+        return
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except (ValueError, RuntimeError) as error:
+        raise RanksError(f"could not initialise the process group: {error}") from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def on_ranks(timeout: float, find: Callable[[], T]) -> Iterator[tuple[T, Stop]]:
+    """Join the other ranks; yields what all of them find, and whether to stop."""
+    # Listen before the ranks meet: a signal to all of them must not end some of them at once.
+    with Stop() as stop, process_group(timeout):
+        from distprune._common.process_groups import world
+        from distprune.files.team import Team
+
+        yield Team(world()).attempt(find), stop

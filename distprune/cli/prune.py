@@ -1,18 +1,16 @@
-"""``distprune prune``: in this process, on the ranks of torchrun, or on ranks that it starts."""
+"""``distprune prune``: in this process, or on the ranks of torchrun."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distprune.cli import describing, process, ranks
+from distprune.cli import describing, process
 from distprune.cli.console import (
     Meter,
-    Reading,
     Terminal,
     count,
     counted,
@@ -23,7 +21,6 @@ from distprune.cli.console import (
 from distprune.cli.options import (
     Destination,
     OutputOptions,
-    Plot,
     RecipeName,
     RecipeOptions,
     Source,
@@ -31,7 +28,6 @@ from distprune.cli.options import (
     takes_options,
 )
 from distprune.cli.pruning_by_text import TextOptions, prune_by_text, with_score
-from distprune.files.errors import FilesError
 from distprune.files.text import format_size
 
 if TYPE_CHECKING:  # torch comes with it
@@ -39,13 +35,9 @@ if TYPE_CHECKING:  # torch comes with it
     from distprune.files.recipe import FileRecipe
     from distprune.files.reports import GroupReport, Report
 
-# Bytes that the histogram of magnitudes reads at most.
-_PLOT_BYTES = 1 << 30
-
 
 @takes_options
 def prune(
-    context: typer.Context,
     source: Source,
     destination: Destination,
     recipe: RecipeName = None,
@@ -63,7 +55,6 @@ def prune(
         ),
     ] = None,
     writing: WritingOptions,
-    plot: Plot = None,
     output: OutputOptions,
 ) -> None:
     """Write a pruned copy of a checkpoint; the same to the byte on any number of processes.
@@ -82,7 +73,7 @@ def prune(
 
       distprune prune SRC DST -s 0.6 --text train.txt --eval held-out.txt
 
-      distprune prune Llama-3.2-1B Llama-2of4 -r semi_structured_2_4 --nproc 4
+      distprune prune Llama-3.2-1B Llama-2of4 -r semi_structured_2_4
 
       distprune prune SRC DST -r wanda_row_50 --statistics stats.safetensors
 
@@ -95,17 +86,13 @@ def prune(
     by_text.check()
 
     def make_recipe() -> FileRecipe:
-        if plot is not None:
-            from distprune.cli import plotting
-
-            plotting.check(plot)
         return with_score(recipe, vars(options) | {"masks": masks, "card": card}, by_text)
 
     if by_text.text:
         report, plan_of_text = prune_by_text(
-            context, terminal, source, destination, make_recipe, by_text, writing
+            terminal, source, destination, make_recipe, by_text, writing
         )
-        _conclude(terminal, report, plan_of_text, destination, plot)
+        _conclude(terminal, report, plan_of_text, destination)
         return
 
     def make_plan() -> Plan:
@@ -113,7 +100,7 @@ def prune(
 
         return planning.plan(source, make_recipe())
 
-    with ranks.on_ranks(context, writing, make_plan) as (plan, stop):
+    with process.on_ranks(writing.timeout, make_plan) as (plan, stop):
         from distprune.files import pruning
 
         describing.tell(terminal, plan.checkpoint)
@@ -128,12 +115,10 @@ def prune(
                 replace=writing.force,
                 tell=terminal.note,
             )
-    _conclude(terminal, report, plan, destination, plot)
+    _conclude(terminal, report, plan, destination)
 
 
-def _conclude(
-    terminal: Terminal, report: Report, plan: Plan, destination: Path, plot: Path | None
-) -> None:
+def _conclude(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> None:
     """Say what was done, on the first rank."""
     if not terminal.is_leader:
         return
@@ -144,8 +129,6 @@ def _conclude(
     if advice := advice_about(plan, report.tensors):
         terminal.note(f"Warning: {advice}")
     _show(terminal, report, plan, destination)
-    if plot is not None:
-        _draw(terminal, plan, report, destination, plot)
 
 
 def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> None:
@@ -213,52 +196,3 @@ def _describe_group(report: Report, group: GroupReport, recipe: FileRecipe) -> s
             f"{count(group.num_ties_pruned or 0)} of {ties} were pruned."
         )
     return " ".join(texts)
-
-
-def _draw(terminal: Terminal, plan: Plan, report: Report, destination: Path, path: Path) -> None:
-    """Draw the picture; reads at most a sample of the magnitudes again."""
-    from distprune.cli import plotting
-    from distprune.cli.plotting import Picture
-    from distprune.files.inspecting import sample_exponents
-    from distprune.files.reports.model_card import cached_name
-
-    names = {tensor.entry.name for tensor in plan.tensors}
-    num_bytes = sum(tensor.entry.nbytes for tensor in plan.tensors)
-    folder = plan.checkpoint.folder
-    try:
-        with Meter(terminal) as meter:
-            reading = Reading(meter, min(num_bytes, _PLOT_BYTES), "draw")
-            exponents, share = sample_exponents(plan.checkpoint, names, _PLOT_BYTES, reading)
-        recipe = plan.recipe
-        # Without a sparsity, the groups have several.
-        how = recipe.pattern or (recipe.scope if recipe.sparsity is not None else "part by part")
-        if recipe.tile is not None:
-            how = f"whole tiles {recipe.pattern}, {recipe.scope}"
-        picture = Picture(
-            title=f"{cached_name(folder) or Path(folder).absolute().name}, pruned: "
-            f"{destination.absolute().name}",
-            zeros="pruned",
-            tensors=[(t.name, t.num_elements, t.num_pruned) for t in report.tensors],
-            exponents=exponents,
-            sampled=share,
-            thresholds=_thresholds(plan, report),
-            notes=[f"Ranked by {'score' if recipe.groups else recipe.score_text}, {how}."],
-        )
-        plotting.draw(path, picture)
-    except FilesError as error:
-        error.args = (f"{destination} is finished, but there is no picture of it: {error}",)
-        raise
-    terminal.note(f"{os.fspath(path)}: sparsity by layer and kind, and magnitudes before pruning.")
-
-
-def _thresholds(plan: Plan, report: Report) -> list[float]:
-    """The thresholds of magnitude; none for random scores, or sums of tiles, which are others."""
-    recipes = [group.recipe for group in plan.groups]
-    if not all(recipe.score == "magnitude" and recipe.tile is None for recipe in recipes):
-        return []
-    if any(tensor.divisor is not None for tensor in report.tensors):
-        cuts = [report.magnitude_cut_at(tensor) for tensor in report.tensors]
-        return [cut for cut in cuts if cut is not None]
-    of_groups = [group.threshold for group in report.groups if group.threshold is not None]
-    of_tensors = [tensor.threshold for tensor in report.tensors if tensor.threshold is not None]
-    return of_groups or of_tensors

@@ -7,10 +7,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from distprune.cli import process, ranks
-from distprune.cli.console import Meter, Terminal, duration
+from distprune.cli import process
+from distprune.cli.console import Meter, Terminal
 from distprune.cli.language_models import (
     ModelOptions,
     backend_of,
@@ -78,13 +76,6 @@ class TextOptions:
         "same.",
         metavar="resident|streamed",
     )
-    score_bits: int = option(
-        "Of the scores of single weights in files. With 16 they are rounded to bfloat16, "
-        "and ranked as they are then.",
-        32,
-        metavar="16|32",
-        show_default=False,
-    )
 
     def check(self) -> None:
         """Check what needs no file.
@@ -100,8 +91,6 @@ class TextOptions:
             raise SelectionError(f"--update {self.update}: expected {', '.join(_UPDATES)}.")
         if self.way not in _WAYS:
             raise SelectionError(f"--way {self.way}: expected resident or streamed.")
-        if self.score_bits not in (16, 32):
-            raise SelectionError(f"--score-bits {self.score_bits}: expected 16 or 32.")
 
     def of_model(self, source: Path) -> ModelOptions:
         """What these options say of the model and all texts, checked."""
@@ -123,7 +112,6 @@ class TextOptions:
             "update": _UPDATES[self.update or "least-squares"],
             "batch_size": self.batch_size,
             "dtype": dtype_named(self.dtype),
-            "score_bits": self.score_bits,
         }
 
 
@@ -135,11 +123,9 @@ def with_score(name: str | None, options: dict[str, Any], given: TextOptions) ->
     return chosen
 
 
-def cost_by_text(
-    source: Path, recipe: FileRecipe, given: TextOptions, *, measures: bool
-) -> StreamCost:
-    """What pruning by text takes beside what pruning takes; ``measures`` says how long, too."""
-    model = replace(given, eval_text=None).of_model(source)
+def cost_by_text(source: Path, recipe: FileRecipe, given: TextOptions) -> StreamCost:
+    """What pruning by text takes beside what pruning takes."""
+    replace(given, eval_text=None).of_model(source)
     with translated(SelectionError):
         from distprune import streaming
 
@@ -149,8 +135,6 @@ def cost_by_text(
             given.windows,
             given.length,
             num_evaluated=given.windows if given.eval_text else 0,
-            device=model.kind_of_device() if measures else None,
-            measures=measures,
             **given.of_streaming(),
         )
 
@@ -162,22 +146,11 @@ def described_cost(cost: StreamCost) -> str:
         f"By text, each process needs at most {format_size(cost.peak)} of memory ({memory}) and "
         f"reads {format_size(cost.reads)}; for a while {format_size(cost.disk)} of the disk are "
         f"needed beside the result. {format_size(cost.weights)} of memory more, which processes "
-        "share, keep the weights where they are resident." + _described_time(cost)
-    )
-
-
-def _described_time(cost: StreamCost) -> str:
-    if cost.seconds is None:
-        return ""
-    passes = ", ".join(f"{name} {duration(seconds)}" for name, seconds in cost.seconds.items())
-    return (
-        f" Measured on one layer: about {duration(sum(cost.seconds.values()))} on one process "
-        f"({passes})."
+        "share, keep the weights where they are resident."
     )
 
 
 def prune_by_text(
-    context: typer.Context,
     terminal: Terminal,
     source: Path,
     destination: Path,
@@ -185,12 +158,11 @@ def prune_by_text(
     given: TextOptions,
     writing: WritingOptions,
 ) -> tuple[Report, Plan]:
-    """Prune on this rank, or start ranks; see ``streaming.prune_folder``."""
+    """Prune on this rank; see ``streaming.prune_folder``."""
     model = given.of_model(source)
     recipe = make_recipe()
-    ranks.run_on_ranks(context, writing.nproc)
     kind = model.kind_of_device()
-    with process.Stop() as stop, ranks.process_group(writing.timeout, backend_of(kind)):
+    with process.Stop() as stop, process.process_group(writing.timeout, backend_of(kind)):
         with translated(SelectionError):
             from distprune import language_models, streaming
 

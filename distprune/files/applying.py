@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -16,7 +15,6 @@ from distprune._common.process_groups import world
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskFile, mask_layout, open_masks
-from distprune.files.disk.access import OpenFiles
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.disk.listing import OtherFile
 from distprune.files.errors import CheckpointError, headline, shown
@@ -45,7 +43,6 @@ class Application:
         entries: its tensors that have a mask, in the order of the masks.
         digest: a hash of everything that decides the result: headers, sizes and times of change of
             both, and where the masks are.
-        sources: opens files of both for reading.
 
     Raises:
         CheckpointError: either is malformed, or they do not fit; all problems.
@@ -60,7 +57,6 @@ class Application:
             details = shown(problems, "more do not fit.")
             raise CheckpointError(headline(f"{masks} on {source}", problems), details)
         self.entries: Sequence[TensorEntry] = [by_name[name] for name in self.masks.shapes]
-        self.sources = OpenFiles(os.O_RDONLY)
         self._folder = os.path.abspath(masks)
         facts = {
             "kind": "apply",
@@ -118,12 +114,9 @@ class Application:
             replaces=replace,
             inputs=[self.masks.path],
         )
-        with (
-            contextlib.closing(self.sources),
-            resumed(team, task, target, self.sources, tell=tell) as run,
-        ):
+        with resumed(team, task, target, tell=tell) as run:
             if run.texts is None:
-                run.write(masked_pieces(self.entries, self.sources, self.masks))
+                run.write(masked_pieces(self.entries, self.masks))
                 run.publish(self._complete)
         assert run.texts is not None  # it is published
         report: dict[str, Any] = json.loads(run.texts[0])

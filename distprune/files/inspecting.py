@@ -1,4 +1,4 @@
-"""The numbers of a checkpoint's tensors: zeros, N:M patterns, magnitudes; compared with another's.
+"""The numbers of a checkpoint's tensors: zeros, N:M patterns; compared with another's.
 
 Zeros, NaN and infinities are counted in integers, booleans, complex numbers, and floats of 8 and 4
 bits as well, which other commands do not read.
@@ -6,19 +6,16 @@ bits as well, which other commands do not read.
 
 from __future__ import annotations
 
-import os
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from distprune._common.blocks import Layout
-from distprune._common.float_formats import FLOATS, NARROW_FLOATS, PLAIN_FLOATS, FloatFormat
+from distprune._common.float_formats import FLOATS, NARROW_FLOATS, PLAIN_FLOATS
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.checkpoints.header import DTYPE_BITS, TensorEntry
-from distprune.files.disk.access import OpenFiles, read_into
+from distprune.files.disk.access import read_into
 from distprune.files.layouts import Layouts, UnknownLayout
 
 
@@ -32,9 +29,8 @@ class TensorFacts:
         num_nan, num_inf: NaN and infinities.
         num_groups: by pattern (n, m), the groups of m neighbours along the input dimension. A
             pattern is missing if m does not divide the inputs or their dimension is not known.
-        num_kept: by pattern, the groups with at most n nonzero numbers.
-        exponents: by e, the numbers in [2**e, 2**(e+1)); subnormals are at one below the smallest
-            e. Exponents and groups are counted in plain floats of 16 bits and more only.
+        num_kept: by pattern, the groups with at most n nonzero numbers. Groups are counted in plain
+            floats of 16 bits and more only.
     """
 
     entry: TensorEntry
@@ -43,7 +39,6 @@ class TensorFacts:
     num_inf: int = 0
     num_groups: dict[tuple[int, int], int] = field(default_factory=dict)
     num_kept: dict[tuple[int, int], int] = field(default_factory=dict)
-    exponents: Counter[int] = field(default_factory=Counter)
 
 
 def inspect(
@@ -68,19 +63,19 @@ def inspect(
     span several rows.
     """
     layouts = Layouts(checkpoint, input_dims)
-    with closing(Scanner(on_bytes)) as scanner:
-        for entry in checkpoint.tensors:
-            facts = TensorFacts(entry)
-            if entry.dtype in PLAIN_FLOATS:
-                _inspect(facts, scanner, _layout(layouts, entry), patterns)
-            elif entry.dtype in _COUNTED:
-                chunks = scanner.chunks(entry)
-                counts = sum((_special(entry.dtype, chunk) for chunk in chunks), np.zeros(3, int))
-                facts.num_zero, facts.num_nan, facts.num_inf = counts.tolist()
-            else:
-                facts.num_zero = None
-                on_bytes(entry.nbytes)
-            yield facts
+    scanner = Scanner(on_bytes)
+    for entry in checkpoint.tensors:
+        facts = TensorFacts(entry)
+        if entry.dtype in PLAIN_FLOATS:
+            _inspect(facts, scanner, _layout(layouts, entry), patterns)
+        elif entry.dtype in _COUNTED:
+            chunks = scanner.chunks(entry)
+            counts = sum((_special(entry.dtype, chunk) for chunk in chunks), np.zeros(3, int))
+            facts.num_zero, facts.num_nan, facts.num_inf = counts.tolist()
+        else:
+            facts.num_zero = None
+            on_bytes(entry.nbytes)
+        yield facts
 
 
 def _layout(layouts: Layouts, entry: TensorEntry) -> Layout | None:
@@ -90,39 +85,6 @@ def _layout(layouts: Layouts, entry: TensorEntry) -> Layout | None:
         if layouts.is_given(entry):
             raise
         return None
-
-
-def sample_exponents(
-    checkpoint: Checkpoint,
-    names: Container[str],
-    max_bytes: int,
-    on_bytes: Callable[[int], None] = lambda num_bytes: None,
-) -> tuple[Counter[int], float]:
-    """The exponents of tensors' numbers, from an even sample if the tensors are large.
-
-    Args:
-        checkpoint: from ``open_checkpoint``.
-        names: the names of tensors; those that are not plain floats are skipped.
-        max_bytes: roughly the most bytes to read.
-        on_bytes: called with numbers of bytes that were read.
-
-    Returns:
-        Counts as in :attr:`TensorFacts.exponents`, and the fraction of the bytes that was read:
-        1.0 if all elements were counted.
-
-    Raises:
-        CheckpointError: a file cannot be read, or has become shorter.
-    """
-    entries = [e for e in checkpoint.tensors if e.name in names and e.dtype in PLAIN_FLOATS]
-    exponents: Counter[int] = Counter()
-    num_read, num_bytes = 0, sum(entry.nbytes for entry in entries)
-    with closing(Scanner(on_bytes)) as scanner:
-        for entry, chunk in scanner.sample(entries, max_bytes):
-            form, facts = PLAIN_FLOATS[entry.dtype], TensorFacts(entry)
-            _count(facts, form, form.magnitudes(chunk))
-            exponents.update(facts.exponents)
-            num_read += chunk.nbytes
-    return exponents, num_read / num_bytes if num_bytes else 1.0
 
 
 def _inspect(
@@ -143,25 +105,12 @@ def _inspect(
     group = stride * int(np.lcm.reduce([1, *(m for _, m in fitting)])) if fitting else 1
     for chunk in scanner.chunks(entry, form.num_bytes * max(group, 1)):
         magnitudes = form.magnitudes(chunk)
-        _count(facts, form, magnitudes)
+        facts.num_zero = (facts.num_zero or 0) + int(np.count_nonzero(magnitudes == 0))
+        facts.num_inf += int(np.count_nonzero(magnitudes == form.bits(form.inf)))
+        facts.num_nan += int(np.count_nonzero(magnitudes > form.bits(form.inf)))
         for n, m in fitting:
             num_nonzero = (magnitudes != 0).reshape(-1, m, stride).sum(1, dtype=np.int32)
             facts.num_kept[n, m] += int(np.count_nonzero(num_nonzero <= n))
-
-
-def _count(facts: TensorFacts, form: FloatFormat, magnitudes: np.ndarray) -> None:
-    last = (1 << form.num_exponent_bits) - 1
-    biased = (magnitudes >> form.bits(form.num_fraction_bits)).astype(np.int64)
-    counts = np.bincount(biased, minlength=last + 1)
-    num_zero = magnitudes.size - int(np.count_nonzero(magnitudes))
-    num_inf = int(np.count_nonzero(magnitudes == form.bits(form.inf)))
-    facts.num_zero = (facts.num_zero or 0) + num_zero
-    facts.num_inf += num_inf
-    facts.num_nan += int(counts[last]) - num_inf
-    counts[0] -= num_zero
-    for exponent in np.flatnonzero(counts[:last]).tolist():
-        # Subnormals have the biased exponent 0; they go one below the numbers with 1.
-        facts.exponents[max(exponent, 1) - form.bias - (exponent == 0)] += int(counts[exponent])
 
 
 # By format of one byte, the bytes that are zero, NaN and infinite.
@@ -248,16 +197,16 @@ def compare(
     """
     ours = {entry.name: entry for entry in first.tensors}
     theirs = {entry.name: entry for entry in second.tensors}
-    with closing(Scanner(on_bytes)) as one, closing(Scanner(on_bytes)) as two:
-        for name, entry in ours.items():
-            other = theirs.get(name)
-            if other is None:
-                yield TensorDifference(name, problem="only in the first")
-            elif (entry.dtype, entry.shape) != (other.dtype, other.shape):
-                described = (f"{each.dtype} {list(each.shape)}" for each in (entry, other))
-                yield TensorDifference(name, problem="; ".join(described))
-            else:
-                yield _compare(one, two, entry, other)
+    one, two = Scanner(on_bytes), Scanner(on_bytes)
+    for name, entry in ours.items():
+        other = theirs.get(name)
+        if other is None:
+            yield TensorDifference(name, problem="only in the first")
+        elif (entry.dtype, entry.shape) != (other.dtype, other.shape):
+            described = (f"{each.dtype} {list(each.shape)}" for each in (entry, other))
+            yield TensorDifference(name, problem="; ".join(described))
+        else:
+            yield _compare(one, two, entry, other)
     for name in theirs:
         if name not in ours:
             yield TensorDifference(name, problem="only in the second")
@@ -308,13 +257,10 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
 
 
 _CHUNK = 4 << 20  # bytes
-_GOLDEN = 0.6180339887498949
-# A tensor and some of its bytes, valid until the next sample.
-Sample = tuple[TensorEntry, np.ndarray]
 
 
 class Scanner:
-    """Reads tensors, whose files are opened when they are needed.
+    """Reads tensors.
 
     Args:
         on_bytes: called with numbers of bytes that were read.
@@ -322,7 +268,6 @@ class Scanner:
 
     def __init__(self, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> None:
         self._on_bytes = on_bytes
-        self._files = OpenFiles(os.O_RDONLY)
         self._buffer = np.empty(_CHUNK, np.uint8)
 
     def chunks(self, entry: TensorEntry, multiple: int = 16) -> Iterator[np.ndarray]:
@@ -338,38 +283,10 @@ class Scanner:
         """
         step = max(_CHUNK // multiple, 1) * multiple
         for start in range(entry.start, entry.stop, step):
-            yield self._read(entry, start, min(start + step, entry.stop))
-
-    def sample(self, entries: Sequence[TensorEntry], max_bytes: int) -> Iterator[Sample]:
-        """Chunks of tensors, in order: all of them, or a sample spread evenly over all tensors.
-
-        Args:
-            entries: of the tensors.
-            max_bytes: roughly the most bytes to read.
-
-        Raises:
-            CheckpointError: the file cannot be read, or has become shorter.
-        """
-        pieces = [
-            (entry, start, min(start + _CHUNK, entry.stop))
-            for entry in entries
-            for start in range(entry.start, entry.stop, _CHUNK)
-        ]
-        num_bytes = sum(stop - start for _, start, stop in pieces)
-        fraction = max_bytes / max(num_bytes, 1)
-        for number, (entry, start, stop) in enumerate(pieces):
-            # Multiples of the golden ratio modulo 1 are even, and not periodic as layers are.
-            if fraction >= 1 or number * _GOLDEN % 1 < fraction:
-                yield entry, self._read(entry, start, stop)
-
-    def _read(self, entry: TensorEntry, start: int, stop: int) -> np.ndarray:
-        if stop - start > len(self._buffer):
-            self._buffer = np.empty(stop - start, np.uint8)
-        chunk = self._buffer[: stop - start]
-        read_into(self._files, entry.path, start, chunk.data)
-        self._on_bytes(stop - start)
-        return chunk
-
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()
+            stop = min(start + step, entry.stop)
+            if stop - start > len(self._buffer):
+                self._buffer = np.empty(stop - start, np.uint8)
+            chunk = self._buffer[: stop - start]
+            read_into(entry.path, start, chunk.data)
+            self._on_bytes(stop - start)
+            yield chunk

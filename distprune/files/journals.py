@@ -6,8 +6,8 @@ that was cut off, edited, or belongs to another plan is ignored.
 
 [Note: recheck] A loss of power, a repair of the file system or a clean-up can remove or zero bytes
 that were written and recorded. So all of them are read again before a run continues: that is far
-less work than to make them, and nothing wrong can be published. Rewritten units are compared by
-the crc32 of what was written; copies, whose bytes never pass through the process, with the source.
+less work than to make them, and nothing wrong can be published. They are compared by the crc32 of
+what was written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,14 @@ import numpy as np
 from distprune.files.checkpoints.mask_files import MASK_FILE
 from distprune.files.disk.access import (
     NEW,
-    OpenFiles,
+    OutputFiles,
     read_into,
-    read_small,
     write_all,
     write_atomically,
     writing,
 )
 from distprune.files.errors import CheckpointError, OutputError
-from distprune.files.units import CopyUnit, Ranges, SpanUnit, Task, Unit
+from distprune.files.units import Task
 
 # After a kill, the units of at most so many bytes have to be written again.
 _FLUSH_BYTES = 1 << 28
@@ -59,7 +58,7 @@ class Journal:
         outputs: files to sync before a line is written.
     """
 
-    def __init__(self, work: Path, digest: str, run: int, rank: int, outputs: OpenFiles) -> None:
+    def __init__(self, work: Path, digest: str, run: int, rank: int, outputs: OutputFiles) -> None:
         self._path = work / f"done-{run:04d}-{rank:04d}.jsonl"
         self._digest = digest
         self._outputs = outputs
@@ -145,7 +144,7 @@ def finished_units(task: Task, work: Path) -> dict[int, dict[str, Any]]:
     """By number of a finished unit, its record by the last run that wrote it."""
     records: dict[int, dict[str, Any]] = {}
     for name in _journals(work):
-        for line in read_small(work / name).split(b"\n")[:-1]:
+        for line in (work / name).read_bytes().split(b"\n")[:-1]:
             record = unsealed(line, task.digest)
             if record is not None and 0 <= record["unit"] < len(task.units):
                 records[record["unit"]] = record
@@ -182,7 +181,7 @@ def usable(task: Task, work: Path) -> tuple[Any, list[Recorded]]:
     """
     records, prepared, is_edited = finished_units(task, work), None, False
     with contextlib.suppress(OSError):
-        prepared = unsealed(read_small(work / PREPARED_FILE), task.digest)
+        prepared = unsealed((work / PREPARED_FILE).read_bytes(), task.digest)
         is_edited = prepared is None
     return prepared, [
         (number, {} if is_edited else record.get("crc32", {})) for number, record in records.items()
@@ -190,57 +189,25 @@ def usable(task: Task, work: Path) -> tuple[Any, list[Recorded]]:
 
 
 def recheck(
-    task: Task, folder: Path, sources: OpenFiles, recorded: Sequence[Recorded], damaged: list[int]
-) -> Generator[int, None, None]:
+    task: Task, folder: Path, recorded: Sequence[Recorded], damaged: list[int]
+) -> Iterator[int]:
     """Check units that are recorded as done; yields the bytes that were processed.
 
     Args:
         task: that they belong to.
         folder: where they were written.
-        sources: opens files of the source.
         recorded: the units.
         damaged: gets the numbers of those that are not as they were written.
-
-    Raises:
-        CheckpointError: the source cannot be read.
     """
-    with contextlib.closing(OpenFiles(os.O_RDONLY | os.O_NOFOLLOW)) as outputs:
-        for number, checksums in recorded:
-            unit = task.units[number]
-            is_whole = yield from _compare(
-                unit, task.ranges(unit), checksums, folder, sources, outputs
-            )
-            if not is_whole:
-                damaged.append(number)
-
-
-def _compare(
-    unit: Unit,
-    ranges: Ranges,
-    checksums: dict[str, int],
-    folder: Path,
-    sources: OpenFiles,
-    outputs: OpenFiles,
-) -> Generator[int, None, bool]:
-    """Whether a unit fits its checksums, or a copy the source; yields bytes."""
-    if isinstance(unit, SpanUnit) and ranges.keys() != checksums.keys():
-        return False
-    for name, runs in ranges.items():
-        checksum = 0
-        for start, stop in runs:
-            for first in range(start, stop, _PIECE):
-                written = np.empty(min(_PIECE, stop - first), np.uint8)
-                try:
-                    read_into(outputs, str(folder / name), first, written.data)
-                except CheckpointError:
-                    return False
-                if isinstance(unit, CopyUnit):
-                    expected = np.empty_like(written)
-                    read_into(sources, unit.path, first, expected.data)
-                    if not np.array_equal(written, expected):
-                        return False
-                checksum = zlib.crc32(written.data, checksum)
-                yield len(written) if name != MASK_FILE else 0
-        if isinstance(unit, SpanUnit) and checksum != checksums[name]:
-            return False
-    return True
+    for number, checksums in recorded:
+        found: dict[str, int] = {}
+        with contextlib.suppress(CheckpointError):
+            for name, runs in task.ranges(task.units[number]).items():
+                for start, stop in runs:
+                    for first in range(start, stop, _PIECE):
+                        written = np.empty(min(_PIECE, stop - first), np.uint8)
+                        read_into(str(folder / name), first, written.data)
+                        found[name] = zlib.crc32(written.data, found.get(name, 0))
+                        yield len(written) if name != MASK_FILE else 0
+        if found != checksums:
+            damaged.append(number)

@@ -1,6 +1,6 @@
 """The unfinished result folder, which one rename makes the destination.
 
-    DST.partial.lock            names the run that is at work
+    DST.partial.lock            held by the run that is at work
     DST.partial-<digest>/       all output files, in full size from the start
         distprune/work/         journals of finished units, and what was prepared for all units
         distprune/report.json   written last
@@ -8,10 +8,8 @@
 
 Only the leader uses this module.
 
-[Note: links] Nothing here follows a link. A file or folder in the place of an output that is a
-link, has another hard link, is not regular, or belongs to another user is an error, and so is
-a file in the folder that no run writes: it would be published. Until the last rename, only the
-owner of the folder may write to it.
+Nothing here follows a link: a link in the unfinished folder is an error. Until the last rename,
+only the owner of the folder may write to it.
 """
 
 from __future__ import annotations
@@ -27,14 +25,10 @@ from typing import Any
 from distprune.files.checkpoints.checkpoint import SIDECAR, SourceFile
 from distprune.files.checkpoints.mask_files import MASK_FILE
 from distprune.files.disk.access import (
-    NEW,
-    WRITE,
-    OpenFiles,
+    OutputFiles,
     allocate,
-    check_own_file,
     sync_folder,
     write_atomically,
-    write_from,
     writing,
 )
 from distprune.files.disk.destination import (
@@ -48,9 +42,7 @@ from distprune.files.disk.destination import (
 from distprune.files.errors import CheckpointError, OutputError
 from distprune.files.journals import (
     PREPARED_FILE,
-    SMALL_FILES,
     finished_units,
-    is_journal,
     next_run,
     usable,
 )
@@ -159,11 +151,8 @@ class Partial:
             The texts of the report and of its run.
 
         Raises:
-            OutputError: the destination exists by now, another run has taken over, a file was
-                changed, or the folder cannot be written.
+            OutputError: the destination exists by now, or the folder cannot be written.
         """
-        self.lock.check()
-        self._check_contents(is_complete=True)
         self._check_taken()
         umask = os.umask(0o077)
         os.umask(umask)
@@ -266,49 +255,14 @@ class Partial:
                 else:  # killed, or failed, just before the last rename
                     os.rename(self._aside, self.work)
             os.chmod(self.folder, 0o700)
-        self._check_contents()
+        for inner, folders, names in os.walk(self.folder):
+            for name in (*folders, *names):
+                if os.path.islink(os.path.join(inner, name)):
+                    raise OutputError(f"{inner}/{name} is a link; remove it, or {DISCARD_HINT}.")
         self.is_open = True
         with writing(self.folder):
             make_folders(self._task.checkpoint.folders, self.folder)
             self.work.mkdir(parents=True, exist_ok=True)
-
-    def _check_contents(self, *, is_complete: bool = False) -> None:
-        """Raise OutputError for files and folders that no run of this task writes.
-
-        Args:
-            is_complete: also raise for output files that do not have their full size.
-        """
-        sizes = self._task.sizes
-        last = {RECIPE_FILE, REPORT_FILE, RUN_FILE, *self._task.written_last}
-        files = {*sizes, *last, *(name + NEW for name in last)}
-        files |= {f"{_WORK}/{name}" for name in SMALL_FILES}
-        folders = {str(up) for name in files for up in Path(name).parents}
-        folders |= {name for name, _ in self._task.checkpoint.folders}
-        with writing(self.folder):
-            for folder, inner, names in os.walk(self.folder, onerror=_raise):
-                for name in (*inner, *names):
-                    path = Path(folder, name)
-                    inside = str(path.relative_to(self.folder))
-                    if name in inner:
-                        check_own_folder(path)
-                        is_known = inside in folders
-                    else:
-                        check_own_file(str(path), path)
-                        is_journal_here = path.parent == self.work and is_journal(name)
-                        is_known = is_journal_here or inside in files
-                    if not is_known:
-                        raise OutputError(
-                            f"{path} was not written by distprune; expected only files of the "
-                            f"result, since all of {self.folder} is published. Remove it, or "
-                            f"{DISCARD_HINT}."
-                        )
-            for name, size in sizes.items() if is_complete else ():
-                actual = os.stat(self.folder / name).st_size
-                if actual != size:
-                    raise OutputError(
-                        f"{self.folder / name} has {actual} bytes; expected {size}. It was changed "
-                        "during the run. Run the same command again: it writes that file again."
-                    )
 
     def _allocate(self) -> None:
         sizes = self._task.sizes
@@ -321,13 +275,9 @@ class Partial:
             allocate(str(path), size, mode)
         layout = self._task.layout
         if layout is not None:
-            with contextlib.closing(OpenFiles(WRITE)) as files:
-                write_from(files, str(self.folder / MASK_FILE), 0, layout.header)
+            with contextlib.closing(OutputFiles()) as files:
+                files.write(str(self.folder / MASK_FILE), 0, layout.header)
                 files.sync()
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 DISCARD_HINT = "add --discard to that command to remove it"
@@ -343,7 +293,7 @@ def discard(destination: str | Path) -> list[tuple[str, int]]:
         (path, bytes on the disk) of each folder that was removed.
 
     Raises:
-        OutputError: a run is at work there, or a folder is a link or another user's.
+        OutputError: a run is at work there, or a folder is a link.
     """
     target = resolve_destination(destination)
     if not target.parent.is_dir() or not (
@@ -392,7 +342,6 @@ def new_folder(
                 make_folders(folders, folder)
             check_free_bytes(folder, num_bytes, destination)
             yield folder
-            lock.check()
             sync_folders(folder)
             check_free(destination)
             put(folder, destination, replaces=False)

@@ -15,21 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from distprune.files.checkpoints.checkpoint import SIDECAR
-from distprune.files.disk.access import check_owner, sync_folder, writing
+from distprune.files.disk.access import sync_folder, writing
 from distprune.files.errors import OutputError
 from distprune.files.reports import REPORT_FILE
 
 
 def check_own_folder(path: Path) -> None:
-    """Raise OutputError if a path is a link, not a folder, or belongs to another user."""
+    """Raise OutputError if a path is a link, or not a folder."""
     if path.is_symlink() or not path.is_dir():
-        problem = f"is a link to {os.readlink(path)!a}" if path.is_symlink() else "is not a folder"
+        problem = "is a link" if path.is_symlink() else "is not a folder"
         raise OutputError(
             f"{path} {problem}; expected a folder that distprune made. Nothing was written to it. "
             "Remove it, or choose another destination."
         )
-    with writing(path):
-        check_owner(path)
 
 
 def remove_folder(path: Path) -> None:

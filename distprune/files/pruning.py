@@ -6,7 +6,6 @@ plan --> find_cuts --cuts--> units written --> partial folder --> destination
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -96,17 +95,8 @@ def prune(
     team.compare(_facts(plan, target))
     task = prune_task(plan, replaces=replace)
     source = Source(plan, team.did_count)
-    with (
-        contextlib.closing(source.files),
-        resumed(
-            team,
-            task,
-            target,
-            source.files,
-            bytes_to_prepare=bytes_to_count(plan) if cuts is None else 0,
-            tell=tell,
-        ) as run,
-    ):
+    bytes_to_prepare = bytes_to_count(plan) if cuts is None else 0
+    with resumed(team, task, target, bytes_to_prepare=bytes_to_prepare, tell=tell) as run:
         if run.texts is None:
             with run.timing("count"):
                 known = cuts if run.prepared is None else run.prepared
@@ -149,10 +139,6 @@ class RankedMasks:
         for piece in self._lowest.pieces(span, defaultdict(Counter)):
             keep[piece.first : piece.first + len(piece.keep)] = piece.keep
         return keep.reshape(entry.shape)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._source.files.close()
 
 
 def _complete(

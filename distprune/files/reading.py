@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -21,7 +20,7 @@ from distprune._common.hashing import draw_seed
 from distprune._common.memory import Array, Runs, Scratch
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.statistics_file import StoredSums
-from distprune.files.disk.access import OpenFiles, read_into
+from distprune.files.disk.access import fill, opened, read_into
 from distprune.files.planning import Plan
 from distprune.files.recipe import FileRecipe
 from distprune.files.team import Team
@@ -50,18 +49,16 @@ class FileValues:
     """The elements of a stored tensor as a source of scores: see ``selection.scores.ScoreSource``.
 
     Args:
-        files: opens the files.
         entry: of the tensor.
         did: called with the number of bytes after each read of scores.
     """
 
-    # The files are opened and closed as they are needed, and progress is reported.
+    # Progress is reported.
     is_thread_safe = False
     is_in_memory = False
     tally = None
 
-    def __init__(self, files: OpenFiles, entry: TensorEntry, did: Callable[[int], None]) -> None:
-        self._files = files
+    def __init__(self, entry: TensorEntry, did: Callable[[int], None]) -> None:
         self._path = entry.path
         self._start = entry.start
         self._did = did
@@ -81,7 +78,7 @@ class FileValues:
                 return held[start - first : stop - first]
         bits: Array = (scratch or Scratch()).array("read", stop - start, self._bits)
         offset = self._start + start * bits.itemsize
-        read_into(self._files, self._path, offset, bits.data.cast("B"))
+        read_into(self._path, offset, bits.data.cast("B"))
         self._did(bits.nbytes)
         return torch.from_numpy(bits).view(self.dtype)
 
@@ -89,9 +86,10 @@ class FileValues:
         """The elements of some runs."""
         bits = np.empty((len(runs.numbers), runs.length), dtype=self._bits)
         starts = (runs.start + runs.numbers * runs.length).tolist()
-        for row, start in zip(bits, starts, strict=True):
-            offset = self._start + start * bits.itemsize
-            read_into(self._files, self._path, offset, row.data.cast("B"))
+        with opened(self._path) as descriptor:
+            for row, start in zip(bits, starts, strict=True):
+                offset = self._start + start * bits.itemsize
+                fill(descriptor, self._path, offset, row.data.cast("B"))
         self._did(bits.nbytes)
         return torch.from_numpy(bits.reshape(-1)).view(self.dtype)
 
@@ -99,7 +97,7 @@ class FileValues:
         """The elements [start, stop) as unsigned integers, a fresh array."""
         bits = np.empty(stop - start, dtype=f"u{self._bits.itemsize}")
         offset = self._start + start * bits.itemsize
-        read_into(self._files, self._path, offset, bits.data.cast("B"))
+        read_into(self._path, offset, bits.data.cast("B"))
         return bits
 
     @contextlib.contextmanager
@@ -122,7 +120,6 @@ class Source:
 
     Attributes:
         plan: what to prune.
-        files: opens its files.
         values: per tensor, its elements.
         bands: per tensor, the bands of its tiles; None if its elements are ranked.
         scores: per tensor, the scores of its items, before they are divided.
@@ -131,14 +128,13 @@ class Source:
     """
 
     def __init__(self, plan: Plan, did: Callable[[int], None] = lambda num_bytes: None) -> None:
-        self.files = OpenFiles(os.O_RDONLY)
         self.plan = plan
         # What ``RandomUnstructured`` draws after ``torch.manual_seed(seed)``.
         generator = torch.Generator().manual_seed(plan.recipe.seed or 0)
         self._seed = int(draw_seed(generator))
         self._latest: tuple[int, str, list[list[Tensor]]] | None = None
         self._sums: dict[int, list[Tensor]] = {}  # of |w|, by position: of inputs, of outputs
-        self.values = [FileValues(self.files, tensor.entry, did) for tensor in plan.tensors]
+        self.values = [FileValues(tensor.entry, did) for tensor in plan.tensors]
         self.bands: list[Bands | None] = []
         self.scores: list[ScoreSource] = []
         self.key_ranges: list[KeyRange] = []
@@ -149,7 +145,7 @@ class Source:
                 assert plan.inputs.given is not None
                 entries = plan.inputs.given.entries
                 names = [plan.tensors[each].entry.name for each in positions]
-                scores = [FileValues(self.files, entries[name], did) for name in names]
+                scores = [FileValues(entries[name], did) for name in names]
             elif group.recipe.needs_statistics:
                 scores = [self._factored(position, group.recipe.score) for position in positions]
             bands: list[Bands | None] = [None] * len(scores)

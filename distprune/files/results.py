@@ -21,7 +21,7 @@ import torch
 
 from distprune._common.attempts import attempt, error_of
 from distprune._common.memory import peak_rss_bytes
-from distprune.files.disk.access import OpenFiles, copy_range
+from distprune.files.disk.access import read_into
 from distprune.files.errors import FilesError, NaNError, RanksError, SelectionError
 from distprune.files.journals import Journal, all_records, recheck
 from distprune.files.partial import Partial
@@ -31,6 +31,7 @@ from distprune.files.team import Team
 from distprune.files.text import format_size
 from distprune.files.units import CopyUnit, Task, units_by_rank
 
+_PIECE = 4 << 20  # bytes that are copied at a time
 # Writes the small files of a result, by the records of all units.
 Complete = Callable[[Partial, Sequence[Record], RunFacts], None]
 
@@ -40,7 +41,6 @@ def resumed(
     team: Team,
     task: Task,
     destination: Path,
-    sources: OpenFiles,
     *,
     bytes_to_prepare: int = 0,
     tell: Callable[[str], None] | None = None,
@@ -51,7 +51,6 @@ def resumed(
         team: the ranks that share the work.
         task: to carry out.
         destination: absolute.
-        sources: opens the files of the source.
         bytes_to_prepare: that are read before the first unit is written.
         tell: called with sentences for the user.
 
@@ -62,7 +61,7 @@ def resumed(
     Raises:
         FilesError: of any kind, on every rank; its text says what is left on the disk.
     """
-    run = Run(team, task, Partial(task, destination), sources, tell or (lambda text: None))
+    run = Run(team, task, Partial(task, destination), tell or (lambda text: None))
     try:
         run.start(bytes_to_prepare)
         yield run
@@ -78,7 +77,7 @@ class Run:
     """A result while it is made; see :func:`resumed`.
 
     Attributes:
-        team, task, sources, tell: as for :func:`resumed`.
+        team, task, tell: as for :func:`resumed`.
         partial: its folder. Only the leader uses it.
         texts: of the report and of its run, once the result is complete.
         prepared: what an earlier run kept for all units; None if there is nothing.
@@ -90,7 +89,6 @@ class Run:
     team: Team
     task: Task
     partial: Partial
-    sources: OpenFiles
     tell: Callable[[str], None]
     texts: list[str] | None = None
     prepared: Any = None
@@ -142,7 +140,7 @@ class Run:
         sink = FileSink(task, self.partial.folder)
         journal = Journal(self.partial.work, task.digest, self.number, team.index, sink.outputs)
         num_missing = sum(unit.num_bytes for _, unit in missing)
-        with self.timing("write"), contextlib.closing(sink):
+        with self.timing("write"), contextlib.closing(sink.outputs):
             try:
                 team.begin("write", task.num_bytes, task.num_bytes - num_missing)
                 team.work(self._steps(mine, pieces, sink, journal))
@@ -199,9 +197,7 @@ class Run:
         recorded = [(number, checksums[number]) for number in mine]
         found: list[int] = []
         self.team.begin("check", num_bytes)
-        steps = recheck(self.task, self.partial.folder, self.sources, recorded, found)
-        with contextlib.closing(steps):  # its files too, if another rank stops this one
-            self.team.work(steps)
+        self.team.work(recheck(self.task, self.partial.folder, recorded, found))
         return checksums.keys() - set().union(*self.team.share(found))
 
     def _steps(
@@ -209,21 +205,21 @@ class Run:
     ) -> Iterator[int]:
         folder, outputs = self.partial.folder, sink.outputs
         for number in mine:
-            self.partial.lock.check()
             unit = self.task.units[number]
             outputs.take_checksums()
             record: dict[str, Any] = {"unit": number}
             if isinstance(unit, CopyUnit):
-                output = str(folder / unit.name)
-                yield from copy_range(
-                    self.sources, unit.path, outputs, output, unit.start, unit.stop
-                )
+                for start in range(unit.start, unit.stop, _PIECE):
+                    piece = memoryview(bytearray(min(_PIECE, unit.stop - start)))
+                    read_into(unit.path, start, piece)
+                    outputs.write(str(folder / unit.name), start, piece)
+                    yield len(piece)
             else:
                 yield from rewritten(unit, pieces, sink.add, record)
-                record["crc32"] = {
-                    str(Path(path).relative_to(folder)): checksum
-                    for path, checksum in outputs.take_checksums().items()
-                }
+            record["crc32"] = {
+                str(Path(path).relative_to(folder)): checksum
+                for path, checksum in outputs.take_checksums().items()
+            }
             journal.add(record, unit.num_bytes)
 
 

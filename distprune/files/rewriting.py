@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -27,7 +26,7 @@ from distprune.files.checkpoints.mask_files import (
     MaskFile,
     read_keep,
 )
-from distprune.files.disk.access import WRITE, OpenFiles, read_into, write_from
+from distprune.files.disk.access import OutputFiles, read_into
 from distprune.files.errors import CheckpointError
 from distprune.files.scoring import KeptValues
 from distprune.files.units import Span, SpanUnit, Task
@@ -82,12 +81,11 @@ def rewritten(unit: SpanUnit, pieces: Pieces, sink: Sink, record: dict[str, Any]
     record |= counts
 
 
-def masked_pieces(entries: Sequence[TensorEntry], files: OpenFiles, masks: MaskFile) -> Pieces:
+def masked_pieces(entries: Sequence[TensorEntry], masks: MaskFile) -> Pieces:
     """What existing masks keep of the tensors of a checkpoint.
 
     Args:
         entries: the tensors; the positions of spans count them.
-        files: opens the files of the checkpoint and of the masks.
         masks: one for each tensor.
     """
 
@@ -98,8 +96,8 @@ def masked_pieces(entries: Sequence[TensorEntry], files: OpenFiles, masks: MaskF
             last = min(first + _CHUNK, span.last)
             raw = np.empty((last - first) * form.num_bytes, np.uint8)
             offset = entry.start + first * form.num_bytes
-            read_into(files, entry.path, offset, raw.data)
-            keep = read_keep(masks, files, entry.name, first, last)
+            read_into(entry.path, offset, raw.data)
+            keep = read_keep(masks, entry.name, first, last)
             is_zeroed = ~keep & (form.magnitudes(raw) != 0)
             counts["zeroed"][span.position] += int(np.count_nonzero(is_zeroed))
             yield Piece(first, raw.view(form.bits), keep)
@@ -138,8 +136,7 @@ class FileSink:
 
     def __init__(self, task: Task, folder: Path) -> None:
         self._values = {} if task.values is None else _entries_of(task.values, task.tensors)
-        self._sources = OpenFiles(os.O_RDONLY)
-        self.outputs = OpenFiles(WRITE)
+        self.outputs = OutputFiles()
         self._task = task
         self._folder = folder
         self._rest = np.empty(0, dtype=bool)  # of a mask, less than a byte
@@ -150,10 +147,10 @@ class FileSink:
         if is_new := entry.name in self._values:
             own = self._values[entry.name]
             start = own.start + first * bits.itemsize
-            read_into(self._sources, own.path, start, bits.data.cast("B"))
+            read_into(own.path, start, bits.data.cast("B"))
         np.multiply(bits, keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
         start = entry.start + first * bits.itemsize
-        write_from(self.outputs, str(self._folder / entry.file), start, bits.data)
+        self.outputs.write(str(self._folder / entry.file), start, bits.data)
         if self._task.layout is not None:
             num_whole = len(self._rest) + len(keep)
             if first + len(keep) < span.last:
@@ -163,10 +160,5 @@ class FileSink:
             self._rest = keep[num_whole:].copy()
             if num_whole:
                 packed = mask_bits.pack(keep[:num_whole])
-                write_from(self.outputs, str(self._folder / MASK_FILE), start, packed.data)
+                self.outputs.write(str(self._folder / MASK_FILE), start, packed.data)
         return bits if is_new else None
-
-    def close(self) -> None:
-        """Close all files."""
-        self.outputs.close()
-        self._sources.close()

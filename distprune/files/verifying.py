@@ -16,7 +16,6 @@ before it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import stat
@@ -36,7 +35,7 @@ from distprune.files.checkpoints.mask_files import (
     read_keep,
 )
 from distprune.files.cuts import Cuts, find_cuts
-from distprune.files.disk.access import OpenFiles, read_into
+from distprune.files.disk.access import read_into
 from distprune.files.errors import (
     CheckpointError,
     FilesError,
@@ -143,25 +142,24 @@ def verify(
     units = [(i, unit) for i, unit in enumerate(result.units) if result.is_readable(unit)]
     records: list[Record] = []
     ranking: tuple[Source, Cuts] | Report = result.report
-    pieces = masked_pieces(result.entries, read.files, result.masks)
+    pieces = masked_pieces(result.entries, result.masks)
     try:
-        with contextlib.closing(read.files), contextlib.closing(result.outputs):
-            team.expect("verify", sum(unit.num_bytes for unit in result.units))
-            if result.has_order:
-                ranking = read, find_cuts(team, read)
-                pieces = LowestElements(*ranking).pieces
-            team.begin("verify", sum(unit.num_bytes for _, unit in units))
-            mine = units_by_rank(units, team.size)[team.index]
-            team.work(result.compare(mine, read.files, pieces, records))
-            found = [[*key, *what] for key, what in result.found.items()]
-            shared = team.share([result.num_bytes, result.num_pruned, found, records])
-            records = result.merge(shared)
-            team.attempt(check_unchanged, checkpoint.folder, checkpoint.all_files)
-            problems = team.from_leader(
-                lambda: result.all_problems(
-                    lambda: make_report(plan, ranking, records, result.report.run)
-                )
+        team.expect("verify", sum(unit.num_bytes for unit in result.units))
+        if result.has_order:
+            ranking = read, find_cuts(team, read)
+            pieces = LowestElements(*ranking).pieces
+        team.begin("verify", sum(unit.num_bytes for _, unit in units))
+        mine = units_by_rank(units, team.size)[team.index]
+        team.work(result.compare(mine, pieces, records))
+        found = [[*key, *what] for key, what in result.found.items()]
+        shared = team.share([result.num_bytes, result.num_pruned, found, records])
+        records = result.merge(shared)
+        team.attempt(check_unchanged, checkpoint.folder, checkpoint.all_files)
+        problems = team.from_leader(
+            lambda: result.all_problems(
+                lambda: make_report(plan, ranking, records, result.report.run)
             )
+        )
     except Interrupted as error:
         raise Interrupted("stopped as asked; nothing was changed.") from error
     except (NaNError, SelectionError) as error:
@@ -179,7 +177,6 @@ class _Result:
         plan: derived from the source.
         units: all work.
         masks: of the result.
-        outputs: opens the result's files for reading.
         num_bytes: how many bytes of the source were compared.
         num_pruned: how many elements are pruned, according to the masks.
         found: by (what is wrong, tensor or file): how often, and the first element or byte.
@@ -210,7 +207,6 @@ class _Result:
         layout, self.entries, self.units = task.layout, task.tensors, task.units
         assert layout is not None  # the recipe has masks
         self.masks = MaskFile(str(folder / MASK_FILE), layout.shapes, {}, layout.starts)
-        self.outputs = OpenFiles(os.O_RDONLY)
         self.num_bytes = self.num_pruned = 0
         self.found: dict[tuple[str, str], tuple[int, int]] = {}
         self._updated = frozenset[str]() if values is None else values.names
@@ -238,13 +234,13 @@ class _Result:
         return self.has_expected_masks and not files & self.bad
 
     def compare(
-        self, numbers: Iterable[int], sources: OpenFiles, pieces: Pieces, records: list[Record]
+        self, numbers: Iterable[int], pieces: Pieces, records: list[Record]
     ) -> Iterator[int]:
         """Compare some units with what ``prune`` makes of the source; yields bytes."""
         for number in numbers:
             unit = self.units[number]
             if isinstance(unit, CopyUnit):
-                yield from self._compare_copy(sources, unit)
+                yield from self._compare_copy(unit)
             else:
                 record: dict[str, Any] = {"unit": number}
                 yield from rewritten(unit, pieces, self._compare_piece, record)
@@ -256,10 +252,10 @@ class _Result:
         No bits are set after the last element of a mask.
         """
         entry, (first, bits, keep) = self.entries[span.position], piece
-        kept = read_keep(self.masks, self.outputs, entry.name, first, first + len(bits))
+        kept = read_keep(self.masks, entry.name, first, first + len(bits))
         written: Array = np.empty_like(bits)
         start = entry.start + first * bits.itemsize
-        read_into(self.outputs, str(self.folder / entry.file), start, written.data.cast("B"))
+        read_into(str(self.folder / entry.file), start, written.data.cast("B"))
         is_updated = entry.name in self._updated  # the report has a checksum of what was kept
         if is_updated:
             bits = written
@@ -269,18 +265,18 @@ class _Result:
         self.num_bytes += bits.nbytes
         last = first + len(bits)
         if last == entry.numel and last % 8:
-            tail = read_keep(self.masks, self.outputs, entry.name, last, -(-last // 8) * 8)
+            tail = read_keep(self.masks, entry.name, last, -(-last // 8) * 8)
             self._note("tail", entry.name, tail, last)
         return written if is_updated else None
 
-    def _compare_copy(self, sources: OpenFiles, unit: CopyUnit) -> Iterator[int]:
+    def _compare_copy(self, unit: CopyUnit) -> Iterator[int]:
         """Read bytes that have to be equal; yields numbers of bytes."""
         path = str(self.folder / unit.name)
         for start in range(unit.start, unit.stop, _COPIED):
             size = min(_COPIED, unit.stop - start)
             expected, written = (np.empty(size, dtype=np.uint8) for _ in range(2))
-            read_into(sources, unit.path, start, expected.data)
-            read_into(self.outputs, path, start, written.data)
+            read_into(unit.path, start, expected.data)
+            read_into(path, start, written.data)
             self._note("copy", unit.name, written != expected, start)
             self.num_bytes += size
             yield size

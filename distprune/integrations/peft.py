@@ -30,7 +30,6 @@ from distprune._common.naming import full_name, named_modules, unwrap
 from distprune._common.process_groups import over_mesh, world
 from distprune._common.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
 from distprune._common.report_text import listed
-from distprune.masks.guards import guard_merges, holds_zeros
 from distprune.masks.hook import find_hook
 from distprune.torch_private.wrapper import is_flattened, is_managed
 
@@ -52,8 +51,6 @@ except ImportError as error:
 
 # Ways to begin that leave the base weight as it is.
 _INITS = (True, False, "gaussian", "orthogonal", "eva")
-
-guard_merges()
 
 
 def hold_zeros(model: nn.Module, *, group: ProcessGroup | None = None) -> tuple[str, ...]:
@@ -129,7 +126,7 @@ def merge_and_unload(
     it, and under FSDP2 an all-gather of the factors A.
     """
     pruned = _pruned_layers(model, group)
-    unheld = [each.name for each in pruned if not holds_zeros(each.layer)]
+    unheld = [each.name for each in pruned if not _holds_zeros(each.layer)]
     if unheld:
         raise ValueError(
             f"{listed(unheld, 3)}: the base weight has zeros, which merging would fill; "
@@ -261,7 +258,7 @@ def _obstacle(layer: Any, base: nn.Module, inits: dict[str, Any]) -> str | None:
     changing = {name: inits[name] for name in layer.lora_A if inits.get(name, True) not in _INITS}
     if others or changing:
         return f"has adapters of other forms: {others or changing}"
-    if layer.merged and not holds_zeros(layer):
+    if layer.merged and not _holds_zeros(layer):
         return "has merged adapters (call unmerge_adapter first)"
     if stored_weight(base).requires_grad and find_hook(base, "weight") is None:
         return "has a base weight that is trained, without a mask (masks_from_zeros makes one)"
@@ -271,6 +268,13 @@ def _obstacle(layer: Any, base: nn.Module, inits: dict[str, Any]) -> str | None:
     if is_parallel or getattr(base, "_hf_tp_plan", None):
         return "is tensor-parallel"
     return None
+
+
+def _holds_zeros(layer: nn.Module) -> bool:
+    """Whether every adapter of a LoRA layer leaves the zeros of the base weight zero."""
+    variants = getattr(layer, "lora_variant", {})
+    held = {name for name, each in variants.items() if isinstance(each, HeldDelta)}
+    return bool(held) and set(getattr(layer, "lora_A", ())) <= held
 
 
 def _count_zeros(layer: _Layer) -> Tensor:
@@ -343,8 +347,6 @@ class HeldDelta:
     are multiplied by a matrix of that size 5 times in a forward and its backward, where LoRA does
     it twice and full fine-tuning three times.
     """
-
-    holds_zeros = True
 
     def __init__(self) -> None:
         self._zeros: Tensor | None = None

@@ -12,7 +12,6 @@ as a whole, with building the model and first touching its memory, takes 0.8 to 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import logging
@@ -40,7 +39,7 @@ from distprune._transformers.loading import MaskSource, SameTensor, Transformers
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.locating import locate
-from distprune.files.disk.access import OpenFiles, read_into
+from distprune.files.disk.access import read_into
 from distprune.files.errors import CheckpointError
 from distprune.language_models.wrapping import Wrap, check_wrap, make_mesh, shard, sizes_of
 from distprune.shards import dtensor
@@ -187,8 +186,8 @@ def load_sharded(
     )
     device_mesh = make_mesh(wrap, mesh, on)
     communicator.run(lambda: shard(model, wrap, device_mesh))
-    with contextlib.closing(PartReader(checkpoint)) as reader:
-        communicator.run(lambda: _fill(model, sources, reader, on))
+    reader = PartReader(checkpoint)
+    communicator.run(lambda: _fill(model, sources, reader, on))
     if communicator.index == 0:
         logger.info(
             "loaded %s (wrap=%s): this rank read %.1f MB in %.1f s",
@@ -274,21 +273,21 @@ def _ranges(name: str, tensor: Tensor) -> Ranges:
 
 def untie_different(model: Any, checkpoint: Checkpoint) -> None:
     """Untie parameters that the checkpoint stores with different values, as transformers does."""
-    with contextlib.closing(PartReader(checkpoint)) as reader:
-        for names in names_by_tensor(tensors_of_checkpoints(model)):
-            stored = [name for name in names if name in reader.entries]
-            for other in stored[1:]:
-                if reader.are_equal(stored[0], other):
-                    continue
-                logger.warning(
-                    "%s and %s are tied by the config, and differ in %s: they are not tied.",
-                    stored[0],
-                    other,
-                    checkpoint.folder,
-                )
-                untied = nn.Parameter(torch.empty_like(model.get_parameter(other)))
-                put_tensor(model, other, untied)
-                model.all_tied_weights_keys.pop(other, None)
+    reader = PartReader(checkpoint)
+    for names in names_by_tensor(tensors_of_checkpoints(model)):
+        stored = [name for name in names if name in reader.entries]
+        for other in stored[1:]:
+            if reader.are_equal(stored[0], other):
+                continue
+            logger.warning(
+                "%s and %s are tied by the config, and differ in %s: they are not tied.",
+                stored[0],
+                other,
+                checkpoint.folder,
+            )
+            untied = nn.Parameter(torch.empty_like(model.get_parameter(other)))
+            put_tensor(model, other, untied)
+            model.all_tied_weights_keys.pop(other, None)
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
@@ -339,15 +338,9 @@ class PartReader:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._paths = {file.name: file.path for file in checkpoint.files}
-        self._files = OpenFiles(os.O_RDONLY)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self.entries: dict[str, TensorEntry] = {t.name: t for t in checkpoint.tensors}
         self.bytes_read = 0
-
-    def close(self) -> None:
-        """Close the files, and free the buffer."""
-        self._files.close()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def whole(self, name: str, dtype: torch.dtype) -> Tensor:
         """A tensor as a whole, on the CPU, converted to a dtype."""
@@ -412,7 +405,7 @@ class PartReader:
     def _read_bytes(self, entry: TensorEntry, start: int, out: Tensor) -> None:
         """Fill a tensor of bytes with those of a stored tensor, from its byte ``start`` on."""
         path = self._paths[entry.file]
-        read_into(self._files, path, entry.start + start, out.numpy().data)
+        read_into(path, entry.start + start, out.numpy().data)
         self.bytes_read += out.numel()
 
 

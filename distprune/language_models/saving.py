@@ -27,11 +27,10 @@ from distprune.files.checkpoints.checkpoint import SIDECAR, open_checkpoint
 from distprune.files.checkpoints.header import INDEX_SUFFIX, make_header
 from distprune.files.checkpoints.locating import is_weights
 from distprune.files.disk.access import (
-    OpenFiles,
+    OutputFiles,
     allocate,
     copy_file,
     write_atomically,
-    write_from,
     writing,
 )
 from distprune.files.disk.destination import resolve_destination
@@ -452,14 +451,14 @@ class WeightFiles:
         self._waiting: dict[str, Tensor] = {}
         self._missing: dict[str, int] = {}
         self._folder = Path()
-        self._files = OpenFiles(os.O_RDWR)
+        self._files = OutputFiles()
 
     def start(self, folder: Path) -> None:
         """Reserve the disk for all files, and write their headers and the index."""
         self._folder = folder
         for file, header in self._headers.items():
             allocate(str(folder / file), self.sizes[file])
-            write_from(self._files, str(folder / file), 0, header)
+            self._files.write(str(folder / file), 0, header)
         if len(self.sizes) > 1:
             index = {
                 "metadata": {"total_parameters": self._numel, "total_size": self.num_bytes},
@@ -510,7 +509,7 @@ class WeightFiles:
         assert values.dtype == place.dtype, (name, values.dtype)
         data = values.contiguous().view(torch.uint8).numpy().data
         offset = place.offset + start * place.dtype.itemsize
-        write_from(self._files, str(self._folder / place.file), offset, data)
+        self._files.write(str(self._folder / place.file), offset, data)
 
 
 def _num_bytes(tensor: _Described) -> int:

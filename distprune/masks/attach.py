@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.pruned_form import is_dtensor, mask_key, orig_key
-from distprune.masks import guards
 from distprune.masks.hook import PruningHook, find_hook, hooks_on, register, unregister
 from distprune.shards.shard import LocalShard
 from distprune.torch_private import deepspeed, masked_value
@@ -72,9 +71,7 @@ class Transaction:
             shard_mask = _mask_shards(owners, name, mask, managed, is_renamed)
             self._settle.append(shard_mask.settle)
         hook.register_module(module)
-        hook.remember_parameter(module, is_managed=managed is not None)
         for owner in owners:
-            guards.keep_mask(owner, name)
             _update_after_loading(owner)
             register(owner, hook)
 
@@ -190,7 +187,7 @@ def _registries(module: nn.Module) -> tuple[dict[Any, Any], ...]:
 @functools.lru_cache(maxsize=1 << 10)
 def _attributes(name: str) -> tuple[str, ...]:
     """The attributes that pruning sets or deletes."""
-    return (name, orig_key(name), masked_value.shard_mask_key(name), guards.KEY)
+    return (name, orig_key(name), masked_value.shard_mask_key(name))
 
 
 def _saved(module: nn.Module, name: str) -> _Saved:
@@ -262,7 +259,6 @@ def _restore_parameter(module: nn.Module, name: str) -> None:
         masked_value.end_live(module, name)
     module.__dict__.pop(name, None)
     delattr(module, mask_key(name))
-    guards.stop_keeping(module)
     _stop_updating(module)
     _rename_parameter(module, orig_key(name), name)
 
@@ -274,7 +270,7 @@ def _mask_shards(
     original, buffer = orig_key(name), mask_key(name)
     key = masked_value.shard_mask_key(name)
     # A gathered copy was made without this mask.
-    managed.reshard()
+    managed.free_gathered()
     previous = owners[0].__dict__.get(key)
     shard_mask = masked_by(managed)
     for owner in owners:
@@ -297,7 +293,7 @@ def _mask_shards(
 
 def _unmask_shards(owners: list[nn.Module], name: str, managed: Managed) -> None:
     key = masked_value.shard_mask_key(name)
-    managed.reshard()
+    managed.free_gathered()
     owners[0].__dict__[key].detach()
     managed.rename(orig_key(name), name)
     for owner in owners:
@@ -356,13 +352,12 @@ def _stop_updating(module: nn.Module) -> None:
 class _AfterLoading:
     """Updates a pruned module after ``load_state_dict``.
 
-    ``assign=True`` registers new parameters, which is no error. And the masked weight of a plain
-    module, which its hook computes before forward, would otherwise keep the previous values.
+    The masked weight of a plain module, which its hook computes before forward, would otherwise
+    keep the previous values.
     """
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
         for hook in self.pruned(module):
-            hook.refresh_parameter_id(module)
             if _fit(module, hook._tensor_name):
                 with torch.enable_grad():
                     hook.refresh_product(module)

@@ -6,15 +6,13 @@ import copy
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from distprune._common.naming import Pair, full_name, named_modules
 from distprune._common.pruned_form import is_dtensor, lost_mask, mask_key, masked_product, orig_key
-from distprune.masks.guards import guard_merges
-from distprune.masks.record import CallRecord, MaskRecord, Member
 from distprune.torch_private import masked_value
 from distprune.torch_private.masked_value import ShardMask
 from distprune.torch_private.wrapper import active_ddp, ignore_buffers, is_managed
@@ -23,27 +21,30 @@ from distprune.torch_private.wrapper import active_ddp, ignore_buffers, is_manag
 _bound: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+class MaskRecord(NamedTuple):
+    """The mask of one whole parameter as two numbers; the same on every rank, on any sharding.
+
+    Attributes:
+        fingerprint: int64, as fingerprint.fingerprint_part adds it up over all shards.
+        num_pruned: elements under the mask.
+    """
+
+    fingerprint: int
+    num_pruned: int
+
+
 class PruningHook:
     """Base of every pruning method: what torch keeps in ``module._forward_pre_hooks``.
 
     Attributes:
         _tensor_name: name of the pruned parameter, without "_orig".
         record: the mask that the last pruning left; None if unknown.
-        member: the parameter's entry in the group that was pruned together; None if unknown.
-        call_record: how the last pruning selected the mask; None if unknown.
-        layout: sharding of the parameter when the mask was attached; None if a wrapper manages it.
         tied_places: every (module, name) of a tied parameter, which is pruned and removed as one.
     """
 
     _tensor_name: str
     record: MaskRecord | None = None
-    member: Member | None = None
-    call_record: CallRecord | None = None
-    layout: str | None = None
     tied_places: tuple[tuple[nn.Module, str], ...] = ()
-    # id of the parameter when ``layout`` was noted. An id, because torch.utils.swap_tensors refuses
-    # tensors that have weak references.
-    _parameter_id: int | None = None
     # The module that has the hook; not pickled, but set again at the next forward.
     _module_ref: weakref.ref[nn.Module] | None = None
     # id of the ``_orig`` parameter at the last forward; a new id means that the module was wrapped
@@ -104,24 +105,6 @@ class PruningHook:
         """Remember the module, for :meth:`__deepcopy__` and :func:`new_modules`."""
         self._module_ref = weakref.ref(module)
         _bound.add(module)
-        guard_merges()
-
-    def remember_parameter(self, module: nn.Module, *, is_managed: bool) -> None:
-        """Remember the parameter to which the mask belongs, and its layout."""
-        parameter = module._parameters.get(orig_key(self._tensor_name))
-        self.layout = None if is_managed or parameter is None else layout_of(parameter)
-        self._parameter_id = None
-        self.refresh_parameter_id(module)
-
-    def refresh_parameter_id(self, module: nn.Module) -> None:
-        """Remember the parameter after it may have been replaced, by loading or moving."""
-        parameter = module._parameters.get(orig_key(self._tensor_name))
-        if self.layout is not None and parameter is not None:
-            self._parameter_id = id(parameter)
-
-    def is_replaced(self, parameter: Tensor) -> bool:
-        """Whether this is known to be another parameter than the one that was pruned."""
-        return self._parameter_id not in (None, id(parameter))
 
     def _before_forward(self, module: nn.Module) -> None:
         if self._module_ref is None or self._module_ref() is not module:
@@ -158,7 +141,7 @@ class PruningHook:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_module_ref", "_ddp_ref", "_last_original_id", "_parameter_id")
+        own = ("_module_ref", "_ddp_ref", "_last_original_id")
         return {key: value for key, value in self.__dict__.items() if key not in own}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PruningHook:
@@ -182,13 +165,6 @@ class PruningHook:
         if in_copy:
             clone.register_module(memo[id(module)])
         return clone
-
-
-def layout_of(parameter: Tensor) -> str:
-    """The sharding of a parameter that no wrapper manages, for messages and comparison."""
-    if not is_dtensor(parameter):
-        return "whole"
-    return f"{parameter.placements} on a mesh of shape {tuple(parameter.device_mesh.shape)}"
 
 
 def hooks_on(module: nn.Module) -> list[PruningHook]:
@@ -263,7 +239,7 @@ def records_of(model: nn.Module) -> dict[str, list[int]]:
     They are the same on any sharding, and on every rank that has the parameter.
     """
     return {
-        name: [hook.record.fingerprint, hook.record.num_pruned]
+        name: list(hook.record)
         for name, _, hook in pruned_parameters(model)
         if hook.record is not None
     }

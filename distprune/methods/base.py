@@ -27,8 +27,7 @@ from distprune.call.run import prune_parameters
 from distprune.masks import checks
 from distprune.masks.attach import Transaction, detach
 from distprune.masks.fingerprint import fingerprint_parts
-from distprune.masks.hook import PruningHook, find_hook
-from distprune.masks.record import MaskRecord, Member, join
+from distprune.masks.hook import MaskRecord, PruningHook, find_hook
 from distprune.methods import ranking
 from distprune.selection.keys import Order
 from distprune.shards.checksum import checksums
@@ -218,9 +217,6 @@ class BasePruningMethod(PruningHook, ABC):
         mask = mask.detach()
         num_pruned = int((mask == 0).sum())
         hook.record = MaskRecord(fingerprint_parts([shard], [mask])[0], num_pruned)
-        hook.member = Member(shard.name, False, module)
-        hook.call_record = None
-        join([hook.member], [None if present is None else present.member])
         return hook
 
     @classmethod
@@ -298,10 +294,7 @@ class BasePruningMethod(PruningHook, ABC):
                 zero_pruned(final, shard.mask)
             else:
                 final = self.apply_mask(module)
-            present = find_hook(module, name)
             detach(module, name, final, shard.managed)
-        if present is not None and present.member is not None:
-            present.member.forget()
 
 
 class PruningContainer(BasePruningMethod):

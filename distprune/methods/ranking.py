@@ -248,18 +248,10 @@ def rank(call: PruningCall, amount: Amount, ranking: ByScore | AtRandom) -> Deci
     def finish() -> LocalMasks:
         return LocalMasks(masks, write_masks(parts, cuts, flat, drafted))
 
-    is_plain = not call.is_limited and call.normalize is None
     bound_of = [cut.bound for cut in cuts]
     if wanted is not None and bounds is not None:
         bound_of = bounds_met(call, bounds.lowest)
-    decision = Decision(
-        finish,
-        bound_of=bound_of,
-        wanted=wanted,
-        is_by_magnitude=ranking is BY_MAGNITUDE
-        and is_plain
-        and not any(scores is not None for scores in call.scores),
-    )
+    decision = Decision(finish, bound_of=bound_of, wanted=wanted)
     return _with_threshold(decision, keys, selection if k else None)
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.attempts import interrupts_wait
 from distprune._common.collectives import Communicator
 from distprune._common.process_groups import world
 from distprune._common.report_text import CallReport, table
@@ -24,7 +23,6 @@ from distprune.shards.parameters import Target
 from distprune.shards.shard import LocalShard
 from distprune.statistics.gram import GramBlock, GramMatrices, with_damping
 from distprune.statistics.layers import WeightLayout
-from distprune.torch_private import live_graphs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -148,7 +146,7 @@ def reconstruct(
         ValueError: a parameter that is none of those of ``grams``; a damping or a number of steps
             out of range; with damping 0 a singular Gram matrix; weights that are not finite. On
             every rank; every parameter is as it was.
-        RuntimeError: Gram matrices that were forgotten; a backward that is still to come.
+        RuntimeError: Gram matrices that were forgotten.
         NotImplementedError: dtypes other than real floating-point ones; parameters that DeepSpeed
             or a registered layout pruned; as ``global_unstructured``.
 
@@ -236,14 +234,7 @@ class _Change:
         self._copies: dict[int, Tensor] = {}
 
     def begin(self) -> None:
-        """Free what FSDP has gathered.
-
-        Raises:
-            RuntimeError: a backward is still to come that may need the present values.
-        """
-        self._refresh_products()  # without the graph that a product may have
-        for target in self._targets:
-            _check_no_backward(target)
+        """Free what FSDP has gathered."""
         for target in self._targets:
             if target.shard.managed is not None:
                 target.shard.managed.free_gathered()
@@ -258,34 +249,15 @@ class _Change:
     def finish(self) -> None:
         """Let the masks act on the new values, in products that have a graph again."""
         with torch.enable_grad():
-            self._refresh_products()
+            for target in self._targets:
+                if target.shard.managed is None:
+                    refresh_products(target.places)
 
     def rollback(self) -> None:
         """Write back what was there before."""
-        with interrupts_wait():
-            for number, copy in self._copies.items():
-                self.values(number).copy_(copy)
-            self.finish()
-
-    def _refresh_products(self) -> None:
-        """Compute ``mask * weight_orig`` anew where a module keeps it."""
-        for target in self._targets:
-            if target.shard.managed is None:
-                refresh_products(target.places)
-
-
-def _check_no_backward(target: Target) -> None:
-    managed = target.shard.managed
-    is_needed = (
-        live_graphs.reaches(target.shard.parameter) if managed is None else managed.is_in_graph()
-    )
-    if is_needed:
-        raise RuntimeError(
-            f"{target.label} was used by a forward whose backward is still to come at a change of "
-            "its values; expected each forward and its backward on one side of it: gradients would "
-            "mix different weights. If no backward is to come, delete what the forward returned "
-            "(loss, outputs), or run it under torch.no_grad()."
-        )
+        for number, copy in self._copies.items():
+            self.values(number).copy_(copy)
+        self.finish()
 
 
 class _Errors:

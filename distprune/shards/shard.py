@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from distprune._common import memory
 from distprune._common.pruned_form import is_dtensor
 from distprune.shards.geometry import Fold, IndexMap
 from distprune.torch_private import deepspeed
@@ -178,19 +177,6 @@ class LocalShard:
             return local
         return laid_out_like(self.parameter, local, {} if specs is None else specs)
 
-    def sample(self) -> Tensor:
-        """A copy of some values, evenly spaced, 1-d: it shows whether an optimizer changed them.
-
-        They are 64 to 256: of small parameters a smaller part, because each is a cache line.
-        """
-        return self._sampled.clone()
-
-    @property
-    def _sampled(self) -> Tensor:
-        flat = self.flat_values
-        size = min(max(64, flat.numel() >> 8), 256)
-        return flat[:: max(1, flat.numel() // size)]
-
     def live_values(self) -> Tensor:
         """The values with pruned elements at zero, as they are now (N-d, a copy if pruned)."""
         if self.mask is None:
@@ -251,20 +237,3 @@ class FoldedShard(LocalShard):
             groups = torch.arange(fold.num_groups) * fold.size
             channels = (groups.unsqueeze(1) + channels).view(-1)
         return local.movedim(axis, 0), channels
-
-
-def samples_of(shards: Sequence[LocalShard]) -> list[Tensor]:
-    """:meth:`LocalShard.sample` of each; those on a device are copied together."""
-    samples: dict[int, Tensor] = {}
-    kinds: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
-    for position, shard in enumerate(shards):
-        device = shard.values.device
-        if memory.takes_numpy(device):
-            samples[position] = shard.sample()
-        else:
-            kinds.setdefault((device, shard.values.dtype), {})[position] = shard._sampled
-    for views in kinds.values():
-        copied = torch.cat([*views.values()])
-        sizes = [view.numel() for view in views.values()]
-        samples |= zip(views, torch.split(copied, sizes), strict=True)
-    return [samples[position] for position in range(len(shards))]

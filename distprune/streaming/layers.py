@@ -190,10 +190,6 @@ class StreamedModel:
                 changes.callback(vars(layer).pop, "forward")
             yield self.model
 
-    def close(self) -> None:
-        """Close the files."""
-        self._reader.close()
-
     @contextlib.contextmanager
     def _in_memory(self, sources: Sequence[TensorSource]) -> Iterator[None]:
         """Give tensors of the model their values, and take them away again."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -119,14 +118,14 @@ class Passes:
         planned = self.communicator.run(lambda: plan(folder, recipe))
         after = self._stream("after", settings.evaluation)
         if after is not None or settings.moves:
-            with self._masks(planned) as masks:
-                for number in layers("update", numbers):
-                    with self.streamed.layer(number):
-                        self._update(dense if settings.moves else None, number, masks)
-                        if after is not None:
-                            after.advance(number)
+            masks = self._masks(planned)
+            for number in layers("update", numbers):
+                with self.streamed.layer(number):
+                    self._update(dense if settings.moves else None, number, masks)
                     if after is not None:
-                        after.remove("state", number - 1)
+                        after.advance(number)
+                if after is not None:
+                    after.remove("state", number - 1)
         if after is not None:
             perplexities["after"] = self._perplexity(after, "after")
         tensors = [name for number in numbers for name in self.stored.names_of(number)]
@@ -186,8 +185,13 @@ class Passes:
             statistics.save(self.work.file("statistics", number))
 
     def _differentiate(self, stream: WindowStream, number: int) -> None:
-        parameters = self.stored.parameters[number]
-        statistics, criteria = gradients_of(parameters, self.settings)
+        settings, parameters = self.settings, self.stored.parameters[number]
+        for module, name in parameters:
+            module.get_parameter(name).requires_grad_(True)
+        collects = bool(parameters) and settings.collects_gradients
+        statistics = [GradientStatistics(parameters)] if collects else []
+        scores = settings.elementwise if parameters else []
+        criteria = {score: elementwise_criterion(score, parameters) for score in scores}
         stream.differentiate_layer(number, [*statistics, *criteria.values()])
         for each in statistics:
             each.save(self.work.file("statistics", number))
@@ -200,7 +204,7 @@ class Passes:
         parameters = self.stored.parameters[number]
         for score, criterion in criteria.items():
             values = criterion.scores()
-            scores = {p.fqn: values[p].cpu().to(self.settings.score_dtype) for p in parameters}
+            scores = {p.fqn: values[p].cpu().float() for p in parameters}
             found |= self.stored.scores(scores, score)
 
         def write() -> None:
@@ -251,14 +255,12 @@ class Passes:
             self.work.record("scores", True)
         return recipe.replaced(scores=str(place))
 
-    @contextmanager
-    def _masks(self, planned: Plan) -> Iterator[RankedMasks]:
+    def _masks(self, planned: Plan) -> RankedMasks:
         cuts = self.work.get("cuts")
-        team = Team(self.communicator, stop=self.settings.stop)
-        with closing(RankedMasks(planned, team, cuts)) as masks:
-            if cuts is None:
-                self.work.record("cuts", masks.cuts)
-            yield masks
+        masks = RankedMasks(planned, Team(self.communicator, stop=self.settings.stop), cuts)
+        if cuts is None:
+            self.work.record("cuts", masks.cuts)
+        return masks
 
     def _keep(self, number: int, masks: RankedMasks) -> Keep:
         """The masks of a layer. Collective if ranks share the reading: each ranks some tensors."""
@@ -304,19 +306,6 @@ class Passes:
         kept = [row for row in work.get("errors", []) if row[0] not in {e.name for e in errors}]
         rows = [[e.name, e.error_before, e.error_after] for e in errors]
         work.record("errors", kept + rows)
-
-
-def gradients_of(
-    parameters: Sequence[NamedParameter], settings: Settings
-) -> tuple[list[GradientStatistics], dict[str, GradientMoment]]:
-    """What is collected of the gradients of a layer's parameters, which need them from now on."""
-    if not parameters:
-        return [], {}
-    for module, name in parameters:
-        module.get_parameter(name).requires_grad_(True)
-    statistics = [GradientStatistics(parameters)] if settings.collects_gradients else []
-    criteria = {name: elementwise_criterion(name, parameters) for name in settings.elementwise}
-    return statistics, criteria
 
 
 def _weight(parameter: NamedParameter) -> Tensor:

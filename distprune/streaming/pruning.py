@@ -13,7 +13,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,10 +35,10 @@ from distprune.language_models.loading import require_extra
 from distprune.language_models.running import Report as ReportProgress
 from distprune.language_models.text import TokenWindows
 from distprune.recipes import ELEMENTWISE
-from distprune.streaming.cost import StreamCost, chosen_holding, cost_of, measured_seconds
+from distprune.streaming.cost import StreamCost, chosen_holding, cost_of
 from distprune.streaming.layers import StoredLayers, StreamedModel
 from distprune.streaming.passes import Passes
-from distprune.streaming.settings import ScoreBits, Settings, Update
+from distprune.streaming.settings import Settings, Update
 from distprune.streaming.work import Work
 
 
@@ -79,7 +78,6 @@ def prune_folder(
     keep_scores: str | Path | None = None,
     replace: bool = False,
     resident: bool | None = None,
-    score_bits: ScoreBits = 32,
     tell: Callable[[str], None] | None = None,
 ) -> PrunedFolder:
     """Prune the decoder in a Hugging Face folder by text. Collective over all ranks.
@@ -130,10 +128,6 @@ def prune_folder(
         resident: whether the layers stay in memory, on each rank a part of their rows, and are read
             once. None: on accelerators, if a part fits beside what a pass needs. The result is the
             same to the bit.
-        score_bits: of the scores of single weights in files: 32, or 16 for half of the disk. With
-            16 they are rounded to bfloat16, to the nearest, halves to even: by less than 0.4 % (by
-            more below 1e-38). Scores as near as that may become equal, and then the weight that
-            comes first is pruned first. Masks and counts are exactly those of the rounded scores.
 
     Returns:
         The report, and what was measured.
@@ -152,7 +146,7 @@ def prune_folder(
     (and 12 bytes for each weight that has a score of its own), for the update with its Gram
     matrices (4 bytes x inputs**2 for each different input) and the solver's copies of one matrix;
     or embedding and head; and one batch. Disk: tokens x width x (layers + 3) elements, for the
-    update a copy of the pruned tensors, and 4 bytes (2 with 16 bits) for each weight that has a
+    update a copy of the pruned tensors, and 4 bytes for each weight that has a
     score of its own; all are removed at the end, unless scores are kept. Reads of the
     checkpoint: one for each pass, those of ``files.pruning.prune``, and one for the masks of the
     update.
@@ -173,7 +167,6 @@ def prune_folder(
         replace=replace,
         keep_scores=None if keep_scores is None else Path(keep_scores).absolute(),
         resident=resident,
-        score_bits=score_bits,
         tell=tell or (lambda text: None),
     )
     communicator = world()
@@ -232,13 +225,6 @@ def _check_request(settings: Settings, rounds: Sequence[float]) -> None:
             f"scores are to be kept in {settings.keep_scores}, and single weights get none; "
             f"expected score {' or '.join(ELEMENTWISE)}, without a folder of scores."
         )
-    if settings.score_bits not in (16, 32):
-        raise SelectionError(f"score_bits={settings.score_bits!r}; expected 16 or 32.")
-    if settings.score_bits != 32 and not settings.elementwise:
-        raise SelectionError(
-            f"scores of single weights are to have {settings.score_bits} bits, and none are made; "
-            f"expected score {' or '.join(ELEMENTWISE)}, without a folder of scores."
-        )
     steps = [0.0, *rounds, recipe.sparsity or 0.0]
     if rounds and (recipe.groups or steps != sorted(set(steps))):
         raise SelectionError(
@@ -285,19 +271,19 @@ def _pruned_once(
 
     told = {"text": text} | {name: facts[name] for name in ("rounds",) if name in facts}
     try:
-        with closing(communicator.run(begin)) as streamed:
-            stored = communicator.run(lambda: StoredLayers(streamed, settings.recipe))
-            cost = communicator.run(lambda: cost_of(streamed, stored, settings))
-            communicator.run(lambda: cost.check(settings.device))
-            holding, told_of = chosen_holding(cost, settings, communicator)
-            streamed.hold(holding)
-            settings.tell(told_of)
-            num_bytes = cost.disk + sum(file.size for file in streamed.checkpoint.files)
-            work = Work(target, facts, num_bytes, communicator, settings.keep_scores)
-            if work.is_resumed:
-                settings.tell(f"Resuming what is in {work.path}.")
-            with communicator.raising_everywhere():
-                recipe, values = Passes(streamed, stored, settings, work, before).run(told)
+        streamed = communicator.run(begin)
+        stored = communicator.run(lambda: StoredLayers(streamed, settings.recipe))
+        cost = communicator.run(lambda: cost_of(streamed, stored, settings))
+        communicator.run(lambda: cost.check(settings.device))
+        holding, told_of = chosen_holding(cost, settings, communicator)
+        streamed.hold(holding)
+        settings.tell(told_of)
+        num_bytes = cost.disk + sum(file.size for file in streamed.checkpoint.files)
+        work = Work(target, facts, num_bytes, communicator, settings.keep_scores)
+        if work.is_resumed:
+            settings.tell(f"Resuming what is in {work.path}.")
+        with communicator.raising_everywhere():
+            recipe, values = Passes(streamed, stored, settings, work, before).run(told)
     finally:
         lock.release()
     planned = communicator.run(lambda: plan(source, recipe, values=values))
@@ -324,22 +310,17 @@ def estimate(
     num_evaluated: int = 0,
     batch_size: int = 1,
     dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    score_bits: ScoreBits = 32,
-    measures: bool = False,
 ) -> StreamCost:
     """What :func:`prune_folder` would need of each process, and of the disk. Local.
 
     Args:
-        source, recipe, update, batch_size, dtype, device, score_bits: as for :func:`prune_folder`.
+        source, recipe, update, batch_size, dtype: as for :func:`prune_folder`.
         num_windows, length: of the text.
         num_evaluated: windows of held-out text.
-        measures: run the largest layer on a few random tokens, and tell from it how long it takes.
 
     Raises: as :func:`prune_folder`, for what the headers show.
 
-    Cost: builds the model without weights; some seconds. To measure, reads that layer, embedding
-    and head three times, and has them in memory.
+    Cost: builds the model without weights; some seconds.
     """
     require_extra()
     windows, evaluation = (
@@ -353,15 +334,9 @@ def estimate(
         update=update,
         batch_size=batch_size,
         dtype=dtype,
-        device=torch.device(device or "cpu"),
-        score_bits=score_bits,
     )
-    with closing(StreamedModel(source, dtype, settings.device)) as streamed:
-        stored = StoredLayers(streamed, recipe)
-        cost = cost_of(streamed, stored, settings)
-        if measures:
-            cost = dataclasses.replace(cost, seconds=measured_seconds(streamed, stored, settings))
-        return cost
+    streamed = StreamedModel(source, dtype, settings.device)
+    return cost_of(streamed, StoredLayers(streamed, recipe), settings)
 
 
 def _finished(target: Path, text: str) -> PrunedFolder | None:

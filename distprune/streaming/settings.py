@@ -20,7 +20,6 @@ from distprune.language_models.text import TokenWindows
 from distprune.recipes import ELEMENTWISE
 
 Update = Literal["least_squares", "none"]
-ScoreBits = Literal[16, 32]
 _CPU = torch.device("cpu")
 
 
@@ -31,7 +30,6 @@ class Settings:
     Attributes:
         device: where layers run.
         resident: whether layers stay in memory; None: by what there is.
-        score_bits: of the scores of single weights in files, 16 (bfloat16) or 32.
     """
 
     recipe: FileRecipe
@@ -48,7 +46,6 @@ class Settings:
     replace: bool = False
     keep_scores: Path | None = None
     resident: bool | None = None
-    score_bits: ScoreBits = 32
     tell: Callable[[str], None] = lambda text: None
 
     @property
@@ -73,11 +70,6 @@ class Settings:
             return []
         scores = {part.score for part in self.recipe.parts}
         return [score for score in ELEMENTWISE if score in scores]
-
-    @property
-    def score_dtype(self) -> torch.dtype:
-        """In which scores of single weights are stored."""
-        return torch.bfloat16 if self.score_bits == 16 else torch.float32
 
     @property
     def needs_backward(self) -> bool:
@@ -107,7 +99,6 @@ class Settings:
             "damping": self.damping,
             "batch_size": self.batch_size,
             "dtype": str(self.dtype),
-            **({} if self.score_bits == 32 else {"score_bits": self.score_bits}),
             "versions": [__version__, str(torch.__version__), transformers.__version__],
         }
 

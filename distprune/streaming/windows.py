@@ -151,11 +151,6 @@ class WindowStream(HiddenStates):
         """Read a stage of a batch."""
         return self._read("state", stage, batch)
 
-    def copy(self, kind: str, number: int, other: int) -> None:
-        """Take the files of a stage for those of another one, as where one layer is measured."""
-        for batch in range(len(self.batches)):
-            self._write(kind, other, batch, self._read(kind, number, batch))
-
     def remove(self, kind: str, number: int) -> None:
         """Remove the files of a stage: "state" or "gradient"."""
         for batch in range(len(self.batches)):
@@ -280,9 +275,9 @@ def perplexity(
         holding = Holding(shares=num_machines(communicator.size) > 1)
         return StreamedModel(source, dtype, torch.device(device or "cpu"), holding)
 
+    streamed = communicator.run(begin)
     with (
         tempfile.TemporaryDirectory(dir=folder) as states,
-        contextlib.closing(communicator.run(begin)) as streamed,
         communicator.raising_everywhere(),
     ):
         with streamed.weights_around():

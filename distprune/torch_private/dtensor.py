@@ -33,8 +33,7 @@ Specs = dict[object, Any]
 def laid_out_like(parameter: DTensor, local: Tensor, specs: Specs) -> DTensor:
     """A DTensor of this rank's part, on the mesh and with the placements of another one.
 
-    As ``DTensor.from_local`` without a check, which takes six times as long, and counts as a node
-    of autograd (see ``live_graphs``).
+    As ``DTensor.from_local`` without a check, which takes six times as long.
 
     Args:
         local: detached; shares its memory with the result.

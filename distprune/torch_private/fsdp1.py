@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 
-from distprune.torch_private import live_graphs, private_fields
+from distprune.torch_private import private_fields
 from distprune.torch_private.managed import GradientSource, ManagedRun, padded_pieces
 
 if TYPE_CHECKING:
@@ -172,9 +172,6 @@ class FlatPiece(ManagedRun):
         objects = {"FullyShardedDataParallel": self.wrapper, "FlatParamHandle": handle}
         private_fields.check("FSDP1", objects | {"FlatParameter": handle.flat_param})
 
-    def is_in_graph(self) -> bool:
-        return live_graphs.reaches(self.handle.flat_param)
-
     def free_gathered(self) -> None:
         # After evaluation the root keeps its gathered copy.
         handle = self.handle
@@ -248,7 +245,6 @@ class FlatPiece(ManagedRun):
         return gradient is not None and gradient.numel() != local_slice(self.handle).numel()
 
     def write(self, values: Tensor) -> None:
-        self.check_no_backward()
         self.values.copy_(values)
 
 

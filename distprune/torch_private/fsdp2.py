@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-from distprune.torch_private import live_graphs, private_fields
+from distprune.torch_private import private_fields
 from distprune.torch_private.managed import GradientSource, ManagedDTensor, Receive, padded_pieces
 
 if TYPE_CHECKING:
@@ -82,12 +82,6 @@ class ManagedParameter(ManagedDTensor):
             # that does nothing for a root.
             self.group._to_sharded()  # type: ignore[no-untyped-call]
 
-    def is_in_graph(self) -> bool:
-        # Graphs refer to the gathered parameter, which exists from the first gather on; its memory
-        # is freed and allocated again.
-        gathered = getattr(self.fsdp_param, "_unsharded_param", None)
-        return gathered is not None and live_graphs.reaches(gathered)
-
     def has_registered(self, module: nn.Module, name: str) -> bool:
         registered = module._parameters.get(name)
         copies = ("_unsharded_param", "_sharded_post_forward_param")
@@ -131,7 +125,7 @@ class ManagedParameter(ManagedDTensor):
         )
 
     def write(self, values: Tensor) -> None:
-        self.reshard()  # no gather may be reading the shard
+        self.free_gathered()  # no gather may be reading the shard
         self.sharded.to_local().copy_(values)
 
     def check_fields(self) -> None:

@@ -38,22 +38,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from distprune._common.collectives import resolved
-from distprune._common.pruned_form import is_dtensor, name_without_orig
+from distprune._common.pruned_form import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-
-def backward_to_come(module: nn.Module, name: str) -> RuntimeError:
-    """A mask would change between a forward and its backward."""
-    name = name_without_orig(name)
-    return RuntimeError(
-        f"{type(module).__name__}.{name} was used by a forward whose backward is still to come. "
-        "Its wrapper may gather parameters again for backward: gradients would mix the weights "
-        "before and after this call; expected a call before the forward, or after its backward. "
-        "If no backward is to come, delete what the forward returned (loss, outputs) first, or run "
-        "it under torch.no_grad()."
-    )
 
 
 class Managed(ABC):
@@ -91,26 +79,8 @@ class Managed(ABC):
         """Raise NotImplementedError naming the private fields that this torch lacks."""
 
     @abstractmethod
-    def is_in_graph(self) -> bool:
-        """Whether a backward is still to come that may need the gathered copy."""
-
-    @abstractmethod
     def free_gathered(self) -> None:
-        """Free the gathered copy, if there is one, even if a backward is still to come."""
-
-    def reshard(self) -> None:
-        """Free the gathered copy, if there is one: it was made without the mask to come.
-
-        Raises:
-            RuntimeError: a backward is still to come that needs the copy.
-        """
-        self.check_no_backward()
-        self.free_gathered()
-
-    def check_no_backward(self) -> None:
-        """Raise RuntimeError if a backward is still to come that may need the gathered copy."""
-        if self.is_in_graph():
-            raise backward_to_come(*self.owners[0])
+        """Free the gathered copy, if there is one."""
 
     @abstractmethod
     def has_registered(self, module: nn.Module, name: str) -> bool:
@@ -158,11 +128,7 @@ class Managed(ABC):
 
     @abstractmethod
     def write(self, values: Tensor) -> None:
-        """Overwrite this rank's shard.
-
-        Raises:
-            RuntimeError: a backward is still to come that needs the present values.
-        """
+        """Overwrite this rank's shard."""
 
 
 class ManagedDTensor(Managed):

@@ -44,9 +44,15 @@ _NAMES = "_distprune_live_names"
 _BASE = "_distprune_base"
 
 
+def live_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters that are computed at each access."""
+    names: tuple[str, ...] = getattr(type(module), _NAMES, ())
+    return names
+
+
 def is_live(module: nn.Module, name: str) -> bool:
     """Whether ``module.<name>`` is computed at each access."""
-    return name in getattr(type(module), _NAMES, ())
+    return name in live_names(module)
 
 
 def must_be_live(module: nn.Module, name: str) -> bool:
@@ -62,14 +68,14 @@ def shard_mask_key(name: str) -> str:
 
 def make_live(module: nn.Module, name: str) -> None:
     """Compute ``module.<name>`` from now on."""
-    names = {*getattr(type(module), _NAMES, ()), name}
+    names = {*live_names(module), name}
     module.__dict__.pop(name, None)  # a value that an earlier hook had set
     module.__class__ = _live_class(base_class(module), tuple(sorted(names)))
 
 
 def end_live(module: nn.Module, name: str) -> None:
     """Undo :func:`make_live`; the class is the original one after the last name."""
-    names = {*getattr(type(module), _NAMES, ())} - {name}
+    names = {*live_names(module)} - {name}
     base = base_class(module)
     module.__class__ = _live_class(base, tuple(sorted(names))) if names else base
 
@@ -329,7 +335,7 @@ def _reduce(module: nn.Module, protocol: int) -> Any:
     state = module.__dict__ if own_state is None else own_state()
     if state is module.__dict__:
         state = dict(state)
-    return _restore, (base_class(module), getattr(type(module), _NAMES)), state
+    return _restore, (base_class(module), live_names(module)), state
 
 
 def _restore(base: type, names: tuple[str, ...]) -> nn.Module:

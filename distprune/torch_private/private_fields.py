@@ -72,7 +72,7 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
     "Module": {
         "Module": (
             "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks",
-            "_non_persistent_buffers_set", "_apply", "_call_impl",
+            "_non_persistent_buffers_set", "_call_impl",
         ),
     },
 }  # fmt: skip

@@ -28,8 +28,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from distprune._common.pruned_form import orig_key
-from distprune.torch_private import live_graphs
+from distprune._common.pruned_form import local_tensor, orig_key
 from distprune.torch_private.managed import GradientSource, ManagedRun, padded_pieces
 from distprune.torch_private.masked_value import RunMask
 
@@ -81,7 +80,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _by_memory.clear()
     for kept in list(_kept):
         for master in filter(Tensor.numel, kept.masters):
-            _by_memory.setdefault(live_graphs.storage_of(master), []).append((master, kept))
+            _by_memory.setdefault(_storage_of(master), []).append((master, kept))
     if not _kept:
         while _handles:
             _handles.pop().remove()
@@ -103,8 +102,17 @@ def _stepped_by(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor, Kept]]:
     """What an optimizer steps now, and the masters in it with their masks."""
     for group in optimizer.param_groups:
         for stepped in group["params"]:
-            for master, kept in _by_memory.get(live_graphs.storage_of(stepped), ()):
+            for master, kept in _by_memory.get(_storage_of(stepped), ()):
                 yield stepped, master, kept
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """Identifies the memory of a tensor, or of what a DTensor holds; 0 if it has none."""
+    try:
+        address: int = local_tensor(tensor).untyped_storage()._cdata
+        return address
+    except (NotImplementedError, RuntimeError):  # sparse
+        return 0
 
 
 class StoredRun(ManagedRun):
@@ -199,9 +207,6 @@ class StoredRun(ManagedRun):
     def check_fields(self) -> None:
         """Nothing private is used."""
 
-    def is_in_graph(self) -> bool:
-        return live_graphs.reaches(self.parameter)
-
     def free_gathered(self) -> None:
         """By default nothing stays gathered between a forward and the next."""
 
@@ -231,7 +236,6 @@ class StoredRun(ManagedRun):
         return False
 
     def write(self, values: Tensor) -> None:
-        self.check_no_backward()
         for stored in (self.values, *self.masters):
             stored.copy_(values)
         self.gather_again()

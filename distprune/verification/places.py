@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from distprune._common.naming import full_name, named_modules
 from distprune._common.pruned_form import is_dtensor, mask_key, name_of_mask, orig_key
-from distprune.masks import guards
-from distprune.masks.hook import PruningHook, hooks_on, layout_of
+from distprune.masks.hook import PruningHook, hooks_on
 from distprune.shards.reader import ShardReader
 from distprune.torch_private import masked_value
 from distprune.torch_private.managed import Managed, ManagedDTensor, ManagedRun
@@ -91,10 +90,7 @@ def traces(module: nn.Module) -> list[str]:
         name = name_of_mask(key)
         if name is not None and _has_original(module, name) and not _is_of_torch(module, name):
             names[name] = None
-    for name in guards.masked_names(module):
-        has_trace = _has_original(module, name) or masked_value.is_live(module, name)
-        if has_trace or masked_value.shard_mask_key(name) in module.__dict__:
-            names[name] = None
+    names |= dict.fromkeys(masked_value.live_names(module))
     return list(names)
 
 
@@ -184,22 +180,13 @@ def _parameter_of(record: Managed) -> Tensor:
 
 
 def _check_unmanaged(place: Place, shard_mask: ShardMask | None) -> None:
-    module, name, hook = place.module, place.name, place.hook
-    original, parameter = orig_key(name), place.original
+    module, name = place.module, place.name
     if shard_mask is not None:
         place.fail("the FSDP wrapper that its mask acted in does not have it any more")
         return
-    _check_layout(place, parameter)
+    _check_layout(place, place.original)
     if masked_value.must_be_live(module, name) and not masked_value.is_live(module, name):
         place.problems.append(f"{name} is not computed when it is read, as it has to be here")
-    if hook is None or hook.layout is None:
-        return
-    if layout_of(parameter) != hook.layout:
-        place.problems.append(
-            f"{original} has the layout: {layout_of(parameter)}; it was pruned as: {hook.layout}"
-        )
-    elif hook.is_replaced(parameter):
-        place.problems.append(f"{original} was replaced by another parameter than the one pruned")
 
 
 def _check_layout(place: Place, parameter: Tensor, *, may_be_elsewhere: bool = False) -> None:

@@ -174,13 +174,15 @@ def run_contestant(name: str, source: Path, destination: Path) -> None:
         subprocess.run(["cp", "-r", source, destination], check=True)
     else:
         command = ["prune", str(source), str(destination), "-q", "--sparsity", str(SPARSITY)]
+        launcher: list[str] = []
         if name in RANKINGS:
             command += RANKINGS[name]
             if "wanda" in command:
                 command += ["--statistics", str(source.parent / STATISTICS)]
         elif name != "distprune":
-            command += ["--nproc", name.split()[1]]
-        subprocess.run([sys.executable, "-m", "distprune", *command], check=True)
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+            launcher.append(name.split()[1])
+        subprocess.run([sys.executable, *launcher, "-m", "distprune", *command], check=True)
     sync(destination)
     print(Path("/proc/self/io").read_text())  # with that of processes that have ended
 
@@ -239,7 +241,6 @@ def check_result(source: Path, destination: Path) -> str:
 
     from distprune.files.checkpoints.checkpoint import open_checkpoint
     from distprune.files.checkpoints.mask_files import open_masks, read_keep
-    from distprune.files.disk.access import OpenFiles
 
     checkpoint, masks = open_checkpoint(source), open_masks(destination)
     entries = {entry.name: entry for entry in checkpoint.tensors}
@@ -265,7 +266,6 @@ def check_result(source: Path, destination: Path) -> str:
     threshold = scores[order][np.searchsorted(np.cumsum(counts[order]), k)]
     missing = k - int(counts[scores < threshold].sum())
     num_tied = int(counts[scores == threshold].sum())
-    files = OpenFiles(os.O_RDONLY)
     for name in names:
         bits = stored(source, name)
         own = scores_of[name][bits & 0x7FFF]
@@ -273,9 +273,8 @@ def check_result(source: Path, destination: Path) -> str:
         tied = np.flatnonzero(own == threshold)
         keep[tied[missing:]] = True
         missing = max(missing - len(tied), 0)
-        assert np.array_equal(read_keep(masks, files, name, 0, len(keep)), keep), name
+        assert np.array_equal(read_keep(masks, name, 0, len(keep)), keep), name
         assert np.array_equal(stored(destination, name), bits * keep), name
-    files.close()
     return f"{total:,} elements in {len(names)} tensors, {num_tied:,} of them tied"
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
 
-from jobs.document import markdown_table
-from language_model.table_results import perplexity_text, row_of, short, table_of
+from common import markdown_table
+from compare_on_language_model import perplexity_of, row_of, short, table_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests" / "benchmarks" / "results" / "language_model_gemma3_270m_202611.json"
@@ -21,91 +21,64 @@ TEXTS = {
     "docstrings_held_out_begins.txt": "Documentation of Python modules",
     "news.txt": "News",
 }
-PAGES = (ROOT / "README.md", ROOT / "docs" / "criteria.md", ROOT / "docs" / "reconstruction.md")
 START, END = "<!-- table of a language model -->", "<!-- /table of a language model -->"
 
 
-def sentence(results: dict) -> str:
+def sentence() -> str:
     """What the README says: the same sparsity by several criteria and scopes."""
-    cells = keyed(results["cells"])
-
-    def at(criterion: str, scope: str) -> str:
-        return perplexity_text(cells[criterion, scope, 0.5])
-
-    dense = perplexity_text(results["dense"])
-    updated = keyed(json.loads(UPDATED.read_text(encoding="utf-8"))["cells"])
-    moved = {key: perplexity_text(cell) for key, cell in updated.items()}
+    found = {}
+    for results in (_read(RESULTS), _read(UPDATED)):
+        for cell in results["cells"]:
+            if cell["sparsity"] == 0.5:
+                found[row_of(cell), cell["scope"]] = perplexity_of(cell)
     return (
-        f"Perplexity of Gemma-3-270M at 50 % (dense: {dense}): magnitude "
-        f"{at('magnitude', 'global')} ranked globally and {at('magnitude', 'row')} by row; Wanda "
-        f"{at('wanda', 'global')} globally, {at('wanda', 'global-rms')} with\n"
-        f'`normalize="rms"`, {at("wanda", "row")} by row; Fisher {at("fisher", "global")} '
-        f"globally, by factors {moved['factored_fisher', 'global', 0.5]}; the latter "
+        f"Perplexity of Gemma-3-270M at 50 % (dense: {perplexity_of(results['dense'])}): magnitude "
+        f"{found['magnitude', 'global']} ranked globally and {found['magnitude', 'row']} by row; "
+        f"Wanda {found['wanda', 'global']} globally, {found['wanda', 'global-rms']} with\n"
+        f'`normalize="rms"`, {found["wanda", "row"]} by row; Fisher {found["fisher", "global"]} '
+        f"globally, by factors {found['factored_fisher', 'global']}; the latter "
         "with\n[the kept weights moved](docs/reconstruction.md) "
-        f"{moved['factored_fisher, least-squares', 'global', 0.5]}, and in rounds "
-        f"{moved['factored_fisher, rounds', 'global', 0.5]}; llm-compressor's SparseGPT\n"
-        f"{moved['SparseGPT (llm-compressor)', 'layer', 0.5]} from the same text.\n"
+        f"{found['factored_fisher, least-squares', 'global']}, and in rounds "
+        f"{found['factored_fisher, rounds', 'global']}; llm-compressor's SparseGPT\n"
+        f"{found['SparseGPT (llm-compressor)', 'layer']} from the same text.\n"
         "[The whole table, and what it is not](docs/criteria.md#which-criterion-which-scope)."
     )
 
 
-def tables(results: dict) -> str:
-    """Markdown: perplexity just after pruning, and after recovery as far as it was run."""
-    dense = results["dense"]["all"]
-    cells = keyed(results["cells"])
-    parts = [
-        f"Perplexity just after pruning, on {dense['num_tokens']:,} tokens; the dense model: "
-        f"{dense['perplexity']:.2f}.",
-        table_of(cells, perplexity_text),
-    ]
-    if results["recovered"]:
-        steps = results["recovery"]
-        later = results["dense_recovered"]["all"]["perplexity"]
-        parts += [
-            f"After {steps['recovery_steps']} steps of fine-tuning, {steps['recovery_batch']} "
-            f"sequences of {steps['length']} tokens each; the dense model after as many: "
-            f"{later:.2f}.",
-            table_of(keyed(results["recovered"]), perplexity_text),
-        ]
-    return "\n\n".join(parts)
-
-
-def keyed(cells: list[dict]) -> dict:
-    return {(row_of(cell), cell["scope"], cell["sparsity"]): cell for cell in cells}
+def table_of_criteria() -> str:
+    """Markdown: perplexity by criterion, scope and sparsity."""
+    results = _read(RESULTS)
+    dense = results["dense"]
+    return (
+        f"Perplexity just after pruning, on {dense['all']['num_tokens']:,} tokens; the dense "
+        f"model: {perplexity_of(dense)}.\n\n{table_of(results['cells'])}"
+    )
 
 
 def table_of_updates() -> str:
-    """Markdown: what each method makes of each text, and what recovery and programs need."""
-    results = json.loads(UPDATED.read_text(encoding="utf-8"))
+    """Markdown: what each method makes of each text, and what programs need."""
+    results = _read(UPDATED)
     dense = results["dense"]["all"]
     parts = [
         f"Perplexity of Gemma-3-270M on {dense['num_tokens']:,} tokens of four documents; the "
         f"dense model: {dense['perplexity']:.2f}. Factors of 1.5 are safe, decimals are not.",
         table_of_methods(results["cells"], lambda cell: cell["all"]["perplexity"]),
+        "The same models on more text:",
     ]
-    if results["more_text"]:
-        parts.append("The same models on more text:")
-        for number, text in enumerate(results["dense_more_text"]["texts"]):
-            parts += [
-                f"{TEXTS[Path(text['text']).name]}, {text['num_tokens']:,} tokens; the dense "
-                f"model: {text['perplexity']:.2f}",
-                table_of_methods(
-                    results["more_text"],
-                    lambda cell, number=number: cell["texts"][number]["perplexity"],
-                ),
-            ]
-    if results["recovered"]:
-        parts.append(sentence_of_recovery(results))
-    seconds = {
-        row_of(cell): f"{cell['cpu_seconds']:,.0f} s"
+    for number, text in enumerate(results["dense_more_text"]["texts"]):
+
+        def value(cell: dict, number: int = number) -> float:
+            return cell["texts"][number]["perplexity"]
+
+        name, size = TEXTS[Path(text["text"]).name], f"{text['num_tokens']:,} tokens"
+        parts.append(f"{name}, {size}; the dense model: {text['perplexity']:.2f}")
+        parts.append(table_of_methods(results["more_text"], value))
+    seconds = ", ".join(
+        f"{row_of(cell)} {cell['cpu_seconds']:,.0f} s"
         for cell in results["cells"]
         if "cpu_seconds" in cell and cell["scope"] != "2:4" and cell["sparsity"] == 0.5
-    }
-    if seconds:
-        listed = ", ".join(f"{name} {time}" for name, time in seconds.items())
-        parts.append(
-            f"Processor time at 50 %, with loading and saving, beside other work: {listed}."
-        )
+    )
+    parts.append(f"Processor time at 50 %, with loading and saving, beside other work: {seconds}.")
     return "\n\n".join(parts)
 
 
@@ -115,31 +88,22 @@ def table_of_methods(cells: list[dict], value_of: Callable[[dict], float]) -> st
     for cell in cells:
         column = "2:4" if cell["scope"] == "2:4" else f"{100 * cell['sparsity']:g} %"
         found.setdefault(row_of(cell), {})[column] = value_of(cell)
-    columns = sorted({column for row in found.values() for column in row}, key=_at_end)
+    columns = sorted({c for row in found.values() for c in row}, key=lambda c: (":" in c, c))
     rows = [("method", *columns)]
     for name, values in sorted(found.items(), key=lambda item: -max(item[1].values())):
         rows.append((name, *(short(values[c]) if c in values else "-" for c in columns)))
     return markdown_table(rows)
 
 
-def _at_end(column: str) -> tuple[bool, str]:
-    return (":" in column, column)
+def _read(file: Path) -> dict:
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
-def sentence_of_recovery(results: dict) -> str:
-    """What some steps of training add to an update, and what they give without it."""
-    steps = results["recovery"]
-    before, after = keyed(results["cells"]), keyed(results["recovered"])
-    (sparsity,) = {key[2] for key in after}
-    parts = []
-    for (row, scope, _), cell in after.items():
-        now = perplexity_text(before[row, scope, sparsity])
-        parts.append(f"{row} from {now} to {perplexity_text(cell)}")
-    return (
-        f"{steps['recovery_steps']} steps of fine-tuning with the zeros held, "
-        f"{steps['recovery_batch']} sequences of {steps['length']} tokens each, at "
-        f"{100 * sparsity:g} %: {'; '.join(parts)}."
-    )
+PAGES = {
+    ROOT / "README.md": sentence,
+    ROOT / "docs" / "criteria.md": table_of_criteria,
+    ROOT / "docs" / "reconstruction.md": table_of_updates,
+}
 
 
 def with_tables(page: Path) -> str:
@@ -147,12 +111,7 @@ def with_tables(page: Path) -> str:
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
-    results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    if page.name == "reconstruction.md":
-        made = table_of_updates()
-    else:
-        made = sentence(results) if page.name == "README.md" else tables(results)
-    return f"{before}{START}\n{made}\n{END}{after}"
+    return f"{before}{START}\n{PAGES[page]()}\n{END}{after}"
 
 
 if __name__ == "__main__":

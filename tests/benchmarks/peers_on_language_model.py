@@ -11,8 +11,7 @@ over all threads, with loading and saving: `cpu_seconds`.
 
 - sparse_gpt, wanda: llm-compressor, block after block, in an environment of its own;
 - torch: `torch.nn.utils.prune.global_unstructured` by magnitude;
-- distprune: this package's command, with its own defaults for text;
-- plain_sparse_gpt: tests/helpers/sparse_gpt.py, by the Gram matrices of the dense model.
+- distprune: this package's command, with its own defaults for text.
 """
 
 from __future__ import annotations
@@ -23,111 +22,42 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from safetensors.torch import load_file
-from torch import Tensor
+import torch
+
+import distprune as prune
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from helpers.sparse_gpt import sparse_gpt
-from jobs.processes import join, leave
-from language_model.table import Cell, Table, open_table
-from language_model.table_settings import parse_settings
+from common import join, leave
+from compare_on_language_model import Cell, open_table, parse_settings
+from distprune import language_models
+from language_model import LanguageModel
 
 PROGRAMS = Path(__file__).resolve().parent / "peers"
-Weights = dict[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """A program as the table shows it.
-
-    Args:
-        title: the row of the table.
-        scope: what competes for a unstructured sparsity.
-        has_pattern: whether it prunes 2:4, too.
-        prune: weights that it makes, by name, and what the cell says of it beside.
-    """
-
-    title: str
-    scope: str
-    has_pattern: bool
-    prune: Callable[[Table, Cell, str], tuple[Weights, dict[str, Any]]]
-
-    def cells(self, sparsities: tuple[float, ...]) -> list[Cell]:
-        """All that it can make."""
-        patterns = [Cell(self.title, "2:4", 0.5)] if self.has_pattern else []
-        return [Cell(self.title, self.scope, sparsity) for sparsity in sparsities] + patterns
-
-
-def _plain_sparse_gpt(table: Table, cell: Cell, _: str) -> tuple[Weights, dict[str, Any]]:
-    grams, made = table.scores.grams, {}
-    how = (
-        {"sparsity": None, "pattern": (2, 4)}
-        if cell.scope == "2:4"
-        else {"sparsity": cell.sparsity}
-    )
-    for pair in table.parameters:
-        weight = getattr(*pair).detach()
-        made[pair.fqn] = sparse_gpt(weight, grams.matrix(*pair), **how)
-    return made, {}
-
-
-def _llm_compressor(
-    modifier: str, table: Table, cell: Cell, python: str
-) -> tuple[Weights, dict[str, Any]]:
-    windows = table.folder.path / "windows.json"
-    windows.write_text(json.dumps(table.texts.calibration.tokens.tolist()))
-    pattern = ["--mask-structure", "2:4"] if cell.scope == "2:4" else []
-    program = [python, str(PROGRAMS / "llm_compressor.py"), "--modifier", modifier, *pattern]
-    return _run([*program, "--windows", str(windows)], table, cell)
-
-
-def _torch(table: Table, cell: Cell, _: str) -> tuple[Weights, dict[str, Any]]:
-    return _run([sys.executable, str(PROGRAMS / "torch_prune.py")], table, cell)
-
-
-def _distprune(table: Table, cell: Cell, _: str) -> tuple[Weights, dict[str, Any]]:
-    settings = table.settings
-    texts = [argument for file in settings.calibrate for argument in ("--text", str(file))]
-    options = ["--windows", str(settings.windows), "--length", str(settings.length)]
-    program = [sys.executable, "-m", "distprune", "prune", *texts, *options]
-    return _run([*program, "--dtype", "float32", "--device", "cpu"], table, cell)
-
-
-def _run(program: list[str], table: Table, cell: Cell) -> tuple[Weights, dict[str, Any]]:
-    """What a program writes that is given a model, a folder and a sparsity."""
-    output = table.folder.path / "peer"
-    shutil.rmtree(output, ignore_errors=True)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    arguments = [str(table.settings.model), str(output), "--sparsity", str(cell.sparsity)]
-    subprocess.run([*program, *arguments], check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    made: Weights = {}
-    for file in sorted(output.glob("*.safetensors")):
-        made.update(load_file(file))
-    shutil.rmtree(output)
-    return made, {"cpu_seconds": round(seconds, 1)}
-
-
+# The row of the table, and what competes for an unstructured sparsity.
 PEERS = {
-    "sparse_gpt": Peer(
-        "SparseGPT (llm-compressor)", "layer", True, partial(_llm_compressor, "SparseGPTModifier")
-    ),
-    "wanda": Peer(
-        "Wanda (llm-compressor)", "row", True, partial(_llm_compressor, "WandaPruningModifier")
-    ),
-    "torch": Peer("magnitude (torch.nn.utils.prune)", "global", False, _torch),
-    "distprune": Peer("distprune prune --text", "global", False, _distprune),
-    "plain_sparse_gpt": Peer("SparseGPT (plain, tests/helpers)", "layer", True, _plain_sparse_gpt),
+    "sparse_gpt": ("SparseGPT (llm-compressor)", "layer"),
+    "wanda": ("Wanda (llm-compressor)", "row"),
+    "torch": ("magnitude (torch.nn.utils.prune)", "global"),
+    "distprune": ("distprune prune --text", "global"),
 }
+MODIFIERS = {"sparse_gpt": "SparseGPTModifier", "wanda": "WandaPruningModifier"}
+
+
+def command_of(peer: str, scope: str, settings: argparse.Namespace, windows: Path) -> list[str]:
+    """What prunes a model, without the model, the output and the sparsity."""
+    if peer == "torch":
+        return [sys.executable, str(PROGRAMS / "torch_prune.py")]
+    if peer == "distprune":
+        texts = [argument for file in settings.calibrate for argument in ("--text", str(file))]
+        size = ["--windows", str(settings.windows), "--length", str(settings.length)]
+        command = [sys.executable, "-m", "distprune", "prune", *texts, *size]
+        return [*command, "--dtype", "float32", "--device", "cpu"]
+    program = [settings.peer_python, str(PROGRAMS / "llm_compressor.py")]
+    pattern = ["--mask-structure", "2:4"] if scope == "2:4" else []
+    return [*program, "--modifier", MODIFIERS[peer], *pattern, "--windows", str(windows)]
 
 
 def main() -> None:
@@ -135,30 +65,45 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--peer-python", default=sys.executable)
     own, rest = parser.parse_known_args()
-    job = join()
     settings = parse_settings(rest)
-    table = open_table(settings, job)
-    for peer in (PEERS[name] for name in own.peers):
-        for cell in peer.cells(settings.sparsities):
-            if not table.is_measured(cell):
-                made, facts = peer.prune(table, cell, own.peer_python)
-                table.measure_cell(cell, _give(table, made) | facts)
-                table.reload()
-    leave(job, failed=False)
+    job = join()
+    cells = open_table(settings, job)
+    settings.peer_python = own.peer_python
+    language_model = LanguageModel(settings, job)
+    windows = settings.output / "windows.json"
+    windows.write_text(json.dumps(language_model.calibration.tokens.tolist()))
+    for peer in own.peers:
+        title, scope = PEERS[peer]
+        wanted = [(scope, sparsity) for sparsity in settings.sparsities]
+        for scope, sparsity in [*wanted, *([("2:4", 0.5)] if peer in MODIFIERS else [])]:
+            cell = {"criterion": title, "scope": scope, "sparsity": sparsity, "update": "none"}
+            if not cells.has(cell):
+                command = command_of(peer, scope, settings, windows)
+                cells.add(cell | measure(command, sparsity, language_model))
+    leave()
 
 
-def _give(table: Table, made: Weights) -> dict[str, Any]:
-    """Put weights into the model; what the table says of their zeros."""
-    sparsities, num_elements, num_pruned = {}, 0, 0
-    for pair in table.parameters:
-        weight = getattr(*pair).data.copy_(made[pair.fqn])
-        zeros = int((weight == 0).sum())
-        sparsities[pair.fqn] = zeros / weight.numel()
-        num_elements, num_pruned = num_elements + weight.numel(), num_pruned + zeros
+def measure(command: list[str], sparsity: float, language_model: LanguageModel) -> Cell:
+    """Run a program, and measure what it writes; what the cell says of it."""
+    settings = language_model.settings
+    folder = settings.output / "peer"
+    shutil.rmtree(folder, ignore_errors=True)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    arguments = [str(settings.model), str(folder), "--sparsity", str(sparsity)]
+    subprocess.run([*command, *arguments], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    # In place of the model that was loaded, with the same texts.
+    language_model.model = language_models.load_sharded(folder, dtype=torch.float32)
+    shutil.rmtree(folder)
+    weights = {pair.fqn: getattr(*pair) for pair in prune.select(language_model.model)}
+    zeros = {name: int((weight == 0).sum()) for name, weight in weights.items()}
     return {
-        "num_elements": num_elements,
-        "num_pruned": num_pruned,
-        "sparsity_of_parameters": sparsities,
+        "num_elements": sum(weight.numel() for weight in weights.values()),
+        "num_pruned": sum(zeros.values()),
+        "sparsity_of_parameters": {n: zeros[n] / weights[n].numel() for n in zeros},
+        "cpu_seconds": round(seconds, 1),
+        **language_model.perplexity(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Shell completion: of commands, options and recipes; quick, without torch."""
+"""Completion by the shell (typer's own) knows commands, options and recipes, without torch."""
 
 import pytest
 from commands import start
@@ -34,23 +34,3 @@ def test_of_bash(words, expected):
     out, err = process.communicate(timeout=60)
     assert sorted(out.split()) == expected and process.returncode == 0, err
     assert err == "heavy: set()\n"
-
-
-def test_it_can_be_installed(run):
-    out = run("--help").out
-    assert "--install-completion" in out and "--show-completion" in out
-    assert "completion" not in run("prune", "--help").out
-
-
-@pytest.mark.parametrize("shell", ["bash", pytest.param("zsh", marks=pytest.mark.thorough)])
-def test_of_what_a_shell_reads(shell):
-    variables = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    process = start("-m", "distprune", "--show-completion", shell, **variables)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    assert "_DISTPRUNE_COMPLETE" in out and "distprune" in out
-
-
-def test_the_command_that_does_not_exist_names_the_option(run):
-    done = run("completion")
-    assert done.code == 2 and "distprune --install-completion" in " ".join(done.err.split())

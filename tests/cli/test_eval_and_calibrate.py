@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from commands import start
+from commands import start, torchrun
 from safetensors.torch import load_file
 
 import distprune as prune
@@ -171,19 +171,17 @@ def test_processes_share_the_windows_and_say_the_same(run, made, tmp_path):
     out = tmp_path / "one.safetensors"
     assert run("calibrate", model, *shared, "--out", out).code == 0
     of_one = read_statistics(out)[1]
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     other = tmp_path / "two.safetensors"
     ways = {
-        "fsdp2": ("-m", "distprune", "eval", model, *shared, "--nproc", "2"),
-        "ddp": ("-m", "distprune", "calibrate", model, *shared, "--nproc=2", "--wrap", "ddp",
-                "--out", other),
-    }  # fmt: skip
+        "fsdp2": ("eval", model, *shared),
+        "ddp": ("calibrate", model, *shared, "--wrap", "ddp", "--out", other),
+    }
     if not THOROUGH:
         del ways["fsdp2"]
     else:
-        ways["tp"] = (*torchrun, "-m", "distprune", "eval", model, *shared, "--wrap", "tp")
+        ways["tp"] = ("eval", model, *shared, "--wrap", "tp")
     found = {}
-    for way, process in {way: start(*command) for way, command in ways.items()}.items():
+    for way, process in {way: torchrun(2, *command) for way, command in ways.items()}.items():
         written, err = process.communicate(timeout=250)
         assert process.returncode == 0, err
         found[way] = json.loads(written)
@@ -256,7 +254,7 @@ def test_an_interrupted_calibration_leaves_the_old_file(made, tmp_path):
     model, text, _ = made
     out = tmp_path / "stats.safetensors"
     out.write_text("old")
-    options = ["--text", text, "--length", "16", "--device", "cpu", "--nproc", "2", "--json"]
+    options = ["--text", text, "--length", "16", "--device", "cpu", "--json"]
     process = start("-m", "distprune", "calibrate", model, *options, "--out", out)
     with pytest.raises(Exception, match="timed out"):
         process.communicate(timeout=3)

@@ -1,7 +1,5 @@
 """``prune`` and ``apply`` after an interruption: messages, --discard."""
 
-import json
-
 import pytest
 import torch
 
@@ -81,20 +79,3 @@ def test_a_finished_result_is_success_for_the_command_that_made_it(run, command,
     if command[0] == "prune":
         done = run(*command)
         assert done.code == 4 and "finished result" in done.err and tree_digest(out) == before
-
-
-def test_a_lock_of_a_machine_that_is_gone(run, command, tmp_path):
-    command, _out = command
-    lock = tmp_path / "out.partial.lock"
-    lock.write_text(json.dumps({"host": "gone", "boot": "x", "pid": 7, "token": "t"}))
-    done = run(*command)
-    assert done.code == 4 and "process 7 on gone was at work" in done.err
-    assert "if it has ended, remove it" in done.err
-    lock.unlink()
-    assert run(*command).code == 0
-    assert not lock.exists()
-
-
-def test_apply_says_what_is_wrong_before_it_starts_processes(run, source, tmp_path):
-    done = run("apply", source, source, tmp_path / "out", "--nproc", "2")
-    assert done.code == 3 and done.err.count("has no masks") == 1

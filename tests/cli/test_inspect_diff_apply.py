@@ -56,13 +56,6 @@ def test_inspect_counts_what_torch_counts(run, tmp_path):
         assert facts["num_zero"] == int((tensor == 0).sum())
         assert facts["num_nan"] == int(tensor.isnan().sum())
         assert facts["num_inf"] == int(tensor.isinf().sum())
-        finite = tensor[tensor.isfinite() & (tensor != 0)].double().abs()
-        smallest = torch.finfo(tensor.dtype).smallest_normal
-        expected = Counter((finite[finite >= smallest].frexp().exponent - 1).tolist())
-        exponents = {int(power): number for power, number in facts["exponents"].items()}
-        below = sum(number for power, number in exponents.items() if 2.0**power < smallest)
-        assert below == int((finite < smallest).sum())
-        assert {p: n for p, n in exponents.items() if 2.0**p >= smallest} == expected
         if tensor.ndim < 2 or tensor.shape[1] % 4:
             assert facts["patterns"].keys() <= {"2:4", "1:8"}
             continue
@@ -74,12 +67,11 @@ def test_inspect_counts_what_torch_counts(run, tmp_path):
 
 def test_inspect_as_a_table(run, tmp_path):
     source = save(tmp_path / "source", {f"layers.{i}.weight": torch.eye(4) for i in range(3)})
-    done = run("inspect", source, "--pattern", "1:4", "--pattern", "2:3", "--histogram")
+    done = run("inspect", source, "--pattern", "1:4", "--pattern", "2:3")
     rows = [line.split() for line in done.out.splitlines()]
     numbers = ["3", "48", "36", "75.00", "%", "100.00", "%", "-", "0", "0"]
     assert rows[1] == ["layers.*.weight", "F32", "4", "x", "4", *numbers]
     assert rows[2] == ["all", *numbers]
-    assert rows[-1] == ["2^0", "12", "#" * 40]
     assert "layers.2.weight" in run("inspect", source, "-v").out
     assert run("inspect", source, "--pattern", "4:2").code == 2
     assert run("inspect", tmp_path).code == 3

@@ -1,6 +1,5 @@
 """``distprune prune``: one process and several, signals, messages and exit codes."""
 
-import contextlib
 import io
 import json
 import os
@@ -8,15 +7,13 @@ import shutil
 import signal
 import socket
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from commands import start
+from commands import start, torchrun
 from rich.console import Console
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from distprune.cli import console, process, ranks
+from distprune.cli import console, process
 from distprune.cli.console import Terminal
 from distprune.files import planning
 from distprune.files.team import Progress
@@ -66,21 +63,13 @@ def test_prunes_exactly_and_says_so(run, source, tmp_path):
     assert "model.layers.10.mlp.up.weight" in done.out
 
 
-def test_what_cannot_be_done_is_refused_with_its_code(run, source, tmp_path, monkeypatch):
+def test_what_cannot_be_done_is_refused_with_its_code(run, source, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     assert run("prune", source, out, "-s", "0.5").code == 4
     out.rmdir()
     assert run("prune", source, source / "inside", "-s", "0.5").code == 4
     assert run("prune", source, out).code == 2
-    assert run("prune", source, out, "-s", "0.5", "--plot", out / "a.png").code == 4
-    assert run("prune", source, out, "-s", "0.5", "--plot", tmp_path / "a.txt").code == 2
-    # Said once, before processes start.
-    done = run("prune", source, out, "-s", "0.5", "--include", "nothing", "--nproc", "2")
-    assert done.code == 2 and done.err.count("matches none") == 1
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "leave it out" in run("prune", source, out, "-s", "0.5", "--nproc", "2").err
     assert not out.exists() and not list(tmp_path.glob("out.*"))
 
 
@@ -100,10 +89,9 @@ def test_any_number_of_processes_gives_the_same_bytes(run, source, tmp_path):
 
     assert run(*into("one")).code == 0
     expected = tree_digest(tmp_path / "one", RUN)
-    children = [(start("-m", "distprune", *into("two"), "--nproc=2", "--json"), "two", 2)]
+    children = [(torchrun(2, *into("two"), "--json"), "two", 2)]
     if THOROUGH:
-        torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "3")
-        children += [(start("-m", *torchrun, "-m", "distprune", *into("three")), "three", 3)]
+        children += [(torchrun(3, *into("three")), "three", 3)]
     for child, name, size in children:
         out, err = child.communicate(timeout=100)
         assert child.returncode == 0, err
@@ -161,24 +149,16 @@ def start_ranks(*commands):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code", "nproc"),
+    ("number", "code", "num_ranks"),
     [
-        (signal.SIGTERM, 143, ["--nproc", "2"]),
-        pytest.param(signal.SIGINT, 130, [], marks=pytest.mark.thorough),
+        (signal.SIGTERM, 1, 2),  # of torchrun
+        pytest.param(signal.SIGINT, 130, 1, marks=pytest.mark.thorough),
     ],
 )
-def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(tmp_path, number, code, nproc):
-    command = [
-        "-m",
-        "distprune",
-        "prune",
-        save_zeros(tmp_path / "source", 1 << 14),
-        tmp_path / "out",
-        "-s",
-        "0.5",
-    ]
-    process = start(*command, *nproc)
-    assert process.stderr.readline().startswith("Prunes")
+def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(tmp_path, number, code, num_ranks):
+    command = ["prune", save_zeros(tmp_path / "source", 1 << 14), tmp_path / "out", "-s", "0.5"]
+    process = torchrun(num_ranks, *command) if code == 1 else start("-m", "distprune", *command)
+    assert any(line.startswith("Prunes") for line in process.stderr)
     until = time.monotonic() + 60
     while not list(tmp_path.glob("out.partial-*/distprune/work/decision.json")):
         assert time.monotonic() < until and process.poll() is None
@@ -186,11 +166,11 @@ def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(tmp_path, number,
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == code, err
-    assert "run the same command again to resume" in err and "Traceback" not in err
+    assert "run the same command again to resume" in err
     names = {path.name for path in tmp_path.iterdir()}
     assert "out" not in names and len(names) == 2  # the source, and what is done so far
 
-    process = start(*command)
+    process = start("-m", "distprune", *command)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and "67,108,864 of 134,217,728" in out, err
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
@@ -229,18 +209,6 @@ def test_a_signal_between_the_phases(run, source, tmp_path, monkeypatch):
     assert tree_digest(tmp_path / "out", RUN) == tree_digest(tmp_path / "undisturbed", RUN)
 
 
-def test_a_rank_stops_when_the_launcher_that_started_it_is_gone(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    for is_rank in (False, True):
-        if is_rank:
-            monkeypatch.setenv("RANK", "0")
-        stop = process.Stop()
-        assert stop() is False
-        with monkeypatch.context() as patch:
-            patch.setattr(process.os, "getppid", lambda: 1)
-            assert stop() is is_rank
-
-
 def test_a_second_signal_ends_the_process_at_once(monkeypatch):
     stop, ended = process.Stop(), []
     monkeypatch.setattr(process.os, "_exit", ended.append)
@@ -249,13 +217,6 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch):
         assert stop() and stop.code == 143 and ended == []
         os.kill(os.getpid(), signal.SIGINT)
         assert ended == [130]
-
-
-def test_options_are_taken_out_of_a_command_line():
-    for given in (["--nproc", "2"], ["--nproc=2"]):
-        assert ranks.without_option(["prune", *given, "a", "-s", "2"], "--nproc") == [
-            "prune", "a", "-s", "2"
-        ]  # fmt: skip
 
 
 def test_progress_is_a_bar_on_a_terminal_and_a_line_every_ten_seconds_elsewhere(monkeypatch):
@@ -291,95 +252,6 @@ def test_without_its_packages_the_command_says_what_to_install(tmp_path):
     process = start("-c", script)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 2 and "pip install 'distprune[cli]'" in err
-
-
-def test_a_picture_shows_sparsity_and_magnitudes(run, source, tmp_path):
-    for suffix, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
-        picture = tmp_path / f"picture{suffix}"
-        out = tmp_path / suffix[1:]
-        assert run("prune", source, out, "-s", "0.5", "--plot", picture).code == 0
-        assert picture.read_bytes().startswith(magic)
-    text = (tmp_path / "picture.svg").read_text()
-    assert "threshold" in text and text.count("<path") > 22
-    assert run("inspect", out, "--plot", tmp_path / "other.png").code == 0
-
-
-def children(pid):
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(each) for each in text.split()]
-
-
-def rank_of(pid):
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next(int(each[5:]) for each in variables if each.startswith(b"RANK="))
-
-
-def pruning_on_two_ranks(tmp_path):
-    """A command, its process, which has begun to prune, and the process ids of its ranks."""
-    command = ["prune", save_zeros(tmp_path / "source", 1 << 15), tmp_path / "out", "-s", "0.5"]
-    process = start("-m", "distprune", *command, "--nproc", "2", "--json")
-    assert process.stderr.readline().startswith("Prunes")
-    return command, process, {rank_of(pid): pid for pid in children(process.pid)}
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
-def test_there_is_one_document_when_the_first_rank_was_killed(tmp_path):
-    _, process, pids = pruning_on_two_ranks(tmp_path)
-    os.kill(pids[0], signal.SIGKILL)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 5 and "Traceback" not in err
-    document = json.loads(out)
-    assert document["exit_code"] == 5 and "rank 0 was ended by SIGKILL" in document["error"]
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pids[1], 0)
-        raise AssertionError("rank 1 is still there")
-
-
-@pytest.mark.parametrize(
-    ("seen", "code"),  # (rank, its exit code), in the order in which the launcher saw them
-    [
-        ([(1, 3), (0, process.TERMINATED)], 3),  # the launcher has ended rank 0
-        ([(1, 4), (0, -signal.SIGTERM)], 4),
-        ([(0, process.DISTRIBUTED), (1, 3)], 3),  # rank 0 missed rank 1
-        ([(0, process.DISTRIBUTED), (1, process.DISTRIBUTED)], process.DISTRIBUTED),
-        ([(0, process.TERMINATED), (1, process.TERMINATED)], process.TERMINATED),
-        ([(1, -signal.SIGKILL), (0, process.TERMINATED)], process.DISTRIBUTED),
-    ],
-)
-def test_ranks_that_only_end_with_another_do_not_hide_its_code(monkeypatch, capsys, seen, code):
-    failures = {rank: ProcessFailure(rank, 7, each, "/no/file") for rank, each in seen}
-
-    def launch(*_):
-        def fail(*_):
-            raise ChildFailedError("distprune", failures)
-
-        return fail
-
-    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", launch)
-    assert ranks.start_ranks(["recipe", "ls"], 2) == code
-    is_named = "the process of rank 1 was ended by SIGKILL" in capsys.readouterr().err
-    assert is_named == ((1, -signal.SIGKILL) in seen)
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
-def test_a_stopped_rank_does_not_keep_the_command(tmp_path):
-    """The launcher kills what has not ended 30 s after a signal."""
-    command, process, pids = pruning_on_two_ranks(tmp_path)
-    os.kill(pids[1], signal.SIGSTOP)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 130 and "Traceback" not in err
-    assert json.loads(out)["exit_code"] == 130
-    for pid in pids.values():
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-    process = start("-m", "distprune", *command, "-q")
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
 
 
 @pytest.mark.parametrize("arguments, code", [(("recipe", "show", "no"), 2)])

@@ -112,7 +112,6 @@ CONVERSIONS = {
     "double": lambda module: module.double(),
     "half": lambda module: module.half(),
     "to": lambda module: module.to(torch.float64),
-    "to_empty": lambda module: module.to_empty(device="cpu"),
     "share_memory": lambda module: module.share_memory(),
     "_apply": lambda module: module._apply(torch.clone),
 }
@@ -160,12 +159,6 @@ class TestShallowCopies:
                     kept = getattr(each, name + "_mask")
                     assert torch.equal(kept, mask.to(kept.dtype)) and not kept.all()
         assert left[0] == left[1]
-
-    def test_a_copy_of_a_loaded_module(self):
-        loaded = pickle.loads(pickle.dumps(pruned_once()[0]))
-        mask, clone = loaded.weight_mask.clone(), copy.copy(loaded)
-        assert clone.to_empty(device="cpu") is clone
-        assert torch.equal(clone.weight_mask, mask) and not mask.all()
 
 
 def fail_to_copy(module: nn.Module) -> Exception:

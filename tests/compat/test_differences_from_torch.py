@@ -1,6 +1,6 @@
 """What docs/differences.md says, where no other test compares the two libraries in it.
 
-How ``remove`` acts under FSDP is tested in distributed/test_pruned_before_backward.py.
+How ``remove`` acts on wrappers is tested in distributed/test_pruned_before_backward.py.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ NAMES = ["l1.weight", "l3.weight"]
 
 WRAPPINGS = ["plain-1", "ddp-2", "tp-2", "fsdp2-1", "fsdp2-2", "fsdp2_root-2", "fsdp2-3"]
 WRAPPINGS += ["hsdp-2x2", "fsdp2_tp-2x2", "fsdp1-2", "fsdp1_root-3"]
-HOW = ["load", "assign", "assign other masks", "to_empty", "to_empty, meta first", "to_empty, load"]
+HOW = ["load", "assign", "assign other masks", "to_empty, meta first", "to_empty, load"]
 HOW += ["float64", "reset"]
 
 TORCH_CANNOT = {  # pruned or not: they keep tensors that they saw when they were made
@@ -71,7 +71,6 @@ class Pair:
 def replace_tensors(pair: Pair, wrapping: str, how: str) -> None:
     model = pair.inner
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    masks = [name for name in state if name.endswith("_mask")]
     match how:
         case "load":
             model.load_state_dict(state)
@@ -81,13 +80,10 @@ def replace_tensors(pair: Pair, wrapping: str, how: str) -> None:
             other = Pair(wrapping, 0.2)
             model.load_state_dict(copy.deepcopy(other.inner.state_dict()), assign=True)
             pair.dense, pair.keeps = other.dense, other.keeps
-        case "to_empty":  # somebody who knows nothing of masks initialises the weights
-            model.to_empty(device="cpu")
-            model.load_state_dict({k: v for k, v in state.items() if k not in masks}, strict=False)
         case "to_empty, meta first":
             model.to("meta")
             model.to_empty(device="cpu")
-            model.load_state_dict({k: v for k, v in state.items() if k not in masks}, strict=False)
+            model.load_state_dict(state)
         case "to_empty, load":
             model.to_empty(device="cpu")
             model.load_state_dict(state)
@@ -154,7 +150,6 @@ def test_copies_keep_their_own_masks(clone):
     pair = Pair("plain-1")
     twin = clone(pair.model)
     twin.double()
-    twin.to_empty(device="cpu")
     for name, keep in pair.keeps.items():
         module, parameter = target(pair.model, name)
         assert getattr(module, parameter + "_mask").dtype == torch.float32

@@ -157,6 +157,8 @@ def wrong_with_another_method(wrapping: str, case: str) -> list[str]:
             case _:
                 prune.global_unstructured(targets, Above, limits=limits[case])
 
+    if case == "undeclared" and wrappings.kind_of(wrapping) not in ("plain", "ddp"):
+        return wrong_unless_told(model, call, text="DISTRIBUTED", kind=NotImplementedError)
     return wrong_unless_told(model, call, text="limits" if case in limits else "mask")
 
 

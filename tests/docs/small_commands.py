@@ -47,9 +47,6 @@ def exit_code_of(arguments):
 
 def made_small(arguments):
     """Arguments of a small run on one process; what it would write is removed."""
-    if "--nproc" in arguments:
-        place = arguments.index("--nproc")
-        arguments = arguments[:place] + arguments[place + 2 :]
     arguments = [
         SMALL.get(before, word) for before, word in zip(["", *arguments], arguments, strict=False)
     ]

@@ -41,7 +41,7 @@ def files(tmp_path_factory):
 def ours(arguments):
     """Run a command of distprune to its end, made small, in this process.
 
-    Other tests start several processes by --nproc and torchrun.
+    Other tests start several processes by torchrun.
     """
     code = exit_code_of(made_small(arguments))
     assert code == 0 or (code == DIFFERENT and "--exit-code" in arguments), arguments

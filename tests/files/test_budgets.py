@@ -161,7 +161,6 @@ def check_cuts(plan, report, source, masks):
                 beyond = {"min_sparsity": before < tensor.lowest}
                 beyond["max_sparsity"] = before > tensor.highest
                 assert each.held_at == next((bound for bound in beyond if beyond[bound]), None)
-    stored.files.close()
 
 
 @pytest.mark.parametrize("kind", DTYPES)

@@ -34,9 +34,9 @@ def num_read(monkeypatch):
     """Bytes of tensors that were read, read by read."""
     sizes, read_into = [], reading.read_into
 
-    def counting(files, path, offset, buffer):
+    def counting(path, offset, buffer):
         sizes.append(len(buffer))
-        read_into(files, path, offset, buffer)
+        read_into(path, offset, buffer)
 
     monkeypatch.setattr(reading, "read_into", counting)
     return sizes
@@ -69,10 +69,7 @@ def test_the_search_reads_no_more_than_it_has_to(
     plan = planning.plan(source, FileRecipe(0.5, **RECIPES[recipe]))
 
     def find(communicator):
-        stored = Source(plan)
-        found = find_cuts(Team(communicator), stored)
-        stored.files.close()
-        return found
+        return find_cuts(Team(communicator), Source(plan))
 
     first, *others = run_virtual_ranks(find, num_ranks)
     assert all(found == first for found in others)
@@ -152,7 +149,6 @@ def test_columns_are_cut_without_reading_them(tmp_path, monkeypatch):
     cuts = ColumnCuts(part, 0, blocks)
     keys = part.keys.load(0, weight.numel()).values.numpy()
     pruned = [cuts.lowest(part) for part in np.split(keys, range(cuts.step, len(keys), cuts.step))]
-    reader.files.close()
 
     scores = file_oracle._scores({name: weight}, [name], 3)[name]
     keep = file_oracle.masks({name: scores.T}, [name], sparsity=0.4, scope="row")[name].T

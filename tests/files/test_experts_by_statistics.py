@@ -178,7 +178,6 @@ def test_scores_of_any_range_of_elements(tmp_path, dtype, on_disk, in_model):
         for first, last in [(0, numel), *ranges]:
             found = files.scores[position].load(first, last)
             assert found.equal(expected[first:last])
-    files.files.close()
     assert len(plan.tensors) == 2
 
 

@@ -12,7 +12,6 @@ from torch import nn
 import distprune
 from distprune.files import planning, pruning
 from distprune.files.checkpoints.mask_files import open_masks, read_keep
-from distprune.files.disk.access import OpenFiles
 from distprune.files.errors import CheckpointError
 from distprune.files.recipe import FileRecipe
 from distprune.recipe import parse_recipe
@@ -33,16 +32,12 @@ def make_model(dtype):
 
 def masks_of(folder):
     masks = open_masks(folder)
-    files = OpenFiles(0)
-    try:
-        return {
-            name: torch.from_numpy(
-                read_keep(masks, files, name, 0, torch.Size(shape).numel()).reshape(shape).copy()
-            )
-            for name, shape in masks.shapes.items()
-        }
-    finally:
-        files.close()
+    return {
+        name: torch.from_numpy(
+            read_keep(masks, name, 0, torch.Size(shape).numel()).reshape(shape).copy()
+        )
+        for name, shape in masks.shapes.items()
+    }
 
 
 def masks_of_a_recipe(dtype, mapping):

@@ -114,19 +114,10 @@ def test_the_root_is_no_destination(write):
     assert "has no name" in write("/")
 
 
-@pytest.mark.parametrize("letter", ["x", "é"])
-def test_a_name_that_leaves_no_room_for_the_partial_folder(write, tmp_path, letter):
-    width = len(letter.encode())
-    text = write(tmp_path / (letter * (230 // width)))
-    assert "has 230 bytes; expected at most 225" in text
-    assert "has 300 bytes" in write(tmp_path / ("x" * 300))
-    assert write(tmp_path / (letter * (224 // width))) == ""
-
-
 def test_a_destination_that_is_a_link_in_a_circle(write, tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     assert "exists" in write(tmp_path / "loop")
-    assert "Too many levels of symbolic links" in write(tmp_path / "loop" / "new")
+    assert "loop is not a folder" in write(tmp_path / "loop" / "new")
 
 
 def test_a_destination_in_a_folder_that_may_not_be_written_or_entered(write, tmp_path):
@@ -171,11 +162,6 @@ def test_names_in_the_source_that_are_no_utf_8(source, tmp_path):
         text = refuse(source)
     (source / name).chmod(0o755)
     assert "cannot be listed" in text
-
-
-def test_a_name_with_a_nul(tmp_path, write):
-    assert "cannot be read" in refuse("so\0urce")
-    assert "cannot be created" in write(tmp_path / "tar\0get")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of bytes")

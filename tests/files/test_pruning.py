@@ -215,8 +215,8 @@ def test_weights_that_change_while_they_are_counted_are_an_error(tmp_path, monke
     monkeypatch.setattr(cuts, "_MOST_COLLECTED", 0)  # the second read goes on from the first
     num_reads, read_into = [], reading.read_into
 
-    def changing(files, path, offset, buffer):
-        read_into(files, path, offset, buffer)
+    def changing(path, offset, buffer):
+        read_into(path, offset, buffer)
         num_reads.append(1)
         if len(num_reads) > 1:
             buffer[:] = bytes(len(buffer))

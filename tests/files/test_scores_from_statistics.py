@@ -289,5 +289,4 @@ def test_scores_are_those_of_the_model_to_the_bit(tmp_path, dtype, score):
         for first, last in [(0, tensor.entry.numel), *ranges]:
             found = files.scores[position].load(first, last)
             assert found.dtype is wide and torch.equal(found, expected[first:last])
-    files.files.close()
     assert len(plan.tensors) == 5

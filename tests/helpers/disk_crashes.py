@@ -8,12 +8,8 @@ import traceback
 
 import torch
 
-from distprune.files.disk import access
-
 STEPS = (
     "chmod",
-    "copy_file_range",
-    "fallocate",
     "fsync",
     "mkdir",
     "pwrite",
@@ -30,7 +26,7 @@ class Steps:
     Args:
         at: the number of the call, from 1; 0: none.
         act: the function to call; it may raise.
-        names: the functions of ``os`` that count; ``fallocate`` is the project's own.
+        names: the functions of ``os`` that count.
     """
 
     def __init__(self, at=0, act=None, names=STEPS):
@@ -39,14 +35,14 @@ class Steps:
         self._at, self._act, self._names = at, act, names
 
     def __enter__(self):
-        self._saved = {name: getattr(_owner(name), name) for name in self._names}
+        self._saved = {name: getattr(os, name) for name in self._names}
         for name, function in self._saved.items():
-            setattr(_owner(name), name, self._counting(function))
+            setattr(os, name, self._counting(function))
         return self
 
     def __exit__(self, *_):
         for name, function in self._saved.items():
-            setattr(_owner(name), name, function)
+            setattr(os, name, function)
 
     def _counting(self, function):
         def counting(*args, **kwargs):
@@ -57,10 +53,6 @@ class Steps:
             return function(*args, **kwargs)
 
         return counting
-
-
-def _owner(name):
-    return access if name == "fallocate" else os
 
 
 def stop_after(num_calls):

@@ -1,7 +1,5 @@
 """Merged experts are read one by one, and only those of the rank."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -39,8 +37,7 @@ def test_a_rank_reads_its_own_experts_one_by_one(folder, name, experts, monkeypa
     columns = range(5, 12)
     out = torch.empty(len(experts), whole.shape[1], len(columns))
     reader = PartReader(checkpoint)
-    with contextlib.closing(reader):
-        loading.read_part(source, [experts, range(whole.shape[1]), columns], out, reader)
+    loading.read_part(source, [experts, range(whole.shape[1]), columns], out, reader)
     assert torch.equal(out, whole[experts.start : experts.stop, :, 5:12])
     num_tensors = 2 if name == "gate_up_proj" else 1
     assert stacked == [1] * num_tensors * len(experts)

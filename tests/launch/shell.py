@@ -3,16 +3,14 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
-
-import psutil
 
 from distprune.testing import preload
 
 preload("distprune.language_models", "transformers.models.llama.modeling_llama")
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "launch"))
 
 
 def start(script: str, *arguments: object, **environment: object) -> subprocess.Popen:
@@ -40,15 +38,3 @@ def run(script: str, *arguments: object, **environment: object) -> tuple[int, st
     finally:
         process.kill()
     return process.returncode, output
-
-
-def kill_when(file: Path, job) -> None:
-    """SIGKILL all ranks, and torchrun before it can see that they are gone."""
-    deadline = time.monotonic() + 100
-    while not file.exists():
-        assert job.poll() is None and time.monotonic() < deadline, job.communicate()
-        time.sleep(0.02)
-    agent = psutil.Process(job.pid)
-    for process in (agent, *agent.children(recursive=True)):
-        process.kill()
-    job.communicate()

@@ -60,10 +60,10 @@ def test_torchrun_on_several_machines_needs_a_place_to_meet():
 
 
 JOB = """
-from jobs.processes import join, quit_group
+from common import join, leave
 job = join()
 job.say(f"{job.num_ranks} ranks")
-quit_group(0)
+leave()
 """
 
 

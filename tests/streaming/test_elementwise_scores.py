@@ -146,32 +146,3 @@ def test_rounds_have_scores_of_their_own(llama, tmp_path):
     assert not any(torch.equal(expected[name], found[name]) for name in found)
     result = verify(tmp_path / "out", llama / "source", scores=tmp_path / "kept")
     assert result.problems == () and not result.has_order
-
-
-def test_scores_in_16_bits_are_those_of_32_rounded(llama, tmp_path):
-    """Half of the disk; masks are those of the rounded scores, ranked in memory."""
-    run(llama, tmp_path, score_bits=16)
-    expected, found = read_scores(llama / "kept"), read_scores(tmp_path / "kept")
-    assert {name: score.bfloat16() for name, score in expected.items()}.keys() == found.keys()
-    assert all(torch.equal(found[name], expected[name].bfloat16()) for name in found)
-    source = llama / "source"
-    model = language_models.load_sharded(source)
-    pairs = prune.select(model)
-    scores = {pair: found[pair.fqn] for pair in pairs}
-    prune.global_unstructured(
-        pairs, prune.L1Unstructured, scores, amount=0.5, pipeline_parallel=True
-    )
-    pruned = weights_of(tmp_path / "out")
-    for pair in pairs:
-        mask = getattr(pair[0], f"{pair[1]}_mask")
-        assert torch.equal(pruned[pair.fqn] == 0, mask == 0), pair.fqn
-    assert verify(tmp_path / "out", source, scores=tmp_path / "kept").is_good
-    costs = [
-        streaming.estimate(source, TAYLOR, 6, 12, update="none", score_bits=bits).disk
-        for bits in (32, 16)
-    ]
-    assert costs[0] - costs[1] == 2 * sum(score.numel() for score in found.values())
-    with pytest.raises(SelectionError, match="none are made"):
-        fisher = TAYLOR.replaced(score="fisher")
-        windows = tokens(2, 1)
-        streaming.prune_folder(source, tmp_path / "a", fisher, windows, score_bits=16)

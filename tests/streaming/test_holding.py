@@ -27,14 +27,14 @@ def source(request, tmp_path_factory):
 
 def run(source, destination, resident, local_ranks=None, evaluates=False):
     """Prune; returns the bytes of weights that this rank has read, and what was told."""
-    read, told, close = [], [], StreamedModel.close
+    models, told, init = [], [], StreamedModel.__init__
     environment = dict(os.environ)
 
-    def counted(self):
-        read.append(self.bytes_read)
-        close(self)
+    def remembered(self, *args):
+        models.append(self)
+        init(self, *args)
 
-    StreamedModel.close = counted
+    StreamedModel.__init__ = remembered
     if local_ranks is not None:
         os.environ["LOCAL_WORLD_SIZE"] = str(local_ranks)
     try:
@@ -48,10 +48,12 @@ def run(source, destination, resident, local_ranks=None, evaluates=False):
             tell=told.append,
         )
     finally:
-        StreamedModel.close = close
+        StreamedModel.__init__ = init
         os.environ.clear()
         os.environ.update(environment)
-    return sum(read), [text for text in told if text.startswith(("Resident", "Streamed"))]
+    return sum(each.bytes_read for each in models), [
+        text for text in told if text.startswith(("Resident", "Streamed"))
+    ]
 
 
 def sizes(source):

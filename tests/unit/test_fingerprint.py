@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distprune.masks import fingerprint
-from distprune.masks.fingerprint import fingerprint_parts
+from distprune.masks.fingerprint import fingerprint_part, fingerprint_parts
 from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order, run_index_map
 from distprune.shards.shard import FlatShard, LocalShard
 from helpers.sampling import num_examples
@@ -53,22 +53,22 @@ def run_of(mask, start, stop):
 
 def fingerprint_of(parts):
     parts = list(parts)
-    each = [fingerprint_parts([shard], [mask])[0] for shard, mask in parts]
-    # Short runs are processed together: twice as many as there are, of any lengths.
+    each = [int(fingerprint_part(*part)) for part in parts]
     shards, masks = [shard for shard, _ in parts], [mask for _, mask in parts]
-    assert fingerprint_parts(shards * 2, masks * 2) == each * 2
+    assert fingerprint_parts(shards, masks) == each
     total = sum(each)
     return (total + 2**63) % 2**64 - 2**63
 
 
-def by_definition(mask, start=0):
+def by_definition(mask):
     """In Python's integers, one element after the other."""
-    table = fingerprint._table_on(torch.device("cpu")).tolist()
+    flags = [value == 0 for value in mask.double().contiguous().view(-1).tolist()]
+    table = fingerprint._table(torch.device("cpu")).tolist()
     total = 0
-    for place, value in enumerate(mask.double().contiguous().view(-1).tolist(), start):
-        if value == 0:
-            which, low = divmod(place // 32, len(table))
-            total += (table[low] << place % 32) * fingerprint._factor(which)
+    for start in range(0, len(flags), 32):
+        word = sum(1 << bit for bit, pruned in enumerate(flags[start : start + 32]) if pruned)
+        which, low = divmod(start // 32, len(table))
+        total += word * table[low] * int(fingerprint._odd(torch.tensor([which]), 4))
     return (total + 2**63) % 2**64 - 2**63
 
 
@@ -109,27 +109,6 @@ def test_no_sharding_changes_it(shape, order, numpy):
         edges = [0, 1, mask.numel() // 3, mask.numel() // 3, mask.numel()]
         runs = [run_of(mask, *edges[i : i + 2]) for i in range(4)]
         assert fingerprint_of(runs) == expected
-
-
-@pytest.mark.parametrize("numpy", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_runs_around_the_ends_of_words_and_tables(dtype, numpy):
-    """Of a very large parameter; processed together, a few elements at a time."""
-    table = fingerprint._TABLE_BITS
-    starts = [max(0, near + by) for near in (0, table, 2**33) for by in (-37, 0, 5)]
-    runs = []
-    for seed, start in enumerate(starts):
-        flat = random_mask((31 * seed + 3,), seed, dtype)
-        index = run_index_map((1 << 40,), (1,), start)
-        shard = FlatShard("p", flat, flat, flat, torch.Size([1 << 40]), (), (0,), index)
-        runs.append((shard, flat, by_definition(flat, start)))
-    shards, masks, expected = zip(*runs, strict=True)
-    with (
-        mock.patch("distprune._common.memory.takes_numpy", lambda device: numpy),
-        mock.patch.object(fingerprint, "_CPU_BATCH", 400),
-        mock.patch.object(fingerprint, "_DEVICE_BATCH", 400),
-    ):
-        assert fingerprint_parts(shards, masks) == list(expected)
 
 
 @settings(max_examples=num_examples(300), deadline=None, derandomize=True)

@@ -35,7 +35,7 @@ ROOMS = {
     "statistics": {
         "_common", "torch_private", "shards", "selection", "call", "files", "budgets",
     },
-    "reconstruction": {"_common", "torch_private", "shards", "masks", "call", "statistics"},
+    "reconstruction": {"_common", "shards", "masks", "call", "statistics"},
     "checkpoint": {"_common", "torch_private", "shards", "masks", "methods", "api"},
     "layouts": {"torch_private"},
     "dynamic": {"_common", "torch_private", "shards", "masks", "call", "api"},

@@ -173,15 +173,6 @@ def test_a_parameter_without_a_matrix_is_refused():
         prune.reconstruct([(other, "weight")], grams)
 
 
-def test_a_backward_that_is_to_come_is_refused():
-    layer, x = nn.Linear(4, 2), torch.ones(3, 4)
-    grams, _ = pruned_layer(layer, x)
-    loss = layer(x).sum()
-    with pytest.raises(RuntimeError, match="backward is still to come"):
-        prune.reconstruct([(layer, "weight")], grams)
-    loss.backward()
-
-
 def test_weights_that_are_not_finite_are_refused():
     layer = nn.Linear(4, 2)
     grams, _ = pruned_layer(layer, torch.ones(3, 4))

@@ -109,7 +109,7 @@ prune.schedule.Cubic(begin=0, ends=3)  # E: Unexpected keyword argument "ends"
 found: prune.VerificationReport = prune.verify(model, expected=pairs)
 entries: tuple[prune.VerifiedParameter, ...] = found.parameters
 try:
-    prune.verify(model, reference=True)
+    prune.verify(model, raise_errors=False)
 except prune.VerificationError as error:
     print(error.report.ok)
 prune.verify(model, accepted=True)  # E: Unexpected keyword argument "accepted"

@@ -25,7 +25,7 @@ from distprune.files.checkpoints.header import (
     make_header,
     read_header,
 )
-from distprune.files.disk.access import OpenFiles, read_into
+from distprune.files.disk.access import read_into
 from distprune.files.errors import CheckpointError
 
 MASK_FILE = f"{SIDECAR}/masks.safetensors"
@@ -133,16 +133,13 @@ def open_masks(folder: str | Path) -> MaskFile:
     )
 
 
-def read_keep(masks: MaskFile, files: OpenFiles, name: str, first: int, last: int) -> np.ndarray:
+def read_keep(masks: MaskFile, name: str, first: int, last: int) -> np.ndarray:
     """The mask of the elements [first, last) of a tensor, from disk: bool [last - first].
-
-    Args:
-        files: opened for reading.
 
     Raises:
         CheckpointError: the file cannot be read, or has become shorter.
     """
     start, stop = first // 8, -(-last // 8)
     packed = np.empty(stop - start, dtype=np.uint8)
-    read_into(files, masks.path, masks.starts[name] + start, packed.data)
+    read_into(masks.path, masks.starts[name] + start, packed.data)
     return mask_bits.unpack(packed, first - 8 * start, last - 8 * start)

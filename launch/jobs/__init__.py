@@ -1,1 +1,0 @@
-"""What the jobs of this folder have in common."""

@@ -1,0 +1,158 @@
+"""What the two scripts for language models share: options, the model with its texts, pruning."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import distprune as prune
+from common import Job
+from distprune import budgets, language_models
+
+# The name that the package has for the scores of a criterion; None: scores without text. "fisher"
+# is here that of each weight, as in the committed tables.
+CRITERIA: dict[str, str | None] = {
+    "magnitude": None,
+    "random": None,
+    "wanda": "wanda",
+    "ria": "ria",
+    "stade": "stade",
+    "taylor": "taylor",
+    "fisher": "elementwise_fisher",
+    "factored_fisher": "fisher",
+    "obs": "obs",
+}
+SCOPES = ("global", "global-rms", "layer", "row", "uniform", "erk", "owl", "2:4")
+UPDATES = ("none", "least-squares", "rounds")
+
+
+def make_parser(description: str, output: str) -> argparse.ArgumentParser:
+    """A parser with the options that the scripts have in common; `output` describes OUTPUT."""
+    parser = argparse.ArgumentParser(
+        description=description,
+        fromfile_prefix_chars="@",  # @FILE: one argument per line
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", type=Path, help="folder of a Hugging Face model in safetensors")
+    add("output", type=Path, help=output)
+    add("--include", nargs="*", metavar="PATTERN", help="prune only these matrices")
+    add("--exclude", nargs="*", metavar="PATTERN", default=[], help="do not prune these matrices")
+    add("--calibrate", nargs="+", type=Path, metavar="FILE", help="text to learn scores from")
+    add("--windows", type=int, default=128, help="sequences of text to learn from")
+    add("--length", type=int, default=2048, help="tokens in each sequence")
+    add("--evaluate", nargs="+", type=Path, metavar="FILE", help="text to measure perplexity on")
+    add("--evaluation-windows", type=int, default=64, help="sequences of each file of --evaluate")
+    wraps = ("none", "ddp", "fsdp2", "tp", "fsdp2_tp")
+    add("--wrap", choices=wraps, default="fsdp2", help="how the model is sharded")
+    add("--tensor-parallel", type=int, default=1, help="ranks of a layer, for --wrap fsdp2_tp")
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, default="auto", help="of the weights; auto: as they are stored")
+    add("--batch-size", type=int, default=1, help="sequences per rank and forward")
+    add("--seed", type=int, default=0, help="of the calibration windows and of random scores")
+    rounds = "sparsities of the rounds before the first one that is asked for"
+    add("--rounds-before", nargs="*", type=float, default=[], metavar="SPARSITY", help=rounds)
+    return parser
+
+
+class LanguageModel:
+    """A model with its texts, as the command line says. Every rank calls the same methods."""
+
+    def __init__(self, settings: argparse.Namespace, job: Job) -> None:
+        self.settings = settings
+        mesh = None
+        if settings.wrap == "fsdp2_tp":
+            mesh = job.num_ranks // settings.tensor_parallel, settings.tensor_parallel
+        dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        self.model = language_models.load_sharded(
+            settings.model, wrap=settings.wrap, mesh=mesh, dtype=dtype, device=job.device
+        )
+        self.parameters = prune.select(self.model, settings.include, settings.exclude)
+        tokenizer = language_models.load_tokenizer(settings.model)
+        read, length = language_models.read_windows, settings.length
+        self.calibration = self.evaluation = None
+        if settings.calibrate:
+            windows = read(tokenizer, settings.calibrate, length)
+            number = min(settings.windows, len(windows))
+            self.calibration = windows.sample(number, seed=settings.seed)
+        if settings.evaluate:
+            limit = settings.evaluation_windows
+            self.evaluation = read(tokenizer, settings.evaluate, length, limit=limit)
+        self.text = language_models.TextScores(
+            self.model,
+            self.calibration,
+            self.parameters,
+            batch_size=settings.batch_size,
+            progress=job.progress("calibrating"),
+        )
+        self._scores: dict[str, Any] = {}  # of the dense model, by criterion
+        weight = next(self.model.parameters())
+        kind = str(weight.dtype).removeprefix("torch.")
+        job.say(f"loaded {settings.model}: {job.num_ranks} ranks, {settings.wrap}, {kind}")
+
+    def perplexity(self) -> dict[str, Any]:
+        """Of --evaluate: "texts" and "all", as JSON has them; empty without text."""
+        if self.evaluation is None:
+            return {}
+        report = language_models.perplexity(
+            self.model, self.evaluation, batch_size=self.settings.batch_size
+        )
+        return report.as_values()
+
+    def prune(
+        self, criterion: str, scope: str, sparsity: float | None, update: str
+    ) -> tuple[prune.PruningReport, prune.ReconstructionReport | None]:
+        """Prune the dense model once; with the update "least-squares", move the kept weights.
+
+        Args:
+            scope: what competes: "global", all weights; "global-rms", all weights, with the scores
+                of each parameter divided by their root mean square; "layer" or "row", the weights
+                of one parameter or output; "2:4" and the like, neighbours. The other scopes are
+                budgets, which say how much each parameter loses.
+            sparsity: None for "2:4" and the like.
+        """
+        if criterion not in self._scores:
+            score = CRITERIA[criterion]
+            self._scores[criterion] = None if score is None else self.text.of(score)
+        grams = self.text.grams if update == "least-squares" else None
+        keywords: dict[str, Any] = {"scope": scope}
+        if ":" in scope:
+            keywords = {"pattern": scope}
+        elif scope == "global-rms":
+            keywords = {"normalize": "rms"}
+        elif scope == "owl":
+            keywords = {"budget": budgets.OWL(self.text.statistics)}
+        elif scope in ("uniform", "erk"):
+            keywords = {"budget": scope}
+        torch.manual_seed(self.settings.seed)
+        report = prune.global_unstructured(
+            self.parameters,
+            prune.RandomUnstructured if criterion == "random" else prune.L1Unstructured,
+            self._scores[criterion],
+            amount=sparsity,
+            **keywords,
+        )
+        return report, None if grams is None else prune.reconstruct(self.parameters, grams)
+
+    def prune_in_rounds(
+        self, criterion: str, sparsities: list[float]
+    ) -> Iterator[language_models.Round]:
+        """Prune to --rounds-before and to these sparsities, with scores anew and an update each."""
+        score, windows = CRITERIA[criterion], self.calibration
+        if score is None or windows is None:
+            raise ValueError(
+                f"rounds by {criterion} have nothing to learn; expected a criterion that reads "
+                "text, and --calibrate FILE..."
+            )
+        return language_models.prune_in_rounds(
+            self.model,
+            windows,
+            self.parameters,
+            [*self.settings.rounds_before, *sparsities],
+            lambda: self.text.of_round(score),
+            batch_size=self.settings.batch_size,
+        )

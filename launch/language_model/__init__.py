@@ -1,1 +1,0 @@
-"""The parts of `prune_language_model.py` and of `compare_on_language_model.py`."""

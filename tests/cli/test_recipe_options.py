@@ -1,0 +1,271 @@
+"""The options of a recipe: what they make, alone and beside a recipe, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from distprune.files.checkpoints.statistics_file import (
+    StoredStatistics,
+    WeightLayout,
+    write_statistics,
+)
+from distprune.files.recipe import FileRecipe
+from helpers.tiny_checkpoints import load, save, tree_digest
+
+RUN = ("distprune/run.json",)
+SHAPES = {"self_attn.q_proj": (8, 8), "self_attn.o_proj": (8, 8), "mlp.up_proj": (25, 8)}
+NAMES = {f"model.layers.{n}.{name}.weight": SHAPES[name] for n in range(3) for name in SHAPES}
+CARD = "---\nlicense: mit\n---\nThe card.\n"
+
+
+@pytest.fixture
+def source(tmp_path):
+    torch.manual_seed(0)
+    shapes = {"model.embed_tokens.weight": (11, 8), **NAMES, "lm_head.weight": (11, 8)}
+    source = save(tmp_path / "source", {n: torch.randn(s).bfloat16() for n, s in shapes.items()})
+    (source / "README.md").write_text(CARD)
+    return source
+
+
+@pytest.fixture
+def statistics(tmp_path):
+    draws = np.random.default_rng(0)
+    parameters = {
+        name: StoredStatistics(WeightLayout("linear", shape), 10, *draws.random((2, shape[1])))
+        for name, shape in NAMES.items()
+    }
+    write_statistics(tmp_path / "stats.safetensors", "one_pass", parameters)
+    return tmp_path / "stats.safetensors"
+
+
+@pytest.fixture
+def recipe_of(run, source):
+    """The recipe that a command line makes."""
+    return lambda *given: run("plan", source, *given, "--json").json["recipe"]
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("-s 0.5", {"normalize": "rms", "version": 2, "scope": "global"}),
+        ("-s 0.5 --normalize mean", {"normalize": "mean"}),
+        ("-s 0.5 --normalize none", {"normalize": None, "version": 1}),
+        ("-s 0.5 --budget erk", {"budget": "erk", "normalize": None}),
+        (
+            "-s 0.5 --min-sparsity 0.45 --max-sparsity 0.55",
+            {"limits": {"min_sparsity": 0.45, "max_sparsity": 0.55}},
+        ),
+        ("-r magnitude_50", {"normalize": "rms"}),
+        ("-r magnitude_50 --normalize l2", {"normalize": "l2"}),
+        ("-r magnitude_50 --scope layer", {"normalize": None, "scope": "layer"}),
+        ("-r magnitude_50 --score random", {"normalize": None}),
+        ("-r layer_50", {"normalize": None}),
+        ("-r layer_50 --scope global", {"normalize": "rms"}),
+        ("-r random_50", {"normalize": None}),
+        ("-r random_50 --score magnitude", {"normalize": "rms"}),
+        ("-r semi_structured_2_4", {"normalize": None, "sparsity": None, "scope": None}),
+        (
+            "-r semi_structured_2_4 -s 0.5",
+            {"normalize": "rms", "pattern": None, "sparsity": 0.5, "scope": "global"},
+        ),
+        ("-r semi_structured_2_4 -s 0.5 --scope row", {"pattern": None, "scope": "row"}),
+        ("-r semi_structured_2_4 --pattern 1:4", {"pattern": "1:4", "sparsity": None}),
+    ],
+)
+def test_an_option_replaces_what_a_recipe_says(recipe_of, given, expected):
+    recipe = recipe_of(*given.split())
+    assert {key: recipe.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        ("-r semi_structured_2_4 --scope row",
+         ["--scope row", "pattern 2:4 of the recipe semi_structured_2_4"]),
+        ("--pattern 2:4 --scope global", ["--scope global", "--pattern 2:4"]),
+        ("-r semi_structured_2_4 --max-sparsity 0.9",
+         ["limits: has no place beside 'pattern'",
+          "the recipe semi_structured_2_4 with --max-sparsity 0.9"]),
+        ("-r semi_structured_2_4 --normalize l2", ["normalize: has no effect beside a pattern"]),
+        ("-r row_50 --min-sparsity 0.1", ["limits: has no effect with scope 'row'"]),
+        ("-r layer_50 --seed 3", ["seed: has no effect without score 'random'"]),
+        ("-s 0.5 --scope layer --normalize rms", ["normalize: has no effect with scope 'layer'"]),
+        ("-s 0.5 --score random --normalize rms", ["normalize: has no effect with score 'random'"]),
+        ("-s 0.5 --budget erk --normalize rms", ["normalize: has no effect beside a budget"]),
+        ("-s 0.5 --normalize max", ["expected 'rms', 'l2', 'mean' or 'none'"]),
+        ("-s 0.5 --max-sparsity 0.4", ["max_sparsity 0.4 of every tensor leaves"]),
+        ("-r by_kind_of_layer -s 0.5 --exclude *.up_proj --input-dim *=1 --nan keep",
+         ["has 2 groups", "expected no --sparsity 0.5, --exclude *.up_proj, --input-dim *=1."]),
+    ],
+)  # fmt: skip
+def test_what_has_no_effect_is_refused_by_name(run, source, given, texts):
+    done = run("plan", source, *given.split())
+    assert done.code == 2 and all(text in done.err for text in texts), done.err
+
+
+def test_a_pattern_or_a_scope_takes_the_place_of_limits(run, source, tmp_path):
+    path = write(tmp_path / "a", "version: 1\nsparsity: 0.5\nlimits: {max_sparsity: 0.75}\n")
+    assert run("plan", source, "-r", path, "--pattern", "2:4").code == 0
+    assert run("plan", source, "-r", path, "--scope", "layer").code == 0
+
+
+def test_each_tensor_stays_within_limits(run, source, tmp_path):
+    given = ("-s", "0.5", "--min-sparsity", "0.45", "--max-sparsity", "0.55")
+    done = run("prune", source, tmp_path / "out", *given, "--json")
+    assert "each tensor within 45 to 55 %" in done.err
+    for tensor in done.json["tensors"]:
+        low, high = tensor["limits"]
+        assert 0.45 <= low / tensor["num_elements"] <= high / tensor["num_elements"] <= 0.55
+        assert low <= tensor["num_pruned"] <= high
+    assert FileRecipe.load(tmp_path / "out" / "distprune" / "recipe.yaml") == FileRecipe(
+        0.5, min_sparsity=0.45, max_sparsity=0.55, normalize="rms"
+    )
+
+
+def test_a_recipe_of_version_1_ranks_raw_magnitudes(run, recipe_of, source, tmp_path):
+    texts = ["1\nsparsity: 0.5\n", "1\nsparsity: 0.5\nnormalize: mean\n", "2\nsparsity: 0.5\n"]
+    texts.append("2\nsparsity: 0.5\nnormalize: none\n")
+    paths = [write(tmp_path / f"{n}", f"version: {text}") for n, text in enumerate(texts)]
+    assert [recipe_of("-r", p).get("normalize") for p in paths] == [None, "mean", "rms", None]
+    assert "normalize: none" in run("plan", source, "-r", paths[0]).err
+    assert "normalize" not in run("plan", source, "-r", paths[2]).err
+
+
+def test_groups_have_shares_of_their_own(run, source, tmp_path):
+    done = run("plan", source, "-r", "by_kind_of_layer")
+    assert done.code == 0, done.err
+    lines = [line.split() for line in done.out.splitlines()]
+    assert ["0", "4", "256", "128", "50.00", "%"] in [line[:6] for line in lines]
+    assert ["1", "2", "400", "280", "70.00", "%"] in [line[:6] for line in lines]
+    assert "prune, group 1" in done.out and "keep: in no group" in done.out
+    assert "Prunes 408 of 656 elements (62.20 %) in 6 of 11 tensors, in 2 groups;" in done.out
+    found = run("plan", source, "-r", "by_kind_of_layer", "--json").json
+    assert [group["num_to_prune"] for group in found["groups"]] == [128, 280]
+    first = next(t for t in found["tensors"] if t["name"] == "model.layers.0.mlp.up_proj.weight")
+    assert (first["group"], first["reason"]) == (None, "excluded")
+    done = run("prune", source, tmp_path / "out", "-r", "by_kind_of_layer", "--json")
+    zeros = {name: int((tensor == 0).sum()) for name, tensor in load(tmp_path / "out").items()}
+    assert sum(count for name, count in zeros.items() if "attn" in name) == 128
+    assert sum(count for name, count in zeros.items() if "mlp" in name) == 280
+    assert not any(count for name, count in zeros.items() if ".layers.0." in name)
+    groups = done.json["groups"]
+    assert [(group["index"], group["num_pruned"]) for group in groups] == [(0, 128), (1, 280)]
+    assert run("verify", tmp_path / "out", "--against", source).code == 0
+    # The stored recipe is one, with all its groups.
+    stored = tmp_path / "out" / "distprune" / "recipe.yaml"
+    assert run("prune", source, tmp_path / "again", "-r", stored).code == 0
+    assert tree_digest(tmp_path / "again", RUN) == tree_digest(tmp_path / "out", RUN)
+
+
+def test_groups_have_a_normalization_of_their_own(run, source, tmp_path):
+    path = write(
+        tmp_path / "groups.yaml",
+        "version: 2\nsparsity: 0.5\nnormalize: l2\ngroups:\n"
+        "  - select: {include: ['*.0.*']}\n"
+        "  - select: {include: ['*.1.*']}\n    scope: layer\n"
+        "  - select: {include: ['*.2.*']}\n    normalize: mean\n",
+    )
+    found = run("plan", source, "-r", path, "--json").json["recipe"]["groups"]
+    assert [group.get("normalize") for group in found] == ["l2", None, "mean"]
+    assert "magnitude / l2 norm of its tensor" in run("plan", source, "-r", path).out
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        ("  - {select: {include: '*attn*'}, sparsity: 0.5, pattern: '2:4'}\n",
+         "groups[0].sparsity: has no place beside 'pattern'"),
+        ("  - {select: {include: '*mlp*'}, sparsity: 0.5, scope: rows}\n",
+         "line 3, groups[0].scope: expected 'global', 'layer' or 'row'"),
+        ("  - {select: {include: '*.0.*'}, scope: layer, normalize: rms, sparsity: 0.5}\n",
+         "line 3, groups[0].normalize: has no effect with scope"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_groups_are_named(run, source, tmp_path, groups, text):
+    path = write(tmp_path / "recipe.yaml", f"version: 2\ngroups:\n{groups}")
+    done = run("plan", source, "-r", path)
+    assert done.code == 2 and text in done.err
+
+
+def test_what_is_said_of_a_normalization(run, source, tmp_path):
+    out = tmp_path / "out"
+    done = run("prune", source, out, "-s", "0.5", "-v")
+    assert "ranked together by magnitude / rms of its tensor" in done.err
+    assert " times the rms of its tensor; " in done.out
+    values = json.loads((out / "distprune" / "report.json").read_text())
+    for tensor in values["tensors"]:
+        cut = values["threshold"] * tensor["divisor"]
+        row = next(line for line in done.out.splitlines() if tensor["name"] in line).split()
+        assert row[-2:] == [f"{tensor['divisor']:.4g}", f"{cut:.4g}"]
+    card = (out / "README.md").read_text()
+    assert "| ranked by | magnitude / rms of its tensor, all selected tensors together |" in card
+    assert "Pruned by distprune, ranked together by magnitude / rms" in run("inspect", out).out
+    assert run("inspect", out, "--json").json["recipe"]["normalize"] == "rms"
+    assert run("inspect", source, "--json").json["recipe"] is None
+
+
+def test_plan_prune_and_verify_by_wanda(run, source, statistics, tmp_path):
+    given = ["--score", "wanda", "--statistics", statistics, "-s", "0.5"]
+    found = run("plan", source, *given, "--json").json
+    assert found["recipe"]["normalize"] == "rms" and found["recipe"]["score"] == "wanda"
+    done = run("prune", source, tmp_path / "out", *given)
+    assert "Largest pruned score" in done.out and "times the rms of its tensor" in done.out
+    assert run("verify", tmp_path / "out", "--against", source).code == 0
+    raw = run("prune", source, tmp_path / "raw", *given, "--normalize", "none")
+    assert "Raw scores of several tensors" in raw.err
+    refused = run("plan", source, "-r", "wanda_row_50")
+    assert refused.code == 2 and "--statistics FILE" in refused.err
+    fits = run("plan", source, "-r", "wanda_row_50", "--statistics", statistics, "--json").json
+    assert fits["num_to_prune"] == fits["num_elements"] / 2
+
+
+def test_scores_from_elsewhere(run, source, tmp_path):
+    scores = save(tmp_path / "scores", {name: torch.randn(s) for name, s in NAMES.items()})
+    done = run("prune", source, tmp_path / "out", "-s", "0.5", "--scores", scores)
+    assert done.code == 0 and "by given scores / rms of its tensor" in done.err
+    refused = run("verify", tmp_path / "out", "--against", source)
+    assert refused.code == 3 and "--scores FOLDER" in refused.err
+    checked = run("verify", tmp_path / "out", "--against", source, "--scores", scores)
+    assert checked.code == 0, checked.out
+
+
+def test_statistics_and_budgets_beside_a_recipe(run, recipe_of, source, statistics, tmp_path):
+    path = write(
+        tmp_path / "recipe.yaml",
+        "version: 2\nscore: wanda\nstatistics: stats.safetensors\nscope: layer\nsparsity: 0.5\n",
+    )
+    assert recipe_of("-r", path)["score"] == "wanda"
+    assert "statistics" not in recipe_of("-r", path, "--score", "magnitude")
+    missing = run("plan", source, "-r", path, "--statistics", tmp_path / "absent")
+    assert missing.code == 3 and "absent cannot be read" in missing.err
+    useless = run("plan", source, "-s", "0.5", "--statistics", statistics)
+    assert useless.code == 2 and "no effect without score 'wanda'" in useless.err
+    made = recipe_of("-r", "wanda_row_50", "--statistics", statistics, "--budget", "owl")
+    assert (made["budget"], made["scope"], made["score"]) == ("owl", "global", "wanda")
+    file = write(tmp_path / "made.yaml", json.dumps(made))
+    assert recipe_of("-r", file, "--score", "magnitude")["statistics"] == str(statistics)
+    assert "budget" not in recipe_of("-r", file, "--scope", "row")
+    assert "budget" not in recipe_of("-r", file, "--score", "magnitude", "--pattern", "1:2")
+    known = run("plan", source, "-s", "0.5", "--budget", "erk")
+    assert "divided by budget erk, by magnitude" in known.out
+
+
+def test_the_card_can_be_left_as_it_is(run, source, tmp_path):
+    assert run("prune", source, tmp_path / "out", "-s", "0.5", "--no-card").code == 0
+    assert (tmp_path / "out" / "README.md").read_text() == CARD
+    assert run("verify", tmp_path / "out", "--against", source).code == 0
+    stored = tmp_path / "out" / "distprune" / "recipe.yaml"
+    assert yaml.safe_load(stored.read_text())["output"] == {"masks": True, "card": False}
+    assert run("prune", source, tmp_path / "again", "-r", stored).code == 0
+    assert (tmp_path / "again" / "README.md").read_text() == CARD
+    assert run("prune", source, tmp_path / "over", "-r", stored, "--card").code == 0
+    assert "pruned by distprune" in (tmp_path / "over" / "README.md").read_text()
+    assert "README.md" not in run("plan", source, "-s", "0.5", "--json").json["copied"]
