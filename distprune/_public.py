@@ -38,9 +38,6 @@ from distprune.call.report import MaskUpdateReport as MaskUpdateReport
 from distprune.call.report import ParameterReport as ParameterReport
 from distprune.call.report import PruningReport as PruningReport
 from distprune.call.report import StructuredReport as StructuredReport
-from distprune.call.semi_structured import SemiStructuredParameter as SemiStructuredParameter
-from distprune.call.semi_structured import SemiStructuredReport as SemiStructuredReport
-from distprune.call.semi_structured import is_semi_structured as is_semi_structured
 from distprune.dynamic import dense_gradients as dense_gradients
 from distprune.methods import builtin
 from distprune.methods.base import BasePruningMethod as BasePruningMethod

@@ -140,20 +140,6 @@ def agree_on_grouping(
     return communicator.run(settle, facts_of)
 
 
-def input_dims_of(input_dims: InputDims | None, targets: Sequence[Target]) -> list[tuple[int, ...]]:
-    """The dimensions that an output sums over, of each parameter; the last one if not known."""
-    given = _given_dims(input_dims or {}, targets)
-    found = []
-    for position, target in enumerate(targets):
-        shape = tuple(target.shard.shape)
-        try:
-            dims = given.get(position) or _dims_of(*target.places[0], shape, target.label)
-        except ValueError:
-            dims = (len(shape) - 1,)
-        found.append(dims)
-    return found
-
-
 def _grouped(
     rule: BlockRule, target: Target, given: tuple[int, ...] | None
 ) -> tuple[BlockedParameter, Tiling | None]:

@@ -86,9 +86,6 @@ class PruningReport(CallReport):
         seconds: wall time on this rank.
         collapsed: names of parameters of which the ranking has left hardly anything; see
             amount.[Note: collapse].
-        no_sparse_layout: after a pattern 2:4, for each parameter whose weight
-            ``torch.sparse.to_sparse_semi_structured`` does not take, its name and why; None after
-            any other call.
     """
 
     method: str
@@ -102,7 +99,6 @@ class PruningReport(CallReport):
     bytes_sent: int
     seconds: float
     collapsed: tuple[str, ...] = ()
-    no_sparse_layout: tuple[tuple[str, str], ...] | None = None
 
     @property
     def num_pruned_before(self) -> int:
@@ -135,8 +131,6 @@ class PruningReport(CallReport):
 
     def __str__(self) -> str:
         lines = [*self._table(), "; ".join([*self._facts(), *self._cost()])]
-        if self.no_sparse_layout is not None:
-            lines.append(self._sparse_layout_text())
         if self.collapsed:
             lines.append(f"nearly empty: {', '.join(self.collapsed)}")
         return "\n".join(lines)
@@ -163,15 +157,6 @@ class PruningReport(CallReport):
             ties = f" ({self.num_ties_pruned:,} of {self.num_ties:,} ties pruned)"
             facts.append(f"threshold {self.threshold:.6g}{ties if self.num_ties > 1 else ''}")
         return facts
-
-    def _sparse_layout_text(self) -> str:
-        misfits = self.no_sparse_layout or ()
-        count = len(self.parameters) - len(misfits)
-        text = f"to_sparse_semi_structured takes {count} of {len(self.parameters)} parameters"
-        if misfits:
-            shown = "; ".join(f"{name} {why}" for name, why in misfits[:3])
-            text += f". {shown}" + (f"; {len(misfits) - 3} more" if len(misfits) > 3 else "")
-        return text
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from distprune.call.request import (
     PruningCall,
     Together,
 )
-from distprune.call.semi_structured import layout_problem
 from distprune.masks.attach import Transaction, mask_dtype
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import MaskRecord, PruningHook
@@ -118,7 +117,6 @@ def prune_parameters(
         bytes_sent=communicator.bytes_sent,
         seconds=time.perf_counter() - started,
         collapsed=find_collapsed(entries, shapes) if is_ranked else (),
-        no_sparse_layout=_no_sparse_layout(arguments, targets, share),
     )
 
 
@@ -165,23 +163,6 @@ def _refuse_options_of_rankings(arguments: PruningArguments, share: Together | G
         f"meaning for it; expected a method that does, such as {examples}, or your own with "
         "DISTRIBUTED = 'scores'."
     )
-
-
-def _no_sparse_layout(
-    arguments: PruningArguments, targets: Sequence[Target], share: Together | Grouping
-) -> tuple[tuple[str, str], ...] | None:
-    """After 2:4, the parameters that ``to_sparse_semi_structured`` does not take, and why."""
-    # Ranks of a pipeline do not know the parameters of others.
-    if not isinstance(share, Grouping) or arguments.pipeline_parallel:
-        return None
-    if share.rule.kept_of != (2, 4):
-        return None
-    problems = [
-        (target.label, layout_problem(target.shard.shape, target.shard.values.dtype, own.dims))
-        for target, own in zip(targets, share.parameters, strict=True)
-        if own is not None
-    ]
-    return tuple((label, problem) for label, problem in problems if problem)
 
 
 def _report_each(

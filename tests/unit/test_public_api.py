@@ -20,11 +20,10 @@ OURS = {
     "ChannelGroup", "ChannelGroupReport", "ChannelPart", "FactoredScores", "GlobalMask",
     "LowestScore", "MaskLoadingReport", "MaskUpdate", "MaskUpdateReport", "NamedParameter",
     "ParameterReport", "PruningReport", "ReconstructedParameter", "ReconstructionReport",
-    "SemiStructuredParameter", "SemiStructuredReport",
     "StructuredReport", "VerificationError", "VerificationReport", "VerifiedParameter",
     "budgets", "checkpoint", "criteria",
     "dense_gradients", "dynamic", "get_masks", "global_mask", "global_structured",
-    "is_semi_structured", "load_masks", "masks_aside", "masks_from_zeros", "reconstruct",
+    "load_masks", "masks_aside", "masks_from_zeros", "reconstruct",
     "save_masks", "schedule", "select", "set_masks",
     "shard_masks", "statistics", "verify",
 }  # fmt: skip
