@@ -56,10 +56,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "wanda 2:4": {"pattern": "2:4", "score": "wanda"},
     "stade row": {"sparsity": 0.6, "score": "stade", "scope": "row"},
     "stade bounds": {"sparsity": 0.5, "score": "stade", **BOUNDS},
-    "4x4": {"sparsity": 0.5, "pattern": "4x4"},
-    "4x4 row": {"sparsity": 0.4, "pattern": "4x4", "scope": "row"},
 }
-WITH_TILES = ("qwen2", "gpt2")
 WITH_STATISTICS = ("llama_tied_with_duplicates", "mistral_with_adapter", "qwen2", "qwen3_moe",
                    "gpt2", "bert_classifier")  # fmt: skip
 
@@ -69,8 +66,7 @@ def requests_of(name: str) -> list[str]:
     return [
         request
         for request, arguments in REQUESTS.items()
-        if ("x" not in arguments.get("pattern", "") or name in WITH_TILES)
-        and (arguments.get("score") not in ("wanda", "stade") or name in WITH_STATISTICS)
+        if arguments.get("score") not in ("wanda", "stade") or name in WITH_STATISTICS
     ]
 
 

@@ -336,11 +336,6 @@ CASES: dict[str, Case] = {
     "2:4 bfloat16": Case(({"pattern": "2:4"},), "few", "bfloat16", names="matrices"),
     "1:3 random": Case(of_method(RANDOM, {"pattern": "1:3"}), names="matrices"),
     "2:3 then 1:4": Case(({"pattern": "2:3"}, {"pattern": "1:4"}), "equal", names="matrices"),
-    "2x3": Case(({"pattern": "2x3", "amount": 0.4}, {"pattern": "2x3", "amount": 5}),
-                names="matrices"),
-    "4x4 row": Case(({"pattern": "4x4", "scope": "row", "amount": 0.4},), names="matrices"),
-    "3x2 layer": Case(({"pattern": "3x2", "scope": "layer", **HALF},), "few", "bfloat16",
-                      names="matrices"),
     # Methods of one parameter.
     "l1_unstructured": Case(local(prune.l1_unstructured, 0.4), "few"),
     **{f"ln_structured {n} {dim}": Case(local(prune.ln_structured, 0.4, n, dim), names="matrices")
@@ -372,7 +367,6 @@ CASES: dict[str, Case] = {
     "large erk": Case(({"budget": "erk", **HALF},), "many", "bfloat16", names="matrices"),
     "large row": Case(({"scope": "row", "amount": 0.4},), "many"),
     "large 2:4": Case(({"pattern": "2:4"},), "many", names="matrices"),
-    "large 2x3": Case(({"pattern": "2x3", **HALF},), "many", names="matrices"),
     "large projection": Case(projected(), "many"),
     "large schedule": Case(scheduled(max_sparsity=0.72), "many"),
     # Projection, and what changes masks again and again.
@@ -388,7 +382,6 @@ CASES: dict[str, Case] = {
     ),
     "schedule random": Case(scheduled(pruning_method=RANDOM)),
     "schedule lamp": Case(scheduled(budget="lamp"), dtype="bfloat16"),
-    "schedule tiles": Case(scheduled(pattern="1x4"), names="matrices"),
     "drop and grow": Case(dropped_and_grown, names="matrices"),
 }  # fmt: skip
 
