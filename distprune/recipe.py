@@ -13,8 +13,7 @@ required::
                                # them; row: one for each output row
     budget: erk                # divide the total among parameters by a rule, not by one ranking:
                                # uniform, uniform+, erk or lamp; not beside a pattern
-    pattern: "4x4"             # prune whole tiles of 4 outputs and 4 inputs; or, instead of a
-                               # sparsity, "2:4": 2 of every 4 in a row are kept
+    pattern: "2:4"             # instead of a sparsity: 2 of every 4 in a row are kept
     schedule:                  # or, at once: sparsity: 0.8
       kind: cubic              # linear; one_shot, which has step and sparsity
       begin: 0

@@ -12,30 +12,30 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Room of the package: (lines of code, files). A change that makes a room smaller lowers its limit.
 ROOMS = {
-    "__init__.py": (104, 1),
+    "__init__.py": (101, 1),
     "__main__.py": (13, 1),
-    "_common": (2100, 23),
-    "_public.py": (65, 1),
+    "_common": (2045, 23),
+    "_public.py": (62, 1),
     "_transformers": (546, 4),
     "_version.py": (1, 1),
     "api": (1913, 9),
     "budgets": (555, 4),
-    "call": (1423, 9),
+    "call": (1161, 8),
     "checkpoint.py": (272, 1),
-    "cli": (2618, 15),
+    "cli": (2591, 15),
     "criteria": (691, 5),
     "dynamic.py": (160, 1),
-    "files": (5653, 38),
+    "files": (5482, 37),
     "integrations": (1105, 7),
     "language_models": (2213, 13),
     "layouts.py": (13, 1),
     "masks": (731, 5),
-    "methods": (1176, 5),
+    "methods": (1123, 5),
     "recipe.py": (77, 1),
-    "recipes": (939, 3),
+    "recipes": (912, 3),
     "reconstruction": (436, 3),
-    "schedule": (465, 2),
-    "selection": (4372, 25),
+    "schedule": (461, 2),
+    "selection": (3958, 23),
     "selftest": (519, 3),
     "shards": (1269, 10),
     "statistics": (1982, 11),
@@ -44,9 +44,9 @@ ROOMS = {
     "torch_private": (1962, 14),
     "verification": (722, 5),
 }
-TOTAL = (35630, 230)
+TOTAL = (34611, 226)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 49945, "launch": 965}
+FOLDERS = {"tests": 49319, "launch": 965}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

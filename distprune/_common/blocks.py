@@ -6,10 +6,6 @@ each position of the kernel has blocks of its own. Scope "global" has no blocks.
 
 Every block loses the same number of elements: the lowest ones in the order (key, row-major index).
 
-With a pattern of tiles, AxB, it is tiles of A outputs and B inputs that are ranked and lost, in any
-scope: by the sums of their scores, see ``tile_sums``. The tiles of a tensor lie like a tensor that
-has one element for each. A tile is ranked as long as it has an element that is not pruned.
-
 Importing this module does not import numpy, because the help of the command line does without.
 """
 
@@ -18,57 +14,27 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from distprune._common.amount import resolve_count
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_FORM = re.compile("([0-9]{1,4})([:x])([0-9]{1,4})")
-# Without quotes, YAML may read it as a number to the base of 60.
-_EXPECTED = 'how many of how many are kept, such as "2:4", in quotes'
-_OR_TILES = ', or tiles of outputs and inputs, such as "4x4"'
+_PATTERN = re.compile("([0-9]{1,4}):([0-9]{1,4})")
 
 
-class Pattern(str):
-    """A pattern of zeros: its text, without leading zeros.
+def parse_pattern(pattern: object) -> tuple[int, int]:
+    """(N, M) of a pattern "N:M", which keeps N of every M neighbours along the inputs.
 
-    "N:M" keeps N of every M neighbours along the inputs; "AxB" prunes whole tiles of A outputs and
-    B inputs. Make one with :meth:`parse`.
+    Raises:
+        ValueError: anything else.
     """
-
-    __slots__ = ()
-
-    @classmethod
-    def parse(cls, value: Any, *, tiles: bool = True) -> Pattern:
-        """A pattern from its text; ``tiles=False`` takes N:M only.
-
-        Raises:
-            ValueError: with what was expected.
-        """
-        match = _FORM.fullmatch(value) if isinstance(value, str) else None
-        if match is not None:
-            first, mark, second = int(match[1]), match[2], int(match[3])
-            is_good = 0 < first < second if mark == ":" else tiles and first * second > 1
-            if is_good:
-                return cls(f"{first}{mark}{second}")
-        raise ValueError(_EXPECTED + _OR_TILES * tiles)
-
-    @property
-    def kept_of(self) -> tuple[int, int] | None:
-        """(N, M); None of tiles."""
-        return self._numbers(":")
-
-    @property
-    def tile(self) -> tuple[int, int] | None:
-        """(A, B): outputs and inputs of a tile; None of N:M."""
-        return self._numbers("x")
-
-    def _numbers(self, mark: str) -> tuple[int, int] | None:
-        first, found, second = self.partition(mark)
-        return (int(first), int(second)) if found else None
+    match = _PATTERN.fullmatch(pattern) if isinstance(pattern, str) else None
+    if match is not None and 0 < int(match[1]) < int(match[2]):
+        return int(match[1]), int(match[2])
+    raise ValueError(f"expected a pattern N:M such as '2:4', got {pattern!r}")
 
 
 Scope = Literal["global", "layer", "row"]
@@ -81,29 +47,12 @@ class Layout:
     An output is a pair of an index of ``outer`` and one of ``columns``; it sums over ``inputs`` and
     ``kernel``. A matrix [out, in] is (out, in, 1, 1); [in, out] is (1, in, out, 1); a convolution
     [out, in, *kernel] is (out, in, 1, product of kernel).
-
-    Attributes:
-        stack: without columns, how many matrices, or blocks of a convolution, ``outer`` goes over.
     """
 
     outer: int
     inputs: int
     columns: int = 1
     kernel: int = 1
-    stack: int = 1
-
-    @property
-    def tiled_outputs(self) -> int:
-        """The number of outputs that tiles divide: those of one matrix."""
-        return self.columns if self.columns > 1 else self.outer // max(1, self.stack)
-
-    def of_tiles(self, tile: tuple[int, int]) -> Layout:
-        """The layout of the tiles, of a tensor that they fit."""
-        outputs, inputs = tile
-        if self.columns > 1:
-            return Layout(self.outer, self.inputs // inputs, self.columns // outputs, self.kernel)
-        rows = self.outer // outputs
-        return Layout(rows, self.inputs // inputs, 1, self.kernel, self.stack)
 
     @property
     def outputs(self) -> int:
@@ -189,7 +138,6 @@ def layout_along(label: str, shape: Sequence[int], dims: Sequence[int]) -> Layou
         shape[first],
         math.prod(shape[first + 1 : start]),
         math.prod(shape[start:]),
-        math.prod(shape[: max(0, first - 1)]),
     )
 
 
@@ -201,64 +149,36 @@ class BlockRule:
         scope: what is ranked together, without a pattern.
         sparsity: of every block, in [0, 1]; with a pattern, what a schedule allows so far, or
             None.
-        pattern: N:M, or tiles. Then "elements" are tiles, in all that is said of blocks and counts.
+        kept_of: (N, M) of a pattern N:M.
     """
 
     scope: Scope
     sparsity: float | None
-    pattern: Pattern | None = None
-
-    @property
-    def kept_of(self) -> tuple[int, int] | None:
-        """(N, M) of a pattern N:M."""
-        return None if self.pattern is None else self.pattern.kept_of
-
-    @property
-    def tile(self) -> tuple[int, int] | None:
-        """(A, B) of a pattern of tiles."""
-        return None if self.pattern is None else self.pattern.tile
-
-    @property
-    def is_global(self) -> bool:
-        """Whether all tensors are ranked together, without blocks."""
-        return self.scope == "global" and self.kept_of is None
-
-    @property
-    def tile_size(self) -> int:
-        """Elements of what is ranked: of a tile, or 1."""
-        return 1 if self.tile is None else math.prod(self.tile)
+    kept_of: tuple[int, int] | None = None
 
     @property
     def needs_input_dim(self) -> bool:
         """Whether it matters along which dimension the inputs of a tensor lie."""
-        return self.kept_of is not None or self.tile is not None or self.scope == "row"
+        return self.kept_of is not None or self.scope == "row"
 
     @property
-    def wanted(self) -> float | None:
-        """The sparsity that every tensor is to have, before rounding; None if they compete."""
+    def wanted(self) -> float:
+        """The sparsity that every tensor is to have, before rounding; they do not compete."""
         if self.kept_of is None:
-            return None if self.scope == "global" else self.sparsity
+            assert self.sparsity is not None
+            return self.sparsity
         kept, block = self.kept_of
         most = (block - kept) / block
         return most if self.sparsity is None else min(self.sparsity, most)
 
     def misfit(self, label: str, shape: Sequence[int], layout: Layout) -> str | None:
-        """Why the pattern does not fit a tensor: only whole blocks and tiles are made."""
-        if self.tile is not None:
-            outputs, inputs = self.tile
-            if layout.tiled_outputs % outputs == 0 and layout.inputs % inputs == 0:
-                return None
-            return (
-                f"{label} has {layout.tiled_outputs} outputs and {layout.inputs} inputs (shape "
-                f"{list(shape)}), which tiles of {outputs} outputs and {inputs} inputs do not "
-                f"divide: {self.pattern} does not fit. Exclude it."
-            )
+        """Why the pattern does not fit a tensor: only whole blocks are made."""
         if self.kept_of is None or layout.inputs % self.kept_of[1] == 0:
             return None
-        m = self.kept_of[1]
+        n, m = self.kept_of
         return (
             f"{label} has {layout.inputs} inputs (shape {list(shape)}), which {m} does not divide: "
-            f"{self.pattern} does not fit. Exclude it."
+            f"{n}:{m} does not fit. Exclude it."
         )
 
     def counts(self, numel: int, layout: Layout | None) -> tuple[int, int]:
@@ -267,15 +187,12 @@ class BlockRule:
         The sparsity of a block becomes a count with halves to even: each layer and each row by
         itself, so that the total may differ from the sparsity of all by half an element per block.
         """
-        if self.tile is not None:
-            of_tiles = None if layout is None else layout.of_tiles(self.tile)
-            return replace(self, pattern=None).counts(numel // self.tile_size, of_tiles)
         if self.kept_of is not None:
             kept, block = self.kept_of
             most = block - kept
             wanted = most if self.sparsity is None else resolve_count(self.sparsity, block)
             return numel // block, min(wanted, most)
-        if self.is_global:
+        if self.scope == "global":
             return 0, 0
         assert self.sparsity is not None
         if self.scope == "layer":
@@ -291,14 +208,7 @@ class BlockRule:
             numel: elements.
             layout: where the inputs are, if the rule goes along them.
             num_pruned: elements that each block loses, from :meth:`counts`.
-
-        Returns:
-            Of the tiles, if there are any, as of a tensor with one element for each.
         """
-        if self.tile is not None:
-            of_tiles = None if layout is None else layout.of_tiles(self.tile)
-            of_elements = replace(self, pattern=None)
-            return of_elements.blocks(numel // self.tile_size, of_tiles, num_pruned)
         if self.kept_of is not None:
             assert layout is not None
             return Blocks(self.kept_of[1], layout.stride, 1, num_pruned)

@@ -187,13 +187,6 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
             methods that rank, as the bounds; with neither these nor a budget.
         pattern: "N:M" instead of an amount: of every M neighbours along the inputs, N are kept; of
             a convolution, at each position of the kernel. M has to divide the number of inputs.
-            Or "AxB", beside an amount and a scope: whole tiles of A outputs and B inputs are
-            pruned, those with the lowest sums of scores (of a convolution, tiles at each position
-            of the kernel). The sum is over unpruned elements, exact, and rounded once to float64;
-            of equal ones, the lower row-major index goes first. With the scope "global", ``amount``
-            is a fraction of the tiles that have an unpruned element, or a number of tiles; "row"
-            ranks the tiles of the same A outputs. A and B have to divide the numbers of outputs and
-            inputs. Random scores are drawn for tiles.
         input_dims: where the inputs of a parameter lie, if its module does not say it, as for
             stacked experts: by (module, name), or by pattern for full names, the dimension that an
             output sums over, and for a convolution those of the kernel. The first key that matches

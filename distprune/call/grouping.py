@@ -5,18 +5,17 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from distprune._common.amount import Amount
-from distprune._common.blocks import BlockRule, Layout, Pattern, Scope, layout_along
+from distprune._common.blocks import BlockRule, Layout, Scope, layout_along, parse_pattern
 from distprune._common.collectives import Communicator
 from distprune._common.naming import plain_key
 from distprune._common.selecting import matcher
 from distprune.selection.block_cuts import BlockedParameter
-from distprune.selection.tiles import Tiling
 from distprune.shards.parameters import Target
 
 # By (module, name), or a pattern for full names: the dimensions that an output sums over.
@@ -34,34 +33,12 @@ class Grouping:
     Attributes:
         rule: which groups a parameter has, and how much they lose.
         parameters: for groups inside of parameters, those of each; None where this rank has no
-            element of it. Empty for the scope "layer". Of tiles, groups of these.
-        tilings: with a pattern of tiles, those of each parameter, or None, likewise.
+            element of it. Empty for the scope "layer".
     """
 
     rule: BlockRule
     parameters: tuple[BlockedParameter | None, ...]
-    tilings: tuple[Tiling | None, ...] = ()
-
-    @property
-    def compares_parameters(self) -> bool:
-        """Whether scores of different parameters are compared."""
-        return self.rule.is_global
-
-    def wanted(self, num_parameters: int) -> list[float] | None:
-        """The sparsity that each parameter is to have; None if they compete."""
-        return None if self.rule.wanted is None else [self.rule.wanted] * num_parameters
-
-
-def to_pattern(text: str, *, tiles: bool = True) -> Pattern:
-    """The pattern of the argument ``pattern``.
-
-    Raises:
-        ValueError: with the text, and what was expected.
-    """
-    try:
-        return Pattern.parse(text, tiles=tiles)
-    except ValueError as error:
-        raise ValueError(f"pattern={text!r}; expected {error}.") from None
+    compares_parameters = False
 
 
 def to_rule(scope: Scope, pattern: str | None, amount: Amount | None) -> BlockRule | None:
@@ -72,8 +49,8 @@ def to_rule(scope: Scope, pattern: str | None, amount: Amount | None) -> BlockRu
     """
     if scope not in ("global", "layer", "row"):
         raise ValueError(f"scope={scope!r}; expected 'global', 'layer' or 'row'.")
-    parsed = None if pattern is None else to_pattern(pattern)
-    if parsed is not None and parsed.kept_of is not None:
+    if pattern is not None:
+        kept_of = parse_pattern(pattern)
         if scope != "global":
             raise ValueError(
                 f"scope={scope!r} beside pattern={pattern!r}; expected one of them: a pattern "
@@ -84,20 +61,15 @@ def to_rule(scope: Scope, pattern: str | None, amount: Amount | None) -> BlockRu
                 f"amount={amount!r} beside pattern={pattern!r}; expected no amount: the pattern "
                 "says how many elements are pruned."
             )
-        return BlockRule(scope, None, parsed)
+        return BlockRule(scope, None, kept_of)
     if scope == "global":
-        if parsed is not None and amount is None:
-            raise ValueError(
-                f"pattern={pattern!r} without an amount; expected how many tiles are pruned: a "
-                "fraction of those that are left, or a count."
-            )
-        return None if parsed is None else BlockRule(scope, None, parsed)
+        return None
     if amount is None or isinstance(amount, int):
         raise ValueError(
             f"amount={amount!r} with scope={scope!r}; expected a fraction in [0.0, 1.0]: the "
             f"sparsity that every {scope} has after the call."
         )
-    return BlockRule(scope, float(amount), parsed)
+    return BlockRule(scope, float(amount))
 
 
 def agree_on_grouping(
@@ -121,29 +93,25 @@ def agree_on_grouping(
 
     def settle() -> Grouping:
         given = _given_dims(input_dims or {}, targets)
-        settled = [
-            _grouped(rule, target, given.get(position)) if target.places else (None, None)
+        groups = [
+            _grouped(rule, target, given.get(position)) if target.places else None
             for position, target in enumerate(targets)
         ]
-        tilings = tuple(tiling for _, tiling in settled) if rule.tile else ()
-        return Grouping(rule, tuple(groups for groups, _ in settled), tilings)
+        return Grouping(rule, tuple(groups))
 
     def facts_of(grouping: Grouping) -> list[tuple[str, str]]:
         if pipeline_parallel:  # its ranks know the modules of their own parameters only
             return []
-        several = grouping.tilings or grouping.parameters
         return [
-            (f"groups of {target.label}", str(settled))
-            for target, settled in zip(targets, several, strict=True)
+            (f"groups of {target.label}", str(groups))
+            for target, groups in zip(targets, grouping.parameters, strict=True)
         ]
 
     return communicator.run(settle, facts_of)
 
 
-def _grouped(
-    rule: BlockRule, target: Target, given: tuple[int, ...] | None
-) -> tuple[BlockedParameter, Tiling | None]:
-    """The groups of a parameter, and its tiles; with tiles, the groups are of these."""
+def _grouped(rule: BlockRule, target: Target, given: tuple[int, ...] | None) -> BlockedParameter:
+    """The groups of a parameter."""
     shape = tuple(target.shard.shape)
     dims = given or _dims_of(*target.places[0], shape, target.label)
     layout = _grouped_transpose(target.places[0][0], shape) if given is None else None
@@ -158,34 +126,7 @@ def _grouped(
         raise ValueError(problem)
     num_groups, num_pruned = rule.counts(target.shard.numel, layout)
     groups = rule.blocks(target.shard.numel, layout, num_pruned)
-    if rule.tile is None:
-        return BlockedParameter(groups, num_groups, rule, shape, dims), None
-    tiling = Tiling(shape, _tile_sizes(rule.tile, target.label, shape, dims, layout))
-    of_tiles = replace(rule, pattern=None)
-    return BlockedParameter(groups, num_groups, of_tiles, tiling.grid, ()), tiling
-
-
-def _tile_sizes(
-    tile: tuple[int, int], label: str, shape: Sequence[int], dims: Sequence[int], layout: Layout
-) -> tuple[int, ...]:
-    """The size of a tile along every dimension of a parameter that it fits."""
-    outputs, inputs = tile
-    sizes = [1] * len(shape)
-    if not shape:
-        return ()
-    along = dims[0] if dims else 0
-    sizes[along] = inputs
-    if outputs == 1:
-        return tuple(sizes)
-    last = len(shape) - len(dims[1:]) if dims else 2
-    between = [dim for dim in range(along + 1, last) if shape[dim] > 1]
-    if len(between) > 1:
-        raise ValueError(
-            f"{label} has the shape {list(shape)}, whose outputs lie along several dimensions; "
-            f"tiles of {outputs} outputs need one. Exclude it, or give tiles of 1 output."
-        )
-    sizes[between[0] if between else along - 1] = outputs
-    return tuple(sizes)
+    return BlockedParameter(groups, num_groups, rule, shape, dims)
 
 
 def _given_dims(input_dims: InputDims, targets: Sequence[Target]) -> dict[int, tuple[int, ...]]:

@@ -29,14 +29,11 @@ class Together:
 
     Attributes:
         bounds: how much of every parameter is to be pruned after the call; None: no bounds.
+        compares_parameters: whether scores of different parameters are compared.
     """
 
     bounds: Bounds | None = None
-
-    @property
-    def compares_parameters(self) -> bool:
-        """Whether scores of different parameters are compared."""
-        return True
+    compares_parameters = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +47,7 @@ class Divided(Together):
 
     division: Division
     has_amount: bool = True
-
-    @property
-    def compares_parameters(self) -> bool:
-        return False
+    compares_parameters = False
 
 
 @dataclass(frozen=True)
@@ -234,7 +228,7 @@ class ByBudget(OneRanking):
 
 @dataclass(frozen=True)
 class InGroups:
-    """Layers, rows, groups N:M or tiles are ranked on their own.
+    """Layers, rows, or groups N:M are ranked on their own.
 
     Attributes:
         rule: which groups there are, and how much they lose.

@@ -125,9 +125,6 @@ def summary(plan: Plan, *, has_amount: bool = True) -> str:
 
 def ranking_text(recipe: FileRecipe) -> str:
     """How the tensors of a recipe without groups are ranked."""
-    if recipe.tile is not None:
-        rows = {"global": "together", "layer": "tensor by tensor", "row": "row by row"}
-        return f"whole tiles {recipe.pattern}, ranked {rows[recipe.scope]} by {recipe.score_text}"
     if recipe.pattern is not None:
         return f"keeping {recipe.pattern}"
     together = {"global": "together", "layer": "each on its own", "row": "row by row"}

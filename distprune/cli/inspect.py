@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distprune._common.blocks import Pattern
+from distprune._common.blocks import parse_pattern
 from distprune.cli.console import (
     Meter,
     Reading,
@@ -67,7 +67,10 @@ def inspect(source: Source, given: InspectOptions, *, output: OutputOptions) -> 
     from distprune.files.checkpoints.checkpoint import open_checkpoint
     from distprune.files.inspecting import inspect as inspect_tensors
 
-    patterns = _by_kept_of(given.pattern)
+    try:
+        patterns = {parse_pattern(text): text for text in given.pattern}
+    except ValueError as error:
+        raise SelectionError(f"--pattern: {error}.") from error
     if given.plot is not None:
         from distprune.cli import plotting
 
@@ -122,19 +125,6 @@ def _input_dims(recipe: FileRecipe | None, options: list[str] | None) -> Sequenc
     return [pair for part in recipe.parts for pair in part.input_dims]
 
 
-def _by_kept_of(texts: Sequence[str]) -> dict[tuple[int, int], Pattern]:
-    """The patterns of the options, by (N, M)."""
-    found = {}
-    for text in texts:
-        try:
-            pattern = Pattern.parse(text, tiles=False)
-        except ValueError as error:
-            raise SelectionError(f"--pattern {text}: expected {error}.") from error
-        assert pattern.kept_of is not None
-        found[pattern.kept_of] = pattern
-    return found
-
-
 def _floats(facts: list[TensorFacts]) -> list[TensorFacts]:
     from distprune.files.inspecting import is_float
 
@@ -144,7 +134,7 @@ def _floats(facts: list[TensorFacts]) -> list[TensorFacts]:
 def _show_table(
     terminal: Terminal,
     facts: list[TensorFacts],
-    patterns: Mapping[tuple[int, int], Pattern],
+    patterns: Mapping[tuple[int, int], str],
     *,
     one_by_one: bool,
 ) -> None:
@@ -162,7 +152,7 @@ def _show_table(
     terminal.table(("tensor", "dtype", "shape", *numbers), rows, right=numbers)
 
 
-def _sums(facts: list[TensorFacts], patterns: Mapping[tuple[int, int], Pattern]) -> tuple[str, ...]:
+def _sums(facts: list[TensorFacts], patterns: Mapping[tuple[int, int], str]) -> tuple[str, ...]:
     numel = sum(tensor.entry.numel for tensor in facts)
     zeros = ("-", "-")  # of a dtype whose values are not supported
     nums_zero = [tensor.num_zero for tensor in facts if tensor.num_zero is not None]
@@ -179,9 +169,7 @@ def _sums(facts: list[TensorFacts], patterns: Mapping[tuple[int, int], Pattern])
     return (count(len(facts)), count(numel), *zeros, *kept, *map(count, others))
 
 
-def _tensor_values(
-    facts: TensorFacts, patterns: Mapping[tuple[int, int], Pattern]
-) -> dict[str, Any]:
+def _tensor_values(facts: TensorFacts, patterns: Mapping[tuple[int, int], str]) -> dict[str, Any]:
     entry = facts.entry
     return {
         "name": entry.name,

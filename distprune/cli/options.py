@@ -21,7 +21,6 @@ from distprune.recipes import (
     FROM_STATISTICS,
     default_normalization,
     is_normalizable,
-    is_tiled,
 )
 from distprune.recipes.request import Request, shipped_recipes
 
@@ -207,14 +206,9 @@ class RecipeOptions:
     PANEL = _PANEL
 
     sparsity: float | None = option("The share to prune, 0 to 1; exact.", None, "-s")
-    pattern: str | None = option(
-        "Keep N of every M inputs, as in 2:4; or, beside --sparsity, prune whole tiles of A "
-        "outputs and B inputs, as in 4x4.",
-        metavar="N:M|AxB",
-    )
+    pattern: str | None = option("Keep N of every M inputs, as in 2:4.", metavar="N:M")
     scope: str | None = option(
-        "What is ranked together: everything, each tensor, or each output row; of tiles, the tiles "
-        "of the same outputs.",
+        "What is ranked together: everything, each tensor, or each output row.",
         metavar="global|layer|row",
     )
     score: str | None = option(
@@ -328,12 +322,11 @@ def _check_of_users(overrides: dict[str, Any]) -> None:
 def _left(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """The fields of a recipe without those that options replace, or that have no effect beside."""
     gone: set[str] = set()
-    has_tiles = is_tiled((fields | overrides).get("pattern"))
-    if "pattern" in overrides and not has_tiles:
+    if "pattern" in overrides:
         gone = {"sparsity", "scope", *_DIVIDING}
-    elif "sparsity" in overrides and not has_tiles:
+    elif "sparsity" in overrides:
         gone = {"pattern"}
-    if has_tiles or overrides.get("scope", "global") != "global":
+    if overrides.get("scope", "global") != "global":
         gone |= {*_DIVIDING}
     if "budget" in overrides and "scope" not in overrides:
         gone.add("scope")
@@ -356,9 +349,9 @@ def _left(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_amount(name: str | None, values: dict[str, Any], given: dict[str, str]) -> None:
-    """Check that a sparsity or a pattern is given, and no scope beside a pattern N:M."""
+    """Check that a sparsity or a pattern is given, and no scope beside a pattern."""
     pattern = values.get("pattern")
-    if "scope" in given and pattern is not None and not is_tiled(pattern):
+    if "scope" in given and pattern is not None:
         beside, way_out = given.get("pattern"), "leave --scope out."
         if beside is None:
             beside = f"the pattern {pattern} of the recipe {name}"
@@ -370,11 +363,6 @@ def _check_amount(name: str | None, values: dict[str, Any], given: dict[str, str
     if pattern is None and "sparsity" not in values:
         raise SelectionError(
             "neither sparsity nor pattern is given; expected --sparsity, --pattern or --recipe."
-        )
-    if is_tiled(pattern) and "sparsity" not in values:
-        raise SelectionError(
-            f"the pattern {pattern} has no sparsity; expected --sparsity, the share of the tiles "
-            "to prune."
         )
 
 

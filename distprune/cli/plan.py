@@ -123,7 +123,7 @@ def as_values(plan: Plan, has_amount: bool) -> dict[str, Any]:
 def _count(tensor: PlannedTensor) -> int | None:
     """Number of elements of a tensor to prune; None if it depends on the weights."""
     if tensor.blocks is not None:
-        return tensor.num_blocks * tensor.blocks.num_pruned * tensor.tile_size
+        return tensor.num_blocks * tensor.blocks.num_pruned
     if tensor.budgeted is not None:
         return tensor.budgeted
     return tensor.lowest if tensor.lowest == tensor.highest else None

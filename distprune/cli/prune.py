@@ -186,10 +186,7 @@ def _describe_group(report: Report, group: GroupReport, recipe: FileRecipe) -> s
         is_magnitude = recipe.ranks_magnitudes and recipe.normalize is None
         what = "magnitude" if is_magnitude else "score"
         threshold = "Threshold of the ranking" if is_limited else f"Largest pruned {what}"
-        items = "elements"
-        if recipe.tile is not None:
-            threshold, items, what = "Largest pruned sum of a tile", "tiles", "sum"
-        ties = f"{count(group.num_ties or 0)} {items} of this {what}"
+        ties = f"{count(group.num_ties or 0)} elements of this {what}"
         ties += " and within limits" if is_limited else ""
         texts.append(
             f"{threshold}: {group.threshold:.6g}{recipe.by_divisor('times the')}; "

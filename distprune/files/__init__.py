@@ -18,7 +18,7 @@ only those above it::
     dividing                         the counts of a budget, by shapes or by what is stored
     matching, scoring                statistics of activations and given scores, for these tensors
     planning                         how many elements of each group
-    tiles, reading                   scores and keys, read from the files when they are needed
+    reading                          scores and keys, read from the files when they are needed
     cuts                             where each group's ranking is cut
     units                            the work, its pieces and their journals
     rewriting, lowest                the elements to write, piece by piece, and which are kept

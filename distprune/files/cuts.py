@@ -110,7 +110,7 @@ def find_cuts(team: Team, source: Source, known: Any = None) -> Cuts:
         members = slice(group.first, group.last)
         tensors = plan.tensors[members]
         with _errors_of_files(plan):
-            sizes = [tensor.num_items for tensor in tensors]
+            sizes = [tensor.entry.numel for tensor in tensors]
             shares = enumerate(team.shares(sizes), group.first)
             parts = [source.scored(position, share) for position, share in shares]
             if group.recipe.score != "random":
@@ -120,7 +120,7 @@ def find_cuts(team: Team, source: Source, known: Any = None) -> Cuts:
             if group.recipe.normalize is not None:
                 divisors[members] = divisors_of(parts, group.recipe.normalize, numbers, team)
             ranked = _ranked(source, group.first, parts, sizes, team, divisors[members])
-            k = group.num_to_prune // tensors[0].tile_size
+            k = group.num_to_prune
             selection: Selection | None
             if group.has_limits or group.recipe.budget is not None:
                 limits, bounds = _limits(ranked, source, group, numbers)
@@ -139,7 +139,7 @@ def find_cuts(team: Team, source: Source, known: Any = None) -> Cuts:
 
 
 def cut_of_block(source: Source, position: int, group: range, num_pruned: int) -> PartCut:
-    """Where items [start, stop) of a tensor are cut, which are ranked on their own. Local.
+    """Where elements [start, stop) of a tensor are cut, which are ranked on their own. Local.
 
     Raises:
         NaNError, CheckpointError: as :func:`find_cuts`.
@@ -193,11 +193,11 @@ def _ranked(
 def _limits(
     ranked: Ranked, source: Source, group: PlannedGroup, num_numbers: Sequence[int]
 ) -> tuple[Limits, list[str | None] | None]:
-    """How many items each tensor of a group loses at least, and at most. Collective.
+    """How many elements each tensor of a group loses at least, and at most. Collective.
 
     Args:
         ranked: the group.
-        num_numbers: items of each tensor that are no NaN.
+        num_numbers: elements of each tensor that are no NaN.
 
     Returns:
         The limits; and if a budget has made them equal, which bound decided each of them.
@@ -226,8 +226,8 @@ def _limits(
     return Limits(counts, counts), bounds
 
 
-def _block(num_items: int) -> int:
-    return max(-(-num_items // _NUM_BLOCKS), _SMALLEST_BLOCK)
+def _block(num_elements: int) -> int:
+    return max(-(-num_elements // _NUM_BLOCKS), _SMALLEST_BLOCK)
 
 
 def _count_nan(
@@ -251,7 +251,7 @@ def _count_nan(
         return torch.tensor(numbers, dtype=torch.int64)
 
     numbers = team.reduce(len(parts), count).tolist()
-    sizes = [tensor.num_items for tensor in plan.tensors[group.first : group.last]]
+    sizes = [tensor.entry.numel for tensor in plan.tensors[group.first : group.last]]
     num_nan = [size - number for size, number in zip(sizes, numbers, strict=True)]
     _check_numbers(plan, group, num_nan)
     return num_nan

@@ -146,7 +146,7 @@ class Layouts:
                 return {
                     "in first": Layout(1, first, second * third),
                     "out first": Layout(first, second * third),
-                    "in last": Layout(first * second, third, stack=first),
+                    "in last": Layout(first * second, third),
                     "out last": Layout(first, second, third),
                 }[form]
         return None
@@ -164,7 +164,7 @@ class Layouts:
         outer = math.prod(stacked)
         if is_turned:
             return Layout(outer, rows, columns)
-        return Layout(outer * rows, columns, stack=outer)
+        return Layout(outer * rows, columns)
 
     def _of_convolution(self, entry: TensorEntry) -> Layout:
         """[out, in, *kernel], or [in, out, *kernel] if a bias shows a transposed convolution."""

@@ -20,7 +20,7 @@ from distprune.selection.candidates import Candidates, PartCut
 from distprune.selection.cpu import lowest_of
 from distprune.selection.passes import natively
 
-# Which of some items are kept.
+# Which of some elements are kept.
 _Decide = Callable[[range], Array]
 
 
@@ -49,60 +49,51 @@ class LowestElements:
             NaNError, SelectionError: of a tensor that is ranked on its own.
             CheckpointError: the source cannot be read, or has changed.
         """
-        values, bands = self._source.values[span.position], self._source.bands[span.position]
-        size = self._plan.tensors[span.position].tile_size
-        items = range(span.first // size, span.last // size)
-        for stretch, step, decide in self._stretches(span.position, items, counts):
+        values, elements = self._source.values[span.position], range(span.first, span.last)
+        for stretch, step, decide in self._stretches(span.position, elements, counts):
             for start in range(stretch.start, stretch.stop, step):
                 run = range(start, min(start + step, stretch.stop))
-                if bands is None:
-                    with values.holding(run.start, run.stop) as bits:
-                        keep = decide(run)
-                    yield Piece(run.start, bits, keep)
-                    continue
-                # A run of many tiles has more elements than fit into memory.
-                for index, keep in bands.spread(decide(run), run.start * size, CHUNK):
-                    yield Piece(index, values.read_bits(index, index + len(keep)), keep)
+                with values.holding(run.start, run.stop) as bits:
+                    keep = decide(run)
+                yield Piece(run.start, bits, keep)
 
     def _stretches(
-        self, position: int, items: range, counts: Counts
+        self, position: int, elements: range, counts: Counts
     ) -> Iterator[tuple[range, int, _Decide]]:
-        """Runs of items, how many to decide on at a time, and how to decide."""
-        tensor, bands = self._plan.tensors[position], self._source.bands[position]
+        """Runs of elements, how many to decide on at a time, and how to decide."""
+        tensor = self._plan.tensors[position]
         part = self._source.part(position, self._cuts.divisors[position])
-        step = CHUNK if bands is None else max(CHUNK // bands.size, 1) * bands.num_tiles
         cut, blocks = self._cuts.tensors[position], tensor.blocks
         if blocks is None:
             assert cut is not None  # it is ranked together with others
-            yield items, step, functools.partial(self._after, *natively(part, cut))
+            yield elements, CHUNK, functools.partial(self._after, *natively(part, cut))
         elif is_too_large(blocks):
-            for start in range(items.start, items.stop, blocks.band):
+            for start in range(elements.start, elements.stop, blocks.band):
                 columns = ColumnCuts(part, start, blocks)
-                rows = columns.step if bands is None else step
                 decide = functools.partial(self._alone, part, position, counts, columns.lowest)
-                yield range(start, start + blocks.band), rows, decide
+                yield range(start, start + blocks.band), columns.step, decide
         elif blocks.size <= MAX_IN_MEMORY:
-            step = max(CHUNK // (blocks.band * tensor.tile_size), 1) * blocks.band
+            step = max(CHUNK // blocks.band, 1) * blocks.band
             lowest = functools.partial(lowest_of, blocks, scratch=self._scratch)
-            yield items, step, functools.partial(self._alone, part, position, counts, lowest)
+            yield elements, step, functools.partial(self._alone, part, position, counts, lowest)
         else:
-            for start in range(items.start, items.stop, blocks.size):
+            for start in range(elements.start, elements.stop, blocks.size):
                 block = range(start, start + blocks.size)
                 cut = cut_of_block(self._source, position, block, blocks.num_pruned)
                 if tensor.num_blocks == 1 and blocks.num_pruned:
                     counts["threshold"][position] = cut.cut.threshold
                 decide = functools.partial(self._after_in_block, part, position, counts, cut)
-                yield block, step, decide
+                yield block, CHUNK, decide
 
-    def _after(self, part: Candidates, cut: PartCut, items: range) -> Array:
-        return cpu.kept_at(part, items, cut.position, cut.cut, self._scratch)
+    def _after(self, part: Candidates, cut: PartCut, elements: range) -> Array:
+        return cpu.kept_at(part, elements, cut.position, cut.cut, self._scratch)
 
     def _after_in_block(
-        self, part: Candidates, position: int, counts: Counts, cut: PartCut, items: range
+        self, part: Candidates, position: int, counts: Counts, cut: PartCut, elements: range
     ) -> Array:
-        keep = self._after(part, cut, items)
+        keep = self._after(part, cut, elements)
         if self._plan.recipe.nan == "keep":
-            self._count_nan(position, counts, self._keys(part, items), ~keep)
+            self._count_nan(position, counts, self._keys(part, elements), ~keep)
         return keep
 
     def _alone(
@@ -111,10 +102,10 @@ class LowestElements:
         position: int,
         counts: Counts,
         lowest_of: Callable[[Array], Array],
-        items: range,
+        elements: range,
     ) -> Array:
         """All but the lowest of a tensor's blocks; refuses or counts NaN, notes the threshold."""
-        keys = self._keys(part, items)
+        keys = self._keys(part, elements)
         lowest = lowest_of(keys)
         self._count_nan(position, counts, keys, lowest)
         if self._plan.tensors[position].num_blocks == 1 and lowest.any():
@@ -122,8 +113,8 @@ class LowestElements:
             counts["threshold"][position] = largest
         return ~lowest
 
-    def _keys(self, part: Candidates, items: range) -> Array:
-        keys: Array = part.keys.load(items.start, items.stop, self._scratch).values.numpy()
+    def _keys(self, part: Candidates, elements: range) -> Array:
+        keys: Array = part.keys.load(elements.start, elements.stop, self._scratch).values.numpy()
         return keys
 
     def _count_nan(self, position: int, counts: Counts, keys: Array, lowest: Array) -> None:
@@ -156,7 +147,7 @@ class ColumnCuts:
 
     Args:
         part: the tensor.
-        first: index of the band's first item.
+        first: index of the band's first element.
         blocks: of the tensor.
 
     Cost: one read of the band.

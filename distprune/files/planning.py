@@ -36,7 +36,7 @@ STATISTICS_FILE = f"{SIDECAR}/{STORED_STATISTICS}"  # of a result whose scores n
 CARD_FILE = "README.md"  # the model card of a result, which is not that of its source
 MAX_CARD_BYTES = 8 << 20  # a larger README.md is no card, and is copied as it is
 CHUNK = 1 << 19  # elements: the arrays of a step stay below fifty megabytes
-# A group of more items, ranked on its own, is counted in one read and cut in another.
+# A group of more elements, ranked on its own, is counted in one read and cut in another.
 MAX_IN_MEMORY = 8 * CHUNK
 # Of what a plan leads to: raised when the same plan would write other bytes.
 _VERSION = 3
@@ -50,12 +50,10 @@ class PlannedTensor(NamedTuple):  # which is made in a third of the time of a fr
         recipe: of the group of the plan that it is in.
         group: number of that group.
         layout: where its inputs are; None if that makes no difference.
-        tile_size: elements of an item, which is what is ranked: of a tile, or 1.
-        num_items: how many there are.
-        offset: items of the tensors before it in its group.
-        num_blocks: how many blocks of its items are ranked on their own; 0: it is ranked together
-            with other tensors (scope "global").
-        blocks: these blocks, and how many items each of them loses; None if there are none.
+        offset: elements of the tensors before it in its group.
+        num_blocks: how many blocks of it are ranked on their own; 0: it is ranked together with
+            other tensors (scope "global").
+        blocks: these blocks, and how many elements each of them loses; None if there are none.
         lowest, highest: how many of its elements have to be pruned at least, and at most.
         budgeted: how many a budget of shapes prunes; None if what is stored decides.
     """
@@ -64,8 +62,6 @@ class PlannedTensor(NamedTuple):  # which is made in a third of the time of a fr
     recipe: FileRecipe
     group: int
     layout: Layout | None
-    tile_size: int
-    num_items: int
     offset: int
     num_blocks: int
     blocks: Blocks | None
@@ -202,17 +198,13 @@ def _plan_group(
     rule = recipe.group_rule
     needs_input_dim = rule.needs_input_dim
     of_tensors = [layouts.of(entry) if needs_input_dim else None for entry in entries]
-    if rule.is_global:  # no blocks
-        counts = [(0, 0)] * len(entries)
-    else:
-        pairs = zip(entries, of_tensors, strict=True)
-        counts = [rule.counts(entry.numel, layout) for entry, layout in pairs]
-    size = rule.tile_size
+    pairs = zip(entries, of_tensors, strict=True)
+    counts = [rule.counts(entry.numel, layout) for entry, layout in pairs]
     if recipe.is_global:
         assert recipe.sparsity is not None  # a recipe has a pattern N:M, or a sparsity
-        num_to_prune = resolve_count(recipe.sparsity, num_elements // size) * size
+        num_to_prune = resolve_count(recipe.sparsity, num_elements)
     else:
-        num_to_prune = sum(num_blocks * num_pruned for num_blocks, num_pruned in counts) * size
+        num_to_prune = sum(num_blocks * num_pruned for num_blocks, num_pruned in counts)
     limits = limits_of(entries, recipe, num_to_prune)
     budgeted: Sequence[int | None] = [None] * len(entries)
     if recipe.budget in ("uniform", "uniform+", "erk"):
@@ -224,11 +216,10 @@ def _plan_group(
         entries, of_tensors, counts, limits, budgeted, strict=True
     ):
         blocks = rule.blocks(entry.numel, layout, num_pruned) if num_blocks else None
-        items = size, entry.numel // size, offset
         tensors.append(
-            PlannedTensor(entry, recipe, number, layout, *items, num_blocks, blocks, *limit, count)
+            PlannedTensor(entry, recipe, number, layout, offset, num_blocks, blocks, *limit, count)
         )
-        offset += entry.numel // size
+        offset += entry.numel
     has_limits = any((t.lowest, t.highest) != (0, t.entry.numel) for t in tensors)
     last = first + len(tensors)
     return tensors, PlannedGroup(recipe, first, last, num_elements, num_to_prune, has_limits)
@@ -275,7 +266,7 @@ def bytes_to_count_alone(plan: Plan) -> int:
         if tensor.recipe.scope == "layer"
         and tensor.recipe.score != "random"
         and tensor.num_blocks == 1
-        and tensor.num_items > MAX_IN_MEMORY
+        and tensor.entry.numel > MAX_IN_MEMORY
     )
 
 
@@ -291,7 +282,7 @@ def _bytes_of_group(plan: Plan, group: PlannedGroup) -> int:
         entries = [plan.inputs.given.entries[entry.name] for entry in entries]
     num_bytes = sum(entry.nbytes for entry in entries)
     of_outliers = 3 * num_bytes if recipe.budget == "owl" else 0
-    is_wide = recipe.needs_statistics or recipe.tile is not None
-    if not is_wide and all(PLAIN_FLOATS[d].num_bytes == 2 for d in {e.dtype for e in entries}):
+    are_narrow = all(PLAIN_FLOATS[d].num_bytes == 2 for d in {e.dtype for e in entries})
+    if are_narrow and not recipe.needs_statistics:
         return num_bytes + of_outliers  # a tally answers everything else
     return num_reads * num_bytes + of_outliers

@@ -1,7 +1,4 @@
-"""The selected tensors of a plan as what selection ranks: parts with keys that are read on demand.
-
-What is ranked are *items*: elements or, with a pattern of tiles, tiles.
-"""
+"""The selected tensors of a plan as selection ranks them: parts with keys read on demand."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ from distprune.files.disk.access import fill, opened, read_into
 from distprune.files.planning import Plan
 from distprune.files.recipe import FileRecipe
 from distprune.files.team import Team
-from distprune.files.tiles import Bands, TileScores
 from distprune.selection.candidates import Candidates, KeySource
 from distprune.selection.keys import (
     RANDOM_KEYS,
@@ -93,17 +89,15 @@ class FileValues:
         self._did(bits.nbytes)
         return torch.from_numpy(bits.reshape(-1)).view(self.dtype)
 
-    def read_bits(self, start: int, stop: int) -> Array:
-        """The elements [start, stop) as unsigned integers, a fresh array."""
+    @contextlib.contextmanager
+    def holding(self, start: int, stop: int) -> Iterator[Array]:
+        """The elements [start, stop) as unsigned integers, a fresh array.
+
+        :meth:`load` does not read them again inside of this context.
+        """
         bits = np.empty(stop - start, dtype=f"u{self._bits.itemsize}")
         offset = self._start + start * bits.itemsize
         read_into(self._path, offset, bits.data.cast("B"))
-        return bits
-
-    @contextlib.contextmanager
-    def holding(self, start: int, stop: int) -> Iterator[Array]:
-        """:meth:`read_bits`, which :meth:`load` does not read again inside of this context."""
-        bits = self.read_bits(start, stop)
         self._held = start, torch.from_numpy(bits.view(self._bits)).view(self.dtype)
         try:
             yield bits
@@ -121,8 +115,7 @@ class Source:
     Attributes:
         plan: what to prune.
         values: per tensor, its elements.
-        bands: per tensor, the bands of its tiles; None if its elements are ranked.
-        scores: per tensor, the scores of its items, before they are divided.
+        scores: per tensor, the scores of its elements, before they are divided.
         key_ranges: per tensor, the keys that it is ranked by: those of its group, if it is not
             ranked alone.
     """
@@ -135,7 +128,6 @@ class Source:
         self._latest: tuple[int, str, list[list[Tensor]]] | None = None
         self._sums: dict[int, list[Tensor]] = {}  # of |w|, by position: of inputs, of outputs
         self.values = [FileValues(tensor.entry, did) for tensor in plan.tensors]
-        self.bands: list[Bands | None] = []
         self.scores: list[ScoreSource] = []
         self.key_ranges: list[KeyRange] = []
         for group in plan.groups:
@@ -148,13 +140,7 @@ class Source:
                 scores = [FileValues(entries[name], did) for name in names]
             elif group.recipe.needs_statistics:
                 scores = [self._factored(position, group.recipe.score) for position in positions]
-            bands: list[Bands | None] = [None] * len(scores)
-            if (tile := group.recipe.tile) is not None:
-                of_tiles = [Bands.of(plan.tensors[each].layout, tile) for each in positions]
-                scores = list(map(TileScores, scores, of_tiles))
-                bands = [*of_tiles]
             self.scores += scores
-            self.bands += bands
             self.key_ranges += _key_ranges(group.recipe, [each.dtype for each in scores])
 
     def add_up(self, team: Team) -> None:
@@ -194,7 +180,7 @@ class Source:
         """A tensor as a normalisation sees it.
 
         Args:
-            share: the items that this rank counts.
+            share: the elements that this rank counts.
             scores: other ones than those that it is ranked by.
         """
         name, keeps_nan = self.plan.tensors[position].entry.name, self.plan.recipe.nan == "keep"
@@ -215,11 +201,12 @@ class Source:
 
         Args:
             divisor: what its scores are divided by; None: nothing.
-            counted: the items that this rank counts; None: all.
+            counted: the elements that this rank counts; None: all.
             scores: the same scores with a tally, if there is one.
         """
         tensor = self.plan.tensors[position]
-        whole, index = range(tensor.num_items), _whole((tensor.num_items,))
+        size = tensor.entry.numel
+        index = _whole((size,))
         keys: KeySource
         if tensor.recipe.score == "random":
             keys = RandomKeys(self._seed, tensor.offset, index, CPU)
@@ -229,8 +216,8 @@ class Source:
                 dtype = torch.promote_types(scores.dtype, torch.float32)
                 scores = ScaledScores(scores, scale_of(divisor, dtype))
             keys = ScoreKeys(scores, self.key_ranges[position])
-        counted = whole if counted is None else counted
-        return Candidates(keys, None, index, counted, len(whole), len(whole), CPU)
+        counted = range(size) if counted is None else counted
+        return Candidates(keys, None, index, counted, size, size, CPU)
 
     def _factored(self, position: int, score: str) -> ScoreSource:
         """The scores of a tensor that are made of its weights and of statistics."""

@@ -45,14 +45,8 @@ class FileRecipe(Request):
     def _made(cls, values: dict[str, Any], where: str) -> Self:
         parts: list[dict[str, Any]] = values["groups"] or [values]
         cls._refuse_what_models_have([values, *parts], where)
-        problems = []
         if len(parts) > MAX_GROUPS:
-            problems.append(f"there are {len(parts)} groups; expected at most {MAX_GROUPS}.")
-        if values["nan"] == "keep" and any(
-            getattr(part["pattern"], "tile", None) for part in parts
-        ):
-            problems.append("nan: a tile with a NaN has no sum; expected error beside tiles.")
-        if problems:
+            problems = [f"there are {len(parts)} groups; expected at most {MAX_GROUPS}."]
             raise SelectionError(headline("the recipe", problems), problems)
         is_random = any(part["score"] == "random" for part in parts)
         for part in parts:

@@ -175,36 +175,18 @@ def _entry_problems(
             except UnknownLayout as error:
                 problems[error.headline] = None
             else:
-                problems |= dict.fromkeys(_layout_problems(entry, layout, recipe))
+                wrong = _layout_problem(entry, layout, recipe)
+                problems |= {} if wrong is None else {wrong: None}
     return list(problems)
 
 
-def _layout_problems(entry: TensorEntry, layout: Layout, recipe: FileRecipe) -> list[str]:
+def _layout_problem(entry: TensorEntry, layout: Layout, recipe: FileRecipe) -> str | None:
     if layout.columns > 1 and layout.stride > _MAX_STRIDE:
-        return [
+        return (
             f"tensor {entry.name} {list(entry.shape)} has {layout.stride} elements between "
             f"neighbouring inputs; expected {_MAX_STRIDE} at most. Exclude it."
-        ]
-    if recipe.tile is not None and recipe.tile[0] > 1 and _num_output_dims(entry, layout) > 1:
-        return [
-            f"tensor {entry.name} has the shape {list(entry.shape)}, whose outputs lie along "
-            f"several dimensions; tiles of {recipe.tile[0]} outputs need one. Exclude it, or give "
-            "tiles of 1 output."
-        ]
-    problem = recipe.group_rule.misfit(f"tensor {entry.name}", entry.shape, layout)
-    return [] if problem is None else [problem]
-
-
-def _num_output_dims(entry: TensorEntry, layout: Layout) -> int:
-    """How many dimensions after that of the inputs, before the kernel, are larger than 1."""
-    before, columns, count = 1, 1, 0
-    for size in entry.shape:
-        if before < layout.outer * layout.inputs:
-            before *= size
-        elif columns < layout.columns:
-            columns *= size
-            count += size > 1
-    return count
+        )
+    return recipe.group_rule.misfit(f"tensor {entry.name}", entry.shape, layout)
 
 
 def _adapter_problems(

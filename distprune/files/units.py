@@ -23,7 +23,6 @@ from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout, mask_l
 from distprune.files.disk.listing import OtherFile
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan
 from distprune.files.scoring import KeptValues
-from distprune.files.tiles import Bands
 
 # So few that a histogram for each fits into memory: 128 of 256 KiB, or 192 with as many groups as
 # there may be.
@@ -163,13 +162,11 @@ def units_by_rank(units: Sequence[tuple[int, Unit]], num_ranks: int) -> list[lis
 
 
 def _grain(plan: Plan, position: int) -> int:
-    """Where a tensor may be cut: between whole groups or tiles, and whole bytes of its mask."""
+    """Where a tensor may be cut: between whole groups, and whole bytes of its mask."""
     tensor = plan.tensors[position]
-    grain = 8
-    if tensor.recipe.tile is not None:
-        grain = math.lcm(grain, Bands.of(tensor.layout, tensor.recipe.tile).size)
-    if tensor.blocks is not None:
-        grain = math.lcm(grain, tensor.blocks.band * tensor.tile_size)
+    if tensor.blocks is None:
+        return 8
+    grain = math.lcm(8, tensor.blocks.band)
     return min(grain, tensor.entry.numel) if grain > 8 else 8
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from distprune._common.amount import Amount, Bounds, bound_met, checked_count, resolve_count
+from distprune._common.amount import Amount, Bounds, bound_met, checked_count
 from distprune._common.collectives import Communicator
 from distprune._common.hashing import draw_seed
 from distprune.call.grouping import Grouping
@@ -29,7 +29,6 @@ from distprune.selection.passes import write_keep, write_masks
 from distprune.selection.scores import ComputedScores, FactorScores, ScoreSource, TensorScores
 from distprune.selection.search import Selection, select_lowest
 from distprune.selection.tallies import tallied
-from distprune.selection.tiles import RankedTiles, TiledParts, rank_tiles
 from distprune.selection.within_bounds import limits_for, select_within
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import dim_coordinates, index_map
@@ -226,14 +225,12 @@ def rank(call: PruningCall, amount: Amount, ranking: ByScore | AtRandom) -> Deci
     names = [shard.name for shard in call.shards]
     ranked = Ranked(parts, names, call.num_live, keys, call.communicator)
     share = call.share
-    if isinstance(share, Grouping) and share.rule.tile is not None:
-        return ranked_in_tiles(call, share, amount, ranked, masks, flat)
     if isinstance(share, Grouping) and share.rule.needs_input_dim:
         num_pruned = prune_in_blocks(ranked, share.parameters, flat)
         return Decision(
             lambda: LocalMasks(masks, num_pruned),
             bound_of=[None] * len(names),
-            wanted=share.wanted(len(names)),
+            wanted=[share.rule.wanted] * len(names),
         )
     k, bounds, wanted = divide(call, amount, ranked)
     selection: Selection | None
@@ -252,12 +249,7 @@ def rank(call: PruningCall, amount: Amount, ranking: ByScore | AtRandom) -> Deci
     if wanted is not None and bounds is not None:
         bound_of = bounds_met(call, bounds.lowest)
     decision = Decision(finish, bound_of=bound_of, wanted=wanted)
-    return _with_threshold(decision, keys, selection if k else None)
-
-
-def _with_threshold(decision: Decision, keys: KeyRange, selection: Selection | None) -> Decision:
-    """The decision with the score at which one ranking was cut, if that tells something."""
-    if keys is RANDOM_KEYS or selection is None:
+    if keys is RANDOM_KEYS or selection is None or not k:
         return decision
     return replace(
         decision,
@@ -335,7 +327,7 @@ def divide(
     if isinstance(share, Grouping):  # layers; what is pruned already counts, and stays
         own = [share.rule.counts(size, None)[1] for size in sizes]
         ends = tuple(map(max, own, pruned))
-        return sum(ends) - sum(pruned), Bounds(ends, ends), share.wanted(len(sizes))
+        return sum(ends) - sum(pruned), Bounds(ends, ends), [share.rule.wanted] * len(sizes)
     if not isinstance(share, Divided):
         return checked_count(amount, sum(call.num_live)), share.bounds, None
     bounds = share.bounds or Bounds((0,) * len(sizes), tuple(sizes))
@@ -362,76 +354,3 @@ def bounds_met(call: PruningCall, counts: Sequence[int]) -> list[str | None]:
             call.shards, call.num_live, counts, bounds.lowest, bounds.highest, strict=True
         )
     ]
-
-
-def ranked_in_tiles(
-    call: PruningCall,
-    grouping: Grouping,
-    amount: Amount,
-    ranked: Ranked,
-    masks: Sequence[Tensor],
-    flat_masks: Sequence[Tensor],
-) -> Decision:
-    """Prune the tiles of the lowest scores, in the order (score, parameter, row-major index).
-
-    Args:
-        call: the parameters.
-        grouping: its rule has tiles.
-        amount: in the scope "global", how many tiles, as a fraction of the live ones or a count;
-            the sparsity of the rule, if it has one, counts instead.
-        ranked: the elements.
-        masks, flat_masks: new masks to write, uninitialised.
-
-    Raises:
-        ValueError: a live score is NaN, or a tile has both infinities; on every rank.
-
-    Cost: that of ``rank_tiles``, and of a selection among the tiles.
-    """
-    is_first_copy = [shard.replica == 0 for shard in call.shards]
-    tiled = TiledParts(ranked, grouping.tilings, grouping.rule.tile_size, is_first_copy)
-    tiles = rank_tiles(tiled)
-    keeps = [torch.empty(part.num_local, dtype=torch.bool) for part in tiles.ranked.parts]
-    num_parameters = len(keeps)
-    selection: Selection | None = None
-    if grouping.rule.scope == "row":
-        prune_in_blocks(tiles.ranked, grouping.parameters, keeps)
-    else:
-        if grouping.rule.scope == "layer":
-            cuts = _cuts_of_layers(grouping, tiles)
-        else:
-            k = _count(grouping, amount, tiles)
-            selection = select_lowest(tiles.ranked, k)
-            cuts = [PartCut(i, selection.cut) for i in range(num_parameters)]
-            selection = selection if k else None
-        call.communicator.run(lambda: write_masks(tiles.ranked.parts, cuts, keeps))
-    flags = tiles.share_cut(keeps)
-
-    def finish() -> LocalMasks:
-        return LocalMasks(masks, tiles.write(flags, flat_masks))
-
-    wanted = grouping.wanted(num_parameters)
-    decision = Decision(finish, bound_of=[None] * num_parameters, wanted=wanted)
-    return _with_threshold(decision, tiles.ranked.keys, selection)
-
-
-def _count(grouping: Grouping, amount: Amount, tiles: RankedTiles) -> int:
-    """How many tiles go, of all parameters."""
-    num_live = sum(tiles.ranked.num_live)
-    if grouping.rule.sparsity is None:
-        return checked_count(amount, num_live)
-    total = sum(tiles.num_tiles)
-    return max(0, resolve_count(grouping.rule.sparsity, total) - (total - num_live))
-
-
-def _cuts_of_layers(grouping: Grouping, tiles: RankedTiles) -> list[PartCut]:
-    """The cut of every parameter, each ranked by itself. What is pruned already counts."""
-    assert grouping.rule.sparsity is not None
-    num_live = tiles.ranked.num_live
-    ends = tuple(
-        max(resolve_count(grouping.rule.sparsity, total), total - live)
-        for total, live in zip(tiles.num_tiles, num_live, strict=True)
-    )
-    k = sum(ends) - sum(tiles.num_tiles) + sum(num_live)
-    limits = limits_for(k, Bounds(ends, ends), tiles.num_tiles, num_live)
-    cuts, _ = select_within(tiles.ranked, k, limits)
-    return cuts

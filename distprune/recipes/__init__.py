@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from distprune._common.blocks import Pattern
-
 Score = Literal[
     "magnitude",
     "random",
@@ -33,14 +31,6 @@ FROM_FILES = (*ELEMENTWISE, "given")
 FROM_GRADIENTS = ("fisher", *ELEMENTWISE)
 # The budget that is made of statistics of activations.
 BUDGET_FROM_STATISTICS = "owl"
-
-
-def is_tiled(pattern: object) -> bool:
-    """Whether a pattern, which may be wrong, is one of tiles."""
-    try:
-        return Pattern.parse(pattern).tile is not None
-    except ValueError:
-        return False
 
 
 def is_normalizable(scope: object, pattern: object, budget: object, score: object) -> bool:

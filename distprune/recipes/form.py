@@ -18,7 +18,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PlainValidator,
     ValidationError,
     WrapValidator,
     field_validator,
@@ -29,7 +28,7 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from distprune import recipes
 from distprune._common import blocks
-from distprune._common.blocks import Pattern
+from distprune._common.blocks import parse_pattern
 from distprune._common.schedules import SCHEDULES, Schedule
 from distprune._common.selecting import check_pattern
 from distprune.recipes import KeyPath, Problems, RecipeError
@@ -115,7 +114,7 @@ def _hint(value: Any) -> str:
     return f"; write it as {number!r}" if math.isfinite(number) else ""
 
 
-def _or_as_expected(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _checked(convert: Callable[[Any], Any], input_type: Any) -> BeforeValidator:
     """Convert a value; a ValueError of ``convert`` says what was expected."""
 
     def check(value: Any) -> Any:
@@ -124,11 +123,16 @@ def _or_as_expected(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
         except ValueError as error:
             raise expected(str(error)) from None
 
-    return check
+    return BeforeValidator(check, json_schema_input_type=input_type)
 
 
-def _checked(convert: Callable[[Any], Any], input_type: Any) -> BeforeValidator:
-    return BeforeValidator(_or_as_expected(convert), json_schema_input_type=input_type)
+def _pattern_of_zeros(value: Any) -> str:
+    try:
+        n, m = parse_pattern(value)
+    except ValueError:
+        # Without quotes, YAML may read it as a number to the base of 60.
+        raise ValueError("a pattern N:M such as '2:4', in quotes") from None
+    return f"{n}:{m}"
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -170,7 +174,7 @@ def _one_of(*choices: str | int) -> WrapValidator:
 _Text = Annotated[str, Field(min_length=1)]
 _TextOrTexts = _Text | Annotated[list[_Text], Field(min_length=1)]
 _Dims = int | Annotated[list[int], Field(min_length=1)]
-_PatternText = Annotated[str, Field(pattern="^[0-9]{1,4}[:x][0-9]{1,4}$")]
+_PatternText = Annotated[str, Field(pattern="^[0-9]{1,4}:[0-9]{1,4}$")]
 
 Version = Annotated[Literal[1, 2], _one_of(1, 2)]
 Score = Annotated[recipes.Score, _one_of(*get_args(recipes.Score))]
@@ -188,10 +192,7 @@ Flag = Annotated[bool, _or_expected("true or false")]
 Texts = Annotated[tuple[str, ...], _checked(_texts, _TextOrTexts)]
 Patterns = Annotated[tuple[str, ...], _checked(_patterns, _TextOrTexts)]
 PathText = Annotated[str, _checked(_path, _Text)]
-PatternOfZeros = Annotated[
-    Pattern,
-    PlainValidator(_or_as_expected(Pattern.parse), json_schema_input_type=_PatternText),
-]
+PatternOfZeros = Annotated[str, _checked(_pattern_of_zeros, _PatternText)]
 InputDims = Annotated[
     tuple[tuple[str, tuple[int, ...]], ...], _checked(input_dims_pairs, dict[str, _Dims])
 ]
@@ -321,8 +322,7 @@ class BudgetForm(Section):
     )
     pattern: PatternOfZeros | None = Field(
         default=None,
-        description="N:M instead of a sparsity: N of every M in a row are kept. AxB beside a "
-        "sparsity: whole tiles of A outputs and B inputs are pruned.",
+        description="N:M instead of a sparsity: N of every M in a row are kept.",
     )
     sparsity: Share | None = Field(
         default=None, description="The share of the selected weights to prune, at once."
@@ -342,12 +342,7 @@ class BudgetForm(Section):
 
     @property
     def has_amount(self) -> bool:
-        return not (self.sparsity is None and self.schedule is None and not self.is_n_of_m)
-
-    @property
-    def is_n_of_m(self) -> bool:
-        """Whether there is a pattern N:M, which is an amount by itself."""
-        return self.pattern is not None and self.pattern.tile is None
+        return any(each is not None for each in (self.sparsity, self.schedule, self.pattern))
 
     @property
     def is_normalizable(self) -> bool:
@@ -425,8 +420,7 @@ def _with_defaults(group: GroupForm, top: dict[str, Any]) -> GroupForm:
     if group.has_amount:
         inherited |= {"sparsity": None, "schedule": None}
     if group.pattern is not None:
-        inherited |= {"limits": None, "budget": None}
-        inherited |= {"scope": None} if group.is_n_of_m else {}
+        inherited |= {"limits": None, "budget": None, "scope": None}
     if group.scope in ("layer", "row"):
         inherited |= {"budget": None}
     return GroupForm.model_construct(**(inherited | own), select=group.select)
@@ -634,20 +628,14 @@ def _check_keys(document: Mapping[str, Any], problems: Problems) -> None:
 
 
 def _has_amount(table: Mapping[str, Any]) -> bool:
-    has_tiles = recipes.is_tiled(table.get("pattern"))
-    return any(key in table for key in _AMOUNTS if not (has_tiles and key == "pattern"))
+    return any(key in table for key in _AMOUNTS)
 
 
 def _check_table(table: Mapping[str, Any], path: KeyPath, problems: Problems) -> None:
     if "score" in table and "method" in table:
         text = "is given beside 'score', and means the same; leave it out."
         problems.add((*path, "method"), text)
-    has_tiles = recipes.is_tiled(table.get("pattern"))
-    for key, kind in (("limits", "limits"), ("budget", "a budget")):
-        if has_tiles and key in table:
-            text = f"has no place beside a pattern of tiles, which is ranked without {kind}."
-            problems.add((*path, key), text)
-    if "pattern" in table and not has_tiles:
+    if "pattern" in table:
         for key in ("sparsity", "schedule", "scope", "budget", "limits"):
             if key in table:
                 problems.add((*path, key), _BESIDE_PATTERN)
@@ -701,9 +689,7 @@ def _check_share(group: GroupForm, path: KeyPath, problems: Problems) -> None:
 def _check_normalize(group: GroupForm, path: KeyPath, problems: Problems) -> None:
     if group.normalize in (None, "none") or group.is_normalizable:
         return
-    if group.pattern is not None and not group.is_n_of_m:
-        beside = "beside a pattern of tiles, whose scores are sums of raw magnitudes"
-    elif group.pattern is not None:
+    if group.pattern is not None:
         beside = "beside a pattern, which compares weights of one tensor"
     elif group.budget is not None:
         beside = "beside a budget, with which weights of one tensor are compared"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from distprune._common.blocks import BlockRule, Pattern, Scope
+from distprune._common.blocks import BlockRule, Scope, parse_pattern
 from distprune._common.schedules import OneShot, Schedule, schedule_fields
 from distprune.recipes import (
     BUDGET_FROM_STATISTICS,
@@ -51,8 +50,7 @@ class Request:
         scope: what is ranked together: "global" all selected tensors, "layer" each tensor, "row"
             each output row.
         pattern: instead of a sparsity, "N:M": of every M neighbours along the input dimension, N
-            are kept. Or "AxB", beside a sparsity and a scope: whole tiles of A outputs and B
-            inputs are pruned, those with the lowest sums of scores. Shares are of tiles.
+            are kept.
         score: "magnitude"; "random": the numbers that ``RandomUnstructured`` would draw; for
             checkpoints also "wanda": |w| times the rms of its input; "stade": |w| times the
             standard deviation of its input; "ria": the relative importance of |w| times the rms
@@ -101,7 +99,7 @@ class Request:
 
     sparsity: float | None = None
     scope: Scope = "global"
-    pattern: str | None = None  # stored as a Pattern
+    pattern: str | None = None
     score: Score = "magnitude"
     seed: int | None = None
     include: tuple[str, ...] | None = None
@@ -200,7 +198,7 @@ class Request:
     @property
     def is_global(self) -> bool:
         """Whether all tensors are ranked together, not each of them or each row on its own."""
-        return self.scope == "global" and (self.pattern is None or self.tile is not None)
+        return self.scope == "global" and self.pattern is None
 
     @property
     def is_normalizable(self) -> bool:
@@ -245,18 +243,12 @@ class Request:
     @property
     def kept_of(self) -> tuple[int, int] | None:
         """(N, M) of the pattern."""
-        return self.pattern.kept_of if isinstance(self.pattern, Pattern) else None
-
-    @property
-    def tile(self) -> tuple[int, int] | None:
-        """(A, B) of a pattern of tiles."""
-        return self.pattern.tile if isinstance(self.pattern, Pattern) else None
+        return None if self.pattern is None else parse_pattern(self.pattern)
 
     @property
     def group_rule(self) -> BlockRule:
         """Which groups of elements are ranked on their own, and how many each of them loses."""
-        pattern = self.pattern if isinstance(self.pattern, Pattern) else None
-        return BlockRule(self.scope, self.sparsity, pattern)
+        return BlockRule(self.scope, self.sparsity, self.kept_of)
 
     @property
     def needs_input_dim(self) -> bool:
@@ -295,7 +287,7 @@ class Request:
         values: dict[str, Any] = {"score": self.score}
         if self.pattern is not None:
             values["pattern"] = self.pattern
-        if self.pattern is None or self.tile is not None or self.scope != "global":
+        if self.pattern is None or self.scope != "global":
             values["scope"] = self.scope
         if self.normalize is not None or (not is_raw and self.is_normalizable):
             values["normalize"] = self.normalize or "none"
@@ -337,9 +329,6 @@ class Request:
         """Take groups that are mappings, as they stand in JSON; return what is wrong."""
         own, items = vars(self), cast("object", self.groups)
         own["groups"] = ()
-        if isinstance(own["pattern"], str):
-            with contextlib.suppress(ValueError):  # the form says what is wrong
-                own["pattern"] = Pattern.parse(own["pattern"])
         if not items:
             return []
         if isinstance(items, str | Request) or not isinstance(items, Sequence):

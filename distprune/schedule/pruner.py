@@ -31,7 +31,7 @@ from distprune.api.global_unstructured import global_arguments
 from distprune.api.local import remove
 from distprune.budgets import BudgetLike, to_budget
 from distprune.budgets.base import Sparsities
-from distprune.call.grouping import InputDims, to_pattern, to_rule
+from distprune.call.grouping import InputDims, to_rule
 from distprune.call.importance_scores import without_others
 from distprune.call.report import ParameterReport, PruningReport, warn_of_collapse
 from distprune.call.request import InGroups, ParameterArguments, PruningArguments
@@ -95,8 +95,7 @@ class ScheduledPruner:
         scope, pattern, input_dims: as for ``global_unstructured``. With the scope "layer" or "row"
             every layer or row has the sparsity of the schedule, rounded by itself. With a pattern
             N:M each group of M has lost round(sparsity * M) elements, at most M - N; the schedule
-            has to end at (M - N) / M. With tiles the sparsity is the share of tiles that are pruned
-            altogether.
+            has to end at (M - N) / M.
 
     Attributes:
         num_steps: number of calls of ``step()``; the next call is step number ``num_steps``.
@@ -345,7 +344,7 @@ class ScheduledPruner:
         """Give every layer, row or group of a pattern the target; None if none loses an element."""
 
         def make_arguments() -> PruningArguments:
-            arguments = group.arguments(scores, float(target) if group.has_share else None)
+            arguments = group.arguments(scores, float(target) if group.pattern is None else None)
             assert isinstance(arguments.share, InGroups)
             rule = replace(arguments.share.rule, sparsity=float(target))
             share = replace(arguments.share, rule=rule)
@@ -382,7 +381,6 @@ class Group:
     Attributes:
         target: the present sparsity target, a share of all elements.
         names: per pair, the full name, or the parameter's name and position if that is unknown.
-        blocks: the pattern, parsed.
 
     Raises:
         ValueError: bounds that the end of the schedule cannot meet; a budget that does not fit the
@@ -404,7 +402,6 @@ class Group:
 
     def __post_init__(self) -> None:
         check_normalization(self.normalize)
-        self.blocks = None if self.pattern is None else to_pattern(self.pattern)
         self._check_scope()
         divides = not (self.budget is self.min_sparsity is self.max_sparsity is None)
         if divides and not self.is_global:
@@ -478,11 +475,6 @@ class Group:
         """Whether one ranking of elements goes over all parameters."""
         return self.scope == "global" and self.pattern is None
 
-    @property
-    def has_share(self) -> bool:
-        """Whether the target is the amount of a pruning: a pattern N:M has none."""
-        return self.blocks is None or self.blocks.tile is not None
-
     def is_growing(self, target: float, entries: Sequence[ParameterReport]) -> bool:
         """Whether a target is smaller than the sum of the floors, but may still grow.
 
@@ -521,7 +513,7 @@ class Group:
             pipeline_parallel=self.pipeline_parallel,
             normalize=self.normalize,
             scope=self.scope,
-            pattern=self.blocks,
+            pattern=self.pattern,
             input_dims=self.input_dims,
         )
 
@@ -540,14 +532,14 @@ class Group:
 
     def _check_scope(self) -> None:
         """Raise ValueError for a scope that is none, or a pattern that the schedule cannot meet."""
-        rule = to_rule(self.scope, self.blocks, 0.0 if self.has_share else None)
+        rule = to_rule(self.scope, self.pattern, 0.0 if self.pattern is None else None)
         end = self.schedule.ends_at
         if rule is None or rule.kept_of is None or end is None:
             return
         n, m = rule.kept_of
         if resolve_count(float(end), m) != m - n:
             raise ValueError(
-                f"{self.schedule} ends at a sparsity of {end}, and pattern={self.blocks!r} prunes "
+                f"{self.schedule} ends at a sparsity of {end}, and pattern={self.pattern!r} prunes "
                 f"{m - n} of {m}; expected a schedule that ends at {(m - n) / m:.4g}."
             )
 

@@ -78,8 +78,6 @@ def test_what_an_interrupted_run_left_is_not_needed_again(source, tmp_path):
         (FileRecipe(0.5), "F32 F64", 1),
         (FileRecipe(0.5, scope="row"), "F32", 0),
         (FileRecipe(pattern="2:4"), "F32", 0),
-        (FileRecipe(0.5, pattern="2x2"), "BF16 F32", 1),
-        (FileRecipe(0.5, "row", "2x2"), "BF16", 0),
         (FileRecipe(0.5, score="random"), "F32", 0),
     ],
 )

@@ -18,7 +18,6 @@ WAYS = [
     {"scope": "layer", "amount": 0.4},
     {"scope": "row", "amount": 0.4},
     {"pattern": "3:4"},
-    {"pattern": "1x4", "amount": 0.4},
 ]
 SAMPLE = [
     "plain-1",

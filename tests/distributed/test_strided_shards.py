@@ -193,7 +193,6 @@ def folded(make):
         "normalised": lambda m: everything(m, factors, amount=0.4, normalize="rms"),
         "rows": lambda m: along(m, amount=0.5, scope="row"),
         "1:2": lambda m: along(m, pattern="1:2") if shape[-1] % 2 == 0 else None,
-        "tiles": lambda m: along(m, pattern="2x1", amount=0.5),
         "a mask": lambda m: prune.custom_from_mask(m, "weight", mask),
     }
     for dim in range(len(shape)):

@@ -10,7 +10,6 @@ RECIPES = {
     "layer": FileRecipe(0.5, "layer"),
     "row": FileRecipe(0.4, "row"),
     "pattern": FileRecipe(pattern="2:4"),
-    "tiles": FileRecipe(0.4, pattern="1x4"),
     "random": FileRecipe(0.5, score="random", seed=3),
     "random rows": FileRecipe(0.5, "row", score="random"),
     "nothing": FileRecipe(0.0),

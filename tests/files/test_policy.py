@@ -142,7 +142,7 @@ def test_tied_weights_that_are_stored_twice(tmp_path, config):
         ),
         ({"sparsity": float("nan")}, ["sparsity: expected a number from 0 to 1, found nan"]),
         ({"sparsity": True}, ["sparsity: expected a number from 0 to 1, found True"]),
-        ({"pattern": "4:2"}, ["pattern: expected how many of how many are kept"]),
+        ({"pattern": "4:2"}, ["pattern: expected a pattern N:M such as"]),
         ({"pattern": "2:4", "sparsity": 0.5}, ["sparsity: has no place beside 'pattern'"]),
         ({"pattern": "2:4", "scope": "row"}, ["scope: has no place beside 'pattern'"]),
         ({"pattern": "2:4", "max_sparsity": 0.9}, ["limits: has no place beside 'pattern'"]),

@@ -10,7 +10,6 @@ import test_inputs_of_scores
 import test_inputs_stored_first
 import test_normalized
 import test_pruning
-import test_tiles_of_files
 
 from distprune.files import planning, pruning, verifying
 from distprune.files.recipe import FileRecipe
@@ -36,10 +35,9 @@ def sources(folder):
         "plain": tiny_checkpoints.save(folder / "plain", files, MANY),
         "llama": test_budgets.save(folder / "llama", test_budgets.llama("mixed")),
         "scales": test_normalized.save(folder / "scales", test_normalized.weights("mixed")),
-        "tiles": test_tiles_of_files.make_source(folder / "tiles", test_tiles_of_files.weights()),
         "turned": tiny_checkpoints.save(folder / "turned", first, config=config),
     }
-    tiles, turned = test_tiles_of_files.WAYS, test_inputs_stored_first.WAYS
+    turned = test_inputs_stored_first.WAYS
     recipes = {
         "plain": [FileRecipe(**way) for way in test_pruning.WAYS[:6]],
         "llama": [
@@ -54,7 +52,6 @@ def sources(folder):
             FileRecipe(0.5, normalize="l2"),
             FileRecipe(groups=test_normalized.GROUPS),
         ],
-        "tiles": [test_tiles_of_files.recipe_of(tiles[which]) for which in (0, 1, 2, 6)],
         "turned": [FileRecipe(**turned[which]) for which in (0, 3)],
     }
     return [(made[kind], recipe) for kind, of_kind in recipes.items() for recipe in of_kind]
@@ -99,12 +96,6 @@ def made_of_groups(folder):
     return source, FileRecipe(groups=groups)
 
 
-def made_of_tiles(folder):
-    tiles = test_tiles_of_files
-    source = tiles.make_source(folder / "source", tiles.weights())
-    return source, tiles.recipe_of(tiles.WAYS[2])
-
-
 def prune(source, target, recipe):
     with small_units(num_elements=60, copy_bytes=300):
         pruning.prune(planning.plan(source, recipe), target)
@@ -115,7 +106,7 @@ def killed_at(step, *what):
         prune(*what)
 
 
-MAKES = [made_of_statistics, made_of_groups, made_of_tiles]
+MAKES = [made_of_statistics, made_of_groups]
 
 
 @pytest.mark.parametrize("make", MAKES)

@@ -6,7 +6,7 @@ Masks are bool tensors in the shape of the parameter, True = keep.
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from math import ceil, floor, fsum
+from math import ceil, floor
 
 import torch
 from torch import Tensor
@@ -150,23 +150,3 @@ def groups_along(shape: Sequence[int], dim: int, m: int) -> list[list[int]]:
     """Row-major indices of each m neighbours along a dimension."""
     index = torch.arange(torch.Size(shape).numel()).view(tuple(shape))
     return index.movedim(dim, -1).reshape(-1, m).tolist()
-
-
-def tiles_of(shape: Sequence[int], inputs: int, outputs: int, tile: tuple[int, int]) -> Tensor:
-    """Row-major indices of the elements of each tile: [grid..., elements of a tile].
-
-    Args:
-        inputs, outputs: dimensions.
-        tile: (A, B): of A outputs and B inputs.
-    """
-    index = torch.arange(torch.Size(shape).numel()).view(tuple(shape))
-    index = index.unfold(outputs, tile[0], tile[0]).unfold(inputs, tile[1], tile[1])
-    return index.flatten(-2)
-
-
-def tile_scores(scores: Tensor, tiles: Tensor, mask: Tensor | None, key=abs) -> Tensor:
-    """float64 [grid]: the exact sum of the unpruned scores of each tile, rounded once."""
-    values = [key(value) for value in scores.detach().double().flatten().tolist()]
-    live = [True] * len(values) if mask is None else (mask.flatten() != 0).tolist()
-    sums = [fsum(values[i] for i in tile if live[i]) for tile in tiles.flatten(0, -2).tolist()]
-    return torch.tensor(sums, dtype=torch.float64).view(tiles.shape[:-1])

@@ -3,7 +3,7 @@
 import contextlib
 from unittest import mock
 
-from distprune.files import applying, journals, lowest, tiles, units
+from distprune.files import applying, journals, lowest, units
 from distprune.selection import cpu
 
 
@@ -27,7 +27,6 @@ def small_chunks(monkeypatch, elements, in_memory=None):
         in_memory: of the largest group that is ranked in memory.
     """
     monkeypatch.setattr(cpu, "CHUNK_BYTES", 4 * elements)
-    monkeypatch.setattr(tiles, "_SUMMED", elements)
     monkeypatch.setattr(lowest, "CHUNK", elements)
     if in_memory is not None:
         monkeypatch.setattr(lowest, "MAX_IN_MEMORY", in_memory)

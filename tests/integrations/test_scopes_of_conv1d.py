@@ -16,9 +16,6 @@ CALLS = {
     "row": {"scope": "row", "amount": 0.4},
     "2:4": {"pattern": "2:4"},
     "1:4": {"pattern": "1:4"},
-    "tiles": {"pattern": "4x4", "amount": 0.5},
-    "tiles, oblong": {"pattern": "8x4", "amount": 0.5},
-    "tiles, layer": {"pattern": "4x4", "amount": 0.5, "scope": "layer"},
     "global": {"amount": 0.5, "normalize": "rms"},
     "layer": {"amount": 0.5, "scope": "layer"},
 }

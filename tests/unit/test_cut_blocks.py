@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune._common.blocks import BlockRule, Layout, Pattern, layout_along
+from distprune._common.blocks import BlockRule, Layout, layout_along
 from distprune._common.collectives import Communicator
 from distprune.selection import block_cuts, cut_blocks
 from distprune.selection.block_cuts import BlockedParameter
@@ -67,8 +67,8 @@ def check(tensors, masks, parameters, layouts, size) -> list[int]:
 
 RULES = [
     BlockRule("row", 0.4), BlockRule("row", 0.0), BlockRule("row", 1.0),
-    BlockRule("global", None, Pattern.parse("1:2")),
-    BlockRule("global", None, Pattern.parse("2:4")),
+    BlockRule("global", None, (1, 2)),
+    BlockRule("global", None, (2, 4)),
 ]  # fmt: skip
 
 

@@ -68,7 +68,7 @@ ROOMS = {
 # The rooms of ``files``: each may import those before it. Its commands come last.
 FILES_ROOMS = [
     "text", "errors", "team", "disk", "recipe", "checkpoints", "layouts", "selecting", "dividing",
-    "matching", "scoring", "planning", "tiles", "reading", "cuts", "units",
+    "matching", "scoring", "planning", "reading", "cuts", "units",
     "rewriting", "lowest", "reports", "journals", "places", "partial", "results",
 ]  # fmt: skip
 FILES_COMMANDS = {"pruning", "applying", "verifying", "inspecting"}

@@ -21,7 +21,6 @@ CALLS = [
     {"amount": 0.5, "scope": "row"},
     {"amount": 0.5, "scope": "layer"},
     {"pattern": "1:2"},
-    {"pattern": "2x2", "amount": 0.5},
 ]
 
 
@@ -35,7 +34,7 @@ def masked(values, calls):
     return module.weight_mask
 
 
-@pytest.mark.parametrize("calls", [*([call] for call in CALLS), CALLS[:1] * 2, CALLS[-3:]])
+@pytest.mark.parametrize("calls", [*([call] for call in CALLS), CALLS[:1] * 2, CALLS[-2:]])
 @pytest.mark.parametrize("view", VIEWS)
 def test_same_masks_as_of_a_contiguous_copy(view, calls):
     values = VIEWS[view]()

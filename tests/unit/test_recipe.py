@@ -104,8 +104,8 @@ seed: 4
             {"version": 1, "sparsity": 0.5, "output": {"masks": 1}, "nan": "drop"},
             ["output.masks: expected true or false, found 1", "nan: expected 'error' or 'keep'"],
         ),
-        ({"version": 1, "pattern": "4:2"}, ["pattern: expected how many of how many are kept"]),
-        ({"version": 1, "pattern": 124}, ["pattern: expected how many of how many are kept"]),
+        ({"version": 1, "pattern": "4:2"}, ["pattern: expected a pattern N:M such as"]),
+        ({"version": 1, "pattern": 124}, ["pattern: expected a pattern N:M such as"]),
         (
             {"version": 1, "pattern": "2:4", "sparsity": 0.5, "scope": "row", "limits": {}},
             [f"{key}: has no place beside 'pattern'" for key in ("sparsity", "scope", "limits")],
@@ -165,7 +165,7 @@ seed: 4
                 "groups[0].scope: has no place beside 'pattern'",
                 "groups[0].limits: has no place beside 'pattern'",
                 "groups[1].scope: expected 'global', 'layer' or 'row'",
-                "groups[2].pattern: expected how many of how many are kept",
+                "groups[2].pattern: expected a pattern N:M such as",
             ],
         ),
     ],
@@ -207,7 +207,7 @@ def test_defaults_and_values():
     )
     assert "Cubic(begin=0, end=30, frequency=10, final_sparsity=0.8" in repr(recipe)
     recipe = parse_recipe({"version": 1, "pattern": "3:4"})
-    assert recipe.pattern.kept_of == (3, 4) and recipe.course == OneShot(0, 0.25)
+    assert recipe.kept_of == (3, 4) and recipe.course == OneShot(0, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -335,19 +335,15 @@ BLOCKS = {"include": ["block.*"]}
         ({"scope": "layer", "sparsity": 0.3}, {"scope": "layer", "amount": 0.3}),
         ({"scope": "row", "sparsity": 0.4}, {"scope": "row", "amount": 0.4}),
         ({"pattern": "1:2"}, {"pattern": "1:2"}),
-        ({"pattern": "2x1", "sparsity": 0.3}, {"pattern": "2x1", "amount": 0.3}),
-        (
-            {"pattern": "1x2", "sparsity": 0.5, "scope": "row"},
-            {"pattern": "1x2", "amount": 0.5, "scope": "row"},
-        ),
         (
             {"groups": [{"select": {**BLOCKS, "input_dims": {"*": 0}}, "pattern": "1:2"}]},
             {"pattern": "1:2", "input_dims": {"*": 0}},
         ),
         (
-            {"scope": "layer", "sparsity": 0.5, "groups": [{"select": BLOCKS, "pattern": "2x2"}]},
-            {"pattern": "2x2", "amount": 0.5, "scope": "layer"},
+            {"scope": "layer", "sparsity": 0.5, "groups": [{"select": BLOCKS, "pattern": "1:2"}]},
+            {"pattern": "1:2"},
         ),
+        ({"pattern": "01:002"}, {"pattern": "1:2"}),
     ],
 )
 def test_scopes_and_patterns_of_models(recipe, arguments):
@@ -369,10 +365,13 @@ def test_scopes_and_patterns_of_models(recipe, arguments):
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ({"pattern": "4x4"}, "has no 'sparsity', 'pattern' or 'schedule'"),
-        ({"pattern": "4x4", "sparsity": 0.5, "limits": {"max_sparsity": 0.9}}, "limits: has no pl"),
-        ({"pattern": "4x4", "sparsity": 0.5, "normalize": "rms"}, "sums of raw magnitudes"),
-        ({"pattern": "4*4", "sparsity": 0.5}, "or tiles of outputs and inputs"),
+        (
+            {"pattern": "4x4"},
+            "expected a pattern N:M such as '2:4', in quotes, found '4x4'",
+        ),
+        ({"pattern": 124}, "expected a pattern N:M such as '2:4', in quotes, found 124"),
+        ({"pattern": "2:4", "limits": {"max_sparsity": 0.9}}, "limits: has no place beside"),
+        ({"pattern": "2:4", "normalize": "rms"}, "normalize: has no effect beside a pattern"),
         ({"pattern": "2:4", "sparsity": 0.5}, "sparsity: has no place beside 'pattern'"),
     ],
 )

@@ -37,7 +37,7 @@ class TensorReport:
         num_nan: elements that are NaN and were kept.
         threshold: the largest score that was pruned, of a tensor that was ranked on its own, or
             that a limit held: a magnitude unless the recipe has another score, in units of
-            ``divisor`` if that is given; of tiles, the largest sum.
+            ``divisor`` if that is given.
         num_zero: elements that were zero in the source.
         group: number of the tensor's group.
         limits: how many elements had to be pruned, and how many at most; None: no limits were
@@ -79,10 +79,9 @@ class GroupReport:
         num_pruned: elements that were pruned, exactly as many as the plan said.
         threshold: the largest score that was pruned by the ranking of the group, if its tensors
             were ranked together by magnitude; None if they were not, or nothing was pruned by it.
-            If the group is normalised, it is a multiple of each tensor's ``divisor``; of tiles, it
-            is a sum.
+            If the group is normalised, it is a multiple of each tensor's ``divisor``.
         threshold_bits: the threshold as a key (the bits of the score, or the hash), in hexadecimal.
-        num_ties: elements, or tiles, with that key; if the group has limits, only those that no
+        num_ties: elements with that key; if the group has limits, only those that no
             limit decided on.
         num_ties_pruned: how many of these ties were pruned.
     """

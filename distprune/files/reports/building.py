@@ -263,20 +263,10 @@ def _emptied(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
         return []
     return [
         f"{_shown(emptied)} {lost.format('s' if len(emptied) == 1 else '')}, because the {what} "
-        f"are smaller than those of the other tensors. The model may be useless; {_remedy(plan)}"
-    ]
-
-
-def _remedy(plan: Plan) -> str:
-    if all(group.recipe.tile is not None for group in plan.groups):  # which have no limits
-        return (
-            "scope layer prunes the same share of the tiles of every tensor, and exclude leaves it "
-            "alone."
-        )
-    return (
+        f"are smaller than those of the other tensors. The model may be useless; "
         "limits.max_sparsity (--max-sparsity) bounds what a single tensor loses, and exclude "
         "leaves it alone."
-    )
+    ]
 
 
 def _shown(tensors: Sequence[TensorReport]) -> str:

@@ -32,9 +32,6 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII
 # First parts of relative paths, which look like names of the hub.
 _FOLDERS = ("cache", "checkpoint", "checkpoints", "ckpt", "data", "model", "models", "out",
             "output", "outputs", "results", "runs", "saved", "tmp", "workspace")  # fmt: skip
-_OF_TILES = {"global": "those of all selected tensors together",
-             "layer": "those of each tensor on their own",
-             "row": "those of the same outputs on their own"}  # fmt: skip
 _MAX_KINDS = 60
 # No card is longer: the card of the source has a limit, and the part above it is short.
 _MAX_BYTES = MAX_CARD_BYTES + (8 << 20)
@@ -209,13 +206,7 @@ def _facts(plan: Plan, report: Report) -> list[tuple[str, str]]:
     recipe = plan.recipe
     scopes = {"global": "all selected tensors together", "layer": "each tensor on its own",
               "row": "each output row on its own"}  # fmt: skip
-    if recipe.tile is not None:
-        outputs, inputs = recipe.tile
-        order = (
-            f"sums of {recipe.score_text} over whole tiles of {outputs} outputs and {inputs} "
-            f"inputs, {_OF_TILES[recipe.scope]}"
-        )
-    elif recipe.pattern:
+    if recipe.pattern:
         order = f"{recipe.score_text}, {recipe.pattern} along the inputs"
     elif recipe.sparsity is None:  # several budgets
         order = "as the recipe below says"
@@ -239,12 +230,9 @@ def _facts(plan: Plan, report: Report) -> list[tuple[str, str]]:
         facts.append((f"statistics of {kind}", value))
     if report.threshold is not None:
         only = plan.groups[0].recipe
-        weights = "weights" if only.tile is None else "tiles"
-        ties = f"{report.num_ties_pruned:,} of the {report.num_ties:,} {weights} that have it"
+        ties = f"{report.num_ties_pruned:,} of the {report.num_ties:,} weights that have it"
         is_magnitude = recipe.normalize is None and only.ranks_magnitudes
         what = f"largest {'magnitude' if is_magnitude else 'score'} that was pruned"
-        if only.tile is not None:
-            what = "largest sum of a tile that was pruned"
         value = f"{report.threshold:.6g}{recipe.by_divisor('times the')}"
         facts.append((what, f"{value} ({ties})"))
     return facts
