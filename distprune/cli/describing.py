@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # torch comes with it
 
 
 def tell(terminal: Terminal, checkpoint: Checkpoint) -> None:
-    """Write to stderr where the checkpoint was found and which files are not copied or pruned."""
+    """Write to stderr where the checkpoint was found and which files are not copied."""
     if checkpoint.note:
         terminal.note(checkpoint.note)
     reasons: dict[str, list[str]] = {}
@@ -24,15 +24,12 @@ def tell(terminal: Terminal, checkpoint: Checkpoint) -> None:
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
         terminal.note(f"Not copied: {', '.join(names)} ({reason}).")
-    if checkpoint.unpruned_weights:
-        terminal.note(f"Copied, not pruned: {', '.join(checkpoint.unpruned_weights)}.")
 
 
 def values_of_files(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The files that are copied, not pruned and not copied, for JSON."""
+    """The files that are copied, and those that are not, for JSON."""
     return {
         "copied": [file.name for file in checkpoint.others],
-        "copied_not_pruned": list(checkpoint.unpruned_weights),
         "not_copied": dict(checkpoint.skipped),
     }
 

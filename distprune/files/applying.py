@@ -12,11 +12,10 @@ from typing import Any
 from distprune._common.collectives import Communicator
 from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.process_groups import world
-from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from distprune.files.checkpoints.checkpoint import Checkpoint, OtherFile, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskFile, mask_layout, open_masks
 from distprune.files.disk.destination import resolve_destination
-from distprune.files.disk.listing import OtherFile
 from distprune.files.errors import CheckpointError, headline, shown
 from distprune.files.partial import Partial, check_unchanged
 from distprune.files.planning import source_facts

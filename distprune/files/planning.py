@@ -23,9 +23,8 @@ from distprune._common.blocks import Blocks, Layout
 from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.garbage import without_garbage_collection
 from distprune._common.selecting import natural_key
-from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, open_checkpoint
+from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, OtherFile, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
-from distprune.files.disk.listing import OtherFile
 from distprune.files.errors import SelectionError
 from distprune.files.layouts import Layouts
 from distprune.files.recipe import STORED_STATISTICS, FileRecipe

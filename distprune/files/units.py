@@ -17,10 +17,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from distprune.files.checkpoints.checkpoint import Checkpoint, SourceFile
+from distprune.files.checkpoints.checkpoint import Checkpoint, OtherFile, SourceFile
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout, mask_layout
-from distprune.files.disk.listing import OtherFile
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan
 from distprune.files.scoring import KeptValues
 

@@ -25,7 +25,6 @@ from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.checkpoint import SIDECAR, open_checkpoint
 from distprune.files.checkpoints.header import INDEX_SUFFIX, make_header
-from distprune.files.checkpoints.locating import is_weights
 from distprune.files.disk.access import (
     OutputFiles,
     allocate,
@@ -352,9 +351,8 @@ def _folder_for(
             raise ValueError(f"{name}: {content} is not a file; expected one to copy.")
     config = _with_dtype(checkpoint.config, pretrained_model(model))
     contents = {"config.json": json.dumps(config, indent=2) + "\n", **contents}
-    not_copied = (".safetensors", INDEX_SUFFIX)
     for other in checkpoint.others:
-        if not is_weights(other.name) and not other.name.endswith(not_copied):
+        if other.name != checkpoint.index:
             contents.setdefault(other.name, Path(other.path))
     target = resolve_destination(destination)
     check_place(checkpoint.root, target)

@@ -14,7 +14,7 @@ from distprune.cli import app, process
 from distprune.files import planning
 from distprune.recipe import shipped_recipes
 from helpers.sampling import every
-from helpers.tiny_checkpoints import file_bytes, save, tree_digest
+from helpers.tiny_checkpoints import save, tree_digest
 from helpers.tiny_language_model import save_tiny_llama, write_text
 
 TENSORS = {f"layers.{n}.mlp.weight": torch.randn(8, 12) for n in range(2)}
@@ -208,16 +208,6 @@ def test_the_dimension_of_the_inputs(run, llama, tmp_path):
     done = run(*command, "--input-dim", "*.q_proj.weight=0")
     said(done, "correct input_dims (--input-dim)", code=2)
     works(run(*command, "--input-dim", "*.q_proj.weight=1"))
-
-
-def test_the_file_of_mistral(run, tmp_path):
-    folder = tmp_path / "mistral"
-    folder.mkdir()
-    (folder / "params.json").write_text("{}")
-    (folder / "consolidated.safetensors").write_bytes(file_bytes(TENSORS))
-    written = said(run("prune", folder, tmp_path / "out", "-s", "0.5"), "`distprune plan`", code=3)
-    file = re.search(r"give the file itself: (\S+);", written)[1]
-    works(run("plan", file))
 
 
 def test_what_to_compare_by_diff(run, source, tmp_path):

@@ -1,16 +1,24 @@
-"""Checkpoint folders: which are accepted, and that all problems are reported at once."""
+"""Which folders, files and names are checkpoints, what is copied of them, and what is refused."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import CheckpointError
+from distprune.files.planning import plan
+from distprune.files.pruning import prune
+from distprune.files.recipe import FileRecipe
 from helpers import tiny_checkpoints
 from helpers.tiny_checkpoints import file_bytes
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 FIRST, SECOND = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
 ONE = {"a.weight": torch.ones(2, 2), "b.weight": torch.ones(3)}
 TWO = {"c.weight": torch.ones(2, 2).half()}
@@ -21,10 +29,16 @@ def sharded(tmp_path):
     return tiny_checkpoints.save(tmp_path / "source", ONE, TWO)
 
 
-def problems(folder):
+@pytest.fixture
+def single(tmp_path):
+    return tiny_checkpoints.save(tmp_path / "single", ONE)
+
+
+def refused(source):
     with pytest.raises(CheckpointError) as error:
-        open_checkpoint(folder)
-    return error.value.problems or (error.value.headline,)
+        open_checkpoint(source)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def edit_index(folder, **changes):
@@ -34,14 +48,16 @@ def edit_index(folder, **changes):
     (folder / INDEX).write_text(json.dumps(index))
 
 
-def test_sharded_and_single(sharded, tmp_path):
+def test_sharded_and_single(sharded, single):
     found = open_checkpoint(sharded)
     assert [t.name for t in found.tensors] == ["a.weight", "b.weight", "c.weight"]
     assert [f.name for f in found.files] == [FIRST, SECOND] and found.index == INDEX
     assert {o.name for o in found.others} == {"config.json", "tokenizer.json", INDEX}
-    single = open_checkpoint(tiny_checkpoints.save(tmp_path / "single", ONE))
-    assert single.index is None and [f.name for f in single.files] == ["model.safetensors"]
+    assert found == open_checkpoint(sharded / INDEX)
     assert found.num_bytes == sum((sharded / name).stat().st_size for name in (FIRST, SECOND))
+    found = open_checkpoint(single)
+    assert found.index is None and [f.name for f in found.files] == [SINGLE]
+    assert found == open_checkpoint(single / SINGLE)
 
 
 def test_a_snapshot_of_links_in_a_folder_without_write_permission(sharded, tmp_path):
@@ -58,79 +74,157 @@ def test_a_snapshot_of_links_in_a_folder_without_write_permission(sharded, tmp_p
     assert len(found.tensors) == 3
 
 
-def test_all_problems_at_once(sharded):
-    edit_index(sharded, **{
-        "a.weight": SECOND, "b.weight": None, "d.weight": FIRST,
-        "e.weight": "../outside.safetensors", "f.weight": "/etc/passwd", "g.weight": 7,
-        "h.weight": "model-00003-of-00002.safetensors",
-    })  # fmt: skip
-    (sharded / SECOND).write_bytes(file_bytes(TWO)[:-1])
-    (sharded / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
-    (sharded / "generation_config.json").symlink_to(sharded / "nowhere")
-    text = "\n".join(problems(sharded))
-    for expected in (
-        "'../outside.safetensors' is not a plain name", "'/etc/passwd' is not a plain name",
-        "7 is not a plain name", "model-00003-of-00002.safetensors is missing",
-        "not in their file: d.weight", "does not list: b.weight",
-        f"{SECOND}: tensor 'c.weight' claims the bytes", "quant_method 'gptq'",
-        "generation_config.json is a link to",
-    ):  # fmt: skip
-        assert expected in text, (expected, text)
-
-
-def test_a_tensor_in_two_files(sharded):
-    (sharded / SECOND).write_bytes(file_bytes(TWO | {"b.weight": torch.ones(3)}))
-    assert problems(sharded) == (f"tensor b.weight is in {FIRST} and in {SECOND}.",)
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"e.weight": "../outside.safetensors"}, "lists '../outside.safetensors'"),
+        ({"e.weight": "/etc/passwd"}, "lists '/etc/passwd'"),
+        ({"e.weight": 7}, "lists 7"),
+        ({"e.weight": "model-3.safetensors"}, "model-3.safetensors cannot be read: No such file"),
+        ({"a.weight": SECOND}, f"tensor a.weight is in {FIRST}; expected {SECOND}"),
+        ({"b.weight": None}, f"tensor b.weight is in {FIRST}; expected no such tensor"),
+        ({"d.weight": FIRST}, f"tensor d.weight is in no file; expected {FIRST}"),
+    ],
+)
+def test_an_index_that_does_not_fit(sharded, changes, text):
+    edit_index(sharded, **changes)
+    assert text in refused(sharded)
 
 
 @pytest.mark.parametrize(
-    ("content", "text"),
+    ("name", "content", "text"),
     [
-        ("[]", "no weight_map"),
-        ('{"weight_map": {}}', "no weight_map"),
-        ('{"weight_map": {"a": "x", "a": "y"}}', "occurs twice"),
-        ("{", "not valid JSON"),
+        (INDEX, b"[]", "no weight_map"),
+        (INDEX, b'{"weight_map": {}}', "no weight_map"),
+        (INDEX, b'{"weight_map": {"a": "x", "a": "y"}}', "occurs twice"),
+        (INDEX, b"{", "not valid JSON"),
+        (SECOND, file_bytes(TWO)[:-1], f"{SECOND}: tensor 'c.weight' claims the bytes"),
+        (SECOND, file_bytes(TWO | ONE), f"tensor a.weight is in {FIRST} and in {SECOND}"),
+        ("config.json", b"[]", "not a JSON object"),
+        ("config.json", b'{"quantization_config": {"quant_method": "gptq"}}', "'gptq'"),
+        (SINGLE, file_bytes(ONE), "programs differ"),
     ],
 )
-def test_broken_indices(sharded, content, text):
-    (sharded / INDEX).write_text(content)
-    assert any(text in problem for problem in problems(sharded))
+def test_a_folder_that_does_not_fit_together(sharded, name, content, text):
+    (sharded / name).write_bytes(content)
+    assert text in refused(sharded)
 
 
-def test_folders_that_say_too_little_or_too_much(tmp_path, sharded):
-    assert "does not exist" in problems(tmp_path / "none")[0]
-    assert "is one of the 2 files" in problems(sharded / FIRST)[0]
-    assert "is a file" in problems(sharded / "config.json")[0]
+def test_what_is_no_checkpoint(tmp_path, sharded, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert "neither as a path nor as a model" in refused(tmp_path / "none")
+    assert "is one of 2 files" in refused(sharded / FIRST)
+    assert "is not a safetensors file" in refused(sharded / "config.json")
     (sharded / INDEX).unlink()
-    assert "has 2 safetensors files" in problems(sharded)[0]
-    (sharded / "model.safetensors").write_bytes(file_bytes(ONE))
-    found = open_checkpoint(sharded)
-    assert [f.name for f in found.files] == ["model.safetensors"]
-    assert {name for name, _ in found.skipped} == {FIRST, SECOND}
-    (sharded / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(ONE, FIRST)}))
-    assert "programs differ" in problems(sharded)[0]
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert "holds no safetensors" in problems(empty)[0]
-    (empty / "pytorch_model.bin").write_bytes(b"")
-    assert "holds pickled weights" in problems(empty)[0]
+    assert "has 2 safetensors files and no index" in refused(sharded)
+    assert [f.name for f in open_checkpoint(sharded / FIRST).files] == [FIRST]
+    (tmp_path / "empty").mkdir()
+    assert refused(tmp_path / "empty") == (
+        f"expected safetensors files in {tmp_path / 'empty'}; it has no files."
+    )
+    (tmp_path / "empty" / "pytorch_model.bin").write_bytes(b"")
+    assert "it has pytorch_model.bin." in refused(tmp_path / "empty")
 
 
-def test_what_is_copied_and_what_is_not(sharded):
-    for name in (
-        "pytorch_model.bin",
-        "x.gguf",
-        "consolidated.00.safetensors",
-        "README.md",
-        ".hidden",
-    ):
-        (sharded / name).write_text("x")
-    (sharded / ".git").mkdir()
-    (sharded / "deep" / "er").mkdir(parents=True)
-    (sharded / "deep" / "er" / "vocab.txt").write_text("x")
-    found = open_checkpoint(sharded)
-    copied = {o.name for o in found.others} - {"config.json", "tokenizer.json", INDEX}
-    assert copied == {"README.md", ".hidden", "deep/er/vocab.txt"}
-    assert {name for name, _ in found.skipped} == {
-        "pytorch_model.bin", "x.gguf", "consolidated.00.safetensors", ".git"
+def test_a_file_without_a_config_is_the_whole_checkpoint(tmp_path):
+    (tmp_path / "diary.txt").write_text("private")
+    for name in ("other.safetensors", "lora.safetensors"):
+        (tmp_path / name).write_bytes(file_bytes(ONE))
+    made = plan(tmp_path / "lora.safetensors", FileRecipe(0.5, masks=False))
+    assert "so it is the whole checkpoint" in made.checkpoint.note
+    prune(made, tmp_path / "target")  # beside it, but not inside of what it is
+    folder = tmp_path / "target"
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == {
+        "lora.safetensors", "README.md", "distprune/recipe.yaml", "distprune/report.json",
+        "distprune/run.json",
     }  # fmt: skip
+
+
+COPIED = (
+    "2_Dense/config.json", "adapter_config.json", "code/modeling.py", "sentencepiece.bpe.model",
+    "vocab.bin", ".hidden",
+)  # fmt: skip
+LEFT_OUT = (
+    "pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack",
+    "rust_model.ot", "x.gguf", "onnx/model.onnx", "onnx/model.onnx_data", "decoder.onnx",
+    "original/consolidated.00.pth", "consolidated.safetensors", "openvino_model.xml",
+    "2_Dense/model.safetensors", "training_args.bin", "half.safetensors",
+)  # fmt: skip
+
+
+def test_every_file_that_holds_no_weights_is_copied(single, tmp_path):
+    for name in (*COPIED, *LEFT_OUT, ".git/config", "distprune/report.json"):
+        (single / name).parent.mkdir(exist_ok=True)
+        (single / name).write_text(name)
+    os.mkfifo(single / "pipe")
+    report = prune(plan(single, FileRecipe(0.5)), tmp_path / "target")
+    assert set(report.copied) == {*COPIED, "config.json", "tokenizer.json"}
+    assert {name for name, _ in report.skipped} == {*LEFT_OUT, ".git", "distprune", "pipe"}
+    for name in COPIED:
+        assert (tmp_path / "target" / name).read_text() == name
+    assert not any((tmp_path / "target" / name).exists() for name in LEFT_OUT)
+
+
+# The hub's cache
+
+
+@pytest.fixture
+def model(single, tmp_path, monkeypatch):
+    """The folder of a model, "org/na.me-1", in a cache."""
+    for variable in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "hub" / "models--org--na.me-1"
+    for name in ("refs", "snapshots"):
+        (model / name).mkdir(parents=True)
+    single.rename(model / "blobs")
+    for commit in ("a1", "b2"):
+        (model / "snapshots" / commit).mkdir()
+        for path in (model / "blobs").iterdir():
+            (model / "snapshots" / commit / path.name).symlink_to(f"../../blobs/{path.name}")
+    (model / "refs" / "main").write_text("a1")
+    return model
+
+
+def test_a_name_is_its_main_snapshot(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(model.parent))
+    found = open_checkpoint("org/na.me-1")
+    assert found.folder == str(model / "snapshots" / "a1")
+    assert found.note == f"org/na.me-1 is {found.folder}."
+    prune(plan("org/na.me-1", FileRecipe(0.5)), tmp_path / "target")
+    assert not any(path.is_symlink() for path in (tmp_path / "target").rglob("*"))
+    (model / "refs" / "main").write_text("c3")
+    assert "snapshots/c3 cannot be read: No such file" in refused("org/na.me-1")
+    # A path comes before a name.
+    tiny_checkpoints.save(tmp_path / "org" / "na.me-1", {"other.weight": torch.ones(8, 8)})
+    assert [entry.name for entry in open_checkpoint("org/na.me-1").tensors] == ["other.weight"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "place"),
+    [
+        ("HF_HUB_CACHE", ""),
+        ("HF_HOME", "hub"),
+        ("XDG_CACHE_HOME", "huggingface/hub"),
+        ("HOME", ".cache/huggingface/hub"),
+    ],
+)
+def test_where_the_cache_is(model, tmp_path, monkeypatch, variable, place):
+    home = tmp_path / "elsewhere"
+    (home / place).mkdir(parents=True)
+    model.rename(home / place / model.name)
+    monkeypatch.setenv("HOME", str(tmp_path / "empty"))
+    assert "does not exist, neither" in refused("org/na.me-1")
+    monkeypatch.setenv(variable, str(home))
+    assert len(open_checkpoint("org/na.me-1").tensors) == 2
+
+
+def test_the_cache_is_read_without_the_hub_library(model):
+    program = (
+        "import sys\n"
+        "from distprune.files.checkpoints.checkpoint import open_checkpoint\n"
+        "open_checkpoint('org/na.me-1')\n"
+        "assert not {'torch', 'numpy', 'huggingface_hub'} & set(sys.modules)\n"
+    )
+    places = {"PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_CACHE": str(model.parent)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | places)

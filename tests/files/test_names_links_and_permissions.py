@@ -1,6 +1,5 @@
 """Names, links and permissions of sources and destinations; no copy is less private."""
 
-import errno
 import os
 import sys
 
@@ -134,22 +133,6 @@ def test_a_destination_whose_name_is_no_utf_8(write, tmp_path):
     assert write(tmp_path / os.fsdecode(b"caf\xe9")) == ""
 
 
-def test_a_source_that_is_a_link_in_a_circle(tmp_path):
-    (tmp_path / "loop").symlink_to("loop")
-    assert "it is a circular link" in refuse(tmp_path / "loop")
-    (tmp_path / "gone").symlink_to("nowhere")
-    assert "is a link to nowhere, which does not exist" in refuse(tmp_path / "gone")
-
-
-def test_links_in_the_source_that_go_round(source):
-    (source / "self").symlink_to("self")
-    (source / "deep").mkdir()
-    (source / "deep" / "up").symlink_to("..", target_is_directory=True)
-    text = refuse(source)
-    assert "self (a link to self) cannot be read: Too many levels of symbolic links" in text
-    assert "deep/up is a link to a folder that contains it" in text
-
-
 def test_names_in_the_source_that_are_no_utf_8(source, tmp_path):
     name = os.fsdecode(b"caf\xe9")
     (source / name).mkdir()
@@ -157,11 +140,6 @@ def test_names_in_the_source_that_are_no_utf_8(source, tmp_path):
     report = prune(plan(source, FileRecipe(0.5)), tmp_path / "target")
     assert f"{name}/{name}" in report.copied
     assert (tmp_path / "target" / name / name).read_text() == "x"
-    (source / name).chmod(0)
-    with without_root_privileges():
-        text = refuse(source)
-    (source / name).chmod(0o755)
-    assert "cannot be listed" in text
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of bytes")
@@ -169,78 +147,22 @@ def test_a_whole_source_whose_name_is_no_utf_8(source, tmp_path):
     odd = tmp_path / os.fsdecode(b"mod\xe9le")
     source.rename(odd)
     assert plan(odd, FileRecipe(0.5)).num_to_prune == 32
-    (odd / "config.json").write_text("[]")
-    assert refuse(odd).isascii()
+
+
+@pytest.mark.parametrize("goal", ["self", "..", "nowhere"])
+def test_a_link_that_leads_nowhere_or_round(source, goal):
+    (source / "self").symlink_to(goal)
+    assert "self cannot be read: " in refuse(source)
 
 
 # Files that may not be read
 
 
-CLOSED = ("model.safetensors", "merges.txt", "code/secret.py")
-
-
-@pytest.fixture
-def guarded(source):
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "code", ""])
+def test_what_may_not_be_read_is_named(source, name):
     (source / "code").mkdir()
-    (source / "merges.txt").write_text("x")
-    (source / "code" / "secret.py").write_text("x")
-    return source
-
-
-def check(source):
-    with pytest.raises(CheckpointError) as error:
-        open_checkpoint(source)
-    assert error.value.exit_code == 3
-    for name in CLOSED:
-        assert f"{name} cannot be read: Permission denied." in error.value.problems
-    assert len(error.value.problems) == len(CLOSED)
-
-
-def test_all_are_named_at_once_when_the_system_refuses(guarded, monkeypatch):
-    paths = {os.path.realpath(guarded / name) for name in CLOSED}
-    real_open = os.open
-
-    def refusing(path, *args, **kwargs):
-        if os.path.realpath(path) in paths:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return real_open(path, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refusing)
-    monkeypatch.setattr("builtins.open", lambda path, *a, **k: os.fdopen(refusing(path, 0), "rb"))
-    check(guarded)
-
-
-def test_by_the_permissions_of_the_files(guarded):
-    for name in CLOSED:
-        (guarded / name).chmod(0)
-    with without_root_privileges():
-        with pytest.raises(PermissionError):
-            (guarded / "merges.txt").read_bytes()
-        check(guarded)
-
-
-def test_the_index_and_the_config_keep_no_other_file_from_being_named(tmp_path):
-    source = tiny_checkpoints.save(tmp_path / "source", WEIGHTS, {"b.weight": torch.ones(2, 2)})
-    closed = {
-        "config.json", "model.safetensors.index.json", "tokenizer.json",
-        "model-00002-of-00002.safetensors",
-    }  # fmt: skip
-    for name in closed:
-        (source / name).chmod(0)
+    (source / name).chmod(0)
     with without_root_privileges(), pytest.raises(CheckpointError) as error:
         open_checkpoint(source)
-    found = sorted(error.value.problems)
-    assert found == sorted(f"{name} cannot be read: Permission denied." for name in closed)
-
-
-@pytest.mark.parametrize("mode", [0o333, 0o666])
-@pytest.mark.parametrize("inner", ["code", ""])
-def test_a_folder_that_may_not_be_listed_or_entered(guarded, mode, inner):
-    (guarded / inner).chmod(mode)
-    with without_root_privileges(), pytest.raises(CheckpointError) as error:
-        open_checkpoint(guarded)
-    (guarded / inner).chmod(0o777)
-    assert "Permission denied" in str(error.value) and error.value.exit_code == 3
-    if inner:
-        (problem,) = error.value.problems
-        assert problem.startswith("code")
+    (source / name).chmod(0o777)
+    assert f"{name or source} cannot be read: Permission denied." in str(error.value)

@@ -1,40 +1,55 @@
-"""A checkpoint on disk, described by its headers and its index; weights are not loaded.
-
-All problems of a folder are collected, and raised as one error.
-"""
+"""A checkpoint on disk, described by its headers and its index; weights are not loaded."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
+import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
-from distprune._common.report_text import listed
-from distprune.files.checkpoints.header import INDEX_SUFFIX, TensorEntry, WeightFile, read_header
-from distprune.files.checkpoints.locating import (
-    Location,
-    find_weights,
-    is_weights,
-    locate,
-    why_duplicate,
+from distprune.files.checkpoints.header import (
+    INDEX_SUFFIX,
+    TensorEntry,
+    WeightFile,
+    load_json,
+    read_header,
 )
-from distprune.files.disk.listing import (
-    Listing,
-    OtherFile,
-    list_files,
-    list_one,
-    unreadable,
-)
-from distprune.files.errors import CheckpointError, headline
-from distprune.files.text import printable
+from distprune.files.checkpoints.locating import find_weights, is_weights, locate
+from distprune.files.disk.access import reading
+from distprune.files.errors import CheckpointError
 
-_NOT_COPIED_FOLDERS = {".git": "git's own data", ".cache": "a download cache"}
 SIDECAR = "distprune"  # the folder, inside a pruned checkpoint, of masks and report
+_NOT_COPIED_FOLDERS = {
+    ".git": "git's own data",
+    ".cache": "a download cache",
+    SIDECAR: "the report of an earlier pruning",
+}
+_PERMISSIONS = 0o777  # without set-user-ID and the like
 # Quantisation methods that are accepted: fp8 tensors are recognised by their dtype.
 _FP8_METHODS = ("fp8", "fbgemm_fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class OtherFile:
+    """A file of the checkpoint that is not a safetensors file with weights.
+
+    Attributes:
+        name: relative to the folder.
+        path: where to read it, links resolved.
+        size, mtime_ns: when the folder was listed.
+        mode: permissions; a copy gets them, less the umask.
+    """
+
+    name: str
+    path: str
+    size: int
+    mtime_ns: int
+    mode: int
+
 
 SourceFile: TypeAlias = WeightFile | OtherFile
 
@@ -77,11 +92,6 @@ class Checkpoint:
         return (*self.files, *self.others)
 
     @property
-    def unpruned_weights(self) -> tuple[str, ...]:
-        """Names of other files that hold weights, which are copied unchanged."""
-        return tuple(other.name for other in self.others if is_weights(other.name))
-
-    @property
     def tensors(self) -> tuple[TensorEntry, ...]:
         """The tensors of all files, in the order of files and data."""
         return tuple(itertools.chain.from_iterable(file.tensors for file in self.files))
@@ -103,119 +113,107 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
             :func:`distprune.files.checkpoints.locating.locate`.
 
     Raises:
-        CheckpointError: with all problems.
+        CheckpointError: it is malformed, incomplete, not supported, or cannot be read.
 
     Cost: a fraction of a millisecond per file; the weights are not read.
     """
     location = locate(source)
     folder = location.folder
-    listing = _list(location)
-    problems = listing.problems
-    index, shards, weight_map = find_weights(location, listing, problems)
-    files = []
-    for name in shards:
-        try:
-            files.append(read_header(os.path.join(folder, name), name))
-        except CheckpointError as error:
-            problems += error.problems or (error.headline,)
-    is_whole = len(files) == len(shards)
-    problems += _check_keys(files, weight_map, index, is_whole)
-    config = _read_config(folder, listing, problems)
-    others: list[OtherFile] = []
-    tensors = {tensor.name for file in files for tensor in file.tensors}
-    for name in sorted(set(listing.files) - set(shards)):
-        reason = None if name == index else why_duplicate(folder, name, tensors)
-        if reason:
-            listing.skipped.append((name, reason))
+    index, names, weight_map = find_weights(location)
+    files = [read_header(os.path.join(folder, name), name) for name in names]
+    _check_tensors(files, index, weight_map)
+    with reading(folder):
+        if location.is_alone:
+            others, folders, skipped = [], {"": os.stat(folder).st_mode}, []
         else:
-            others.append(listing.files[name])
-    if shards or index:  # else there is nothing to copy
-        problems += unreadable(others if shards else listing.files.values())
-    problems = list(dict.fromkeys(problems))  # without duplicates
-    if problems:
-        raise CheckpointError(headline(printable(folder), problems), problems)
-    all_names = [*(file.name for file in files), *(other.name for other in others)]
-    above = {str(up) for name in all_names for up in PurePath(name).parents}
-    names = sorted({"", *above} - {"."})  # of folders that hold one of the files
+            others, folders, skipped = _list(folder, {*names, index})
+    above = {"", *(str(up) for other in others for up in PurePath(other.name).parents)} - {"."}
     return Checkpoint(
         folder=folder,
         files=tuple(files),
         index=index,
-        config=config,
+        config={} if location.is_alone else _read_config(os.path.join(folder, "config.json")),
         others=tuple(others),
-        skipped=tuple(sorted(listing.skipped)),
-        folders=tuple((name, listing.folders[name]) for name in names),
+        skipped=tuple(skipped),
+        folders=tuple((name, folders[name] & _PERMISSIONS) for name in sorted(above)),
         note=location.note,
         is_alone=location.is_alone,
     )
 
 
-def _list(location: Location) -> Listing:
-    """The files of a checkpoint."""
-    if location.is_alone and location.file is not None:
-        return list_one(location.folder, location.file)
-    return list_files(location.folder, why_left_out, suffixes=(".safetensors", INDEX_SUFFIX))
+def _list(
+    folder: str, own: set[str | None]
+) -> tuple[list[OtherFile], dict[str, int], list[tuple[str, str]]]:
+    """The other files of a folder, the modes of its folders, and (name, reason) of what is skipped.
+
+    Args:
+        folder: an existing one; a link in it is read like what it points to.
+        own: names of the weight files and of the index.
+    """
+    others, folders, skipped = [], {}, []
+    for path, inner, names in os.walk(folder, onerror=_raise, followlinks=True):
+        where = os.path.relpath(path, folder) if path != folder else ""
+        folders[where] = os.stat(path).st_mode
+        for name in [name for name in inner if name in _NOT_COPIED_FOLDERS]:
+            inner.remove(name)
+            skipped.append((os.path.join(where, name), _NOT_COPIED_FOLDERS[name]))
+        for name in names:
+            full, inside = os.path.join(path, name), os.path.join(where, name)
+            info = os.stat(full)
+            if not stat.S_ISREG(info.st_mode):
+                skipped.append((inside, "no regular file"))
+            elif inside not in own and is_weights(name):
+                skipped.append((inside, "weights that are not pruned, or state of training"))
+            elif inside not in own or inside.endswith(INDEX_SUFFIX):
+                real, mode = os.path.realpath(full), info.st_mode & _PERMISSIONS
+                others.append(OtherFile(inside, real, info.st_size, info.st_mtime_ns, mode))
+    return sorted(others, key=attrgetter("name")), folders, sorted(skipped)
 
 
-def why_left_out(name: str) -> str | None:
-    """Why a subfolder is not part of a checkpoint; None if it is."""
-    if name == SIDECAR:
-        return "the report of an earlier pruning"
-    return _NOT_COPIED_FOLDERS.get(os.path.basename(name))
+def _raise(error: OSError) -> None:
+    raise error
 
 
-def _check_keys(
-    files: list[WeightFile], weight_map: dict[str, str], index: str | None, is_whole: bool
-) -> list[str]:
-    """Problems of tensors that occur twice, or in another file than the index says."""
-    problems: list[str] = []
-    file_of = {tensor.name: file.name for file in files for tensor in file.tensors}
-    are_unique = len(file_of) == sum(len(file.tensors) for file in files)
-    if file_of and are_unique and (index is None or file_of == weight_map):
-        return problems
-    where: dict[str, list[str]] = {}
+def _check_tensors(
+    files: Sequence[WeightFile], index: str | None, weight_map: dict[str, str]
+) -> None:
+    """Raise CheckpointError if a tensor is in two files, or not where the index says."""
+    file_of: dict[str, str] = {}
     for file in files:
         for tensor in file.tensors:
-            where.setdefault(tensor.name, []).append(file.name)
-    problems += [
-        f"tensor {name} is in {' and in '.join(of_name)}."
-        for name, of_name in where.items()
-        if len(of_name) > 1
-    ]
-    if not any(file.tensors for file in files) and is_whole and not problems and files:
-        problems.append("its safetensors files hold no tensors.")
-    if index is None:
-        return problems
-    read = {file.name for file in files}
-    lost = [k for k, file in weight_map.items() if file in read and file not in where.get(k, ())]
-    if lost:
-        shown = listed((f"{name} ({weight_map[name]})" for name in lost), 4)
-        problems.append(f"{index} lists tensors that are not in their file: {shown}.")
-    extra = [f"{name} ({where[name][0]})" for name in where if name not in weight_map]
-    if extra:
-        problems.append(f"files hold tensors that {index} does not list: {listed(extra, 4)}.")
-    return problems
+            if tensor.name in file_of:
+                raise CheckpointError(
+                    f"tensor {tensor.name} is in {file_of[tensor.name]} and in {file.name}."
+                )
+            file_of[tensor.name] = file.name
+    if not file_of:
+        raise CheckpointError(f"{', '.join(file.name for file in files)}: no tensors.")
+    if index is not None and file_of != weight_map:
+        name = min(name for name, _ in file_of.items() ^ weight_map.items())
+        raise CheckpointError(
+            f"tensor {name} is in {file_of.get(name, 'no file')}; expected "
+            f"{weight_map.get(name, 'no such tensor')}, as {index} says."
+        )
 
 
-def _read_config(folder: str, listing: Listing, problems: list[str]) -> dict[str, Any]:
-    """config.json; a quantised checkpoint is a problem."""
-    if "config.json" not in listing.files:
+def _read_config(path: str) -> dict[str, Any]:
+    """config.json; empty if there is none.
+
+    Raises:
+        CheckpointError: it cannot be read, or the weights are quantised.
+    """
+    if not os.path.exists(path):
         return {}
-    try:
-        config = json.loads(Path(folder, "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        problems.append(f"config.json cannot be read: {reason}.")
-        return {}
+    with reading(path):
+        config = load_json(Path(path).read_bytes(), path)
     if not isinstance(config, dict):
-        problems.append("config.json is not a JSON object.")
-        return {}
+        raise CheckpointError(f"{path} is not a JSON object.")
     quantization = config.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         if method not in _FP8_METHODS:
-            problems.append(
-                f"config.json has a quantization_config (quant_method {method!r}): the stored "
-                "numbers are codes, not weights. Prune the checkpoint that it was made from."
+            raise CheckpointError(
+                f"{path} has a quantization_config (quant_method {method!r}): the stored numbers "
+                "are codes, not weights. Prune the checkpoint that it was made from."
             )
     return config

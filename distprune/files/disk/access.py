@@ -81,7 +81,8 @@ def reading(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+        name = error.filename or path
+        raise CheckpointError(f"{name} cannot be read: {error.strerror}.") from error
 
 
 @contextlib.contextmanager
