@@ -10,6 +10,8 @@ results. Everything else in this room is written once, and gets the functions fo
 from __future__ import annotations
 
 import functools
+import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
@@ -20,10 +22,14 @@ from torch import Tensor
 from distprune._common import memory
 from distprune._common.blocks import Blocks
 from distprune._common.memory import Count, Runs, Scratch
-from distprune._common.triton_use import checked_on, is_possible_on
 from distprune.selection import cpu, device
 from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Draw, Interval
 from distprune.selection.keys import KeyRange
+
+logger = logging.getLogger(__name__)
+
+# Set to anything but 0 or nothing, devices use torch's operations alone.
+NO_TRITON = "DISTPRUNE_NO_TRITON"
 
 
 class Kernels(Protocol):
@@ -237,20 +243,28 @@ def fused_on(where: torch.device) -> FusedKernels | None:
     """The kernels that read each score once, where there are some for a device.
 
     None on a CPU; where Triton is not installed, cannot compile, or does not give what torch's
-    operations give, which is logged as a warning; and if the environment
-    variable DISTPRUNE_NO_TRITON is set.
+    operations give, which is logged as a warning; and if the environment variable
+    DISTPRUNE_NO_TRITON is set to anything but 0 or nothing.
     """
-    return _compiled_on(where) if is_possible_on(where) else None
+    if memory.takes_numpy(where) or where.type not in ("cuda", "xpu"):
+        return None
+    return _compiled_on(where) if os.environ.get(NO_TRITON, "0") in ("", "0") else None
 
 
 @functools.cache
 def _compiled_on(where: torch.device) -> FusedKernels | None:
-    def load() -> FusedKernels:
+    try:
         from distprune.selection import triton_kernels
 
-        return triton_kernels
-
-    return checked_on(where, load)
+        triton_kernels.check_on(where)
+    except Exception as error:  # Triton, its compiler and the driver raise errors of many types
+        logger.warning(
+            "Triton's kernels are not used on %s (%s: %s); torch operations are used, which move "
+            "several times as many bytes. Set %s=1 to say that this is meant.",
+            where, type(error).__name__, error, NO_TRITON,
+        )  # fmt: skip
+        return None
+    return triton_kernels
 
 
 def fused_for(

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common import mask_kernels, memory
+from distprune._common import memory
 from distprune._common.memory import Count, Scratch, join, on_host, select
 from distprune.selection import candidates, small
 from distprune.selection.candidates import (
@@ -112,17 +112,9 @@ def count_live(live: Tensor | None, counted: range) -> int:
 def count_each_live(live: Sequence[Tensor | None], counted: Sequence[range]) -> list[int]:
     """:func:`count_live` of several masks; waits for a device once."""
     few: dict[int, Tensor] = {}
-    devices = {mask.device for mask in live if mask is not None}
-    of_devices = {device: mask_kernels.mask_kernels_on(device) for device in devices}
-    by_triton: dict[torch.device, dict[int, Tensor]] = {}
     chunks = []
     for position, (mask, positions) in enumerate(zip(live, counted, strict=True)):
         if mask is None:
-            continue
-        kernels = of_devices[mask.device]
-        if kernels is not None and kernels.takes(mask) and mask.is_contiguous():
-            own = mask[positions.start : positions.stop]
-            by_triton.setdefault(mask.device, {})[position] = own
             continue
         if memory.takes_numpy(mask.device) and 0 < len(positions) <= candidates.MOST_ELEMENTS:
             is_whole = len(positions) == mask.numel()
@@ -141,13 +133,6 @@ def count_each_live(live: Sequence[Tensor | None], counted: Sequence[range]) -> 
         totals[position] += number
     for position, number in zip(few, small.count_each_live([*few.values()]), strict=True):
         totals[position] = number
-    for where, masks in by_triton.items():
-        kernels = of_devices[where]
-        assert kernels is not None
-        reads = [kernels.MaskRead(mask) for mask in masks.values()]
-        counts = kernels.count(reads, where).tolist()
-        for position, (_, ones, *_) in zip(masks, counts, strict=True):
-            totals[position] = ones
     return totals
 
 

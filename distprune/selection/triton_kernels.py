@@ -22,6 +22,7 @@ written. Memory: the room of the tiles, and what is packed.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,16 +31,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from distprune._common import memory
 from distprune._common.mask_values import bits_of_one
 from distprune._common.memory import Array, Runs, Scratch, arrays_on_host
-from distprune._common.triton_use import copied_to, launching_on, numbered
 from distprune.selection import device as operations
 from distprune.selection import triton_source as source
 from distprune.selection import triton_tables as tables
 from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Draw, Interval
 from distprune.selection.keys import Order, ScoreKeys, key_range
 from distprune.selection.scores import TensorScores
-from distprune.selection.triton_tables import Kind, Piece, Tiles
+from distprune.selection.triton_tables import Kind, Piece, Tiles, numbered
 from distprune.shards.geometry import IndexMap
 
 # Blocks of BLOCK elements that a program writes at a time, with a warp for each. A program that
@@ -117,7 +118,7 @@ def write(
         tiles.table[:, tables.END] = np.array(ends, dtype=np.int64)[tiles.piece] - tiles.first
         numbers, table = _on_device(kind.device, [kind.seed], tiles.table)
         counts = torch.empty(len(tiles.table), dtype=torch.int32, device=kind.device)
-        with launching_on(kind.device):
+        with _launching_on(kind.device):
             source.write_tiles[(len(tiles.table),)](
                 table, numbers, counts, _format(kind), _WRITTEN * tables.BLOCK, num_warps=_WRITTEN
             )
@@ -158,7 +159,7 @@ def prune_collected(
         table[:, 3] = np.minimum(_RUN, table[:, 3] - first)
         _, on_device = _on_device(device, [], table)
         counts = torch.empty(len(table), dtype=torch.int32, device=device)
-        with launching_on(device):
+        with _launching_on(device):
             source.correct_runs[(len(table),)](
                 on_device, counts, _TYPES[dtype.itemsize], _TYPES[mask_bytes], _FEW
             )
@@ -194,7 +195,7 @@ def sample(
         table[:, tables.PLACE] = (np.cumsum(sizes) - sizes)[member] + first
         numbers, on_device = _on_device(kind.device, [kind.seed, dead, salt], table)
         keys = torch.empty(int(sizes.sum()), dtype=kind.keys.dtype, device=kind.device)
-        with launching_on(kind.device):
+        with _launching_on(kind.device):
             source.sample_tiles[(len(table),)](
                 on_device, numbers, keys, _format(kind), length, block
             )
@@ -217,7 +218,7 @@ def histogram(keys: Tensor, low: int, high: int, shift: int) -> Tensor:
     row = np.zeros((0,), dtype=np.int64)
     numbers, _ = _on_device(keys.device, [keys.numel(), low, high, shift, first, num_bins], row)
     counts = torch.zeros((num_programs, num_bins), dtype=torch.int32, device=keys.device)
-    with launching_on(keys.device):
+    with _launching_on(keys.device):
         source.count_bins[(num_programs,)](keys, numbers, counts, _COUNTED)
     return counts.sum(0)
 
@@ -271,7 +272,7 @@ class _Scan:
         keys = torch.empty(size, dtype=kind.keys.dtype, device=kind.device)
         positions = torch.empty(size, dtype=torch.int32, device=kind.device)
         drafts = interval is not None and pieces[0].out is not None
-        with launching_on(kind.device):
+        with _launching_on(kind.device):
             source.scan_tiles[(len(tiles.table),)](
                 table, numbers, counts, keys, positions, _format(kind), len(pivots), slots,
                 interval is not None, drafts, tables.BLOCK, num_warps=1,
@@ -290,7 +291,7 @@ class _Scan:
         if fits.any():
             rows = np.stack([self.tiles.table[:, tables.PLACE], target, number], axis=1)[fits]
             _, table = _on_device(keys.device, [], rows)
-            with launching_on(keys.device):
+            with _launching_on(keys.device):
                 source.pack_tiles[(len(rows),)](
                     table, self.keys, self.positions, keys, positions, _FEW
                 )
@@ -319,7 +320,7 @@ class _Scan:
         rows = rows[crowded]
         _, table = _on_device(keys.device, [], rows)
         counts = torch.empty((len(rows), 2), dtype=torch.int32, device=keys.device)
-        with launching_on(keys.device):
+        with _launching_on(keys.device):
             source.scan_tiles[(len(rows),)](
                 table, self.numbers, counts, keys, positions, _format(self.kind), 0, 2, True, False,
                 tables.BLOCK, num_warps=1,
@@ -374,8 +375,18 @@ def _on_device(device: torch.device, numbers: Sequence[int], table: Array) -> tu
     """Numbers and a table, copied together; the host does not wait."""
     # Of even length, so that the table is always aligned to the same number of bytes.
     head = np.array([*numbers, *[0] * (len(numbers) % 2)], dtype=np.int64)
-    first, second = copied_to(device, [head, table])
-    return first, second
+    both = memory.moved(torch.from_numpy(np.concatenate([head, table.ravel()])), device)
+    return both[: head.size], both[head.size :]
+
+
+def _launching_on(where: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Launch kernels on this device."""
+    if where.type == "cpu":  # by the interpreter
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[object] = torch.get_device_module(where).device(
+        where
+    )
+    return context
 
 
 def _add(

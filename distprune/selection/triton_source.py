@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from distprune._common.triton_blocks import load_block, present_in
-
 
 @dataclass(frozen=True)
 class Format:
@@ -76,6 +74,27 @@ _MIX_2 = tl.constexpr(0x94D049BB133111EB - 2**64)
 
 
 @triton.jit
+def _present_in(length, at, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Which elements of a block lie in the tile."""
+    if MASKED:
+        return at < length
+    return tl.full([BLOCK], True, tl.int1)
+
+
+@triton.jit
+def _load_block(
+    address, at, present, KIND: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr
+):
+    """The elements of a block: of several at a time, if the address is a multiple of 16 bytes."""
+    pointer = address.to(tl.pointer_type(KIND))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    if MASKED:
+        return tl.load(pointer + at, mask=present, other=0)
+    return tl.load(pointer + at)
+
+
+@triton.jit
 def _hashes(indices, seed, FORM: tl.constexpr):
     x = (indices * _WEYL + seed).to(tl.uint64, bitcast=True)
     x = x ^ (x >> 30)
@@ -91,7 +110,7 @@ def _keys(scores, at, present, seed, FORM: tl.constexpr, MASKED: tl.constexpr):
     """Keys of a block, as keys.[Note: keys]: int64 if they take 64 bits, otherwise int32."""
     if FORM.is_random:
         return _hashes(scores + at.to(tl.int64), seed, FORM)
-    bits = load_block(scores, at, present, FORM.scores, FORM.is_aligned, MASKED)
+    bits = _load_block(scores, at, present, FORM.scores, FORM.is_aligned, MASKED)
     if FORM.scores.primitive_bitwidth == 16:
         bits = bits.to(tl.int32)
     if FORM.is_widened:
@@ -113,7 +132,7 @@ def _live(live_mask, at, present, FORM: tl.constexpr, MASKED: tl.constexpr):
     live = present
     bits = at
     if FORM.has_live:
-        bits = load_block(live_mask, at, present, FORM.masks, FORM.is_aligned, MASKED)
+        bits = _load_block(live_mask, at, present, FORM.masks, FORM.is_aligned, MASKED)
         if FORM.is_bool:
             live = bits != 0
         else:
@@ -153,7 +172,7 @@ def _scan_block(
     BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     at = block * BLOCK + tl.arange(0, BLOCK)
-    present = present_in(length, at, BLOCK, MASKED)
+    present = _present_in(length, at, BLOCK, MASKED)
     keys = _keys(scores, at, present, seed, FORM, MASKED)
     live, bits = _live(live_mask, at, present, FORM, MASKED)
     if COLLECTS:
@@ -248,7 +267,7 @@ def _write_block(
     FORM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     at = block * BLOCK + tl.arange(0, BLOCK)
-    present = present_in(length, at, BLOCK, MASKED)
+    present = _present_in(length, at, BLOCK, MASKED)
     keys = _keys(scores, at, present, seed, FORM, MASKED)
     live, bits = _live(live_mask, at, present, FORM, MASKED)
     is_tie = (keys == threshold.to(keys.dtype)) & (at < end)

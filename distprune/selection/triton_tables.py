@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from distprune._common.memory import INTEGERS, Array
-from distprune._common.triton_use import numbered
 from distprune.selection.candidates import Candidates, Cut
 from distprune.selection.keys import RANDOM_KEYS, KeyRange, RandomKeys, ScoreKeys
 
@@ -199,3 +198,13 @@ def end_of_ties(part: Candidates, position: int, span: range, cut: Cut) -> int |
     if not part.index.is_ascending:
         return None
     return min(max(part.index.position_of(cut.index) - span.start, 0), len(span))
+
+
+def numbered(counts: Array) -> tuple[Array, Array]:
+    """Of rows of which each owner has some: the owner of each, and its number among the owner's.
+
+    Args:
+        counts: int64 [owners], how many rows each has.
+    """
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -15,7 +15,6 @@ from unittest import mock
 import torch
 from stage import NotTried, Stage
 
-from distprune._common import mask_kernels, triton_use
 from distprune.selection import kernels
 from helpers.rehearsal import as_on_device
 
@@ -52,9 +51,8 @@ def form(name: str, device: torch.device) -> Iterator[None]:
             yield
         return
     value = "1" if name == OPERATIONS else "0"
-    with mock.patch.dict(os.environ, {triton_use.NO_TRITON: value}):
-        is_used = kernels.fused_on(device) and mask_kernels.mask_kernels_on(device)
-        if name == TRITON and not is_used:
+    with mock.patch.dict(os.environ, {kernels.NO_TRITON: value}):
+        if name == TRITON and not kernels.fused_on(device):
             raise RuntimeError(f"Triton's kernels do not run on {device}: see the log")
         yield
 

@@ -34,7 +34,6 @@ STAGES = {
     "selftest": (150, "the self-test: one NCCL rank; 2 and 4 ranks that share the GPU over gloo"),
     "masks": (240, "masks equal those of the CPU, bit for bit"),
     "ranking": (120, "8 billion elements: time, memory, share of the bandwidth"),
-    "launches": (60, "launches and waits of a call, with 50 and with 200 parameters"),
     "training": (240, "a training step under FSDP2, pruned beside dense"),
     "streams": (90, "weights that forward and backward see, under FSDP2's streams"),
     "graphs": (90, "a pruned forward and backward in CUDA graphs"),

@@ -16,13 +16,10 @@ from device_clock import copy_bandwidth, timed
 from forms import FORMS, TRITON, each_form, form, interpret_without_gpu
 from llama_shapes import check_cut, weights
 from measuring import Table
-from stage import NotTried, Stage, main
+from stage import Stage, main
 from torch import Tensor, nn
 
 import distprune
-from distprune.masks.fingerprint import fingerprint_parts
-from distprune.shards.reader import ShardReader
-from distprune.verification import inspecting
 
 
 def copy(stage: Stage) -> None:
@@ -30,52 +27,6 @@ def copy(stage: Stage) -> None:
     num_bytes = 1 << (16 if stage.quick else 32)
     found = copy_bandwidth(stage.device, num_bytes)
     stage.figure("copy bandwidth, read and written", found / 1e9, "GB/s")
-
-
-def reading_pass(stage: Stage) -> None:
-    """The pass that reads every score, alone; tests/benchmarks/device_traffic.py measures it."""
-    import device_traffic
-
-    if stage.device.type == "cpu":
-        raise NotTried("Triton's kernels are interpreted here")
-    for dtype in (torch.float32, torch.bfloat16):
-        found = device_traffic.timed(dtype, 1 << 30, stage.device)
-        stage.check(f"{dtype}: both forms write the same masks", found["masks_agree"])
-        bandwidth = found["copied"] / found["copy"]
-        for name in ("torch", "fused"):
-            if found[name] is not None:
-                share = found["bytes"] / found[name] / bandwidth
-                stage.figure(f"{dtype}, {name}: ms for 2^30 elements", 1e3 * found[name], "ms")
-                stage.figure(f"{dtype}, {name}: share of the copy bandwidth", share)
-
-
-def reading_masks(stage: Stage) -> None:
-    """Fingerprints of one large mask, and what ``verify`` measures: two or three reads of it.
-
-    The share of the bandwidth is that of one read.
-    """
-    num_bytes = 1 << (14 if stage.quick else 32)
-    bandwidth = copy_bandwidth(stage.device, num_bytes)
-    for dtype in (torch.bool, torch.bfloat16, torch.float32):
-        numbers = torch.empty(num_bytes // dtype.itemsize, dtype=torch.uint8, device=stage.device)
-        mask = (numbers.random_(7) > 3).to(dtype)
-        del numbers
-        shard = ShardReader().read_tensor(nn.Parameter(mask, requires_grad=False), "mask", mask)
-        expected = num_bytes // dtype.itemsize - int(mask.count_nonzero())
-        found = []
-        reading = inspecting.Reading(shard, None, False)
-        for name in each_form(stage):
-            for what, call in (
-                ("fingerprint", lambda shard=shard, mask=mask: fingerprint_parts([shard], [mask])),
-                ("measured", lambda reading=reading: inspecting.measure([reading])),
-            ):
-                (first,) = call()
-                seconds = statistics.median(timed(stage.device, call).seconds for _ in range(3))
-                share = num_bytes / seconds / bandwidth
-                stage.figure(f"{dtype}, {name}, {what}: share of the copy bandwidth", share)
-                found.append(first if what == "fingerprint" else first.fingerprint)
-            stage.check(f"{dtype}, {name}: zeros", first.num_pruned == expected)
-        stage.check(f"{dtype}: one fingerprint", len(set(found)) == 1)
 
 
 def bfloat16_by_magnitude(stage: Stage) -> None:
@@ -199,7 +150,4 @@ def whole_call(stage: Stage) -> None:
 
 if __name__ == "__main__":
     interpret_without_gpu()
-    main(
-        copy, reading_pass, reading_masks, bfloat16_by_magnitude, float32_by_magnitude,
-        bfloat16_random, whole_call,
-    )  # fmt: skip
+    main(copy, bfloat16_by_magnitude, float32_by_magnitude, bfloat16_random, whole_call)

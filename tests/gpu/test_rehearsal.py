@@ -33,8 +33,6 @@ def test_cheap_stages_run_on_a_cpu(tmp_path):
         for stage in document["stages"].values()
         for part in stage["parts"]
     }
-    untried = {name for name, status in parts.items() if status == "not tried"}
-    assert untried == {"reading pass"}
     assert parts["bfloat16 by magnitude"] == "ok"
     text = (tmp_path / "results.txt").read_text()
     assert "a rehearsal" in text and "share of copy" in text

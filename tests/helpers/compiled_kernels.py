@@ -13,13 +13,11 @@ import json
 import sys
 from unittest import mock
 
-import numpy as np
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from distprune._common import triton_masks
 from distprune.selection import triton_kernels
 from distprune.selection.candidates import Candidates, Collected, Cut, Draw
 from distprune.selection.keys import Order, RandomKeys, ScoreKeys, key_range
@@ -95,11 +93,6 @@ def compile_all(number: int, target: GPUTarget, kinds: list[str]) -> dict[str, d
             triton_kernels.prune_collected([part], {0: [collected]}, Cut(7, 0, 5), [out])
             triton_kernels.sample([part], [Draw(0, 0, 16, N // 16, 7)], high, 5)
             triton_kernels.histogram(keys, 4, 7, 1)
-            weights = torch.ones(1 << 15, dtype=torch.int64)
-            runs = triton_masks.MaskRuns(out, N, np.zeros(1, dtype=np.int64))
-            triton_masks.weigh([runs], weights, np.zeros_like)
-            values = part.keys.scores.load(0, N) if isinstance(part.keys, ScoreKeys) else None
-            triton_masks.count([triton_masks.MaskRead(out, values, values)], out.device)
     return found
 
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-from distprune._common import mask_kernels, memory
+from distprune._common import memory
 from distprune.selection import kernels
 
 
@@ -17,15 +17,11 @@ def as_on_device(*, triton: bool) -> Iterator[None]:
     Raises:
         ImportError: Triton is not installed.
     """
-    of_scores = of_masks = None
+    fused = None
     if triton:
-        from distprune._common import triton_masks
-        from distprune.selection import triton_kernels
-
-        of_scores, of_masks = triton_kernels, triton_masks
+        from distprune.selection import triton_kernels as fused
     with (
         mock.patch.object(memory, "takes_numpy", lambda device: False),
-        mock.patch.object(kernels, "fused_on", lambda device: of_scores),
-        mock.patch.object(mask_kernels, "mask_kernels_on", lambda device: of_masks),
+        mock.patch.object(kernels, "fused_on", lambda device: fused),
     ):
         yield
