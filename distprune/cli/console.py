@@ -7,9 +7,7 @@ Progress is a bar on a terminal, else a line every ten seconds.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,30 +29,6 @@ if TYPE_CHECKING:  # torch comes with it
     from distprune.language_models import RunProgress
 
 
-def dump(value: Any) -> str:
-    """A value as JSON, in ASCII.
-
-    Objects and lists of objects are spread over lines, two levels deep; what is below is on one
-    line. A document of 100,000 tensors takes half a second: with an indent for every level, it
-    would take ten times as long.
-    """
-    return _dump(value, "", 2)
-
-
-def _dump(value: Any, indent: str, depth: int) -> str:
-    inner = indent + "  "
-    if depth and isinstance(value, dict) and value:
-        lines = [
-            f"{inner}{json.dumps(str(key))}: {_dump(item, inner, depth - 1)}"
-            for key, item in value.items()
-        ]
-        return "{\n" + ",\n".join(lines) + "\n" + indent + "}"
-    if depth and isinstance(value, (list, tuple)) and any(isinstance(v, dict) for v in value):
-        lines = [inner + json.dumps(item) for item in value]
-        return "[\n" + ",\n".join(lines) + "\n" + indent + "]"
-    return json.dumps(value)
-
-
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -68,142 +42,25 @@ def shape_text(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
-_GAPS = ("  ", " ")  # between columns; the second where the first leaves too little
-_NARROWEST = 16  # columns of text are not folded to less ...
-_NARROWEST_BELOW = 6  # ... but those below a name are
-# Where a name may be folded: after these, each piece with what follows it.
-_PIECES = re.compile(r"[^._/\s-]*[._/\s-]*")
-
-
 def layout(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    right: Sequence[str] = (),
-    width: int | None = None,
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()
 ) -> Iterator[str]:
-    """The lines of a table, the headings first.
-
-    Cost: half a second for 100,000 rows of six columns.
-    """
-    # Each check is done in C, once for all cells of a column.
+    """The lines of a table, the headings first."""
     texts = [[heading] for heading in columns]
     for column, cells in zip(texts, zip(*rows, strict=True), strict=False):
-        column += cells if "".join(cells).isprintable() else map(_one_line, cells)
-    is_right = [heading in right for heading in columns]
-    natural = [max(map(_measure(column), column)) for column in texts]
-    widths, gap = natural, _GAPS[0]
-    if width is not None:
-        widths, gap = _fit(natural, columns, is_right, width, _NARROWEST)
-        if _total(widths, gap) > width and len(columns) > 2:
-            return _stacked(texts, natural, is_right, width)
-    if widths != natural:
-        texts = _folded(texts, widths)
-    return _lines(texts, widths, is_right, gap)
+        column += map(_one_line, cells)
+    aligned = []
+    for heading, column in zip(columns, texts, strict=True):
+        sizes = [cell_len(text) for text in column]
+        width = max(sizes)
+        blanks = [" " * (width - size) for size in sizes]
+        pairs = zip(column, blanks, strict=True)
+        aligned.append([b + text if heading in right else text + b for text, b in pairs])
+    return ("  ".join(row).rstrip() for row in zip(*aligned, strict=True))
 
 
 def _one_line(text: str) -> str:
     return printable(text).replace("\t", "\\t")
-
-
-def _measure(texts: Sequence[str]) -> Callable[[str], int]:
-    """The function that measures the width of texts in columns of a terminal."""
-    return len if "".join(texts).isascii() else cell_len
-
-
-def _lines(
-    texts: Sequence[Sequence[str]],
-    widths: Sequence[int],
-    is_right: Sequence[bool],
-    gap: str,
-) -> Iterator[str]:
-    """The lines of columns whose cells fit."""
-    aligned = []
-    for column, width, right in zip(texts, widths, is_right, strict=True):
-        if _measure(column) is len:
-            align = str.rjust if right else str.ljust
-            aligned.append([align(text, width) for text in column])
-        else:
-            blanks = [" " * (width - cell_len(text)) for text in column]
-            pairs = zip(column, blanks, strict=True)
-            aligned.append([blank + text if right else text + blank for text, blank in pairs])
-    return (gap.join(row).rstrip() for row in zip(*aligned, strict=True))
-
-
-def _stacked(
-    texts: Sequence[Sequence[str]], natural: Sequence[int], is_right: Sequence[bool], width: int
-) -> Iterator[str]:
-    """The lines of a table that is too wide: each name is on a line above its numbers."""
-    names, *rest = texts
-    headings = [column[0] for column in rest]
-    widths, gap = _fit(natural[1:], headings, is_right[1:], width - 2, _NARROWEST_BELOW)
-    for name, *row in zip(names, *rest, strict=True):
-        yield from _fold(name, width)
-        for line in _lines(_folded([[cell] for cell in row], widths), widths, is_right[1:], gap):
-            yield "  " + line
-
-
-def _total(widths: Sequence[int], gap: str) -> int:
-    return sum(widths) + len(gap) * (len(widths) - 1)
-
-
-def _fit(
-    natural: Sequence[int],
-    headings: Sequence[str],
-    is_right: Sequence[bool],
-    width: int,
-    narrowest: int,
-) -> tuple[list[int], str]:
-    """Widths of the columns, and what is between them; more than the width if nothing helps.
-
-    The widest of text give way first, as far as they can; then the gaps.
-    """
-    smallest = [max(cell_len(heading), narrowest) for heading in headings]
-    for gap in _GAPS:
-        widths = list(natural)
-        while _total(widths, gap) > width:
-            flexible = [
-                i for i, right in enumerate(is_right) if not right and widths[i] > smallest[i]
-            ]
-            if not flexible:
-                break
-            widths[max(flexible, key=lambda i: widths[i])] -= 1
-        if _total(widths, gap) <= width:
-            break
-    return widths, gap
-
-
-def _folded(texts: Sequence[Sequence[str]], widths: Sequence[int]) -> list[list[str]]:
-    """Columns with more rows, whose cells fit."""
-    longer: list[list[str]] = [[] for _ in texts]
-    for row in zip(*texts, strict=True):
-        cells = [_fold(text, width) for text, width in zip(row, widths, strict=True)]
-        height = max(map(len, cells))
-        for column, lines in zip(longer, cells, strict=True):
-            column += lines
-            column += [""] * (height - len(lines))
-    return longer
-
-
-def _fold(text: str, width: int) -> list[str]:
-    """Lines of at most a width, broken after dots, underscores and the like if they can be."""
-    if len(text) <= width and (text.isascii() or cell_len(text) <= width):
-        return [text]
-    lines, line = [], ""
-    for piece in _PIECES.findall(text):
-        if line and cell_len(line + piece.rstrip()) > width:
-            lines.append(line.rstrip())
-            line = ""
-        line += piece
-        while cell_len(line.rstrip()) > width:
-            cut = width
-            while cell_len(line[:cut]) > width:
-                cut -= 1
-            lines.append(line[: max(cut, 1)])
-            line = line[max(cut, 1) :]
-    if line.strip():
-        lines.append(line.rstrip())
-    return lines or [""]
 
 
 class _Errors(Console):
@@ -231,7 +88,7 @@ class Terminal:
     def json(self, value: Any) -> None:
         """The JSON document of the command."""
         if self.is_leader:
-            process.write_document(dump(value) + "\n")
+            process.write_document(json.dumps(value, indent=2) + "\n")
 
     def text(self, text: str = "") -> None:
         """A line of data, with escape sequences in place of what is not visible."""
@@ -241,19 +98,24 @@ class Terminal:
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()
     ) -> None:
-        """Rows of plain text below headings; in a file, each row is a line.
-
-        On a terminal, long names are folded, at dots and underscores, if a row is too wide.
-        """
+        """Rows of plain text below headings; on a terminal, columns of text are folded to fit."""
         if not self.is_leader:
             return
-        is_terminal = sys.stdout.isatty()
-        width = shutil.get_terminal_size().columns if is_terminal else None
-        lines = layout(columns, rows, right=right, width=width)
-        first = next(lines)
-        is_bold = is_terminal and os.environ.get("TERM") not in (None, "dumb", "unknown")
-        heading = f"\x1b[1m{first}\x1b[0m" if is_bold else first
-        process.write("\n".join([heading, *lines, ""]))
+        if not sys.stdout.isatty():
+            process.write("\n".join([*layout(columns, rows, right=right), ""]))
+            return
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False)
+        for name in columns:
+            if name in right:
+                table.add_column(name, justify="right", no_wrap=True)
+            else:
+                table.add_column(name, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(_one_line(cell)) for cell in row))
+        with process.writing():
+            Console(highlight=False).print(table)
 
     def note(self, text: str) -> None:
         """Something to know, unless ``-q``."""

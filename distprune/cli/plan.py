@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -129,33 +129,16 @@ def _count(tensor: PlannedTensor) -> int | None:
     return tensor.lowest if tensor.lowest == tensor.highest else None
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What ``prune`` will need.
-
-    Attributes:
-        read_bytes: bytes to read from the source.
-        write_bytes: bytes to write to the destination; masks and report are estimated.
-        missing_bytes: bytes of these that are not on the disk yet: an unfinished result has some.
-        free_bytes: free bytes at the destination; None: no destination is given.
-    """
-
-    read_bytes: int
-    write_bytes: int
-    missing_bytes: int
-    free_bytes: int | None
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether there is enough space; None: no destination is given."""
-        return None if self.free_bytes is None else self.missing_bytes <= self.free_bytes
-
-
-def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> Cost:
-    """Estimate what a plan needs.
+def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> dict[str, Any]:
+    """What a plan needs; masks and report are estimated.
 
     Args:
         other_bytes: that something else needs at the destination for a while.
+
+    Returns:
+        Bytes that are read and written, and those that are missing on the disk, where an unfinished
+        result has some. Bytes that are free there, and whether they suffice; None without a
+        destination.
     """
     from distprune.files.planning import bytes_to_count, bytes_to_count_alone
 
@@ -166,7 +149,13 @@ def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> Cost
     free, missing = None, writes
     if destination is not None:
         free, missing = _disk_space(destination, writes + other_bytes)
-    return Cost(reads, writes, missing, free)
+    return {
+        "read_bytes": reads,
+        "write_bytes": writes,
+        "missing_bytes": missing,
+        "free_bytes": free,
+        "fits": None if free is None else missing <= free,
+    }
 
 
 def _sidecar_bytes(plan: Plan) -> int:
@@ -236,7 +225,7 @@ def plan(
     show_warnings(terminal, made)
     values = as_values(made, has_amount)
     if output.as_json:
-        values["cost"] = asdict(cost) | {"fits": cost.fits}
+        values["cost"] = cost
         if text_cost is not None:
             values["cost_by_text"] = asdict(text_cost)
         terminal.json(values)
@@ -245,20 +234,19 @@ def plan(
         if text_cost is not None:
             terminal.text(described_cost(text_cost))
         _show_cost(terminal, cost, destination)
-    if cost.fits is False:
+    if cost["fits"] is False:
         raise typer.Exit(process.OUTPUT)
 
 
-def _show_cost(terminal: Terminal, cost: Cost, destination: Path | None) -> None:
-    terminal.text(
-        f"Pruning reads {format_size(cost.read_bytes)} and writes {format_size(cost.write_bytes)}."
-    )
+def _show_cost(terminal: Terminal, cost: dict[str, Any], destination: Path | None) -> None:
+    reads, writes = format_size(cost["read_bytes"]), format_size(cost["write_bytes"])
+    terminal.text(f"Pruning reads {reads} and writes {writes}.")
     if destination is None:
         return
     if os.path.lexists(destination):
         terminal.text(f"{destination} exists already.")
-    lack = "" if cost.fits else "There is not enough space: "
+    lack = "" if cost["fits"] else "There is not enough space: "
     terminal.text(
-        f"{lack}{format_size(cost.missing_bytes)} are needed and "
-        f"{format_size(cost.free_bytes or 0)} are free at {destination}."
+        f"{lack}{format_size(cost['missing_bytes'])} are needed and "
+        f"{format_size(cost['free_bytes'])} are free at {destination}."
     )

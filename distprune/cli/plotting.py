@@ -98,7 +98,8 @@ def draw(path: Path, title: str, tensors: list[tuple[str, int, int]]) -> None:
             text = "" if np.isnan(value) else f"{value:.0f}"
             axes.text(x, y, text, ha="center", va="center", fontsize=6, color=colour)
     axes.set_title(_plain(title), fontsize=11)
-    num_elements, num_zero = (sum(tensor[i] for tensor in tensors) for i in (1, 2))
+    num_elements = sum(size for _, size, _ in tensors)
+    num_zero = sum(zeros for _, _, zeros in tensors)
     axes.set_xlabel(f"{share_text(num_zero, num_elements)} are zero.", fontsize=8)
     try:
         figure.savefig(path, dpi=150)

@@ -1,4 +1,4 @@
-"""Help and tables fit terminals of 80 columns; no word is broken where that can be avoided."""
+"""Help and tables fit terminals of 80 columns; no word of the help is broken."""
 
 import os
 import pty
@@ -59,43 +59,11 @@ def test_help():
                 assert example in [" ".join(each.split()) for each in lines], example
 
 
-NAMES = ("model.layers.*.block_sparse_moe.experts.*.gate_up_projection_of_all.weight", "a" * 70)
-
-
-def test_names_are_folded_at_dots_and_underscores():
-    rows = [(name, "32", "BF16", "14336 x 4096", "1,879,048,192", "prune") for name in NAMES]
-    columns = ("tensor", "number", "dtype", "shape", "elements", "plan")
-    lines = list(console.layout(columns, rows, right=("number", "elements"), width=80))
-    assert max(map(len, lines)) <= 80
-    pieces = [line[:35].strip() for line in lines[1:] if line[:35].strip()]
-    assert "".join(pieces) == "".join(NAMES)
-    first = pieces[: next(i for i, each in enumerate(pieces) if "aaaa" in each)]
-    assert len(first) > 1 and all(each[-1] in "._" for each in first[:-1])
-    assert [line for line in lines if "1,879,048,192" in line] != []
-    whole = list(console.layout(columns, rows, right=("number", "elements")))
-    assert len(whole) == 3 and whole[1].startswith(NAMES[0] + "  ")
-
-
-def test_a_name_is_above_its_numbers_if_they_need_the_width():
-    columns = ("tensor", "dtype", "shape", "number", "elements", "zeros", "sparsity", "2:4", "NaN")
-    numbers = ("1,879,048,192", "1,879,048,192", "50.00 %", "100.00 %", "0")
-    rows = [(name, "BF16", "128256 x 4096", "32", *numbers) for name in NAMES]
-    lines = list(console.layout(columns, rows, right=columns[3:], width=80))
-    assert max(map(len, lines)) <= 80 and lines[0] == "tensor"
-    assert lines[2] == NAMES[0] and lines[3].split() == [
-        "BF16", "128256", "x", "32", *" ".join(numbers).split()
-    ]  # fmt: skip
-    assert lines[4].split() == ["4096"]
-    assert len(list(console.layout(columns, rows, right=columns[3:]))) == 3
-
-
 def test_wide_characters_are_aligned():
     rows = [("模型.слой", "1"), ("b", "22")]
     lines = list(console.layout(("tensor", "n"), rows, right=("n",)))
     assert lines == ["tensor      n", "模型.слой   1", "b          22"]
     assert {cell_len(line) for line in lines} == {13}
-    for line in console.layout(("tensor", "n"), [("模" * 50, "1")], right=("n",), width=40):
-        assert cell_len(line) <= 40
 
 
 def test_tables_without_rows():
