@@ -124,9 +124,9 @@ def _grouped(rule: BlockRule, target: Target, given: tuple[int, ...] | None) -> 
     problem = rule.misfit(target.label, shape, layout)
     if problem is not None:
         raise ValueError(problem)
-    num_groups, num_pruned = rule.counts(target.shard.numel, layout)
+    _, num_pruned = rule.counts(target.shard.numel, layout)
     groups = rule.blocks(target.shard.numel, layout, num_pruned)
-    return BlockedParameter(groups, num_groups, rule, shape, dims)
+    return BlockedParameter(groups, rule, shape, dims)
 
 
 def _given_dims(input_dims: InputDims, targets: Sequence[Target]) -> dict[int, tuple[int, ...]]:

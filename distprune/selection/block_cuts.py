@@ -42,22 +42,15 @@ class BlockedParameter:
 
     Attributes:
         blocks: of the whole parameter.
-        num_blocks: of the whole parameter.
         rule: that made them.
         shape: of the whole parameter.
         dims: that an output sums over, as for ``layout_along``; () if unknown, which is slower.
     """
 
     blocks: Blocks
-    num_blocks: int
     rule: BlockRule
     shape: tuple[int, ...]
     dims: tuple[int, ...]
-
-    @property
-    def prunes_nothing(self) -> bool:
-        """Whether no block loses an element."""
-        return not self.blocks.num_pruned or not self.num_blocks
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,7 @@ def places_of(part: Candidates, parameter: BlockedParameter) -> Places:
     blocks = parameter.blocks
     if not part.num_local:
         return NOWHERE
-    if parameter.prunes_nothing:
+    if not blocks.num_pruned:
         return Places(NOWHERE.local, range(0), (everything,), nothing, nothing)
     local = _blocks_of_box(part, parameter)
     if local is not None and local.band <= _MAX_BAND:
@@ -107,7 +100,7 @@ def places_of(part: Candidates, parameter: BlockedParameter) -> Places:
         last = first + (part.num_local - first) // blocks.band * blocks.band
         bands = range(first, last)
         rest = [r for r in (range(first), range(last, part.num_local)) if r]
-    numbers = np.zeros(parameter.num_blocks, dtype=np.int64) if rest else nothing
+    numbers = np.zeros(part.numel // blocks.size if rest else 0, dtype=np.int64)
     for span in spans_of_ranges(rest):
         pieces = pieces_of(part, blocks, span)
         first = int(pieces.numbers.min())

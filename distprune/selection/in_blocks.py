@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from functools import partial
 
 import torch
@@ -70,12 +70,15 @@ def prune_in_blocks(
             NOWHERE if parameter is None else places_of(part, parameter)
             for part, parameter in zip(parts, parameters, strict=True)
         )
-        pruned, num_nan = _write_bands(ranked, outs, places)
-        num_pruned.extend(pruned)
-        for position, (own, parameter) in enumerate(zip(places, parameters, strict=True)):
-            pruned_alone, nan_outside = _begin_rest(ranked, position, parameter, own, outs)
-            num_pruned[position] += pruned_alone
-            num_nan[position] += nan_outside
+        in_bands, num_nan = _write_bands(ranked, outs, places)
+        num_pruned.extend(in_bands)
+        for position, parameter in enumerate(parameters):
+            if parameter is None:
+                continue
+            part, own = parts[position], places[position]
+            pruned, nan = _begin_rest(part, parameter.blocks, own, ranked.keys, outs[position])
+            num_pruned[position] += pruned
+            num_nan[position] += nan
         return torch.tensor(num_nan, dtype=torch.int64)
 
     num_nan = communicator.reduce(len(parts), write_whole).tolist()
@@ -118,29 +121,20 @@ def _write_bands(
 
 
 def _begin_rest(
-    ranked: Ranked,
-    position: int,
-    parameter: BlockedParameter | None,
-    places: Places,
-    outs: Sequence[Tensor],
+    part: Candidates, blocks: Blocks, places: Places, keys: KeyRange, out: Tensor
 ) -> tuple[int, int]:
     """Write what this rank can decide outside of bands; how many were pruned there, and are NaN."""
-    part, out, keys = ranked.parts[position], outs[position], ranked.keys
-    if parameter is None:
-        places = replace(places, rest=(range(part.num_local),))
     for positions in places.rest:
         span = slice(positions.start, positions.stop)
         if part.live is None:
             out[span].fill_(1)
         else:
             out[span].copy_(part.live[span])
-    if parameter is None:
-        return 0, 0
     scratch = Scratch()
     num_nan = sum(_count_nan(part, span, keys, scratch) for span in spans_of_ranges(places.rest))
     if not len(places.whole):
         return 0, num_nan
-    alone = [CutBlocks(0, parameter.blocks, places.whole)]
+    alone = [CutBlocks(0, blocks, places.whole)]
     (pruned,) = prune_cut(alone, [part], [places], keys, [out], Communicator(()))
     return pruned, num_nan
 

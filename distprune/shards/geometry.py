@@ -79,14 +79,6 @@ class Fold:
             return factor.unsqueeze(self.dim)
         return factor.reshape(self.opened(factor.shape))
 
-    def closed(self, ranges: Sequence[range]) -> Iterator[tuple[range, ...]]:
-        """A box of that shape as boxes of the tensor, one after the other in memory."""
-        outer, (own, *inner) = ranges[: self.dim + 1], ranges[self.dim + 1 :]
-        for *rows, group in itertools.product(*outer):
-            first = group * self.size
-            part = range(first + own.start, first + own.stop)
-            yield (*(range(row, row + 1) for row in rows), part, *inner)
-
 
 def opened(
     shape: Sequence[int], splits: Sequence[Split]
@@ -322,7 +314,7 @@ class MatrixRun:
     index: IndexMap
 
     @classmethod
-    def of(cls, index: IndexMap, factors: Sequence[Tensor] = ()) -> MatrixRun:
+    def of(cls, index: IndexMap, factors: Sequence[Tensor]) -> MatrixRun:
         """The matrices of the flat view that an index map describes.
 
         Args:

@@ -12,6 +12,7 @@ row-major order is a few boxes, here elements 4 to 13 of a [4, 4] parameter:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard
 
-from distprune._common.memory import boxes_of_run
 from distprune.torch_private.managed import ManagedRun
 
 # (offsets, sizes) in the whole tensor.
@@ -96,3 +96,25 @@ def load_run(label: str, piece: ManagedRun, tensor: ShardedTensor, run: Tensor) 
 def _boxes(tensor: ShardedTensor) -> list[Box]:
     metadata = [shard.metadata for shard in tensor.local_shards()]
     return [(tuple(each.shard_offsets), tuple(each.shard_sizes)) for each in metadata]
+
+
+def boxes_of_run(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[range, ...]]:
+    """The boxes that hold the elements [first, last) of an array, in row-major order.
+
+    At most 2 * len(sizes) - 1 of them: whole rows together, and parts of the rows at both ends.
+    """
+    if len(sizes) < 2:
+        if first < last:
+            yield (range(first, last),) if sizes else ()
+        return
+    row_size = math.prod(sizes[1:])
+    while first < last:
+        row, column = divmod(first, row_size)
+        if column or last - first < row_size:
+            stop = min(last - row * row_size, row_size)
+            for ranges in boxes_of_run(sizes[1:], column, stop):
+                yield (range(row, row + 1), *ranges)
+            first = row * row_size + stop
+        else:
+            yield (range(row, last // row_size), *(range(size) for size in sizes[1:]))
+            first = last // row_size * row_size

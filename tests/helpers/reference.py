@@ -114,7 +114,6 @@ def prune_in_blocks(
     groups: Sequence[Sequence[int]],
     num_pruned: int,
     mask: Tensor | None = None,
-    key: Callable[[float], float] = abs,
 ) -> Tensor:
     """Mask after each group has lost its elements of lowest |score|, lower indices first.
 
@@ -126,7 +125,7 @@ def prune_in_blocks(
     (keep,) = _copies([scores], None if mask is None else [mask])
     flat, values = keep.view(-1), scores.detach().double().flatten().tolist()
     for group in groups:
-        left = sorted((key(values[i]), i) for i in group if flat[i])
+        left = sorted((abs(values[i]), i) for i in group if flat[i])
         for _, index in left[: max(0, num_pruned - (len(group) - len(left)))]:
             flat[index] = False
     return keep

@@ -23,8 +23,8 @@ from helpers.virtual_shards import KINDS, LAYOUTS, candidates, fill
 def blocked(rule: BlockRule, shape: tuple[int, ...], dims: tuple[int, ...]) -> BlockedParameter:
     layout: Layout = layout_along("the tensor", shape, dims)
     numel = torch.Size(shape).numel()
-    number, count = rule.counts(numel, layout)
-    return BlockedParameter(rule.blocks(numel, layout, count), number, rule, shape, dims)
+    _, count = rule.counts(numel, layout)
+    return BlockedParameter(rule.blocks(numel, layout, count), rule, shape, dims)
 
 
 def groups_of(parameter: BlockedParameter) -> list[list[int]]:

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune._common.memory import boxes_of_run
 from distprune.shards.geometry import (
     Split,
     dim_coordinates,
@@ -16,6 +15,7 @@ from distprune.shards.geometry import (
     memory_order,
     run_index_map,
 )
+from distprune.torch_private.run_tensors import boxes_of_run
 from helpers.sampling import num_examples
 
 shapes = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
