@@ -21,8 +21,11 @@ It runs inside :meth:`Communicator.raising_everywhere`: a rank on which the code
 in the next collective of the others, with its error. All entry points of the library begin with the
 same collective, :meth:`Communicator.agree` (:meth:`Communicator.run` is one), so that it does not
 matter which one comes next; one that begins with a :meth:`Communicator.reduce` could not be joined.
-An error that all ranks know is marked (attempts.py), and passes through contexts around it
-without being told again.
+Each context notes the errors that all ranks have raised since it began: such an error passes
+through it without being told again.
+
+[Note: one call at a time] Two threads that talk over one process group at a time would mix their
+messages, and gloo ends the process then: :meth:`Communicator.exclusively` refuses the second call.
 """
 
 from __future__ import annotations
@@ -31,23 +34,13 @@ import builtins
 import contextlib
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from distprune._common.attempts import (
-    Failed,
-    attempt_all,
-    exclusively,
-    is_shared,
-    mark_shared,
-    moment,
-    raise_waiting_interrupt,
-)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -58,6 +51,13 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 Op = Literal["sum", "max", "min"]
+# Process groups (by id) that a call of this process is using, and the thread of that call.
+_in_use: dict[int, int] = {}
+_lock = threading.Lock()
+# Errors, and the ranks that raise them.
+_Told = list[tuple[BaseException, frozenset[int]]]
+# Of each thread, what its contexts have noted: see [Note: code of the caller].
+_threads = threading.local()
 _INT64_MAX = 2**63 - 1
 # Raised under their own type on every rank; any other becomes a RuntimeError.
 _SHARED_ERRORS = {
@@ -118,10 +118,8 @@ class Communicator:
             return step()
         shared = torch.zeros(size + 1, dtype=torch.int64)
         error: BaseException | None = None
-        # As in attempt_all, without its two calls: this is on the way to every kernel.
         try:
             values = step()
-            raise_waiting_interrupt()
             if values.shape != (size,):
                 raise AssertionError(f"a step returned {tuple(values.shape)}, not ({size},).")
             shared[:size] = values
@@ -152,16 +150,17 @@ class Communicator:
         """
         if self.size == 1:
             return step()
-        outcome = attempt_all(step)
         values = torch.zeros(size + 1, dtype=torch.float64)
-        error = outcome.error if isinstance(outcome, Failed) else None
-        if not isinstance(outcome, Failed):
-            if outcome.shape == (size,) and outcome.dtype == torch.float64:
-                values[:size] = outcome
-            else:
-                text = f"a step returned {outcome.dtype} {tuple(outcome.shape)}, not ({size},)."
-                error = AssertionError(text)
-        values[size] = float(error is not None)
+        error: BaseException | None = None
+        try:
+            found = step()
+            if found.shape != (size,) or found.dtype != torch.float64:
+                text = f"a step returned {found.dtype} {tuple(found.shape)}, not ({size},)."
+                raise AssertionError(text)
+            values[:size] = found
+        except BaseException as caught:
+            error = caught
+            values[size] = 1.0
         total = self._reduce(values, "sum")
         if total[size] != 0:
             self._raise_everywhere(error)
@@ -198,21 +197,15 @@ class Communicator:
         Cost: one all-reduce of 40 bytes when all is well.
         """
 
-        def run_step() -> tuple[T, Sequence[tuple[str, str]]]:
+        facts: Sequence[tuple[str, str]] = ()
+        error: BaseException | None = None
+        try:
             result = step()
-            if facts_of is None or self.size == 1:  # nobody to compare them with
-                return result, ()
-            return result, facts_of(result)
-
-        began = moment()
-        outcome = attempt_all(run_step)
-        if isinstance(outcome, Failed):
-            if is_shared(outcome.error, self.ranks, began):
-                raise outcome.error
-            self.agree(error=outcome.error)
-            raise AssertionError("agree raises what it is given") from outcome.error
-        result, facts = outcome
-        self.agree(facts)
+            if facts_of is not None and self.size > 1:
+                facts = facts_of(result)
+        except BaseException as caught:
+            error = caught
+        self.agree(facts, error)
         return result
 
     @contextlib.contextmanager
@@ -229,19 +222,25 @@ class Communicator:
 
         Cost: nothing if all is well.
         """
-        began = moment()
+        told: _Told = []
+        contexts = _contexts_of_thread()
+        contexts.append(told)
         try:
             yield
         except Exception as error:
-            if self.size > 1 and not is_shared(error, self.ranks, began):
+            is_told = any(each is error and ranks.issuperset(self.ranks) for each, ranks in told)
+            if self.size > 1 and not is_told:
                 _logger.warning(_WAITS, self.rank, type(error).__name__, exc_info=error)
                 # That of another rank, that of this one, or the group is lost: this rank's counts.
                 with contextlib.suppress(Exception), self.exclusively():
                     try:
                         self.agree(error=error)
                     finally:
-                        mark_shared(error, self.ranks)
+                        self._note_told(error)
             raise
+        finally:
+            contexts[:] = [each for each in contexts if each is not told]
+            told.clear()
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum an int64 tensor over all ranks (modulo 2**64).
@@ -363,13 +362,39 @@ class Communicator:
         if shared[1] != -shared[2] or shared[3] != -shared[4]:
             self._raise_difference(facts, num_common=-shared[2])
 
-    def exclusively(self) -> AbstractContextManager[None]:
-        """Keep other calls off these process groups, and interrupts waiting: see attempts.py.
+    @contextlib.contextmanager
+    def exclusively(self) -> Iterator[None]:
+        """Keep other calls off these process groups: see [Note: one call at a time].
 
         Raises:
             RuntimeError: another call is under way on one of these groups; nothing was sent.
         """
-        return exclusively(self._groups if self.size > 1 else ())
+        keys = [id(group) for group in self._groups] if self.size > 1 else []
+        thread = threading.get_ident()
+        with _lock:
+            holders = [_in_use[key] for key in keys if key in _in_use]
+            if not holders:
+                _in_use.update(dict.fromkeys(keys, thread))
+        if holders:
+            where, way_out = (
+                ("this", "Do not call distprune from a function that it calls.")
+                if holders[0] == thread
+                else (
+                    "another",
+                    "Wait for the other thread, or give each thread a group of its own "
+                    "(torch.distributed.new_group).",
+                )
+            )
+            raise RuntimeError(
+                f"a distprune call is under way on this process group, in {where} thread; expected "
+                f"one call at a time. {way_out}"
+            )
+        try:
+            yield
+        finally:
+            with _lock:
+                for key in keys:
+                    del _in_use[key]
 
     def _reduce(self, values: Tensor, op: Op) -> Tensor:
         if self.size == 1:
@@ -387,8 +412,13 @@ class Communicator:
         try:
             yield
         except Exception as error:
-            mark_shared(error, self.ranks)
+            self._note_told(error)
             raise
+
+    def _note_told(self, error: BaseException) -> None:
+        """Note that all of these ranks raise an error, or have lost each other."""
+        for told in _contexts_of_thread():
+            told.append((error, frozenset(self.ranks)))
 
     def _count(self, sent: Tensor) -> None:
         self.num_collectives += 1
@@ -414,11 +444,15 @@ class Communicator:
         kind, _, message = self._text_from_rank(text, int(first[0])).partition("\n")
         is_interrupt = error is not None and not isinstance(error, Exception)
         if error is not None and (int(failed[0]) == self.size or is_interrupt):
-            raise mark_shared(error, self.ranks)
+            self._note_told(error)
+            raise error
         where = f"on rank {int(first[0])}: "
         if kind in _SHARED_ERRORS:
-            raise mark_shared(getattr(builtins, kind)(where + message), self.ranks) from error
-        raise mark_shared(RuntimeError(f"{where}{kind}: {message}"), self.ranks) from error
+            shared: Exception = getattr(builtins, kind)(where + message)
+        else:
+            shared = RuntimeError(f"{where}{kind}: {message}")
+        self._note_told(shared)
+        raise shared from error
 
     def _raise_difference(self, facts: Sequence[tuple[str, str]], num_common: int) -> None:
         digests = [_digest(f"{label}={text}") for label, text in facts[:num_common]]
@@ -442,7 +476,14 @@ class Communicator:
             "parameters, in the same order, and the same arguments on every rank. If this "
             "call is meant for one rank alone, pass a group that holds only that rank."
         )
-        raise mark_shared(ValueError(text), self.ranks)
+        difference = ValueError(text)
+        self._note_told(difference)
+        raise difference
+
+
+def _contexts_of_thread() -> list[_Told]:
+    contexts: list[_Told] = _threads.__dict__.setdefault("contexts", [])
+    return contexts
 
 
 _WAITS = (

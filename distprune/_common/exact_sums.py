@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from distprune._common.memory import SERIAL, Array, Scratch
-from distprune._common.naming import error_about
+from distprune._common.naming import UnfitScores
 
 Normalization = Literal["rms", "l2", "mean"]
 NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)
@@ -171,13 +171,13 @@ def check_divisor(divisor: float, normalize: Normalization, label: str) -> None:
     """
     lowest, highest = 2.0**-1022, 2.0**1022
     if divisor and not lowest <= divisor <= highest:
-        raise error_about(
-            "divisor",
-            [label],
+        raise UnfitScores(
             f"{label}: normalize={normalize!r} would divide its scores by {divisor:.3g}; expected "
             f"a number between {lowest:.3g} and {highest:.3g}, which float64 holds with all its "
             "digits, as it does the inverse. Multiply the scores by a power of two, or rank them "
             "without a normalisation.",
+            "divisor",
+            [label],
         )
 
 

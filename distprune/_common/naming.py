@@ -153,20 +153,15 @@ _WRAPPERS = (
 )
 
 
-def error_about(what: str, names: Iterable[str], text: str) -> ValueError:
-    """A ValueError that knows what it is about, for callers who say it in other words.
+class UnfitScores(ValueError):
+    """Scores that have no ranking, for callers who say it in other words.
 
-    Args:
+    Attributes:
         what: is wrong, in a word.
         names: of the parameters.
-        text: of the error.
     """
-    error = ValueError(text)
-    vars(error)["about"] = what, tuple(names)
-    return error
 
-
-def subject_of(error: ValueError) -> tuple[str, tuple[str, ...]]:
-    """What :func:`error_about` was given, and the names; "" of any other error."""
-    about: tuple[str, tuple[str, ...]] = vars(error).get("about", ("", ()))
-    return about
+    def __init__(self, text: str, what: str = "", names: Iterable[str] = ()) -> None:
+        super().__init__(text)
+        self.what = what
+        self.names = tuple(names)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from distprune._common.attempts import attempt_all, error_of
 from distprune._common.collectives import Communicator
 from distprune._common.naming import full_name
 from distprune._common.process_groups import world
@@ -155,8 +154,12 @@ def _put_back_everywhere(
     talks to nobody.
     """
     transaction = Transaction()
-    with torch.inference_mode(False), torch.no_grad():
-        failure = error_of(attempt_all(_put_back, detached, transaction))
+    failure: BaseException | None = None
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            _put_back(detached, transaction)
+    except BaseException as caught:
+        failure = caught
     error = raised
     is_ending = raised is not None and not isinstance(raised, Exception)
     if error is None:

@@ -28,7 +28,7 @@ from distprune._common import memory
 from distprune._common.amount import Bounded, Bounds
 from distprune._common.mask_values import is_one
 from distprune._common.memory import INTEGERS, Array, Scratch
-from distprune._common.naming import error_about
+from distprune._common.naming import UnfitScores
 from distprune.budgets.base import Budget, Counts, Division
 from distprune.selection.candidates import Candidates, Ranked
 from distprune.selection.kernels import call_all, chunks_of, num_threads_for
@@ -117,12 +117,12 @@ def num_to_prune(
         curves += [bins.curve(row) for row in shared.view(len(parts), bins.number).numpy()]
     infinite = [name for name, curve in zip(names, curves, strict=True) if curve is None]
     if infinite:
-        raise error_about(
-            "infinite",
-            infinite,
+        raise UnfitScores(
             f"scores of {', '.join(infinite)} are NaN or infinite; expected finite numbers for "
             "every unpruned element, because LAMP scores divide by their squares. Repair the "
             "weights, or mask them first with custom_from_mask.",
+            "infinite",
+            infinite,
         )
     found = [curve for curve in curves if curve is not None]
     owner = np.repeat(np.arange(len(found)), [curve[0].size for curve in found])

@@ -18,7 +18,7 @@ from distprune._common import exact_sums, memory
 from distprune._common.amount import Bounded
 from distprune._common.collectives import Communicator
 from distprune._common.memory import Count, Scratch
-from distprune._common.naming import error_about
+from distprune._common.naming import UnfitScores
 from distprune.budgets.base import Budget, Line, LinearDivision
 from distprune.selection.normalizing import (
     Scored,
@@ -216,7 +216,7 @@ def outlier_ratios(
     names = [part.name for part, value in zip(parts, largest, strict=True) if math.isnan(value)]
     if names:
         text = f"{', '.join(names)}: a score is NaN; expected finite weights."
-        raise error_about("nan", names, text)
+        raise UnfitScores(text, "nan", names)
     # One grid for all parameters of a block, so that their sums add up.
     top = dict.fromkeys(blocks, 0.0)
     for name, value in zip(blocks, largest, strict=True):

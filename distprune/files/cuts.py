@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distprune._common.amount import Bounds, bound_met
 from distprune._common.collectives import Communicator
-from distprune._common.naming import subject_of
+from distprune._common.naming import UnfitScores
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.planning import Plan, PlannedGroup, bytes_to_count
 from distprune.files.reading import Source
@@ -290,15 +290,13 @@ def _errors_of_files(plan: Plan) -> Iterator[None]:
     position_of = {tensor.entry.name: p for p, tensor in enumerate(plan.tensors)}
     try:
         yield
-    except ValueError as error:
-        what, names = subject_of(error)
+    except UnfitScores as error:
+        what, names = error.what, error.names
         positions = [position_of[name] for name in names]
         if what == "nan":
             raise nan_error(plan, positions) from None
         if what == "divisor":
             raise CheckpointError(str(error)) from None
-        if what != "infinite":
-            raise
         recipes = [plan.tensors[position].recipe for position in positions]
         if not any(recipe.normalize for recipe in recipes):
             raise CheckpointError(

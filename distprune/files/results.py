@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from distprune._common.attempts import attempt, error_of
 from distprune._common.memory import peak_rss_bytes
 from distprune.files.disk.access import read_into
 from distprune.files.errors import FilesError, NaNError, RanksError, SelectionError
@@ -146,7 +145,11 @@ class Run:
                 team.work(self._steps(mine, pieces, sink, journal))
             finally:
                 # Record the finished units, whatever stopped the others; that error comes first.
-                error = error_of(attempt(journal.flush))
+                error: Exception | None = None
+                try:
+                    journal.flush()
+                except Exception as caught:
+                    error = caught
             team.check(error)
 
     def publish(self, complete: Complete) -> None:

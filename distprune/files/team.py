@@ -13,7 +13,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from distprune._common.attempts import Failed, attempt, error_of
 from distprune._common.collectives import Communicator, Op
 from distprune.files import errors
 from distprune.files.errors import FilesError, Interrupted, RanksError, explained
@@ -110,10 +109,13 @@ class Team(Communicator):
 
     def attempt(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function on every rank; if it raises on one, all ranks raise its error."""
-        outcome = attempt(function, *args, **kwargs)
-        self.check(error_of(outcome))
-        assert not isinstance(outcome, Failed)  # its error was raised
-        return outcome
+        error: Exception | None = None
+        try:
+            result = function(*args, **kwargs)
+        except Exception as caught:  # of any type: every rank is to raise it
+            error = caught
+        self.check(error)
+        return result
 
     def from_leader(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function on the leader; every rank returns its result, which must be JSON."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from distprune._common import memory
 from distprune._common.mask_values import is_one
 from distprune._common.memory import Array, Scratch, concatenate, count_segments, select
-from distprune._common.naming import error_about
+from distprune._common.naming import UnfitScores
 from distprune.selection import small
 from distprune.selection.bracket import COLLECT_ALL, Around, Start, bracket
 from distprune.selection.candidates import Candidates, Interval, Ranked
@@ -355,10 +355,10 @@ def refuse_nan_in(names: Sequence[str], num_live: Sequence[int], num_nan: Sequen
     }
     if where:
         parameters = ", ".join(f"{name} ({count})" for name, count in where.items())
-        raise error_about(
-            "nan",
-            where,
+        raise UnfitScores(
             f"the scores of {parameters} are NaN; expected numbers for every unpruned "
             "element. NaN has no place in a ranking: repair the weights, or mask them first "
             "with custom_from_mask.",
+            "nan",
+            where,
         )

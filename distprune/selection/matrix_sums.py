@@ -18,7 +18,7 @@ from distprune._common import exact_sums, memory
 from distprune._common.blocks import WeightLayout
 from distprune._common.collectives import Communicator
 from distprune._common.memory import Array, Scratch
-from distprune._common.naming import error_about
+from distprune._common.naming import UnfitScores
 from distprune.selection.kernels import call_all, kernels_on, num_threads, spans_of
 from distprune.selection.normalizing import Scored, live_array, live_flags
 from distprune.selection.scores import slice_of, widened
@@ -96,7 +96,7 @@ def magnitude_sums(weights: Sequence[Summed], communicator: Communicator) -> lis
         ]
         if names:
             text = "the sum of its magnitudes is not finite; expected finite weights."
-            raise error_about(what, names, f"{', '.join(names)}: {text}")
+            raise UnfitScores(f"{', '.join(names)}: {text}", what, names)
     exponents = torch.frexp(largest).exponent
     totals = communicator.reduce(
         sum(sizes), lambda: _reduced(weights, _per_weight(exponents, weights))

@@ -21,7 +21,7 @@ from distprune._common.collectives import Communicator
 from distprune._common.exact_sums import Normalization
 from distprune._common.mask_values import is_one
 from distprune._common.memory import Array, Count, Scratch, on_host
-from distprune._common.naming import error_about
+from distprune._common.naming import UnfitScores
 from distprune.selection.kernels import call_all, kernels_on, num_threads, spans_of
 from distprune.selection.scores import ScaledScores, ScoreSource, Tally, widened
 from distprune.shards.shard import LocalShard
@@ -146,11 +146,11 @@ def largest_scores(
     infinite = [p.name for p, value in zip(parts, largest, strict=True) if math.isinf(value)]
     if infinite:
         have = "has" if len(infinite) == 1 else "have"
-        raise error_about(
-            "infinite",
-            infinite,
+        raise UnfitScores(
             f"{', '.join(infinite)} {have} infinite scores, so {what} has no meaning; "
             f"expected finite scores{way_out}.",
+            "infinite",
+            infinite,
         )
     return largest
 

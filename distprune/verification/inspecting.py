@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common import memory
-from distprune._common.attempts import Failed, attempt
 from distprune._common.collectives import Communicator
 from distprune._common.naming import registered_parameters
 from distprune._common.pruned_form import is_dtensor, orig_key
@@ -97,22 +96,17 @@ def _read(
     place: Place, reader: ShardReader, managed: Mapping[tuple[int, str], Managed]
 ) -> LocalShard | None:
     """Check a place and read its shard; None, with the problem added, if that fails."""
-
-    def read() -> LocalShard | None:
+    try:
         check(place, reader, managed)
-        if not place.is_readable:
-            return None
-        return reader.read(place.module, place.name, place.path)
-
-    shard = attempt(read)
-    if isinstance(shard, Failed):
-        place.problems.append(_unreadable(shard))
-        return None
-    return shard
+        if place.is_readable:
+            return reader.read(place.module, place.name, place.path)
+    except Exception as error:  # of any type: it is a problem of the parameter
+        place.problems.append(_unreadable(error))
+    return None
 
 
-def _unreadable(failed: Failed) -> str:
-    return f"cannot be read: {type(failed.error).__name__}: {failed.error}"
+def _unreadable(error: Exception) -> str:
+    return f"cannot be read: {type(error).__name__}: {error}"
 
 
 def _product(place: Place, shard: LocalShard) -> Tensor | None:
@@ -156,9 +150,10 @@ def _measure(
     for entry in entries:
         shard = entry.shard
         assert shard is not None and shard.mask is not None
-        numbers = attempt(_numbers, shard, shard.mask, products[entry.name])
-        if isinstance(numbers, Failed):
-            entry.problems.append(_unreadable(numbers))
+        try:
+            numbers = _numbers(shard, shard.mask, products[entry.name])
+        except Exception as error:
+            entry.problems.append(_unreadable(error))
             entry.shard = None
         else:
             started.append((entry, shard, shard.mask, numbers))

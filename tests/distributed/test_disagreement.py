@@ -11,7 +11,7 @@ import torch.distributed as dist
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong_on, changes, snapshot, wrong_masks
+from helpers.comparisons import assert_nothing_wrong_on, changes, kind_of, snapshot, wrong_masks
 from helpers.models import Net, fill, target
 from helpers.sampling import every
 
@@ -81,7 +81,7 @@ def error_of(model, targets: list, arguments: dict) -> tuple[str, str, list[str]
         prune.global_unstructured(targets, **arguments)
         error = ("nothing", "")
     except Exception as raised:
-        error = (type(raised).__name__, str(raised))
+        error = (kind_of(raised), str(raised))
     return *error, changes(before, snapshot(model))
 
 

@@ -9,7 +9,7 @@ import distprune as prune
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.collective_traffic import Traffic
-from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, kind_of
 from helpers.models import Net, ShapesNet, fill, fqns, target
 from helpers.sampling import every
 
@@ -189,7 +189,7 @@ def error_of(what: str) -> tuple[str, str]:
             for name, w in weights.items()
         )
         prune.global_mask({"plain": torch.ones(5)}, 2)  # nobody waits in a collective
-        return (type(error).__name__, str(error)) if same else ("changed", "")
+        return (kind_of(error), str(error)) if same else ("changed", "")
     return "nothing", ""
 
 

@@ -5,7 +5,6 @@ import signal
 import threading
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import distprune as prune
@@ -151,27 +150,3 @@ def wrong_after_an_interrupt(wrapping: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", ["plain-2", "fsdp2-2", "tp-2"])
 def test_an_interrupt_is_shared(wrapping):
     assert_nothing_wrong(run_ranks(wrong_after_an_interrupt, 2, wrapping))
-
-
-def wrong_after_two_interrupts() -> list[str]:
-    """The second one does not wait: a step that never ends can be left."""
-    model, targets = model_and_targets("plain-1")
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def interrupt_twice() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-        torch.zeros(1)  # handlers run between two instructions
-        raise AssertionError("the second interrupt waited")
-
-    kind, text, _ = outcome(
-        model,
-        lambda: prune.global_unstructured(
-            targets, Calling, amount=0.5, action=Action(interrupt_twice)
-        ),
-    )
-    return [] if kind in ("KeyboardInterrupt", "RuntimeError") and "waited" not in text else [text]
-
-
-def test_a_second_interrupt_is_raised_at_once():
-    assert_nothing_wrong(run_ranks(wrong_after_two_interrupts, 2))

@@ -89,3 +89,8 @@ def _bytes(tensor: Tensor) -> bytes:
 
 def changes(before: dict[str, object], after: dict[str, object]) -> list[str]:
     return [key for key in {**before, **after} if before.get(key) != after.get(key)]
+
+
+def kind_of(error: BaseException) -> str:
+    """The name of the built-in type that an error is of."""
+    return next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == "builtins")

@@ -22,7 +22,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from distprune._common import collectives
 from distprune._common.collectives import Communicator
 
 GROUP_TIMEOUT = 8.0  # seconds after which gloo gives up on a rank
@@ -80,11 +79,20 @@ class Injector:
 
             return run_step
 
-        attempt_all, reduce = collectives.attempt_all, Communicator.reduce
+        run, reduce, reduce_floats = (
+            Communicator.run, Communicator.reduce, Communicator.reduce_floats
+        )  # fmt: skip
         reduce_values = Communicator._reduce
 
-        def watched_attempt(function: Callable[..., Any], *args: Any) -> Any:
-            return attempt_all(watched(function), *args)
+        def watched_run(
+            communicator: Communicator, step: Callable[..., Any], facts_of: Any = None
+        ) -> Any:
+            return run(communicator, watched(step), facts_of)
+
+        def watched_reduce_floats(
+            communicator: Communicator, size: int, step: Callable[..., Any]
+        ) -> Any:
+            return reduce_floats(communicator, size, watched(step))
 
         def watched_reduce(
             communicator: Communicator, size: int, step: Callable[..., Any], op: Any = "sum"
@@ -98,9 +106,13 @@ class Injector:
             return reduced
 
         with contextlib.ExitStack() as patches:
-            patches.enter_context(mock.patch.object(collectives, "attempt_all", watched_attempt))
-            patches.enter_context(mock.patch.object(Communicator, "reduce", watched_reduce))
-            patches.enter_context(mock.patch.object(Communicator, "_reduce", watched_reduce_values))
+            for name, replacement in (
+                ("run", watched_run),
+                ("reduce", watched_reduce),
+                ("reduce_floats", watched_reduce_floats),
+                ("_reduce", watched_reduce_values),
+            ):
+                patches.enter_context(mock.patch.object(Communicator, name, replacement))
             yield self
 
 
