@@ -142,24 +142,16 @@ def run(arguments: Sequence[str]) -> int:
     except _ParserError as error:
         if not process.is_leader():  # all ranks have the same command line
             return process.USAGE
-        _show_usage(error)
+        from typer.rich_utils import rich_format_error
+
+        error.message = printable(error.message)
+        rich_format_error(error)
         if process.wants_json(arguments):
             # Without a command, the message is empty.
             text = printable(error.format_message()) or "no command is given."
             process.write_document(json.dumps({"exit_code": process.USAGE, "error": text}) + "\n")
         return process.USAGE
     return code if isinstance(code, int) else process.OK
-
-
-def _show_usage(error: Any) -> None:
-    """Write wrong usage to stderr, as typer does."""
-    error.message = printable(error.message)
-    try:
-        from typer.rich_utils import rich_format_error
-    except ImportError:
-        error.show()
-    else:
-        rich_format_error(error)
 
 
 recipe = typer.Typer(
