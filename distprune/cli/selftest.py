@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from distprune.cli import process
@@ -24,7 +25,8 @@ _EPILOG = """examples:
   torchrun --nproc-per-node 4 -m distprune selftest --share     # with one GPU
 
 exit codes:
-  0 all that was tried holds, 1 something does not hold, 2 wrong usage, 5 ranks that are lost"""
+  0 all that was tried holds, 1 something does not hold, 2 wrong usage,
+  5 ranks that are lost or out of step"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,35 +39,32 @@ def main(arguments: Sequence[str]) -> int:
         print(f"distprune: the self-test needs torch and numpy: {error}", file=sys.stderr)
         return process.USAGE
     try:
-        from distprune.selftest import running
+        from distprune import selftest
     except ImportError as error:
         print(f"FAILED: distprune does not import with torch {torch.__version__}: {error}")
         return process.INTERNAL
     try:
-        ranks = running.Ranks(options.timeout, cpu=options.cpu, share=options.share)
-    except running.LostError as error:
-        print(f"distprune: {error}", file=sys.stderr)
+        device, note = selftest.join(options.timeout, cpu=options.cpu, share=options.share)
+    except (RuntimeError, ValueError) as error:
+        print(f"distprune: the ranks did not meet: {error}", file=sys.stderr)
         return process.DISTRIBUTED
+    is_first = torch.distributed.get_rank() == 0
+    warnings.simplefilter("ignore")
 
     def say(text: str) -> None:
-        if ranks.rank == 0 and not options.as_json:
+        if is_first and not options.as_json:
             print(text, flush=True)
 
-    report = running.Report(running.facts(ranks))
-    say(running.head_text(report))
-    for results in running.run(ranks, report):
-        say(running.row_text(results))
-    say(running.end_text(report))
-    if options.as_json and ranks.rank == 0:
-        process.write_document(json.dumps(report.as_json(), indent=2) + "\n")
-    if report.ended is not None:
+    report = selftest.run(device, note, options.timeout, say)
+    if options.as_json and is_first:
+        process.write_document(json.dumps(report, indent=2) + "\n")
+    if report["ended"]:
         # The group's other ranks may be gone: nothing may wait for them.
         sys.stdout.flush()
         sys.stderr.flush()
-        is_lost = report.ended == "a rank is lost"
-        os._exit(process.DISTRIBUTED if is_lost else process.INTERNAL)
-    ranks.leave()
-    return process.OK if report.holds else process.INTERNAL
+        os._exit(process.DISTRIBUTED)
+    torch.distributed.destroy_process_group()
+    return process.OK if report["holds"] else process.INTERNAL
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,7 +82,10 @@ def _parser() -> argparse.ArgumentParser:
         "--share", action="store_true", help="let several ranks share an accelerator, over gloo"
     )
     parser.add_argument(
-        "--timeout", type=_seconds, default=60.0, help="seconds for each check (default 60)"
+        "--timeout",
+        type=_seconds,
+        default=60.0,
+        help="of torch's process groups, in seconds (default 60)",
     )
     return parser
 

@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from distprune._common.pruned_form import is_dtensor
+
 # The oldest and the newest torch that distprune is tested with; docs/support.md says what was run.
 TESTED = ("2.11", "2.15")
 
@@ -148,18 +150,22 @@ def missing_fields(wrapper: str, objects: Mapping[str, Any]) -> list[str]:
     return missing
 
 
-def missing_states(model: nn.Module) -> list[str]:
-    """The fields that FSDP2's states of a model lack; they lead to its parameters."""
-    from torch.distributed.fsdp import FSDPModule
-
-    missing: list[str] = []
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            read = getattr(module, "_get_fsdp_state", None)
-            if read is None:
-                return ["FSDPModule._get_fsdp_state"]
-            missing += missing_fields("FSDP2", {"FSDPState": read()})
-    return sorted(set(missing))
+def missing(wrapper: str, model: nn.Module) -> list[str]:
+    """What the installed torch lacks for a wrapper, as far as a model in it shows."""
+    found = missing_names(wrapper)
+    if wrapper == "Module":
+        found += missing_fields(wrapper, {"Module": model})
+    elif wrapper == "DDP":
+        found += missing_fields(wrapper, {"DistributedDataParallel": model})
+    elif wrapper == "DTensor":
+        tensors = filter(is_dtensor, model.parameters())
+        found += missing_fields(wrapper, {"DTensor": next(tensors)})
+    elif wrapper == "FSDP2":
+        read = getattr(model, "_get_fsdp_state", None)
+        if read is None:
+            return [*found, "FSDPModule._get_fsdp_state"]
+        found += missing_fields(wrapper, {"FSDPState": read()})
+    return found
 
 
 def missing_names(wrapper: str) -> list[str]:

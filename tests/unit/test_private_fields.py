@@ -41,7 +41,7 @@ def refusals(wrapping: str, wrapper: str) -> list[str]:
         for managed in managed_parameters(model).values():
             managed.check_fields()
         if kind == "FSDPState":
-            assert private_fields.missing_states(model) == []
+            assert private_fields.missing("FSDP2", model) == []
             continue
         FIELDS[wrapper][kind] = (*names, "_renamed")
         before = [*model.state_dict()]
