@@ -7,7 +7,6 @@ import threading
 import time
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,12 +34,6 @@ def test_results_come_back_in_rank_order(world_size):
     assert run_ranks(sum_of_ranks, world_size, offset=10) == [expected] * world_size
 
 
-@pytest.mark.parametrize(("world_size", "timeout"), [(0, 1.0), (-1, 1.0), (1, 0.0)])
-def test_wrong_numbers_are_refused(world_size, timeout):
-    with pytest.raises(ValueError, match=f"world_size={world_size}, timeout={timeout}"):
-        run_ranks(dist.get_rank, world_size, timeout=timeout)
-
-
 def nested():
     def inside():
         return None
@@ -54,8 +47,8 @@ def test_functions_that_cannot_travel_are_refused(fn):
         run_ranks(fn, 2)
     with pytest.raises(TypeError, match="Expected a function at the top level"):
         run_ranks(sum_of_ranks, 2, fn)
-    with pytest.raises(TypeError, match="fn='text' is not callable"):
-        run_ranks("text", 2)
+    with pytest.raises(ValueError, match="world_size=0"):
+        run_ranks(dist.get_rank, 0)
 
 
 def process_id() -> int:
@@ -71,25 +64,15 @@ def test_workers_are_reused_and_are_not_this_process():
         preload("json")
 
 
-def tensors() -> tuple[torch.Tensor, numpy.ndarray]:
-    return torch.full((3,), float(dist.get_rank())), numpy.arange(2) + dist.get_rank()
+def properties() -> tuple[torch.Tensor, int, float]:
+    return torch.full((3,), float(dist.get_rank())), torch.get_num_threads(), float(torch.rand(()))
 
 
-def test_results_travel_by_value():
-    results = run_ranks(tensors, 2)
+def test_results_travel_by_value_and_ranks_have_one_thread_and_generators_of_their_own():
+    first, second = run_ranks(properties, 2)
     run_ranks(dist.get_rank, 2)  # the workers have let go of them
-    assert results[1][0].tolist() == [1.0, 1.0, 1.0]
-    assert results[1][1].tolist() == [1, 2]
-
-
-def threads_and_random() -> tuple[int, float]:
-    return torch.get_num_threads(), float(torch.rand(()))
-
-
-def test_one_thread_and_different_generators_on_each_rank():
-    (threads, first), (_, second) = run_ranks(threads_and_random, 2)
-    assert threads == 1
-    assert first != second
+    assert second[0].tolist() == [1.0, 1.0, 1.0]
+    assert first[1] == 1 and first[2] != second[2]
 
 
 def fail_on(rank: int) -> None:
@@ -152,15 +135,6 @@ def test_a_dead_rank_is_reported_with_its_exit_code():
     assert run_ranks(sum_of_ranks, 2) == [1, 1]
 
 
-def local_function() -> object:
-    return lambda: None
-
-
-def test_an_unpicklable_result_is_an_error_of_that_rank():
-    with pytest.raises(RankError, match=r"rank 0, 1 of 2(.|\n)*pickle"):
-        run_ranks(local_function, 2)
-
-
 def mesh_coordinate() -> tuple[int, ...]:
     """The coordinate that a *result* of a DTensor operation believes to have."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -186,22 +160,6 @@ def test_fake_ranks_take_any_world_size_and_leave_no_group_behind():
 
 def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
-
-
-def use_groups_and_caches() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tensor = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
-    tensor.cycle = tensor  # only the garbage collector frees it
-    tensor.full_tensor()
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
-def test_no_threads_of_earlier_groups_are_left():
-    run_ranks(use_groups_and_caches, 2)
-    before = run_ranks(num_threads, 2)
-    for _ in range(5):
-        run_ranks(use_groups_and_caches, 2)
-    assert run_ranks(num_threads, 2) == before
 
 
 def leave_work_behind() -> int:
@@ -231,45 +189,6 @@ def test_workers_with_many_threads_are_replaced():
     assert run_ranks(leave_threads, 2, 100) == first
     assert not {*first} & {*run_ranks(process_id, 2)}
     assert max(run_ranks(num_threads, 2)) < 20
-
-
-def run_python(folder, *arguments, **files) -> subprocess.CompletedProcess:
-    """In a folder of a user, who has distprune on the path and nothing else of ours."""
-    for name, text in files.items():
-        folder.joinpath(name + ".py").write_text(text)
-    root = str(Path(distprune.__file__).resolve().parents[1])
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-
-
-def test_functions_of_main_are_refused(tmp_path):
-    script = """
-from distprune.testing import run_ranks
-
-def fn():
-    return 1
-
-class Argument:
-    pass
-
-if __name__ == "__main__":
-    for call in ((fn,), (print, Argument())):
-        try:
-            run_ranks(call[0], 1, *call[1:])
-        except TypeError as error:
-            print(error)
-"""
-    done = run_python(tmp_path, "script.py", script=script)
-    assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
-    assert first.startswith("fn or one of its arguments is defined in __main__")
-    assert second.startswith("print or one of its arguments is defined in __main__")
 
 
 USER_TESTS = """
@@ -319,7 +238,14 @@ def test_in_somebody_elses_project(tmp_path):
         text = USER_TESTS.replace("{extra}", "from .helper import VALUE")
         folder.joinpath(f"test_{letter}.py").write_text(text)
     options = ["-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
-    done = run_python(tmp_path, "-m", "pytest", *options, "--import-mode=importlib", "my checks")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "--import-mode=importlib", "my checks"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(distprune.__file__).resolve().parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     text = done.stdout
     assert done.returncode == 1, text + done.stderr
     assert "4 failed, 4 passed" in text, text
