@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from distprune.shards.factored import POWER_OF_RIA, FactoredScores
 from distprune.shards.parameters import Target
 from distprune.statistics.collecting import Collector, LocalStatistics
 from distprune.statistics.input_parts import Part, peers_of
-from distprune.statistics.layers import WeightLayout, layout_of, refusal
+from distprune.statistics.layers import WeightLayout, layout_of
 from distprune.statistics.totals import Pairs, StatisticsOfParameters, Totals, warn_of_empty
 
 if TYPE_CHECKING:
@@ -170,8 +170,8 @@ class ActivationStatistics(StatisticsOfParameters):
                 tokens count.
 
         Raises:
-            TypeError: no plain tensor.
-            ValueError: another dtype or shape; in the forward, a layer whose input does not fit.
+            ValueError: a DTensor, another dtype or shape; in the forward, a layer whose input does
+                not fit.
             NotImplementedError: in the forward, a convolution, or fused experts if only a part of
                 the batch is padding.
         """
@@ -451,22 +451,28 @@ def local_statistics(
     """
 
     def describe() -> str:
-        described, obstacles = {}, {}
+        described: dict[str, tuple[dict[str, Any], int]] = {}
+        unknown: list[str] = []
         for target in targets:
-            found = [layout_of(*place, target.shard.shape) for place in target.places]
-            layouts = [layout for layout in found if not isinstance(layout, str)]
-            if len(layouts) < len(found):
-                obstacles[target.label] = next(text for text in found if isinstance(text, str))
-                continue
-            if any(layout != layouts[0] for layout in layouts[1:]):
+            layouts = [layout_of(*place, target.shard.shape) for place in target.places]
+            if None in layouts:
+                module, name = target.places[layouts.index(None)]
+                unknown.append(f"{target.label} ({name} of {type(module).__name__})")
+            elif any(layout != layouts[0] for layout in layouts[1:]):
                 raise NotImplementedError(
                     f"{target.label} is tied between layers that use it differently; expected "
                     "layers of one kind."
                 )
-            if layouts:
+            elif layouts:
                 described[target.label] = (vars(layouts[0]), len(layouts))
-        if obstacles:
-            raise refusal(obstacles)
+        if unknown:
+            raise NotImplementedError(
+                f"{listed(unknown, 8)}: what is multiplied with it is not known from what "
+                "its module is called with. Expected the weight of nn.Linear, nn.Conv1d, nn.Conv2d "
+                "with their own forward, of transformers' Conv1D, or of its fused experts that say "
+                "`is_transposed`. Leave others (embeddings, nn.MultiheadAttention) out, for "
+                "example by select(model, types=torch.nn.Linear)."
+            )
         return json.dumps(described)
 
     texts, _ = communicator.distinct_texts(communicator.run(describe))

@@ -129,14 +129,11 @@ class Collector:
             with self._whole():
                 yield
             return
-        if is_dtensor(attention_mask) or not isinstance(attention_mask, Tensor):
-            kind = type(attention_mask).__name__
-            raise TypeError(f"attention_mask is a {kind}; expected a tensor of this rank's batch.")
-        dtype = attention_mask.dtype
-        if dtype.is_floating_point or dtype.is_complex or attention_mask.ndim != 2:
+        dtype, shape = attention_mask.dtype, tuple(attention_mask.shape)
+        if is_dtensor(attention_mask) or dtype.is_floating_point or len(shape) != 2:
             raise ValueError(
-                f"attention_mask is {dtype} of shape {tuple(attention_mask.shape)}; expected "
-                "[batch, tokens] of booleans or integers, where 0 is padding, as tokenizers make."
+                f"attention_mask is {dtype} of shape {shape}; expected a plain tensor [batch, "
+                "tokens] of this rank, of booleans or integers, where 0 is padding."
             )
         if self._keep is not None:
             raise RuntimeError(
@@ -159,14 +156,6 @@ class Collector:
             raise
 
     def _begin(self, module: nn.Module) -> None:
-        """A call of a module begins; refuse nn.DataParallel, whose copies are not seen."""
-        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
-            for inner in module.modules():
-                for parameter, _, _ in self._layers.get(inner, self._experts.get(inner, ())):
-                    raise NotImplementedError(
-                        f"{parameter.label}: copies of its layer run in nn.DataParallel; expected "
-                        "the layer itself. Use DistributedDataParallel."
-                    )
         self._num_open += 1
 
     def _returned(

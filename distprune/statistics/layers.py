@@ -14,13 +14,11 @@ A weight has an *input shape*: one statistic for each input feature that it mult
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from distprune._common.blocks import WeightLayout as WeightLayout
-from distprune._common.report_text import listed
 
 # Their forward is F.linear, or a convolution, of the input as it comes.
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
@@ -29,7 +27,7 @@ _CONV1D = ("pytorch_utils", "Conv1D")
 _JETMOE_EXPERTS = ("models.jetmoe.modeling_jetmoe", "JetMoeParallelExperts")
 
 
-def layout_of(module: nn.Module, name: str, shape: torch.Size) -> WeightLayout | str:
+def layout_of(module: nn.Module, name: str, shape: torch.Size) -> WeightLayout | None:
     """How a parameter meets the input of its module.
 
     Args:
@@ -37,8 +35,8 @@ def layout_of(module: nn.Module, name: str, shape: torch.Size) -> WeightLayout |
         shape: of the whole parameter.
 
     Returns:
-        A sentence if the input of the module is not what the parameter multiplies, or it cannot be
-        known that it is.
+        None if the input of the module is not what the parameter multiplies, or it cannot be known
+        that it is.
     """
     kind = None
     is_fused = len(shape) == 3
@@ -56,7 +54,7 @@ def layout_of(module: nn.Module, name: str, shape: torch.Size) -> WeightLayout |
         elif is_fused and _calls_transformers(module, *_JETMOE_EXPERTS):
             kind = "experts"
     if kind is None or isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return _obstacle(module, name, shape)
+        return None
     if kind == "convolution":
         assert isinstance(module, _CONVOLUTIONS)
         return WeightLayout(kind, tuple(shape), module.groups)
@@ -73,7 +71,7 @@ def matrices_of(module: nn.Module, name: str, shape: torch.Size) -> WeightLayout
         NotImplementedError: fewer than two dimensions.
     """
     known = layout_of(module, name, shape)
-    if isinstance(known, WeightLayout):
+    if known is not None:
         return known
     if len(shape) < 2:
         raise NotImplementedError(
@@ -84,50 +82,6 @@ def matrices_of(module: nn.Module, name: str, shape: torch.Size) -> WeightLayout
         return WeightLayout("convolution", tuple(shape), 1 if module.transposed else module.groups)
     kind = {2: "linear", 3: "experts"}.get(len(shape), "convolution")
     return WeightLayout(kind, tuple(shape))
-
-
-def refusal(obstacles: Mapping[str, str]) -> NotImplementedError:
-    """The error for parameters, by name, that have no layout."""
-    (label, text), *others = obstacles.items()
-    names = listed([name for name, _ in others], 8)
-    also = f" There are no statistics of these either: {names}." if others else ""
-    return NotImplementedError(
-        f"{label}: {text} Expected the weight of nn.Linear, nn.Conv1d, nn.Conv2d, transformers' "
-        "Conv1D or its fused experts. Leave such parameters out, for example by select(model, "
-        "types=torch.nn.Linear)."
-        f"{also}"
-    )
-
-
-def _obstacle(module: nn.Module, name: str, shape: torch.Size) -> str:
-    """Why there are no statistics of a parameter, as a sentence."""
-    kind = type(module).__name__
-    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return (
-            "it belongs to nn.MultiheadAttention, which uses the weight without calling the layer, "
-            "so that its input is not seen."
-        )
-    if isinstance(module, nn.MultiheadAttention):
-        return "nn.MultiheadAttention uses the weight on inputs that are not seen from outside."
-    if isinstance(module, nn.Embedding):
-        return (
-            "rows of an embedding, also of one that a head is tied to, are looked up, and not "
-            "multiplied with an input."
-        )
-    if name == "weight" and isinstance(module, (nn.Linear, *_CONVOLUTIONS)):
-        return (
-            f"{kind} has a forward of its own, so its input may not be what the weight multiplies."
-        )
-    if len(shape) == 3:
-        return (
-            f"it is a parameter of three dimensions in {kind}, such as fused experts are, but the "
-            "module does not say with `is_transposed` which of them the inputs are along."
-        )
-    if len(shape) < 2:
-        return (
-            f"a parameter of {len(shape)} dimension(s) of {kind} is not multiplied with an input."
-        )
-    return f"what {kind} multiplies it with is not known."
 
 
 def _calls(module: nn.Module, kind: type[nn.Module]) -> bool:

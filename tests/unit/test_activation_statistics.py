@@ -207,10 +207,10 @@ def test_a_convolution_under_a_mask_is_refused_by_name():
         model(torch.ones(2, 3, 4))
 
 
-@pytest.mark.parametrize("mask", [torch.ones(2, 4), torch.ones(4, dtype=torch.bool), "11"])
+@pytest.mark.parametrize("mask", [torch.ones(2, 4), torch.ones(4, dtype=torch.bool)])
 def test_a_mask_of_another_kind_is_refused(mask):
     statistics = ActivationStatistics([(nn.Linear(3, 2), "weight")])
-    with pytest.raises((TypeError, ValueError), match="attention_mask"), statistics.batch(mask):
+    with pytest.raises(ValueError, match="attention_mask"), statistics.batch(mask):
         pass
 
 
@@ -226,22 +226,22 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "text"),
+    ("module", "name"),
     [
-        (nn.MultiheadAttention(4, 2).out_proj, "weight", "nn.MultiheadAttention"),
-        (nn.MultiheadAttention(4, 2), "in_proj_weight", "nn.MultiheadAttention"),
-        (nn.Embedding(3, 2), "weight", "embedding"),
-        (Experts(), "weight", "fused experts"),
-        (Doubled(3, 2), "weight", "forward of its own"),
-        (nn.Linear(3, 2), "bias", "dimension"),
-        (nn.Bilinear(2, 2, 2), "weight", "three dimensions"),
-        (nn.Conv3d(2, 2, 2), "weight", "is not known"),
-        (nn.ConvTranspose1d(2, 2, 2), "weight", "three dimensions"),
+        (nn.MultiheadAttention(4, 2).out_proj, "weight"),
+        (nn.MultiheadAttention(4, 2), "in_proj_weight"),
+        (nn.Embedding(3, 2), "weight"),
+        (Experts(), "weight"),
+        (Doubled(3, 2), "weight"),
+        (nn.Linear(3, 2), "bias"),
+        (nn.Bilinear(2, 2, 2), "weight"),
+        (nn.Conv3d(2, 2, 2), "weight"),
+        (nn.ConvTranspose1d(2, 2, 2), "weight"),
     ],
 )
-def test_a_layer_whose_input_is_not_seen_is_refused_by_name(module, name, text):
+def test_a_layer_whose_input_is_not_seen_is_refused_by_name(module, name):
     pair = prune.NamedParameter(module, name, "model.layer.weight")
-    text = f"model.layer.weight.*{text}(.|\n)*Leave such parameters out"
+    text = rf"model\.layer\.weight \({name} of {type(module).__name__}\): what is multiplied"
     with pytest.raises(NotImplementedError, match=text):
         ActivationStatistics([pair])
 
@@ -444,20 +444,6 @@ def test_copies_that_are_made_meanwhile_have_no_hook():
         assert not any(layer._forward_hooks for layer in each.modules())
         each(torch.ones(2, 3)).sum().backward()
     assert statistics.num_tokens() == {"0.weight": 2, "2.weight": 2}
-
-
-def test_data_parallel_is_refused_by_name():
-    model = nn.Sequential(nn.Linear(3, 2))
-    wrapped = nn.DataParallel(model)
-    statistics = ActivationStatistics(prune.select(model))
-    other = nn.DataParallel(nn.Linear(3, 2))
-    with statistics.collecting():
-        wrapped(torch.ones(2, 3))
-        wrapped.device_ids = [0, 1]
-        with pytest.raises(NotImplementedError, match=r"0\.weight: copies .*DataParallel"):
-            wrapped(torch.ones(2, 3))
-        other(torch.ones(2, 3))
-    assert only(statistics).num_tokens == 2
 
 
 def test_nothing_is_left_in_torch():
