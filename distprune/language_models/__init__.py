@@ -13,25 +13,18 @@ All functions run on any number of ranks, are called on every rank, and need the
 # No module has the name of a function, whose place in this package it would take.
 from distprune.language_models.calibrating import (
     calibrate,
-    decoder_blocks,
     linear_layers,
     prune_block_by_block,
 )
 from distprune.language_models.evaluating import PerplexityReport, TextPerplexity, perplexity
 from distprune.language_models.loading import load_sharded, load_tokenizer
-from distprune.language_models.losses import BatchLosses
-from distprune.language_models.memory import MemoryEstimate, available_memory, estimate_memory
-from distprune.language_models.rounds import KeptStates, Round, prune_in_rounds
-from distprune.language_models.running import DataRanks, RunProgress, data_ranks
+from distprune.language_models.rounds import Round, prune_in_rounds
+from distprune.language_models.running import RunProgress
 from distprune.language_models.saving import SavedModel, save_sharded
-from distprune.language_models.scoring import TextScores, elementwise_criterion
+from distprune.language_models.scoring import TextScores
 from distprune.language_models.text import TokenWindows, read_windows
 
 __all__ = [
-    "BatchLosses",
-    "DataRanks",
-    "KeptStates",
-    "MemoryEstimate",
     "PerplexityReport",
     "Round",
     "RunProgress",
@@ -39,12 +32,7 @@ __all__ = [
     "TextPerplexity",
     "TextScores",
     "TokenWindows",
-    "available_memory",
     "calibrate",
-    "data_ranks",
-    "decoder_blocks",
-    "elementwise_criterion",
-    "estimate_memory",
     "linear_layers",
     "load_sharded",
     "load_tokenizer",

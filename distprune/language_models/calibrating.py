@@ -287,7 +287,6 @@ def prune_block_by_block(
     batch_size: int = 1,
     progress: Report | None = None,
     storage: torch.device | str | None = None,
-    finished: int = 0,
 ) -> list[R]:
     """Prune each decoder layer by the inputs that the pruned layers before it give. Collective.
 
@@ -312,11 +311,9 @@ def prune_block_by_block(
         progress: called after every step, on every rank. Each layer runs all windows.
         storage: where each window's hidden states are kept, such as "cpu"; by default where the
             model is.
-        finished: layers with parameters that are done already: the model has their masks and
-            weights. They run, and nothing else.
 
     Returns:
-        What ``prune_block`` returned for each other layer that has parameters.
+        What ``prune_block`` returned for each layer that has parameters.
 
     Raises:
         ValueError: a parameter outside of all decoder layers; and as ``calibrate``. On every rank.
@@ -330,7 +327,7 @@ def prune_block_by_block(
     blocks = world().run(lambda: decoder_blocks(model))
     modules = [{id(module) for module in block.modules()} for block in blocks]
     owners = {id(module) for module, _ in statistics.parameters}
-    num_runs = sum(not owners.isdisjoint(of_block) for of_block in modules) - finished
+    num_runs = sum(not owners.isdisjoint(of_block) for of_block in modules)
     inside = set().union(*modules)
     outside = [p for p in statistics.parameters if id(p[0]) not in inside]
     if outside:
@@ -384,7 +381,6 @@ def prune_block_by_block(
             prune_block,
             forward=forward,
             passes=passes,
-            finished=finished,
         )
 
 

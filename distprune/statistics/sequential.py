@@ -38,7 +38,6 @@ def prune_sequentially(
     *,
     forward: Callable[[Any], object] | None = None,
     passes: BlockPasses | None = None,
-    finished: int = 0,
 ) -> list[R]:
     """Collect statistics of one block after the other, and prune each before the next. Collective.
 
@@ -66,10 +65,9 @@ def prune_sequentially(
             default a mapping becomes keyword arguments, a tuple or list arguments, and an
             ``attention_mask`` [batch, tokens] in a mapping says what is padding.
         passes: runs the blocks one by one, where this is known to be the same.
-        finished: blocks with parameters that are done already, as those of an earlier run.
 
     Returns:
-        What ``prune_block`` returned for each other block that has parameters.
+        What ``prune_block`` returned for each block that has parameters.
 
     Raises:
         RuntimeError: something was collected before.
@@ -104,10 +102,9 @@ def prune_sequentially(
     run = partial(_run, statistics, model) if forward is None else forward
     results = []
     with communicator.raising_everywhere():
-        to_do = [number for number, parameters in enumerate(of_block) if parameters][finished:]
-        last = max(to_do, default=-1)
+        last = max((number for number, parameters in enumerate(of_block) if parameters), default=-1)
         for number, parameters in enumerate(of_block[: last + 1]):
-            if number in to_do:
+            if parameters:
                 with statistics._collector.collecting(parameters):
                     for position, batch in enumerate(batches):
                         if passes is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,7 +15,6 @@ from distprune._common.naming import NamedParameter
 from distprune.files.errors import MachineError
 from distprune.files.text import format_size
 from distprune.language_models.losses import SLICE
-from distprune.language_models.memory import available_memory, linear_features
 from distprune.streaming.layers import Holding, StoredLayers, StreamedModel, num_machines
 from distprune.streaming.settings import Settings
 
@@ -109,6 +109,18 @@ def cost_of(streamed: StreamedModel, stored: StoredLayers, settings: Settings) -
     )
 
 
+def _available_memory(device: torch.device) -> int | None:
+    """Bytes that this rank may still take, its share of the machine's; None if nothing tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    file = Path("/proc/meminfo")
+    if device.type != "cpu" or not file.exists():
+        return None
+    lines = file.read_text().splitlines()
+    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
+    return found[0] // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if found else None
+
+
 def chosen_holding(
     cost: StreamCost, settings: Settings, communicator: Communicator
 ) -> tuple[Holding, str]:
@@ -132,7 +144,7 @@ def chosen_holding(
     needed = cost.peak + part
 
     def free() -> torch.Tensor:
-        found = available_memory(settings.device)
+        found = _available_memory(settings.device)
         return torch.tensor([-1 if found is None else found])
 
     least = int(communicator.reduce(1, free, "min")[0])
@@ -186,7 +198,9 @@ def _inputs_of(module: nn.Module) -> tuple[int, int]:
 def _features(layer: nn.Module) -> int:
     """Numbers of a token that a layer keeps for a backward, about."""
     experts = [p for p in layer.parameters() if p.ndim == 3]
-    return linear_features(layer) + sum(sum(p.shape[-2:]) for p in experts)
+    linear = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    features = sum(module.in_features + module.out_features for module in linear)
+    return features + sum(sum(p.shape[-2:]) for p in experts)
 
 
 def _weight(parameter: NamedParameter) -> torch.Tensor:

@@ -144,7 +144,7 @@ COST = StreamCost({"forward": 2 * GB}, 0, 0, weights=16 * GB)
 def chosen(monkeypatch, device, free, resident=None, local_ranks=None):
     if local_ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
-    monkeypatch.setattr(cost, "available_memory", lambda device: free)
+    monkeypatch.setattr(cost, "_available_memory", lambda device: free)
     settings = Settings(RECIPE, tokens(2, 1), device=torch.device(device), resident=resident)
     return cost.chosen_holding(COST, settings, Communicator(()))
 
