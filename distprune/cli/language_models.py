@@ -293,11 +293,10 @@ def evaluate(
     """Measure the perplexity of texts under a language model, before or after pruning.
 
     Each text is cut into windows that do not overlap; what is left at its end is dropped. If the
-    tokenizer puts a bos token in front of texts, each window begins with one. Bits per byte
-    compare models with different tokenizers. Processes share the windows, and the numbers do not
-    depend on how many there are (but for rounding, with tp). Numbers of other lengths or texts do
-    not compare. With --generate, with or without texts, the model goes on with a sentence. It needs
-    the extra language-models.
+    tokenizer puts a bos token in front of texts, each window begins with one. Processes
+    share the windows, and the numbers do not depend on how many there are (but for rounding, with
+    tp). Numbers of other lengths, texts or tokenizers do not compare. With --generate, with or
+    without texts, the model goes on with a sentence. It needs the extra language-models.
 
     [bold]Examples[/bold]
 
