@@ -9,9 +9,7 @@ same operations, which work on booleans as long as they only move elements.
 from __future__ import annotations
 
 import copy
-import difflib
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,10 +30,6 @@ from distprune._transformers.table import (
 
 # From a name in the file to the whole mask, bool, of its shape in the file.
 ReadMask = Callable[[str], Tensor]
-
-# Close matches are searched for this many names, and this many names are shown.
-_NUM_COMPARED = 20
-_NUM_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -327,36 +321,3 @@ def match_masks(
     else:
         matching.unexpected |= dict.fromkeys(unmatched, "")
     return matching
-
-
-def with_close_names(names: Sequence[str], candidates: Iterable[str]) -> str:
-    """The names, one per line, each with the most similar candidate.
-
-    Cost: a comparison of each of the first names with each kind of candidate; names that differ
-    only in their numbers are of one kind.
-    """
-    kinds: dict[str, list[str]] = {}
-    for name in candidates:
-        kinds.setdefault(_kind(name), []).append(name)
-    lines = []
-    for position, name in enumerate(names[:_NUM_SHOWN]):
-        close = None
-        if position < _NUM_COMPARED:
-            for kind in difflib.get_close_matches(_kind(name), kinds, 1):
-                alike = _with_numbers(kind, name)
-                close = alike if alike in kinds[kind] else kinds[kind][0]
-        lines.append(f"  {name}{f' (there is {close})' if close is not None else ''}")
-    if len(names) > _NUM_SHOWN:
-        lines.append(f"  and {len(names) - _NUM_SHOWN} more")
-    return "\n".join(lines)
-
-
-def _kind(name: str) -> str:
-    return re.sub(r"[0-9]+", "#", name)
-
-
-def _with_numbers(kind: str, name: str) -> str:
-    """A kind of names with the numbers of a name, as far as there are any."""
-    for number in re.findall(r"[0-9]+", name):
-        kind = kind.replace("#", number, 1)
-    return kind

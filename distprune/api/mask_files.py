@@ -22,11 +22,11 @@ from distprune._common import mask_bits
 from distprune._common.collectives import Communicator
 from distprune._common.naming import NamedParameter, checked_pair, label_of
 from distprune._common.process_groups import world
+from distprune._common.report_text import listed
 from distprune._transformers.loading import (
     MaskSource,
     match_masks,
     rules_for,
-    with_close_names,
 )
 from distprune._transformers.table import SavedMasks, as_saved
 from distprune.call.reading import read_parameters
@@ -307,7 +307,6 @@ class MasksFromFile:
         self.crc = _file_crc(masks.path)
         places = list(all_places(model))
         shapes = {place.pair.fqn: place.shape for place in places}
-        self._names = tuple(shapes)
         self.matching = match_masks(
             masks.shapes,
             shapes,
@@ -389,15 +388,14 @@ class MasksFromFile:
             )
         if missing:
             raise ValueError(
-                f"{folder} has no mask of {len(missing)} of the given parameters:\n"
-                f"{with_close_names(missing, self._masks.shapes)}\n{_NOT_STRICT}"
+                f"{folder} has no mask of {len(missing)} of the given parameters: "
+                f"{listed(missing, 8)}. {_NOT_STRICT}"
             )
 
     def _unexpected_error(self, names: Mapping[str, str]) -> ValueError:
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in names.items() if reason)
+        shown = listed((f"{n} ({why})" if why else n for n, why in names.items()), 8)
         return ValueError(
-            f"the model has no parameter for {len(names)} of the masks in {self._folder}:\n"
-            f"{with_close_names(list(names), self._names)}{reasons}\n"
+            f"the model has no parameter for {len(names)} of the masks in {self._folder}: {shown}. "
             "Expected a model that the checkpoint is for, or the part of yours that is one "
             f"(load_masks(model.backbone, ...)). {_NOT_STRICT}"
         )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -43,15 +42,14 @@ def by_parameter(
     owner = {(id(m), name): key for key, target in targets.items() for m, name in target.places}
     grouped: dict[Hashable, list[Tensor | FactoredScores]] = {}
     for pair, tensor in scores.items():
-        place = _checked(pair, targets)
+        place = _checked(pair)
         key = owner.get((id(place[0]), place[1]))
         if key is None:
             key = _identity(place, reader)
         if key not in targets:
             raise ValueError(
                 f"importance_scores has ({type(place[0]).__name__}, {place[1]!r}), which is none "
-                f"of the parameters of this call; expected (module, name) pairs among them"
-                f"{_closest(place, targets.values())}."
+                "of the parameters of this call; expected (module, name) pairs among them."
             )
         grouped.setdefault(key, []).append(tensor)
     return grouped
@@ -85,15 +83,12 @@ def _identity(place: Pair, reader: ShardReader) -> Hashable | None:
         return None
 
 
-def _checked(key: Any, targets: Mapping[Hashable, Target]) -> Pair:
+def _checked(key: Any) -> Pair:
     if is_pair(key):
         return unwrap(key[0]), key[1]
-    labels = [target.label for target in targets.values()]
-    close = difflib.get_close_matches(str(key), labels, n=1)
-    hint = f" Did you mean the parameter {close[0]!r}?" if close else ""
     raise TypeError(
         f"importance_scores has the key {_shown(key)}; expected (module, name) pairs, as "
-        f"select(model) lists them: {{pair: scores[pair.fqn] for pair in select(model)}}.{hint}"
+        f"select(model) lists them: {{pair: scores[pair.fqn] for pair in select(model)}}."
     )
 
 
@@ -101,21 +96,6 @@ def _shown(key: Any) -> str:
     if isinstance(key, tuple):
         return f"({', '.join(type(item).__name__ for item in key)})"
     return repr(key) if isinstance(key, str | int | float) else type(key).__name__
-
-
-def _closest(place: Pair, targets: Iterable[Target]) -> str:
-    """The parameter that was most likely meant: another name of the module, or a like module."""
-    module, name = place
-    names = {n: target for target in targets for m, n in target.places if m is module}
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.3)
-    if close:
-        return f"; did you mean ({type(module).__name__}, {close[0]!r}), {names[close[0]].label}?"
-    same = [
-        target.label
-        for target in targets
-        if any(n == name and type(m) is type(module) for m, n in target.places)
-    ]
-    return f", such as {next(iter([*same, *(target.label for target in targets)]), '(none)')}"
 
 
 def local_scores(

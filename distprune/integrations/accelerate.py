@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import is_dtensor
-from distprune.checkpoint import Stateful, prepare_for_load
+from distprune.checkpoint import prepare_for_load
 from distprune.criteria.base import Criterion
 from distprune.files.checkpoints.header import read_header
 from distprune.masks.hook import put_records, records_of
@@ -43,10 +43,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["check_wrapping", "load_state", "register_pruning"]
-
-_UNSUPPORTED = ("MEGATRON_LM", "XLA")
-_NAMES = {"fsdp1": "FSDP1", "fsdp2": "FSDP2", "ddp": "DDP", "tp": "tensor parallelism"}
-_NAMES |= {f"zero{stage}": f"DeepSpeed's ZeRO-{stage}" for stage in range(4)}
 
 
 def check_wrapping(
@@ -70,47 +66,37 @@ def check_wrapping(
     Raises:
         RuntimeError: names the request, what is running, and what to do. It is raised on every
             rank, because all have the same environment.
-        NotImplementedError: Megatron-LM or XLA, which distprune does not prune.
-        TypeError: ``accelerator`` is no Accelerator.
 
     Cost: one walk over the modules; no communication.
     """
-    kind = _text(getattr(accelerator, "distributed_type", None))
-    if not kind or not hasattr(accelerator, "num_processes"):
-        raise TypeError(
-            f"accelerator is a {type(accelerator).__name__}; expected the accelerate.Accelerator "
-            "that prepared the model."
-        )
-    if kind in _UNSUPPORTED:
-        raise NotImplementedError(
-            f"accelerate runs as {kind}, which distprune does not prune; expected DDP, FSDP, "
-            "DeepSpeed or tensor parallelism. Choose another distributed_type in accelerate's "
-            "config."
-        )
-    fsdp = _requested_fsdp(accelerator)
-    num_requested = num_processes or int(os.environ.get("WORLD_SIZE", 0)) or None
+    fsdp, tp_size = _requested_fsdp(accelerator), _requested_tp(accelerator)
+    size = accelerator.num_processes
+    num_requested = num_processes or int(os.environ.get("WORLD_SIZE", size))
     wrapping = _wrapping(model)
-    _check_processes(accelerator, kind, fsdp, num_requested)
-    version_is_known = fsdp in ("fsdp1", "fsdp2")
-    is_right = wrapping.split("+")[0] == fsdp if version_is_known else "fsdp" in wrapping
-    if fsdp is not None and not is_right:
+    kinds = wrapping.split("+")
+    text = "is what accelerate was asked for"
+    if size != num_requested:
         raise RuntimeError(
-            f"accelerate was asked for {_NAMES.get(fsdp, 'FSDP')} and runs as {kind}: the model "
-            f"is {_described(wrapping, model)}. {_way_out(accelerator, kind)}"
+            f"{num_requested} processes {text}, and it runs as {accelerator.distributed_type} with "
+            f"{size}. On the CPU set ACCELERATE_USE_CPU=true and call `accelerate launch "
+            f"--multi_gpu --num_processes {num_requested}`, or torchrun with Accelerator(cpu=True)."
         )
-    if accelerator.num_processes > 1 and wrapping == "plain":
+    if fsdp is not None and not (fsdp in kinds or (fsdp == "fsdp" and "fsdp" in wrapping)):
         raise RuntimeError(
-            f"the model is a plain {type(model).__name__} on each of "
-            f"{accelerator.num_processes} processes, which would train apart; expected what "
-            "accelerator.prepare(model, optimizer) returned."
+            f"{fsdp} {text}, and the model is {wrapping}; expected what accelerator.prepare "
+            "returned. Accelerate has no FSDP on the CPU, and none if torch.distributed was "
+            "initialised before: leave FSDP out, or call torch's fully_shard under torchrun."
         )
-    tp_size = _requested_tp(accelerator)
-    if tp_size > 1 and "tp" not in wrapping.split("+"):
+    if tp_size > 1 and "tp" not in kinds:
         raise RuntimeError(
-            f"accelerate was asked for tensor parallelism over {tp_size} ranks, and the model is "
-            f"{_described(wrapping, model)}, without tensor parallelism. Accelerate does not add "
-            'it: load the model with from_pretrained(..., tp_plan="auto") or call '
-            "parallelize_module, both before accelerator.prepare."
+            f"tensor parallelism over {tp_size} ranks {text}, and the model is {wrapping}. "
+            'Accelerate does not add it: load the model with from_pretrained(..., tp_plan="auto") '
+            "or call parallelize_module, both before accelerator.prepare."
+        )
+    if size > 1 and wrapping == "plain":
+        raise RuntimeError(
+            f"the model is plain on each of {size} processes, which would train apart; expected "
+            "what accelerator.prepare(model, optimizer) returned."
         )
     return wrapping
 
@@ -130,41 +116,6 @@ def _requested_tp(accelerator: Accelerator) -> int:
     config = getattr(accelerator, "parallelism_config", None)
     size = os.environ.get("PARALLELISM_CONFIG_TP_SIZE", 1) if config is None else config.tp_size
     return int(size)
-
-
-def _check_processes(
-    accelerator: Accelerator, kind: str, fsdp: str | None, num_requested: int | None
-) -> None:
-    if num_requested is None or accelerator.num_processes == num_requested:
-        return
-    request = f"{num_requested} processes" + (f" with {_NAMES.get(fsdp, 'FSDP')}" if fsdp else "")
-    if accelerator.num_processes == 1:
-        raise RuntimeError(
-            f"accelerate was asked for {request} and runs as {kind} with one process: each process "
-            f"trains by itself, on all data. {_way_out(accelerator, kind)} For several processes "
-            "on the CPU set ACCELERATE_USE_CPU=true and call `accelerate launch --multi_gpu "
-            f"--num_processes {num_requested}` (not --cpu, which starts one process), or torchrun "
-            "with Accelerator(cpu=True)."
-        )
-    raise RuntimeError(
-        f"accelerate was asked for {request} and runs with {accelerator.num_processes}; expected "
-        "as many. Check --num_processes, --num_machines and what started the run."
-    )
-
-
-def _way_out(accelerator: Accelerator, kind: str) -> str:
-    if kind == "FSDP":
-        return "Expected what accelerator.prepare(model, optimizer) returned."
-    if accelerator.device.type == "cpu":
-        return (
-            "Accelerate has no FSDP on the CPU: run on GPUs, without cpu=True and "
-            "ACCELERATE_USE_CPU; or leave FSDP out, for DDP; or call torch's fully_shard under "
-            "torchrun, which runs on the CPU."
-        )
-    return (
-        "Make the Accelerator before anything else initialises torch.distributed or accelerate's "
-        "state, and start the script by `accelerate launch` or torchrun."
-    )
 
 
 def _wrapping(model: nn.Module) -> str:
@@ -199,30 +150,18 @@ def _has_tp(model: nn.Module, is_fsdp2: bool) -> bool:
     return bool(meshes)
 
 
-def _described(wrapping: str, model: nn.Module) -> str:
-    if wrapping == "plain":
-        return f"a plain {type(model).__name__}"
-    return "wrapped in " + " over ".join(_NAMES[part] for part in wrapping.split("+"))
-
-
-def _text(kind: object) -> str:
-    """'FSDP' for DistributedType.FSDP."""
-    return str(getattr(kind, "value", "") or "")
-
-
 def register_pruning(
     accelerator: Accelerator,
     model: nn.Module,
     pruner: ScheduledPruner | None = None,
     *,
     criteria: Sequence[Criterion] = (),
-    statistics: Sequence[Stateful] = (),
 ) -> None:
     """Let ``accelerator.save_state`` and :func:`load_state` carry everything that pruning needs.
 
     Masks are saved with the model anyway. Besides, the folder gets the position in the schedule and
-    the records of the masks, for ``verify``; what criteria have accumulated, sharded as the model
-    is; and statistics. Call it once, in every run, in the same order with other objects that are
+    the records of the masks, for ``verify``; and what criteria have accumulated, sharded as the
+    model is. Call it once, in every run, in the same order with other objects that are
     registered, and after ``accelerator.prepare``.
 
     Args:
@@ -230,25 +169,11 @@ def register_pruning(
         model: what ``accelerator.prepare`` returned.
         pruner: of the model.
         criteria: of ``distprune.criteria``.
-        statistics: ``ActivationStatistics``, or other objects whose state is whole on every rank.
-
-    Raises:
-        TypeError: a criterion that is none, or among the statistics.
 
     Cost: nothing now. In ``save_state`` the criteria write 4 bytes per element of this rank's
     shards; in a load they read as many.
     """
-    for criterion in criteria:
-        if not isinstance(criterion, Criterion):
-            raise TypeError(
-                f"criteria has a {type(criterion).__name__} in it; expected criteria of "
-                "distprune.criteria. Activation statistics go into `statistics`."
-            )
-    if any(isinstance(each, Criterion) for each in statistics):
-        raise TypeError(
-            "statistics has a criterion in it, whose state is sharded; expected it in `criteria`."
-        )
-    accelerator.register_for_checkpointing(_PruningState(model, pruner), *statistics)
+    accelerator.register_for_checkpointing(_PruningState(model, pruner))
     if not criteria:
         return
 
@@ -307,11 +232,6 @@ class _PruningState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._pruner is not None:
-            if state["pruning"] is None:
-                raise ValueError(
-                    "the folder was saved without a pruner, and register_pruning has one now; "
-                    "expected the same objects as in the run that saved it."
-                )
             self._pruner.load_state_dict(state["pruning"])
         put_records(self._model, state["masks"])
 

@@ -26,12 +26,12 @@ from torch.utils.checkpoint import checkpoint
 
 from distprune._common.collectives import resolved, whole
 from distprune._common.memory import on_host
-from distprune._common.naming import full_name, named_modules, unwrap
+from distprune._common.naming import named_modules, unwrap
 from distprune._common.process_groups import over_mesh, world
 from distprune._common.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
 from distprune._common.report_text import listed
 from distprune.masks.hook import find_hook
-from distprune.torch_private.wrapper import is_flattened, is_managed
+from distprune.torch_private.wrapper import is_managed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -215,14 +215,12 @@ def _find(model: Any) -> list[_Layer]:
     for path, module in named_modules(model):
         if isinstance(module, BaseTunerLayer):
             base = module.get_base_layer()
-            if is_flattened(base, "weight"):
-                raise NotImplementedError(f"{path} is under FSDP1; expected FSDP2 (fully_shard).")
             weights = _matrices(base)
             if not weights and any(True for _ in base.parameters()):
                 raise NotImplementedError(
                     f"{path}: the base layer is a {type(base).__name__} without a matrix of "
-                    "floating-point numbers, as quantised layers are; expected an unquantised "
-                    "model. Dequantise it before get_peft_model."
+                    "floating-point numbers, as quantised layers and those of FSDP1 are; expected "
+                    "an unquantised model, plain or under FSDP2."
                 )
             found.append(_Layer(path, module, weights, _obstacle(module, base, inits)))
         elif isinstance(module, AuxiliaryTrainingWrapper):
@@ -283,10 +281,6 @@ def _count_zeros(layer: _Layer) -> Tensor:
     for owner, key in layer.weights:
         values = owner._parameters[key]
         assert values is not None
-        if values.is_meta:
-            raise ValueError(
-                f"{full_name(layer.name, key)} is on the meta device; expected loaded weights."
-            )
         if key in ("weight", "weight_orig"):
             zeros = zeros_of(owner).sum()
         else:
@@ -364,12 +358,6 @@ class HeldDelta:
         """The output of the base layer with that of an adapter added."""
         a, b = module.lora_A[active_adapter], module.lora_B[active_adapter]
         weight = module.get_base_layer().weight
-        if any(is_dtensor(tensor) for tensor in (weight, a.weight, b.weight)):
-            raise RuntimeError(
-                "the weights of a LoRA layer are sharded in its forward; expected whole ones. "
-                "Under FSDP2 apply fully_shard to whole blocks, not to single layers of PEFT; "
-                "tensor-parallel layers are not supported by hold_zeros."
-            )
         scaling = module.scaling[active_adapter]
         added: Tensor = checkpoint(
             _masked_linear,
@@ -401,8 +389,6 @@ class HeldDelta:
     def _change(self, layer: Any, adapter: str, sign: int, is_checked: bool = False) -> Tensor:
         base = layer.get_base_layer()
         stored = stored_weight(base)
-        if is_flattened(base, "weight"):
-            raise NotImplementedError("merging under FSDP1; expected FSDP2 (fully_shard).")
         if is_managed(base, "weight") and not is_dtensor(stored):
             raise RuntimeError(
                 "the base weight of a LoRA layer is a copy that FSDP gathered: what is merged into "

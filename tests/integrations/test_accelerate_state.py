@@ -1,4 +1,4 @@
-"""save_state and load_state of accelerate carry masks, schedules, criteria and statistics."""
+"""save_state and load_state of accelerate carry masks, schedules and criteria."""
 
 import functools
 import os
@@ -33,10 +33,9 @@ class Run:
         self.criterion = make_criterion and make_criterion(pairs)
         options = {"importance_scores": self.criterion.scores} if self.criterion else {}
         self.pruner = ScheduledPruner(pairs, SCHEDULE, **options)
-        self.statistics = prune.statistics.ActivationStatistics(pairs)
         register_pruning(
             accelerator, self.model, self.pruner,
-            criteria=[self.criterion] if self.criterion else [], statistics=[self.statistics],
+            criteria=[self.criterion] if self.criterion else [],
         )  # fmt: skip
 
     def train(self, num_steps):
@@ -45,8 +44,6 @@ class Run:
         x = torch.randint(-2, 3, (4, 6), generator=generator).float()[rank::size]
         for _ in range(num_steps):
             self.optimizer.zero_grad()
-            with self.statistics.collecting():
-                self.model(x)
             self.accelerator.backward(self.model(x).square().mean())
             if self.criterion:
                 self.criterion.update()
@@ -71,14 +68,13 @@ def interrupted_and_resumed(wrapping, folder, make_criterion) -> dict[str, torch
         assert prune.is_pruned(run.model)
         run.accelerator.save_state(folder)
         run.train(6)
-        undisturbed, totals = run.state(), run.statistics.num_tokens()
+        undisturbed = run.state()
     with as_launched(FSDP_VERSION="2"):
         resumed = Run(make_accelerator(wrapping), make_criterion, seed=9)
         assert not prune.is_pruned(resumed.model)
         load_state(resumed.accelerator, folder, resumed.model)
         assert resumed.pruner.num_steps == 4
         resumed.train(6)
-        assert resumed.statistics.num_tokens() == totals
         state = resumed.state()
     assert state.keys() == undisturbed.keys()
     for key, value in undisturbed.items():
@@ -110,10 +106,6 @@ def one_process(folder):
         assert all(torch.equal(state[key], value) for key, value in fresh.state().items())
         with pytest.raises(FileNotFoundError, match="no model 0 that accelerate saved"):
             load_state(fresh.accelerator, f"{folder}/missing", fresh.model)
-        with pytest.raises(TypeError, match="criteria has a ActivationStatistics"):
-            register_pruning(fresh.accelerator, fresh.model, criteria=[fresh.statistics])
-        with pytest.raises(TypeError, match="expected it in `criteria`"):
-            register_pruning(fresh.accelerator, fresh.model, statistics=[fresh.criterion])
 
 
 def test_one_process_and_what_is_refused(tmp_path):
