@@ -23,7 +23,7 @@ preload("distprune._public", "golden.checkpoints", "golden.models")
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--only", default="*", help='names of cases, such as "model/lamp*"')
+    arguments.add_argument("--only", default="*", help='names of cases, such as "model/erk*"')
     arguments.add_argument("--write", action="store_true", help="write what differs")
     arguments.add_argument("--few", action="store_true", help="on one number of ranks")
     chosen = arguments.parse_args()

@@ -317,10 +317,8 @@ CASES: dict[str, Case] = {
     "ceilings": Case(({"amount": 0.5, "max_sparsity": {"l2.weight": 0.4, "l1.weight": 0.8}},)),
     **{budget: Case(({"amount": 0.3, "budget": budget}, {"amount": 0.4, "budget": budget}),
                     names="matrices")
-       for budget in ("uniform", "uniform+", "erk", "lamp")},
+       for budget in ("uniform", "erk")},
     "erk ceiling": Case(({"amount": 0.6, "budget": "erk", "max_sparsity": 0.7},), "few"),
-    "lamp bounds": Case(({"amount": 0.5, "budget": "lamp", **BOUNDS},), "few", names="matrices"),
-    "lamp bfloat16": Case(({"amount": 0.5, "budget": "lamp"},), dtype="bfloat16", names="matrices"),
     "owl": Case(({"amount": 0.6, "budget": budgets.OWL(RATIOS, lam=0.2)},), names="matrices"),
     "sparsities": Case(({"budget": SHARES},), names="matrices"),
     "relative sparsities": Case(
@@ -363,7 +361,6 @@ CASES: dict[str, Case] = {
     "large bounds": Case(({**HALF, **BOUNDS},), "many"),
     "large random": Case(of_method(RANDOM, HALF), "many"),
     "large lowest": Case(of_method(LOWEST, HALF, **SIGNED), "many"),
-    "large lamp": Case(({"budget": "lamp", **HALF},), "many", names="matrices"),
     "large erk": Case(({"budget": "erk", **HALF},), "many", "bfloat16", names="matrices"),
     "large row": Case(({"scope": "row", "amount": 0.4},), "many"),
     "large 2:4": Case(({"pattern": "2:4"},), "many", names="matrices"),
@@ -381,7 +378,6 @@ CASES: dict[str, Case] = {
         scheduled({"scope": "row"}, {"budget": "erk"}, {"normalize": "l2"}), names="matrices"
     ),
     "schedule random": Case(scheduled(pruning_method=RANDOM)),
-    "schedule lamp": Case(scheduled(budget="lamp"), dtype="bfloat16"),
     "drop and grow": Case(dropped_and_grown, names="matrices"),
 }  # fmt: skip
 
