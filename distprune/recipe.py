@@ -12,7 +12,7 @@ required::
     scope: global              # one ranking over all selected parameters; layer: one for each of
                                # them; row: one for each output row
     budget: erk                # divide the total among parameters by a rule, not by one ranking:
-                               # uniform, uniform+, erk or lamp; not beside a pattern
+                               # uniform or erk; not beside a pattern
     pattern: "2:4"             # instead of a sparsity: 2 of every 4 in a row are kept
     schedule:                  # or, at once: sparsity: 0.8
       kind: cubic              # linear; one_shot, which has step and sparsity

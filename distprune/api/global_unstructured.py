@@ -151,7 +151,7 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
             out with a ``budget`` of given sparsities, from which it follows.
         group: the ranks that take part; every rank by default.
         budget: gives each parameter an exact number of pruned elements, instead of one ranking over
-            all of them: "uniform", "uniform+", "erk", "lamp"; a mapping from (module, name), or
+            all of them: "uniform", "erk"; a mapping from (module, name), or
             from full names, to the sparsity of every parameter; or an object of
             :mod:`distprune.budgets`, such as ``budgets.OWL(ratios)``. The total is what ``amount``
             says, as always. Counts are of what is pruned after the call: a parameter that is pruned
@@ -217,11 +217,11 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
     bytes per parameter. With bounds, two to four times as much
     in practice (one ranking per round of within_bounds.[Note: active set]), and about 100 KB
     more per parameter whose bound decides. With a budget there is no common ranking but one of
-    each parameter, side by side: about 70 KB per parameter, and 64 KB more for "lamp", which reads
-    the scores once more. The scope "layer" costs as much as a budget. Rows and
-    groups of N:M that are whole on a rank take one read, and memory for a chunk or, where they are
-    columns, for a matrix of up to 4M elements. Those that the sharding cuts (row-wise TP, the edges
-    of FSDP1's runs) take one read more, and each key is all-reduced: 2, 4 or 8 bytes of an element.
+    each parameter, side by side: about 70 KB per parameter. The scope "layer" costs as much
+    as a budget. Rows and groups of N:M that are whole on a rank take one read, and memory for a
+    chunk or, where they are columns, for a matrix of up to 4M elements. Those that the sharding
+    cuts (row-wise TP, the edges of FSDP1's runs) take one read more, and each key is all-reduced:
+    2, 4 or 8 bytes of an element.
     """
     report = prune_parameters(
         lambda: global_arguments(

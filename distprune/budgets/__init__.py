@@ -1,11 +1,11 @@
 """Budgets: how the pruned elements of a call are divided among its parameters.
 
 prune.global_unstructured(
-    prune.select(model), prune.L1Unstructured, amount=0.5, budget="lamp"
+    prune.select(model), prune.L1Unstructured, amount=0.5, budget="erk"
 )
 
 ``budget=`` of ``global_unstructured`` and of ``ScheduledPruner`` takes one of these objects, or
-"uniform", "uniform+", "erk", "lamp", or a mapping from (module, name), or from full names, to
+"uniform", "erk", or a mapping from (module, name), or from full names, to
 sparsities. The total stays what the amount says, exactly, over all parameters; each parameter loses
 its own lowest elements. Counts are of all pruned elements after the call, so that a parameter that
 is pruned further already, or that a floor or a ceiling holds, keeps that, and the others share the
@@ -18,20 +18,14 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, Literal
 
-from distprune.budgets.base import ERK, Budget, Sparsities, Uniform, UniformPlus
-from distprune.budgets.lamp import LAMP
+from distprune.budgets.base import ERK, Budget, Sparsities, Uniform
 from distprune.budgets.outliers import OWL
 
-__all__ = ["ERK", "LAMP", "OWL", "Budget", "Sparsities", "Uniform", "UniformPlus"]
+__all__ = ["ERK", "OWL", "Budget", "Sparsities", "Uniform"]
 
-BudgetLike = Literal["uniform", "uniform+", "erk", "lamp"] | Budget | Mapping[Any, float | Fraction]
+BudgetLike = Literal["uniform", "erk"] | Budget | Mapping[Any, float | Fraction]
 
-_BY_NAME: dict[str, Callable[[], Budget]] = {
-    "uniform": Uniform,
-    "uniform+": UniformPlus,
-    "erk": ERK,
-    "lamp": LAMP,
-}
+_BY_NAME: dict[str, Callable[[], Budget]] = {"uniform": Uniform, "erk": ERK}
 
 
 def to_budget(budget: BudgetLike | None) -> Budget | None:

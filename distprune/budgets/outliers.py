@@ -19,7 +19,7 @@ from distprune._common.amount import Bounded
 from distprune._common.collectives import Communicator
 from distprune._common.memory import Count, Scratch
 from distprune._common.naming import UnfitScores
-from distprune.budgets.base import Budget, Line, LinearDivision
+from distprune.budgets.base import Budget, Line
 from distprune.selection.normalizing import (
     Scored,
     grid_sums,
@@ -107,17 +107,16 @@ class OWL(Budget):
     def __repr__(self) -> str:
         return f"OWL({len(self.ratios)} ratios, lam={float(self.lam)}, per={self.per!r})"
 
-    def divide(self, parameters: Sequence[Bounded]) -> LinearDivision:
+    def lines(self, parameters: Sequence[Bounded]) -> list[Line]:
         ratios = self._per_parameter(parameters)
         low = min(ratios, default=Fraction(0))
         spread = max(ratios, default=low) - low
         densities = [
             (ratio - low) / spread * 2 * self.lam if spread else Fraction(0) for ratio in ratios
         ]
-        sizes = tuple(parameter.num_elements for parameter in parameters)
+        sizes = [parameter.num_elements for parameter in parameters]
         # The level is minus the shift.
-        lines = tuple(Line(n * (1 - r), n) for n, r in zip(sizes, densities, strict=True))
-        return LinearDivision(f"budget={self!r}", tuple(parameters), lines, sizes)
+        return [Line(n * (1 - r), n) for n, r in zip(sizes, densities, strict=True)]
 
     def _per_parameter(self, parameters: Sequence[Bounded]) -> list[Fraction]:
         # Not above: it loads torch, and recipes are read without.

@@ -30,8 +30,8 @@ class ParameterReport:
         held_at: "min_sparsity" or "max_sparsity" if this bound decided how much was pruned,
             and not the ranking over all parameters, nor the budget.
         wanted: with a budget, the sparsity that it gives this parameter, before floors, ceilings
-            and earlier prunings change it; LAMP's is what it gives within them. With the scope
-            "layer" or "row", or a pattern N:M, the sparsity before it is rounded to counts.
+            and earlier prunings change it. With the scope "layer" or "row", or a pattern N:M, the
+            sparsity before it is rounded to counts.
         min_sparsity, max_sparsity: its floor and ceiling, rounded to whole elements; None without.
     """
 
@@ -410,8 +410,8 @@ def warn_of_collapse(report: PruningReport) -> None:
         f"the ranking over all parameters has left hardly anything of {', '.join(shown)}, where "
         f"{report.sparsity:.2%} of all elements are pruned: the scores of {few} are smaller than "
         "those of the others, and the model may be useless. Compare the parameters by "
-        "normalize='rms', divide the amount among them by budget= ('lamp', for example), or bound "
-        "what each may lose by max_sparsity=.",
+        "normalize='rms', divide the amount among them by budget='uniform', or bound what each may "
+        "lose by max_sparsity=.",
         stacklevel=3,
     )
 

@@ -230,7 +230,7 @@ class RecipeOptions:
     )
     budget: str | None = option(
         "How the pruned weights are divided among the tensors, instead of by one ranking of all: "
-        "uniform, uniform+, erk, lamp, or owl, by --statistics.",
+        "uniform, erk, or owl, by --statistics.",
         metavar="RULE",
     )
     normalize: str | None = option(

@@ -15,7 +15,6 @@ only those above it::
     disk                             bytes, folders and locks
     recipe, checkpoints              what to do; headers, a folder of safetensors files, its masks
     layouts, selecting               where inputs lie; which tensors are pruned, in which groups
-    dividing                         the counts of a budget, by shapes or by what is stored
     matching, scoring                statistics of activations and given scores, for these tensors
     planning                         how many elements of each group
     reading                          scores and keys, read from the files when they are needed

@@ -18,10 +18,11 @@ from torch import Tensor
 from distprune._common.amount import Bounds, bound_met
 from distprune._common.collectives import Communicator
 from distprune._common.naming import UnfitScores
+from distprune.budgets.outliers import OWL, OWL_MULTIPLE, block_of, outlier_ratios
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.planning import Plan, PlannedGroup, bytes_to_count
 from distprune.files.reading import Source
-from distprune.files.selecting import check_budget
+from distprune.files.selecting import bounded_of, check_budget
 from distprune.files.team import Team
 from distprune.recipes import BUDGET_FROM_STATISTICS
 from distprune.selection.candidates import PartCut, Ranked
@@ -123,7 +124,7 @@ def find_cuts(team: Team, source: Source, known: Any = None) -> Cuts:
             k = group.num_to_prune
             selection: Selection | None
             if group.has_limits or group.recipe.budget is not None:
-                limits, bounds = _limits(ranked, source, group, numbers)
+                limits, bounds = _limits(source, group, parts, numbers, team)
                 found, selection = select_within(ranked, k, limits)
                 if bounds is not None:
                     found = [replace(cut, bound=at) for cut, at in zip(found, bounds, strict=True)]
@@ -191,12 +192,16 @@ def _ranked(
 
 
 def _limits(
-    ranked: Ranked, source: Source, group: PlannedGroup, num_numbers: Sequence[int]
+    source: Source,
+    group: PlannedGroup,
+    parts: Sequence[Scored],
+    num_numbers: Sequence[int],
+    communicator: Communicator,
 ) -> tuple[Limits, list[str | None] | None]:
     """How many elements each tensor of a group loses at least, and at most. Collective.
 
     Args:
-        ranked: the group.
+        parts: the scores of the group.
         num_numbers: elements of each tensor that are no NaN.
 
     Returns:
@@ -208,20 +213,18 @@ def _limits(
     if group.recipe.budget is None:
         return Limits(lowest, highest), None
     counts = tuple(tensor.budgeted for tensor in tensors if tensor.budgeted is not None)
-    if len(counts) < len(tensors):  # what is stored decides
-        from distprune.files.dividing import division_of, ratios_of
-
+    if group.recipe.budget == BUDGET_FROM_STATISTICS:
         entries = [tensor.entry for tensor in tensors]
-        ratios = None
-        if group.recipe.budget == BUDGET_FROM_STATISTICS:
-            scores = [
-                source.outlier_scores(position, part.counted)
-                for position, part in enumerate(ranked.parts, group.first)
-            ]
-            ratios = ratios_of(entries, scores, num_numbers, ranked.communicator)
-        division = division_of(group.recipe, entries, ratios)
-        counts = division.counts(group.num_to_prune, Bounds(lowest, highest), ranked).counts
-    sizes = ranked.num_live
+        scores = [
+            source.outlier_scores(position, part.counted)
+            for position, part in enumerate(parts, group.first)
+        ]
+        names = [entry.name for entry in entries]
+        blocks = list(map(block_of, names))
+        ratios = outlier_ratios(scores, num_numbers, blocks, OWL_MULTIPLE, communicator)
+        division = OWL(dict(zip(names, ratios, strict=True))).divide(bounded_of(entries))
+        counts = tuple(division.counts(Bounds(lowest, highest), group.num_to_prune)[0])
+    sizes = [tensor.entry.numel for tensor in tensors]
     bounds = list(map(bound_met, counts, lowest, highest, sizes, [0] * len(counts)))
     return Limits(counts, counts), bounds
 
@@ -300,9 +303,8 @@ def _errors_of_files(plan: Plan) -> Iterator[None]:
         recipes = [plan.tensors[position].recipe for position in positions]
         if not any(recipe.normalize for recipe in recipes):
             raise CheckpointError(
-                f"elements of {', '.join(names)} are not finite; the score 'ria' and the budgets "
-                "'lamp' and 'owl' need sums of all of them. Repair the checkpoint, or exclude the "
-                "tensor."
+                f"elements of {', '.join(names)} are not finite; the score 'ria' and the budget "
+                "'owl' need sums of all of them. Repair the checkpoint, or exclude the tensor."
             ) from None
         are_weights = all(recipe.ranks_magnitudes for recipe in recipes)
         raise CheckpointError(

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distprune._common.amount import resolve_count
+from distprune._common.amount import Bounds, resolve_count
 from distprune._common.blocks import Blocks, Layout
 from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.garbage import without_garbage_collection
@@ -29,7 +29,7 @@ from distprune.files.errors import SelectionError
 from distprune.files.layouts import Layouts
 from distprune.files.recipe import STORED_STATISTICS, FileRecipe
 from distprune.files.scoring import KeptValues, ScoreInputs, find_inputs
-from distprune.files.selecting import Verdict, limits_of, select_tensors
+from distprune.files.selecting import Verdict, bounded_of, limits_of, select_tensors
 
 STATISTICS_FILE = f"{SIDECAR}/{STORED_STATISTICS}"  # of a result whose scores need them
 CARD_FILE = "README.md"  # the model card of a result, which is not that of its source
@@ -206,10 +206,14 @@ def _plan_group(
         num_to_prune = sum(num_blocks * num_pruned for num_blocks, num_pruned in counts)
     limits = limits_of(entries, recipe, num_to_prune)
     budgeted: Sequence[int | None] = [None] * len(entries)
-    if recipe.budget in ("uniform", "uniform+", "erk"):
-        from distprune.files.dividing import counts_of_shapes  # torch comes with it
+    if recipe.budget in ("uniform", "erk"):
+        from distprune.budgets import to_budget  # torch comes with it
 
-        budgeted = counts_of_shapes(recipe, entries, limits, num_to_prune)
+        budget = to_budget(recipe.budget)
+        assert budget is not None
+        lowest, highest = zip(*limits, strict=True)
+        division = budget.divide(bounded_of(entries))
+        budgeted, _ = division.counts(Bounds(lowest, highest), num_to_prune)
     tensors, offset = [], 0
     for entry, layout, (num_blocks, num_pruned), limit, count in zip(
         entries, of_tensors, counts, limits, budgeted, strict=True
@@ -273,7 +277,7 @@ def _bytes_of_group(plan: Plan, group: PlannedGroup) -> int:
     recipe = group.recipe
     if recipe.score == "random":
         return 0
-    num_reads = 1 + 2 * (recipe.normalize is not None) + (recipe.budget == "lamp")
+    num_reads = 1 + 2 * (recipe.normalize is not None)
     entries = [tensor.entry for tensor in plan.tensors[group.first : group.last]]
     if recipe.reads_scores:
         if plan.inputs.given is None:  # the plan awaits them, in 32 bits

@@ -232,7 +232,7 @@ def rank(call: PruningCall, amount: Amount, ranking: ByScore | AtRandom) -> Deci
             bound_of=[None] * len(names),
             wanted=[share.rule.wanted] * len(names),
         )
-    k, bounds, wanted = divide(call, amount, ranked)
+    k, bounds, wanted = divide(call, amount)
     selection: Selection | None
     if bounds is None:
         selection = select_lowest(ranked, k, drafts=flat)
@@ -301,16 +301,13 @@ def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
     write_keep(part, 0, selection.cut, mask.view(-1), mask.view(-1))
 
 
-def divide(
-    call: PruningCall, amount: Amount, ranked: Ranked
-) -> tuple[int, Bounds | None, Sequence[float] | None]:
-    """How many elements to prune, and the bounds of each parameter. Collective.
+def divide(call: PruningCall, amount: Amount) -> tuple[int, Bounds | None, Sequence[float] | None]:
+    """How many elements to prune, and the bounds of each parameter.
 
     Args:
         call: the parameters, without groups inside of them.
         amount: how many elements, as a fraction of what is unpruned or a count; not used if the
             budget or the scope "layer" gives the total.
-        ranked: the parameters.
 
     Returns:
         Elements to prune now; the bounds, or exact counts, where lowest and highest are equal; and
@@ -318,8 +315,6 @@ def divide(
 
     Raises:
         ValueError: the bounds or the budget do not allow for the amount; on every rank.
-
-    Cost: that of the budget.
     """
     share = call.share
     sizes = [shard.numel for shard in call.shards]
@@ -332,15 +327,14 @@ def divide(
         return checked_count(amount, sum(call.num_live)), share.bounds, None
     bounds = share.bounds or Bounds((0,) * len(sizes), tuple(sizes))
     within = Bounds(tuple(map(max, pruned, bounds.lowest)), tuple(map(max, pruned, bounds.highest)))
+    total = None
     if share.has_amount:
         k = checked_count(amount, sum(call.num_live))
-    else:
-        total = share.division.own_total(within)
-        assert total is not None
-        k = total - sum(pruned)
-    limits_for(k, bounds, sizes, call.num_live)
-    counts = share.division.counts(sum(pruned) + k, within, ranked)
-    return k, Bounds(counts.counts, counts.counts), counts.wanted
+        limits_for(k, bounds, sizes, call.num_live)
+        total = sum(pruned) + k
+    counts, wanted = share.division.counts(within, total)
+    exact = tuple(counts)
+    return sum(exact) - sum(pruned), Bounds(exact, exact), wanted
 
 
 def bounds_met(call: PruningCall, counts: Sequence[int]) -> list[str | None]:

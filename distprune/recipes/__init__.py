@@ -21,7 +21,7 @@ Score = Literal[
     "elementwise_fisher",
     "given",
 ]
-Budget = Literal["uniform", "uniform+", "erk", "lamp", "owl"]
+Budget = Literal["uniform", "erk", "owl"]
 # Scores that are made of weights and of statistics: of activations, and of gradients.
 FROM_ACTIVATIONS = ("wanda", "stade", "ria")
 FROM_STATISTICS = (*FROM_ACTIVATIONS, "fisher")

@@ -681,9 +681,6 @@ def _check_share(group: GroupForm, path: KeyPath, problems: Problems) -> None:
         problems.add((*path, "limits"), f"{same} {way_out}")
     if group.budget is not None and has_own_shares:
         problems.add((*path, "budget"), f"{same} leave one of them out.")
-    elif group.budget == "lamp" and group.ranked_by == "random":
-        text = "'lamp' divides by the squares of magnitudes; expected another score than 'random'."
-        problems.add((*path, "budget"), text)
 
 
 def _check_normalize(group: GroupForm, path: KeyPath, problems: Problems) -> None:

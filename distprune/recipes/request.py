@@ -88,8 +88,8 @@ class Request:
             shape.
         schedule: instead of a sparsity, its course over the steps of training; for models.
         budget: how the pruned elements are divided among the tensors, with the scope "global":
-            "uniform", "uniform+", "erk", "lamp", or, for checkpoints, "owl"; see
-            :mod:`distprune.budgets`. None: as one ranking of all tensors has it.
+            "uniform", "erk", or, for checkpoints, "owl"; see :mod:`distprune.budgets`.
+            None: as one ranking of all tensors has it.
         names: the parameters of a module, as for ``select``; for models. None: any.
 
     Raises:

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
 
 from common import markdown_table
 from compare_on_language_model import perplexity_of, row_of, short, table_of
+from language_model import SCOPES
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests" / "benchmarks" / "results" / "language_model_gemma3_270m_202611.json"
@@ -49,9 +50,10 @@ def table_of_criteria() -> str:
     """Markdown: perplexity by criterion, scope and sparsity."""
     results = _read(RESULTS)
     dense = results["dense"]
+    cells = [cell for cell in results["cells"] if cell["scope"] in SCOPES]  # as there are now
     return (
         f"Perplexity just after pruning, on {dense['all']['num_tokens']:,} tokens; the dense "
-        f"model: {perplexity_of(dense)}.\n\n{table_of(results['cells'])}"
+        f"model: {perplexity_of(dense)}.\n\n{table_of(cells)}"
     )
 
 

@@ -24,7 +24,6 @@ RECIPES = {
     "limits": {"min_sparsity": 0.45, "max_sparsity": 0.55},
     "random": {"score": "random", "seed": 3},
     "erk": {"budget": "erk"},
-    "lamp": {"budget": "lamp"},
 }
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -56,8 +55,6 @@ def num_read(monkeypatch):
         ("random", FP32, 0.0, 0.0),
         ("erk", BF16, 1.0, 1.03),
         ("erk", FP32, 1.0, 1.1),
-        ("lamp", BF16, 1.0, 1.03),
-        ("lamp", FP32, 2.0, 2.1),
     ],
 )
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -91,7 +88,6 @@ def weights(dtype):
         (RECIPES["rms"], 9_632_768, 38_686_720),  # 2.01 and 4.03
         (RECIPES["limits"], 9_731_072, 19_941_888),  # 2.03 and 2.08
         (RECIPES["erk"], 9_698_304, 19_655_168),  # 2.02 and 2.05
-        (RECIPES["lamp"], 9_718_656, 29_255_168),  # 2.02 and 3.05
         (RECIPES["random"], 4_800_000, 9_600_000),  # once, to write; so where tensors are ranked
         ({"scope": "layer"}, 4_800_000, 9_600_000),  # on their own
         ({"scope": "row"}, 4_800_000, 9_600_000),

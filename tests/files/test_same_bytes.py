@@ -5,7 +5,7 @@ import random
 import signal
 
 import pytest
-import test_budgets
+import test_groups_and_limits as budgets
 import test_inputs_of_scores
 import test_inputs_stored_first
 import test_normalized
@@ -33,7 +33,7 @@ def sources(folder):
     first, config = test_inputs_stored_first.CASES["gpt_oss"][::2]
     made = {
         "plain": tiny_checkpoints.save(folder / "plain", files, MANY),
-        "llama": test_budgets.save(folder / "llama", test_budgets.llama("mixed")),
+        "llama": budgets.save(folder / "llama", budgets.llama("mixed")),
         "scales": test_normalized.save(folder / "scales", test_normalized.weights("mixed")),
         "turned": tiny_checkpoints.save(folder / "turned", first, config=config),
     }
@@ -41,10 +41,7 @@ def sources(folder):
     recipes = {
         "plain": [FileRecipe(**way) for way in test_pruning.WAYS[:6]],
         "llama": [
-            *(
-                FileRecipe(groups=test_budgets.GROUPS[name], seed=5)
-                for name in ("all ways", "limits")
-            ),
+            *(FileRecipe(groups=budgets.GROUPS[name], seed=5) for name in ("all ways", "limits")),
             FileRecipe(0.5, min_sparsity=0.4, max_sparsity=0.6),
         ],
         "scales": [
@@ -89,10 +86,10 @@ def made_of_statistics(folder):
 
 def made_of_groups(folder):
     groups = (
-        *test_budgets.GROUPS["kinds"][:1],
-        test_budgets.part(0.7, "*mlp*", max_sparsity=0.75),
+        *budgets.GROUPS["kinds"][:1],
+        budgets.part(0.7, "*mlp*", max_sparsity=0.75),
     )
-    source = test_budgets.save(folder / "source", test_budgets.llama("mixed"))
+    source = budgets.save(folder / "source", budgets.llama("mixed"))
     return source, FileRecipe(groups=groups)
 
 

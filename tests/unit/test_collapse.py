@@ -51,7 +51,6 @@ def test_an_emptied_layer_is_named_with_the_remedies():
     "options",
     [
         {"normalize": "rms"},
-        {"budget": "lamp"},
         {"budget": "uniform"},
         {"max_sparsity": 0.9},
         {"min_sparsity": {"0.weight": 0.99}},

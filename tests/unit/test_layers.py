@@ -67,7 +67,7 @@ ROOMS = {
 }  # fmt: skip
 # The rooms of ``files``: each may import those before it. Its commands come last.
 FILES_ROOMS = [
-    "text", "errors", "team", "disk", "recipe", "checkpoints", "layouts", "selecting", "dividing",
+    "text", "errors", "team", "disk", "recipe", "checkpoints", "layouts", "selecting",
     "matching", "scoring", "planning", "reading", "cuts", "units",
     "rewriting", "lowest", "reports", "journals", "places", "partial", "results",
 ]  # fmt: skip

@@ -58,7 +58,7 @@ prune.global_unstructured(pairs, nn.Linear, amount=0.5)  # E: has incompatible t
 prune.global_unstructured([model], prune.L1Unstructured, amount=0.5)  # E: List item 0 has
 """,
     "budgets": """\
-prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5, budget="lamp")
+prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5, budget="erk")
 prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5, budget=prune.budgets.ERK())
 prune.global_unstructured(pairs, prune.L1Unstructured, budget={"weight": 0.5})
 prune.global_unstructured(pairs, prune.L1Unstructured, budget={(model, "weight"): 0.5}, amount=2)
