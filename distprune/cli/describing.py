@@ -50,7 +50,7 @@ def discard_unfinished(terminal: Terminal, destination: Path) -> None:
     """Remove the unfinished results of a destination, and write how large they were."""
     if not terminal.is_leader:
         return
-    from distprune.files.partial import discard
+    from distprune.files.output import discard
 
     removed = discard(destination)
     if terminal.as_json:

@@ -24,8 +24,8 @@ from distprune.cli.options import (
     takes_options,
 )
 from distprune.cli.pruning_by_text import TextOptions, cost_by_text, described_cost, with_score
-from distprune.files.disk.destination import folder_bytes, free_bytes, partial_folders
 from distprune.files.errors import OutputError
+from distprune.files.output import folder_bytes, free_bytes, partial_folders
 from distprune.files.text import format_size
 
 if TYPE_CHECKING:  # torch comes with it

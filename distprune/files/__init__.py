@@ -19,10 +19,9 @@ only those above it::
     planning                         how many elements of each group
     reading                          scores and keys, read from the files when they are needed
     cuts                             where each group's ranking is cut
-    units                            the work, its pieces and their journals
-    rewriting, lowest                the elements to write, piece by piece, and which are kept
+    rewriting, lowest                the parts of a weight file, and which elements are kept
     reports                          what was done, as JSON and as a model card
-    places, partial, results         the folder that grows, resumes and is renamed at the end
+    output, results                  the folder that is renamed at the end, and its files
 
 Everything up to the plan reads headers and needs neither torch nor numpy, except that statistics of
 activations are read with numpy, and budgets need torch. Nothing is imported here.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,14 @@ from distprune._common.process_groups import world
 from distprune.files.checkpoints.checkpoint import Checkpoint, OtherFile, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskFile, mask_layout, open_masks
-from distprune.files.disk.destination import resolve_destination
 from distprune.files.errors import CheckpointError, headline, shown
-from distprune.files.partial import Partial, check_unchanged
+from distprune.files.output import resolve_destination
 from distprune.files.planning import source_facts
 from distprune.files.reports import Record, RunFacts, as_json, identity_of, summed
-from distprune.files.results import resumed, versions
+from distprune.files.results import Task, check_unchanged, resumed, versions
 from distprune.files.rewriting import masked_pieces
 from distprune.files.team import Progress, Team
-from distprune.files.units import Task, span_units
 
-_UNIT_ELEMENTS = 1 << 23
 _VERSION = 1  # raised when the same masks and source would give other bytes
 
 
@@ -92,8 +89,7 @@ class Application:
             Interrupted: ``stop`` returned True; the next call continues.
             Each is raised on every rank that is left. The text says what is left on the disk.
 
-        Cost: one read, one write, and one read of what an interrupted run had done; some 50 MB of
-        memory per process.
+        Cost: one read and one write; some 50 MB of memory per process.
         """
         team = Team(communicator or world(), progress, stop)
         target = resolve_destination(destination)
@@ -105,9 +101,6 @@ class Application:
             checkpoint=self.checkpoint,
             digest=self.digest,
             tensors=self.entries,
-            make_units=lambda: list(
-                span_units(self.entries, ((i, 8) for i in range(len(self.entries))), _UNIT_ELEMENTS)
-            ),
             layout=mask_layout(shapes, self.checkpoint.files),
             copied=self.checkpoint.others,
             replaces=replace,
@@ -121,8 +114,10 @@ class Application:
         report: dict[str, Any] = json.loads(run.texts[0])
         return report
 
-    def _complete(self, partial: Partial, records: Sequence[Record], run: RunFacts) -> None:
-        """Write the report and, as the recipe, which masks were applied."""
+    def _complete(
+        self, records: Sequence[Record], run: RunFacts
+    ) -> tuple[bytes, bytes, dict[str, bytes | Iterable[bytes]]]:
+        """The report and, as the recipe, which masks were applied."""
         path, (size, mtime_ns, header_crc) = self.masks.path, self.masks.state
         check_unchanged(self._folder, [OtherFile(MASK_FILE, path, size, mtime_ns, 0)])
         recipe = (
@@ -158,7 +153,7 @@ class Application:
             "copied": [other.name for other in self.checkpoint.others],
             "skipped": self.checkpoint.skipped,
         }
-        partial.complete(recipe.encode(), run.to_json(), as_json(report))
+        return as_json(report), recipe.encode(), {}
 
 
 def _mismatches(masks: MaskFile, entries: dict[str, TensorEntry]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which elements are pruned, span by span, once the rankings of a plan are cut."""
+"""Which elements are pruned, tensor by tensor, once the rankings of a plan are cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from distprune.files.errors import SelectionError
 from distprune.files.planning import CHUNK, MAX_IN_MEMORY
 from distprune.files.reading import Source
 from distprune.files.rewriting import Counts, Piece
-from distprune.files.units import Span
 from distprune.selection import cpu
 from distprune.selection.candidates import Candidates, PartCut
 from distprune.selection.cpu import lowest_of
@@ -38,10 +37,11 @@ class LowestElements:
         self._cuts = cuts
         self._scratch = Scratch()
 
-    def pieces(self, span: Span, counts: Counts) -> Iterator[Piece]:
-        """The elements of a span, in their order.
+    def pieces(self, position: int, counts: Counts) -> Iterator[Piece]:
+        """The elements of a tensor, in their order.
 
         Args:
+            position: of the tensor.
             counts: by position, it gets the NaN of tensors that are ranked on their own ("nan"),
                 and the largest key that was pruned of those that are one block ("threshold").
 
@@ -49,8 +49,9 @@ class LowestElements:
             NaNError, SelectionError: of a tensor that is ranked on its own.
             CheckpointError: the source cannot be read, or has changed.
         """
-        values, elements = self._source.values[span.position], range(span.first, span.last)
-        for stretch, step, decide in self._stretches(span.position, elements, counts):
+        values = self._source.values[position]
+        elements = range(self._plan.tensors[position].entry.numel)
+        for stretch, step, decide in self._stretches(position, elements, counts):
             for start in range(stretch.start, stretch.stop, step):
                 run = range(start, min(start + step, stretch.stop))
                 with values.holding(run.start, run.stop) as bits:

@@ -1,6 +1,6 @@
 """``prune``: carry out a plan, on one process or on all ranks together.
 
-plan --> find_cuts --cuts--> units written --> partial folder --> destination
+plan --> find_cuts --cuts--> files written --> partial folder --> destination
          (scope "global")    (each once)          (one rename)
 """
 
@@ -19,18 +19,15 @@ from distprune._common.collectives import Communicator
 from distprune._common.memory import Array
 from distprune._common.process_groups import world
 from distprune.files.cuts import Cuts, find_cuts
-from distprune.files.disk.destination import resolve_destination
-from distprune.files.journals import keep_prepared
 from distprune.files.lowest import LowestElements
-from distprune.files.partial import Partial, check_unchanged
+from distprune.files.output import resolve_destination
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, bytes_to_count
 from distprune.files.reading import Source
 from distprune.files.reports import Record, Report, RunFacts, parse_report
 from distprune.files.reports.building import check_counts, make_report
 from distprune.files.reports.model_card import card_of
-from distprune.files.results import resumed, versions
+from distprune.files.results import check_unchanged, prune_task, resumed, versions
 from distprune.files.team import Progress, Team
-from distprune.files.units import Span, prune_task
 
 
 def prune(
@@ -53,9 +50,9 @@ def prune(
     for every number of ranks.
 
     The destination appears by one rename at the end, or not at all. The next call with the same
-    plan compares what an interrupted run left (``destination.partial-...``) with its checksums, and
-    continues it; :func:`~distprune.files.partial.discard` removes it. If the same plan has
-    made the destination already, nothing is done.
+    plan makes the files that an interrupted run has not finished (in ``destination.partial``);
+    :func:`~distprune.files.output.discard` removes them. If the same plan has made the destination
+    already, nothing is done.
 
     Args:
         plan: what to do; the same on every rank.
@@ -86,8 +83,8 @@ def prune(
 
     Cost: reads weights twice and writes them once (row and N:M reads them once; scores of more than
     16 bits four times if they are normalised, and three times if they are so many that the keys
-    around the cut do not fit into memory), and reads once what an interrupted run had done; a few
-    hundred megabytes of memory per process, whatever the size. Scores "wanda" and "stade" have 32
+    around the cut do not fit into memory). A killed run makes at most one file per rank again.
+    Memory: a few hundred megabytes per process. Scores "wanda" and "stade" have 32
     bits or more. Communication: an all-reduce of 32 bytes twice a second, and some of up to 32 KiB.
     """
     team = Team(communicator or world(), progress, stop)
@@ -95,14 +92,14 @@ def prune(
     team.compare(_facts(plan, target))
     task = prune_task(plan, replaces=replace)
     source = Source(plan, team.did_count)
-    bytes_to_prepare = bytes_to_count(plan) if cuts is None else 0
-    with resumed(team, task, target, bytes_to_prepare=bytes_to_prepare, tell=tell) as run:
+    to_prepare = bytes_to_count(plan) if cuts is None else 0
+    with resumed(team, task, target, bytes_to_prepare=to_prepare, tell=tell) as run:
         if run.texts is None:
             with run.timing("count"):
                 known = cuts if run.prepared is None else run.prepared
                 found = find_cuts(team, source, known)
                 if known is None and any(group.recipe.is_global for group in plan.groups):
-                    team.from_leader(keep_prepared, task, run.partial.work, asdict(found))
+                    run.keep(asdict(found))
             run.write(LowestElements(source, found).pieces)
             run.publish(functools.partial(_complete, source, found))
     assert run.texts is not None  # it is published
@@ -134,21 +131,16 @@ class RankedMasks:
         """bool, of the shape of the tensor: which of its elements are kept."""
         position = self._positions[name]
         entry = self._source.plan.tensors[position].entry
-        span = Span(position, 0, entry.numel)
         keep: Array = np.empty(entry.numel, dtype=np.bool_)
-        for piece in self._lowest.pieces(span, defaultdict(Counter)):
+        for piece in self._lowest.pieces(position, defaultdict(Counter)):
             keep[piece.first : piece.first + len(piece.keep)] = piece.keep
         return keep.reshape(entry.shape)
 
 
 def _complete(
-    source: Source,
-    cuts: Cuts,
-    partial: Partial,
-    records: Sequence[Record],
-    run: RunFacts,
-) -> None:
-    """Write the report, and what else stands beside the weights and masks."""
+    source: Source, cuts: Cuts, records: Sequence[Record], run: RunFacts
+) -> tuple[bytes, bytes, dict[str, bytes | Iterable[bytes]]]:
+    """The report, the recipe, and what else stands beside the weights and masks."""
     plan = source.plan
     report = make_report(plan, (source, cuts), records, run)
     check_counts(report, plan)
@@ -159,8 +151,7 @@ def _complete(
         others[STATISTICS_FILE] = inputs.statistics.blocks()
     if inputs.given is not None:
         check_unchanged(inputs.given.checkpoint.folder, inputs.given.checkpoint.files)
-    recipe = plan.recipe.as_stored().to_yaml().encode()
-    partial.complete(recipe, report.run.to_json(), report.result_json(), others)
+    return report.result_json(), plan.recipe.as_stored().to_yaml().encode(), others
 
 
 def _facts(plan: Plan, target: Path) -> list[tuple[str, str]]:

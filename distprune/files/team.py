@@ -31,7 +31,7 @@ class Progress:
     """The progress of all ranks together.
 
     Attributes:
-        phase: "check", "count", "write" or "verify".
+        phase: "count", "write" or "verify".
         num_bytes: finished bytes of all phases, by this run and earlier ones.
         total_bytes: of all phases.
         bytes_per_second: of this run in the last half minute.

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,8 @@ import numpy as np
 from distprune._common.collectives import Communicator
 from distprune._common.memory import Array
 from distprune._common.process_groups import world
+from distprune.files.checkpoints.checkpoint import SourceFile
+from distprune.files.checkpoints.header import WeightFile
 from distprune.files.checkpoints.mask_files import (
     MASK_FILE,
     MaskFile,
@@ -44,7 +47,6 @@ from distprune.files.errors import (
     SelectionError,
 )
 from distprune.files.lowest import LowestElements
-from distprune.files.partial import RECIPE_FILE, check_unchanged
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
 from distprune.files.reading import Source
 from distprune.files.recipe import FileRecipe
@@ -60,11 +62,17 @@ from distprune.files.reports import (
 )
 from distprune.files.reports.building import make_report, with_digest
 from distprune.files.reports.model_card import card_problem
-from distprune.files.rewriting import Piece, Pieces, masked_pieces, rewritten
+from distprune.files.results import (
+    RECIPE_FILE,
+    check_unchanged,
+    names_by_rank,
+    note_values,
+    prune_task,
+)
+from distprune.files.rewriting import Counts, Piece, Pieces, masked_pieces, parts_of
 from distprune.files.scoring import KeptValues
 from distprune.files.team import Progress, Team
 from distprune.files.text import printable
-from distprune.files.units import CopyUnit, Span, SpanUnit, Unit, prune_task, units_by_rank
 
 _COPIED = 8 << 20  # bytes that are compared at a time
 
@@ -139,17 +147,17 @@ def verify(
     target = ascii(os.path.abspath(destination))
     team.compare([("destination", target), ("plan", plan.digest)])
     read = Source(plan, team.did_count)
-    units = [(i, unit) for i, unit in enumerate(result.units) if result.is_readable(unit)]
     records: list[Record] = []
     ranking: tuple[Source, Cuts] | Report = result.report
     pieces = masked_pieces(result.entries, result.masks)
     try:
-        team.expect("verify", sum(unit.num_bytes for unit in result.units))
+        sizes = {n: f.size for n, f in result.task.files.items() if result.is_readable(n)}
+        team.expect("verify", sum(sizes.values()))
         if result.has_order:
             ranking = read, find_cuts(team, read)
             pieces = LowestElements(*ranking).pieces
-        team.begin("verify", sum(unit.num_bytes for _, unit in units))
-        mine = units_by_rank(units, team.size)[team.index]
+        team.begin("verify", sum(sizes.values()))
+        mine = names_by_rank(sizes, team.size)[team.index]
         team.work(result.compare(mine, pieces, records))
         found = [[*key, *what] for key, what in result.found.items()]
         shared = team.share([result.num_bytes, result.num_pruned, found, records])
@@ -175,7 +183,8 @@ class _Result:
 
     Attributes:
         plan: derived from the source.
-        units: all work.
+        task: whose result it is.
+        entries: the tensors that are pruned.
         masks: of the result.
         num_bytes: how many bytes of the source were compared.
         num_pruned: how many elements are pruned, according to the masks.
@@ -203,16 +212,19 @@ class _Result:
         except SelectionError as error:
             raise _misfit(folder, source, error) from error
         checkpoint = self.plan.checkpoint
-        task = prune_task(self.plan)
-        layout, self.entries, self.units = task.layout, task.tensors, task.units
+        self.task = task = prune_task(self.plan)
+        layout, self.entries = task.layout, task.tensors
         assert layout is not None  # the recipe has masks
         self.masks = MaskFile(str(folder / MASK_FILE), layout.shapes, {}, layout.starts)
         self.num_bytes = self.num_pruned = 0
         self.found: dict[tuple[str, str], tuple[int, int]] = {}
         self._updated = frozenset[str]() if values is None else values.names
         # What is wrong with files, and the names of those whose content cannot be compared.
-        small = dict.fromkeys((REPORT_FILE, RUN_FILE, RECIPE_FILE, *task.written_last))
-        self.problems, self.bad = _look_through(folder, {**task.sizes, **small})
+        small = [REPORT_FILE, RUN_FILE, RECIPE_FILE, *([CARD_FILE] if self.plan.has_card else [])]
+        small += [STATISTICS_FILE] if self.plan.inputs.statistics is not None else []
+        sizes: dict[str, int | None] = {name: file.size for name, file in task.files.items()}
+        sizes |= {MASK_FILE: layout.size, **dict.fromkeys(small)}
+        self.problems, self.bad = _look_through(folder, sizes)
         self.has_expected_masks = MASK_FILE not in self.bad
         if self.has_expected_masks:
             with open(folder / MASK_FILE, "rb") as file:
@@ -226,39 +238,42 @@ class _Result:
                 "were others."
             )
 
-    def is_readable(self, unit: Unit) -> bool:
-        """Whether a unit can be compared."""
-        if isinstance(unit, CopyUnit):
-            return unit.name not in self.bad
-        files = {self.entries[span.position].file for span in unit.spans}
-        return self.has_expected_masks and not files & self.bad
+    def is_readable(self, name: str) -> bool:
+        """Whether a file can be compared."""
+        file = self.task.files[name]
+        is_pruned = isinstance(file, WeightFile) and any(
+            entry.name in self.task.positions for entry in file.tensors
+        )
+        return name not in self.bad and (self.has_expected_masks or not is_pruned)
 
-    def compare(
-        self, numbers: Iterable[int], pieces: Pieces, records: list[Record]
-    ) -> Iterator[int]:
-        """Compare some units with what ``prune`` makes of the source; yields bytes."""
-        for number in numbers:
-            unit = self.units[number]
-            if isinstance(unit, CopyUnit):
-                yield from self._compare_copy(unit)
-            else:
-                record: dict[str, Any] = {"unit": number}
-                yield from rewritten(unit, pieces, self._compare_piece, record)
-                records.append(record)
+    def compare(self, names: Iterable[str], pieces: Pieces, records: list[Record]) -> Iterator[int]:
+        """Compare some files with what ``prune`` makes of the source; yields bytes."""
+        for name in names:
+            file, counts = self.task.files[name], Counts(Counter)
+            if not isinstance(file, WeightFile):
+                yield from self._compare_copy(file, range(file.size))
+                continue
+            for part in parts_of(file, self.task.positions, pieces, counts):
+                if isinstance(part, range):
+                    yield from self._compare_copy(file, part)
+                else:
+                    self._compare_piece(*part, counts)
+                    yield part[1].bits.nbytes
+            records.append(counts)
 
-    def _compare_piece(self, span: Span, piece: Piece) -> Array | None:
+    def _compare_piece(self, position: int, piece: Piece, counts: Counts) -> None:
         """The mask is that of the recipe; the result is the source times the mask, with +0.
 
         No bits are set after the last element of a mask.
         """
-        entry, (first, bits, keep) = self.entries[span.position], piece
+        entry, (first, bits, keep) = self.entries[position], piece
         kept = read_keep(self.masks, entry.name, first, first + len(bits))
         written: Array = np.empty_like(bits)
         start = entry.start + first * bits.itemsize
         read_into(str(self.folder / entry.file), start, written.data.cast("B"))
-        is_updated = entry.name in self._updated  # the report has a checksum of what was kept
-        if is_updated:
+        if entry.name in self._updated:  # the report has a checksum of what was kept
             bits = written
+            note_values(counts, position, written)
         self._note("wrong", entry.name, written != bits * kept, first)
         self._note("misplaced", entry.name, kept != keep, first)
         self.num_pruned += len(kept) - int(np.count_nonzero(kept))
@@ -267,17 +282,16 @@ class _Result:
         if last == entry.numel and last % 8:
             tail = read_keep(self.masks, entry.name, last, -(-last // 8) * 8)
             self._note("tail", entry.name, tail, last)
-        return written if is_updated else None
 
-    def _compare_copy(self, unit: CopyUnit) -> Iterator[int]:
+    def _compare_copy(self, file: SourceFile, part: range) -> Iterator[int]:
         """Read bytes that have to be equal; yields numbers of bytes."""
-        path = str(self.folder / unit.name)
-        for start in range(unit.start, unit.stop, _COPIED):
-            size = min(_COPIED, unit.stop - start)
+        path = str(self.folder / file.name)
+        for start in range(part.start, part.stop, _COPIED):
+            size = min(_COPIED, part.stop - start)
             expected, written = (np.empty(size, dtype=np.uint8) for _ in range(2))
-            read_into(unit.path, start, expected.data)
+            read_into(file.path, start, expected.data)
             read_into(path, start, written.data)
-            self._note("copy", unit.name, written != expected, start)
+            self._note("copy", file.name, written != expected, start)
             self.num_bytes += size
             yield size
 
@@ -321,14 +335,14 @@ class _Result:
             for key in keys
             if key in self.found
         ]
-        spans = (unit for unit in self.units if isinstance(unit, SpanUnit))
-        if all(map(self.is_readable, spans)):
+        files = {entry.file for entry in self.entries}
+        if all(map(self.is_readable, files)):
             problems += self._problems_of_report(derive())
         else:
             problems.append(
                 f"{REPORT_FILE} was not compared, as not all weights and masks could be."
             )
-        run, num_bytes = self.report.run, sum(unit.num_bytes for unit in self.units)
+        run, num_bytes = self.report.run, self.task.num_bytes
         if run.num_bytes != num_bytes:
             problems.append(f"{RUN_FILE}: num_bytes is {run.num_bytes}; expected {num_bytes}.")
         if self.run_text != run.to_json():

@@ -7,10 +7,11 @@ import functools
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +26,8 @@ from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.checkpoint import SIDECAR, open_checkpoint
 from distprune.files.checkpoints.header import INDEX_SUFFIX, make_header
-from distprune.files.disk.access import (
-    OutputFiles,
-    allocate,
-    copy_file,
-    write_atomically,
-    writing,
-)
-from distprune.files.disk.destination import resolve_destination
-from distprune.files.partial import new_folder
-from distprune.files.places import check_place
+from distprune.files.disk.access import write_atomically, writing
+from distprune.files.output import check_place, new_folder, resolve_destination
 from distprune.language_models.loading import DTYPE_NAMES, require_extra
 from distprune.masks.hook import find_hook
 from distprune.shards.parameters import Target, all_places, find_places
@@ -356,7 +349,7 @@ def _folder_for(
             contents.setdefault(other.name, Path(other.path))
     target = resolve_destination(destination)
     check_place(checkpoint.root, target)
-    new = new_folder(target, checkpoint.folders, sum(weights.sizes.values()))
+    new = new_folder(target, sum(weights.sizes.values()))
     with new as partial, contextlib.closing(weights):
         weights.start(partial)
         for name, content in contents.items():
@@ -391,7 +384,7 @@ def _write(path: Path, content: str | bytes | Path) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, Path):
-            copy_file(content, path)
+            shutil.copyfile(content, path)
             return
     write_atomically(path, content.encode() if isinstance(content, str) else content)
 
@@ -449,14 +442,16 @@ class WeightFiles:
         self._waiting: dict[str, Tensor] = {}
         self._missing: dict[str, int] = {}
         self._folder = Path()
-        self._files = OutputFiles()
+        self._files: dict[str, BinaryIO] = {}
 
     def start(self, folder: Path) -> None:
         """Reserve the disk for all files, and write their headers and the index."""
         self._folder = folder
         for file, header in self._headers.items():
-            allocate(str(folder / file), self.sizes[file])
-            self._files.write(str(folder / file), 0, header)
+            with writing(folder / file):
+                self._files[file] = (folder / file).open("wb")
+                self._files[file].write(header)
+                self._files[file].truncate(self.sizes[file])
         if len(self.sizes) > 1:
             index = {
                 "metadata": {"total_parameters": self._numel, "total_size": self.num_bytes},
@@ -496,18 +491,24 @@ class WeightFiles:
     def finish(self) -> None:
         """Wait until everything is on the disk."""
         assert not self._waiting
-        self._files.sync()
+        for name, file in self._files.items():
+            with writing(self._folder / name):
+                file.flush()
+                os.fsync(file.fileno())
 
     def close(self) -> None:
         """Close the files."""
-        self._files.close()
+        for file in self._files.values():
+            file.close()
 
     def _write(self, name: str, start: int, values: Tensor) -> None:
         place = self._places[name]
         assert values.dtype == place.dtype, (name, values.dtype)
         data = values.contiguous().view(torch.uint8).numpy().data
         offset = place.offset + start * place.dtype.itemsize
-        self._files.write(str(self._folder / place.file), offset, data)
+        with writing(self._folder / place.file):
+            self._files[place.file].seek(offset)
+            self._files[place.file].write(data)
 
 
 def _num_bytes(tensor: _Described) -> int:

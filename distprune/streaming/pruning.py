@@ -8,6 +8,7 @@ text --> forward  --> backward --> ranking  --> update --> DST
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -22,9 +23,8 @@ import torch
 from distprune._common.collectives import Communicator
 from distprune._common.process_groups import world
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from distprune.files.disk.destination import Lock, resolve_destination
 from distprune.files.errors import CheckpointError, SelectionError
-from distprune.files.places import check_free, check_place, check_replaceable
+from distprune.files.output import check_place, check_taken, locked, resolve_destination
 from distprune.files.planning import STATISTICS_FILE, plan
 from distprune.files.pruning import prune as prune_files
 from distprune.files.recipe import FileRecipe
@@ -235,10 +235,8 @@ def _check_request(settings: Settings, rounds: Sequence[float]) -> None:
 
 def _check_target(checkpoint: Checkpoint, target: Path, replace: bool) -> None:
     check_place(checkpoint.root, target)
-    if replace:
-        check_replaceable(target, [file.path for file in checkpoint.all_files])
-    else:
-        check_free(target, is_replaceable=True)
+    inputs = [file.path for file in checkpoint.all_files]
+    check_taken(target, replaces=replace, inputs=inputs)
 
 
 def _remove(place: Path, communicator: Communicator) -> None:
@@ -262,11 +260,11 @@ def _pruned_once(
         text: hash of what the whole command depends on.
         before: the perplexity of the evaluation text under the dense model, if that is known.
     """
-    communicator, lock = world(), Lock(target)
+    communicator, lock = world(), contextlib.ExitStack()
 
     def begin() -> StreamedModel:
         if communicator.index == 0:
-            lock.acquire()
+            lock.enter_context(locked(target))
         return StreamedModel(source, settings.dtype, settings.device)
 
     told = {"text": text} | {name: facts[name] for name in ("rounds",) if name in facts}
@@ -285,7 +283,7 @@ def _pruned_once(
         with communicator.raising_everywhere():
             recipe, values = Passes(streamed, stored, settings, work, before).run(told)
     finally:
-        lock.release()
+        lock.close()
     planned = communicator.run(lambda: plan(source, recipe, values=values))
     report = prune_files(
         planned,

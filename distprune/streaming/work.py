@@ -22,10 +22,8 @@ from typing import Any
 
 from distprune._common.collectives import Communicator
 from distprune.files.disk.access import write_atomically, writing
-from distprune.files.disk.destination import check_free_bytes, folder_bytes
 from distprune.files.errors import OutputError
-from distprune.files.partial import DISCARD_HINT
-from distprune.files.places import check_own_folder
+from distprune.files.output import DISCARD_HINT, check_free_bytes, folder_bytes
 
 _FACTS, _PROGRESS = "facts.json", "progress.json"
 
@@ -106,7 +104,6 @@ class Work:
 
     def _open(self, destination: Path, text: str, num_bytes: int) -> None:
         if self.path.exists():
-            check_own_folder(self.path)
             if (self.path / _FACTS).exists() and (self.path / _FACTS).read_text() != text:
                 raise OutputError(
                     f"{self.path} is the unfinished result of another command, text, model or "

@@ -95,11 +95,9 @@ class Phases:
         return name if self._writes() else ""
 
     def _writes(self) -> bool:
-        """Whether some journal says that a part of the result is finished."""
-        journals = self._destination.parent.glob(
-            f"{self._destination.name}.partial-*/distprune/work/*.jsonl"
-        )
-        return any(journal.read_bytes().count(b"\n") > 1 for journal in journals)
+        """Whether a weight file of the result is finished."""
+        partial = self._destination.with_name(f"{self._destination.name}.partial")
+        return any(partial.glob("*.safetensors"))
 
 
 def killed(

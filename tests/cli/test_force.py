@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
-from distprune.files import places
-from distprune.files.errors import Interrupted
-from distprune.files.partial import Partial
+from distprune.files import output
+from distprune.files.errors import Interrupted, OutputError
+from distprune.files.output import Output
 from helpers.tiny_checkpoints import save, tree_digest
 from helpers.tiny_language_model import save_tiny_llama, write_text
 
@@ -61,7 +61,7 @@ def test_the_old_result_stays_until_the_new_one_is_complete(run, again, out, mon
         raise Interrupted("stopped as asked.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Partial, "publish", stop)
+        patch.setattr(Output, "publish", stop)
         assert run(*begin, out, *end, "--force").code == 143
     assert tree_digest(out, RUN) == old
     assert run(*begin, out, *end, "--force").code == 0
@@ -72,27 +72,27 @@ def test_a_run_killed_between_the_renames_loses_neither(run, source, out, monkey
     old, command = tree_digest(out, RUN), ["prune", source, out, "-s", "0.25"]
 
     def killed(folder, destination, *, replaces):
-        os.rename(destination, places._aside(destination))
+        os.rename(destination, output._replaced(destination))
         raise Interrupted("as if by SIGKILL.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("distprune.files.partial.put", killed)
+        patch.setattr("distprune.files.output.put", killed)
         assert run(*command, "--force").code == 143
     assert not out.exists()
     assert run(*command).code == DESTINATION  # it puts the old result back
     assert tree_digest(out, RUN) == old
-    os.rename(out, places._aside(out))
+    os.rename(out, output._replaced(out))
     assert run(*command, "--discard").code == 0
     assert tree_digest(out, RUN) == old
     assert run(*command, "--force").code == 0
-    shutil.copytree(out, places._aside(out))  # killed before the old one was removed
-    assert run(*command).code == 0 and not places._aside(out).exists()
+    shutil.copytree(out, output._replaced(out))  # killed before the old one was removed
+    assert run(*command).code == 0 and not output._replaced(out).exists()
 
 
 def test_a_rename_that_fails_puts_the_old_result_back(out, tmp_path):
     old = tree_digest(out, RUN)
-    with pytest.raises(places.OutputError):
-        places.put(tmp_path / "nothing", out, replaces=True)
+    with pytest.raises(OutputError):
+        output.put(tmp_path / "nothing", out, replaces=True)
     assert tree_digest(out, RUN) == old
 
 
@@ -109,7 +109,7 @@ def test_nothing_else_is_replaced(run, source, out, tmp_path):
     refused(plain, "is no finished result of distprune")
     refused(source, "is inside the source")
     (tmp_path / "link").symlink_to(out)
-    refused(tmp_path / "link", "is a link")
+    refused(tmp_path / "link", "is no finished result")
     refused(out, "which --force would replace", masks=[out])
     (out / "notes.txt").write_text("mine")
     refused(out, "notes.txt was not written by distprune")

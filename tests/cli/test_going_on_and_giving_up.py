@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from distprune.files.partial import Partial
-from helpers.small_work_units import small_units
+from distprune.files.output import Output
 from helpers.tiny_checkpoints import save, tree_digest
 
 RUN = ("distprune/run.json",)
@@ -36,8 +35,8 @@ def interrupted(run, command, monkeypatch):
 
         raise Interrupted("stopped as asked.")
 
-    with monkeypatch.context() as patch, small_units():
-        patch.setattr(Partial, "publish", publish)
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "publish", publish)
         return run(*command)
 
 
@@ -45,11 +44,10 @@ def test_a_stop_says_what_is_left_and_the_same_command_goes_on(run, command, tmp
     command, _out = command
     done = interrupted(run, command, monkeypatch)
     assert done.code == 143 and "Traceback" not in done.err
-    (folder,) = tmp_path.glob("out.partial-*")
+    (folder,) = tmp_path.glob("out.partial")
     assert str(folder) in done.err and "run the same command again to resume" in done.err
     assert "--discard" in done.err
-    with small_units():
-        done = run(*command)
+    done = run(*command)
     assert done.code == 0 and "Resuming: 6.7 kB of 6.7 kB are finished." in done.err
 
 

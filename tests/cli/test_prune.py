@@ -108,13 +108,13 @@ TAKES_MEMORY = r"""
 import re, resource, subprocess, sys
 from pathlib import Path
 from distprune.cli.main import main
-from distprune.files.partial import Partial
+from distprune.files.output import Output
 
-publish = Partial.publish
+publish = Output.publish
 def take_memory(*arguments):
     subprocess.run([sys.executable, "-c", "b'1' * 600_000_000"], check=True)
     return publish(*arguments)
-Partial.publish = take_memory
+Output.publish = take_memory
 try:
     main(sys.argv[1:])
 finally:
@@ -160,7 +160,7 @@ def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(tmp_path, number,
     process = torchrun(num_ranks, *command) if code == 1 else start("-m", "distprune", *command)
     assert any(line.startswith("Prunes") for line in process.stderr)
     until = time.monotonic() + 60
-    while not list(tmp_path.glob("out.partial-*/distprune/work/decision.json")):
+    while not list(tmp_path.glob("out.partial/distprune/work/prepared.json")):
         assert time.monotonic() < until and process.poll() is None
         time.sleep(0.01)
     process.send_signal(number)

@@ -11,7 +11,7 @@ from distprune.files.recipe import FileRecipe
 from distprune.files.reports import read_report
 from helpers import file_oracle, tiny_checkpoints
 from helpers.sampling import every
-from helpers.small_work_units import small_chunks, small_units
+from helpers.small_chunks import small_chunks
 from helpers.tiny_checkpoints import load
 
 DTYPES = {
@@ -148,8 +148,7 @@ def test_limits_equal_the_oracle(tmp_path, kind, ties, monkeypatch):
     for number, (sparsity, low, high) in every(4, enumerate(LIMITS), turn):
         more = {"score": "random", "seed": 7} if number % 4 == 3 else {}
         recipe = FileRecipe(sparsity, min_sparsity=low, max_sparsity=high, **more)
-        with small_units(num_elements=1000 if number % 2 else 44):  # whole tensors, and parts
-            report = check(tensors, recipe, source, tmp_path / str(number))
+        report = check(tensors, recipe, source, tmp_path / str(number))
         for tensor in report.tensors:
             if recipe.has_limits and tensor.limits is not None:
                 assert tensor.limits[0] <= tensor.num_pruned <= tensor.limits[1]

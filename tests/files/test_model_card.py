@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from distprune.files.recipe import FileRecipe
 from distprune.files.reports import model_card
 from distprune.recipe import parse_recipe
 from helpers.sampling import num_examples
-from helpers.tiny_checkpoints import save, tree_digest
+from helpers.tiny_checkpoints import save
 
 CARD = """---
 license: llama3.2
@@ -229,24 +228,6 @@ def test_a_result_pruned_again_has_one_card_over_the_other(tmp_path):
     values, text = metadata(again)
     assert values["tags"] == ["llama", "pruned", "sparse"]
     assert "exactly 96 of 128" in text and text.endswith(metadata(first)[1].lstrip("\n"))
-
-
-def test_a_run_that_goes_on_writes_the_same_card(tmp_path, monkeypatch):
-    source = source_of(tmp_path / "source")
-    prune(source, tmp_path / "whole")
-    plan = planning.plan(source, FileRecipe(0.5))
-    real = pruning.Partial.publish
-    monkeypatch.setattr(pruning.Partial, "publish", lambda self: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        pruning.prune(plan, tmp_path / "out")
-    (partial,) = tmp_path.glob("out.partial-*")
-    (partial / "distprune" / "report.json").unlink()
-    (partial / "README.md").write_text("half of a ca")
-    monkeypatch.setattr(pruning.Partial, "publish", real)
-    pruning.prune(plan, tmp_path / "out")
-    left_out = ("distprune/run.json",)
-    assert tree_digest(tmp_path / "out", left_out) == tree_digest(tmp_path / "whole", left_out)
-    shutil.rmtree(tmp_path / "out")
 
 
 # Metadata

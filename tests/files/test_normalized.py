@@ -183,7 +183,7 @@ def test_a_run_that_stopped_after_the_count_goes_on(tmp_path, monkeypatch, small
     plan = planning.plan(source, FileRecipe(0.5, normalize="rms"))
     pruning.prune(plan, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(results, "rewritten", lambda *_: 1 / 0)
+        patch.setattr(results, "parts_of", lambda *_: 1 / 0)
         with pytest.raises(Exception, match="division"):
             pruning.prune(plan, tmp_path / "target")
     monkeypatch.setattr(cuts, "select_lowest", lambda *_: 1 / 0)  # not needed any more

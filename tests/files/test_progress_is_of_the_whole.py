@@ -8,7 +8,6 @@ from distprune.files import planning, pruning, team
 from distprune.files.errors import Interrupted
 from distprune.files.recipe import FileRecipe
 from distprune.files.team import Progress, Team
-from helpers.small_work_units import small_units
 from helpers.tiny_checkpoints import save
 
 GB = 10**9
@@ -64,17 +63,15 @@ def test_later_passes_begin_anew(clock):
 def test_all_phases_are_one_whole(clock):
     seen = []
     crew = Team(world(), seen.append)
-    crew.expect("check", 4 * GB)
     crew.expect("count", 10 * GB)
     crew.expect("write", 12 * GB, 4 * GB)
-    work(crew, steps(clock, 4 * GB, 2 * GB), "check", 0, 4 * GB)
-    assert seen[0] == Progress("check", 5 * GB, 26 * GB, 2 * GB)
-    assert seen[0].seconds_left == pytest.approx(10.5)
     work(crew, steps(clock, 10 * GB, GB), "count", 0, 10 * GB)
+    assert seen[0] == Progress("count", 5 * GB, 22 * GB, GB)
+    assert seen[0].seconds_left == pytest.approx(17)
     work(crew, steps(clock, 8 * GB, GB), "write", 4 * GB, 12 * GB)
     done = [state.num_bytes for state in seen]
-    assert done == sorted(done) and done[-1] == 26 * GB
-    assert {state.total_bytes for state in seen} == {26 * GB}
+    assert done == sorted(done) and done[-1] == 22 * GB
+    assert {state.total_bytes for state in seen} == {22 * GB}
 
 
 def test_what_turns_out_to_be_damaged_is_work_again(clock):
@@ -114,24 +111,21 @@ def test_a_pruning_counts_up_to_the_end_before_and_after_a_stop(tmp_path, monkey
     plan = planning.plan(save(tmp_path / "source", tensors), way)
     seen = []
 
-    def check(is_resumed):
+    def check():
         done = [state.num_bytes for state in seen]
         (total,) = {state.total_bytes for state in seen}
         assert done == sorted(done) and done[-1] == total
-        phases = list(dict.fromkeys(state.phase for state in seen))
-        assert ("check" in phases) == is_resumed
         seen.clear()
 
-    with small_units():
-        pruning.prune(plan, tmp_path / "straight", progress=seen.append)
-        check(False)
-        with pytest.raises(Interrupted):
-            pruning.prune(
-                plan,
-                tmp_path / "target",
-                stop=lambda: any(each.num_bytes > 0.8 * each.total_bytes for each in seen),
-                progress=seen.append,
-            )
-        seen.clear()
-        pruning.prune(plan, tmp_path / "target", progress=seen.append)
-        check(True)
+    pruning.prune(plan, tmp_path / "straight", progress=seen.append)
+    check()
+    with pytest.raises(Interrupted):
+        pruning.prune(
+            plan,
+            tmp_path / "target",
+            stop=lambda: any(each.num_bytes > 0.8 * each.total_bytes for each in seen),
+            progress=seen.append,
+        )
+    seen.clear()
+    pruning.prune(plan, tmp_path / "target", progress=seen.append)
+    check()

@@ -12,7 +12,6 @@ from distprune.files.reports import read_report
 from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints
 from helpers.sampling import every
-from helpers.small_work_units import small_units
 from helpers.tiny_checkpoints import load, tree_digest
 
 RUN = ("distprune/run.json",)
@@ -106,7 +105,6 @@ def test_tallies_and_keys_that_do_not_fit_into_memory(tmp_path, monkeypatch, kin
         check(KINDS[kind], source, tmp_path / f"target{which}", WAYS[which])
 
 
-@small_units(num_elements=40)
 def prune_here(source, target, way):
     """On every rank of a group."""
     plan = planning.plan(source, FileRecipe(**way))

@@ -17,7 +17,7 @@ from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
 from helpers.disk_crashes import Steps, kill_self, run_forked
 from helpers.sampling import every
-from helpers.small_work_units import small_chunks, small_units
+from helpers.small_chunks import small_chunks
 from helpers.tiny_checkpoints import tree_digest
 
 RUN = ("distprune/run.json",)
@@ -57,7 +57,7 @@ def sources(folder):
 def digests_here(cases, folder):
     """On every rank: the digest of each result, after a comparison with its source."""
     digests = []
-    with pytest.MonkeyPatch.context() as patch, small_units(num_elements=60, copy_bytes=100):
+    with pytest.MonkeyPatch.context() as patch:
         small_chunks(patch, 24, 12)
         for number, (source, recipe) in enumerate(cases):
             target = folder / str(number)
@@ -94,8 +94,7 @@ def made_of_groups(folder):
 
 
 def prune(source, target, recipe):
-    with small_units(num_elements=60, copy_bytes=300):
-        pruning.prune(planning.plan(source, recipe), target)
+    pruning.prune(planning.plan(source, recipe), target)
 
 
 def killed_at(step, *what):

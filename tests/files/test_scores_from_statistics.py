@@ -25,7 +25,7 @@ from distprune.statistics import ActivationStatistics, GradientStatistics
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
 from helpers.sampling import every
-from helpers.small_work_units import small_chunks, small_units
+from helpers.small_chunks import small_chunks
 
 Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
 EXCLUDED = "layers.4"  # has no statistics
@@ -184,7 +184,6 @@ def masks_of_model(calls, dtype, statistics, gradients, scores_dtype):
     return found
 
 
-@small_units(num_elements=44)
 def prune_files(source, folder, calls, statistics, gradients, scores, chunk):
     """On every rank."""
     with pytest.MonkeyPatch.context() as patch:

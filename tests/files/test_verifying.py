@@ -17,15 +17,15 @@ from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoints.header import read_header
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
 from distprune.files.errors import CheckpointError, FilesError, Interrupted
-from distprune.files.partial import RECIPE_FILE
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports import REPORT_FILE, RUN_FILE, parse_report, read_report
 from distprune.files.reports.building import with_digest
+from distprune.files.results import RECIPE_FILE
 from distprune.files.verifying import verify
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
 from helpers.sampling import THOROUGH, every
-from helpers.small_work_units import small_chunks, small_units
+from helpers.small_chunks import small_chunks
 
 THE_ORDER = "elements are pruned or kept against the order of scores; the first is number"
 BY_DEFAULT = ("global", "pattern", "chosen")
@@ -35,7 +35,7 @@ BY_DEFAULT = ("global", "pattern", "chosen")
 def made(request, tmp_path_factory):
     """(source, destination), made of many small pieces."""
     folder = tmp_path_factory.mktemp("mutations")
-    with pytest.MonkeyPatch.context() as patch, small_units(num_elements=40):
+    with pytest.MonkeyPatch.context() as patch:
         small_chunks(patch, 24, 50)
         recipe = RECIPES[request.param]
         dtypes = [torch.bfloat16]
@@ -244,15 +244,14 @@ def test_an_order_that_only_ties_tell(tmp_path, recipe):
 def test_two_exchanged_ties(tmp_path, monkeypatch, scope, apart):
     """All elements are equal: the last pruned one stays, and a later one goes in its place."""
     small_chunks(monkeypatch, 24, 12)
-    with small_units(num_elements=64):
-        ones = {f"{n}.weight": torch.ones(20, 20).bfloat16() for n in "ab"}
-        source = tiny_checkpoints.save(tmp_path / "source", ones)
-        pruning.prune(planning.plan(source, FileRecipe(0.25, scope)), tmp_path / "target")
-        bits = Bits(source, tmp_path / "target")
-        last = {"global": 199, "layer": 99}[scope]
-        for index in (last, last + apart):
-            bits.flip("a.weight", index)
-        (problem,) = verify(tmp_path / "target", source).problems
+    ones = {f"{n}.weight": torch.ones(20, 20).bfloat16() for n in "ab"}
+    source = tiny_checkpoints.save(tmp_path / "source", ones)
+    pruning.prune(planning.plan(source, FileRecipe(0.25, scope)), tmp_path / "target")
+    bits = Bits(source, tmp_path / "target")
+    last = {"global": 199, "layer": 99}[scope]
+    for index in (last, last + apart):
+        bits.flip("a.weight", index)
+    (problem,) = verify(tmp_path / "target", source).problems
     assert problem == f"a.weight: 2 {THE_ORDER} {last}."
 
 
@@ -558,7 +557,6 @@ def make(tmp_path):
 def found_here(target, source):
     """On every rank: how verify ends."""
     with (
-        small_units(num_elements=44, copy_bytes=100),
         pytest.MonkeyPatch.context() as patch,
     ):
         small_chunks(patch, 24)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,6 @@ from distprune.files.recipe import FileRecipe
 from distprune.testing import run_ranks
 from golden import corpus
 from helpers.architecture_checkpoints import ARCHITECTURES, Architecture
-from helpers.small_work_units import small_units
 from helpers.tiny_checkpoints import DTYPES, load, save
 
 BY_NAME = {each.name: each for each in ARCHITECTURES}
@@ -146,18 +144,16 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def prune_here(source: Path, recipes: dict[str, FileRecipe], target: Path) -> list[str]:
     """Carry out each request on this rank; return the hash of each report."""
-    is_alone = not torch.distributed.is_initialized()
     facts = []
-    with contextlib.nullcontext() if is_alone else small_units(num_elements=1000):
-        for request, recipe in recipes.items():
-            report = prune(plan(source, recipe), target / request)
-            parts = []
-            for group in report.groups:
-                parts += [group.num_pruned, group.threshold, group.num_ties, group.num_ties_pruned]
-            for each in report.tensors:
-                parts += [each.name, each.num_pruned, each.num_zero, each.threshold, each.held_at]
-                parts += [each.divisor]
-            facts.append(corpus.hash_of(parts))
+    for request, recipe in recipes.items():
+        report = prune(plan(source, recipe), target / request)
+        parts = []
+        for group in report.groups:
+            parts += [group.num_pruned, group.threshold, group.num_ties, group.num_ties_pruned]
+        for each in report.tensors:
+            parts += [each.name, each.num_pruned, each.num_zero, each.threshold, each.held_at]
+            parts += [each.divisor]
+        facts.append(corpus.hash_of(parts))
     return facts
 
 

@@ -12,7 +12,6 @@ STEPS = (
     "chmod",
     "fsync",
     "mkdir",
-    "pwrite",
     "rename",
     "rmdir",
     "unlink",

@@ -10,8 +10,8 @@ import torch
 
 import distprune as prune
 from distprune import language_models, streaming
+from distprune.files import output
 from distprune.files.checkpoints.header import read_header
-from distprune.files.disk import destination as destinations
 from distprune.files.errors import Interrupted, MachineError, OutputError, SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports import read_report
@@ -132,7 +132,7 @@ def test_another_command_is_refused_while_a_result_is_unfinished(llama, tmp_path
 
 
 def test_a_disk_without_room_is_an_error_before_the_work(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(destinations, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(output, "free_bytes", lambda folder: 1000)
     with pytest.raises(OutputError, match="1,000 are free"):
         run(llama, tmp_path / "out")
 

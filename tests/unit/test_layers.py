@@ -68,8 +68,8 @@ ROOMS = {
 # The rooms of ``files``: each may import those before it. Its commands come last.
 FILES_ROOMS = [
     "text", "errors", "team", "disk", "recipe", "checkpoints", "layouts", "selecting",
-    "matching", "scoring", "planning", "reading", "cuts", "units",
-    "rewriting", "lowest", "reports", "journals", "places", "partial", "results",
+    "matching", "scoring", "planning", "reading", "cuts", "rewriting", "lowest",
+    "reports", "output", "results",
 ]  # fmt: skip
 FILES_COMMANDS = {"pruning", "applying", "verifying", "inspecting"}
 

@@ -1,23 +1,53 @@
-"""Files: small ones whole, large ones at offsets.
+"""Files: new ones, which get their names when they are complete, and bytes at offsets.
 
 [Note: no mmap] If a mapped file is truncated, or a hole in it meets a full disk, SIGBUS kills the
-process; mapped pages also count as its memory. ``preadv`` and ``pwrite`` return errors instead.
+process; mapped pages also count as its memory. ``preadv`` and ``write`` return errors instead.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from distprune.files.errors import CheckpointError, OutputError
 
-# How output files are opened: a link in their place is an error and is not followed.
-WRITE = os.O_RDWR | os.O_NOFOLLOW
-NEW = ".new"  # the suffix of a small file while it is written
+_PIECE = 16 << 20  # bytes that are copied at a time
+
+
+@contextlib.contextmanager
+def new_file(path: str | Path, mode: int = 0o666) -> Iterator[int]:
+    """A file that gets its name when all of its bytes are on the disk.
+
+    Args:
+        path: the path of the file; one that is there is replaced at the end.
+        mode: permissions, less the umask; its owner may always read and write it.
+
+    Yields:
+        A descriptor of ``path.part``, which is empty at first; it is removed after an exception.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    part = f"{os.path.abspath(path)}.part"
+    with writing(path):
+        os.makedirs(os.path.dirname(part), exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        descriptor = os.open(part, flags, mode | 0o600)
+    try:
+        with writing(path):
+            try:
+                yield descriptor
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.rename(part, path)
+            sync_folder(os.path.dirname(part))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
 
 
 def write_atomically(path: str | Path, data: bytes | Iterable[bytes]) -> None:
@@ -30,38 +60,14 @@ def write_atomically(path: str | Path, data: bytes | Iterable[bytes]) -> None:
     Raises:
         OutputError: it cannot be written.
     """
-    path = os.fspath(path)
-    new = path + NEW
-    with writing(path):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(new)  # of a run that was killed
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(new, flags, 0o666)
-        try:
-            for part in [data] if isinstance(data, bytes) else data:
-                write_all(descriptor, part)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.rename(new, path)
-        sync_folder(os.path.dirname(path))
+    with new_file(path) as descriptor:
+        for part in [data] if isinstance(data, bytes) else data:
+            write_all(descriptor, part)
 
 
-def copy_file(source: str | Path, path: str | Path) -> None:
-    """Copy the bytes of a file, and wait until they are on the disk."""
-    shutil.copyfile(source, path)
-    sync_file(path)
-
-
-def sync_file(path: str | Path) -> None:
-    """Wait until the bytes of a file are on the disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def write_all(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
     """Write all of the data at the descriptor's position."""
-    view = memoryview(data)
+    view = memoryview(data).cast("B")
     while view:
         view = view[os.write(descriptor, view) :]
 
@@ -92,50 +98,6 @@ def writing(path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(f"{path} cannot be written: {error.strerror}.") from error
-
-
-class OutputFiles:
-    """Files that are written at offsets. Each stays open until it is synced."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, int] = {}
-        self._checksums: dict[str, int] = {}
-
-    def write(self, path: str, offset: int, data: memoryview | bytes) -> None:
-        """Write all of the data at an offset.
-
-        Raises:
-            OutputError: the disk is full or reports an error.
-        """
-        view = memoryview(data).cast("B")
-        with writing(path):
-            if path not in self._open:
-                self._open[path] = os.open(path, WRITE | os.O_CLOEXEC)
-            num_written = 0
-            while num_written < len(view):
-                num_written += os.pwrite(self._open[path], view[num_written:], offset + num_written)
-        self._checksums[path] = zlib.crc32(view, self._checksums.get(path, 0))
-
-    def take_checksums(self) -> dict[str, int]:
-        """By path, the crc32 of the data since the last call, in the order of writing."""
-        taken, self._checksums = self._checksums, {}
-        return taken
-
-    def sync(self) -> None:
-        """Wait until all written data is on the disk, and close the files.
-
-        Raises:
-            OutputError: the disk reports an error.
-        """
-        for path in sorted(self._open):
-            with writing(path):
-                os.fsync(self._open[path])
-        self.close()
-
-    def close(self) -> None:
-        """Close all files; a later write opens them again."""
-        while self._open:
-            os.close(self._open.popitem()[1])
 
 
 @contextlib.contextmanager
@@ -184,18 +146,20 @@ def read_into(path: str, offset: int, buffer: memoryview) -> None:
         fill(descriptor, path, offset, buffer)
 
 
-def allocate(path: str, size: int, mode: int = 0o666) -> None:
-    """Make a file of that size if it does not exist; its bytes stay.
+def copy_range(source: str, start: int, stop: int, output: int) -> Iterator[int]:
+    """Append the bytes [start, stop) of a file to another one; yields sizes of pieces.
 
     Args:
-        mode: permissions of a new file, less the umask; its owner may always read and write it.
+        source: the path of a file.
+        output: the descriptor of the other one, at whose position they are written.
 
     Raises:
-        OutputError: the file cannot be written, or is a link.
+        CheckpointError: the source cannot be read, or ends too early.
+        OSError: the output cannot be written.
     """
-    with writing(path):
-        descriptor = os.open(path, WRITE | os.O_CREAT | os.O_CLOEXEC, mode | 0o600)
-        try:
-            os.ftruncate(descriptor, size)
-        finally:
-            os.close(descriptor)
+    piece = memoryview(bytearray(min(_PIECE, stop - start)))
+    for first in range(start, stop, _PIECE):
+        piece = piece[: stop - first]
+        read_into(source, first, piece)
+        write_all(output, piece)
+        yield len(piece)

@@ -1,6 +1,6 @@
 """What was done to a checkpoint, as plain values; the same for every number of ranks.
 
-The report is made of the counts that units of work record, written to two files of JSON beside the
+The report is made of what was counted in each weight file, written to two files of JSON beside the
 masks, and read from them.
 """
 
@@ -101,8 +101,7 @@ class RunFacts:
 
     Attributes:
         num_ranks: how many ranks the run had that finished it.
-        seconds: how long that run took, by phase: "check" if it continued an earlier run, "count"
-            if it pruned by scores, and "write".
+        seconds: how long that run took, by phase: "count" if it pruned by scores, and "write".
         peak_rss_bytes: the peak memory of each of its ranks.
         num_bytes: how many bytes were written, over all runs, without the masks.
         versions: the versions of Python, torch and numpy.
@@ -143,7 +142,7 @@ class Report:
             file, its mode and its number of tokens, or of gradients their weight; ``scores``, with
             sizes, crc32 of headers and times of change; ``update``, what was done to the kept
             weights, and the tensors where they are others than in the source. None without.
-        checksums: (unit of work, crc32 of what it wrote of such tensors); None without.
+        checksums: (position of such a tensor, crc32 of what was written of it); None without.
     """
 
     digest: str
@@ -209,7 +208,7 @@ Record = Mapping[str, Any]
 
 
 def summed(records: Iterable[Record], what: str) -> Counter[int]:
-    """One kind of count, summed over units, by position; JSON made the positions into strings."""
+    """One kind of count, summed over files, by position; JSON made the positions into strings."""
     sums: Counter[int] = Counter()
     for record in records:
         sums.update({int(position): count for position, count in record.get(what, {}).items()})

@@ -1,4 +1,4 @@
-"""A report and its warnings, from a plan, the cuts of its groups, and the records of all units.
+"""A report and its warnings, from a plan, the cuts of its groups, and the records of all files.
 
 ``verify`` compares the warnings of a report: a new wording would fail existing results. So those
 about raw magnitudes stay as they were before there was a normalisation; ``advice_about`` is for the
@@ -48,7 +48,7 @@ def make_report(
         ranking: what reads the scores of the plan, and where the groups that are ranked together
             are cut. Or a report that tells what a ranking has read which cannot be repeated, and
             which files its source had left out.
-        records: the records of all units, each once.
+        records: of all weight files, each once.
         run: how the result was made.
     """
     num_pruned = summed(records, "pruned")
@@ -77,7 +77,7 @@ def make_report(
         total = sum(tensor.num_pruned for tensor in tensors[group.first : group.last])
         groups.append(GroupReport(index, group.num_elements, total, **facts))
     only = groups[0] if len(groups) == 1 else None
-    sums = ((record["unit"], record["values"]) for record in records if "values" in record)
+    sums = [(int(p), crc) for record in records for p, crc in record.get("values", {}).items()]
     return Report(
         digest=plan.digest,
         recipe=plan.recipe.as_stored().as_fields(),

@@ -1,0 +1,487 @@
+"""``prune`` and ``apply``, whatever happens: no result or the whole one, with the same bytes."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distprune._common.process_groups import world
+from distprune.files import planning, pruning
+from distprune.files.applying import Application
+from distprune.files.errors import CheckpointError, FilesError, Interrupted, NaNError, OutputError
+from distprune.files.output import discard, locked
+from distprune.files.recipe import FileRecipe
+from distprune.testing import RankError, run_ranks
+from helpers.disk_crashes import Steps, disk_is_full, kill_self, run_forked, stop_after
+from helpers.sampling import THOROUGH, every
+from helpers.tiny_checkpoints import encode, save, tree_digest
+
+RUN = ("distprune/run.json",)
+WAYS = {
+    "global": FileRecipe(0.5),
+    "layer": FileRecipe(0.5, "layer"),
+    "pattern": FileRecipe(pattern="2:4"),
+    "apply": None,
+}
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Four weight files with many ties."""
+    g = torch.Generator().manual_seed(0)
+    shapes = {f"layers.{n}.weight": (16, 40) for n in range(6)} | {"norm.weight": (100,)}
+    tensors = {n: (torch.randn(s, generator=g) * 8).round().bfloat16() for n, s in shapes.items()}
+    names = list(tensors)
+    shards = [names[:2], names[2:3], names[3:6], names[6:]]
+    return save(tmp_path / "source", *({n: tensors[n] for n in shard} for shard in shards))
+
+
+def prune(source, target, way="global", **kwargs):
+    if way == "apply":
+        masks = source.with_name("masks")
+        if not masks.exists():
+            prune(source, masks)
+        return Application(masks, source).write(target, **kwargs)
+    return pruning.prune(planning.plan(source, WAYS[way]), target, **kwargs)
+
+
+def undisturbed(source, way="global"):
+    """The digest of what has to come out, and how many calls change the disk."""
+    target = source.with_name("undisturbed")
+    prune(source, target, way)
+    shutil.rmtree(target)
+    with Steps() as steps:
+        prune(source, target, way)
+    return tree_digest(target, RUN), steps.count
+
+
+def killed_at(step, source, target, way):
+    with Steps(step, kill_self):
+        prune(source, target, way)
+
+
+def stopped(source, target, way="global"):
+    """The error of a run that stops when it has finished a weight file."""
+    partial = target.with_name("target.partial")
+    with pytest.raises(Interrupted) as error:
+        prune(source, target, way, stop=lambda: any(partial.glob("*.safetensors")))
+    return str(error.value)
+
+
+def beside(target):
+    return {path.name for path in target.parent.iterdir()} - {"source", "masks", "undisturbed"}
+
+
+@pytest.mark.parametrize("way", every(3, WAYS))
+def test_killed_at_any_step_it_goes_on_and_ends_the_same(source, tmp_path, way):
+    wanted, num_steps = undisturbed(source, way)
+    before, target = tree_digest(source), tmp_path / "target"
+    middle = random.Random(way).sample(range(6, num_steps - 12), 12 if THOROUGH else 5)
+    last = every(2, range(num_steps - 12, num_steps + 1))
+    for step in (1, 2, 3, *middle, *last):
+        status = run_forked(killed_at, step, source, target, way)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, step
+        prune(source, target, way)
+        assert tree_digest(target, RUN) == wanted, step
+        assert beside(target) == {"target"}, step
+        run_forked(shutil.rmtree, target)
+    assert tree_digest(source) == before
+
+
+def test_killed_again_and_again(source, tmp_path):
+    wanted, num_steps = undisturbed(source)
+    target = tmp_path / "target"
+    generator, num_kills = random.Random(1), 0
+    while not target.exists() and num_kills < 30:
+        step = generator.randrange(5, num_steps // 2)
+        num_kills += run_forked(killed_at, step, source, target, "global") != 0
+    assert num_kills > 2
+    assert tree_digest(target, RUN) == wanted
+
+
+def test_finished_files_are_kept_and_others_begun_again(source, tmp_path):
+    wanted, num_steps = undisturbed(source)
+    target = tmp_path / "target"
+    run_forked(killed_at, num_steps // 2, source, target, "global")
+    finished = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "target.partial").glob("*")}
+    assert any(name.endswith(".part") for name in finished)
+    whole = {n: t for n, t in finished.items() if re.search(r"(safetensors|json)$", n)}
+    assert whole
+    prune(source, target)
+    assert all((target / name).stat().st_mtime_ns == changed for name, changed in whole.items())
+    assert tree_digest(target, RUN) == wanted
+
+
+@pytest.mark.parametrize("name", ["write", "fsync", "rename"])
+def test_a_full_disk_is_told_and_survived(source, tmp_path, name):
+    wanted, _ = undisturbed(source)
+    with Steps(names=(name,)) as steps:
+        prune(source, tmp_path / "counted")
+    for step in {1, steps.count // 2 or 1, steps.count - 1 or 1}:
+        target = tmp_path / f"target{step}"
+        with Steps(step, disk_is_full, (name,)) as steps, pytest.raises(OutputError) as error:
+            prune(source, target)
+        assert steps.has_acted and "No space left" in str(error.value)
+        assert not list(tmp_path.glob("target*/*.part")), "it would take the room"
+        if not target.exists():
+            prune(source, target)
+        assert tree_digest(target, RUN) == wanted
+
+
+def test_short_writes_are_continued(source, tmp_path, monkeypatch):
+    wanted, _ = undisturbed(source)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda to, data: write(to, data[: max(len(data) // 2, 1)]))
+    prune(source, tmp_path / "target")
+    assert tree_digest(tmp_path / "target", RUN) == wanted
+
+
+def test_too_little_room_is_found_before_anything_is_written(tmp_path):
+    size = 2**43
+    header = {
+        "a.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+        "b": {"dtype": "U8", "shape": [size], "data_offsets": [16, 16 + size]},
+    }
+    source = tmp_path / "source"
+    source.mkdir()
+    raw = encode(header)
+    (source / "model.safetensors").write_bytes(raw)
+    try:
+        os.truncate(source / "model.safetensors", len(raw) + 16 + size)  # sparse
+    except OSError:
+        pytest.skip("the file system has no files of 8 TB")
+    for kind, text in on_one_rank_and_on_two(source, tmp_path / "target"):
+        assert kind == "OutputError" and "more bytes" in text
+    assert not list(tmp_path.glob("target*"))
+
+
+def outcome(source, target, way="global"):
+    """What a run says, by kind and text."""
+    try:
+        prune(source, target, way)
+        return "done", ""
+    except FilesError as error:
+        return type(error).__name__, str(error)
+
+
+def on_one_rank_and_on_two(*arguments):
+    return [outcome(*arguments), *run_ranks(outcome, 2, *arguments)]
+
+
+@pytest.mark.parametrize("way", ["global", "apply"])
+def test_stopped_as_asked_it_goes_on_with_any_number_of_ranks(source, tmp_path, way):
+    wanted, _ = undisturbed(source, way)
+    target = tmp_path / "target"
+    stopped(source, target, way)
+    assert list(tmp_path.glob("target.partial/*.safetensors"))
+    kinds = run_ranks(stopped_on_the_last_rank, 3, source, target, way)
+    assert kinds == ["Interrupted"] * 3
+    assert run_ranks(outcome, 2, source, target, way) == [("done", "")] * 2
+    assert tree_digest(target, RUN) == wanted
+
+
+def stopped_on_the_last_rank(source, target, way):
+    try:
+        prune(source, target, way, stop=lambda: dist.get_rank() == 2)
+    except FilesError as error:
+        return type(error).__name__
+
+
+def test_a_stop_says_what_is_left_and_the_next_run_what_is_done(source, tmp_path):
+    target = tmp_path / "target"
+    text = stopped(source, target)
+    found = re.fullmatch(
+        r"stopped as asked\. (\S+) keeps (\d) of 7 files, (\S+ k?B) of (\S+ kB): run the same "
+        r"command again to resume, or add --discard to that command to remove it\.",
+        text,
+    )
+    assert found and found[1] == f"{target}.partial" and int(found[2]) > 0
+    said = []
+    prune(source, target, tell=said.append)
+    assert said == [f"Resuming: {found[3]} of {found[4]} are finished."]
+
+
+def test_a_first_run_says_nothing(source, tmp_path):
+    said = []
+    prune(source, tmp_path / "target", tell=said.append)
+    assert said == []
+
+
+def test_what_never_began_leaves_nothing(source, tmp_path):
+    target = tmp_path / "target"
+    for name in ("mkdir", "write"):
+        with Steps(1, disk_is_full, (name,)), pytest.raises(OutputError):
+            prune(source, target)
+        assert beside(target) == set(), name
+    with pytest.raises(Interrupted, match=r"Nothing was left on the disk\.$"):
+        prune(source, target, stop=stop_after(0))
+    assert beside(target) == set()
+    os.truncate(source / "model-00001-of-00004.safetensors", 400)
+    with pytest.raises(CheckpointError):
+        prune(source, target)
+    assert beside(target) == set()
+
+
+def test_what_would_fail_again_leaves_nothing(tmp_path):
+    tensors = {f"layers.{n}.weight": torch.ones(16, 40) for n in range(3)}
+    tensors["layers.2.weight"][3, 3] = float("nan")
+    source = save(tmp_path / "source", tensors)
+    for way in ("global", "layer"):
+        with pytest.raises(NaNError, match=r"Nothing was left on the disk\.$"):
+            prune(source, tmp_path / "target", way)
+        assert beside(tmp_path / "target") == set()
+
+
+def test_a_finished_result_is_success_and_is_left_as_it_is(source, tmp_path):
+    target = tmp_path / "target"
+    for way in ("global", "apply"):
+        first = prune(source, target, way)
+        before = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
+        said = []
+        assert prune(source, target, way, tell=said.append) == first
+        assert said == [f"{target} is finished: this command made it before. Nothing was changed."]
+        assert {path: path.stat().st_mtime_ns for path in target.rglob("*")} == before
+        assert run_ranks(outcome, 2, source, target, way) == [("done", "")] * 2
+        shutil.rmtree(target)
+
+
+def test_any_other_destination_that_exists_is_an_error(source, tmp_path):
+    target = tmp_path / "target"
+
+    def another_source():
+        os.utime(source / "config.json", ns=(1, 1))
+
+    changes = [
+        lambda: None,
+        another_source,
+        lambda: os.truncate(target / "config.json", 1),
+        (target / "tokenizer.json").unlink,
+        lambda: (target / "distprune/report.json").write_text("[]"),
+    ]
+    prune(source, target)
+    for way, change in zip(["layer", *["global"] * 4], changes, strict=True):
+        change()
+        before = tree_digest(target)
+        with pytest.raises(OutputError, match="expected a new name"):
+            prune(source, target, way)
+        assert tree_digest(target) == before and beside(target) == {"target"}
+
+
+def test_another_recipe_or_source_does_not_take_up_what_is_unfinished(source, tmp_path):
+    target = tmp_path / "target"
+    stopped(source, target)
+    before = tree_digest(tmp_path / "target.partial")
+    for kind, text in on_one_rank_and_on_two(source, target, "layer"):
+        assert kind == "OutputError" and "unfinished result" in text
+    os.utime(source / "config.json", ns=(1, 1))
+    with pytest.raises(OutputError, match="unfinished result"):
+        prune(source, target)
+    assert tree_digest(tmp_path / "target.partial") == before
+
+
+def test_discard_removes_what_is_left_and_nothing_else(source, tmp_path):
+    target = tmp_path / "target"
+    stopped(source, target)
+    for name in ("target.partial-mine", "target.partial.bak", "targets"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "target.partial-text").mkdir()
+    with locked(target), pytest.raises(OutputError, match="at work"):
+        discard(target)
+    removed = dict(discard(target))
+    assert removed.keys() == {f"{target}.partial", f"{target}.partial-text"}
+    assert removed[f"{target}.partial"] > 2000
+    assert beside(target) == {"target.partial-mine", "target.partial.bak", "targets"}
+    assert discard(target) == []
+    prune(source, target)
+    before = tree_digest(target)
+    assert discard(target) == [] and tree_digest(target) == before
+
+
+def test_destinations_that_are_refused(source, tmp_path):
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (tmp_path / "link").symlink_to(source, target_is_directory=True)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    before = tree_digest(source)
+    for target, text in {
+        taken: "exists",
+        source: "inside the source",
+        tmp_path / "dangling": "exists",
+        source / "inside": "inside the source",
+        tmp_path / "link" / "inside": "inside the source",
+        tmp_path / "none" / "target": "is not a folder",
+    }.items():
+        for kind, words in on_one_rank_and_on_two(source, target):
+            assert kind == "OutputError" and text in words
+    assert tree_digest(source) == before
+    assert beside(taken) == {"taken", "link", "dangling"}
+
+
+def test_two_runs_on_one_destination(source, tmp_path):
+    target = tmp_path / "target"
+
+    def second():
+        with pytest.raises(OutputError, match="another process is at work"):
+            prune(source, target)
+
+    statuses = []
+    with Steps(20, lambda: statuses.append(run_forked(second))):
+        prune(source, target)
+    assert statuses == [0] and beside(target) == {"target"}
+
+
+def test_a_lock_of_a_process_that_was_killed_is_free(source, tmp_path):
+    (tmp_path / "target.partial.lock").touch()
+    prune(source, tmp_path / "target")
+    assert beside(tmp_path / "target") == {"target"}
+
+
+def test_a_destination_that_appears_during_the_run_is_not_replaced(source, tmp_path):
+    target = tmp_path / "target"
+    with Steps(20, target.mkdir) as steps, pytest.raises(OutputError, match="exists"):
+        prune(source, target)
+    assert steps.has_acted and not list(target.iterdir())
+    target.rmdir()
+    prune(source, target)
+
+
+def test_a_file_has_its_name_once_it_is_on_the_disk(source, tmp_path, monkeypatch):
+    """A loss of power cannot be made here; the order of syncs can be seen."""
+    fsync, rename, seen = os.fsync, os.rename, []
+
+    def synced(descriptor):
+        seen.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def renamed(old, new):
+        seen.append(("rename", os.path.basename(new)))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    prune(source, tmp_path / "target")
+    for path in source.iterdir():
+        at = seen.index(("rename", path.name))
+        assert ("sync", f"{path.name}.part") in seen[:at]
+    for number, name in enumerate(sorted(p.name for p in source.glob("*.safetensors"))):
+        of_file = seen.index(("rename", name))
+        assert seen.index(("rename", f"{number:05}.json")) < of_file
+        assert seen.index(("rename", f"{number:05}.masks")) < of_file
+    published = seen.index(("rename", "target"))
+    assert seen.index(("rename", "report.json")) < published
+    assert seen[published + 1 :] == [("sync", tmp_path.name)]
+
+
+def test_a_source_that_changes_is_an_error(source, tmp_path):
+    path = source / "model-00002-of-00004.safetensors"
+
+    def rewrite():
+        path.write_bytes(path.read_bytes())
+        os.utime(path, ns=(5, 5))
+
+    for change in (lambda: os.truncate(path, path.stat().st_size - 1), rewrite):
+        plan = planning.plan(source, WAYS["global"])
+        whole = path.read_bytes()
+        change()
+        with pytest.raises(CheckpointError, match=r"truncated|ends at|has changed"):
+            pruning.prune(plan, tmp_path / "target")
+        assert not (tmp_path / "target").exists()
+        path.write_bytes(whole)
+        discard(tmp_path / "target")
+    prune(source, tmp_path / "masks")
+    application = Application(tmp_path / "masks", source)
+    os.utime(tmp_path / "masks/distprune/masks.safetensors", ns=(1, 1))
+    with pytest.raises(CheckpointError, match=r"masks\.safetensors has changed"):
+        application.write(tmp_path / "target")
+
+
+def test_the_source_is_never_opened_for_writing(source, tmp_path, monkeypatch):
+    really_open, flags_of = os.open, {}
+
+    def noting(path, flags, *args, **kwargs):
+        flags_of.setdefault(str(path), []).append(flags)
+        return really_open(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", noting)
+    for path in (*source.iterdir(), source):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    prune(source, tmp_path / "target")
+    opened = [flags for path, all_of in flags_of.items() if str(source) in path for flags in all_of]
+    assert opened and all(flags & os.O_ACCMODE == os.O_RDONLY for flags in opened)
+
+
+def test_ranks_that_were_called_differently(source, tmp_path):
+    texts = run_ranks(called_differently, 2, source, tmp_path / "target")
+    assert all("recipe.sparsity" in text and "0.25" in text for text in texts)
+    assert not list(tmp_path.glob("target*"))
+
+
+def called_differently(source, target):
+    plan = planning.plan(source, FileRecipe(0.5 if dist.get_rank() == 0 else 0.25))
+    with pytest.raises(FilesError) as error:
+        pruning.prune(plan, target)
+    assert error.value.exit_code == 5
+    return str(error.value)
+
+
+def test_an_error_on_one_rank_is_that_of_all(source, tmp_path):
+    found = run_ranks(cannot_write_on_rank_one, 3, source, tmp_path / "target")
+    assert all(kind == "OutputError" for kind, _ in found)
+    assert all("on rank 1" in text for _, text in found)
+    assert run_ranks(outcome, 2, source, tmp_path / "target") == [("done", "")] * 2
+
+
+def cannot_write_on_rank_one(source, target):
+    def fails():
+        raise OSError(5, "Input/output error")
+
+    with Steps(2 if dist.get_rank() == 1 else 0, fails, ("write",)):
+        return outcome(source, target)
+
+
+@pytest.mark.parametrize("name", every(2, ["write", "fsync"], 1))
+def test_a_lost_rank_is_noticed_and_the_rest_done_later(source, tmp_path, name):
+    wanted, _ = undisturbed(source)
+    target, told = tmp_path / "target", tmp_path / "told"
+    with pytest.raises(RankError, match="rank 1"):
+        run_ranks(losing_rank_one, 3, source, target, told, name)
+    assert {(tmp_path / f"told{rank}").read_text() for rank in (0, 2)} == {"RanksError"}
+    assert not target.exists() and not (tmp_path / "told1").exists()
+    assert run_ranks(outcome, 2, source, target) == [("done", "")] * 2
+    assert tree_digest(target, RUN) == wanted
+
+
+def losing_rank_one(source, target, told, name):
+    rank = dist.get_rank()
+    with Steps(2 if rank == 1 else 0, lambda: os._exit(3), (name,)):
+        kind, _ = outcome(source, target)
+    told.with_name(f"told{rank}").write_text(kind)
+
+
+def test_a_rank_that_hangs_ends_the_others(source, tmp_path):
+    kinds = run_ranks(hanging_on_rank_one, 2, source, tmp_path / "target", tmp_path / "told")
+    assert kinds[0] == "RanksError"
+    assert not (tmp_path / "target").exists()
+
+
+def hanging_on_rank_one(source, target, told):
+    group = dist.new_group(timeout=timedelta(seconds=1))
+
+    def hang():
+        while dist.get_rank() == 1 and not told.exists():
+            time.sleep(0.05)
+        return False
+
+    try:
+        prune(source, target, communicator=world(group), stop=hang)
+    except FilesError as error:
+        return type(error).__name__
+    finally:
+        told.touch()
