@@ -16,7 +16,7 @@ import platform
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -283,7 +283,7 @@ class Run:
             self.output.discard(only_if_empty=True)
         error.say_more(self.output.left())
 
-    def _steps(self, names: Iterable[str], pieces: Pieces) -> Iterator[int]:
+    def _steps(self, names: Iterable[str], pieces: Pieces) -> Generator[int, None, None]:
         """Make some files; yields numbers of bytes."""
         numbers = {file.name: number for number, file in enumerate(self.task.checkpoint.files)}
         values = self.task.values

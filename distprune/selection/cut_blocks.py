@@ -230,7 +230,8 @@ class _Work:
     def _lowest(self) -> np.unsignedinteger:
         """The key of what is pruned already, as an unsigned integer of the same bits."""
         bits = 8 * self.keys.dtype.itemsize
-        return self._unsigned.type((self.keys.low - 1) % (1 << bits))
+        lowest: np.unsignedinteger = self._unsigned.type((self.keys.low - 1) % (1 << bits))
+        return lowest
 
 
 def _ranges(part: Candidates, one: CutBlocks, rest: Sequence[range]) -> list[range]:

@@ -150,7 +150,9 @@ def _list(
         folder: an existing one; a link in it is read like what it points to.
         own: names of the weight files and of the index.
     """
-    others, folders, skipped = [], {}, []
+    others: list[OtherFile] = []
+    skipped: list[tuple[str, str]] = []
+    folders: dict[str, int] = {}
     for path, inner, names in os.walk(folder, onerror=_raise, followlinks=True):
         where = os.path.relpath(path, folder) if path != folder else ""
         folders[where] = os.stat(path).st_mode
@@ -162,12 +164,17 @@ def _list(
             info = os.stat(full)
             if not stat.S_ISREG(info.st_mode):
                 skipped.append((inside, "no regular file"))
-            elif inside not in own and is_weights(name):
+            elif inside not in own and is_weights(name) and not _is_part(inside):
                 skipped.append((inside, "weights that are not pruned, or state of training"))
             elif inside not in own or inside.endswith(INDEX_SUFFIX):
                 real, mode = os.path.realpath(full), info.st_mode & _PERMISSIONS
                 others.append(OtherFile(inside, real, info.st_size, info.st_mtime_ns, mode))
     return sorted(others, key=attrgetter("name")), folders, sorted(skipped)
+
+
+def _is_part(name: str) -> bool:
+    """Whether a file of weights is in a sub-folder, as the parts of sentence-transformers are."""
+    return os.sep in name and name.endswith(".safetensors")
 
 
 def _raise(error: OSError) -> None:
