@@ -58,7 +58,7 @@ class ADMM:
         self, weights: Mapping[str, Tensor], k: int, optimizer: Optimizer, rho: float, every: int
     ) -> None:
         self.weights, self.k, self.rho, self.every = weights, k, rho, every
-        self.num_steps, self.start = 0, None
+        self.num_steps = 0
         self.u = {name: torch.zeros_like(w) for name, w in weights.items()}
         self.project()
         optimizer.register_step_pre_hook(lambda *_: self.pull())
@@ -67,8 +67,7 @@ class ADMM:
     @torch.no_grad()
     def project(self) -> None:
         summed = {name: w.detach() + self.u[name] for name, w in self.weights.items()}
-        found = prune.global_mask(summed, self.k, start=self.start)
-        self.start = found.start  # the next projection begins at this threshold
+        found = prune.global_mask(summed, self.k)
         self.z = {name: both * found.masks[name] for name, both in summed.items()}
         self.u = {name: both - self.z[name] for name, both in summed.items()}
 
@@ -84,21 +83,18 @@ class ADMM:
 
 
 @torch.no_grad()
-def proximal_step(
-    weights: Mapping[str, Tensor], k: int, start: object = None, *, soft: bool = False
-) -> prune.GlobalMask:
+def proximal_step(weights: Mapping[str, Tensor], k: int, *, soft: bool = False) -> None:
     """Set all but the k largest elements of all weights to zero, after a step of the optimizer.
 
     With ``soft`` those that are left move towards zero, too, by the threshold: the proximal map of
     the l1 norm, of the strength that leaves k elements (iterative thresholding: Blumensath and
     Davies, arXiv 0805.0510; Daubechies et al., 2004).
     """
-    found = prune.global_mask(weights, k, start=start)
+    found = prune.global_mask(weights, k)
     for name, w in weights.items():
         if soft and found.threshold is not None:
             w.sub_(w.sign() * found.threshold)
         w.mul_(found.masks[name])
-    return found
 
 
 def build_model() -> nn.Module:
@@ -134,7 +130,6 @@ def train(method: str, text: Tensor) -> tuple[float, int]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if method == "ADMM":
         admm = ADMM(weights, k, optimizer, rho=0.03, every=EVERY // 4)
-    found = None
     for step in range(STEPS):
         updates = method == "RigL" and step % EVERY == EVERY - 1 and step < STEPS * 3 // 4
         with prune.dense_gradients(pairs if updates else []):
@@ -150,7 +145,7 @@ def train(method: str, text: Tensor) -> tuple[float, int]:
             acdc_phase(pairs, k, optimizer, is_sparse=phase % 2 == 0 or step == STEPS - 1)
         if method == "proximal":  # fewer and fewer elements
             left = max(k, round(10 * k * (1 - step / (STEPS // 2))))
-            found = proximal_step(weights, left, found)
+            proximal_step(weights, left)
     if method == "ADMM":
         admm.project()
         with torch.no_grad():

@@ -88,26 +88,6 @@ def grid_sum(
     return total
 
 
-def grid_sum_of_counts(
-    scores: Array, counts: Array, exponent: int, power: Literal[1, 2], scratch: Scratch
-) -> int:
-    """:func:`grid_sum` of scores that occur several times.
-
-    Args:
-        scores: the different ones.
-        counts: integers, how often each of them occurs; below 2**40 in all.
-        exponent, power, scratch: as for :func:`grid_sum`.
-    """
-    total = 0
-    times = counts.astype(np.int64)
-    for start in range(0, scores.size, SERIAL):
-        terms = _terms(scores[start : start + SERIAL], exponent, power, scratch).astype(np.int64)
-        part = times[start : start + SERIAL]
-        # Halves of 18 bits: their products with the counts have a sum that fits into int64.
-        total += (int(np.dot(terms >> 18, part)) << 18) + int(np.dot(terms & (1 << 18) - 1, part))
-    return total
-
-
 def grid_sum_on_device(
     scores: Tensor, exponent: int, power: Literal[1, 2], live: Tensor | None = None
 ) -> Tensor:

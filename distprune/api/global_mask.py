@@ -31,7 +31,6 @@ from distprune.methods.ranking import (
     score_keys,
     scores_or_values,
 )
-from distprune.selection.bracket import Start
 from distprune.selection.candidates import PartCut, Ranked, candidates_of
 from distprune.selection.keys import RANDOM_KEYS, Order, key_range
 from distprune.selection.passes import write_masks
@@ -63,7 +62,6 @@ def global_mask(  # type: ignore[overload-overlap]  # a mapping from tensors is 
     groups: Mapping[K, Hashable] | None = None,
     largest: bool = True,
     signed: bool = False,
-    start: GlobalMask[Any] | MaskStart | None = None,
     group: ProcessGroup | None = None,
     pipeline_parallel: bool = False,
 ) -> GlobalMask[dict[K, Tensor]]: ...
@@ -79,7 +77,6 @@ def global_mask(
     groups: Sequence[Hashable] | None = None,
     largest: bool = True,
     signed: bool = False,
-    start: GlobalMask[Any] | MaskStart | None = None,
     group: ProcessGroup | None = None,
     pipeline_parallel: bool = False,
 ) -> GlobalMask[list[Tensor]]: ...
@@ -94,7 +91,6 @@ def global_mask(
     groups: Any = None,
     largest: bool = True,
     signed: bool = False,
-    start: GlobalMask[Any] | MaskStart | None = None,
     group: ProcessGroup | None = None,
     pipeline_parallel: bool = False,
 ) -> GlobalMask[Any]:
@@ -110,10 +106,9 @@ def global_mask(
     initialised. It may be called anywhere where all ranks come by in the same order: in
     ``optimizer.step()``, in its hooks, under ``torch.no_grad()``::
 
-        kept = None
         for step, batch in enumerate(batches):
             ...
-            kept = prune.global_mask(weights, k, start=kept)  # one read; a few small messages
+            kept = prune.global_mask(weights, k)
 
     Args:
         tensors: a mapping or a sequence of tensors, each of them once: DTensors, which are sharded
@@ -134,10 +129,6 @@ def global_mask(
         groups: the group of each tensor, like ``tensors``; any hashable labels.
         largest: select the k largest. If False, the k smallest.
         signed: rank scores with their sign, and not by |score|.
-        start: what an earlier call of the same kind returned, or its attribute ``start`` (a few
-            numbers, for who does not want to keep the masks). The search begins around its
-            thresholds. It makes the call faster if they moved little, and never changes the
-            result.
         group: the ranks that take part; every rank by default.
         pipeline_parallel: the ranks hold different parts of one model, and each passes the tensors
             of its own part (there may be none), and scores and candidates of these. Tensors need
@@ -146,8 +137,8 @@ def global_mask(
             callers; tensors of the same name are replicas. ``k`` is one count for all.
 
     Returns:
-        Masks, thresholds, and the ``start`` of the next call. ``masks`` are bool tensors laid out
-        like ``tensors``, DTensors for DTensors, True where an element is selected.
+        Masks and thresholds. ``masks`` are bool tensors laid out like ``tensors``, DTensors for
+        DTensors, True where an element is selected.
 
     Raises:
         TypeError: arguments of a wrong type.
@@ -159,10 +150,10 @@ def global_mask(
 
     Cost: one read of the scores (two of tensors with replicas, which are compared), and one write
     of the masks, 1 byte per element and a little more for a moment. About ten all-reduces, 80 KB in
-    all whatever the size of the tensors; with a good ``start`` 4 to 6, 12 to 33 KB. Tensors that
-    have replicas or candidates need one more, of 24 bytes per tensor; a pipeline needs it too, and
-    four to join names, about 200 bytes per tensor and kind of stage. The searches of several
-    groups share their all-reduces, with as many bytes for each group.
+    all whatever the size of the tensors. Tensors that have replicas or candidates need one more, of
+    24 bytes per tensor; a pipeline needs it too, and four to join names, about 200 bytes per tensor
+    and kind of stage. The searches of several groups share their all-reduces, with as many bytes
+    for each group.
 
     Source: the projection is that of ADMM (Boyd et al., 2011; ELSA, 2025) and of iterative hard
     thresholding (Blumensath and Davies, arXiv 0805.0510).
@@ -171,14 +162,14 @@ def global_mask(
     is_random = scores is RANDOM
     order = Order.ASCENDING if signed else Order.MAGNITUDE
 
-    def read() -> tuple[Items, MaskStart, dict[Hashable, _Memory]]:
+    def read() -> tuple[Items, dict[Hashable, _Memory]]:
         check_signed(scores, bool(signed))
         items = read_items(
             tensors, k, scores=scores, candidates=candidates, groups=groups,
             communicator=communicator, pipeline_parallel=pipeline_parallel,
         )  # fmt: skip
         memory = {target.shard.key: _prepare(target, order, is_random) for target in items.targets}
-        return items, start_of(start), memory
+        return items, memory
 
     options = [
         ("largest", str(bool(largest))),
@@ -187,12 +178,11 @@ def global_mask(
         ("scores", RANDOM if is_random else "of the tensors"),
     ]
     with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
-        items, starts, memory = communicator.run(
+        items, memory = communicator.run(
             read,
             lambda made: [
                 *options,
                 *made[0].facts(pipeline_parallel=pipeline_parallel),
-                ("start", str([str(made[1].groups.get(label)) for label in made[0].counts])),
             ],
         )
         targets = agree_on_copies(
@@ -209,7 +199,7 @@ def global_mask(
         is_limited = pipeline_parallel or any(target.shard.mask is not None for target in targets)
         parts = _grouped(targets, prepared, members, order, is_random, is_limited, communicator)
         searches = [
-            of_group.search(label, items.counts[label], largest, starts.groups.get(label))
+            of_group.search(label, items.counts[label], largest)
             for label, of_group in parts.items()
         ]
         found = dict(zip(parts, search_together(searches, communicator), strict=True))
@@ -238,7 +228,6 @@ def global_mask(
             label: s.num_ties - s.num_ties_pruned if largest else s.num_ties_pruned
             for label, s in found.items()
         },
-        MaskStart({label: s.start for label, s in found.items() if s.start is not None}),
         communicator.num_collectives,
         communicator.bytes_sent,
     )
@@ -286,9 +275,7 @@ class _Group:
     ranked: Ranked
     flat: list[Tensor]
 
-    def search(
-        self, label: Hashable, k: int, largest: bool, start: Start | None
-    ) -> Search[Selection]:
+    def search(self, label: Hashable, k: int, largest: bool) -> Search[Selection]:
         """Where the order is cut, as a search that runs beside those of other groups."""
         total = sum(self.ranked.num_live)
         if k > total:
@@ -297,7 +284,7 @@ class _Group:
                 f"k{of_group} is {k:,}, and {total:,} elements compete; expected at most as many."
             )
         number = total - k if largest else k
-        return search_lowest(self.ranked, number, drafts=self.flat, start=start)
+        return search_lowest(self.ranked, number, drafts=self.flat)
 
     def write(self, selection: Selection, largest: bool) -> None:
         """Write the masks; a local step."""
@@ -359,17 +346,6 @@ MasksT = TypeVar("MasksT")
 
 
 @dataclass(frozen=True)
-class MaskStart:
-    """Where the next call of the same kind looks first: a few numbers per group.
-
-    Attributes:
-        groups: the start of each group's search, by its label.
-    """
-
-    groups: Mapping[Hashable, Start]
-
-
-@dataclass(frozen=True)
 class GlobalMask(Generic[MasksT]):
     """Masks, and facts about them that are the same on all ranks.
 
@@ -381,7 +357,6 @@ class GlobalMask(Generic[MasksT]):
             Without groups, the only label is None.
         num_ties: the number of elements whose score is the threshold, by label ...
         num_ties_selected: ... and how many of them were selected.
-        start: pass it to the next call: a few numbers.
         num_collectives: all-reduces of the call.
         bytes_sent: payload of those, per rank.
     """
@@ -390,7 +365,6 @@ class GlobalMask(Generic[MasksT]):
     thresholds: Mapping[Hashable, float | None]
     num_ties: Mapping[Hashable, int]
     num_ties_selected: Mapping[Hashable, int]
-    start: MaskStart
     num_collectives: int
     bytes_sent: int
 
@@ -480,24 +454,6 @@ def read_items(
         targets.append(Target(label, (), False, shard, part, about))
     check_ranks([target.shard for target in targets], set(communicator.ranks))
     return Items(keys, targets, members, counts)
-
-
-def start_of(start: GlobalMask[Any] | MaskStart | None) -> MaskStart:
-    """The argument ``start`` as numbers.
-
-    Raises:
-        TypeError: another type.
-    """
-    if start is None:
-        return MaskStart({})
-    if isinstance(start, GlobalMask):
-        return start.start
-    if not isinstance(start, MaskStart):
-        raise TypeError(
-            f"start is a {type(start).__name__}; expected what an earlier global_mask returned, "
-            "or its attribute start."
-        )
-    return start
 
 
 def _items_of(tensors: Any, *, may_be_empty: bool) -> dict[Hashable, Any]:

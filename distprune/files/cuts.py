@@ -1,8 +1,6 @@
 """Where the rankings of a plan are cut: the exact selection of live models, over stored numbers.
 
-The ranks share the elements of each group evenly, and exchange what ``selection`` exchanges. Scores
-of 16 bits are tallied in one read, which answers everything else; others are read once for a
-sample and a scan, and twice more if they are normalised.
+The ranks share the elements of each group evenly, and exchange what ``selection`` exchanges.
 """
 
 from __future__ import annotations
@@ -30,13 +28,10 @@ from distprune.selection.normalizing import Scored, divisors_of
 from distprune.selection.passes import scan
 from distprune.selection.radix import ChangedError
 from distprune.selection.search import Selection, select_lowest
-from distprune.selection.tallies import are_tallied, keys_of_tally, tallied
 from distprune.selection.within_bounds import Limits, select_within
 
-# Of the tallies of a process; and keys of a process, of about 12 bytes each.
-_TALLY_BYTES, _MOST_COLLECTED = 48 << 20, 3 << 20
-# Blocks whose ties are counted apart: so many in all, but none of fewer elements than this.
-_NUM_BLOCKS, _SMALLEST_BLOCK = 512, 1 << 14
+# Keys of a process, of about 12 bytes each.
+_MOST_COLLECTED = 3 << 20
 
 
 @dataclass(frozen=True)
@@ -87,9 +82,8 @@ def find_cuts(team: Team, source: Source, known: Any = None) -> Cuts:
         CheckpointError: the source cannot be read, or has changed, or a tensor that is normalised
             has infinite elements; on every rank.
 
-    Cost: one read of scores of 16 bits. Of others one, and two more if they are normalised; two if
-    they are so many that the keys around the cut do not fit into memory. No read of random scores.
-    Memory: tallies of up to 48 MiB, or 36 MiB of keys.
+    Cost: one read of the scores, and two more if they are normalised; one more if they are so many
+    that the keys around the cut do not fit into 36 MiB. No read of random scores.
     """
     plan = source.plan
     if known is None:
@@ -114,8 +108,6 @@ def find_cuts(team: Team, source: Source, known: Any = None) -> Cuts:
             sizes = [tensor.entry.numel for tensor in tensors]
             shares = enumerate(team.shares(sizes), group.first)
             parts = [source.scored(position, share) for position, share in shares]
-            if group.recipe.score != "random":
-                parts = tallied(parts, team, _TALLY_BYTES, _block(sum(sizes)))
             counts = _count_nan(team, source, group, parts)
             numbers = [size - nan for size, nan in zip(sizes, counts, strict=True)]
             if group.recipe.normalize is not None:
@@ -149,10 +141,8 @@ def cut_of_block(source: Source, position: int, group: range, num_pruned: int) -
     """
     alone = Communicator(())
     with _errors_of_files(source.plan):
-        parts = [source.scored(position, group)]
-        if source.plan.tensors[position].recipe.score != "random":
-            parts = tallied(parts, alone, _TALLY_BYTES, _block(len(group)))
-        ranked = _ranked(source, position, parts, [len(group)], alone, [None])
+        part = source.scored(position, group)
+        ranked = _ranked(source, position, [part], [len(group)], alone, [None])
         selection = select_lowest(ranked, num_pruned)
     return PartCut(0, selection.cut)
 
@@ -179,7 +169,7 @@ def _ranked(
     """Tensors from a position on, by scores that may be divided, as selection ranks them."""
     return Ranked(
         [
-            source.part(position, divisor, part.counted, part.scores)
+            source.part(position, divisor, part.counted)
             for position, (part, divisor) in enumerate(zip(parts, divisors, strict=True), first)
         ],
         [part.name for part in parts],
@@ -229,29 +219,21 @@ def _limits(
     return Limits(counts, counts), bounds
 
 
-def _block(num_elements: int) -> int:
-    return max(-(-num_elements // _NUM_BLOCKS), _SMALLEST_BLOCK)
-
-
 def _count_nan(
     team: Team, source: Source, group: PlannedGroup, parts: Sequence[Scored]
 ) -> list[int]:
-    """NaN of every tensor, if they are kept. Collective; one read of scores without tallies."""
+    """NaN of every tensor, if they are kept. Collective; one read of the scores."""
     plan = source.plan
     if plan.recipe.nan != "keep" or group.recipe.score == "random":
         return [0] * len(parts)
     largest = source.key_ranges[group.first].largest_number
     raw = [
-        source.part(position, None, part.counted, part.scores)
+        source.part(position, None, part.counted)
         for position, part in enumerate(parts, group.first)
     ]
 
     def count() -> Tensor:
-        if are_tallied(raw):
-            numbers = [int(counts[own <= largest].sum()) for own, counts in map(keys_of_tally, raw)]
-        else:
-            numbers = [row[0] for row in scan(raw, [largest], None).counts]
-        return torch.tensor(numbers, dtype=torch.int64)
+        return torch.tensor([row[0] for row in scan(raw, [largest], None).counts])
 
     numbers = team.reduce(len(parts), count).tolist()
     sizes = [tensor.entry.numel for tensor in plan.tensors[group.first : group.last]]

@@ -17,7 +17,6 @@ from distprune.files.rewriting import Counts, Piece
 from distprune.selection import cpu
 from distprune.selection.candidates import Candidates, PartCut
 from distprune.selection.cpu import lowest_of
-from distprune.selection.passes import natively
 
 # Which of some elements are kept.
 _Decide = Callable[[range], Array]
@@ -67,7 +66,7 @@ class LowestElements:
         cut, blocks = self._cuts.tensors[position], tensor.blocks
         if blocks is None:
             assert cut is not None  # it is ranked together with others
-            yield elements, CHUNK, functools.partial(self._after, *natively(part, cut))
+            yield elements, CHUNK, functools.partial(self._after, part, cut)
         elif is_too_large(blocks):
             for start in range(elements.start, elements.stop, blocks.band):
                 columns = ColumnCuts(part, start, blocks)

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from distprune._common.amount import Bounds, resolve_count
 from distprune._common.blocks import Blocks, Layout
-from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.garbage import without_garbage_collection
 from distprune._common.selecting import natural_key
 from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, OtherFile, open_checkpoint
@@ -285,7 +284,4 @@ def _bytes_of_group(plan: Plan, group: PlannedGroup) -> int:
         entries = [plan.inputs.given.entries[entry.name] for entry in entries]
     num_bytes = sum(entry.nbytes for entry in entries)
     of_outliers = 3 * num_bytes if recipe.budget == "owl" else 0
-    are_narrow = all(PLAIN_FLOATS[d].num_bytes == 2 for d in {e.dtype for e in entries})
-    if are_narrow and not recipe.needs_statistics:
-        return num_bytes + of_outliers  # a tally answers everything else
     return num_reads * num_bytes + of_outliers

@@ -81,10 +81,10 @@ def prune(
         Interrupted: ``stop`` returned True.
         Each is raised on every rank that is left. The text says what is left on the disk.
 
-    Cost: reads weights twice and writes them once (row and N:M reads them once; scores of more than
-    16 bits four times if they are normalised, and three times if they are so many that the keys
-    around the cut do not fit into memory). A killed run makes at most one file per rank again.
-    Memory: a few hundred megabytes per process. Scores "wanda" and "stade" have 32
+    Cost: reads weights twice and writes them once (row and N:M reads them once; normalised scores
+    are read four times, and all once more if they are so many that the keys around the cut do not
+    fit into memory). A killed run makes at most one file per rank again. Memory: a few hundred
+    megabytes per process. Scores "wanda" and "stade" have 32
     bits or more. Communication: an all-reduce of 32 bytes twice a second, and some of up to 32 KiB.
     """
     team = Team(communicator or world(), progress, stop)

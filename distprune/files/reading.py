@@ -52,7 +52,6 @@ class FileValues:
     # Progress is reported.
     is_thread_safe = False
     is_in_memory = False
-    tally = None
 
     def __init__(self, entry: TensorEntry, did: Callable[[int], None]) -> None:
         self._path = entry.path
@@ -195,14 +194,12 @@ class Source:
         position: int,
         divisor: float | None = None,
         counted: range | None = None,
-        scores: ScoreSource | None = None,
     ) -> Candidates:
         """A tensor as selection sees it.
 
         Args:
             divisor: what its scores are divided by; None: nothing.
             counted: the elements that this rank counts; None: all.
-            scores: the same scores with a tally, if there is one.
         """
         tensor = self.plan.tensors[position]
         size = tensor.entry.numel
@@ -211,7 +208,7 @@ class Source:
         if tensor.recipe.score == "random":
             keys = RandomKeys(self._seed, tensor.offset, index, CPU)
         else:
-            scores = scores or self.scores[position]
+            scores = self.scores[position]
             if divisor is not None:
                 dtype = torch.promote_types(scores.dtype, torch.float32)
                 scores = ScaledScores(scores, scale_of(divisor, dtype))

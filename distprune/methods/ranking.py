@@ -28,14 +28,11 @@ from distprune.selection.normalizing import Scored, normalized
 from distprune.selection.passes import write_keep, write_masks
 from distprune.selection.scores import ComputedScores, FactorScores, ScoreSource, TensorScores
 from distprune.selection.search import Selection, select_lowest
-from distprune.selection.tallies import tallied
 from distprune.selection.within_bounds import limits_for, select_within
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import dim_coordinates, index_map
 from distprune.shards.shard import LocalShard
 
-# Tallies take at most a byte for so many local elements: less than a mask does.
-_ELEMENTS_PER_BYTE = 50
 # The range of all keys, and for every shard of this rank the source of its keys.
 Keys = tuple[KeyRange, Sequence[KeySource]]
 # A local step that makes them.
@@ -69,9 +66,6 @@ class ByScore:
             scored = call.communicator.run(
                 lambda: list(map(Scored.of_shard, call.shards, self.make_scores(call)))
             )
-            if self.order is Order.MAGNITUDE:
-                most_bytes = sum(len(part.counted) for part in scored) // _ELEMENTS_PER_BYTE
-                scored = tallied(scored, call.communicator, most_bytes)
             sources = normalized(scored, call.normalize, call.num_live, call.communicator)
         return lambda: score_keys(
             self.make_scores(call) if sources is None else sources, self.order

@@ -13,7 +13,6 @@ from distprune._common import memory
 from distprune._common.collectives import Communicator
 from distprune._common.memory import INTEGERS, SERIAL, Count, Runs, Scratch
 from distprune.selection.keys import KeyRange, Keys, ScoreKeys
-from distprune.selection.scores import Tally
 from distprune.shards.geometry import IndexMap
 from distprune.shards.shard import LocalShard
 
@@ -50,9 +49,6 @@ class KeySource(Protocol):
 
     is_thread_safe: bool
     dtype: torch.dtype
-
-    @property
-    def tally(self) -> Tally | None: ...
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys: ...
 
@@ -127,7 +123,8 @@ class Ranked:
         keys: the range of all keys.
         communicator: the ranks that have the parts.
         refuse_nan: whether a live NaN is an error; otherwise NaN rank last.
-        most_collected: keys that all ranks together may collect in memory; None: any number.
+        most_collected: keys that all ranks together may collect in memory, about; None: any
+            number.
     """
 
     parts: Sequence[Candidates]

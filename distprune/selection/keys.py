@@ -9,7 +9,6 @@ Comparing keys as integers is the only comparison that selection ever makes.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from distprune._common import memory
 from distprune._common.float_formats import PLAIN_FLOATS, FloatFormat
 from distprune._common.hashing import LARGEST_HASH, hash_in_place, hash_keys
 from distprune._common.memory import INTEGERS, SERIAL, Array, Runs, Scratch
-from distprune.selection.scores import ScoreSource, Tally
+from distprune.selection.scores import ScoreSource
 from distprune.shards.geometry import IndexMap
 
 
@@ -131,12 +130,6 @@ class ScoreKeys:
         self.dtype = common.dtype
         self.is_thread_safe = scores.is_thread_safe
 
-    @functools.cached_property
-    def tally(self) -> Tally | None:
-        """The different keys, and how often each occurs, if the scores have a tally."""
-        own = self.scores.tally
-        return None if own is None else own._replace(scores=to_keys(own.scores, self.common))
-
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
         """Keys of positions [start, stop)."""
         return keys_in(self.scores.load(start, stop, scratch), self.common, scratch)
@@ -157,7 +150,6 @@ class RandomKeys:
     """
 
     is_thread_safe = True
-    tally = None
     dtype = torch.int64
 
     def __init__(self, seed: int, offset: int, index: IndexMap, device: torch.device) -> None:

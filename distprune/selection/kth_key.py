@@ -1,4 +1,4 @@
-"""The search for the k-th key of all elements, over all ranks: by scans, or in tallies.
+"""The search for the k-th key of all elements, over all ranks.
 
 A sample suggests a bracket around the key (bracket.py); one scan counts the keys around it and
 collects those inside it. The sample affects the speed only, not the result: when a bracket misses,
@@ -21,10 +21,10 @@ from distprune._common.mask_values import is_one
 from distprune._common.memory import Array, Scratch, concatenate, count_segments, select
 from distprune._common.naming import UnfitScores
 from distprune.selection import small
-from distprune.selection.bracket import COLLECT_ALL, Around, Start, bracket
+from distprune.selection.bracket import COLLECT_ALL, Around, bracket, eight_pivots
 from distprune.selection.candidates import Candidates, Interval, Ranked
 from distprune.selection.keys import replace_dead
-from distprune.selection.passes import BinCounts, Scan, scan
+from distprune.selection.passes import Scan, scan
 from distprune.selection.radix import (
     Search,
     changed,
@@ -33,7 +33,6 @@ from distprune.selection.radix import (
     narrowed,
     within,
 )
-from distprune.selection.tallies import keys_of_tally
 
 
 @dataclass(frozen=True)
@@ -70,56 +69,19 @@ class KthKey:
         )
 
 
-def find_in_tallies(ranked: Ranked, k: int) -> Search[KthKey]:
-    """The k-th key (1-based) of tallied parts: reads nothing."""
-    parts, keys, total = ranked.parts, ranked.keys, sum(ranked.num_live)
-
-    def count_upto(key: int) -> Tensor:
-        """Per part, this rank's elements with a key up to this one."""
-        tallies = map(keys_of_tally, parts)
-        return torch.tensor([int(n[own <= key].sum(dtype=np.int64)) for own, n in tallies])
-
-    if ranked.refuse_nan and keys.is_float:
-        _refuse_nan(ranked, (yield len(parts), lambda: count_upto(keys.largest_number)))
-    descent, num_ties = descent_over(keys.low, keys.high, min(k, total) - 1), total
-
-    def count_bins() -> Tensor:
-        first = descent.low >> descent.shift
-        histogram = np.zeros(descent.num_bins, dtype=np.int64)
-        for own, counts in map(keys_of_tally, parts):
-            inside = (own >= descent.low) & (own <= descent.high)
-            bins = (own[inside] >> descent.shift).astype(np.int64) - first
-            # Exact: the counts of a rank are below 2**53.
-            histogram += np.bincount(bins, counts[inside], len(histogram)).astype(np.int64)
-        return torch.from_numpy(histogram)
-
-    while total and not descent.is_done:
-        descent, num_ties = narrowed(descent, (yield descent.num_bins, count_bins))
-    threshold = descent.low
-
-    def count() -> tuple[list[int], list[int]]:
-        below = count_upto(threshold - 1)
-        return below.tolist(), (count_upto(threshold) - below).tolist()
-
-    return KthKey(threshold, min(k, total) - 1 - descent.rank, num_ties, count)
-
-
 @dataclass
 class Reading:
     """The search for the k-th key by scans: an interval of keys shrinks around it.
 
     Attributes:
         ranked: what is ranked.
-        drafts, start: as for ``search.search_lowest``.
-        density: elements per key around the k-th one, once it is found among collected keys.
+        drafts: as for ``search.search_lowest``.
         scanned, drafted: the last scan, and the last one that wrote drafts.
         local_counts: by pivot, this rank's live keys <= the pivot in each part.
     """
 
     ranked: Ranked
     drafts: Sequence[Tensor] | None
-    start: Start | None
-    density: float | None = None
     scanned: Scan | None = None
     drafted: Scan | None = None
     local_counts: dict[int, list[int]] = field(default_factory=dict)
@@ -154,13 +116,11 @@ class Reading:
             if few is not None:
                 return few
         self.local_counts[low - 1] = nothing
-        num_rounds, num_missed = 0, 0  # scans so far, and those whose bracket came from a sample
+        num_rounds, num_missed = 0, 0  # scans so far, and those that should have found the key
         while high > low:
             inside = upto - below
             if inside <= COLLECT_ALL or (num_rounds and inside <= (most or 0)):
                 around = Around(set(), (low, high), share=inside / total)
-            elif num_rounds == 0 and self.start is not None and self.start.keys == keys:
-                around = self.start.around(low, high)
             else:
                 around = yield from bracket(
                     parts,
@@ -169,18 +129,23 @@ class Reading:
                     low,
                     high,
                     highest=keys.high,
-                    num_rounds=num_missed,
+                    num_missed=num_missed,
                     generator=self.generator,
                 )
             if num_rounds == 0 and ranked.refuse_nan and keys.is_float:
                 around.pivots.add(high)
-            only_counts = most is not None and around.most_of(total) > most
-            counts, histogram = yield from self._count(around, only_counts)
+            interval = around.interval
+            if most is not None and interval is not None and around.share * total > most:
+                # The keys in it are counted, and the next interval is smaller.
+                around.pivots.update(eight_pivots(*interval))
+                interval = None
+            else:
+                num_missed += 1
+            counts, histogram = yield from self._count(around, interval)
             if counts.get(keys.largest_number, total) < total and ranked.refuse_nan:
                 _refuse_nan(ranked, (yield len(parts), self._local_numbers))
                 raise changed()
             num_rounds += 1
-            num_missed += around.start is None
             # Cumulative counts at the pivots: the k-th key lies between two neighbours.
             edges = sorted({low - 1: below, **counts, high: upto}.items())
             around_k = [
@@ -190,19 +155,9 @@ class Reading:
             ]
             if len(around_k) != 1:
                 raise changed()
-            first, last = around.interval or (low, high)
-            num_inside = counts.get(last, upto) - counts.get(first - 1, below)
             ((low, high, below, upto),) = around_k
-            if histogram is None or low < first or high > last:
-                continue
-            self.density = num_inside / (last - first + 1)
-            if not only_counts:
+            if interval is not None and interval[0] <= low and high <= interval[1]:
                 return (yield from self._descend(k, (low, high), below, histogram))
-            if (low, high) == around.interval:
-                bins, num_ties = narrowed(descent_over(low, high, k - below - 1), histogram)
-                num_missed -= around.start is None
-                below = k - 1 - bins.rank
-                low, high, upto = bins.low, bins.high, below + num_ties
 
         def count() -> tuple[list[int], list[int]]:
             at, under = self._local(low), self._local(low - 1)
@@ -244,53 +199,41 @@ class Reading:
             self._note(scan(self.ranked.parts, [pivot], None, self.drafts), [pivot])
         return self.local_counts[pivot]
 
-    def _note(self, scanned: Scan, pivots: Sequence[int], bins: BinCounts | None = None) -> Scan:
+    def _note(self, scanned: Scan, pivots: Sequence[int]) -> Scan:
         """Keep what a scan of this rank's parts counted and drafted."""
-        if bins is None and self.drafts is not None and scanned.interval is not None:
+        if self.drafts is not None and scanned.interval is not None:
             self.drafted = scanned
         for j, pivot in enumerate(pivots):
             self.local_counts[pivot] = [row[j] for row in scanned.counts]
         return scanned
 
     def _count(
-        self, around: Around, only_counts: bool
-    ) -> Search[tuple[dict[int, int], Tensor | None]]:
-        """Global counts per pivot, and the histogram of the keys in the interval.
+        self, around: Around, interval: Interval | None
+    ) -> Search[tuple[dict[int, int], Tensor]]:
+        """Global counts per pivot, and the histogram of the keys in the interval, if there is one.
 
-        There is none if there is no interval, or if some rank finds that the interval of a
-        start has become too crowded; its elements are then counted at both ends only. A single rank
-        that collects keys on the host gets an empty one.
-
-        Args:
-            only_counts: do not collect the keys of the interval.
+        A single rank that collects keys on the host gets an empty histogram.
         """
-        parts, pivots, interval = self.ranked.parts, sorted(around.pivots), around.interval
-        descent = None if interval is None else descent_over(*interval)
-        has_bins = descent is not None and (
-            only_counts or not (self._is_alone and self._is_on_host)
-        )
-        num_bins = descent.num_bins if descent is not None and has_bins else 0
+        pivots = sorted(around.pivots)
+        descent = None
+        if interval is not None and not (self._is_alone and self._is_on_host):
+            descent = descent_over(*interval)
 
         def count() -> Tensor:
-            collects, histogram = interval, torch.zeros(num_bins, dtype=torch.int64)
-            if only_counts and descent is not None:
-                bins = BinCounts(descent)
-                self._note(scan(parts, pivots, interval, None, 1.0, bins), pivots, bins)
-                histogram = bins.counts
-            else:
-                if interval is not None and around.is_crowded(parts):
-                    collects = None
-                share = around.expected_share()
-                self.scanned = self._note(scan(parts, pivots, collects, self.drafts, share), pivots)
-                if descent is not None and has_bins and collects is not None:
-                    histogram = histogram_of(self.scanned.keys, descent)
-            counts = [sum(self.local_counts[pivot]) for pivot in pivots]
-            return torch.cat([torch.tensor([int(collects is None), *counts]), histogram])
+            share = around.expected_share()
+            self.scanned = self._note(
+                scan(self.ranked.parts, pivots, interval, self.drafts, share), pivots
+            )
+            counts = torch.tensor(
+                [sum(self.local_counts[pivot]) for pivot in pivots], dtype=torch.int64
+            )
+            if descent is None:
+                return counts
+            return torch.cat([counts, histogram_of(self.scanned.keys, descent)])
 
-        shared = yield 1 + len(pivots) + num_bins, count
-        num_without, *counts = shared[: 1 + len(pivots)].tolist()
-        histogram = None if num_without else shared[1 + len(pivots) :]
-        return dict(zip(pivots, counts, strict=True)), histogram
+        shared = yield len(pivots) + (0 if descent is None else descent.num_bins), count
+        counts = shared[: len(pivots)].tolist()
+        return dict(zip(pivots, counts, strict=True)), shared[len(pivots) :]
 
     def _descend(self, k: int, interval: Interval, below: int, histogram: Tensor) -> Search[KthKey]:
         """Radix-select the k-th key among the collected ones in an interval.

@@ -23,7 +23,7 @@ from distprune._common.mask_values import is_one
 from distprune._common.memory import Array, Count, Scratch, on_host
 from distprune._common.naming import UnfitScores
 from distprune.selection.kernels import call_all, kernels_on, num_threads, spans_of
-from distprune.selection.scores import ScaledScores, ScoreSource, Tally, widened
+from distprune.selection.scores import ScaledScores, ScoreSource, widened
 from distprune.shards.shard import LocalShard
 
 
@@ -94,7 +94,7 @@ def divisors_of(
         ValueError: a statistic is too small or too large for float64; names its parameter.
         NotImplementedError: scores that are no floating-point numbers. On every rank.
 
-    Cost: two reads of the scores, none of those that have tallies; all-reduces of 8 and of 16 bytes
+    Cost: two reads of the scores; all-reduces of 8 and of 16 bytes
     per parameter. See exact_sums.[Note: grid].
     """
     what = f"normalize={normalize!r}"
@@ -125,7 +125,7 @@ def largest_scores(
         ValueError: a live score is infinite; names its parameter.
         NotImplementedError: scores that are no floating-point numbers. On every rank.
 
-    Cost: a read of the scores that have no tally; an all-reduce of 8 bytes per parameter.
+    Cost: a read of the scores; an all-reduce of 8 bytes per parameter.
     """
 
     def find_largest() -> Tensor:
@@ -135,8 +135,7 @@ def largest_scores(
                     f"{part.name}: {what} of scores of dtype {part.scores.dtype}; expected "
                     "floating point."
                 )
-        count = len(parts)
-        found = per_chunk(parts, [_largest_bits] * count, [_largest_bits_of_tally] * count)
+        found = per_chunk(parts, [_largest_bits] * len(parts))
         values = [max(chunks, default=0) for chunks in found]
         return torch.tensor(values, dtype=torch.int64)
 
@@ -169,73 +168,48 @@ def grid_sums(
         power: 1 or 2.
         communicator: the ranks that have the parts.
 
-    Cost: a read of the scores that have no tally; an all-reduce of 16 bytes per parameter.
+    Cost: a read of the scores; an all-reduce of 16 bytes per parameter.
     """
 
     def add_up() -> Tensor:
-        of_chunks: list[Measure] = []
-        of_tallies: list[MeasureTally] = []
-        for exponent in exponents:
-            if exponent is None:
-                of_chunks.append(lambda part, span, scratch: 0)
-                of_tallies.append(lambda part, tally: 0)
-            else:
-                of_chunks.append(partial(_grid_sum, exponent, power))
-                of_tallies.append(partial(_grid_sum_of_tally, exponent, power))
-        totals = [sum(chunks) for chunks in per_chunk(parts, of_chunks, of_tallies)]
+        measures: list[Measure] = [
+            (lambda part, span, scratch: 0)
+            if exponent is None
+            else partial(_grid_sum, exponent, power)
+            for exponent in exponents
+        ]
+        totals = [sum(chunks) for chunks in per_chunk(parts, measures)]
         return torch.tensor([exact_sums.to_words(total) for total in totals]).view(-1)
 
     words = communicator.reduce(2 * len(parts), add_up).view(-1, 2).tolist()
     return [exact_sums.from_words(high, low) for high, low in words]
 
 
-# From a chunk of a part to a number; and from the tally of a whole part.
+# From a chunk of a part to a number.
 Measure = Callable[[Scored, range, Scratch], Count]
-MeasureTally = Callable[[Scored, Tally], int]
 
 
-def per_chunk(
-    parts: Sequence[Scored],
-    measures: Sequence[Measure],
-    of_tallies: Sequence[MeasureTally] | None = None,
-) -> list[list[int]]:
-    """Per part, a number of each chunk of the elements that this rank counts.
-
-    Args:
-        measures: of the parts.
-        of_tallies: the number of a part that has a tally, which is not read then.
-    """
-    numbers: list[list[int]] = [[] for _ in parts]
-    chunks = []
-    for position, part in enumerate(parts):
-        tally = part.scores.tally
-        if tally is not None and of_tallies is not None:
-            numbers[position].append(of_tallies[position](part, tally))
-            continue
-        spans = spans_of(part.counted, part.device, part.dtype.itemsize)
-        chunks += [(position, span) for span in spans]
+def per_chunk(parts: Sequence[Scored], measures: Sequence[Measure]) -> list[list[int]]:
+    """Per part, a number of each chunk of the elements that this rank counts."""
+    chunks = [
+        (position, span)
+        for position, part in enumerate(parts)
+        for span in spans_of(part.counted, part.device, part.dtype.itemsize)
+    ]
     calls = [partial(measures[position], parts[position], span) for position, span in chunks]
     threads = 1
     if all(p.scores.is_thread_safe and kernels_on(p.device).USES_THREADS for p in parts):
         num_bytes = sum(len(span) * parts[position].dtype.itemsize for position, span in chunks)
         threads = num_threads(num_bytes, len(calls))
+    numbers: list[list[int]] = [[] for _ in parts]
     for (position, _), number in zip(chunks, on_host(call_all(calls, threads)), strict=True):
         numbers[position].append(number)
     return numbers
 
 
-def _wide_of_tally(part: Scored, tally: Tally) -> Array:
-    return _numbers(part, tally.scores.to(part.dtype).numpy())
-
-
 def _numbers(part: Scored, values: Array) -> Array:
     """The values, or zero in place of NaN that are kept."""
     return np.where(np.isnan(values), values.dtype.type(0), values) if part.keeps_nan else values
-
-
-def _largest_bits_of_tally(part: Scored, tally: Tally) -> int:
-    value = exact_sums.largest_of(_wide_of_tally(part, tally))
-    return int(np.float64(abs(value)).view(np.int64))
 
 
 def _largest_bits(part: Scored, span: range, scratch: Scratch) -> Count:
@@ -264,11 +238,6 @@ def _grid_sum(
     live = None if part.live is None else live_array(part.live, span, scratch)
     wide = widened(scores, scratch, part.dtype)
     return exact_sums.grid_sum(_numbers(part, wide), exponent, power, scratch, live)
-
-
-def _grid_sum_of_tally(exponent: int, power: Literal[1, 2], part: Scored, tally: Tally) -> int:
-    values = _wide_of_tally(part, tally)
-    return exact_sums.grid_sum_of_counts(values, tally.counts, exponent, power, Scratch())
 
 
 def live_flags(part: Scored, span: range) -> Tensor | None:

@@ -12,23 +12,12 @@ interval are corrected, a fraction of a percent:
                               collected: visited again
 
 Drafts are new tensors until all ranks have theirs, so they can be thrown away.
-
-[Note: native keys] Multiplication by a positive number and rounding keep the order. So the elements
-of a parameter whose normalised scores are up to a threshold are those whose own magnitudes are up
-to some other one. Magnitudes of 16 bits are so few that all of them are multiplied to find it, and
-the pass that writes masks multiplies nothing::
-
-    magnitude bits of a parameter   0 .................. t | t + 1 .......... inf
-    score                           up to the threshold    |  above it
-
-Where only some of the elements at the threshold go, their scores are compared as they are.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -57,9 +46,7 @@ from distprune.selection.kernels import (
     num_threads_for,
     spans_of,
 )
-from distprune.selection.keys import Order, ScoreKeys, key_range, to_keys
-from distprune.selection.radix import Descent, histogram_of
-from distprune.selection.scores import ScaledScores, TensorScores
+from distprune.selection.radix import Descent
 
 
 @dataclass(frozen=True)
@@ -83,25 +70,6 @@ class Scan:
     collected: list[list[Collected]]
     keys: Tensor
     sizes: list[int]
-
-
-class BinCounts:
-    """Counts keys in the bins of a descent, chunk by chunk, on any number of threads.
-
-    Attributes:
-        counts: int64 [descent.num_bins].
-    """
-
-    def __init__(self, descent: Descent) -> None:
-        self._descent = descent
-        self._lock = threading.Lock()
-        self.counts = torch.zeros(descent.num_bins, dtype=torch.int64)
-
-    def add(self, keys: Tensor) -> None:
-        """Count keys of the interval."""
-        counts = histogram_of(keys, self._descent)
-        with self._lock:
-            self.counts += counts
 
 
 def count_live(live: Tensor | None, counted: range) -> int:
@@ -142,7 +110,6 @@ def scan(
     interval: Interval | None,
     drafts: Sequence[Tensor] | None = None,
     expected_share: float = 1.0,
-    bins: BinCounts | None = None,
 ) -> Scan:
     """One pass over the counted elements, or over all local ones if there are drafts to write.
 
@@ -154,7 +121,6 @@ def scan(
             an interval.
         expected_share: about which fraction of all elements lies in the interval. A chunk in which
             a device meets many more is scanned again.
-        bins: counts the keys of the interval, which are not collected then.
     """
     outs = drafts if drafts is not None and interval is not None else None
     totals = [[0] * (1 + len(pivots)) for _ in parts]
@@ -176,9 +142,7 @@ def scan(
             add(position, result.collected, row)
             if result.collected is not None and number:
                 collected[position].append(result.collected)
-    in_batches: list[int] = []
-    if bins is None:
-        in_batches = [position for position, part in enumerate(parts) if part.is_small]
+    in_batches = [position for position, part in enumerate(parts) if part.is_small]
     keys_in_batches: dict[int, Tensor] = {}
     for batch in small.batches_of(parts, in_batches, only_counted=True):
         rows, of_parts = small.scan(batch, pivots, interval, Scratch())
@@ -194,8 +158,7 @@ def scan(
         out = None if outs is None else outs[position]
         capacity = min(len(span), int(4 * expected_share * len(span)) + 1024)
         kernel = kernels_on(part.device).scan
-        call = partial(kernel, part, span, pivots, interval, out, capacity=capacity)
-        calls.append(call if bins is None else partial(_scan_into, call, bins))
+        calls.append(partial(kernel, part, span, pivots, interval, out, capacity=capacity))
     results = call_all(calls, num_threads_for(parts, chunks) if calls else 1)
     rows = _on_host(results, 2 + len(pivots))
     for (position, _), call, result, (number, *row) in zip(
@@ -203,8 +166,6 @@ def scan(
     ):
         elements = result.collected
         add(position, elements, row)
-        if bins is not None:
-            continue
         if elements is not None and number > elements.positions.numel():
             elements = call(Scratch(), capacity=None).collected
         if elements is not None and number:
@@ -220,17 +181,6 @@ def scan(
         join([keys for of_part in counted for keys in of_part]),
         [sum(keys.numel() for keys in of_part) for of_part in counted],
     )
-
-
-def _scan_into(
-    call: Callable[[Scratch], ChunkScan], bins: BinCounts, scratch: Scratch
-) -> ChunkScan:
-    """Count what a scan collects, and forget it."""
-    result = call(scratch)
-    assert result.collected is not None
-    bins.add(result.collected.keys)
-    empty = result.collected.first(0)
-    return replace(result, collected=empty)
 
 
 def _on_host(results: Sequence[ChunkScan], length: int) -> list[list[int]]:
@@ -286,9 +236,8 @@ def write_masks(
         pruned = small.write(batch, cuts, outs, Scratch())
         for position, number in zip(batch.positions, pruned, strict=True):
             counts[position] = number
-    for position, pair in enumerate(zip(parts, cuts, strict=True)):
+    for position, (part, own) in enumerate(zip(parts, cuts, strict=True)):
         if counts[position] is None:
-            part, own = natively(*pair)
             counts[position] = write_keep(part, own.position, own.cut, outs[position], part.live)
     return on_host([count for count in counts if count is not None])
 
@@ -414,40 +363,4 @@ def write_keep(
         number
         for (_, span), number in zip(chunks, pruned, strict=True)
         if span.start in part.counted
-    )
-
-
-# Smaller parameters are multiplied sooner than all magnitudes.
-_FEW = 1 << 17
-
-
-def natively(part: Candidates, own: PartCut) -> tuple[Candidates, PartCut]:
-    """The same cut of the same elements, by keys that cost less where there are some.
-
-    Cost: about 0.1 ms where the scores are multiplied numbers of 16 bits; else nothing.
-    """
-    keys, cut = part.keys, own.cut
-    if not isinstance(keys, ScoreKeys) or not isinstance(keys.scores, ScaledScores):
-        return part, own
-    raw, common = keys.scores.unscaled, keys.common
-    is_partial = own.position == cut.parameter and cut.index > 0
-    if (
-        is_partial
-        or part.num_local < _FEW
-        or raw.dtype.itemsize != 2
-        or not raw.dtype.is_floating_point
-        or common.order is not Order.MAGNITUDE
-        or not memory.takes_numpy(part.device)
-    ):
-        return part, own
-    native = key_range(raw.dtype, common.order)
-    bits = torch.arange(native.largest_number + 1, dtype=native.dtype)
-    magnitudes = TensorScores(bits.view(raw.dtype))
-    with np.errstate(over="ignore"):  # the largest magnitudes become inf
-        scaled = to_keys(keys.scores.of(magnitudes).load(0, bits.numel()), common).numpy()
-    last = cut.threshold if own.position < cut.parameter else cut.threshold - 1
-    threshold = int(np.searchsorted(scaled, last, side="right")) - 1
-    return (
-        replace(part, keys=ScoreKeys(raw, native)),
-        PartCut(own.position, Cut(threshold, own.position + 1, 0), own.bound),
     )

@@ -7,7 +7,7 @@ stores a score per element.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,26 +24,6 @@ from distprune.shards.shard import LocalShard
 _USE = "keys"
 
 
-class Tally(NamedTuple):
-    """The different |scores| of the live elements that a rank counts, and how often each occurs.
-
-    Attributes:
-        scores: 1-d [m], ascending; NaN last.
-        counts_of_blocks: integers [blocks, m], of consecutive blocks of the whole parameter.
-        block: elements of a block; None: the part of a rank is one, wherever it lies.
-    """
-
-    scores: Tensor
-    counts_of_blocks: Array
-    block: int | None
-
-    @property
-    def counts(self) -> Array:
-        """int64 [m]."""
-        counts: Array = self.counts_of_blocks.sum(axis=0, dtype=np.int64)
-        return counts
-
-
 class ScoreSource(Protocol):
     """Scores of one local shard.
 
@@ -56,11 +36,6 @@ class ScoreSource(Protocol):
     dtype: torch.dtype
     is_thread_safe: bool
     is_in_memory: bool
-
-    @property
-    def tally(self) -> Tally | None:
-        """Answers passes that only count, without a read; None if there is none."""
-        ...
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
         """Scores of flat positions [start, stop), 1-d; valid until the scratch is used again."""
@@ -80,7 +55,6 @@ class TensorScores:
 
     is_thread_safe = True
     is_in_memory = True
-    tally = None
 
     def __init__(self, scores: Tensor) -> None:
         self._scores = scores.detach()
@@ -108,7 +82,6 @@ class ComputedScores:
     # Calls a user's function.
     is_thread_safe = False
     is_in_memory = False
-    tally = None
 
     def __init__(
         self, values: Tensor, function: Callable[[Tensor], Tensor], dtype: torch.dtype
@@ -124,23 +97,6 @@ class ComputedScores:
         return self._function(runs.of(self._values)).detach()
 
 
-class TalliedScores:
-    """Scores of another source, with a tally of them.
-
-    Args:
-        scores: of the elements.
-        tally: of those that are counted.
-    """
-
-    def __init__(self, scores: ScoreSource, tally: Tally) -> None:
-        self.tally = tally
-        self.dtype = scores.dtype
-        self.is_thread_safe = scores.is_thread_safe
-        self.is_in_memory = scores.is_in_memory
-        # The methods of the source itself: no call more for each chunk.
-        self.load, self.gather = scores.load, scores.gather
-
-
 class FactorScores:
     """Scores |w| * m: m is a sum of products of small factors.
 
@@ -154,7 +110,6 @@ class FactorScores:
     """
 
     is_in_memory = False
-    tally = None
 
     def __init__(
         self,
@@ -239,35 +194,18 @@ class ScaledScores:
     Args:
         scores: floating point.
         scale: :func:`scale_of` the dtype of the result.
-
-    Attributes:
-        unscaled: the other source.
     """
 
     is_in_memory = False
 
     def __init__(self, scores: ScoreSource, scale: float) -> None:
-        self.unscaled = scores
+        self._scores = scores
         self._scale = scale
         self.dtype = torch.promote_types(scores.dtype, torch.float32)
         self.is_thread_safe = scores.is_thread_safe
 
-    def of(self, scores: ScoreSource) -> ScaledScores:
-        """Other scores, times the same number."""
-        return ScaledScores(scores, self._scale)
-
-    @property
-    def tally(self) -> Tally | None:
-        """The tally of the other source, times the number."""
-        own = self.unscaled.tally
-        if own is None:
-            return None
-        wide = own.scores.to(self.dtype).numpy()
-        scaled = scale_scores(wide, self._scale, np.empty_like(wide))
-        return own._replace(scores=torch.from_numpy(scaled))
-
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
-        scores = self.unscaled.load(start, stop, scratch)
+        scores = self._scores.load(start, stop, scratch)
         if not memory.takes_numpy(scores.device):
             return self._scaled(scores)
         scratch = scratch or Scratch()
@@ -277,7 +215,7 @@ class ScaledScores:
         )
 
     def gather(self, runs: Runs) -> Tensor:
-        return self._scaled(self.unscaled.gather(runs))
+        return self._scaled(self._scores.gather(runs))
 
     def _scaled(self, scores: Tensor) -> Tensor:
         product = scores.to(product_dtype(self._scale, self.dtype)) * self._scale

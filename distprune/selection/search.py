@@ -9,29 +9,23 @@ never scores:
    masks (passes.py);
 3. the k-th key is radix-selected among the collected ones (kth_key.py, radix.py);
 4. the ties at that key are cut by parameter, then by index, the same way.
-
-A search that is repeated begins with step 2, around the key that it found before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from distprune._common.collectives import Communicator
 from distprune._common.memory import concatenate
-from distprune.selection.bracket import COLLECT_ALL, Start, next_start
 from distprune.selection.candidates import Candidates, Cut, Ranked
-from distprune.selection.kth_key import Reading, find_in_tallies
+from distprune.selection.kth_key import Reading
 from distprune.selection.passes import Scan, count_in_bins, indices_at
 from distprune.selection.radix import (
-    Descent,
     Search,
     Step,
     changed,
@@ -40,8 +34,6 @@ from distprune.selection.radix import (
     narrowed,
     within,
 )
-from distprune.selection.scores import Tally
-from distprune.selection.tallies import are_tallied, count_ties
 
 T = TypeVar("T")
 
@@ -57,7 +49,6 @@ class Selection:
         num_before: per whole parameter, its elements before the cut.
         drafted: the scan that drafted masks; None without drafts. It may have drafted them for
             another cut.
-        start: where a search of the same kind may look first; None if little was searched.
     """
 
     cut: Cut
@@ -65,7 +56,6 @@ class Selection:
     num_ties_pruned: int
     num_before: list[int]
     drafted: Scan | None = None
-    start: Start | None = None
 
 
 def select_lowest(
@@ -90,7 +80,7 @@ def select_lowest(
 
     Cost: one scan of the scores (more when a bracket misses, or more keys lie in it than may be
     collected) and about ten all-reduces of up to 32 KiB; memory for the collected keys, about 0.5 %
-    of them at 10**8 elements and less above. No scan if all parts have tallies.
+    of them at 10**8 elements and less above.
     """
     search = search_lowest(ranked, k, drafts=drafts, count_each=count_each)
     shared: Tensor | None = None  # a generator is started by sending None
@@ -139,32 +129,21 @@ def search_lowest(
     *,
     drafts: Sequence[Tensor] | None = None,
     count_each: bool = False,
-    start: Start | None = None,
 ) -> Search[Selection]:
-    """:func:`select_lowest` as a search that can run beside others.
-
-    Args:
-        start: of an earlier search, where this one looks first; the same on all ranks. It does
-            not change the result.
-    """
+    """:func:`select_lowest` as a search that can run beside others."""
     parts, keys = ranked.parts, ranked.keys
     nothing = Selection(Cut(keys.low, 0, 0), 0, 0, [0] * len(parts))
     if k == 0 and not (ranked.refuse_nan and keys.is_float):
         return nothing
-    reading = Reading(ranked, drafts, start)
-    find = partial(find_in_tallies, ranked) if are_tallied(parts) else reading.find
-    kth = yield from find(max(k, 1))
+    reading = Reading(ranked, drafts)
+    kth = yield from reading.find(max(k, 1))
     if k == 0:
         return nothing
 
     num_ties, num_ties_pruned = kth.num_ties, k - kth.num_below
-    total = sum(ranked.num_live)
-    following = None
-    if total > COLLECT_ALL:
-        following = next_start(keys, kth.threshold, num_ties, total, reading.density, start)
     if num_ties_pruned == num_ties and not count_each:
         cut = Cut(kth.threshold, len(parts), 0)
-        return Selection(cut, num_ties, num_ties, [], reading.drafted, following)
+        return Selection(cut, num_ties, num_ties, [], reading.drafted)
 
     def count() -> Tensor:
         below, ties = kth.counts()
@@ -190,7 +169,7 @@ def search_lowest(
         )
         cut = Cut(kth.threshold, position, index)
     facts = num_ties, num_ties_pruned, num_before
-    return Selection(cut, *facts, reading.drafted, following)
+    return Selection(cut, *facts, reading.drafted)
 
 
 # At most so many indices of ties are kept; for more, the next round scans the parameter again.
@@ -202,8 +181,6 @@ def cut_ties(
 ) -> Search[int]:
     """The global index below which exactly ``num_pruned`` elements of a parameter have a key.
 
-    Where a tally has counts of blocks, only one block is read, and then one bin of it.
-
     Radix selection over the indices of the ties: of those that a scan has collected, if one has.
     Otherwise, where later positions of a shard have larger indices, each bin is a run of the shard,
     and its ties are counted: one scan of this parameter, and then of one bin. Elsewhere, in memory
@@ -214,13 +191,6 @@ def cut_ties(
         collected: global indices of this rank's ties, or None.
     """
     descent = descent_over(0, part.numel - 1, num_pruned - 1)
-    tally = part.keys.tally
-    if tally is not None and tally.block is not None:
-        descent, num_ties = yield from _block_of(
-            tally, tally.block, part.numel, key, num_pruned - 1
-        )
-        if descent.rank == num_ties - 1:
-            return descent.high + 1
     ties: Tensor | None = None
     is_first = True
 
@@ -245,32 +215,7 @@ def cut_ties(
         return histogram
 
     while not descent.is_done:
-        step: Callable[[], Tensor] = count_bins
-        if tally is not None and tally.block is not None:
-            step = partial(count_ties, part, key, descent)
-        descent, num_ties = narrowed(descent, (yield descent.num_bins, step))
+        descent, num_ties = narrowed(descent, (yield descent.num_bins, count_bins))
         if descent.rank == num_ties - 1:  # all ties of the bin are pruned, as if there are few
             return descent.high + 1
     return descent.low + 1
-
-
-def _block_of(
-    tally: Tally, size: int, numel: int, key: int, rank: int
-) -> Search[tuple[Descent, int]]:
-    """The descent in the block that has the tie of a rank, and how many ties the block has."""
-    num_blocks = -(-numel // size)
-
-    def count() -> Tensor:
-        counts = torch.zeros(num_blocks, dtype=torch.int64)
-        ties = tally.counts_of_blocks[:, tally.scores.numpy() == key].sum(axis=1, dtype=np.int64)
-        counts[: len(ties)] = torch.from_numpy(ties)
-        return counts
-
-    counts = (yield num_blocks, count).numpy()
-    num_before = np.cumsum(counts) - counts
-    number = int(np.searchsorted(num_before, rank, side="right")) - 1
-    if rank - num_before[number] >= counts[number]:
-        raise changed()
-    low = number * size
-    high = min(low + size, numel) - 1
-    return descent_over(low, high, rank - int(num_before[number])), int(counts[number])

@@ -30,7 +30,6 @@ PARTS = (
     "importing",
     "one_process",
     "ranks",
-    "projection",
     "scopes",
     "verifying",
     "many",

@@ -70,7 +70,7 @@ def test_what_an_interrupted_run_left_is_not_needed_again(source, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "dtypes", "passes"),
     [
-        (FileRecipe(0.5, normalize="rms"), "BF16", 1),
+        (FileRecipe(0.5, normalize="rms"), "BF16", 3),
         (FileRecipe(0.5, normalize="rms"), "F32", 3),
         (FileRecipe(0.5, normalize="l2"), "F64", 3),
         (FileRecipe(0.5), "BF16", 1),

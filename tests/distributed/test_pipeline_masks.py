@@ -25,12 +25,12 @@ def chosen_of(kind: str, model: nn.Module) -> list:
 
 
 def selected(kind: str, data: str, k: int) -> tuple[list, dict]:
-    """What global_mask selects, first from nothing, then from where it ended; and its facts."""
+    """What global_mask selects, by lists and by names; and its facts."""
     model, _, _ = make_stage(kind, data)
     chosen = chosen_of(kind, model)
     first = prune.global_mask(chosen, k, pipeline_parallel=True)
     named = {pair.fqn: pair for pair in chosen}
-    again = prune.global_mask(named, k, start=first, pipeline_parallel=True)
+    again = prune.global_mask(named, k, pipeline_parallel=True)
     masks = dict(zip(named, first.masks, strict=True))
     for name, mask in again.masks.items():
         assert torch.equal(wrappings.local(mask), wrappings.local(masks[name]))

@@ -51,7 +51,7 @@ def trained(wrapping: str, method: str) -> dict[str, tuple[Tensor, Tensor]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=2**-6, momentum=0.5)
     methods = example()
     admm = methods.ADMM(weights, k, optimizer, rho=0.5, every=3) if method == "ADMM" else None
-    found, part = None, wrappings.data_rank(wrapping)
+    part = wrappings.data_rank(wrapping)
     for step in range(26):
         batch = tuple(
             torch.randint(-2, 3, (runs.ROWS, size), generator=generator).double()
@@ -63,7 +63,7 @@ def trained(wrapping: str, method: str) -> dict[str, tuple[Tensor, Tensor]]:
         if method == "AC/DC" and step % 4 == 3:
             methods.acdc_phase(pairs, k, optimizer, is_sparse=step % 8 == 3)
         if method in ("hard", "soft"):
-            found = methods.proximal_step(weights, k, found, soft=method == "soft")
+            methods.proximal_step(weights, k, soft=method == "soft")
     result = {}
     for name, mask in zip(runs.WEIGHTS, prune.get_masks(pairs), strict=True):
         held = wrappings.shard(model, name, indices)

@@ -97,8 +97,7 @@ def test_equals_the_oracle(tmp_path, kind, small_pieces):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tallies_and_keys_that_do_not_fit_into_memory(tmp_path, monkeypatch, kind, small_pieces):
-    monkeypatch.setattr(cuts, "_TALLY_BYTES", 0)
+def test_keys_that_do_not_fit_into_memory(tmp_path, monkeypatch, kind, small_pieces):
     monkeypatch.setattr(cuts, "_MOST_COLLECTED", 7)
     source = tiny_checkpoints.save(tmp_path / "source", KINDS[kind])
     for which in (0, 1, 5):

@@ -241,8 +241,7 @@ def projected(**keywords: Any) -> Callable[[Run], None]:
         torch.manual_seed(5)
         first = prune.global_mask(self.pairs, total // 3, **keywords)
         self.keep(masks=first.masks)
-        start = {} if keywords else {"start": first}
-        second = prune.global_mask(self.pairs, total // 5, candidates=first.masks, **start)
+        second = prune.global_mask(self.pairs, total // 5, candidates=first.masks)
         self.keep(masks=second.masks)
 
     return run

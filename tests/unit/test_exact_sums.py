@@ -81,20 +81,6 @@ def test_only_live_scores_count():
     assert int(on_device) == on_grid([1, 2], 1, 6)
 
 
-@given(NUMBERS, st.sampled_from([1, 2]), st.data())
-def test_scores_with_counts_have_the_sum_of_all_of_them(numbers, power, data):
-    scores = np.array(numbers, dtype=np.float32)
-    exponent = exact_sums.exponent_of(exact_sums.largest_of(scores))
-    times = [data.draw(st.integers(0, 2**34)) for _ in numbers]
-    counts = np.array(times, dtype=np.uint64)
-    expected = sum(
-        count * on_grid([score], power, exponent)
-        for count, score in zip(times, numbers, strict=True)
-    )
-    found = exact_sums.grid_sum_of_counts(scores, counts, exponent, power, Scratch())
-    assert found == expected
-
-
 def test_the_largest_score_is_nan_where_one_is():
     assert math.isnan(exact_sums.largest_of(np.array([1.0, math.nan, 3.0])))
     assert exact_sums.largest_of(np.array([1.0, -4.0])) == 4.0

@@ -1,4 +1,4 @@
-"""global_mask on one process: order, groups, candidates, starts, layouts in memory, and errors."""
+"""global_mask on one process: order, groups, candidates, layouts in memory, and errors."""
 
 import math
 import re
@@ -37,7 +37,7 @@ SHAPES = [(7, 5), (11,), (2, 3, 4), (1,)]
 
 @settings(max_examples=num_examples(400), deadline=None, derandomize=True)
 @given(data=st.data())
-def test_groups_candidates_and_starts(device, data):
+def test_groups_and_candidates(device, data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed"))
     kind = data.draw(st.sampled_from(KINDS), "kind")
     dtypes = [
@@ -50,7 +50,6 @@ def test_groups_candidates_and_starts(device, data):
         candidates = [torch.rand(s, generator=generator) < share for s in SHAPES]
     options = {"largest": data.draw(st.booleans()), "signed": data.draw(st.booleans())}
     labels = [data.draw(st.sampled_from("ab")) for _ in SHAPES]
-    start = None
     for _ in range(2):
         counts, wanted = {}, [None] * len(SHAPES)
         for label in set(labels):
@@ -67,10 +66,9 @@ def test_groups_candidates_and_starts(device, data):
         found = prune.global_mask(
             [tensor.to(device) for tensor in tensors], counts, groups=labels,
             candidates=None if candidates is None else [each.to(device) for each in candidates],
-            start=start, **options,
+            **options,
         )  # fmt: skip
         assert_equal(found.masks, wanted)
-        start = found if data.draw(st.booleans()) else found.start
 
 
 def test_the_same_as_the_pruning_of_all_others():
@@ -136,7 +134,7 @@ def test_random_scores(device):
     tensors, candidates = ([each.to(device) for each in some] for some in (tensors, candidates))
     torch.manual_seed(3)
     first = prune.global_mask(tensors, 700, scores="random", candidates=candidates)
-    other = prune.global_mask(tensors, 700, scores="random", candidates=candidates, start=first)
+    other = prune.global_mask(tensors, 700, scores="random", candidates=candidates)
     torch.manual_seed(3)
     again = prune.global_mask(tensors, 700, scores="random", candidates=candidates)
     assert_equal(again.masks, [mask.cpu() for mask in first.masks])
@@ -233,7 +231,6 @@ WRONG = [
         ValueError,
         "candidates has shape",
     ),
-    ({"tensors": [ONES], "k": 1, "start": 0.5}, TypeError, "start is a float"),
     ({"tensors": {"w": ONES * math.nan}, "k": 1}, ValueError, "the scores of w (6 of 6) are NaN"),
     (
         {"tensors": {"w": ONES * 1j}, "k": 1},

@@ -1,7 +1,6 @@
 """Selection over virtual ranks equals a sort, for any data, layout and number of ranks."""
 
 import math
-from dataclasses import replace
 from itertools import product
 from unittest import mock
 
@@ -13,11 +12,9 @@ from hypothesis import strategies as st
 from distprune._common.collectives import Communicator
 from distprune.selection.bracket import COLLECT_ALL
 from distprune.selection.candidates import MOST_ELEMENTS, PartCut, Ranked
-from distprune.selection.keys import Order, ScoreKeys, key_range
-from distprune.selection.normalizing import Scored
+from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import finish_drafts, write_keep, write_masks
 from distprune.selection.search import select_lowest
-from distprune.selection.tallies import tallied
 from helpers import reference
 from helpers.sampling import num_examples
 from helpers.virtual_ranks import run_virtual_ranks
@@ -237,25 +234,3 @@ def test_orders(order, dtype):
     mask = torch.ones(400)
     zero_lowest(mask, scores, 150, order)
     assert torch.equal(mask, expected)
-
-
-@pytest.mark.parametrize("k", [300, 1200, 2000])
-def test_tallies_of_shards_cut_ties_on_any_rank(k):
-    """Positions of a live shard are no indices of the parameter, so its tally has no blocks."""
-    whole = (torch.randn(60, 40, generator=torch.Generator().manual_seed(0)) * 2).round().bfloat16()
-    common = key_range(torch.bfloat16, Order.MAGNITUDE)
-    (expected,) = reference.prune([whole], k, None)
-
-    def on_rank(communicator):
-        part, cut = candidates(whole, None, "rows", common, 3, communicator.index)
-        scored = Scored("w", part.keys.scores, None, part.counted, part.device)
-        (scored,) = tallied([scored], communicator, 1 << 20)
-        assert scored.scores.tally is not None
-        part = replace(part, keys=ScoreKeys(scored.scores, common))
-        selection = select_lowest(Ranked([part], ["w"], [2400], common, communicator), k)
-        assert 0 < selection.num_ties_pruned < selection.num_ties
-        out = torch.ones(cut(whole).shape)
-        write_keep(part, 0, selection.cut, out, None)
-        assert torch.equal(out, cut(expected).float())
-
-    run_virtual_ranks(on_rank, 3)
