@@ -6,7 +6,6 @@ tenth of a second to import.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +44,6 @@ def default_normalization(score: object) -> str:
 
 
 KeyPath = tuple[str | int, ...]
-Lines = Mapping[KeyPath, int]
 
 
 class RecipeError(ValueError):
@@ -61,33 +59,18 @@ class RecipeError(ValueError):
         super().__init__("\n  - ".join([f"{where} has {count}:", *problems]))
 
 
-class Problems(list[tuple[int, str]]):
-    """What is wrong with a document, as (line, text); line 0 where there are no lines.
-
-    Args:
-        lines: the line of each key, if the document is a file. It may be filled in later.
-    """
-
-    def __init__(self, lines: Lines | None = None) -> None:
-        super().__init__()
-        self._lines = {} if lines is None else lines
-        self._paths: set[KeyPath] = set()
+class Problems(list[str]):
+    """What is wrong with a document."""
 
     def add(self, path: KeyPath, text: str) -> None:
         """Note a problem of the value at a path."""
-        self._paths.add(path)
-        line = self._lines.get(path, 0)
-        where = f"line {line}, " if line else ""
         name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
-        self.append((line, f"{where}{name.lstrip('.') or 'the document'}: {text}"))
+        self.append(f"{name.lstrip('.') or 'the document'}: {text}")
 
     def has(self, path: KeyPath) -> bool:
         """Whether the value at a path has a problem already."""
-        return path in self._paths
-
-    def texts(self) -> list[str]:
-        """All problems, in the order of the file."""
-        return [text for _, text in sorted(self, key=lambda problem: problem[0])]
+        name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+        return any(text.startswith(f"{name.lstrip('.')}: ") for text in self)
 
 
 # More than any recipe needs.
@@ -96,7 +79,7 @@ _MAX_DEPTH = 16
 
 
 def read_yaml(path: Path) -> tuple[Any, Problems]:
-    """Read a YAML file as plain values, with the line of each key; repeated keys are problems.
+    """Read a YAML file as plain values; repeated keys are problems.
 
     Aliases are refused, because a small file with aliases can expand to any amount of data. So are
     large files and deep nesting.
@@ -116,13 +99,12 @@ def read_yaml(path: Path) -> tuple[Any, Problems]:
             "parse_recipe(mapping) does not."
         ) from error
     loader: Any = None
-    lines: dict[KeyPath, int] = {}
-    problems = Problems(lines)
+    problems = Problems()
     try:
         loader = yaml.SafeLoader(_read_text(path))
         _refuse_excess(yaml, loader, path)
         node = loader.get_single_node()
-        value = None if node is None else _build(loader, node, (), lines, problems)
+        value = None if node is None else _build(loader, node, (), problems)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no valid YAML: {error}") from error
     finally:
@@ -169,14 +151,9 @@ def _refuse_excess(yaml: Any, loader: Any, path: Path) -> None:
     loader.compose_node = compose_node
 
 
-def _build(
-    loader: Any, node: Any, path: KeyPath, lines: dict[KeyPath, int], problems: Problems
-) -> Any:
-    lines.setdefault(path, node.start_mark.line + 1)
+def _build(loader: Any, node: Any, path: KeyPath, problems: Problems) -> Any:
     if node.id == "sequence":
-        return [
-            _build(loader, item, (*path, i), lines, problems) for i, item in enumerate(node.value)
-        ]
+        return [_build(loader, item, (*path, i), problems) for i, item in enumerate(node.value)]
     if node.id == "scalar":
         try:
             return loader.construct_object(node)
@@ -186,15 +163,13 @@ def _build(
             return None
     values: dict[str, Any] = {}
     for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
         if key_node.id != "scalar":
-            problems.append((line, f"line {line}: expected a text as a key."))
+            problems.add(path, "expected texts as keys.")
             continue
         key = key_node.value
         inner = (*path, key)
         if key in values:
-            problems.add(inner, f"given again in line {line}; expected every key once.")
+            problems.add(inner, "given twice; expected every key once.")
             continue
-        lines[inner] = line
-        values[key] = _build(loader, value_node, inner, lines, problems)
+        values[key] = _build(loader, value_node, inner, problems)
     return values

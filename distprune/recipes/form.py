@@ -2,16 +2,13 @@
 
 A recipe is a mapping, usually from a YAML file. :class:`RecipeForm` is the whole of it and
 :class:`GroupForm` an item of ``groups``. The JSON schema is made from these classes. Rules about
-keys that exclude each other stand below: they are checked even if values are wrong. Every mistake
-names the key and the value and, in a file, the line.
+keys that exclude each other stand below: they are checked even if values are wrong.
 """
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypedDict, get_args
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -19,12 +16,11 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    WrapValidator,
     field_validator,
     model_validator,
 )
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic_core import core_schema
 
 from distprune import recipes
 from distprune._common import blocks
@@ -40,12 +36,6 @@ def listed(values: Sequence[object]) -> str:
     return f"{', '.join(rest)} or {last}" if rest else last
 
 
-def choice_text(choices: Sequence[str | int], value: object) -> str:
-    """The choices, with the one that is close to a value."""
-    close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
-    return listed(choices) + (f" (did you mean {close[0]!r}?)" if close else "")
-
-
 def compile_pattern(pattern: str) -> None:
     """Check a regular expression after "re:"; globs are always right.
 
@@ -55,7 +45,7 @@ def compile_pattern(pattern: str) -> None:
     try:
         check_pattern(pattern)
     except ValueError as error:
-        raise ValueError(f"a regular expression after 're:' ({error})") from error
+        raise ValueError(f"expected a regular expression after 're:' ({error})") from error
 
 
 def input_dims_pairs(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -64,7 +54,7 @@ def input_dims_pairs(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
     Raises:
         ValueError: with what was expected.
     """
-    expected = "dimensions by pattern, such as {'*.c_fc.weight': 0}"
+    expected = "expected dimensions by pattern, such as {'*.c_fc.weight': 0}"
     try:
         dims_of = dict(value)  # also of pairs
     except (TypeError, ValueError):
@@ -83,64 +73,21 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def expected(text: str) -> PydanticCustomError:
-    """An error that is reported as "expected <text>, found <value>"."""
-    return PydanticCustomError("expected", "{text}", {"text": text})
-
-
-def problem(text: str, key: str | None = None) -> PydanticCustomError:
-    """An error that is reported as it is, for one key of the mapping or for the whole of it."""
-    return PydanticCustomError("problem", "{text}", {"text": text, "key": key})
-
-
-def _or_expected(text: str) -> WrapValidator:
-    """Replace whatever pydantic says about a wrong value by "expected <text>"."""
-
-    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
-        try:
-            return handler(value)
-        except ValidationError:
-            raise expected(text + _hint(value)) from None
-
-    return WrapValidator(check)
-
-
-def _hint(value: Any) -> str:
-    """YAML reads 1e-3 as text."""
-    try:
-        number = float(value) if isinstance(value, str) else math.nan
-    except ValueError:
-        return ""
-    return f"; write it as {number!r}" if math.isfinite(number) else ""
-
-
-def _checked(convert: Callable[[Any], Any], input_type: Any) -> BeforeValidator:
-    """Convert a value; a ValueError of ``convert`` says what was expected."""
-
-    def check(value: Any) -> Any:
-        try:
-            return convert(value)
-        except ValueError as error:
-            raise expected(str(error)) from None
-
-    return BeforeValidator(check, json_schema_input_type=input_type)
-
-
 def _pattern_of_zeros(value: Any) -> str:
     try:
         n, m = parse_pattern(value)
     except ValueError:
         # Without quotes, YAML may read it as a number to the base of 60.
-        raise ValueError("a pattern N:M such as '2:4', in quotes") from None
+        raise ValueError("expected a pattern N:M such as '2:4', in quotes") from None
     return f"{n}:{m}"
 
 
 def _texts(value: Any) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list | tuple) or not values:
-        raise ValueError("a string or a list of strings")
+        raise ValueError("expected a string or a list of strings")
     if not all(isinstance(text, str) and text for text in values):
-        raise ValueError("strings that are not empty")
+        raise ValueError("expected strings that are not empty")
     return tuple(values)
 
 
@@ -153,22 +100,8 @@ def _patterns(value: Any) -> tuple[str, ...]:
 
 def _path(value: Any) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
-        raise ValueError("the path of a file or a folder")
+        raise ValueError("expected the path of a file or a folder")
     return value
-
-
-def _one_of(*choices: str | int) -> WrapValidator:
-    """Report a value that is none of the choices, with the one that is close to it."""
-
-    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
-        try:
-            if isinstance(value, bool):  # True == 1
-                raise expected(choice_text(choices, value))
-            return handler(value)
-        except ValidationError:
-            raise expected(choice_text(choices, value)) from None
-
-    return WrapValidator(check)
 
 
 _Text = Annotated[str, Field(min_length=1)]
@@ -176,25 +109,20 @@ _TextOrTexts = _Text | Annotated[list[_Text], Field(min_length=1)]
 _Dims = int | Annotated[list[int], Field(min_length=1)]
 _PatternText = Annotated[str, Field(pattern="^[0-9]{1,4}:[0-9]{1,4}$")]
 
-Version = Annotated[Literal[1, 2], _one_of(1, 2)]
-Score = Annotated[recipes.Score, _one_of(*get_args(recipes.Score))]
-Normalize = Annotated[Literal["rms", "l2", "mean", "none"], _one_of("rms", "l2", "mean", "none")]
-Scope = Annotated[blocks.Scope, _one_of(*get_args(blocks.Scope))]
-Budget = Annotated[recipes.Budget, _one_of(*get_args(recipes.Budget))]
-Nan = Annotated[Literal["error", "keep"], _one_of("error", "keep")]
-Share = Annotated[
-    float, Field(ge=0, le=1, allow_inf_nan=False), _or_expected("a number from 0 to 1")
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Step = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_texts, json_schema_input_type=_TextOrTexts)]
+Patterns = Annotated[
+    tuple[str, ...], BeforeValidator(_patterns, json_schema_input_type=_TextOrTexts)
 ]
-Step = Annotated[int, Field(ge=0), _or_expected("a whole number >= 0")]
-Positive = Annotated[int, Field(ge=1), _or_expected("a whole number >= 1")]
-Seed = Annotated[int, Field(ge=0, lt=2**63), _or_expected("a whole number >= 0 and < 2**63")]
-Flag = Annotated[bool, _or_expected("true or false")]
-Texts = Annotated[tuple[str, ...], _checked(_texts, _TextOrTexts)]
-Patterns = Annotated[tuple[str, ...], _checked(_patterns, _TextOrTexts)]
-PathText = Annotated[str, _checked(_path, _Text)]
-PatternOfZeros = Annotated[str, _checked(_pattern_of_zeros, _PatternText)]
+PathText = Annotated[str, BeforeValidator(_path, json_schema_input_type=_Text)]
+PatternOfZeros = Annotated[
+    str, BeforeValidator(_pattern_of_zeros, json_schema_input_type=_PatternText)
+]
 InputDims = Annotated[
-    tuple[tuple[str, tuple[int, ...]], ...], _checked(input_dims_pairs, dict[str, _Dims])
+    tuple[tuple[str, tuple[int, ...]], ...],
+    BeforeValidator(input_dims_pairs, json_schema_input_type=dict[str, _Dims]),
 ]
 
 
@@ -227,7 +155,7 @@ class SelectForm(Section):
     @model_validator(mode="after")
     def _adds_to_the_default(self) -> SelectForm:
         if self.also and self.include is not None:
-            raise problem("adds to the default, which 'include' replaces; leave one out.", "also")
+            raise ValueError("'also' adds to the default, which 'include' replaces; leave one out")
         return self
 
 
@@ -240,8 +168,8 @@ class LimitsForm(Section):
     @model_validator(mode="after")
     def _floor_below_ceiling(self) -> LimitsForm:
         if self.min_sparsity > self.max_sparsity:
-            raise problem(
-                f"min_sparsity {self.min_sparsity} is above max_sparsity {self.max_sparsity}."
+            raise ValueError(
+                f"min_sparsity {self.min_sparsity} is above max_sparsity {self.max_sparsity}"
             )
         return self
 
@@ -253,8 +181,8 @@ class LimitsForm(Section):
 class OutputForm(Section):
     """What is written beside a pruned checkpoint."""
 
-    masks: Flag = Field(default=True, description="The masks.")
-    card: Flag = Field(default=True, description="A README.md that says what was done.")
+    masks: bool = Field(default=True, description="The masks.")
+    card: bool = Field(default=True, description="A README.md that says what was done.")
 
 
 class ScheduleForm(Section):
@@ -262,10 +190,7 @@ class ScheduleForm(Section):
 
     @model_validator(mode="after")
     def _goes_together(self) -> ScheduleForm:
-        try:
-            self.as_schedule()
-        except ValueError as error:
-            raise problem(str(error)) from None
+        self.as_schedule()
         return self
 
     def as_schedule(self) -> Schedule:
@@ -296,25 +221,25 @@ class RampForm(ScheduleForm):
 class BudgetForm(Section):
     """What ranks the weights, what is ranked together, and how many are pruned."""
 
-    score: Score | None = Field(
+    score: recipes.Score | None = Field(
         default=None,
         description="What ranks weights. wanda, stade, ria and fisher need statistics; taylor, "
         "elementwise_fisher and given need scores, and prune --text makes those of the first two. "
         "All these are for checkpoints only. Default: magnitude.",
     )
-    method: Score | None = Field(default=None, description="The same as score.")
-    scope: Scope | None = Field(
+    method: recipes.Score | None = Field(default=None, description="The same as score.")
+    scope: blocks.Scope | None = Field(
         default=None,
         description="What is ranked together: everything, each tensor, or each output row. "
         "Default: global.",
     )
-    normalize: Normalize | None = Field(
+    normalize: Literal["rms", "l2", "mean", "none"] | None = Field(
         default=None,
         description="What magnitudes are divided by before all tensors are ranked together: the "
         "rms, the l2 norm or the mean magnitude of their tensor, or nothing. Default: rms; for "
         "scores fisher, taylor and elementwise_fisher, and in recipes of version 1: none.",
     )
-    budget: Budget | None = Field(
+    budget: recipes.Budget | None = Field(
         default=None,
         description="How the pruned weights are divided among the tensors, with the scope global: "
         "one of the rules of distprune.budgets. owl needs statistics, and is for checkpoints only. "
@@ -357,8 +282,10 @@ class GroupForm(BudgetForm):
 
 
 class _HeadForm(Section):
-    version: Version = Field(description="Of this format.")
-    seed: Seed | None = Field(default=None, description="Of the score random.")
+    version: Literal[1, 2] = Field(description="Of this format.")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
+        default=None, description="Of the score random."
+    )
 
 
 class RecipeForm(BudgetForm, _HeadForm):
@@ -366,7 +293,7 @@ class RecipeForm(BudgetForm, _HeadForm):
 
     model_config = ConfigDict(title="A recipe of distprune")
 
-    nan: Nan = Field(
+    nan: Literal["error", "keep"] = Field(
         default="error", description="Whether a NaN among the weights of a checkpoint is an error."
     )
     statistics: PathText | None = Field(
@@ -392,7 +319,7 @@ class RecipeForm(BudgetForm, _HeadForm):
     @classmethod
     def _is_a_list(cls, value: Any) -> Any:
         if not isinstance(value, list | tuple) or not value:
-            raise expected("a list of mappings")
+            raise ValueError("expected a list of mappings")
         return tuple(value)
 
     def resolved(self) -> tuple[GroupForm, ...]:
@@ -461,25 +388,8 @@ def recipe_schema() -> dict[str, Any]:
     return {"$schema": GenerateJsonSchema.schema_dialect, **schema}
 
 
-_SECTIONS: dict[str, tuple[type[Section], ...]] = {
-    "select": (SelectForm,),
-    "limits": (LimitsForm,),
-    "output": (OutputForm,),
-}
-_SCHEDULES: dict[str, tuple[type[Section], ...]] = {
-    "one_shot": (OneShotForm,), "linear": (RampForm,), "cubic": (RampForm,)
-}  # fmt: skip
 _AMOUNTS = ("sparsity", "pattern", "schedule")
 _BESIDE_PATTERN = "has no place beside 'pattern', which says how much and where."
-
-
-class _Error(TypedDict, total=False):
-    """What pydantic says about one mistake."""
-
-    type: str
-    loc: tuple[int | str, ...]
-    input: Any
-    ctx: dict[str, Any]
 
 
 def check(document: object, problems: Problems, where: str) -> RecipeForm:
@@ -502,11 +412,16 @@ def check(document: object, problems: Problems, where: str) -> RecipeForm:
         recipe = RecipeForm.model_validate(document)
     except ValidationError as error:
         for mistake in error.errors(include_url=False):
-            _add(mistake, document, problems)
+            path, found = mistake["loc"], f", found {shown(mistake['input'])}"
+            if mistake["type"] == "missing":
+                found = ""
+            elif mistake["input"] is None and path:
+                continue  # it has no value, or one that could not be read
+            problems.add(path, f"{mistake['msg']}{found}.")
     if recipe is not None and not problems:
         _check_values(recipe, problems)
     if problems or recipe is None:
-        raise RecipeError(where, problems.texts())
+        raise RecipeError(where, problems)
     return recipe
 
 
@@ -517,77 +432,6 @@ def _plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     return value
-
-
-def _add(mistake: Any, document: object, problems: Problems) -> None:
-    """Add what pydantic says in our words."""
-    error: _Error = mistake
-    path, kind, context = _path_in(error["loc"], document), error["type"], error.get("ctx", {})
-    found = f"found {shown(error['input'])}."
-    if error["input"] is None and path:
-        return  # it has no value, or one that could not be read
-    if kind == "problem":
-        key = context["key"]
-        problems.add(path if key is None else (*path, key), context["text"])
-    elif kind == "missing":
-        problems.add(path, f"has no {str(error['loc'][-1])!r}, which is needed.")
-    elif kind in ("extra_forbidden", "invalid_key"):
-        problems.add(path, _unknown(path[-1], _keys(path[:-1], document)))
-    elif kind == "union_tag_not_found":
-        problems.add(path, "has no 'kind', which is needed.")
-    elif kind == "union_tag_invalid":
-        _add_wrong_kind(path, error["input"], problems)
-    elif kind == "expected":
-        problems.add(path, f"expected {context['text']}, {found}")
-    else:
-        problems.add(path, f"expected a mapping with {listed(_keys(path, document))}, {found}")
-
-
-def _add_wrong_kind(path: KeyPath, schedule: Mapping[str, Any], problems: Problems) -> None:
-    kind = schedule["kind"]
-    kinds = choice_text(tuple(_SCHEDULES), kind)
-    problems.add((*path, "kind"), f"expected {kinds}, found {shown(kind)}.")
-    keys = _all_keys((OneShotForm, RampForm))
-    for key in schedule:
-        if key not in keys:
-            problems.add((*path, key), _unknown(key, keys))
-
-
-def _path_in(location: Sequence[int | str], document: object) -> KeyPath:
-    """The part of a location that is in the document: pydantic adds kinds and missing keys."""
-    path: list[int | str] = []
-    value: Any = document
-    for key in location:
-        is_key = isinstance(value, dict) and key in value
-        if is_key or (isinstance(value, list) and isinstance(key, int) and key < len(value)):
-            value = value[key]
-            path.append(key)
-    return tuple(path)
-
-
-def _keys(path: KeyPath, document: object) -> tuple[str, ...]:
-    """The keys that the mapping at a path may have."""
-    if not path:
-        return _all_keys((RecipeForm,))
-    if isinstance(path[-1], int):
-        return _all_keys((GroupForm,))
-    if path[-1] != "schedule":
-        return _all_keys(_SECTIONS[path[-1]])
-    value: Any = document
-    for key in path:
-        value = value[key]
-    kind = value.get("kind") if isinstance(value, dict) else None
-    return _all_keys(_SCHEDULES.get(str(kind), (OneShotForm, RampForm)))
-
-
-def _all_keys(forms: Sequence[type[Section]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(key for form in forms for key in form.model_fields))
-
-
-def _unknown(key: object, keys: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(str(key), keys, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"unknown key.{hint} Expected {listed(keys)}."
 
 
 def shown(value: object) -> str:

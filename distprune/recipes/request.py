@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import resources
@@ -37,7 +36,6 @@ _WHOLE = ("seed", "statistics", "scores")
 _SHARED = (*_WHOLE, "nan", "masks", "card", "groups")
 # Fields that a checkpoint has no use for, by their keys in a recipe.
 FOR_MODELS = {"schedule": "schedule", "select.names": "names"}
-_PREFIX = re.compile(r"^(the document: |select\.|limits\.|output\.)")  # no part of a field's name
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class Request:
             try:
                 form = _check(self.as_mapping(), Problems(), "the recipe")
             except RecipeError as error:
-                problems = [_PREFIX.sub("", problem, count=1) for problem in error.problems]
+                problems = list(error.problems)
             else:
                 own.update(vars(self._made(_values_of(form), "the recipe")))
         if problems:
@@ -152,7 +150,7 @@ class Request:
         """A request from a YAML file, or from a shipped recipe by its name.
 
         Raises:
-            RecipeError: with every problem, its line, what was found and what was expected.
+            RecipeError: with every problem, what was found and what was expected.
             FileNotFoundError: there is no such file.
             ImportError: PyYAML or pydantic is missing.
         """

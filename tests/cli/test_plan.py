@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused_all_at_once(run, source, tmp_path):
     assert done.code == 2 and "neither sparsity nor pattern is given" in done.err
     done = run("plan", source, "-s", "-0.5", "--scope", "rows", "--nan", "drop")
     assert done.code == 2
-    for text in ("sparsity: expected a number", "scope: expected", "found 'rows'", "nan: expected"):
+    for text in ("sparsity: Input", "scope: Input", "found 'rows'", "nan: Input"):
         assert text in done.err
     done = run(
         "plan", source, "--pattern", "5:16", "--include", "model.layers.*", "--exclude", "no"

@@ -100,7 +100,7 @@ def test_an_option_replaces_what_a_recipe_says(recipe_of, given, expected):
         ("-s 0.5 --scope layer --normalize rms", ["normalize: has no effect with scope 'layer'"]),
         ("-s 0.5 --score random --normalize rms", ["normalize: has no effect with score 'random'"]),
         ("-s 0.5 --budget erk --normalize rms", ["normalize: has no effect beside a budget"]),
-        ("-s 0.5 --normalize max", ["expected 'rms', 'l2', 'mean' or 'none'"]),
+        ("-s 0.5 --normalize max", ["normalize: Input should be 'rms', 'l2', 'mean' or 'none'"]),
         ("-s 0.5 --max-sparsity 0.4", ["max_sparsity 0.4 of every tensor leaves"]),
         ("-r by_kind_of_layer -s 0.5 --exclude *.up_proj --input-dim *=1 --nan keep",
          ["has 2 groups", "expected no --sparsity 0.5, --exclude *.up_proj, --input-dim *=1."]),
@@ -184,9 +184,9 @@ def test_groups_have_a_normalization_of_their_own(run, source, tmp_path):
         ("  - {select: {include: '*attn*'}, sparsity: 0.5, pattern: '2:4'}\n",
          "groups[0].sparsity: has no place beside 'pattern'"),
         ("  - {select: {include: '*mlp*'}, sparsity: 0.5, scope: rows}\n",
-         "line 3, groups[0].scope: expected 'global', 'layer' or 'row'"),
+         "groups[0].scope: Input should be 'global', 'layer' or 'row'"),
         ("  - {select: {include: '*.0.*'}, scope: layer, normalize: rms, sparsity: 0.5}\n",
-         "line 3, groups[0].normalize: has no effect with scope"),
+         "groups[0].normalize: has no effect with scope"),
     ],
 )  # fmt: skip
 def test_mistakes_in_groups_are_named(run, source, tmp_path, groups, text):
