@@ -27,72 +27,72 @@ if TYPE_CHECKING:
     from distprune._public import _validate_pruning_dim as _validate_pruning_dim
     from distprune._public import _validate_structured_pruning as _validate_structured_pruning
 
-__all__ = [
-    "BasePruningMethod",
-    "ChannelGroup",
-    "ChannelGroupReport",
-    "ChannelPart",
-    "CustomFromMask",
-    "FactoredScores",
-    "GlobalMask",
-    "Identity",
-    "L1Unstructured",
-    "LnStructured",
-    "LowestScore",
-    "MaskLoadingReport",
-    "MaskUpdate",
-    "MaskUpdateReport",
-    "NamedParameter",
-    "ParameterReport",
-    "PruningContainer",
-    "PruningReport",
-    "RandomStructured",
-    "RandomUnstructured",
-    "ReconstructedParameter",
-    "ReconstructionReport",
-    "StructuredReport",
-    "VerificationError",
-    "VerificationReport",
-    "VerifiedParameter",
-    "budgets",
-    "checkpoint",
-    "criteria",
-    "custom_from_mask",
-    "dense_gradients",
-    "dynamic",
-    "get_masks",
-    "global_mask",
-    "global_structured",
-    "global_unstructured",
-    "identity",
-    "is_pruned",
-    "l1_unstructured",
-    "ln_structured",
-    "load_masks",
-    "masks_aside",
-    "masks_from_zeros",
-    "random_structured",
-    "random_unstructured",
-    "reconstruct",
-    "remove",
-    "save_masks",
-    "schedule",
-    "select",
-    "set_masks",
-    "shard_masks",
-    "statistics",
-    "verify",
-]
+# Where each public name is defined, by module; modules map to themselves.
+_HOMES = {
+    "BasePruningMethod": "methods.base",
+    "ChannelGroup": "methods.channels",
+    "ChannelGroupReport": "call.report",
+    "ChannelPart": "methods.channels",
+    "CustomFromMask": "methods.builtin",
+    "FactoredScores": "shards.factored",
+    "GlobalMask": "api.global_mask",
+    "Identity": "methods.builtin",
+    "L1Unstructured": "methods.builtin",
+    "LnStructured": "methods.builtin",
+    "LowestScore": "methods.builtin",
+    "MaskLoadingReport": "call.report",
+    "MaskUpdate": "call.report",
+    "MaskUpdateReport": "call.report",
+    "NamedParameter": "_common.naming",
+    "ParameterReport": "call.report",
+    "PruningContainer": "methods.base",
+    "PruningReport": "call.report",
+    "RandomStructured": "methods.builtin",
+    "RandomUnstructured": "methods.builtin",
+    "ReconstructedParameter": "reconstruction.reconstructing",
+    "ReconstructionReport": "reconstruction.reconstructing",
+    "StructuredReport": "call.report",
+    "VerificationError": "verification.report",
+    "VerificationReport": "verification.report",
+    "VerifiedParameter": "verification.report",
+    "budgets": "budgets",
+    "checkpoint": "checkpoint",
+    "criteria": "criteria",
+    "custom_from_mask": "api.local",
+    "dense_gradients": "dynamic",
+    "dynamic": "dynamic",
+    "get_masks": "api.chosen_masks",
+    "global_mask": "api.global_mask",
+    "global_structured": "api.global_structured",
+    "global_unstructured": "api.global_unstructured",
+    "identity": "api.local",
+    "is_pruned": "api.local",
+    "l1_unstructured": "api.local",
+    "ln_structured": "api.local",
+    "load_masks": "api.mask_files",
+    "masks_aside": "api.wrap_later",
+    "masks_from_zeros": "api.chosen_masks",
+    "random_structured": "api.local",
+    "random_unstructured": "api.local",
+    "reconstruct": "reconstruction.reconstructing",
+    "remove": "api.local",
+    "save_masks": "api.mask_files",
+    "schedule": "schedule",
+    "select": "api.select",
+    "set_masks": "api.chosen_masks",
+    "shard_masks": "api.wrap_later",
+    "statistics": "statistics",
+    "verify": "verification.verifying",
+    # Private in torch.nn.utils.prune, but programs call them: module:attribute.
+    "_compute_norm": "methods.builtin:compute_norm",
+    "_compute_nparams_toprune": "_common.amount:resolve_count",
+    "_validate_pruning_amount": "_common.amount:validate_count",
+    "_validate_pruning_amount_init": "_common.amount:validate_amount",
+    "_validate_pruning_dim": "methods.builtin:validate_dim",
+    "_validate_structured_pruning": "methods.builtin:validate_channels",
+}
 
-
-_OF_TORCH = (  # private in torch.nn.utils.prune, but programs call them
-    "_compute_norm",
-    "_compute_nparams_toprune",
-    "_validate_pruning_amount",
-    "_validate_pruning_amount_init",
-    "_validate_pruning_dim",
-    "_validate_structured_pruning",
-)
+__all__ = [name for name in _HOMES if not name.startswith("_")]
 
 
 if not TYPE_CHECKING:  # a checker would take any name for one of the library
@@ -103,34 +103,14 @@ if not TYPE_CHECKING:  # a checker would take any name for one of the library
         The command line is a part of this package, and its ``--help`` need not wait seconds for
         torch. A first pruning needs half of the library.
         """
-        if name not in __all__ and name not in _OF_TORCH:
+        if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        home = _homes().get(name, _TABLE)
-        if home == __name__:  # a module of its own
-            value = importlib.import_module(f"{home}.{name}")
-        else:
-            value = getattr(importlib.import_module(home), name)
+        home, _, attribute = _HOMES[name].partition(":")
+        value = importlib.import_module(f"{__name__}.{home}")
+        if home != name:
+            value = getattr(value, attribute or name)
         globals()[name] = value
         return value
-
-    _TABLE = "distprune._public"
-    _found: dict[str, str] = {}
-
-    def _homes() -> dict[str, str]:
-        """The modules of the public names: the table of imports is read, not run.
-
-        Names that are not in it, and all of them where there is no source, come from the table.
-        """
-        if not _found:
-            import importlib.util
-            import re
-
-            spec = importlib.util.find_spec(_TABLE)
-            loader = None if spec is None else spec.loader
-            source = loader.get_source(_TABLE) if hasattr(loader, "get_source") else None
-            line = re.compile(r"^from (\S+) import (\w+) as \2$", re.MULTILINE)
-            _found.update((name, home) for home, name in line.findall(source or ""))
-        return _found
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
-"""Every public name of the library: what ``import distprune`` gives on first use.
+"""The public names for type checkers, which read no dictionary; see ``distprune/__init__.py``.
 
-``import x as x`` exports a name to type checkers; see ``distprune/__init__.py``.
+``import x as x`` exports a name.
 """
 
 from distprune import budgets as budgets

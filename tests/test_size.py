@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Room of the package: (lines of code, files). A change that makes a room smaller lowers its limit.
 ROOMS = {
-    "__init__.py": (101, 1),
+    "__init__.py": (87, 1),
     "__main__.py": (13, 1),
     "_common": (1586, 17),
     "_public.py": (62, 1),
@@ -44,9 +44,9 @@ ROOMS = {
     "torch_private": (1984, 14),
     "verification": (719, 5),
 }
-TOTAL = (31983, 209)
+TOTAL = (31969, 209)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 47062, "launch": 965}
+FOLDERS = {"tests": 47067, "launch": 965}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,
