@@ -252,22 +252,15 @@ def projected_in_groups(self: Run) -> None:
     self.keep(masks=prune.global_mask(self.pairs, {0: 40, 1: 55}, groups=halves).masks)
 
 
-def scheduled(*groups: dict[str, Any], **keywords: Any) -> Callable[[Run], None]:
+def scheduled(**keywords: Any) -> Callable[[Run], None]:
     """Three steps; other values at each of them."""
 
     def run(self: Run) -> None:
-        parameters: list[Any] = self.pairs
-        if groups:
-            parameters = [
-                {"parameters": self.pairs[number :: len(groups)], **group}
-                for number, group in enumerate(groups)
-            ]
-        pruner = schedule.ScheduledPruner(parameters, RAMP, **keywords)
+        pruner = schedule.ScheduledPruner(self.pairs, RAMP, **keywords)
         for step in range(3):
             self.change_values(step)
             torch.manual_seed(step)
-            report = pruner.step()
-            self.keep(None if groups else report)
+            self.keep(pruner.step())
 
     return run
 
@@ -373,9 +366,6 @@ CASES: dict[str, Case] = {
     "projection groups": Case(projected_in_groups),
     "schedule": Case(scheduled(), "few"),
     "schedule bounds": Case(scheduled(max_sparsity=0.75, normalize="rms")),
-    "schedule groups": Case(
-        scheduled({"scope": "row"}, {"budget": "erk"}, {"normalize": "l2"}), names="matrices"
-    ),
     "schedule random": Case(scheduled(pruning_method=RANDOM)),
     "drop and grow": Case(dropped_and_grown, names="matrices"),
 }  # fmt: skip
