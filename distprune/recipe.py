@@ -31,10 +31,6 @@ required::
       min_sparsity: 0.0
       max_sparsity: 0.95
 
-``groups``, a list, gives parts of the model budgets of their own. Each group has a ``select`` and
-whatever of ``sparsity`` or ``schedule``, ``score``, ``scope``, ``pattern`` and ``limits`` differs
-from the top level.
-
 The command line prunes checkpoints by the same recipes. A checkpoint is pruned at once, so its
 recipe has ``sparsity`` or ``pattern``. These keys are for checkpoints only::
 
@@ -46,6 +42,9 @@ recipe has ``sparsity`` or ``pattern``. These keys are for checkpoints only::
     scores: FOLDER             # for score given: tensors of the same names and shapes
     nan: keep                  # keep NaN; error, the default, refuses weights that have any
     output: {masks: true, card: true}  # whether to write the masks and a model card
+    groups: [...]              # parts of the checkpoint with budgets of their own: each group has a
+                               # select, and whatever of sparsity, score, scope, pattern and limits
+                               # differs from the top level
 
 Checking a recipe needs pydantic, and reading one from a file PyYAML: ``pip install
 'distprune[recipes]'``. Only making a pruner needs torch.
@@ -86,9 +85,11 @@ class Recipe(Request):
             group: the ranks that take part; every rank by default.
 
         Raises:
-            ValueError: a pattern matches nothing, or a parameter is in two groups; the recipe has
-                keys that are for checkpoints only.
+            ValueError: a pattern matches nothing; the recipe has keys that are for checkpoints
+                only.
         """
+        from distprune.api.select import select
+        from distprune.methods.builtin import L1Unstructured
         from distprune.schedule.pruner import ScheduledPruner
 
         if names := self._only_for_checkpoints():
@@ -96,13 +97,35 @@ class Recipe(Request):
                 f"the recipe has {', '.join(names)}; expected none of that for a model, because "
                 "it says what to do with a checkpoint. `distprune prune` prunes checkpoints."
             )
-        return ScheduledPruner([part._entry(model) for part in self.parts], group=group)
+        assert self.budget != "owl"
+        limits = (self.min_sparsity, self.max_sparsity) if self.has_limits else (None, None)
+        return ScheduledPruner(
+            select(
+                model,
+                self.include,
+                self.exclude,
+                names=self.names,
+                also=self.also,
+                min_ndim=self.min_ndim,
+            ),
+            self.course,
+            pruning_method=_random(self.seed) if self.score == "random" else L1Unstructured,
+            group=group,
+            min_sparsity=limits[0],
+            max_sparsity=limits[1],
+            normalize=self.normalize,
+            budget=self.budget,
+            scope=self.scope,
+            pattern=self.pattern,
+            input_dims=dict(self.input_dims),
+        )
 
     def _only_for_checkpoints(self) -> list[str]:
         """The keys of a recipe that a pruner does not support."""
-        scores = {part.score for part in self.parts} - {"magnitude", "random"}
-        names = [f"score {score!r}" for score in sorted(scores)]
-        if any(part.budget == BUDGET_FROM_STATISTICS for part in self.parts):
+        names = ["groups"] if self.groups else []
+        if self.score not in ("magnitude", "random"):
+            names.append(f"score {self.score!r}")
+        if self.budget == BUDGET_FROM_STATISTICS:
             names.append(f"budget {BUDGET_FROM_STATISTICS!r}")
         if self.nan != "error":
             names.append(f"nan {self.nan!r}")
@@ -111,32 +134,6 @@ class Recipe(Request):
         if not self.card:
             names.append("output.card")
         return names
-
-    def _entry(self, model: nn.Module) -> dict[str, Any]:
-        """A part as ScheduledPruner takes it."""
-        from distprune.api.select import select
-        from distprune.methods.builtin import L1Unstructured
-
-        limits = (self.min_sparsity, self.max_sparsity) if self.has_limits else (None, None)
-        return {
-            "parameters": select(
-                model,
-                self.include,
-                self.exclude,
-                names=self.names,
-                also=self.also,
-                min_ndim=self.min_ndim,
-            ),
-            "schedule": self.course,
-            "pruning_method": _random(self.seed) if self.score == "random" else L1Unstructured,
-            "normalize": self.normalize,
-            "input_dims": dict(self.input_dims),
-            "scope": self.scope,
-            "budget": self.budget,
-            "pattern": self.pattern,
-            "min_sparsity": limits[0],
-            "max_sparsity": limits[1],
-        }
 
 
 def load_recipe(path: str | Path) -> Recipe:

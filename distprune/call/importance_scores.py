@@ -55,26 +55,6 @@ def by_parameter(
     return grouped
 
 
-def without_others(
-    scores: Scores | None, mine: Sequence[Pair], others: Sequence[Pair]
-) -> Scores | None:
-    """The scores without those of parameters that another call prunes.
-
-    What belongs to neither stays: :func:`by_parameter` refuses it.
-    """
-    if not others or not isinstance(scores, Mapping):
-        return scores
-    reader = ShardReader()
-    own = {_identity(place, reader) for place in mine}
-    foreign = {_identity(place, reader) for place in others} - own - {None}
-    kept = {
-        key: tensor
-        for key, tensor in scores.items()
-        if not (is_pair(key) and _identity(key, reader) in foreign)
-    }
-    return SignedScores(kept) if isinstance(scores, SignedScores) else kept
-
-
 def _identity(place: Pair, reader: ShardReader) -> Hashable | None:
     """What is the same for all names of a parameter; None if there is no such parameter."""
     try:

@@ -179,17 +179,15 @@ class PlannedPruning:
 
     def _warn_of_end(self, num_steps: int, logger: logging.Logger) -> None:
         """Warn if training ends before the schedule does."""
-        schedules = [self._plan] if isinstance(self._plan, Schedule) else []
-        if isinstance(self._plan, Recipe):
-            schedules = [part.course for part in self._plan.parts]
-        for schedule in schedules:
-            end, reached = schedule.ends_at, schedule.sparsity_at(num_steps - 1)
-            if end is not None and reached < end:
-                logger.warning(
-                    "training ends after %d steps at sparsity %g, before the schedule does at %g: "
-                    "%s", num_steps, reached, end, schedule,
-                )  # fmt: skip
-                return
+        schedule = self._plan.course if isinstance(self._plan, Recipe) else self._plan
+        if not isinstance(schedule, Schedule):
+            return
+        end, reached = schedule.ends_at, schedule.sparsity_at(num_steps - 1)
+        if end is not None and reached < end:
+            logger.warning(
+                "training ends after %d steps at sparsity %g, before the schedule does at %g: %s",
+                num_steps, reached, end, schedule,
+            )  # fmt: skip
 
     def _before_step(self) -> None:
         """Let the criterion read the gradients of a step of the optimizer."""

@@ -159,7 +159,7 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
         if isinstance(saved, list):
             raise NotImplementedError(
                 f"the Trainer has {len(saved)} callbacks of type {type(self).__name__}; expected "
-                "one. A recipe with groups gives parts of a model budgets of their own."
+                "one."
             )
         attributes = (saved or {}).get("attributes", {})
         if attributes.get("pruning") is not None and state.global_step > 0:

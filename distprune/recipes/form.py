@@ -311,7 +311,7 @@ class RecipeForm(BudgetForm, _HeadForm):
     select: SelectForm = Field(default_factory=SelectForm)
     groups: tuple[GroupForm, ...] = Field(
         default=(),
-        description="Parts of a model with budgets of their own.",
+        description="Parts of a checkpoint with budgets of their own.",
         json_schema_extra={"minItems": 1},
     )
 

@@ -69,7 +69,7 @@ class Request:
         masks: whether to write the masks.
         min_sparsity, max_sparsity: limits of every single tensor, in [0, 1], for the scope
             "global"; floors are rounded up to a count, and ceilings down. The total stays exact.
-        groups: instead of a sparsity and a selection, budgets for parts of the model: requests
+        groups: instead of a sparsity and a selection, budgets for parts of a checkpoint: requests
             whose tensors are ranked separately. A tensor in no group is left alone, and none is
             in two. ``seed``, ``nan``, ``masks``, ``card``, ``statistics`` and ``scores``
             are those of the whole.

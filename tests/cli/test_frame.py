@@ -47,7 +47,7 @@ def test_help_teaches_and_does_not_import_torch():
     [
         (["bogus"], "No such command"),
         (["recipe", "show"], "Missing argument"),
-        (["recipe", "show", "nope"], "expected a YAML file, or one of attention_and_mlp, by_kind"),
+        (["recipe", "show", "nope"], "expected a YAML file, or one of by_kind_of_layer, cubic"),
         (["env", "no/such/folder"], "no/such/folder does not exist"),
     ],
 )
@@ -70,7 +70,7 @@ def test_a_wrong_recipe_names_every_problem(run, tmp_path):
 
 def test_shipped_recipes_are_listed_shown_and_valid(run):
     listed = {each["name"]: each["about"] for each in run("recipe", "ls", "--json").json}
-    assert set(listed) == set(shipped_recipes()) and len(listed) == 13
+    assert set(listed) == set(shipped_recipes()) and len(listed) == 12
     for name, about in listed.items():
         assert about in run("recipe", "ls").out
         text = run("recipe", "show", name).out

@@ -57,7 +57,7 @@ def test_json_has_every_tensor(run, source):
     ]  # fmt: skip
 
 
-FOR_TRAINING = {"attention_and_mlp", "cubic_80"}
+FOR_TRAINING = {"cubic_80"}
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def refusals(wrapping: str) -> list[str]:
     given = SignedScores({pairs[0]: torch.ones(10, 6)})
     found = []
     pruner = prune.schedule.ScheduledPruner(
-        [{"parameters": pairs[:1]}, {"parameters": pairs[1:]}],
+        pairs,
         prune.schedule.OneShot(step=0, sparsity=0.5),
         importance_scores=lambda: given,
     )

@@ -130,7 +130,7 @@ def another_step(targets):
 def another_state(targets):
     pruner = half(targets)
     state = pruner.state_dict()
-    state["groups"][0]["sparsity"] = 0.9
+    state["sparsity"] = 0.9
     pruner.load_state_dict(state)
     return pruner
 
@@ -162,13 +162,6 @@ CASES = {
     "error": (following(fails), half, "ZeroDivisionError: no such sparsity"),
     "NaN": (following(lambda step: float("nan")), half, r"fn\(0\)=nan"),
     "parameters": (lambda targets: half(targets[:2]), half, "number of parameters"),
-    "groups": (
-        lambda targets: schedule.ScheduledPruner(
-            [{"parameters": targets[:2]}, {"parameters": targets[2:]}],
-            schedule.Function(lambda step: 0.5),
-        ),
-        half, "parameter group: 0 of [12]",
-    ),
     "scores that fail": (with_scores(lambda: {}["no"]), with_scores(lambda: {}), "KeyError|no"),
     "a function for scores": (with_scores(lambda: {}), with_scores({}), "importance_scores"),
     "scores of no kind": (with_scores(lambda: 3), with_scores(lambda: {}), "importance_scores"),

@@ -11,18 +11,15 @@ import torch.distributed as dist
 from test_tied import TiedNet
 
 import distprune as prune
-from distprune import schedule
 from distprune._common.naming import unwrap
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import (
     assert_nothing_wrong,
-    assert_nothing_wrong_on,
     changes,
     snapshot,
-    wrong_masks,
 )
-from helpers.models import Net, fill, target
+from helpers.models import Net, fill
 
 NAMES = ["l1.weight", "l2.weight"]
 
@@ -114,39 +111,3 @@ def contradictory() -> str:
 
 def test_two_scores_for_one_tied_parameter():
     assert re.search("embedding.weight(.|\n)*several of its names", contradictory())
-
-
-def scheduled(wrapping: str) -> list[str]:
-    """One mapping serves all groups of a pruner; what is in none of them is an error."""
-    dense = fill(Net(), "normal", "float32")
-    indices = wrappings.local_indices(dense, wrapping)
-    generator = torch.Generator().manual_seed(1)
-    scores = {
-        name: torch.rand(dense.get_parameter(name).shape, generator=generator) for name in NAMES
-    }
-    model = wrappings.wrap(dense, wrapping)
-    groups = [{"parameters": prune.select(model, name)} for name in NAMES]
-    given = {
-        group["parameters"][0]: scores[name] for group, name in zip(groups, NAMES, strict=True)
-    }
-    pruner = schedule.ScheduledPruner(groups, schedule.OneShot(0, 0.5), importance_scores=given)
-    pruner.step()
-    keeps = {name: reference.prune([scores[name]], 0.5)[0] for name in NAMES}
-    wrong = wrong_masks(model, keeps, indices)
-
-    given[target(wrappings.unwrapped(model), "l3.weight")] = torch.ones(3, 5)
-    later = schedule.OneShot(0, 0.8)
-    pruner = schedule.ScheduledPruner(groups, later, importance_scores=lambda: given)
-    before = snapshot(model)
-    try:
-        pruner.step()
-        wrong.append("nothing was raised")
-    except ValueError as error:
-        if "none of the parameters" not in str(error):
-            wrong.append(str(error))
-    return wrong + changes(before, snapshot(model))
-
-
-@pytest.mark.parametrize("wrapping", ["plain-1", "fsdp2-2"])
-def test_groups_of_a_pruner(wrapping):
-    assert_nothing_wrong_on(wrapping, scheduled)

@@ -86,14 +86,8 @@ def test_what_is_expected_and_missing_is_told():
 def follow(wrapping: str) -> list[str]:
     model = make(wrapping)
     pruner = prune.schedule.ScheduledPruner(
-        [
-            {"parameters": prune.select(model, "l1")},
-            {"parameters": prune.select(model, "l3"),
-             "schedule": prune.schedule.OneShot(5, 0.5)},
-        ],
-        prune.schedule.OneShot(1, 0.5),
-        verify_every=2,
-    )  # fmt: skip
+        prune.select(model, "l1"), prune.schedule.OneShot(1, 0.5), verify_every=2
+    )
     wrong = []
     for step in range(8):
         train(model, 1)

@@ -11,8 +11,7 @@ from helpers.models import Net, fill
 
 
 def scheduled(parameters):
-    entries = [{"parameters": parameters, "schedule": schedule.OneShot(0, 0.5)}]
-    return schedule.ScheduledPruner(entries)
+    return schedule.ScheduledPruner(parameters, schedule.OneShot(0, 0.5))
 
 
 TAKES_PAIRS = {
@@ -53,11 +52,11 @@ def test_a_label_names_the_module_inside_wrappers():
     assert tied_places(pair) == [(layer, "weight")] * 2
 
 
-def test_the_groups_of_a_schedule_have_the_labels_of_all_other_functions():
+def test_a_schedule_has_the_labels_of_all_other_functions():
     layer = nn.Linear(4, 4)
     pruner = schedule.ScheduledPruner(
         [(layer, "weight")],
         schedule=schedule.OneShot(0, 0.5),
         max_sparsity={(layer, "weight"): 0.5},
     )
-    assert pruner._groups[0].names == ["Linear.weight (#0)"]
+    assert pruner._names == ["Linear.weight (#0)"]

@@ -11,7 +11,7 @@ from torch import nn
 
 import distprune as prune
 from distprune.recipe import Recipe, RecipeError, load_recipe, parse_recipe
-from distprune.schedule import Cubic, Linear, OneShot
+from distprune.schedule import Cubic, OneShot
 from distprune.testing import run_ranks
 
 CUBIC = {"kind": "cubic", "end": 30, "frequency": 10, "final_sparsity": 0.8}
@@ -388,15 +388,14 @@ def test_what_stands_beside_a_pattern(recipe, message):
 
 
 def test_shipped_recipes_fit_a_llama():
-    names = ("attention_and_mlp", "cubic_80", "magnitude_50", "random_50")
+    names = ("cubic_80", "magnitude_50", "random_50")
     found = {name: load_recipe(name) for name in names}
     assert found["cubic_80"].schedule == Cubic(0, 1000, 50, 0.8)
     assert found["cubic_80"].max_sparsity == 0.95
-    mlp, attention = found["attention_and_mlp"].groups
-    assert mlp.schedule == Linear(100, 900, 100, 0.8)
-    assert attention.schedule == Linear(100, 900, 100, 0.5)
     for recipe in found.values():
         assert recipe.pruner(Tiny()).num_steps == 0
+    with pytest.raises(ValueError, match="has groups; expected none of that for a model"):
+        load_recipe("by_kind_of_layer").pruner(Tiny())
 
 
 def masks_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -125,33 +125,6 @@ def test_scores_are_asked_for_when_something_is_pruned():
     assert max(float(k.detach().abs().max()) for k in kept if k.numel()) < largest
 
 
-def test_groups_with_budgets_of_their_own():
-    model = fill(Net(), "normal", "float32")
-    first, second = prune.select(model, include="l1"), prune.select(model, include=["l2", "l3"])
-    pruner = schedule.ScheduledPruner(
-        [
-            {"parameters": first},
-            {"parameters": second, "schedule": schedule.OneShot(2, 0.75),
-             "pruning_method": prune.RandomUnstructured},
-        ],
-        schedule.Linear(0, 4, 2, 0.5),
-    )  # fmt: skip
-    pruner.step()
-    assert pruner.last_reports == (None, None)
-    pruner.step()
-    report = pruner.step()
-    assert [entry.name for entry in report.parameters] == ["l1.weight", "l2.weight", "l3.weight"]
-    assert report.method == "L1Unstructured, RandomUnstructured" and report.threshold is None
-    assert report.amount == report.num_pruned == 15 + round(0.75 * 65)
-    assert [each.num_pruned for each in pruner.last_reports] == [15, round(0.75 * 65)]
-    assert pruner.sparsity == pytest.approx((0.25 * 60 + 0.75 * 65) / 125)
-    pruner.step()
-    report = pruner.step()
-    assert (zeros(first), zeros(second)) == (30, round(0.75 * 65))
-    assert [entry.name for entry in report.parameters] == ["l1.weight"]
-    assert pruner.last_reports[1] is None
-
-
 @pytest.mark.parametrize("end", [11, None])
 def test_floors_hold_once_the_target_suffices_for_them(end):
     """On the way there no parameter is pruned beyond its floor; ceilings hold all the way."""
@@ -188,18 +161,6 @@ def test_floors_hold_once_the_target_suffices_for_them(end):
     # First floors, from below; then both: l3 would be below its floor, l1 above its ceiling.
     assert held >= {(False, "min_sparsity"), (True, "min_sparsity"), (True, "max_sparsity")}
     assert (False, "max_sparsity") not in held
-
-
-def test_bounds_of_a_group_and_of_all():
-    model = fill(Net(), "normal", "float32")
-    pruner = schedule.ScheduledPruner(
-        [
-            {"parameters": prune.select(model, include=["l1", "l2"]), "max_sparsity": 0.5},
-            {"parameters": prune.select(model, include="l3"), "min_sparsity": {"l3.weight": 0.2}},
-        ],
-        schedule.OneShot(0, 0.5),
-    )
-    assert [entry.num_pruned for entry in pruner.step().parameters] == [30, 25, 8]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +209,7 @@ def test_resume_gives_the_same_masks(stop):
     pruner = schedule.ScheduledPruner(weights(resumed), ramp)
     pruner.load_state_dict(state)
     assert pruner.num_steps == stop
-    assert pruner.sparsity == state["groups"][0]["sparsity"] and pruner.state_dict() == state
+    assert pruner.sparsity == state["sparsity"] and pruner.state_dict() == state
     drive(resumed, pruner, 11 - stop)
     assert pruner.state_dict()["num_steps"] == 11
     for key, value in straight.state_dict().items():
@@ -268,7 +229,7 @@ def test_the_state_is_plain_and_says_what_differs():
     )
     pruner.step()
     state = json.loads(json.dumps(pruner.state_dict()))
-    assert state["num_steps"] == 1 and state["groups"][0]["sparsity"] == 1 / 3
+    assert state["num_steps"] == 1 and state["sparsity"] == 1 / 3
     other = schedule.ScheduledPruner(prune.select(model, everything=True), schedule.OneShot(0, 0.5))
     with pytest.raises(ValueError, match=r"OneShot\(step=0, sparsity=0.333.*sparsity=0.5\)"):
         other.load_state_dict(state)
@@ -276,25 +237,17 @@ def test_the_state_is_plain_and_says_what_differs():
     fewer = prune.select(model, exclude="l2", everything=True)
     with pytest.raises(ValueError, match=r"only in the state: l2.weight; only in this.*\(none\)"):
         schedule.ScheduledPruner(fewer, schedule.OneShot(0, 1 / 3)).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"keys \['steps'\]; expected \['num_steps', 'groups'\]"):
+    with pytest.raises(ValueError, match=r"keys \['steps'\]; expected \['num_steps', 'sched"):
         other.load_state_dict({"steps": 3})
-    two = [{"parameters": fewer}, {"parameters": prune.select(model, include="l2")}]
-    with pytest.raises(ValueError, match="1 parameter groups and this pruner 2"):
-        schedule.ScheduledPruner(two, schedule.OneShot(0, 1 / 3)).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
     ("parameters", "arguments", "error", "text"),
     [
-        (lambda m: prune.select(m), {"schedule": 0.5}, TypeError, "schedule of parameters"),
-        (lambda m: prune.select(m), {}, TypeError, "schedule of parameters"),
-        (lambda m: [], None, ValueError, "no parameters"),
+        (lambda m: prune.select(m), {"schedule": 0.5}, TypeError, "schedule is 0.5"),
+        (lambda m: [], None, ValueError, "parameters is empty"),
         (lambda m: [(m.l1, "wieght")], None, AttributeError, "wieght"),
         (lambda m: [m.l1], None, TypeError, "pair"),
-        (lambda m: [{"params": []}], None, ValueError, "'params'"),
-        (lambda m: [{"parameters": []}], None, ValueError, "no parameters"),
-        (lambda m: [{"parameters": [(m.l1, "bias")]}, (m.l1, "weight")], None, TypeError, "tuple"),
-        (lambda m: [{"parameters": [(m.l1, "bias")]}] * 2, None, ValueError, "one group"),
         (lambda m: prune.select(m), {"importance_scores": 3}, TypeError, "importance_scores"),
     ],
 )  # fmt: skip
