@@ -2,12 +2,13 @@
 
 [Note: pread] Bytes are read by ``preadv`` into the shard itself where rows are whole and the dtype
 is that of the file, else through one buffer. Other ways to read a Llama of 1.1 GB on 2 ranks, whose
-shards take 0.54 GB each (tests/benchmarks, part "loading"): ``safe_open(...).get_slice`` of
-safetensors, and ``HuggingFaceStorageReader`` of torch.distributed.checkpoint, which uses it. Both
-map the files, and the mapped pages count as the memory of each rank: 0.32 to 0.39 GB on top of the
-shard, where this adds 0.02 GB. Neither knows the conversions of transformers. Into shards whose
-memory exists already they take 0.1 to 0.4 s and 0.3 to 1.4 s from the page cache; ``load_sharded``
-as a whole, with building the model and first touching its memory, takes 0.8 to 3 s.
+shards take 0.54 GB each (tests/benchmarks/results/loading_2cores_202611.txt):
+``safe_open(...).get_slice`` of safetensors, and ``HuggingFaceStorageReader`` of
+torch.distributed.checkpoint, which uses it. Both map the files, and the mapped pages count as the
+memory of each rank: 0.32 to 0.39 GB on top of the shard, where this adds 0.02 GB. Neither knows the
+conversions of transformers. Into shards whose memory exists already they take 0.1 to 0.4 s and 0.3
+to 1.4 s from the page cache; ``load_sharded`` as a whole, with building the model and first
+touching its memory, takes 0.8 to 3 s.
 """
 
 from __future__ import annotations

@@ -31,14 +31,10 @@ PARTS = (
     "one_process",
     "ranks",
     "scopes",
-    "verifying",
     "many",
     "reconstructing",
     "forward",
     "training_step",
-    "adversarial",
-    "schedules",
-    "loading",
 )
 
 

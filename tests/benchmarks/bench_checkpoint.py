@@ -11,9 +11,6 @@ Every contestant's files are synced. Masks and weights are compared with those o
 holds one tensor at a time in memory, and the results of 1, 2 and 3 processes with each other, to
 the byte.
 
-Other rankings ("distprune, Wanda" and more) take statistics of activations, which are made up, and
-are not compared with an oracle here: tests do that.
-
 Needs four times the checkpoint's size on the disk (twice with one contestant). torch needs many
 times its size in memory: it is stopped where it asks for more than there is, and that is its
 result.
@@ -40,15 +37,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
 SPARSITY = 0.5
 CONTESTANTS = ("distprune", "distprune, 2 processes", "distprune, 3 processes", "torch", "cp")
-# Other rankings on one process, with their options; only if they are asked for.
-RANKINGS = {
-    "distprune, raw": ["--normalize", "none"],
-    "distprune, Wanda": ["--score", "wanda"],
-    "distprune, raw Wanda": ["--score", "wanda", "--normalize", "none"],
-    "distprune, rows": ["--scope", "row"],
-    "distprune, rows by Wanda": ["--score", "wanda", "--scope", "row"],
-}
-STATISTICS = "statistics.safetensors"  # beside the source
 
 
 def shapes(num_bytes: float) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
@@ -114,27 +102,6 @@ def make(folder: Path, num_bytes: float) -> None:
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     sync(folder)
-    make_statistics(folder.parent / STATISTICS, tensors)
-
-
-def make_statistics(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
-    """Statistics of activations of every layer, as random numbers."""
-    import numpy as np
-
-    from distprune.files.checkpoints.statistics_file import (
-        StoredStatistics,
-        WeightLayout,
-        write_statistics,
-    )
-
-    draws = np.random.default_rng(0)
-    parameters = {}
-    for name, shape in tensors.items():
-        if ".layers." in name and len(shape) == 2:
-            sums, squares = draws.random((2, shape[1]))
-            layout = WeightLayout("linear", shape)
-            parameters[name] = StoredStatistics(layout, 4096, sums, squares * 4096)
-    write_statistics(path, "one_pass", parameters)
 
 
 def sync(folder: Path) -> None:
@@ -175,11 +142,7 @@ def run_contestant(name: str, source: Path, destination: Path) -> None:
     else:
         command = ["prune", str(source), str(destination), "-q", "--sparsity", str(SPARSITY)]
         launcher: list[str] = []
-        if name in RANKINGS:
-            command += RANKINGS[name]
-            if "wanda" in command:
-                command += ["--statistics", str(source.parent / STATISTICS)]
-        elif name != "distprune":
+        if name != "distprune":
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
             launcher.append(name.split()[1])
         subprocess.run([sys.executable, *launcher, "-m", "distprune", *command], check=True)
@@ -300,9 +263,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=float, default=3e9)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where to work; a temporary one by default")
-    parser.add_argument(
-        "--contestants", nargs="+", choices=[*CONTESTANTS, *RANKINGS], default=CONTESTANTS
-    )
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--save", metavar="NAME", help="write results/NAME.txt and .json")
     parser.add_argument("--step", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -5,7 +5,7 @@ Nothing here uses distprune: the oracle is numpy's partition on the bits of all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -92,13 +92,6 @@ def fill_normal(model: nn.Module, seed: int = 0) -> None:
         for weight in model.parameters():
             mean = 1.0 if weight.ndim == 1 else 0.0
             weight.normal_(mean, STANDARD_DEVIATION, generator=generator)
-
-
-def model_of(weights: Iterable[Tensor]) -> nn.ModuleList:
-    """A plain model that has these weights."""
-    model = nn.ModuleList(Weight(weight) for weight in weights)
-    remember(model)
-    return model
 
 
 def pairs(model: nn.Module) -> list[tuple[nn.Module, str]]:

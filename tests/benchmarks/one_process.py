@@ -1,38 +1,18 @@
-"""One process: distprune beside torch's own call, the known ways to a threshold, and the machine.
+"""One process: distprune beside torch's own call, the best other way to exact masks, and a copy.
 
-The limits are what any exact ranking has to do at the least: read every score once, and write a
-mask of the scores' dtype once. Each is the fastest of several ways to do it. New memory costs as
-much as the writing itself (the system hands out zeroed pages), so a limit is shown for masks in
-memory that was used before, and for new ones, as a pruning call has to make them. A call that
-follows another one, as in a schedule, finds memory that the first one gave back, and is compared
-with the limit for such memory.
+The limit is what any exact ranking has to do at the least: read every score once, and write as much
+once. New memory costs as much as the writing itself (the system hands out zeroed pages), and a
+pruning call has to make its masks, so the limit writes to new memory, too.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import data
 import torch
-from contestants import (
-    AGAIN,
-    COMPARE,
-    FRESH,
-    GATHER,
-    RANKING,
-    READ,
-    TORCH,
-    WARM,
-    WHOLE,
-    Case,
-    fast_contestants,
-    slow_contestants,
-)
-from limited_memory import address_space, available_bytes, torch_alone
-from masks_only import decide_only
+import torch.nn.utils.prune as torch_prune
 from measuring import (
     Bound,
     CheckFailed,
@@ -41,42 +21,42 @@ from measuring import (
     Table,
     Verdict,
     interleaved,
+    measured,
     median_ratio,
     median_seconds,
-    release_memory,
 )
 from torch import Tensor, nn
 
 import distprune
 
-ROUNDS = 3
+WHOLE = "distprune, the whole call"
+RANKING = "distprune, ranking and masks"
+TORCH = "torch.nn.utils.prune, the whole call"
+LIMIT = "limit: read and write once, to new memory"
+COMPARE = "gather, numpy.partition of the bits, compare"
 
 
-def cases(options: Options) -> Iterator[Case]:
+@dataclass(frozen=True)
+class Case:
+    """What is pruned; torch takes many times longer than ours, and fails where memory is short."""
+
+    num_elements: int
+    dtype: torch.dtype
+    has_torch: bool = True
+    amount: float = 0.5
+
+
+def cases(options: Options) -> list[Case]:
+    dtypes = (torch.float32, torch.bfloat16)
     if options.quick:
-        for dtype in (torch.float32, torch.bfloat16):
-            yield Case(1_000_000, dtype, 0.5, slow_rounds=1)
-        return
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        yield Case(10_000_000, dtype, 0.5, slow_rounds=3)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for amount in (0.1, 0.5, 0.9):
-            is_judged = amount == 0.5 and dtype != torch.float16
-            yield Case(100_000_000, dtype, amount, 1, is_judged=is_judged, all_rivals=amount == 0.5)
-    for dtype in (torch.float32, torch.bfloat16):
-        yield Case(500_000_000, dtype, 0.5, slow_rounds=0)
+        return [Case(1_000_000, dtype) for dtype in dtypes]
+    large = [Case(500_000_000, dtype, has_torch=False) for dtype in dtypes]
+    return [Case(size, dtype) for size in (10**7, 10**8) for dtype in dtypes] + large
 
 
 def tables(options: Options) -> Iterator[Table]:
     for case in cases(options):
-        yield compared(case, options.num_rounds(ROUNDS))
-    if options.quick:
-        # Enough for Python and torch, and a model; not for what the call needs on top.
-        yield torch_alone([Case(20_000_000, torch.float32, 0.5, 1)], limit=address_space() + 2**28)
-    else:
-        large = [case for case in cases(options) if not case.slow_rounds]
-        release_memory()
-        yield torch_alone(large, limit=int(0.9 * available_bytes()))
+        yield compared(case, options.num_rounds(3))
 
 
 def compared(case: Case, rounds: int) -> Table:
@@ -84,137 +64,110 @@ def compared(case: Case, rounds: int) -> Table:
     model = data.build(case.num_elements, case.dtype)
     values = data.weights(model)
     expected = data.oracle(values, case.amount)
-    check(model, values, expected, case.amount)
     total = data.num_elements(model)
-    results = interleaved(fast_contestants(model, values, expected, case), rounds)
-    if case.slow_rounds:
-        slow = slow_contestants(model, values, expected, case)
-        if not case.all_rivals:
-            slow = {TORCH: slow[TORCH]}
-        results |= interleaved(slow, min(case.slow_rounds, rounds))
-        check_torch(model, expected, results[TORCH])
-    results = _fastest_limits(results)
-    rows, size = [], case.dtype.itemsize
-    for name, runs in sorted(results.items(), key=lambda item: _rank(item[0])):
-        rows.append(
-            [
-                name,
-                len(runs),
-                1e3 * median_seconds(runs),
-                1e9 * median_seconds(runs) / total,
-                median_ratio(runs, results[WHOLE]),
-                median_ratio(runs, results[RANKING]),
-                None if name == AGAIN else extra_bytes(name, runs, size, total) / total,
-                None if name == AGAIN else max(run.retained_bytes for run in runs) / total,
-            ]
-        )
+    results = interleaved(contestants(model, values, expected, case), rounds)
+    rows = [
+        [
+            name,
+            1e3 * median_seconds(runs),
+            1e9 * median_seconds(runs) / total,
+            median_ratio(runs, results[RANKING]),
+            extra_bytes(name, runs, case, total) / total,
+        ]
+        for name, runs in results.items()
+    ]
+    dtype = str(case.dtype).removeprefix("torch.")
+    where = f"{case.num_elements / 1e6:.0f}M {dtype}"
+    verdicts = []
+    if case.num_elements == 10**8:
+        is_aim = case.dtype != torch.float32  # what holds for float32 is aimed at for bfloat16
+        for bound, value in (
+            (
+                Bound(f"{where}: ranking, times faster than torch's call", 60, at_least=True),
+                median_ratio(results[TORCH], results[RANKING]),
+            ),
+            (Bound(f"{where}: ranking, times the limit", 5), rows[list(results).index(LIMIT)][3]),
+            (Bound(f"{where}: extra bytes per element", 0.2), rows[1][4]),
+        ):
+            verdicts.append(Verdict(replace(bound, is_aim=is_aim), value))
     return Table(
-        f"One process, {total / 1e6:.1f}M {case.dtype_name} weights in {len(values)} tensors, "
-        f"amount {case.amount}",
-        [
-            "",
-            "rounds",
-            "ms",
-            "ns/element",
-            "x whole call",
-            "x ranking",
-            "extra B/element",
-            "left B/element",
-        ],
+        f"One process, {total / 1e6:.1f}M {dtype} weights in {len(values)} tensors, amount "
+        f"{case.amount}",
+        ["", "ms", "ns/element", "x ranking", "extra B/element"],
         rows,
-        list(verdicts(case, total, results)),
+        verdicts,
         [
-            "Medians, the contestants in turn; x: times distprune's, median of the ratios in a "
-            "round (ratio of the medians where rounds differ).",
-            "Extra: the rise of the resident set at its highest, less the results; left: after the "
-            "call, results included; the most of all rounds.",
-            "Rows that begin with ... work on the gathered tensor and find the threshold only: the "
-            "gather and the masks come on top. Those that compare prune all ties at the threshold.",
-            "Results: masks, and masked weights of a whole call, of the weights' dtype. "
+            f"Medians of {rounds} rounds, in turn; x: times the ranking's, the median of the "
+            "ratios in a round.",
+            "Extra: the rise of the resident set at its highest, less the results: masks, and the "
+            "masked weights of a whole call. The last row prunes all ties at the threshold.",
             f"{expected.num_ties:,} elements are tied at the threshold.",
         ],
     )
 
 
-def verdicts(case: Case, total: int, results: dict[str, list[Measurement]]) -> Iterator[Verdict]:
-    where = f"{case.num_elements / 1e6:.0f}M {case.dtype_name}, amount {case.amount}"
-    ranking, size = results[RANKING], case.dtype.itemsize
-    if case.is_judged:
-        # What holds for float32 is aimed at for bfloat16.
-        is_aim = case.dtype != torch.float32
-        text = f"{where}: ranking and masks, times faster than torch's call"
-        bound = Bound(text, 60, at_least=True, is_aim=is_aim)
-        yield Verdict(bound, median_ratio(results[TORCH], ranking))
-        for name, limit, most in (
-            (RANKING, FRESH, 5),
-            (RANKING, FRESH, 2),
-            (AGAIN, WARM, 5),
-            (AGAIN, WARM, 2),
-        ):
-            bound = Bound(f"{where}: {name}, times the {limit}", most)
-            times = median_ratio(results[name], results[_with(results, limit)])
-            yield Verdict(replace(bound, is_aim=is_aim or most == 2), times)
-        for name in (WHOLE, RANKING):
-            extra = extra_bytes(name, results[name], size, total) / total
-            text = f"{where}: {name}: peak extra bytes per element, results aside"
-            yield Verdict(Bound(text, 0.2, is_aim=is_aim), extra)
-    if not case.slow_rounds:
-        # Rivals' tensors are in memory too: what the call itself needs is the model and the rise.
-        peak = size * total + max(run.peak_extra_bytes for run in results[WHOLE])
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-        yield Verdict(Bound(f"{where}: GB of the model and the whole call", memory), peak / 1e9)
+def contestants(
+    model: nn.Module, values: list[Tensor], expected: data.Expected, case: Case
+) -> dict[str, Callable[[], Measurement]]:
+    """What runs in turn; each checks its result."""
+    parameters = data.pairs(model)
+    num_kept = data.num_elements(model) - expected.num_pruned
+
+    def whole() -> Measurement:
+        run = measured(
+            lambda: distprune.global_unstructured(
+                parameters, distprune.L1Unstructured, amount=case.amount
+            )
+        )
+        data.check_report(run.result, expected)
+        data.check_masks(values, data.masks(model), expected)
+        data.undo(model)
+        return replace(run, result=None)
+
+    def ranking() -> Measurement:
+        run = measured(lambda: distprune.global_mask(parameters, num_kept))
+        data.check_masks(values, run.result.masks, expected)
+        return replace(run, result=None)
+
+    def torch_call() -> Measurement:
+        run = measured(
+            lambda: torch_prune.global_unstructured(
+                parameters, torch_prune.L1Unstructured, amount=case.amount
+            )
+        )
+        data.check_count(data.masks(model), expected.num_pruned)  # its ties are arbitrary
+        data.undo(model)
+        return replace(run, result=None)
+
+    def compare() -> Measurement:
+        run = measured(lambda: partition_and_compare(values, expected.num_pruned))
+        if run.result[0] != expected.threshold:
+            raise CheckFailed(f"numpy.partition found {run.result[0]}; {expected}")
+        return replace(run, result=None)
+
+    def limit() -> Measurement:
+        return replace(measured(lambda: [torch.abs(value) for value in values]), result=None)
+
+    found = {WHOLE: whole, RANKING: ranking, LIMIT: limit, COMPARE: compare}
+    return found | ({TORCH: torch_call} if case.has_torch else {})
 
 
-def extra_bytes(name: str, runs: Sequence[Measurement], itemsize: int, total: int) -> int:
+def extra_bytes(name: str, runs: Sequence[Measurement], case: Case, total: int) -> int:
     """The highest rise of the resident set, less what the contestant leaves on purpose."""
-    most = max(run.peak_extra_bytes for run in runs)
-    return most - _result_bytes(name) * itemsize * total
+    left = {WHOLE: 2 * case.dtype.itemsize, TORCH: 2 * case.dtype.itemsize, RANKING: 1}
+    each = left.get(name, case.dtype.itemsize)
+    return max(run.peak_extra_bytes for run in runs) - each * total
 
 
-def check(model: nn.Module, values: list[Tensor], expected: data.Expected, amount: float) -> None:
-    """Both ways into distprune give exactly the oracle's masks, on top of the present ones."""
-    earlier = data.masks(model)
-    report = distprune.global_unstructured(
-        data.pairs(model), distprune.L1Unstructured, amount=amount
-    )
-    data.check_report(report, expected)
-    found = data.masks(model)
-    assert found is not None
-    data.check_masks(values, found, expected, earlier)
-    data.undo(model)
-    del found
-    decision = decide_only(data.pairs(model), amount)
-    data.check_masks(values, decision.masks, expected, earlier)
-
-
-def check_torch(model: nn.Module, expected: data.Expected, runs: Sequence[Measurement]) -> None:
-    """Torch's ties are arbitrary, so its count of zeros is what there is to check."""
-    for run in runs:
-        if run.result != expected.num_pruned:
-            raise CheckFailed(f"torch pruned {run.result:,} elements; {expected}")
-
-
-def _fastest_limits(results: dict[str, list[Measurement]]) -> dict[str, list[Measurement]]:
-    """Without the slower ways to the same limit."""
-    kept = {name: runs for name, runs in results.items() if not name.startswith("limit")}
-    for limit in (READ, WARM, FRESH):
-        ways = [name for name in results if name.startswith(limit + " (")]
-        best = min(ways, key=lambda name: median_seconds(results[name]))
-        kept[best] = results[best]
-    return kept
-
-
-def _with(results: dict[str, Any], start: str) -> str:
-    return next(name for name in results if name.startswith(start + " ("))
-
-
-def _rank(name: str) -> int:
-    order = (WHOLE, RANKING, AGAIN, TORCH, READ, WARM, FRESH, COMPARE, GATHER)
-    return next((i for i, start in enumerate(order) if name.startswith(start)), len(order))
-
-
-def _result_bytes(name: str) -> int:
-    """What a contestant leaves on purpose, in units of a weight: masks, and masked weights."""
-    if name in (WHOLE, TORCH):
-        return 2
-    return int(name in (RANKING, AGAIN, COMPARE) or name.startswith(FRESH))
+def partition_and_compare(values: Sequence[Tensor], count: int) -> tuple[float, list[Tensor]]:
+    """The best that one process has without this library; all ties at the threshold go."""
+    flat = torch.cat([value.abs().view(-1) for value in values])
+    bits = flat.clone().view(data.INTEGERS[flat.itemsize]).numpy()
+    bits.partition(count - 1)
+    threshold = torch.from_numpy(bits[count - 1 : count]).view(flat.dtype)
+    parts = flat.split([value.numel() for value in values])
+    masks = [
+        torch.gt(part.view(value.shape), threshold).to(value.dtype)
+        for value, part in zip(values, parts, strict=True)
+    ]
+    return threshold.item(), masks

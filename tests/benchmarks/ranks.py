@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.utils.prune as torch_prune
 from gloo_ranks import on_gloo_ranks
-from hard_data_on_ranks import hard_data
 from measuring import (
     Bound,
     Cell,
@@ -52,8 +51,6 @@ from helpers.collective_traffic import Traffic
 
 def tables(options: Options) -> Iterator[Table]:
     yield against_gathering(options)
-    yield hard_data(options)
-    yield many_ranks(options)
 
 
 @dataclass(frozen=True)
@@ -212,46 +209,3 @@ def gather_and_prune(model: nn.Module) -> int:
     targets = [(layer, "weight") for layer in whole]
     torch_prune.global_unstructured(targets, torch_prune.L1Unstructured, amount=AMOUNT)
     return sum(int((layer.weight_mask == 0).sum()) for layer in whole)
-
-
-def many_ranks(options: Options) -> Table:
-    """Collectives and bytes of up to a thousand ranks; each runs the whole call."""
-    from helpers.thousand_ranks import Sizes, prune_on, weights, world_size
-
-    torch.set_num_threads(1)
-    wrappings = ["fsdp2-8", "fsdp2_tp-4x4"]
-    if not options.quick:
-        wrappings += [
-            "fsdp2_tp-8x8",
-            "fsdp2-64",
-            "hsdp-8x8",
-            "fsdp2-1024",
-            "hsdp-8x128",
-            "hsdp-128x8",
-        ]
-        wrappings += ["hsdp-128x8", "fsdp2_tp-128x8", "fsdp2_some_tp-128x8", "fsdp2_tp-341x3"]
-    rows: list[list[Cell]] = []
-    for wrapping in wrappings:
-        for kind in ("normal", "256 values"):
-            whole = weights(Sizes(), kind)
-            reports, masks = prune_on(wrapping, whole, AMOUNT)
-            expected = data.oracle(whole, AMOUNT)
-            data.check_masks(whole, masks, expected)
-            for report in reports:
-                data.check_report(report, expected)
-            most = max((report.num_collectives, report.bytes_sent) for report in reports)
-            rows.append([wrapping, world_size(wrapping), kind, most[0], most[1] / 1024])
-    return Table(
-        "Many ranks: threads of one process, whose sums are real",
-        ["wrapping and mesh", "ranks", "data", "collectives", "KiB per rank"],
-        rows,
-        [
-            Verdict(Bound("collectives, up to 1024 ranks", 32), max(row[3] for row in rows)),
-            Verdict(Bound("KiB sent per rank, up to 1024 ranks", MAX_KIB), max(r[4] for r in rows)),
-        ],
-        [
-            "Everything is measured, on 400,000 elements; all masks and reports are exact.",
-            "fsdp2_some_tp leaves layers out of tensor parallelism, which costs one all-reduce "
-            "of 8 bytes per rank.",
-        ],
-    )

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 
 import distprune as prune
 from distprune.statistics import GramMatrices
-from helpers.sparse_gpt import sparse_gpt
 
 AMOUNT = 0.5
 
@@ -58,7 +57,7 @@ def tables(options: Options) -> Iterator[Table]:
         ["one process, float32", *_cells(single)],
         ["FSDP2, 2 ranks", *_cells(slower)],
         [
-            "SparseGPT (plain, tests/helpers), one process", whole["collect"], None,
+            "SparseGPT (plain), one process", whole["collect"], None,
             whole["sparse_gpt"], whole["sparse_gpt_error"], whole["grams"] / 1e6, None,
         ],
     ]  # fmt: skip
@@ -159,3 +158,35 @@ def _rival(pairs: list[tuple[nn.Module, str]], grams: GramMatrices) -> dict[str,
         found["sparse_gpt"] += run.seconds
         found["sparse_gpt_error"] += float(error) / len(pairs)
     return found
+
+
+def sparse_gpt(weight: Tensor, gram: Tensor, sparsity: float) -> Tensor:
+    """A plain SparseGPT, as its paper has it (arXiv 2301.00774), in blocks of 128 columns.
+
+    Args:
+        weight: [outputs, inputs].
+        gram: [inputs, inputs], without damping.
+    """
+    new, gram = weight.float().clone(), gram.float().clone()
+    unseen = gram.diagonal() == 0
+    gram.diagonal()[unseen] = 1
+    new[:, unseen] = 0
+    gram.diagonal().add_(0.01 * gram.diagonal().mean())
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+    upper = torch.linalg.cholesky(inverse, upper=True)
+    for first in range(0, new.shape[1], 128):
+        last = min(first + 128, new.shape[1])
+        block, errors = new[:, first:last].clone(), torch.zeros_like(new[:, first:last])
+        inner = upper[first:last, first:last]
+        scores = block.square() / inner.diagonal().square()
+        threshold = scores.flatten().kthvalue(max(1, int(scores.numel() * sparsity))).values
+        prune = scores <= threshold
+        for column in range(last - first):
+            kept = block[:, column].masked_fill(prune[:, column], 0)
+            error = (block[:, column] - kept) / inner[column, column]
+            block[:, column:] -= error.unsqueeze(1) * inner[column, column:]
+            block[:, column] = kept
+            errors[:, column] = error
+        new[:, first:last] = block
+        new[:, last:] -= errors @ upper[first:last, last:]
+    return new.to(weight.dtype)

@@ -7,9 +7,6 @@ ways to run a model stand beside it.
 - bytes kept for backward: the storages of all tensors there are after forward, and were not
   before. Exact, with all that autograd saves and all weights that FSDP has gathered.
 - traffic: every collective of a step, with its bytes, as the dispatcher sees them.
-
-First a pruned step is compared with one process: a dense model whose pruned weights are zero, and
-whose gradients are multiplied by the masks.
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ from measuring import Bound, CheckFailed, Options, Table, Verdict, interleaved, 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from training_oracle import check
 
 import distprune
 
@@ -145,7 +141,6 @@ def measure_way(way: str, sizes: Sizes, rounds: int) -> dict[str, Any]:
     tokens = torch.randint(sizes.vocabulary, shape, generator=torch.Generator().manual_seed(0))
     dense, pruned = (wrap(build(sizes), way) for _ in range(2))
     prune(pruned)
-    check(pruned, way, sizes, tokens, AMOUNT)
     models = {"dense": dense, "pruned": pruned}
     if way == "one process":
         models["torch"] = build(sizes)
@@ -189,7 +184,6 @@ def ratio(found: dict[str, Any], name: str, key: str) -> float:
 
 def tables(options: Options) -> Iterator[Table]:
     yield steps(options)
-    yield forwards(options)
 
 
 def steps(options: Options) -> Table:
@@ -222,7 +216,6 @@ def steps(options: Options) -> Table:
         [
             f"{sizes}; AdamW, fp32; {NUM_RANKS} gloo ranks with 1 thread each",
             f"medians of {rounds} rounds ({fewer} where no bound is), in turn",
-            "loss and gradients were those of one process before (bit for bit, but for TP)",
             "torch: torch.nn.utils.prune, with the same masks",
             "AdamW, if not fused, takes MKL's square roots, which take several times as long of 0,",
             "  as all second moments of pruned elements are; an accelerator has no such case",
@@ -230,37 +223,6 @@ def steps(options: Options) -> Table:
             "peak: rise of the resident set over a step that begins without free pages",
         ],
     )
-
-
-def forwards(options: Options) -> Table:
-    """What the hook of a pruned plain module costs where there is next to nothing to compute."""
-    names = ("dense", "pruned", "torch")
-    layers = {name: nn.Linear(4, 4) for name in names}
-    mask = torch.tensor([[True, False, True, False]] * 4)
-    distprune.custom_from_mask(layers["pruned"], "weight", mask)
-    torch_prune.custom_from_mask(layers["torch"], "weight", mask)
-    x = torch.ones(1, 4)
-    calls = {name: lambda layer=layer: _microseconds(layer, x) for name, layer in layers.items()}
-    num_rounds = options.num_rounds(31)
-    found = interleaved(calls, num_rounds)
-    rows = []
-    for name in names:
-        over = [here - dense for here, dense in zip(found[name], found["dense"], strict=True)]
-        rows.append([name, statistics.median(found[name]), statistics.median(over)])
-    return Table(
-        "A forward of Linear(4, 4) on one process",
-        ["", "CPU us", "more than dense's"],
-        rows,
-        notes=[f"medians of {num_rounds} rounds of 1,000 calls each, in turn"],
-    )
-
-
-def _microseconds(layer: nn.Module, x: Tensor) -> float:
-    started = time.thread_time()
-    with torch.no_grad():
-        for _ in range(1000):
-            layer(x)
-    return (time.thread_time() - started) * 1e3
 
 
 def bytes_sent(found: dict[str, Any]) -> int:

@@ -7,7 +7,7 @@ from stage_text import large
 
 
 def eight_billion(stage: Stage) -> None:
-    large(stage, "Llama-3-8B", (("fisher", "none"), ("fisher", "least_squares")))
+    large(stage, 8, (("fisher", "none"), ("fisher", "least_squares")))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import filecmp
 import importlib.util
+import json
+import math
 import shutil
 import tempfile
 import time
@@ -12,17 +14,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import plan_by_text
 import torch
+from bench_checkpoint import shapes
 from device_clock import release, timed
 from measuring import Table
 from stage import NotTried, Stage, main
 
 from distprune import streaming
+from distprune.files.checkpoints.header import make_header
 from distprune.files.recipe import FileRecipe
 from distprune.language_models import TokenWindows
 
-SMALL = (512, 1376, 4, 128, True, 1024)
+SMALL = 4e7  # bytes of bfloat16
 
 
 def both_ways(stage: Stage) -> None:
@@ -40,14 +43,13 @@ def both_ways(stage: Stage) -> None:
 
 def one_billion(stage: Stage) -> None:
     ways = (("fisher", "none"), ("taylor", "none"), ("fisher", "least_squares"))
-    large(stage, "Llama-3.2-1B", ways)
+    large(stage, 1, ways)
 
 
-def large(stage: Stage, name: str, ways: Sequence[tuple[str, str]]) -> None:
+def large(stage: Stage, billions: int, ways: Sequence[tuple[str, str]]) -> None:
     """Seconds of a whole run, with scores of gradients and least squares."""
-    sizes = SMALL if stage.quick else plan_by_text.MODELS[name]
-    number, length = (2, 8) if stage.quick else (plan_by_text.WINDOWS, plan_by_text.LENGTH)
-    with folder(stage, sizes) as path:
+    number, length = (2, 8) if stage.quick else (32, 2048)
+    with folder(stage, SMALL if stage.quick else 2e9 * billions) as path:
         windows = random_windows(number, length)
         rows: list[list[Any]] = []
         for score, update in ways:
@@ -69,7 +71,8 @@ def large(stage: Stage, name: str, ways: Sequence[tuple[str, str]]) -> None:
             stage.say(f"{score}, {update}: {', '.join(marks)}")
             rows.append([score, update, run.seconds, run.peak_extra_bytes / 1e9])
             columns = ["score", "update", "s", "peak GB"]
-            title = f"{name}, {number} windows of {length} tokens, bfloat16, 60 % of the decoder"
+            size = f"{billions} billion weights, {number} windows of {length} tokens"
+            title = f"{size}, bfloat16, 60 % of the decoder"
             stage.table(Table(title, columns, rows))
             shutil.rmtree(target)
             release(stage.device)
@@ -96,7 +99,7 @@ def random_windows(number: int, length: int) -> TokenWindows:
 
 
 @contextlib.contextmanager
-def folder(stage: Stage, sizes: tuple[Any, ...]) -> Iterator[Path]:
+def folder(stage: Stage, num_bytes: float) -> Iterator[Path]:
     """A made checkpoint in a folder of its own, with results beside it; removed at the end."""
     missing = [n for n in ("transformers", "safetensors") if not importlib.util.find_spec(n)]
     if missing:
@@ -104,16 +107,19 @@ def folder(stage: Stage, sizes: tuple[Any, ...]) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="distprune-text-") as work:
         source = Path(work, "source")
         source.mkdir()
-        plan_by_text.write(source, *sizes)
-        fill(source / "model.safetensors", stage.device)
+        config, tensors = shapes(num_bytes)
+        (source / "config.json").write_text(json.dumps(config))
+        write(source / "model.safetensors", tensors, stage.device)
         yield source
 
 
-def fill(path: Path, device: torch.device) -> None:
-    """Normal weights in place of the holes behind a header."""
-    with path.open("r+b") as file:
-        file.seek(8 + int.from_bytes(file.read(8), "little"))
-        left = path.stat().st_size - file.tell()
+def write(path: Path, tensors: dict[str, tuple[int, ...]], device: torch.device) -> None:
+    """Normal weights in bfloat16, made on the device."""
+    described = {name: ("BF16", s, 2 * math.prod(s)) for name, s in tensors.items()}
+    header, _ = make_header(described, {"format": "pt"})
+    with path.open("wb") as file:
+        file.write(header)
+        left = sum(num_bytes for _, _, num_bytes in described.values())
         generator = torch.Generator(device).manual_seed(0)
         while left:
             number = min(left // 2, 1 << 27)
