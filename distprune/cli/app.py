@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import json
 import os
 import shutil
 import sys
@@ -16,10 +14,10 @@ from typing import Annotated, Any
 import typer
 
 import distprune
-from distprune.cli import process, selftest
+from distprune.cli import selftest
 from distprune.cli.console import Terminal
 from distprune.cli.options import AsJson, complete, find, read
-from distprune.cli.process import printable
+from distprune.files.errors import SelectionError
 from distprune.files.text import format_size
 from distprune.recipes.request import recipe_schema, shipped_recipes
 
@@ -42,10 +40,8 @@ _EPILOG = """
 
 [bold]Exit codes[/bold]
 
-  0 done, 1 a defect of distprune, 2 wrong usage or recipe, 3 bad checkpoint or text,
-4 disk or destination, 5 ranks that differ or are lost, 6 checkpoints that differ
-(diff --exit-code), 7 too little memory or too few open files, 130 and 143 interrupted
-(SIGINT, SIGTERM), 141 the reader of stdout is gone.
+  0 done, 1 failure, 2 wrong usage or recipe, 3 checkpoints that differ (verify,
+diff --exit-code), 130 and 143 interrupted (SIGINT, SIGTERM).
 """
 
 
@@ -117,41 +113,10 @@ def _main(
     pass
 
 
-# The base of the parser's errors: recent versions of typer contain a parser, older ones use click.
-_ParserError: Any = next(
-    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
-)
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Parse a command line and run its command."""
-    given = list(arguments)
-    app = make_app([name for name in given[:1] if name in _COMMANDS] or _COMMANDS)
-    # Help that fills the buffer of stdout is written where nothing of ours says what failed.
-    is_help = "--help" in given
-    try:
-        with process.writing() if is_help else contextlib.nullcontext():
-            # A command that takes options comes back; of others what typer.Exit says.
-            code = app(args=given, prog_name="distprune", standalone_mode=False)
-        if callable(code):
-            code = code()
-    except typer.Exit as end:
-        return end.exit_code
-    except typer.Abort:
-        return process.INTERRUPTED
-    except _ParserError as error:
-        if not process.is_leader():  # all ranks have the same command line
-            return process.USAGE
-        from typer.rich_utils import rich_format_error
-
-        error.message = printable(error.message)
-        rich_format_error(error)
-        if process.wants_json(arguments):
-            # Without a command, the message is empty.
-            text = printable(error.format_message()) or "no command is given."
-            process.write_document(json.dumps({"exit_code": process.USAGE, "error": text}) + "\n")
-        return process.USAGE
-    return code if isinstance(code, int) else process.OK
+def run(arguments: Sequence[str]) -> None:
+    """Parse a command line and run its command; typer ends with SystemExit."""
+    app = make_app([name for name in arguments[:1] if name in _COMMANDS] or _COMMANDS)
+    app(args=list(arguments), prog_name="distprune")
 
 
 recipe = typer.Typer(
@@ -218,7 +183,7 @@ def env(
 ) -> None:
     """Show versions, devices, memory and the file system, for bug reports."""
     if not path.exists():
-        raise typer.BadParameter(f"{path} does not exist; expected a folder.")
+        raise SelectionError(f"{path} does not exist; expected a folder.")
     import platform
 
     import torch

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
 from distprune.cli import process
-from distprune.cli.process import printable
-from distprune.files.text import format_percent, format_size
+from distprune.files.text import format_percent, format_size, printable
 
 if TYPE_CHECKING:  # torch comes with it
     from rich import progress
@@ -46,21 +44,12 @@ def layout(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()
 ) -> Iterator[str]:
     """The lines of a table, the headings first."""
-    texts = [[heading] for heading in columns]
-    for column, cells in zip(texts, zip(*rows, strict=True), strict=False):
-        column += map(_one_line, cells)
-    aligned = []
-    for heading, column in zip(columns, texts, strict=True):
-        sizes = [cell_len(text) for text in column]
-        width = max(sizes)
-        blanks = [" " * (width - size) for size in sizes]
-        pairs = zip(column, blanks, strict=True)
-        aligned.append([b + text if heading in right else text + b for text, b in pairs])
-    return ("  ".join(row).rstrip() for row in zip(*aligned, strict=True))
-
-
-def _one_line(text: str) -> str:
-    return printable(text).replace("\t", "\\t")
+    lines = [columns, *([printable(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = zip(columns, line, widths, strict=True)
+        texts = (c.rjust(w) if heading in right else c.ljust(w) for heading, c, w in cells)
+        yield "  ".join(texts).rstrip()
 
 
 class _Errors(Console):
@@ -88,34 +77,19 @@ class Terminal:
     def json(self, value: Any) -> None:
         """The JSON document of the command."""
         if self.is_leader:
-            process.write_document(json.dumps(value, indent=2) + "\n")
+            process.write_document(json.dumps(value, indent=2))
 
     def text(self, text: str = "") -> None:
         """A line of data, with escape sequences in place of what is not visible."""
         if self.is_leader:
-            process.write(printable(text) + "\n")
+            print(printable(text))
 
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()
     ) -> None:
-        """Rows of plain text below headings; on a terminal, columns of text are folded to fit."""
-        if not self.is_leader:
-            return
-        if not sys.stdout.isatty():
-            process.write("\n".join([*layout(columns, rows, right=right), ""]))
-            return
-        from rich.table import Table
-
-        table = Table(box=None, pad_edge=False)
-        for name in columns:
-            if name in right:
-                table.add_column(name, justify="right", no_wrap=True)
-            else:
-                table.add_column(name, overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(_one_line(cell)) for cell in row))
-        with process.writing():
-            Console(highlight=False).print(table)
+        """Rows of plain text below headings."""
+        if self.is_leader:
+            print("\n".join(layout(columns, rows, right=right)))
 
     def note(self, text: str) -> None:
         """Something to know, unless ``-q``."""
@@ -245,6 +219,4 @@ def describe_windows(state: RunProgress) -> str:
 
 
 def _clock(left: float) -> str:
-    minutes, seconds = divmod(round(max(left, 0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    return str(timedelta(seconds=round(max(left, 0))))

@@ -62,14 +62,13 @@ def apply(
 
         return Application(masks, source)
 
-    with process.on_ranks(writing.timeout, find) as (application, stop):
+    with process.on_ranks(writing.timeout, find) as application:
         checkpoint = application.checkpoint
         tell(terminal, checkpoint)
         with Meter(terminal) as meter:
             report = application.write(
                 destination,
                 progress=meter,
-                stop=stop,
                 replace=writing.force,
                 tell=terminal.note,
             )
@@ -124,8 +123,8 @@ def verify(
     from distprune.files.verifying import verify as check
 
     terminal = output.terminal(is_leader=process.is_leader())
-    with process.Stop() as stop, process.process_group(timeout), Meter(terminal) as meter:
-        result = check(pruned, against, scores=scores, progress=meter, stop=stop)
+    with process.process_group(timeout), Meter(terminal) as meter:
+        result = check(pruned, against, scores=scores, progress=meter)
     if output.as_json:
         terminal.json({"is_good": result.is_good, **asdict(result)})
     elif result.is_good:
@@ -147,7 +146,7 @@ def verify(
         for problem in result.problems:
             terminal.text(problem)
     if not result.is_good:
-        raise typer.Exit(process.INPUT)
+        raise typer.Exit(process.DIFFERENT)
 
 
 @takes_options

@@ -3,45 +3,34 @@
 from __future__ import annotations
 
 import sys
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # a Ctrl-C while this file is imported would end in a traceback: little is
-    from collections.abc import Sequence
-    from typing import NoReturn
+from collections.abc import Sequence
 
 
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit."""
+    from distprune.cli import process
+
+    if arguments is not None:
+        sys.exit(process.run(arguments, _run))
+    process.end_on_signals()
+    process.leave(process.run(sys.argv[1:], _run))
+
+
+def _run(arguments: Sequence[str]) -> int | None:
+    if arguments[:1] == ["selftest"]:  # without typer and rich, which may be missing
+        from distprune.cli import selftest
+
+        return selftest.main(arguments[1:])
     try:
-        from distprune.cli import process
+        from distprune.cli import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        from distprune.files.errors import SelectionError
 
-        command_line = sys.argv[1:] if arguments is None else list(arguments)
-        process.prepare()
-        with process.Ending(command_line, is_process=arguments is None) as ending:
-            process.check_memory_limit()
-            if command_line[:1] == ["selftest"]:  # without typer and rich, which may be missing
-                from distprune.cli import selftest
-
-                ending.code = selftest.main(command_line[1:])
-            else:
-                try:
-                    from distprune.cli import app
-                except ModuleNotFoundError as error:
-                    if (error.name or "").split(".")[0] not in ("typer", "rich"):
-                        raise
-                    print(
-                        f"distprune: the command line needs {error.name}: pip install "
-                        "'distprune[cli]' (only selftest works without)",
-                        file=sys.stderr,
-                    )
-                    ending.code = process.USAGE
-                else:
-                    ending.code = app.run(command_line)
-        code = ending.code
-    except KeyboardInterrupt:
-        code = 130
-        print("distprune: interrupted.", file=sys.stderr)
-    except (ImportError, MemoryError, SystemError) as error:  # of this package's own modules
-        code = 7
-        print(f"distprune: it cannot start: {error or 'out of memory'}", file=sys.stderr)
-    sys.exit(code)
+        raise SelectionError(
+            f"the command line needs {error.name}: pip install 'distprune[cli]' (only selftest "
+            "works without)"
+        ) from error
+    app.run(arguments)
+    return None

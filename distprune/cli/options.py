@@ -101,11 +101,8 @@ def name_of(field: str) -> str:
     return "--" + _NAMES.get(field, field).replace("_", "-")
 
 
-def takes_options(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
-    """Let typer read the fields of a command's parameters that are classes of options.
-
-    What it calls then returns the command with its arguments, for ``app.run`` to run.
-    """
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let typer read the fields of a command's parameters that are classes of options."""
     signature = inspect.signature(command, eval_str=True)
     kinds: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
@@ -117,11 +114,11 @@ def takes_options(command: Callable[..., None]) -> Callable[..., Callable[[], No
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
-    def read(**values: Any) -> Callable[[], None]:
+    def read(**values: Any) -> None:
         for name, kind in kinds.items():
             own = [field.name for field in dataclasses.fields(kind)]
             values[name] = kind(**{key: values.pop(key) for key in own})
-        return functools.partial(command, **values)
+        command(**values)
 
     vars(read)["__signature__"] = signature.replace(parameters=parameters)
     return read

@@ -195,7 +195,7 @@ def plan(
 
     Reads headers alone; writes nothing. Without a sparsity, a pattern or a recipe, it shows the
     default selection. Names that differ only in numbers share a line; -v lists every tensor. With
-    --text, it says what memory and disk that takes, too. The exit code is 4 if there is not enough
+    --text, it says what memory and disk that takes, too. The exit code is 1 if there is not enough
     space at DST.
 
     [bold]Examples[/bold]
@@ -235,7 +235,7 @@ def plan(
             terminal.text(described_cost(text_cost))
         _show_cost(terminal, cost, destination)
     if cost["fits"] is False:
-        raise typer.Exit(process.OUTPUT)
+        raise typer.Exit(process.FAILURE)
 
 
 def _show_cost(terminal: Terminal, cost: dict[str, Any], destination: Path | None) -> None:

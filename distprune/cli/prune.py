@@ -100,7 +100,7 @@ def prune(
 
         return planning.plan(source, make_recipe())
 
-    with process.on_ranks(writing.timeout, make_plan) as (plan, stop):
+    with process.on_ranks(writing.timeout, make_plan) as plan:
         from distprune.files import pruning
 
         describing.tell(terminal, plan.checkpoint)
@@ -111,7 +111,6 @@ def prune(
                 plan,
                 destination,
                 progress=meter,
-                stop=stop,
                 replace=writing.force,
                 tell=terminal.note,
             )

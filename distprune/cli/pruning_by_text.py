@@ -162,7 +162,7 @@ def prune_by_text(
     model = given.of_model(source)
     recipe = make_recipe()
     kind = model.kind_of_device()
-    with process.Stop() as stop, process.process_group(writing.timeout, backend_of(kind)):
+    with process.resumable(), process.process_group(writing.timeout, backend_of(kind)):
         with translated(SelectionError):
             from distprune import language_models, streaming
 
@@ -186,7 +186,6 @@ def prune_by_text(
                 device=kind,
                 progress=meter.windows,
                 progress_of_files=meter,
-                stop=stop,
                 keep_scores=given.keep_scores,
                 replace=writing.force,
                 resident=_WAYS[given.way],

@@ -25,8 +25,7 @@ _EPILOG = """examples:
   torchrun --nproc-per-node 4 -m distprune selftest --share     # with one GPU
 
 exit codes:
-  0 all that was tried holds, 1 something does not hold, 2 wrong usage,
-  5 ranks that are lost or out of step"""
+  0 all that was tried holds, 1 something does not hold, or ranks are lost, 2 wrong usage"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,12 +41,12 @@ def main(arguments: Sequence[str]) -> int:
         from distprune import selftest
     except ImportError as error:
         print(f"FAILED: distprune does not import with torch {torch.__version__}: {error}")
-        return process.INTERNAL
+        return process.FAILURE
     try:
         device, note = selftest.join(options.timeout, cpu=options.cpu, share=options.share)
     except (RuntimeError, ValueError) as error:
         print(f"distprune: the ranks did not meet: {error}", file=sys.stderr)
-        return process.DISTRIBUTED
+        return process.FAILURE
     is_first = torch.distributed.get_rank() == 0
     warnings.simplefilter("ignore")
 
@@ -57,14 +56,14 @@ def main(arguments: Sequence[str]) -> int:
 
     report = selftest.run(device, note, options.timeout, say)
     if options.as_json and is_first:
-        process.write_document(json.dumps(report, indent=2) + "\n")
+        process.write_document(json.dumps(report, indent=2))
     if report["ended"]:
         # The group's other ranks may be gone: nothing may wait for them.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(process.DISTRIBUTED)
+        os._exit(process.FAILURE)
     torch.distributed.destroy_process_group()
-    return process.OK if report["holds"] else process.INTERNAL
+    return process.OK if report["holds"] else process.FAILURE
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Errors of checkpoints on disk, each kind with the exit code of the command line."""
+"""Errors of checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ class SelectionError(FilesError):
 class CheckpointError(FilesError):
     """The source is malformed, incomplete, not supported, or has changed."""
 
-    exit_code = 3
-
 
 class NaNError(CheckpointError):
     """A selected tensor holds NaN, and the recipe does not say ``nan: keep``."""
@@ -49,31 +47,21 @@ class NaNError(CheckpointError):
 class TextError(FilesError, ValueError):
     """A text file cannot be read, is not UTF-8, or is too short."""
 
-    exit_code = 3
-
 
 class OutputError(FilesError):
     """The destination exists, is in use, or cannot be written."""
-
-    exit_code = 4
 
 
 class RanksError(FilesError):
     """The ranks disagree on what to do, or one of them was lost."""
 
-    exit_code = 5
-
 
 class MachineError(FilesError):
     """The machine has too little memory, or allows too few open files or processes."""
 
-    exit_code = 7
-
 
 class Interrupted(FilesError):
     """The caller asked to stop; finished work is kept for the next run."""
-
-    exit_code = 143
 
 
 _OUT_OF_MEMORY = re.compile(

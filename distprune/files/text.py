@@ -10,9 +10,11 @@ from decimal import Decimal
 from typing import Any
 
 
-def printable(name: str) -> str:
-    """A name or path: with escapes if it has characters that cannot be printed."""
-    return name if name.isprintable() else ascii(name)
+def printable(text: str) -> str:
+    """A text with escape sequences in place of what is not visible, such as "\\x1b" or "\\n"."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def format_size(num_bytes: float) -> str:

@@ -170,11 +170,11 @@ def test_what_a_score_is_made_from(run, llama, source, tmp_path):
     works(run("calibrate", model, *options, "--gradients"))
     works(run(*fisher, "--statistics", statistics))
     wanda = ["plan", model, "--score", "wanda", "-s", "0.5", "--statistics", statistics]
-    said(run(*wanda), "`distprune calibrate` without --gradients", code=3)
+    said(run(*wanda), "`distprune calibrate` without --gradients", code=1)
     works(run("calibrate", model, *options))
     works(run(*wanda))
     other = run(*fisher, "--statistics", statistics)
-    said(other, "`distprune calibrate --gradients` write", code=3)
+    said(other, "`distprune calibrate --gradients` write", code=1)
     taylor = ["plan", model, "--score", "taylor", "-s", "0.5"]
     said(run(*taylor), "expected --scores FOLDER", "--text FILE makes them", code=2)
     works(run(*taylor, "--text", text, "--length", "16", "--windows", "2"))
@@ -183,11 +183,11 @@ def test_what_a_score_is_made_from(run, llama, source, tmp_path):
     scores = save(tmp_path / "scores", {name: torch.randn(8, 12) for name in TENSORS})
     works(run("prune", source, tmp_path / "out", *given, "--scores", scores))
     verify = ["verify", tmp_path / "out", "--against", source]
-    said(run(*verify), "(--scores FOLDER)", code=3)
+    said(run(*verify), "(--scores FOLDER)", code=1)
     works(run(*verify, "--scores", scores))
     works(run("prune", source, tmp_path / "other", "-s", "0.5"))
     verify = ["verify", tmp_path / "other", "--against", source]
-    said(run(*verify, "--scores", scores), "leave --scores out", code=3)
+    said(run(*verify, "--scores", scores), "leave --scores out", code=1)
     works(run(*verify))
 
 
@@ -220,11 +220,11 @@ def test_what_to_compare_by_diff(run, source, tmp_path):
     said(run("verify", tmp_path / "bare", *verify), "Prune again with masks", "`distprune diff`")
     works(run("diff", "--exit-code", tmp_path / "bare", tmp_path / "out"))
     done = run("verify", tmp_path / "applied", *verify)
-    said(done, "Verify that checkpoint; `distprune diff`", code=3)
+    said(done, "Verify that checkpoint; `distprune diff`", code=1)
     works(run("verify", tmp_path / "out", *verify))
     works(run("diff", tmp_path / "applied", source))
     done = run("verify", tmp_path / "no-report", *verify)
-    said(done, "not made by `distprune prune`", "use `distprune diff`", code=3)
+    said(done, "not made by `distprune prune`", "use `distprune diff`", code=1)
     works(run("diff", tmp_path / "no-report", source))
 
 

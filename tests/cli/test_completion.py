@@ -4,9 +4,9 @@ import pytest
 from commands import start
 
 IMPORTED = (
-    "import sys, atexit\n"
-    "atexit.register(lambda: print('heavy:', {'torch', 'numpy', 'yaml'} & set(sys.modules), "
-    "file=sys.stderr))\n"
+    "import os, sys\n"
+    "heavy = {'torch', 'numpy', 'yaml'}\n"
+    "os._exit = lambda code: sys.exit('heavy' if heavy & set(sys.modules) else code)\n"
     "from distprune.cli.main import main\nmain()\n"
 )
 
@@ -33,4 +33,4 @@ def test_of_bash(words, expected):
     process = start("-c", IMPORTED, **variables)
     out, err = process.communicate(timeout=60)
     assert sorted(out.split()) == expected and process.returncode == 0, err
-    assert err == "heavy: set()\n"
+    assert err == ""

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from commands import Done, start
 
-from distprune.files.output import Output
 from helpers.tiny_checkpoints import save, tree_digest
 
 RUN = ("distprune/run.json",)
@@ -27,40 +27,43 @@ def command(request, run, source, tmp_path):
     return ["apply", masks, source, out], out
 
 
-def interrupted(run, command, monkeypatch):
-    """As if SIGTERM came when nearly all is done."""
-
-    def publish(self):
-        from distprune.files.errors import Interrupted
-
-        raise Interrupted("stopped as asked.")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Output, "publish", publish)
-        return run(*command)
+# As if a signal came when nearly all is done.
+INTERRUPTED = """
+import os, signal
+from distprune.cli.main import main
+from distprune.files.output import Output
+Output.publish = lambda *_: os.kill(os.getpid(), signal.{})
+main()
+"""
 
 
-def test_a_stop_says_what_is_left_and_the_same_command_goes_on(run, command, tmp_path, monkeypatch):
+def interrupted(command, name="SIGTERM"):
+    process = start("-c", INTERRUPTED.format(name), *command)
+    out, err = process.communicate(timeout=100)
+    return Done(process.returncode, out, err)
+
+
+def test_a_signal_says_that_the_same_command_goes_on(run, command):
     command, _out = command
-    done = interrupted(run, command, monkeypatch)
-    assert done.code == 143 and "Traceback" not in done.err
-    (folder,) = tmp_path.glob("out.partial")
-    assert str(folder) in done.err and "run the same command again to resume" in done.err
-    assert "--discard" in done.err
+    for name, code, text in (("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")):
+        done = interrupted(command, name)
+        lines = done.err.splitlines()
+        expected = ["distprune: run the same command again to resume.", f"distprune: {text}."]
+        assert (done.code, lines[-2:]) == (code, expected) and "Traceback" not in done.err
     done = run(*command)
     assert done.code == 0 and "Resuming: 6.7 kB of 6.7 kB are finished." in done.err
 
 
-def test_discard_gives_up(run, command, tmp_path, monkeypatch):
+def test_discard_gives_up(run, command, tmp_path):
     command, _out = command
     before = {path.name for path in tmp_path.iterdir()}
-    interrupted(run, command, monkeypatch)
+    interrupted(command)
     done = run(*command, "--discard")
     assert done.code == 0 and "Removed " in done.out and "of the disk" in done.out
     assert {path.name for path in tmp_path.iterdir()} == before
     done = run(*command, "--discard")
     assert done.code == 0 and "There is no unfinished result" in done.out
-    interrupted(run, command, monkeypatch)
+    interrupted(command)
     found = run(*command, "--discard", "--json").json["discarded"]
     assert len(found) == 1 and found[0]["num_bytes"] > 5000
 
@@ -76,4 +79,4 @@ def test_a_finished_result_is_success_for_the_command_that_made_it(run, command,
     command = [each if each != "0.5" else "0.4" for each in command]
     if command[0] == "prune":
         done = run(*command)
-        assert done.code == 4 and "finished result" in done.err and tree_digest(out) == before
+        assert done.code == 1 and "finished result" in done.err and tree_digest(out) == before

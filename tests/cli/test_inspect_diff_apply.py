@@ -74,7 +74,7 @@ def test_inspect_as_a_table(run, tmp_path):
     assert rows[2] == ["all", *numbers]
     assert "layers.2.weight" in run("inspect", source, "-v").out
     assert run("inspect", source, "--pattern", "4:2").code == 2
-    assert run("inspect", tmp_path).code == 3
+    assert run("inspect", tmp_path).code == 1
 
 
 def test_diff_tells_values_from_zeros(run, tmp_path):
@@ -127,7 +127,7 @@ def test_verify_believes_only_what_it_compares(run, tmp_path):
     done = run("verify", out, "--against", source)
     assert done.code == 0 and "is what its recipe makes of" in done.out
     assert run("verify", out, "--against", source, "--json").json["is_good"] is True
-    assert run("verify", source, "--against", source).code == 3
+    assert run("verify", source, "--against", source).code == 1
 
     path = out / "model.safetensors"
     raw = bytearray(path.read_bytes())
@@ -177,23 +177,15 @@ def test_apply_puts_masks_on_another_checkpoint(run, tmp_path):
     given = [f"distprune/{name}" for name in ("recipe.yaml", "report.json", "run.json")]
     assert tree_digest(tmp_path / "again", given) == tree_digest(tmp_path / "out", given)
 
-    assert run("apply", masks, base, tmp_path / "out").code == 4
-    assert run("apply", source, base, tmp_path / "new").code == 3
+    assert run("apply", masks, base, tmp_path / "out").code == 1
+    assert run("apply", source, base, tmp_path / "new").code == 1
     del tuned["conv.weight"]
     tuned["layers.0.F16.weight"] = tuned["layers.0.F16.weight"].T
     other = save(tmp_path / "other", tuned)
     done = run("apply", masks, other, tmp_path / "new")
-    assert done.code == 3
+    assert done.code == 1
     assert "no tensor conv.weight" in done.err and "is [24, 9], but its mask [9, 24]" in done.err
     assert not list(tmp_path.glob("new*"))
-
-
-def test_apply_stops_without_a_trace(run, tmp_path, monkeypatch):
-    source = save(tmp_path / "source", {"a.weight": torch.ones(8, 8)})
-    assert run("prune", source, tmp_path / "pruned", "-s", "0.5").code == 0
-    monkeypatch.setattr("distprune.cli.process.Stop.__call__", lambda self: True)
-    done = run("apply", tmp_path / "pruned", source, tmp_path / "out")
-    assert done.code == 143 and not list(tmp_path.glob("out*"))
 
 
 def test_masks_of_a_live_model_prune_its_checkpoint(run, tmp_path):

@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused_all_at_once(run, source, tmp_path):
     next(source.glob("*-00002-*")).unlink()
     (source / "model-00001-of-00002.safetensors").write_bytes(b"version https://git-lfs.git")
     done = run("plan", source, "-s", "0.5", "--json")
-    assert done.code == 3 and done.json["exit_code"] == 3
+    assert done.code == 1 and done.json["exit_code"] == 1
     assert "not a safetensors file" in done.json["error"] and "00002" in done.json["error"]
     assert done.json["error"] in done.err
 

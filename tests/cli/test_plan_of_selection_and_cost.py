@@ -50,10 +50,10 @@ def test_the_bytes_are_those_that_prune_needs(run, source, tmp_path, monkeypatch
 
     monkeypatch.setattr(plan_command.os, "statvfs", lambda path: Full)
     done = run("plan", source, tmp_path / "other", "-s", "0.5")
-    assert done.code == 4 and "There is not enough space" in done.out
+    assert done.code == 1 and "There is not enough space" in done.out
     done = run("plan", source, tmp_path / "other", "-s", "0.5", "--json")
-    assert done.code == 4 and done.json["cost"]["fits"] is False
-    assert run("plan", source, tmp_path / "no" / "where", "-s", "0.5").code == 4
+    assert done.code == 1 and done.json["cost"]["fits"] is False
+    assert run("plan", source, tmp_path / "no" / "where", "-s", "0.5").code == 1
 
 
 def test_what_an_interrupted_run_left_is_not_needed_again(source, tmp_path):

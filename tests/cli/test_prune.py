@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import shutil
 import signal
 import socket
@@ -13,7 +12,7 @@ import torch
 from commands import start, torchrun
 from rich.console import Console
 
-from distprune.cli import console, process
+from distprune.cli import console
 from distprune.cli.console import Terminal
 from distprune.files import planning
 from distprune.files.team import Progress
@@ -66,9 +65,9 @@ def test_prunes_exactly_and_says_so(run, source, tmp_path):
 def test_what_cannot_be_done_is_refused_with_its_code(run, source, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    assert run("prune", source, out, "-s", "0.5").code == 4
+    assert run("prune", source, out, "-s", "0.5").code == 1
     out.rmdir()
-    assert run("prune", source, source / "inside", "-s", "0.5").code == 4
+    assert run("prune", source, source / "inside", "-s", "0.5").code == 1
     assert run("prune", source, out).code == 2
     assert not out.exists() and not list(tmp_path.glob("out.*"))
 
@@ -179,7 +178,7 @@ def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(tmp_path, number,
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_a_rank_that_hangs_ends_the_others_with_code_5(tmp_path):
+def test_a_rank_that_hangs_ends_the_others(tmp_path):
     arguments = [
         "prune",
         save_zeros(tmp_path / "source", 1 << 14),
@@ -194,34 +193,14 @@ def test_a_rank_that_hangs_ends_the_others_with_code_5(tmp_path):
     _, err = first.communicate(timeout=60)
     second.kill()
     second.communicate()
-    assert first.returncode == 5 and "a rank was lost, or did not answer in time" in err
+    assert first.returncode == 1 and "a rank was lost, or did not answer in time" in err
     assert "Traceback" not in err and not (tmp_path / "out").exists()
     shutil.rmtree(tmp_path / "source")
 
 
-def test_a_signal_between_the_phases(run, source, tmp_path, monkeypatch):
-    assert run("prune", source, tmp_path / "undisturbed", "-s", "0.5").code == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(console.Meter, "__call__", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-        done = run("prune", source, tmp_path / "out", "-s", "0.5")
-    assert done.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert run("prune", source, tmp_path / "out", "-s", "0.5").code == 0
-    assert tree_digest(tmp_path / "out", RUN) == tree_digest(tmp_path / "undisturbed", RUN)
-
-
-def test_a_second_signal_ends_the_process_at_once(monkeypatch):
-    stop, ended = process.Stop(), []
-    monkeypatch.setattr(process.os, "_exit", ended.append)
-    with stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop() and stop.code == 143 and ended == []
-        os.kill(os.getpid(), signal.SIGINT)
-        assert ended == [130]
-
-
 def test_progress_is_a_bar_on_a_terminal_and_a_line_every_ten_seconds_elsewhere(monkeypatch):
     half = Progress("write", 3 * 10**9, 6 * 10**9, bytes_per_second=50e6)
-    assert console.describe(half) == "3.0 GB of 6.0 GB, 50.0 MB/s, 1:00 left"
+    assert console.describe(half) == "3.0 GB of 6.0 GB, 50.0 MB/s, 0:01:00 left"
     assert console.describe(Progress("write", 0, 10, 0.0)) == "0 B of 10 B"
     now = [0.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
@@ -252,15 +231,3 @@ def test_without_its_packages_the_command_says_what_to_install(tmp_path):
     process = start("-c", script)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 2 and "pip install 'distprune[cli]'" in err
-
-
-@pytest.mark.parametrize("arguments, code", [(("recipe", "show", "no"), 2)])
-def test_a_rank_ends_without_the_shutdown_of_python(arguments, code):
-    """There gloo may abort the process after its work is done, for a model that is sharded."""
-    program = "import atexit; atexit.register(print, 'shut down')\n"
-    program += "from distprune.cli.main import main\nmain()"
-    for variables in ({"RANK": "0", "WORLD_SIZE": "1"}, {}):
-        process = start("-c", program, *arguments, **variables)
-        out, err = process.communicate(timeout=250)
-        assert process.returncode == code, err
-        assert out.endswith("shut down\n") == (not variables), out

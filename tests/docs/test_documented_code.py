@@ -167,7 +167,7 @@ def problem_of_distprune(arguments):
             context = command.make_context(name, list(arguments), parent=context)
     except typer.Exit:  # an option such as --version
         return None
-    except app._ParserError as error:
+    except Exception as error:  # of the parser
         return error.format_message()
     return None
 

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 SHELL = [page for page in pages() if any(commands_of(page))]
-DIFFERENT = 6  # diff --exit-code
+DIFFERENT = 3  # diff --exit-code
 # What other tests run: the beginning of a command -> where.
 ELSEWHERE = {
     "make": "tests/launch and tests/packaging run what the targets call",
