@@ -437,16 +437,11 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], **kwargs: An
     """
     communicator = world()
     saved = communicator.run(lambda: _check_pretrained(model, kwargs))
-    check_writable(model, is_gathered=True)
+    folded = gather_folded(model)
 
-    def gather_and_write() -> None:
-        state = _gather(model)
+    def write() -> None:
         if communicator.index:
             return
-        folded = fold(state)
-        # Tied ones were gathered, and folded, one by one; as one tensor they are written once.
-        for first, *others in _by_parameter(model):
-            folded.update({each.fqn: folded[first.fqn] for each in others if each.fqn in folded})
         # By this transformers would shard and gather once more, on every rank.
         of_config = vars(saved.config)
         sharding = {k: of_config.pop(k) for k in ("distributed_config",) if k in of_config}
@@ -455,7 +450,35 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], **kwargs: An
         finally:
             of_config.update(sharding)
 
-    communicator.run(gather_and_write)
+    communicator.run(write)
+
+
+def gather_folded(model: nn.Module) -> dict[str, Any]:
+    """The whole state dict with pruned weights as zeros, on the first rank. Collective.
+
+    Raises:
+        ValueError: a tied parameter is pruned differently under its names.
+        NotImplementedError: see :func:`check_writable`; gathering goes the same way.
+
+    Returns:
+        Tensors on the CPU where the model is sharded; tied parameters are one tensor. On the other
+        ranks nothing.
+    """
+    communicator = world()
+    communicator.run(lambda: check_ties(model))
+    check_writable(model, is_gathered=True)
+
+    def gather() -> dict[str, Any]:
+        state = _gather(model)
+        if communicator.index:
+            return {}
+        folded = fold(state)
+        # Tied ones were gathered, and folded, one by one; as one tensor they are written once.
+        for first, *others in _by_parameter(model):
+            folded.update({each.fqn: folded[first.fqn] for each in others if each.fqn in folded})
+        return folded
+
+    return communicator.run(gather)
 
 
 def _check_pretrained(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
@@ -468,7 +491,6 @@ def _check_pretrained(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
     for name in ("state_dict", "is_main_process"):
         if name in kwargs:
             raise TypeError(f"{name} is chosen here; expected other arguments of save_pretrained.")
-    check_ties(model)
     return saved
 
 

@@ -114,7 +114,7 @@ def main() -> None:
     if dense:
         before, after = dense["all"]["perplexity"], pruned["all"]["perplexity"]
         job.say(f"perplexity: {before:.3f} dense, {after:.3f} pruned")
-    job.say(f"wrote {saved.folder}\n\n{sparsity_table(rows)}")
+    job.say(f"wrote {saved}\n\n{sparsity_table(rows)}")
     leave()
 
 

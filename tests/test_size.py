@@ -21,13 +21,13 @@ ROOMS = {
     "api": (1792, 9),
     "budgets": (327, 3),
     "call": (1130, 8),
-    "checkpoint.py": (272, 1),
+    "checkpoint.py": (280, 1),
     "cli": (2280, 15),
     "criteria": (691, 5),
     "dynamic.py": (160, 1),
-    "files": (4740, 31),
+    "files": (4738, 31),
     "integrations": (1025, 7),
-    "language_models": (2047, 12),
+    "language_models": (1763, 12),
     "layouts.py": (13, 1),
     "masks": (731, 5),
     "methods": (1115, 5),
@@ -44,9 +44,9 @@ ROOMS = {
     "torch_private": (1984, 14),
     "verification": (719, 5),
 }
-TOTAL = (31527, 209)
+TOTAL = (31249, 209)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 45051, "launch": 965}
+FOLDERS = {"tests": 45028, "launch": 965}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

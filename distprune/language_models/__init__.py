@@ -20,7 +20,7 @@ from distprune.language_models.evaluating import PerplexityReport, TextPerplexit
 from distprune.language_models.loading import load_sharded, load_tokenizer
 from distprune.language_models.rounds import Round, prune_in_rounds
 from distprune.language_models.running import RunProgress
-from distprune.language_models.saving import SavedModel, save_sharded
+from distprune.language_models.saving import save_sharded
 from distprune.language_models.scoring import TextScores
 from distprune.language_models.text import TokenWindows, read_windows
 
@@ -28,7 +28,6 @@ __all__ = [
     "PerplexityReport",
     "Round",
     "RunProgress",
-    "SavedModel",
     "TextPerplexity",
     "TextScores",
     "TokenWindows",

@@ -45,7 +45,7 @@ ROOMS = {
         "schedule", "checkpoint", "criteria", "recipe", "files",
     },
     "language_models": {
-        "_common", "torch_private", "_transformers", "recipes", "shards", "masks", "call",
+        "_common", "torch_private", "_transformers", "recipes", "shards", "call", "checkpoint",
         "methods", "api", "files", "criteria", "statistics", "reconstruction",
     },
     "streaming": {

@@ -174,15 +174,12 @@ def _parse(
 def make_header(
     tensors: Mapping[str, tuple[str, Sequence[int], int]],
     metadata: Mapping[str, str],
-    *,
-    is_ascii: bool = True,
 ) -> tuple[bytes, dict[str, int]]:
     """The header of a file, with its length in front; and by tensor, where it begins in the file.
 
     Args:
         tensors: by name, in the order of the data: dtype, shape and number of bytes.
         metadata: texts.
-        is_ascii: whether other characters are escaped, which the safetensors library does not do.
     """
     header: dict[str, object] = {"__metadata__": metadata}
     offsets, end = {}, 0
@@ -190,7 +187,7 @@ def make_header(
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
         offsets[name] = end
         end += size
-    raw = json.dumps(header, ensure_ascii=is_ascii, separators=(",", ":")).encode()
+    raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     start = 8 + len(raw)
     return len(raw).to_bytes(8, "little") + raw, {name: start + n for name, n in offsets.items()}
