@@ -25,7 +25,7 @@ ROOMS = {
     "cli": (2280, 15),
     "criteria": (691, 5),
     "dynamic.py": (160, 1),
-    "files": (4738, 31),
+    "files": (4742, 31),
     "integrations": (1025, 7),
     "language_models": (1763, 12),
     "layouts.py": (13, 1),
@@ -44,9 +44,9 @@ ROOMS = {
     "torch_private": (1984, 14),
     "verification": (719, 5),
 }
-TOTAL = (31249, 209)
+TOTAL = (31253, 209)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 45028, "launch": 965}
+FOLDERS = {"tests": 45030, "launch": 965}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

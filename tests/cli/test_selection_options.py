@@ -37,7 +37,7 @@ def test_also_adds_to_the_default(run, source, tmp_path):
     path.write_text("version: 1\nsparsity: 0.5\nselect: {also: lm_head}\n")
     assert pruned(run("plan", source, "-r", path, "--json")) == pruned(more)
     refused = run("plan", source, "-r", path, "--include", "lm_head")
-    assert refused.code == 2 and "also: adds to the default" in refused.err
+    assert refused.code == 2 and "'also' adds to the default" in refused.err
     refused = run("plan", source, "-s", "0.5", "--also", "lm_haed")
     assert refused.code == 2 and "also: 'lm_haed' matches none" in refused.err
 

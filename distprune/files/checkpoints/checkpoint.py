@@ -28,6 +28,7 @@ _NOT_COPIED_FOLDERS = {
     ".cache": "a download cache",
     SIDECAR: "the report of an earlier pruning",
 }
+_OTHER_FORMS = ("original", "openvino", "coreml", "metal")
 _PERMISSIONS = 0o777  # without set-user-ID and the like
 # Quantisation methods that are accepted: fp8 tensors are recognised by their dtype.
 _FP8_METHODS = ("fp8", "fbgemm_fp8")
@@ -173,8 +174,14 @@ def _list(
 
 
 def _is_part(name: str) -> bool:
-    """Whether a file of weights is in a sub-folder, as the parts of sentence-transformers are."""
-    return os.sep in name and name.endswith(".safetensors")
+    """Whether a file of weights is in a sub-folder, as the parts of sentence-transformers are.
+
+    Some folders have the dense weights once more, such as "original" of Meta and OpenAI.
+    """
+    folder, is_inside, _ = name.partition(os.sep)
+    return (
+        bool(is_inside) and folder not in _OTHER_FORMS and name.endswith((".safetensors", ".bin"))
+    )
 
 
 def _raise(error: OSError) -> None:

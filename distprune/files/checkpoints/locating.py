@@ -23,7 +23,8 @@ _WEIGHTS = (
     "*.msgpack", "*.ot", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data*", "*.onnx.data", "*.tflite",
     "*.mlmodel", "saved_model.pb", "openvino_model*.xml", "*.index.json",
 )  # fmt: skip
-_TOKENIZERS = ("*vocab*", "*tokenizer*", "*sentencepiece*", "*.spm.bin")
+# Adapters and tokenizers.
+_OTHERS = ("adapter_model*", "*vocab*", "*tokenizer*", "*sentencepiece*", "*.spm.bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def is_weights(name: str) -> bool:
     their form would load dense weights.
     """
     base = os.path.basename(name).lower()
-    return _matches(base, _WEIGHTS) and not _matches(base, _TOKENIZERS)
+    return _matches(base, _WEIGHTS) and not _matches(base, _OTHERS)
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
