@@ -247,11 +247,6 @@ def projected(**keywords: Any) -> Callable[[Run], None]:
     return run
 
 
-def projected_in_groups(self: Run) -> None:
-    halves = [position % 2 for position in range(len(self.pairs))]
-    self.keep(masks=prune.global_mask(self.pairs, {0: 40, 1: 55}, groups=halves).masks)
-
-
 def scheduled(**keywords: Any) -> Callable[[Run], None]:
     """Three steps; other values at each of them."""
 
@@ -363,7 +358,6 @@ CASES: dict[str, Case] = {
     "projection smallest": Case(projected(largest=False), "rounded", "bfloat16"),
     "projection signed": Case(projected(signed=True)),
     "projection random": Case(projected(scores="random")),
-    "projection groups": Case(projected_in_groups),
     "schedule": Case(scheduled(), "few"),
     "schedule bounds": Case(scheduled(max_sparsity=0.75, normalize="rms")),
     "schedule random": Case(scheduled(pruning_method=RANDOM)),
