@@ -60,26 +60,16 @@ def differences(wrapping: str, data: str, dtype: str, *, as_tensors: bool) -> li
     for mask, tensor in zip(found.masks, tensors, strict=True):
         if isinstance(tensor, DTensor) and mask.placements != tensor.placements:
             wrong.append(f"{mask.placements} is not {tensor.placements}")
-    # Among candidates, as whole tensors and as they are laid out; in two groups; the smallest.
+    # Among candidates, as whole tensors and as they are laid out; the smallest.
     k = total // 4
     for largest in (True, False):
         wanted = selected(whole, k, some, largest)
         found = prune.global_mask(tensors, k, candidates=some, largest=largest)
         wrong += differing(found.masks, wanted, indices, names, f"candidates {largest}")
-    halves = [position % 2 for position in range(len(names))]
-    counts, wanted = {}, [None] * len(names)
-    for half in (0, 1):
-        members = [i for i in range(len(names)) if halves[i] == half]
-        counts[half] = sum(whole[i].numel() for i in members) // 5
-        of_half = selected(
-            [whole[i] for i in members], counts[half], [everything[i] for i in members], True
-        )
-        for i, mask in zip(members, of_half, strict=True):
-            wanted[i] = mask
-    grouped = prune.global_mask(tensors, counts, groups=halves)
-    wrong += differing(grouped.masks, wanted, indices, names, "groups")
-    rest = prune.global_mask(tensors, 5, candidates=grouped.masks)
-    wrong += differing(rest.masks, selected(whole, 5, wanted, True), indices, names, "of masks")
+    kept = prune.global_mask(tensors, total // 5).masks
+    rest = prune.global_mask(tensors, 5, candidates=kept)
+    wanted = selected(whole, 5, selected(whole, total // 5, everything, True), True)
+    wrong += differing(rest.masks, wanted, indices, names, "of masks")
     return wrong
 
 

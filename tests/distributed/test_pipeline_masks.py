@@ -138,11 +138,7 @@ def error_of(case: str) -> str:
     chosen = prune.select(model, everything=True)
     options = {"pipeline_parallel": True}
     k = 10
-    if case == "groups":
-        options["groups"] = ["all"] * len(chosen)
-    elif case == "counts":
-        k = [1] * len(chosen)
-    elif case == "no names":
+    if case == "no names":
         chosen = [tuple(pair) for pair in chosen]
     elif case == "twice":
         chosen = [
@@ -165,8 +161,6 @@ def error_of(case: str) -> str:
 
 
 ERRORS = {
-    "groups": "NotImplementedError: pipeline_parallel(.|\n)*a call for each group",
-    "counts": "NotImplementedError: pipeline_parallel(.|\n)*a call for each group",
     "no names": "TypeError(.|\n)*select",
     "twice": "ValueError: weight is the name of two(.|\n)*prefix",
     "empty": "ValueError: tensors is empty on every rank",
