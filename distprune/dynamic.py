@@ -19,7 +19,7 @@ from distprune._common.mask_values import write_product
 from distprune._common.naming import Pair, checked_pair, label_of, unwrap
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import local_tensor, name_without_orig
-from distprune.api.chosen_masks import Optimizer, StateRule, get_masks, set_masks
+from distprune.api.chosen_masks import StateRule, get_masks, set_masks
 from distprune.api.global_mask import global_mask
 from distprune.call.report import MaskUpdateReport
 from distprune.call.request import ParameterArguments
@@ -40,7 +40,7 @@ def rigl_step(
     parameters: Iterable[Pair],
     fraction: float,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Any = None,
     state: StateRule = "zero",
     group: ProcessGroup | None = None,
 ) -> MaskUpdateReport:
@@ -88,7 +88,7 @@ def set_step(
     parameters: Iterable[Pair],
     fraction: float,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Any = None,
     state: StateRule = "zero",
     group: ProcessGroup | None = None,
 ) -> MaskUpdateReport:
@@ -121,7 +121,7 @@ def _drop_and_grow(
     parameters: Iterable[Pair],
     fraction: float,
     growth: Callable[[list[Pair]], Any],
-    optimizer: Optimizer | None,
+    optimizer: Any,
     state: StateRule,
     group: ProcessGroup | None,
 ) -> MaskUpdateReport:

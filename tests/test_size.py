@@ -18,7 +18,7 @@ ROOMS = {
     "_public.py": (62, 1),
     "_transformers": (521, 4),
     "_version.py": (1, 1),
-    "api": (1792, 9),
+    "api": (1575, 9),
     "budgets": (327, 3),
     "call": (1130, 8),
     "checkpoint.py": (280, 1),
@@ -30,7 +30,7 @@ ROOMS = {
     "language_models": (1763, 12),
     "layouts.py": (13, 1),
     "masks": (731, 5),
-    "methods": (1115, 5),
+    "methods": (1098, 5),
     "recipe.py": (78, 1),
     "recipes": (780, 3),
     "reconstruction": (436, 3),
@@ -44,9 +44,9 @@ ROOMS = {
     "torch_private": (1984, 14),
     "verification": (719, 5),
 }
-TOTAL = (31253, 209)
+TOTAL = (31019, 209)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 45030, "launch": 965}
+FOLDERS = {"tests": 44971, "launch": 965}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

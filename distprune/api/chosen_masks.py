@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -55,16 +55,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Optimizer(Protocol):
-    """A torch.optim.Optimizer, or a wrapper around one, as accelerate has it."""
-
-    @property
-    def state(self) -> Any: ...
-
-    @property
-    def param_groups(self) -> Any: ...
-
-
 StateRule = Literal["zero", "keep", "reset"]
 
 
@@ -101,7 +91,7 @@ def set_masks(
     parameters: Iterable[Pair],
     masks: Sequence[Tensor] | Mapping[Any, Tensor],
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Any = None,
     state: StateRule = "zero",
     grown: Literal["zero", "keep"] = "zero",
     group: ProcessGroup | None = None,
@@ -120,7 +110,8 @@ def set_masks(
         masks: for each of them a mask, True (or 1) = keep: a sequence in their order, or a mapping
             from pairs or full names. Each is laid out like its parameter, as those of
             :func:`global_mask` and :func:`get_masks` are, or whole and equal on all ranks.
-        optimizer: the optimizer that trains them. Without it, its state stays as it is.
+        optimizer: what trains them: a torch.optim.Optimizer, or a wrapper around one, as accelerate
+            has it. Without it, its state stays as it is.
         state: what becomes of the optimizer's state (momenta, squared gradients): "zero" sets it to
             zero where an element was dropped or has grown; "keep" leaves it; "reset" forgets the
             whole state, with the number of steps, of each parameter of which an element was
@@ -199,7 +190,7 @@ class _GivenMasks:
     """
 
     pairs: Sequence[Pair]
-    optimizer: Optimizer | None
+    optimizer: Any
     state: str
     grown: str
     counts: list[tuple[int, int]] = field(default_factory=list)
@@ -280,7 +271,6 @@ class _GivenMasks:
             for tensor, where in self.zeroed:
                 tensor.masked_fill_(where.to(tensor.device), 0)
         for parameter in self.forgotten:  # the next step begins as the first one does
-            assert self.optimizer is not None
             self.optimizer.state.pop(parameter, None)
         refresh_products(self.places)
 
@@ -302,16 +292,12 @@ def _by_pair(pairs: Sequence[Pair], masks: Any) -> dict[Pair, Tensor]:
                     "their full names, or the (module, name) pairs themselves."
                 )
             found[pair[0], pair[1]] = mask
-    elif isinstance(masks, Sequence):
+    else:
         if len(masks) != len(pairs):
             raise ValueError(
                 f"masks has {len(masks)} elements, for {len(pairs)} parameters; expected one each."
             )
         found = {(pair[0], pair[1]): mask for pair, mask in zip(pairs, masks, strict=True)}
-    else:
-        raise TypeError(
-            f"masks is a {type(masks).__name__}; expected a sequence or a mapping of tensors."
-        )
     for position, pair in enumerate(pairs):
         mask = found.get((pair[0], pair[1]))
         if not isinstance(mask, Tensor):
@@ -322,7 +308,7 @@ def _by_pair(pairs: Sequence[Pair], masks: Any) -> dict[Pair, Tensor]:
     return found
 
 
-def _given(optimizer: Optimizer | None, pipeline_parallel: bool) -> str:
+def _given(optimizer: Any, pipeline_parallel: bool) -> str:
     if pipeline_parallel:
         return "that of each part"  # which may have no parameters, and so none
     return "none" if optimizer is None else "given"
@@ -334,7 +320,7 @@ def _checked(what: str, value: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def _states(optimizer: Optimizer, shard: LocalShard) -> list[Tensor]:
+def _states(optimizer: Any, shard: LocalShard) -> list[Tensor]:
     """Views, N-d, of this rank's part of every state that has a value per element."""
     parameter, span = shard.optimizer_tensor
     found = []

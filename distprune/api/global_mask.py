@@ -147,8 +147,8 @@ def global_mask(
     communicator = world(group)
     is_random = isinstance(scores, str) and scores == "random"
     order = Order.ASCENDING if signed else Order.MAGNITUDE
-
     each = isinstance(k, Sequence) and not pipeline_parallel
+    wanted: Any = k if each else [k]
 
     def read() -> tuple[
         list[int], dict[Hashable, Target], dict[Hashable, tuple[ScoreSource, Tensor]]
@@ -163,8 +163,7 @@ def global_mask(
         )
         check_ranks([target.shard for target in own.values()], set(communicator.ranks))
         memory = {t.shard.key: _prepare(t, order, is_random) for t in own.values()}
-        counts = [operator.index(count) for count in k] if each else [operator.index(k)]
-        return counts, own, memory
+        return [operator.index(count) for count in wanted], own, memory
 
     with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
         counts, own, memory = communicator.run(
@@ -226,7 +225,8 @@ def global_mask(
 
         written = communicator.run(finish)
     masks = {key: written[target.shard.key] for key, target in own.items()}
-    threshold, num_ties, num_before = None, 0, 0
+    threshold: float | None = None
+    num_ties = num_before = 0
     if selection is not None:
         num_ties, num_before = selection.num_ties, selection.num_ties_pruned
         if num_ties and not is_random:

@@ -38,7 +38,6 @@ from distprune.methods.builtin import hook_for_chosen_mask, norm_order
 from distprune.methods.channels import (
     ChannelCut,
     ChannelGroup,
-    ChannelPart,
     ChannelRows,
     ChannelSlice,
     Flags,
@@ -51,7 +50,6 @@ from distprune.methods.channels import (
 )
 from distprune.shards.parameters import Scores
 from distprune.shards.reader import ShardReader
-from distprune.shards.shard import LocalShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -132,8 +130,8 @@ def global_structured(
     method = GlobalStructured(listed, amount, n, unit, normalize, min_sparsity, max_sparsity)
 
     def make_arguments() -> PruningArguments:
-        listed.extend(groups if isinstance(groups, Iterable) else ())
-        _check_groups(groups, listed)
+        listed.extend(groups)
+        _check_groups(listed)
         _check_rest(amount, n, importance_scores, unit, normalize)
         return PruningArguments(
             parameters=[part.parameter for each in listed for part in each.parts],
@@ -165,38 +163,22 @@ def global_structured(
     return report
 
 
-def _check_groups(groups: object, listed: list[ChannelGroup]) -> None:
-    if not isinstance(groups, Iterable):
-        raise TypeError(f"groups is a {type(groups).__name__}; expected ChannelGroups.")
-    if not listed:
-        raise ValueError("groups is empty; expected at least one ChannelGroup.")
-    for position, each in enumerate(listed):
-        if not isinstance(each, ChannelGroup):
-            raise TypeError(
-                f"groups[{position}] is a {type(each).__name__}; expected a ChannelGroup, such as "
-                "ChannelGroup([ChannelPart((module, 'weight'), dim=0)])."
-            )
+def _check_groups(listed: Sequence[ChannelGroup]) -> None:
     names = [each.name for each in listed if each.name]
     if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two groups have the name {twice!r}; expected one each.")
+        raise ValueError(f"two groups have one name ({', '.join(names)}); expected one each.")
     reader = ShardReader()
-    seen: dict[Hashable, ChannelGroup] = {}
+    seen: dict[Hashable, str] = {}
     for each in listed:
         for part in each.parts:
             module, name = unwrap(part.parameter[0]), part.parameter[1]
             key = reader.identity(module, name)[0]
             if key in seen:
-                where = (
-                    f"twice in group {each.label}"
-                    if seen[key] is each
-                    else f"in the groups {seen[key].label} and {each.label}"
-                )
                 raise ValueError(
-                    f"{part.label} is {where}; expected each parameter, under all its names, in "
-                    "one part of one group."
+                    f"{part.label} is in the groups {seen[key]} and {each.label}; expected each "
+                    "parameter, under all its names, in one part of one group."
                 )
-            seen[key] = each
+            seen[key] = each.label
 
 
 def _check_rest(
@@ -339,7 +321,7 @@ def _laid_out(groups: Sequence[ChannelGroup], call: PruningCall) -> list[list[Ch
         for part in group.parts:
             position = next(positions)
             shard = call.shards[position]
-            dim = _checked_dim(part, shard)
+            dim = range(len(shard.shape))[part.dim]
             if shard.shape[dim] % part.size:
                 raise ValueError(
                     f"{shard.name} in group {group.label}: {shard.shape[dim]} indices along dim "
@@ -347,11 +329,7 @@ def _laid_out(groups: Sequence[ChannelGroup], call: PruningCall) -> list[list[Ch
                 )
             parts.append(ChannelSlice(position, shard, dim, part.size, first, part.is_ranked))
         if len({part.num_channels for part in parts}) > 1:
-            each = ", ".join(
-                f"{part.num_channels} of {part.shard.name} ({part.shard.shape[part.dim]} indices "
-                f"along dim {given.dim}, size={part.size})"
-                for part, given in zip(parts, group.parts, strict=True)
-            )
+            each = ", ".join(f"{part.num_channels} of {part.shard.name}" for part in parts)
             raise ValueError(
                 f"the parts of group {group.label} have different numbers of channels: {each}; "
                 "expected the same. Check dim and size of each part."
@@ -360,16 +338,6 @@ def _laid_out(groups: Sequence[ChannelGroup], call: PruningCall) -> list[list[Ch
         by_group.append(parts)
         first += parts[0].num_channels
     return by_group
-
-
-def _checked_dim(part: ChannelPart, shard: LocalShard) -> int:
-    ndim = len(shard.shape)
-    if not -ndim <= part.dim < ndim:
-        raise IndexError(
-            f"{shard.name}: dim={part.dim} is out of range for a parameter of shape "
-            f"{tuple(shard.shape)}; expected {-ndim} <= dim < {ndim}."
-        )
-    return part.dim % ndim
 
 
 def _check_scores(group: ChannelGroup, parts: Sequence[ChannelSlice], call: PruningCall) -> None:
@@ -405,14 +373,9 @@ def _refuse(wrong: Flags, what: str, names: Sequence[str], group_sizes: Sequence
     if not wrong.any():
         return
     ends = np.cumsum(group_sizes)[:-1]
-    bad = [
-        (name, np.flatnonzero(of_group).tolist())
+    shown = "; ".join(
+        f"{name}, channels {', '.join(map(str, np.flatnonzero(of_group)[:_SHOWN]))}"
         for name, of_group in zip(names, np.split(wrong, ends), strict=True)
         if of_group.any()
-    ]
-    shown = "; ".join(
-        f"{name}, channels {', '.join(map(str, channels[:_SHOWN]))}"
-        f"{', ...' if len(channels) > _SHOWN else ''}"
-        for name, channels in bad[:_SHOWN]
     )
     raise ValueError(f"the norms of {shown} {what}.")

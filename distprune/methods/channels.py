@@ -30,7 +30,7 @@ from distprune._common.amount import (
 from distprune._common.collectives import Communicator, Op
 from distprune._common.exact_sums import Normalization, power_of
 from distprune._common.memory import takes_numpy
-from distprune._common.naming import checked_pair, label_of
+from distprune._common.naming import label_of
 from distprune.call.request import LocalMasks, PruningCall
 from distprune.shards.shard import LocalShard
 
@@ -263,7 +263,6 @@ class ChannelPart:
             not count (a bias, say) are pruned together with the others.
 
     Raises:
-        TypeError: a pair, a dimension or a size of another type.
         ValueError: a size below 1.
     """
 
@@ -273,13 +272,6 @@ class ChannelPart:
     is_ranked: bool = True
 
     def __post_init__(self) -> None:
-        checked_pair(self.parameter, "parameter of a ChannelPart")
-        for name, value in (("dim", self.dim), ("size", self.size)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(
-                    f"{name}={value!r} of {self.label} is a {type(value).__name__}; expected an "
-                    "int."
-                )
         if self.size < 1:
             raise ValueError(f"size={self.size} of {self.label}; expected 1 or more.")
 
@@ -309,7 +301,6 @@ class ChannelGroup:
         name: what reports, messages and bounds call it; by default the first parameter's name.
 
     Raises:
-        TypeError: parts of another type.
         ValueError: no part is ranked.
     """
 
@@ -317,16 +308,6 @@ class ChannelGroup:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if isinstance(self.parts, str) or not isinstance(self.parts, Sequence):
-            raise TypeError(
-                f"parts of a ChannelGroup is a {type(self.parts).__name__}; expected a sequence of "
-                "ChannelParts."
-            )
-        for part in self.parts:
-            if not isinstance(part, ChannelPart):
-                raise TypeError(
-                    f"parts of a ChannelGroup has a {type(part).__name__}; expected ChannelParts."
-                )
         if not any(part.is_ranked for part in self.parts):
             raise ValueError(
                 f"ChannelGroup {self.name or '(without a name)'} has no part that is ranked; "
