@@ -203,7 +203,7 @@ def env(
         "distributed backends": ", ".join(filter(dist.is_backend_available, names)) or "none",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "memory": format_size(memory),
-        "file system": f"{_file_system(path)} ({format_size(shutil.disk_usage(path).free)} free)",
+        "free on the disk": format_size(shutil.disk_usage(path).free),
     }
     terminal = Terminal(as_json)
     if as_json:
@@ -219,18 +219,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _file_system(path: Path) -> str:
-    """The type of the file system that a path is on ("ext4"), as far as the system tells."""
-    try:
-        lines = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    # Of mounts on one place, the last one counts; spaces in their names are escaped.
-    kinds = {line.split()[1].encode().decode("unicode_escape"): line.split()[2] for line in lines}
-    inside = [mount for mount in kinds if path.resolve().is_relative_to(mount)]
-    return kinds[max(inside, key=len)] if inside else "unknown"
 
 
 def _selftest(context: typer.Context) -> None:

@@ -159,8 +159,20 @@ class Meter:
         if self._bar is not None:
             self._bar.stop()
 
-    def __call__(self, state: Progress | Reading) -> None:
+    def __call__(self, state: Progress) -> None:
         self._show(state.phase, state.num_bytes, state.total_bytes, lambda: describe(state))
+
+    def reading(self, total_bytes: int) -> Callable[[int], None]:
+        """A function that is called with the number of bytes of each piece that was read."""
+        done = 0
+
+        def read(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            text = f"{format_size(done)} of {format_size(total_bytes)}"
+            self._show("read", done, total_bytes, lambda: text)
+
+        return read
 
     def windows(self, state: RunProgress) -> None:
         """Show a run over windows of text."""
@@ -182,27 +194,7 @@ class Meter:
         )
 
 
-class Reading:
-    """The progress of one process, without torch; call it with the bytes of every piece."""
-
-    def __init__(self, meter: Meter, total_bytes: int) -> None:
-        self.phase = "read"
-        self.num_bytes = 0
-        self.total_bytes = total_bytes
-        self.bytes_per_second = 0.0
-        self.seconds_left: float | None = None
-        self._meter = meter
-        self._began = time.monotonic()
-
-    def __call__(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-        self.bytes_per_second = self.num_bytes / max(time.monotonic() - self._began, 1e-9)
-        if self.bytes_per_second:
-            self.seconds_left = (self.total_bytes - self.num_bytes) / self.bytes_per_second
-        self._meter(self)
-
-
-def describe(state: Progress | Reading) -> str:
+def describe(state: Progress) -> str:
     """ "1.2 GB of 3.0 GB, 800.0 MB/s, 0:02 left"."""
     text = f"{format_size(state.num_bytes)} of {format_size(state.total_bytes)}"
     left = state.seconds_left

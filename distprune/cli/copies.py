@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distprune.cli import process
-from distprune.cli.console import Meter, Reading, Terminal, count, counted, percent, share_text
+from distprune.cli.console import Meter, Terminal, count, counted, percent, share_text
 from distprune.cli.describing import discard_unfinished, show_counts, tell, values_of_files
 from distprune.cli.options import (
     Destination,
@@ -181,8 +181,7 @@ def diff(
     a, b = (open_checkpoint(path) for path in (first, second))
     terminal = output.terminal()
     with Meter(terminal) as meter:
-        reading = Reading(meter, a.num_bytes + b.num_bytes)
-        tensors = list(compare(a, b, reading))
+        tensors = list(compare(a, b, meter.reading(a.num_bytes + b.num_bytes)))
     metadata = compare_metadata(a, b)
     are_equal = all(tensor.is_equal for tensor in tensors) and not metadata
     if output.as_json:
@@ -202,22 +201,15 @@ def _show_differences(
     *,
     with_equal: bool,
 ) -> None:
-    rows = [
-        (tensor.name, tensor.problem, "", "", "", "")
-        if tensor.problem
-        else (
-            tensor.name,
-            "equal"
-            if tensor.is_equal
-            else f"differs in {percent(tensor.num_differing, tensor.numel)}",
-            count(tensor.num_differing),
-            count(tensor.num_zero_in_both),
-            count(tensor.num_zero_in_first),
-            count(tensor.num_zero_in_second),
-        )
-        for tensor in tensors
-        if with_equal or not tensor.is_equal
-    ]
+    rows: list[tuple[str, ...]] = []
+    for tensor in tensors:
+        differs = f"differs in {percent(tensor.num_differing, tensor.numel)}"
+        zeros = tensor.num_zero_in_both, tensor.num_zero_in_first, tensor.num_zero_in_second
+        counts = tuple(map(count, (tensor.num_differing, *zeros)))
+        if tensor.problem:
+            rows.append((tensor.name, tensor.problem, "", "", "", ""))
+        elif not tensor.is_equal or with_equal:
+            rows.append((tensor.name, "equal" if tensor.is_equal else differs, *counts))
     numbers = ("elements that differ", "zero in both", "zero in A only", "zero in B only")
     if rows:
         terminal.table(("tensor", "values", *numbers), rows, right=numbers)

@@ -67,37 +67,25 @@ def discard_unfinished(terminal: Terminal, destination: Path) -> None:
 _TOO_MUCH_BY_MAGNITUDE = 0.4
 
 
-def advice_for_language_models(plan: Plan) -> str:
-    """What a language model is better pruned by, if much of it is pruned by magnitude; or ""."""
-    names = plan.checkpoint.config.get("architectures")
-    if not isinstance(names, list) or not any(str(n).endswith("ForCausalLM") for n in names):
-        return ""
-    is_by_magnitude = any(group.recipe.ranks_magnitudes for group in plan.groups)
-    if not is_by_magnitude or plan.num_to_prune < _TOO_MUCH_BY_MAGNITUDE * plan.num_elements:
-        return ""
-    how = "score: fisher in the recipe, and --text FILE" if plan.recipe.groups else "--text FILE"
-    share = plan.num_to_prune / plan.num_elements
-    return (
-        f"pruning {share:.0%} of a language model by magnitude may ruin it. With text such as it "
-        f"was trained on ({how}), gradients rank its weights, and the kept ones move: that loses "
-        "far less. distprune eval measures it."
-    )
-
-
 def show_warnings(terminal: Terminal, plan: Plan) -> None:
     """Write warnings about a selection that is probably a mistake to stderr."""
-    for warning in plan.warnings:
+    warnings = list(plan.warnings)
+    names = plan.checkpoint.config.get("architectures")
+    is_causal = isinstance(names, list) and any(str(n).endswith("ForCausalLM") for n in names)
+    is_much = plan.num_to_prune >= _TOO_MUCH_BY_MAGNITUDE * plan.num_elements
+    if is_causal and is_much and any(group.recipe.ranks_magnitudes for group in plan.groups):
+        warnings.append(
+            f"pruning {plan.num_to_prune / plan.num_elements:.0%} of a language model by magnitude "
+            "may ruin it. With text such as it was trained on (--text FILE), gradients rank its "
+            "weights, and the kept ones move: that loses far less. distprune eval measures it."
+        )
+    for warning in warnings:
         terminal.note(f"Warning: {warning}")
-    if advice := advice_for_language_models(plan):
-        terminal.note(f"Warning: {advice}")
     if any(group.recipe.ranks_raw for group in plan.groups if group.last - group.first > 1):
-        are_weights = all(group.recipe.ranks_magnitudes for group in plan.groups)
-        what = "magnitudes" if are_weights else "scores"
-        option = "" if plan.recipe.groups else "--normalize rms, or "
         terminal.note(
-            f"Raw {what} of several tensors are ranked together (normalize: none). Where their "
-            f"scales differ, this may empty some of them; {option}normalize: rms in a recipe, "
-            "divides each tensor by its rms first."
+            "Raw scores of several tensors are ranked together (normalize: none). Where their "
+            "scales differ, this may empty some of them; normalize: rms divides each tensor by its "
+            "rms first."
         )
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from distprune._common.blocks import parse_pattern
 from distprune.cli.console import (
     Meter,
-    Reading,
     Terminal,
     count,
     percent,
@@ -80,7 +79,7 @@ def inspect(source: Source, given: InspectOptions, *, output: OutputOptions) -> 
     input_dims = _input_dims(recipe, given.input_dim)
     terminal = output.terminal()
     with Meter(terminal) as meter:
-        reading = Reading(meter, checkpoint.num_bytes)
+        reading = meter.reading(checkpoint.num_bytes)
         facts = list(
             inspect_tensors(checkpoint, tuple(patterns), on_bytes=reading, input_dims=input_dims)
         )

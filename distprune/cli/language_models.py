@@ -45,7 +45,6 @@ if TYPE_CHECKING:  # torch comes with it
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _WRAPS = ("none", "ddp", "fsdp2", "tp", "fsdp2_tp", "stream")
-_DIFFERENT = "the ranks were called with different arguments"
 
 
 @dataclass(frozen=True)
@@ -105,11 +104,6 @@ class ModelOptions:
         from distprune.files.checkpoints.locating import locate
 
         locate(self.model)
-        for text in self.texts or ():
-            try:
-                text.open("rb").close()
-            except OSError as error:
-                raise TextError(f"{text} cannot be read: {error.strerror or error}.") from error
 
     def mesh_sizes(self) -> tuple[int, ...] | None:
         """The value of ``--mesh``."""
@@ -210,8 +204,7 @@ class Opened:
         }
 
 
-def text_of_run(facts: dict[str, Any]) -> str:
-    """ "3.2 s on 2 processes, float32."."""
+def _text_of_run(facts: dict[str, Any]) -> str:
     return f"{time_text(facts['seconds'], facts['num_ranks'])}, {facts['dtype']}."
 
 
@@ -264,8 +257,6 @@ def translated(kind: type[FilesError]) -> Iterator[None]:
     except FilesError:
         raise
     except (ValueError, NotImplementedError) as error:
-        if _DIFFERENT in str(error):
-            raise RanksError(str(error)) from error
         raise kind(str(error)) from error
     except ImportError as error:
         raise SelectionError(str(error)) from error
@@ -335,7 +326,7 @@ def evaluate(
         return
     if report is not None:
         _show(run.terminal, report)
-        run.terminal.note(f"{count(report.total.num_tokens)} tokens in {text_of_run(facts)}")
+        run.terminal.note(f"{count(report.total.num_tokens)} tokens in {_text_of_run(facts)}")
     for each in generated:
         run.terminal.text(each["text"] + each["continuation"])
 
@@ -361,16 +352,10 @@ def _perplexity(run: Opened, windows: TokenWindows, meter: Meter) -> PerplexityR
 
 
 def _show(terminal: Terminal, report: PerplexityReport) -> None:
-    rows = []
-    for text in (*report.texts, *([report.total] if len(report.texts) > 1 else [])):
-        rows.append(
-            (
-                text.text,
-                count(text.num_windows),
-                count(text.num_tokens),
-                f"{text.perplexity:.4f}",
-            )
-        )
+    rows = [
+        (text.text, count(text.num_windows), count(text.num_tokens), f"{text.perplexity:.4f}")
+        for text in (*report.texts, *([report.total] if len(report.texts) > 1 else []))
+    ]
     numbers = ("windows", "tokens", "perplexity")
     terminal.table(("text", *numbers), rows, right=numbers)
 
@@ -434,7 +419,8 @@ def calibrate(
     if not given.texts:
         raise SelectionError("nothing to run; expected --text FILE.")
     given.check()
-    _check_out(own.out)
+    if not own.out.absolute().parent.is_dir():
+        raise OutputError(f"{own.out}: its folder does not exist; expected one that does.")
     if own.gradients and own.allow_empty:
         raise SelectionError(
             "--allow-empty has no effect with --gradients, where any layer may have none; leave it "
@@ -503,15 +489,5 @@ def calibrate(
         terminal.text(
             f"{own.out}: statistics of {counted(len(layers), 'layer')} over {count(num_tokens)} "
             f"tokens in {counted(len(windows), 'window')}, {format_size(own.out.stat().st_size)}. "
-            f"{text_of_run(facts)}"
+            f"{_text_of_run(facts)}"
         )
-
-
-def _check_out(out: Path) -> None:
-    """Raise OutputError for a file that could not be written, before hours of work."""
-    folder = out.absolute().parent
-    if not folder.is_dir():
-        raise OutputError(f"{out}: the folder {folder} does not exist; expected one that does.")
-    if out.is_dir() or not os.access(folder, os.W_OK):
-        why = "it is a folder" if out.is_dir() else f"{folder} is not writable"
-        raise OutputError(f"{out} cannot be written: {why}.")

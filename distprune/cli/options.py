@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -269,8 +270,7 @@ def resolve(name: str | None, options: Mapping[str, Any]) -> FileRecipe:
     overrides = {key: value for key, value in options.items() if value is not None and value != []}
     if recipe is not None and not overrides:
         return recipe
-    _check_of_users(overrides)
-    given = _as_typed(overrides)
+    given = {key: name_of(key) for key in overrides}
     overrides |= {key: str(overrides[key]) for key in ("statistics", "scores") if key in overrides}
     fields = {} if recipe is None else _fields_of(recipe)
     if groups := fields.get("groups", ()):
@@ -285,7 +285,6 @@ def resolve(name: str | None, options: Mapping[str, Any]) -> FileRecipe:
         if "input_dims" in overrides:
             overrides["input_dims"] = dims_by_pattern(overrides["input_dims"])
         fields = _left(fields, overrides)
-        _check_amount(name, fields | overrides, given)
     try:
         return FileRecipe(**fields | overrides)
     except SelectionError as error:
@@ -295,25 +294,6 @@ def resolve(name: str | None, options: Mapping[str, Any]) -> FileRecipe:
         raise SelectionError(headline(subject, error.problems), error.problems) from error
     except ImportError as error:
         raise SelectionError("recipes need pydantic: pip install 'distprune[cli]'") from error
-
-
-# Scores of live models.
-_OF_MODELS = ("snip", "movement", "gradient", "obs", "sparsegpt")
-
-
-def _check_of_users(overrides: dict[str, Any]) -> None:
-    """Say what was probably meant by a percentage, or by a score that files do not have."""
-    share, score = overrides.get("sparsity"), overrides.get("score")
-    if share is not None and 1 < share <= 100:
-        raise SelectionError(
-            f"--sparsity {share:g}: expected a number from 0 to 1; did you mean {share / 100:g}?"
-        )
-    if score in _OF_MODELS:
-        raise SelectionError(
-            f"--score {score} is of live models: criteria and statistics of the library, or "
-            "launch/prune_language_model.py. Expected fisher with --text FILE, which ranks a "
-            "checkpoint by gradients, too."
-        )
 
 
 def _left(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
@@ -345,24 +325,6 @@ def _left(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     return left
 
 
-def _check_amount(name: str | None, values: dict[str, Any], given: dict[str, str]) -> None:
-    """Check that a sparsity or a pattern is given, and no scope beside a pattern."""
-    pattern = values.get("pattern")
-    if "scope" in given and pattern is not None:
-        beside, way_out = given.get("pattern"), "leave --scope out."
-        if beside is None:
-            beside = f"the pattern {pattern} of the recipe {name}"
-            way_out = "expected --sparsity too, which replaces the pattern, or no --scope."
-        raise SelectionError(
-            f"{given['scope']} has no place beside {beside}, which says how much and where; "
-            f"{way_out}"
-        )
-    if pattern is None and "sparsity" not in values:
-        raise SelectionError(
-            "neither sparsity nor pattern is given; expected --sparsity, --pattern or --recipe."
-        )
-
-
 def _fields_of(recipe: FileRecipe) -> dict[str, Any]:
     """The fields of a recipe that are not those of every recipe, as arguments of FileRecipe."""
     values = {
@@ -378,31 +340,15 @@ def _fields_of(recipe: FileRecipe) -> dict[str, Any]:
     return values
 
 
-def _as_typed(overrides: dict[str, Any]) -> dict[str, str]:
-    """Options as they stand on a command line, by their fields."""
-    texts = {}
-    for key, value in overrides.items():
-        name = name_of(key)
-        if isinstance(value, bool):
-            texts[key] = name if value else f"--no-{name[2:]}"
-        else:
-            values = value if isinstance(value, list) else [value]
-            texts[key] = " ".join(f"{name} {each}" for each in values)
-    return texts
-
-
 def dims_by_pattern(options: list[str]) -> dict[str, tuple[int, ...]]:
     """``--input-dim`` options as the field ``input_dims`` of a recipe."""
     dims = {}
     for option in options:
-        pattern, _, text = option.rpartition("=")
-        try:
-            dims[pattern] = tuple(map(int, text.split(",")))
-        except ValueError:
-            pattern = ""
-        if not pattern:
+        if not re.fullmatch(r".+=\d+(,\d+)*", option):
             raise SelectionError(
                 f"--input-dim {option}: expected PATTERN=DIM, such as '*.c_fc.weight=0'; DIM may "
                 "be several numbers separated by commas."
             )
+        pattern, _, text = option.rpartition("=")
+        dims[pattern] = tuple(map(int, text.split(",")))
     return dims

@@ -148,7 +148,11 @@ def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> dict
     writes = checkpoint.num_bytes + others + _sidecar_bytes(plan)
     free, missing = None, writes
     if destination is not None:
-        free, missing = _disk_space(destination, writes + other_bytes)
+        path = Path(os.path.abspath(destination))
+        if not path.parent.is_dir():
+            raise OutputError(f"{path.parent} is not a folder; create it first.")
+        num_written = sum(map(folder_bytes, partial_folders(path)))
+        free, missing = free_bytes(path.parent), max(writes + other_bytes - num_written, 0)
     return {
         "read_bytes": reads,
         "write_bytes": writes,
@@ -163,15 +167,6 @@ def _sidecar_bytes(plan: Plan) -> int:
     masks = sum(num_bytes_of(tensor.entry.numel) for tensor in plan.tensors)
     names = sum(len(verdict.entry.name) + 200 for verdict in plan.verdicts)
     return masks * plan.recipe.masks + 2 * names
-
-
-def _disk_space(destination: Path, num_bytes: int) -> tuple[int, int]:
-    """Free bytes at the destination, and bytes that are still to be written there."""
-    path = Path(os.path.abspath(destination))
-    if not path.parent.is_dir():
-        raise OutputError(f"{path.parent} is not a folder; create it first.")
-    num_written = sum(map(folder_bytes, partial_folders(path)))
-    return free_bytes(path.parent), max(num_bytes - num_written, 0)
 
 
 @takes_options
@@ -239,14 +234,11 @@ def plan(
 
 
 def _show_cost(terminal: Terminal, cost: dict[str, Any], destination: Path | None) -> None:
-    reads, writes = format_size(cost["read_bytes"]), format_size(cost["write_bytes"])
-    terminal.text(f"Pruning reads {reads} and writes {writes}.")
-    if destination is None:
-        return
-    if os.path.lexists(destination):
-        terminal.text(f"{destination} exists already.")
-    lack = "" if cost["fits"] else "There is not enough space: "
-    terminal.text(
-        f"{lack}{format_size(cost['missing_bytes'])} are needed and "
-        f"{format_size(cost['free_bytes'])} are free at {destination}."
-    )
+    sizes = {key: format_size(cost[key] or 0) for key in cost if key != "fits"}
+    terminal.text(f"Pruning reads {sizes['read_bytes']} and writes {sizes['write_bytes']}.")
+    if destination is not None:
+        lack = "" if cost["fits"] else "There is not enough space: "
+        terminal.text(
+            f"{lack}{sizes['missing_bytes']} are needed and {sizes['free_bytes']} are free at "
+            f"{destination}."
+        )

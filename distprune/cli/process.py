@@ -61,21 +61,21 @@ def run(arguments: Sequence[str], command: Callable[[Sequence[str]], int | None]
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for encodings that lack characters
     try:
-        code = command(arguments) or OK
+        try:
+            code = command(arguments) or OK
+        except SystemExit as end:  # of the parser, which has said why, or of a signal
+            code = int(end.code or OK)
         print(end="", flush=True)
-        return code
-    except SystemExit as error:  # of the parser, which has said why, or of a signal
-        code = int(error.code or OK)
-        text = {128 + number: text for number, text in _SIGNALS.items()}.get(code)
-        if text is not None and is_leader():
-            write_error(f"distprune: {text}")
-        if code != OK:
-            _write_failure(code, text or "stderr says what is wrong.")
-        return code
     except BrokenPipeError:  # nobody reads stdout any more, as after `| head`
         return FAILURE
     except Exception as error:
         return _report(error)
+    text = {128 + number: text for number, text in _SIGNALS.items()}.get(code)
+    if text is not None and is_leader():
+        write_error(f"distprune: {text}")
+    if code != OK:
+        _write_failure(code, text or "stderr says what is wrong.")
+    return code
 
 
 def leave(code: int) -> None:

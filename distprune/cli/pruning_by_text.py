@@ -19,7 +19,6 @@ from distprune.cli.options import WritingOptions, name_of, option, resolve, same
 from distprune.files.errors import SelectionError, TextError
 from distprune.files.recipe import FileRecipe
 from distprune.files.text import format_size
-from distprune.recipes import ELEMENTWISE
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan
@@ -203,12 +202,7 @@ def prune_by_text(
 
 
 def _told(recipe: FileRecipe, shape: Sequence[int], given: TextOptions) -> str:
-    """What is going to be done, and why, in a sentence."""
+    """What is going to be done, in a sentence."""
     update = "" if given.update == "none" else ", then least squares for the kept weights"
     score = recipe.score_text if not recipe.groups else "the scores of the recipe"
-    why = ""
-    if score == "fisher":
-        why = " (squared gradients by output and input, as good as those of every weight)"
-    elif recipe.score in ELEMENTWISE and recipe.scores is None:
-        why = " (gradients of every weight, in files)"
-    return f"{shape[0]:,} windows of {shape[1]:,} tokens: score {score}{why}{update}."
+    return f"{shape[0]:,} windows of {shape[1]:,} tokens: score {score}{update}."

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Sequence
 
 from distprune.cli import process
+from distprune.files.errors import RanksError, SelectionError
 
 ABOUT = """Check what distprune guarantees on this machine, with this backend and version of torch.
 
@@ -35,8 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         import numpy  # noqa: F401
         import torch
     except ModuleNotFoundError as error:
-        print(f"distprune: the self-test needs torch and numpy: {error}", file=sys.stderr)
-        return process.USAGE
+        raise SelectionError(f"the self-test needs torch and numpy: {error}") from error
     try:
         from distprune import selftest
     except ImportError as error:
@@ -45,8 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         device, note = selftest.join(options.timeout, cpu=options.cpu, share=options.share)
     except (RuntimeError, ValueError) as error:
-        print(f"distprune: the ranks did not meet: {error}", file=sys.stderr)
-        return process.FAILURE
+        raise RanksError(f"the ranks did not meet: {error}") from error
     is_first = torch.distributed.get_rank() == 0
     warnings.simplefilter("ignore")
 

@@ -96,7 +96,7 @@ def test_the_schema_has_the_keys_of_recipes_and_no_null(run):
 
 def test_env_says_what_a_report_needs(run, tmp_path):
     done = run("env", tmp_path, "--json")
-    assert {"distprune", "torch", "python", "file system"} <= set(done.json)
+    assert {"distprune", "torch", "python", "free on the disk"} <= set(done.json)
     assert "gloo" in done.json["distributed backends"]
     lines = run("env").out.splitlines()
     assert lines[0].split() == ["what", "value"] and len(lines) == len(done.json) + 1

@@ -22,7 +22,7 @@ def tensors():
 def test_a_tensor_that_loses_nearly_all_is_named_with_its_share(run, tensors, tmp_path):
     source = save(tmp_path / "source", tensors)
     raw = ("-s", "0.5", "--normalize", "none")
-    assert "may empty some of them; --normalize rms" in run("plan", source, *raw).err
+    assert "may empty some of them; normalize: rms" in run("plan", source, *raw).err
     done = run("prune", source, tmp_path / "out", *raw, "--json")
     assert done.code == 0
     (warning,) = done.json["warnings"]

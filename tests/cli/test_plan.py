@@ -117,7 +117,7 @@ def test_recipes_for_training_are_refused_by_name(run, source, tmp_path):
 
 def test_what_does_not_fit_is_refused_all_at_once(run, source, tmp_path):
     done = run("prune", source, tmp_path / "out")
-    assert done.code == 2 and "neither sparsity nor pattern is given" in done.err
+    assert done.code == 2 and "no 'sparsity', 'pattern'" in done.err
     done = run("plan", source, "-s", "-0.5", "--scope", "rows", "--nan", "drop")
     assert done.code == 2
     for text in ("sparsity: Input", "scope: Input", "found 'rows'", "nan: Input"):
