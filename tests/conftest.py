@@ -32,7 +32,7 @@ SAMPLED = (
 EVERY_KIND = ("test_matches_reference", "test_matrix", "test_criteria_matrix")
 EVERY_SIZE = (
     "test_random", "test_training", "test_communication", "test_disagreement", "test_state_dict",
-    "test_verify_healthy_models", "test_verify_mutations", "test_index_oracle", "test_scopes",
+    "test_verify_healthy_models", "test_verify_mutations", "test_scopes",
 )  # fmt: skip
 ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:

@@ -2,20 +2,18 @@
 
 import contextlib
 import re
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import distprune as prune
-from distprune.shards import rank_batches
-from distprune.statistics import GradientStatistics, gradient_sums
+from distprune.statistics import GradientStatistics
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.collective_traffic import Traffic
 from helpers.comparisons import assert_nothing_wrong
-from helpers.micro_batches import WEIGHTS, Wrapped, make_model, num_tokens, wrong_totals
+from helpers.micro_batches import WEIGHTS, Wrapped, make_model, wrong_totals
 from helpers.models import target
 from helpers.sampling import every
 
@@ -83,130 +81,6 @@ def test_what_is_sent(wrapping):
         # Agreements when it begins and when it ends, and the sums, with a digest of them.
         assert 0 <= sent["outside"] - 3 * 40 - 8 * (num_sums + 2 * 3 + 1) - 16 <= 3 * 8 * 10
         assert sent["asked"] == 40
-
-
-# Wrong reductions.
-
-
-@contextlib.contextmanager
-def unweighted():
-    right = rank_batches.factor_of
-    with mock.patch.object(
-        rank_batches, "factor_of", lambda weight, *others: right(float(weight > 0), *others)
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def averaged_before_squared():
-    """The square of the mean over ranks, and not the mean of squares."""
-    right = gradient_sums._LocalSums.add
-
-    def add(self, gradient, factor):
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        right(self, gradient / dist.get_world_size(), factor)
-
-    with mock.patch.object(gradient_sums._LocalSums, "add", add):
-        yield
-
-
-@contextlib.contextmanager
-def means_of_ranks():
-    """Each rank divides by its own weight, and the means are averaged."""
-    right = gradient_sums._LocalSums.packed
-
-    def packed(self, peers, rank, weight):
-        row = right(self, peers, rank, weight)
-        row[2:] /= weight
-        row[0] = 1
-        return row
-
-    with mock.patch.object(gradient_sums._LocalSums, "packed", packed):
-        yield
-
-
-@contextlib.contextmanager
-def every_rank_counts():
-    """As if the ranks of tensor parallelism had batches of their own."""
-    right = gradient_sums._LocalSums.packed
-
-    def packed(self, peers, rank, weight):
-        block = gradient_sums.GradientBlock(self.block.coordinates, (rank,), (rank,))
-        with mock.patch.object(self, "block", block):
-            return right(self, (rank,), rank, weight)
-
-    with mock.patch.object(gradient_sums._LocalSums, "packed", packed):
-        yield
-
-
-@contextlib.contextmanager
-def shards_at_the_beginning():
-    """Rows of a part are added to the first rows."""
-    right = gradient_sums.matrix_ranges
-
-    def at_zero(label, layout, coordinates):
-        return tuple(range(len(rows)) for rows in right(label, layout, coordinates))
-
-    with mock.patch.object(gradient_sums, "matrix_ranges", at_zero):
-        yield
-
-
-@contextlib.contextmanager
-def replicas_left_out():
-    """As if the replicas of HSDP had the batches of the first one."""
-    right = gradient_sums._LocalSums.packed
-
-    def packed(self, peers, rank, weight):
-        return right(self, peers, rank, weight) * (rank < 2)
-
-    with mock.patch.object(gradient_sums._LocalSums, "packed", packed):
-        yield
-
-
-@contextlib.contextmanager
-def loss_scale_not_squared():
-    right = rank_batches.factor_of
-    with mock.patch.object(rank_batches, "factor_of", lambda w, scale, power: right(w, scale, 1)):
-        yield
-
-
-def noticed(fault, wrapping: str) -> tuple[list[str], list[str]]:
-    found = []
-    for plant in (contextlib.nullcontext, fault):
-        wrapped = Wrapped(wrapping, "integer float32")
-        statistics = GradientStatistics(wrapped.matrices)
-        with plant(), statistics.calibrating():
-            for number in range(3):
-                weight = num_tokens(wrapped.rank, number)
-                with statistics.batch(weight=weight, loss_scale=4.0):
-                    (wrapped.loss(number) * 4).backward()
-        found.append(wrong_totals(statistics, wrapped.units()))
-    return tuple(found)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("fault", "wrapping"),
-    [
-        (unweighted, "ddp-2"),
-        (averaged_before_squared, "ddp-2"),
-        (averaged_before_squared, "fsdp2-2"),
-        (means_of_ranks, "fsdp1-2"),
-        (every_rank_counts, "tp-2"),
-        (every_rank_counts, "fsdp2_tp-2x2"),
-        (shards_at_the_beginning, "tp-2"),
-        (replicas_left_out, "hsdp-2x2"),
-        (loss_scale_not_squared, "plain-1"),
-    ],
-)
-def test_a_wrong_reduction_is_seen(fault, wrapping):
-    for healthy, planted in run_ranks(noticed, wrappings.world_size(wrapping), fault, wrapping):
-        assert not healthy
-        assert planted
-
-
-# What is refused.
 
 
 def errors_of(wrapping: str) -> list[str]:

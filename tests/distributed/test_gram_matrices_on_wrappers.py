@@ -1,7 +1,5 @@
 """Gram matrices on every wrapper: exactly those of one process that runs all batches."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,12 +10,10 @@ from test_activation_statistics_on_wrappers import (
     of_normal_data,
     parts_of,
 )
-from test_wrong_reductions_of_statistics import planted
 from torch import Tensor, nn
 
 import distprune as prune
-from distprune.statistics import GramMatrices, gram
-from distprune.testing import run_ranks
+from distprune.statistics import GramMatrices
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong_on
 from helpers.integer_nets import integer_net
@@ -88,50 +84,3 @@ def wrong_with_normal_data(wrapping: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", ["fsdp1-3", "fsdp2-3", "tp-2", "fsdp2_tp-2x2"])
 def test_rounded_sums_and_obs_agree(wrapping):
     assert_nothing_wrong_on(wrapping, wrong_with_normal_data)
-
-
-def every_tensor_parallel_rank():
-    """Every rank adds its products, as if all had other tokens."""
-    adds = mock.patch.object(gram.GramCollector, "_adds", lambda self, part: True)
-    peers = mock.patch.object(gram, "peers_of", lambda same, rank: (rank,))
-    return [adds, peers]
-
-
-def block_of_the_next_rank():
-    """Each rank keeps the rows that belong to another one."""
-    right = gram.Communicator.scatter_sum
-
-    def wrong(self, pieces):
-        return right(self, pieces.roll(1, 0))
-
-    return [mock.patch.object(gram.Communicator, "scatter_sum", wrong)]
-
-
-def one_rank_only():
-    """Sums of this rank, as if every rank had run all batches."""
-    return [
-        mock.patch.object(
-            gram.Communicator, "scatter_sum", lambda self, pieces: pieces[self.index].clone()
-        )
-    ]
-
-
-def wrong_with(fault, *case):
-    with planted(fault):
-        try:
-            return differences(*case)
-        except (ValueError, RuntimeError) as error:  # refused, which is as good
-            return [str(error)]
-
-
-@pytest.mark.parametrize(
-    ("fault", "size", "case"),
-    [
-        (every_tensor_parallel_rank, 2, ("tp-2", 1, False, torch.float32)),
-        (block_of_the_next_rank, 3, ("fsdp2-3", 1, False, torch.float32)),
-        (one_rank_only, 2, ("ddp-2", 1, False, torch.float32)),
-    ],
-)
-def test_a_wrong_reduction_is_seen(fault, size, case):
-    for wrong in run_ranks(wrong_with, size, fault, *case):
-        assert wrong

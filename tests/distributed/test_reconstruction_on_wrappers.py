@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_activation_statistics_on_wrappers import ALL, parts_of
-from test_wrong_reductions_of_statistics import planted
 from torch import Tensor, nn
 
 import distprune as prune
@@ -81,41 +80,6 @@ def reconstruct_on(wrapping: str, damping: float) -> list[str]:
 @pytest.mark.parametrize("wrapping", ALL)
 def test_weights_are_those_of_one_process(wrapping):
     assert_nothing_wrong_on(wrapping, reconstruct_on, 0.01)
-
-
-def solution_of_another_row():
-    """Each rank solves its share of rows, and the shares come back in another order."""
-    right = reconstructing.Communicator.sum_floats
-
-    def shifted(self, values):
-        right(self, values)
-        if values.ndim == 2:
-            values.copy_(values.roll(1, 0))
-
-    return [mock.patch.object(reconstructing.Communicator, "sum_floats", shifted)]
-
-
-def replicas_counted_twice():
-    def read(self, block, rows):
-        values, keep = original(self, block, rows)
-        return 2 * values, keep
-
-    original = reconstructing._Weight._read
-    return [mock.patch.object(reconstructing._Weight, "_read", read)]
-
-
-def wrong_with(fault, wrapping):
-    with planted(fault):
-        return reconstruct_on(wrapping, 0.01)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("fault", [solution_of_another_row, replicas_counted_twice])
-@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2_dim1-2"])
-def test_a_wrong_sum_is_seen(fault, wrapping):
-    if fault is replicas_counted_twice and wrapping != "ddp-2":
-        pytest.skip("nothing is replicated")
-    assert any(run_ranks(wrong_with, 2, fault, wrapping))
 
 
 def values_after_an_error(wrapping: str) -> list[str]:
