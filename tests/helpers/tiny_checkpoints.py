@@ -54,15 +54,6 @@ def save(folder, *shards, config=None, padding=8):
     return folder
 
 
-def save_two_files(folder):
-    """Write six matrices with many ties and a vector, in bfloat16, into two files."""
-    g = torch.Generator().manual_seed(0)
-    shapes = {f"layers.{n}.weight": (16, 40) for n in range(6)} | {"norm.weight": (100,)}
-    tensors = {n: (torch.randn(s, generator=g) * 8).round().bfloat16() for n, s in shapes.items()}
-    names = list(tensors)
-    return save(folder, {n: tensors[n] for n in names[:3]}, {n: tensors[n] for n in names[3:]})
-
-
 def save_zeros(folder, num_rows):
     """Write a bfloat16 matrix of zeros with 8192 columns, as a hole: it takes no space."""
     folder = Path(folder)

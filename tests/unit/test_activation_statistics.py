@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import inspect
 import pickle
 import warnings
 
@@ -131,14 +130,6 @@ def unfolded_images(layer: nn.Module, x: Tensor, extra: tuple[int, ...]) -> Tens
         x = functional.pad(x, around, mode=mode)
     columns = functional.unfold(x, kernel, dilation=dilation, stride=stride)
     return columns.transpose(1, 2).reshape(-1, columns.shape[1])
-
-
-def test_conv1d_of_transformers():
-    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D(3, 5)
-    x = integers(4, 2, 5)
-    totals = only(collect(conv1d, x))
-    assert totals.num_tokens == 8 and totals.sums.shape == (5,)
-    assert torch.equal(totals.squares, x.double().square().sum((0, 1)))
 
 
 def test_a_tied_weight_has_the_sums_of_both_uses():
@@ -378,12 +369,6 @@ def test_a_pair_of_another_model_is_refused():
         statistics.totals([(nn.Linear(3, 2), "weight")])
 
 
-def test_pruned_layers_are_collected_too():
-    model = nn.Sequential(nn.Linear(3, 2))
-    prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
-    assert only(collect(model, torch.ones(4, 3))).num_tokens == 4
-
-
 class Failing(nn.Module):
     """Two layers; fails between them when it is told to."""
 
@@ -464,11 +449,3 @@ def test_nothing_is_left_in_torch():
             compiled(torch.ones(2, 3))
         compiled(torch.ones(2, 3))
     assert num_graphs == 1 and only(statistics).num_tokens == 2
-
-
-def test_the_docstrings_say_what_it_costs_and_where_it_is_from():
-    for each in (ActivationStatistics, ActivationStatistics.totals):
-        assert "Cost" in (inspect.getdoc(each) or "")
-    for name in ("wanda", "stade", "ria", "outlier_ratios"):
-        text = inspect.getdoc(getattr(ActivationStatistics, name)) or ""
-        assert "Cost" in text and "Source" in text

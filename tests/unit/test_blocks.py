@@ -99,30 +99,6 @@ def test_a_transposed_convolution_with_groups_sums_over_the_inputs_of_a_group():
     assert torch.equal(layer.weight_mask.bool(), reference.prune_in_blocks(weight, rows, 2))
 
 
-@pytest.mark.parametrize(
-    "numbers, count",
-    [
-        ([], 0), ([5], 1), (range(0, 100, 1), 1), (range(7, 100, 13), 1),
-        ([3, 5, 13, 15, 23, 25], 3),
-        ([0, 1, 2, 10, 11, 12], 2), ([1, 2, 4, 8, 16], 3),
-    ],
-)  # fmt: skip
-def test_progressions_hold_every_number_once(numbers, count):
-    progressions = block_cuts.to_progressions(np.array(numbers, dtype=np.int64))
-    assert block_cuts.union([progressions]).tolist() == list(numbers)
-    assert sum(number for _, _, number in progressions) == len(numbers)
-    assert len(progressions) == count
-
-
-def test_random_progressions_hold_every_number_once():
-    generator = np.random.default_rng(0)
-    for _ in range(300):
-        chosen = np.flatnonzero(generator.random(40) < generator.random())
-        progressions = block_cuts.to_progressions(chosen)
-        assert sum(number for _, _, number in progressions) == len(chosen)
-        assert block_cuts.union([progressions]).tolist() == chosen.tolist()
-
-
 FORMS = {
     "pairs": (2, 1, 1),
     "fours": (4, 1, 1),

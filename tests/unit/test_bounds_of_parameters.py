@@ -1,5 +1,6 @@
-"""Selection with floors and ceilings, over virtual ranks, equals the definition."""
+"""Pruning with floors and ceilings equals the definition; distributed/test_bounds.py has ranks."""
 
+import functools
 import math
 from fractions import Fraction
 
@@ -7,84 +8,46 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import distprune as prune
-from distprune._common.amount import Bounded, Bounds, to_bounds
+from distprune._common.amount import Bounded, to_bounds
 from distprune.selection import within_bounds
-from distprune.selection.candidates import Ranked
-from distprune.selection.keys import Order, key_range
-from distprune.selection.passes import write_keep
-from distprune.selection.within_bounds import limits_for, select_within
 from helpers import reference
 from helpers.models import Net, fill
 from helpers.sampling import num_examples
-from helpers.virtual_ranks import run_virtual_ranks
-from helpers.virtual_shards import KINDS, LAYOUTS, candidates
+from helpers.virtual_shards import KINDS
 from helpers.virtual_shards import fill as fill_tensor
 
 SPARSITY = st.sampled_from([0.0, 0.07, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9, 0.95, 1.0])
 
 
-def bounds_of(tensors, floors, ceilings):
-    bounded = [Bounded(f"t{i}", (f"t{i}",), t.numel()) for i, t in enumerate(tensors)]
-    given = [{f"t{i}": s for i, s in enumerate(limits)} for limits in (floors, ceilings)]
-    bounds = to_bounds(bounded, *given)
-    if bounds is None:
-        return Bounds((0,) * len(tensors), tuple(t.numel() for t in tensors))
-    return bounds
-
-
-def check(tensors, masks, k, floors, ceilings, layouts, size):
-    """Every rank's part of every mask, or that the budget is refused; the held parameters."""
+def check(tensors, masks, k, floors, ceilings):
+    """The masks of a call are those of the definition, or the call is refused; what held each."""
     expected = reference.prune_bounded(tensors, k, floors, ceilings, masks)
-    common = key_range(torch.float32, Order.MAGNITUDE)
-    num_live = [t.numel() if masks is None else int(masks[i].sum()) for i, t in enumerate(tensors)]
-    numels = [t.numel() for t in tensors]
-    try:
-        limits = limits_for(k, bounds_of(tensors, floors, ceilings), numels, num_live)
-    except ValueError:
-        assert expected is None
+    model = nn.ParameterList(tensors)
+    pairs = [(model, str(i)) for i in range(len(tensors))]
+    if masks is not None:
+        prune.set_masks(pairs, masks, grown="keep")
+    limits = [dict(zip(pairs, given, strict=True)) for given in (floors, ceilings)]
+    call = functools.partial(
+        prune.global_unstructured, pairs, prune.L1Unstructured, amount=k,
+        min_sparsity=limits[0], max_sparsity=limits[1],
+    )  # fmt: skip
+    if expected is None:
+        with pytest.raises(ValueError, match=r"min_sparsity|max_sparsity|more than the"):
+            call()
         return None
-    assert expected is not None
-    counts = [live - int(keep.sum()) for live, keep in zip(num_live, expected, strict=True)]
-
-    def on_rank(communicator):
-        both = [
-            candidates(
-                tensor, None if masks is None else masks[i], layouts[i], common, size,
-                communicator.index,
-            )
-            for i, tensor in enumerate(tensors)
-        ]  # fmt: skip
-        names = [f"t{i}" for i in range(len(tensors))]
-        ranked = Ranked([part for part, _ in both], names, num_live, common, communicator)
-        cuts, selection = select_within(ranked, k, limits)
-        for i, ((part, local), cut) in enumerate(zip(both, cuts, strict=True)):
-            out = torch.ones(local(tensors[i]).shape) if masks is None else local(masks[i]).float()
-            write_keep(part, cut.position, cut.cut, out, out)
-            assert torch.equal(out, local(expected[i]).float()), (i, cuts)
-            if cut.bound == "min_sparsity":
-                assert counts[i] == limits.lowest[i]
-            elif cut.bound == "max_sparsity":
-                assert counts[i] == limits.highest[i]
-        free = [i for i, cut in enumerate(cuts) if cut.bound is None]
-        if selection is not None:
-            ties = sum(
-                int((tensors[i].abs() == common.score_of(selection.cut.threshold)).sum())
-                for i in free
-            )
-            assert masks is not None or selection.num_ties == ties
-        return [cut.bound for cut in cuts], communicator.num_collectives
-
-    results = run_virtual_ranks(on_rank, size)
-    assert all(result == results[0] for result in results)
-    return results[0]
+    report = call()
+    for i, keep in enumerate(expected):
+        assert torch.equal(getattr(model, f"{i}_mask").bool(), keep), i
+    return [entry.held_at for entry in report.parameters]
 
 
 @settings(max_examples=num_examples(300), deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_bounds_on_any_data_and_layout(data):
-    size = data.draw(st.integers(1, 4), "ranks")
+@pytest.mark.filterwarnings("ignore:the ranking over all parameters")
+def test_any_bounds_on_any_data(data):
     shapes = data.draw(
         st.lists(
             st.lists(st.integers(1, 7), min_size=1, max_size=2).map(tuple), min_size=1, max_size=6
@@ -106,13 +69,8 @@ def test_any_bounds_on_any_data_and_layout(data):
     for i, t in enumerate(tensors):  # a floor above the ceiling is refused earlier
         if math.ceil(Fraction(str(floors[i])) * t.numel()) > Fraction(str(ceilings[i])) * t.numel():
             floors[i] = 0.0
-    pruned = [0 if masks is None else int((~mask).sum()) for mask in masks or tensors]
-    bounds = bounds_of(tensors, floors, ceilings)
-    least = sum(max(0, low - p) for low, p in zip(bounds.lowest, pruned, strict=True))
-    most = sum(max(0, high - p) for high, p in zip(bounds.highest, pruned, strict=True))
-    k = data.draw(st.integers(max(0, least - 1), most + 1), "k")
-    layouts = [data.draw(st.sampled_from(LAYOUTS)) for _ in shapes]
-    check(tensors, masks, k, floors, ceilings, layouts, size)
+    live = sum(t.numel() if masks is None else int(masks[i].sum()) for i, t in enumerate(tensors))
+    check(tensors, masks, data.draw(st.integers(0, live), "k"), floors, ceilings)
 
 
 def scaled(num, low, high):
@@ -122,12 +80,10 @@ def scaled(num, low, high):
     return [torch.randn(30, generator=generator) * float(s.exp()) for s in steps]
 
 
-def test_many_parameters_at_both_bounds_take_few_collectives():
-    tensors = scaled(40, 0.01, 100)
-    held, num_collectives = check(tensors, None, 600, [0.2] * 40, [0.8] * 40, ["rows"] * 40, 3)
+def test_many_parameters_at_both_bounds():
+    held = check(scaled(40, 0.01, 100), None, 600, [0.2] * 40, [0.8] * 40)
     assert held.count("max_sparsity") > 10 and held.count("min_sparsity") > 10
     assert None in held
-    assert num_collectives < 60
 
 
 def test_more_elements_than_are_collected_outright():
@@ -137,14 +93,13 @@ def test_more_elements_than_are_collected_outright():
         torch.randn(70_000, generator=generator),
         (torch.randn(40_000, generator=generator) * 4).round(),
     ]
-    floors, ceilings = [0.0, 0.1, 0.3], [0.6, 0.5, 0.9]
-    held, _ = check(tensors, None, 60_000, floors, ceilings, ["rows", "replicated", "rows"], 2)
+    held = check(tensors, None, 60_000, [0.0, 0.1, 0.3], [0.6, 0.5, 0.9])
     assert held[0] == "max_sparsity"
 
 
 def test_searches_in_batches(monkeypatch):
     monkeypatch.setattr(within_bounds, "_STORED", 100)
-    check(scaled(12, 0.1, 10), None, 180, [0.5] * 12, [0.5] * 12, ["rows"] * 12, 3)
+    check(scaled(12, 0.1, 10), None, 180, [0.5] * 12, [0.5] * 12)
 
 
 @pytest.mark.parametrize(

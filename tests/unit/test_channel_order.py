@@ -90,14 +90,3 @@ def test_scores_are_divided_by_the_statistic_of_live_channels(normalize):
     of_large = {"rms": math.sqrt(2.5), "l2": math.sqrt(5), "mean": 1.5}[normalize]
     assert divided[5:].tolist() == pytest.approx([1 / of_large, 2 / of_large], rel=1e-15)
     assert scores[0] == 3.0
-
-
-def test_more_than_there_is_is_an_error():
-    with pytest.raises(ValueError, match="amount=3"):
-        cut_channels(np.ones(3), np.array([1, 0, 1]), [3], 3, "channels", None)
-
-
-def test_a_fraction_is_of_live_channels():
-    live = np.array([0, 0, 1, 1, 1, 1])
-    cut = cut_channels(np.arange(6.0), live, [6], 0.5, "channels", None)
-    assert np.flatnonzero(cut.dropped).tolist() == [2, 3]

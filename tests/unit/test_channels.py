@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distprune._common.collectives import Communicator
-from distprune.methods.builtin import LnStructured, checked_dim
 from distprune.methods.channels import ChannelRows, joint_norms
 from distprune.shards.geometry import Split, dim_coordinates
 from helpers.sampling import num_examples
@@ -108,27 +107,3 @@ def test_a_nan_of_one_rank_is_one_of_the_channel(n, split_dim):
     values[1, 0] = values[2, 5] = torch.nan
     for norms in norms_over(values, 0, n, split_dim, 3):
         assert norms.isnan().tolist() == [False, True, True, False]
-
-
-def test_equal_norms_are_dropped_in_ascending_order():
-    def kept(norms, amount):
-        values = torch.tensor(norms).unsqueeze(1)
-        mask = LnStructured(amount, 1, 0).compute_mask(values, torch.ones_like(values))
-        return mask.squeeze(1).tolist()
-
-    assert kept([1.0] * 5, 2) == [0, 0, 1, 1, 1]
-    assert kept([3.0, 1.0, 1.0, 2.0], 0.5) == [1, 0, 0, 1]
-
-
-@pytest.mark.parametrize(
-    "shape, dim, error",
-    [
-        ((3,), 0, ValueError),
-        ((3, 4), 2, IndexError),
-        ((3, 4), -3, IndexError),
-        ((3, 4), 0.0, TypeError),
-    ],
-)
-def test_dimensions_are_checked(shape, dim, error):
-    with pytest.raises(error, match="dim"):
-        checked_dim(torch.empty(shape), dim)

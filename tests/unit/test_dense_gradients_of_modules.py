@@ -10,12 +10,6 @@ from torch import nn
 import distprune as prune
 
 
-def dense_gradient(run, weight: torch.Tensor) -> torch.Tensor:
-    """The gradient with respect to a leaf that has the masked values."""
-    leaf = weight.detach().clone().requires_grad_()
-    return torch.autograd.grad(run(leaf), leaf)[0]
-
-
 def pruned_linear() -> nn.Linear:
     layer = nn.Linear(4, 3)
     prune.custom_from_mask(layer, "weight", torch.tensor([[1.0, 0, 1, 0]] * 3))
@@ -34,18 +28,6 @@ def test_attention_whose_out_proj_is_never_called():
         mask = attention.get_buffer(name.replace("_orig", "_mask"))
         assert found[name][mask == 0].count_nonzero() > 0
         assert torch.equal(attention.get_parameter(name).grad, found[name] * mask)
-
-
-def test_tied_weights_sum_their_dense_gradients():
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-    model[1].weight = model[0].weight
-    prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=4)
-    x = torch.randn(2, 3)
-    expected = dense_gradient(lambda w: (x @ w.T @ w.T).sum(), model[0].weight)
-    with prune.dense_gradients(prune.select(model)[:1]):
-        model(x).sum().backward()
-        torch.testing.assert_close(model[0].weight_orig.grad, expected)
-    torch.testing.assert_close(model[0].weight_orig.grad, expected * model[0].weight_mask)
 
 
 def test_infinite_values_are_masked_as_outside():

@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 from distprune.shards import dtensor
 from distprune.shards.reader import ShardReader
@@ -33,7 +27,6 @@ from helpers.thousand_ranks import (
     world_size,
     wrap,
 )
-from helpers.virtual_ranks import run_virtual_ranks
 
 MAX_COLLECTIVES, MAX_BYTES = 32, 256 * 1024
 THOUSAND = [
@@ -132,44 +125,6 @@ def test_distribute_tensor(mesh_shape, shape, placements):
     assert sum(owned) == shape.numel()
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("world_size", [256, 1024])
-def test_sampled_ranks_of_large_meshes(world_size):
-    mesh_shape, shape = (world_size // 8, 8), torch.Size((5003, 77))
-    ranks = [0, 1, 7, 8, world_size // 2 + 3, world_size - 1]
-    counts = run_fake_ranks(
-        distributed, world_size, mesh_shape, shape, [Shard(0), Shard(1)], ranks=ranks
-    )
-    assert counts[0] > 0
-
-
-def fsdp_over_tp(rows, columns):
-    """FSDP2 over tensor parallelism: each weight is filled with its own indices, then wrapped."""
-    size = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (size // 4, 4), mesh_dim_names=("dp", "tp"))
-    model = nn.Sequential(nn.Linear(columns, rows, bias=False), nn.Linear(rows, 8, bias=False))
-    for layer in model:
-        with torch.no_grad():
-            layer.weight.copy_(torch.arange(layer.weight.numel()).view_as(layer.weight))
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-    parallelize_module(model, mesh["tp"], plan, src_data_rank=None)
-    fully_shard(model, mesh=mesh["dp"])
-    owned = []
-    for layer in model:
-        shard = dtensor.local_shard("w", layer.weight, None)
-        assert torch.equal(global_indices(shard), shard.values.long())
-        owned.append(shard.values.numel() if shard.replica == 0 else 0)
-    return owned
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("rows, columns", [(64, 3), (9, 2), (70, 5), (131, 3)])
-def test_fsdp2_over_tensor_parallelism(rows, columns):
-    """Uneven strided shards included, where torch's own helper is wrong."""
-    owned = run_fake_ranks(fsdp_over_tp, 32, rows, columns)
-    assert [sum(column) for column in zip(*owned, strict=True)] == [rows * columns, 8 * rows]
-
-
 def lists_of_ranks(mesh_shape):
     mesh = init_device_mesh("cpu", mesh_shape)
     module = nn.Module()
@@ -257,13 +212,3 @@ def test_copies_on_other_meshes_cost_eight_bytes_per_rank_and_per_parameter():
     assert on_some[0] - on_all[0] == 2
     num_on_some = 2  # parameters; and a word in each all-reduce that says whether a rank failed
     assert on_some[1] - on_all[1] == 8 * (32 + 1) + 8 * (num_on_some + 1)
-
-
-def test_a_rank_that_leaves_early_is_found_out():
-    def on_rank(communicator):
-        communicator.sum(torch.ones(1, dtype=torch.int64))
-        if communicator.index != 1:
-            communicator.sum(torch.ones(1, dtype=torch.int64))
-
-    with pytest.raises(AssertionError, match=r"only ranks \[0, 2\]"):
-        run_virtual_ranks(on_rank, 3)

@@ -7,12 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from torch.distributed.tensor import DTensor
 
 import distprune
-from distprune._common import pruned_form
-from distprune.testing import clear_dtensor_caches
 
 PACKAGE = Path(distprune.__file__).parent
 HOME = PACKAGE / "_common" / "pruned_form.py"
@@ -61,56 +57,6 @@ def test_no_other_module_spells_the_pruned_form():
             spelled += dtensor_checks(source)
         wrong += [(str(path.relative_to(PACKAGE)), text) for text in spelled]
     assert not wrong
-
-
-def test_keys_and_their_inverses():
-    assert pruned_form.orig_key("a.weight") == "a.weight_orig"
-    assert pruned_form.mask_key("a.weight") == "a.weight_mask"
-    assert pruned_form.name_of_orig("a.weight_orig") == "a.weight"
-    assert pruned_form.name_of_orig("a.weight") is None
-    assert pruned_form.name_of_mask("a.weight_mask") == "a.weight"
-    assert pruned_form.name_of_mask("a.weight_orig") is None
-    assert pruned_form.name_without_orig("weight_orig") == "weight"
-    assert pruned_form.name_without_orig("weight") == "weight"
-
-
-def test_one_key_of_a_pair_is_no_pruned_parameter():
-    keys = {"a_orig", "a_mask", "b_mask", "c_orig", "c"}
-    assert [k for k in sorted(keys) if pruned_form.name_of_pruned_mask(k, keys)] == ["a_mask"]
-    assert [k for k in sorted(keys) if pruned_form.name_of_pruned_orig(k, keys)] == ["a_orig"]
-
-
-@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32, torch.int64])
-def test_the_product_has_the_dtype_of_the_parameter(mask_dtype):
-    original = torch.tensor([1.5, -2.0, float("inf"), -0.0], dtype=torch.bfloat16)
-    mask = torch.tensor([1, 0, 0, 1]).to(mask_dtype)
-    product = pruned_form.masked_product(original, mask)
-    assert product.dtype == torch.bfloat16
-    assert product.tolist()[0] == 1.5 and product[2].isnan()
-    assert torch.signbit(product).tolist()[1::2] == [True, True]
-
-
-def test_a_plain_tensor_is_no_dtensor_and_is_its_own_local_part():
-    tensor = torch.zeros(2)
-    assert not pruned_form.is_dtensor(tensor) and not pruned_form.is_dtensor(None)
-    assert pruned_form.local_tensor(tensor) is tensor
-
-
-def test_a_dtensor_is_recognised(tmp_path):
-    import torch.distributed as dist
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = dist.init_device_mesh("cpu", (1,))
-        tensor = distribute_tensor(torch.arange(3.0), mesh, [Replicate()])
-        for value in (tensor, torch.nn.Parameter(tensor)):
-            assert isinstance(value, DTensor) and pruned_form.is_dtensor(value)
-            assert pruned_form.local_tensor(value).tolist() == [0.0, 1.0, 2.0]
-    finally:
-        dist.destroy_process_group()
-        clear_dtensor_caches()
 
 
 @pytest.mark.slow

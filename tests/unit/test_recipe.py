@@ -110,6 +110,14 @@ seed: 4
             {"version": 1, "pattern": "2:4", "sparsity": 0.5, "scope": "row", "limits": {}},
             [f"{key}: has no place beside 'pattern'" for key in ("sparsity", "scope", "limits")],
         ),
+        (
+            {"version": 2, "pattern": "4x4", "normalize": "rms"},
+            ["pattern: Value error, expected a pattern N:M"],
+        ),
+        (
+            {"version": 2, "pattern": "2:4", "normalize": "rms"},
+            ["normalize: has no effect beside a pattern"],
+        ),
         ({"version": 1, "sparsity": 0.5, "seed": 1}, ["seed: has no effect without score"]),
         (
             {"version": 1, "sparsity": 0.5, "select": 3},
@@ -367,24 +375,6 @@ def test_scopes_and_patterns_of_models(recipe, arguments):
     masks, expected = masks_of(model), masks_of(twin)
     assert masks.keys() == expected.keys() and len(masks) > 1
     assert all(torch.equal(masks[name], expected[name]) for name in masks)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "message"),
-    [
-        (
-            {"pattern": "4x4"},
-            "expected a pattern N:M such as '2:4', in quotes, found '4x4'",
-        ),
-        ({"pattern": 124}, "expected a pattern N:M such as '2:4', in quotes, found 124"),
-        ({"pattern": "2:4", "limits": {"max_sparsity": 0.9}}, "limits: has no place beside"),
-        ({"pattern": "2:4", "normalize": "rms"}, "normalize: has no effect beside a pattern"),
-        ({"pattern": "2:4", "sparsity": 0.5}, "sparsity: has no place beside 'pattern'"),
-    ],
-)
-def test_what_stands_beside_a_pattern(recipe, message):
-    with pytest.raises(RecipeError, match=message):
-        parse_recipe({"version": 2, **recipe})
 
 
 def test_shipped_recipes_fit_a_llama():

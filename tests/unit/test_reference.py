@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.utils.prune as torch_prune
 
 from helpers import reference
 
@@ -55,20 +54,6 @@ def test_fractions_round_half_to_even(amount, remaining, k):
     assert reference.num_to_prune(amount, remaining) == k
 
 
-@pytest.mark.parametrize("amount", [0, 7, 0.1, 0.5, 0.9, 1.0])
-def test_equals_torch_without_ties(amount):
-    generator = torch.Generator().manual_seed(0)
-    layers = [torch.nn.Linear(7, 5), torch.nn.Linear(5, 4)]
-    for layer in layers:
-        torch.nn.init.normal_(layer.weight, generator=generator)
-    expected = reference.prune([layer.weight for layer in layers], amount)
-    torch_prune.global_unstructured(
-        [(layer, "weight") for layer in layers], torch_prune.L1Unstructured, amount=amount
-    )
-    for layer, keep in zip(layers, expected, strict=True):
-        assert torch.equal(layer.weight_mask.bool(), keep)
-
-
 def test_lowest_channels_go_and_dead_ones_do_not_compete():
     weight = torch.tensor([[3.0, 0.0], [2.0, 2.0], [0.0, 1.0]])
     assert torch.equal(reference.prune_channels(weight, 1, 1, 0), bools("..", "..", "xx"))
@@ -82,14 +67,6 @@ def test_equal_channels_go_by_index():
     assert torch.equal(
         reference.prune_channels(torch.ones(3, 2), 0.5, 2, 0), bools("xx", "xx", "..")
     )
-
-
-@pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("n", [1, 2, math.inf])
-def test_channels_equal_torch_without_ties(n, dim):
-    weight = torch.randn(6, 5, 3, generator=torch.Generator().manual_seed(1))
-    expected = torch_prune.LnStructured(0.4, n, dim).compute_mask(weight, torch.ones(6, 5, 3))
-    assert torch.equal(reference.prune_channels(weight, 0.4, n, dim), expected.bool())
 
 
 def test_bounds_by_hand():

@@ -139,18 +139,6 @@ def test_other_files_are_refused(tmp_path):
             read_statistics(tmp_path / name)
 
 
-def test_a_folder_that_does_not_exist_is_an_error(collected, tmp_path):
-    with pytest.raises(Exception, match="none"):
-        collected.save(tmp_path / "none" / "a.safetensors")
-
-
-def test_what_is_read_is_what_was_written(tmp_path):
-    write_statistics(tmp_path / "a", "sequential", {"fc.weight": stored(), "b.weight": stored()})
-    mode, found = read_statistics(tmp_path / "a")
-    assert mode == "sequential" and list(found) == ["fc.weight", "b.weight"]
-    assert found["b.weight"].squares.tolist() == [1.0] * 3 and found["b.weight"].num_tokens == 4
-
-
 @pytest.mark.parametrize(
     ("layout", "shape"), [("experts", (2, 5, 3)), ("transposed_experts", (2, 3, 5))]
 )

@@ -16,7 +16,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import distprune
 from distprune.testing import RankError, preload, run_ranks
-from helpers.fake_ranks import run_fake_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -146,16 +145,6 @@ def mesh_coordinate() -> tuple[int, ...]:
 def test_no_mesh_of_an_earlier_call_is_handed_out():
     for _ in range(3):
         assert run_ranks(mesh_coordinate, 2) == [(0,), (1,)]
-
-
-def fake_coordinate() -> tuple[int, tuple[int, ...]]:
-    return dist.get_world_size(), mesh_coordinate()
-
-
-def test_fake_ranks_take_any_world_size_and_leave_no_group_behind():
-    assert run_fake_ranks(fake_coordinate, 3) == [(3, (0,)), (3, (1,)), (3, (2,))]
-    assert run_fake_ranks(fake_coordinate, 1024, ranks=[0, 1023]) == [(1024, (0,)), (1024, (1023,))]
-    assert not dist.is_initialized()
 
 
 def num_threads() -> int:
