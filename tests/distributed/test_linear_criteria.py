@@ -102,34 +102,6 @@ def test_gradients_of_ddp_that_are_not_averaged_are_refused_at_the_pruning():
         assert "replica" in text
 
 
-def differences_of_weighted_tokens(wrapping: str) -> list[str]:
-    """Ranks with unequal numbers of rows weight the loss: the mean over all rows."""
-    part, num_parts = wrappings.data_rank(wrapping)
-    one = OneProcess(wrapping)
-    model = one.wrapped()
-    x, factors = one.batches[0]
-    cuts = [0, *(1 << number for number in range(num_parts - 1)), len(x)]  # 1, 1, 2, ... rows
-    rows = slice(cuts[part], cuts[part + 1])
-    mean = (model(x[rows]) * factors[rows]).sum(dim=1).mean()  # of this rank's rows
-    num_rows = cuts[part + 1] - cuts[part]
-    (mean * num_rows * num_parts / len(x)).backward()
-    criterion = SNIP(runs.named_targets(model, runs.WEIGHTS))
-    criterion.update(weight=len(x))
-    one.backward(0)
-    wrong = []
-    pairs = zip(criterion.scores().values(), one.scores("SNIP").items(), strict=True)
-    for score, (name, whole) in pairs:
-        mine = wrappings.my_part(whole, one.indices[name])
-        if not torch.allclose(wrappings.local(score), mine, rtol=1e-6, atol=1e-4):
-            wrong.append(f"{name}: {score} is not {mine}")
-    return wrong
-
-
-@pytest.mark.parametrize("wrapping", ["ddp-3", "fsdp1-3", "fsdp2-4", "hsdp-2x2", "fsdp2_tp-2x2"])
-def test_unequal_token_counts(wrapping):
-    assert_nothing_wrong_on(wrapping, differences_of_weighted_tokens)
-
-
 def non_finite(wrapping: str, how: str) -> tuple[str, int, int, list[str]]:
     """A step whose gradient is infinite in one element, which only one rank of FSDP has."""
     one = OneProcess(wrapping)
@@ -182,42 +154,6 @@ def test_ranks_with_different_numbers_of_updates():
     for text in run_ranks(different_numbers_of_updates, 2):
         assert "number of updates: 1" in text
         assert "number of updates: 2" in text
-
-
-def scaled(wrapping: str, how: str) -> tuple[list[str], int]:
-    """A gradient scaler that halves its scale after an infinite loss, in the second of 4 steps."""
-    one = OneProcess(wrapping)
-    model = one.wrapped()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    criterion = SNIP(runs.named_targets(model, runs.WEIGHTS), non_finite="skip")
-    part, num_parts = wrappings.data_rank(wrapping)
-    for number in (0, None, 1, 2):
-        x, factors = (tensor.chunk(num_parts)[part] for tensor in one.batches[number or 0])
-        loss = runs.loss(model, x, factors) * num_parts
-        scaler.scale(loss * (torch.inf if number is None else 1.0)).backward()
-        if how == "weight":
-            criterion.update(weight=1 / scaler.get_scale())
-        scaler.unscale_(optimizer)
-        if how == "unscale":
-            criterion.update()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        if number is not None:
-            one.backward(number)
-    assert scaler.get_scale() == 2.0**9
-    wrong = runs.differing(criterion.scores(), one.scores("SNIP"), one.indices)
-    return wrong, criterion.num_skipped
-
-
-@pytest.mark.parametrize("how", ["unscale", "weight"])
-@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp2-2"])
-def test_gradient_scalers_and_clipping(wrapping, how):
-    for wrong, num_skipped in run_ranks(scaled, wrappings.world_size(wrapping), wrapping, how):
-        assert wrong == []
-        assert num_skipped == 1
 
 
 def unreduced(kind: str) -> str:

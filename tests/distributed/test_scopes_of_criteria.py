@@ -92,14 +92,6 @@ def expected():
     return [run_ranks(masks_of_one_process, 1, way)[0] for way in WAYS]
 
 
-def test_the_kinds_of_scores_give_different_masks(expected):
-    for masks in expected:
-        assert not any(
-            torch.equal(masks[a]["l1.weight"], masks[b]["l1.weight"])
-            for a, b in (("tensors", "signed"), ("tensors", "random"), ("tensors", "factors"))
-        )
-
-
 @pytest.mark.parametrize("wrapping", SAMPLE)
 def test_equal_to_one_process(wrapping, expected):
     assert_nothing_wrong_on(wrapping, differences, expected)

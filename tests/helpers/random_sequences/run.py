@@ -38,8 +38,8 @@ class Outcome:
         return "\n".join([str(self.plan), *self.wrong])
 
 
-def run_plans(plans: Sequence[Plan], folder: str, until_wrong: bool = False) -> list[Outcome]:
-    """Run sequences one after another, on every rank; with until_wrong, until one differs."""
+def run_plans(plans: Sequence[Plan], folder: str) -> list[Outcome]:
+    """Run sequences one after another, on every rank."""
     outcomes = []
     with shared_meshes(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has some for every FSDP1 checkpoint
@@ -53,8 +53,6 @@ def run_plans(plans: Sequence[Plan], folder: str, until_wrong: bool = False) -> 
                 if wrong:
                     outcome.wrong = [f"after operation {position}, {operation.name}:", *wrong]
                     break
-            if outcome.wrong and until_wrong:
-                break
     return outcomes
 
 
