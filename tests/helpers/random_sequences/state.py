@@ -16,7 +16,7 @@ import distprune as prune
 from distprune import schedule
 from distprune._common.naming import named_modules
 from helpers import wrappings
-from helpers.comparisons import changes, snapshot, wrong_masks
+from helpers.comparisons import changes, kind_of, snapshot, wrong_masks
 from helpers.models import fill
 from helpers.random_sequences.oracle import Counts, Oracle, Refused
 from helpers.random_sequences.plans import FAMILIES, Operation, Plan
@@ -98,7 +98,7 @@ class SideBySide:
             error = raised
         if error is not None and refused is None:
             self.wrong.append("".join(traceback.format_exception(error)[-4:]))
-        elif type(error) is not (refused or type(None)):
+        elif refused is not None and (error is None or kind_of(error) != refused.__name__):
             self.wrong.append(f"{error!r}; expected {refused.__name__}")
         elif refused is not None:
             changed = changes(before, snapshot(self.model))
