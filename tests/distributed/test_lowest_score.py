@@ -54,30 +54,6 @@ def test_scores_of_other_dtypes(dtype):
     assert_nothing_wrong(run_ranks(differences, 2, "fsdp2-2", "few", dtype))
 
 
-def differences_under_bounds(wrapping: str) -> list[str]:
-    model = fill(Net(), "normal", "float32")
-    indices = wrappings.local_indices(model, wrapping)
-    scores = [
-        values.detach() - 1.0 * position for position, values in enumerate(model.parameters())
-    ]
-    names = [name for name, _ in model.named_parameters()]
-    keeps = reference.prune_bounded(
-        scores, 60, [0.1] * len(scores), [0.8] * len(scores), key=signed
-    )
-    model = wrappings.wrap(model, wrapping)
-    pairs = targets(model, names)
-    given = SignedScores(zip(pairs, scores, strict=True))
-    prune.global_unstructured(
-        pairs, prune.LowestScore, given, amount=60, min_sparsity=0.1, max_sparsity=0.8
-    )
-    return wrong_masks(model, dict(zip(names, keeps, strict=True)), indices)
-
-
-@pytest.mark.parametrize("wrapping", ["plain-1", "fsdp1-2", "fsdp2-3", "fsdp2_tp-2x2"])
-def test_bounds(wrapping):
-    assert_nothing_wrong_on(wrapping, differences_under_bounds)
-
-
 def test_one_parameter_of_a_module():
     layer = torch.nn.Linear(3, 1)
     scores = torch.tensor([[0.1, -5.0, 3.0]])

@@ -6,10 +6,8 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import distprune as prune
@@ -89,18 +87,3 @@ def wrong_on_ascending_lines(ranks, first):
 
 def test_replicas_may_be_listed_in_any_order():
     assert_nothing_wrong(run_ranks(wrong_on_ascending_lines, 4, [[2, 3], [0, 1]], {0, 2}))
-
-
-def how_torch_cuts():
-    layer = nn.Linear(1, 6, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(torch.arange(6.0).view(6, 1))
-    mesh = DeviceMesh("cpu", [2, 0, 1])
-    fully_shard(layer, mesh=mesh)
-    tensor = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)], src_data_rank=None)
-    return layer.weight.to_local().flatten().tolist(), tensor.to_local().tolist()
-
-
-def test_torch_still_contradicts_itself():
-    """Fails when torch has one rule, and such meshes can be supported."""
-    assert run_ranks(how_torch_cuts, 3) == [([0, 1], [2, 3]), ([2, 3], [4, 5]), ([4, 5], [0, 1])]

@@ -229,7 +229,7 @@ def errors_on_ranks(folder: str) -> list[str]:
     statistics = ActivationStatistics(prune.select(model))
     with statistics.collecting():
         model(data_of(rank))
-    path = os.path.join(folder, "missing" if rank == 0 else "", "a.safetensors")
+    path = os.path.join(folder if rank else os.devnull, "a.safetensors")
     attempt(lambda: statistics.save(path))
     attempt(
         lambda: statistics.totals(prune.select(model) if rank else [(nn.Linear(2, 2), "weight")])
@@ -248,7 +248,7 @@ def test_an_error_on_one_rank_is_an_error_on_all():
         "ranks were called with different arguments",
         "(bias|ranks).*",
         r"l1\.weight: the sum of its inputs is not finite",
-        "missing",
+        os.devnull,
         "none of the parameters",
         "ranks were called with different arguments.*statistics to load",
     ]

@@ -113,7 +113,7 @@ def pruned(how: str, library=prune) -> nn.Module:
     return model
 
 
-def refused(what: str, how: str) -> list[str]:
+def refused(wrapping: str, what: str, how: str) -> list[str]:
     model = pruned(how)
     call = {
         "shard_masks": lambda: prune.shard_masks(model),
@@ -124,7 +124,7 @@ def refused(what: str, how: str) -> list[str]:
         "other name again": lambda: prune.l1_unstructured(model.embedding, "weight", 0.1),
     }[what]
     if what != "masks_aside":
-        model = wrappings.wrap(model, "fsdp2_root-2")
+        model = wrappings.wrap(model, wrapping)
     before = snapshot(model)
     try:
         call()
@@ -135,25 +135,18 @@ def refused(what: str, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("what", ["shard_masks", "masks_aside", "pruned again", "other name again"])
-def test_two_masks_are_refused_by_wrappers(what, how):
-    assert_nothing_wrong(run_ranks(refused, 2, what, how))
-
-
-def refused_fsdp1(how: str) -> list[str]:
-    model = wrappings.wrap(pruned(how), "fsdp1_root-2")
-    before = snapshot(model)
-    try:
-        prune.shard_masks(model)
-    except ValueError as error:
-        wrong = [] if "tied" in str(error) else [str(error)]
-        return wrong + changes(before, snapshot(model))
-    return ["nothing was raised"]
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_two_masks_are_refused_in_fsdp1(how):
-    assert_nothing_wrong(run_ranks(refused_fsdp1, 2, how))
+@pytest.mark.parametrize(
+    ("wrapping", "what"),
+    [
+        *(
+            ("fsdp2_root-2", what)
+            for what in ("shard_masks", "masks_aside", "pruned again", "other name again")
+        ),
+        ("fsdp1_root-2", "shard_masks"),
+    ],
+)
+def test_two_masks_are_refused_by_wrappers(wrapping, what, how):
+    assert_nothing_wrong(run_ranks(refused, 2, wrapping, what, how))
 
 
 def removed(what: str, how: str, restored: str) -> list[str]:

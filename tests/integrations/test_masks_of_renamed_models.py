@@ -78,19 +78,6 @@ def test_masks_are_the_zeros_that_transformers_loads(pruned, family, recipe):
     assert not report.unexpected_keys and not report.mismatched_keys
 
 
-RENAMED = {
-    "mixtral": 74, "qwen2_moe": 18, "vit": 32, "swin": 26, "nomic_bert": 20, "olmo_hybrid": 6,
-    "llava": 64,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", RENAMED)
-def test_these_files_have_other_names_than_the_model(pruned, family):
-    model = renamed_families.make(family)
-    names = set(open_masks(pruned(family)).shapes)
-    assert len(names - {name for name, _ in model.named_parameters()}) == RENAMED[family]
-
-
 BASES = {
     "bert": (hf.BertModel, {"classifier.weight", "classifier.bias"}),
     "llama": (hf.LlamaModel, {"lm_head.weight"}),

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune.shards import factored
 from distprune.statistics import GradientStatistics, gradient_sums
 from distprune.statistics.layers import WeightLayout, matrices_of
 
@@ -45,21 +44,6 @@ def test_squares_in_chunks(monkeypatch, shape, chunk):
     squares = matrices.double() ** 2
     along, across = gradient_sums.squares_along(matrices)
     assert along.equal(squares.sum(2)) and across.equal(squares.sum(1))
-
-
-def test_the_matrix_of_rank_one_has_the_sums():
-    torch.manual_seed(0)
-    squares = torch.rand(2, 4, 3, dtype=torch.float64)
-    squares[1, 2] = 0
-    layout = WeightLayout("experts", (2, 4, 3))
-    scores = factored.fisher(layout, squares.sum(2).flatten(), squares.sum(1), 5.0)
-    ((first, second),) = scores.terms
-    fitted = (first.double() * second.double()) ** 2
-    assert torch.allclose(fitted.sum(2), squares.sum(2) / 5, rtol=1e-6)
-    assert torch.allclose(fitted.sum(1), squares.sum(1) / 5, rtol=1e-6)
-    one = WeightLayout("linear", (4, 3))
-    of_one = factored.fisher(one, squares[0].sum(1), squares[0].sum(0), 5.0)
-    assert of_one.terms[0][0].equal(first[0]) and of_one.terms[0][1].equal(second[0])
 
 
 def test_gradients_of_zero_give_scores_of_zero_and_a_warning():

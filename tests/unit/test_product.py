@@ -55,12 +55,6 @@ def test_shapes_that_chunks_do_not_divide(shape, monkeypatch):
         assert torch.equal(bits(written(values, mask, out_dtype)), bits(expected))
 
 
-def test_more_than_one_chunk():
-    rows = 3 * mask_values._CHUNK // 1000
-    values, mask = torch.randn(rows, 1000), some_mask(rows * 1000).view(rows, 1000)
-    assert torch.equal(written(values, mask, torch.float32), values * mask)
-
-
 def test_any_strides(device):
     values = hard_values(600, torch.float32).to(device).view(20, 30).t()
     mask = some_mask(1200).to(device).view(30, 40)[:, ::2]

@@ -41,17 +41,6 @@ def test_table():
     ])  # fmt: skip
 
 
-def test_table_with_bounds():
-    held = ParameterReport("layers.0.weight", 1000, 100, 400, "max_sparsity")
-    lines = str(replace(REPORT, parameters=(held, REPORT.parameters[1]))).split("\n")
-    assert lines[:3] == [
-        "parameter             elements  before  now  sparsity       held at",
-        "-------------------------------------------------------------------",
-        "layers.0.weight          1,000     100  400    50.00%  max_sparsity",
-    ]
-    assert lines[3] == "head.weight      3,000,000,000       0    1     0.00%"
-
-
 def test_what_was_wanted_stands_beside_what_was_achieved():
     first = ParameterReport("layers.0.weight", 1000, 100, 400, "max_sparsity", 0.625, None, 0.5)
     lines = str(replace(REPORT, parameters=(first, REPORT.parameters[1]))).split("\n")

@@ -53,19 +53,6 @@ def test_sums_are_those_of_a_loop_over_tokens(implementation, dtype):
     assert reference["second.down_proj"][0][-1] == 0 < min(reference["first.down_proj"][0])
 
 
-def test_hooks_and_modes_are_gone_and_nothing_changed():
-    net, tokens = experts_net(), tokens_of(2)
-    with torch.no_grad():
-        before = net(tokens)
-        statistics = ActivationStatistics(prune.select(net, names=FUSED))
-        with statistics.collecting():
-            assert torch.equal(net(tokens), before)
-    for module in net.modules():
-        assert not module._forward_pre_hooks and not module._forward_hooks
-        assert not module._forward_hooks_always_called
-    assert not _get_current_function_mode_stack()
-
-
 def root_mean_squares(reference, name):
     num_tokens, _, squares = reference[name]
     return (squares / torch.tensor(num_tokens).clamp(min=1).unsqueeze(1)).sqrt()
@@ -119,33 +106,6 @@ def test_scores_are_those_of_each_expert_alone():
 def multiplied(scores, weight):
     total = sum(torch.stack(torch.broadcast_tensors(*term)).prod(0) for term in scores.terms)
     return (weight.abs() * total).detach()
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_masks_by_wanda_are_those_of_whole_scores(implementation):
-    parts = [tokens_of(part) for part in range(3)]
-    net, other = experts_net(implementation), experts_net()
-    statistics = collect(net, parts)
-    pairs = prune.select(net, names=FUSED)
-    with pytest.warns(UserWarning, match=r"expert 3 of second\.gate_up_proj; expert 3 of second"):
-        prune.global_unstructured(
-            pairs, prune.L1Unstructured, statistics.wanda(), amount=0.4, scope="row"
-        )
-    reference = expected(other, parts)
-    targets = prune.select(other, names=FUSED)
-    scores = {}
-    for pair in targets:
-        weight = other.get_parameter(pair.fqn).detach().abs()
-        factor = root_mean_squares(reference, pair.fqn).float()
-        dim = 2 if pair[0].is_transposed else 1
-        scores[pair] = weight * factor.unsqueeze(dim)
-    prune.global_unstructured(targets, prune.L1Unstructured, scores, amount=0.4, scope="row")
-    for mine, right in zip(pairs, targets, strict=True):
-        masks = [getattr(module, name + "_mask") for module, name in (mine, right)]
-        assert torch.equal(*masks), mine.fqn
-    # What the masks leave is what the next statistics see.
-    again = collect(net, parts, pairs)
-    assert_equal(again.totals(), expected(other, parts))
 
 
 def test_outliers_are_counted_with_the_factors_of_each_expert():
