@@ -134,8 +134,7 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
     from distprune._common.memory import peak_rss_bytes
 
     if terminal.as_json:
-        values = json.loads(report.result_json()) | describing.values_of_files(plan.checkpoint)
-        terminal.json({**values, "run": json.loads(report.run.to_json())})
+        terminal.json(json.loads(report.to_json()) | describing.values_of_files(plan.checkpoint))
         return
     if terminal.verbosity > 0:
         _show_tensors(terminal, report)

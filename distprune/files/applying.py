@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,8 @@ class Application:
         """Write the copy. It appears by one rename at the end, or not at all.
 
         ``destination/distprune/`` has the masks, the report and, as the recipe, which masks were
-        applied. All files but ``distprune/run.json`` are the same to the byte for every number of
-        ranks and after any interruption. The arguments are those of
+        applied. All files but the report are the same to the byte for every number of ranks and
+        after any interruption. The arguments are those of
         :func:`distprune.files.pruning.prune`.
 
         Returns:
@@ -107,11 +108,11 @@ class Application:
             inputs=[self.masks.path],
         )
         with resumed(team, task, target, tell=tell) as run:
-            if run.texts is None:
+            if run.text is None:
                 run.write(masked_pieces(self.entries, self.masks))
                 run.publish(self._complete)
-        assert run.texts is not None  # it is published
-        report: dict[str, Any] = json.loads(run.texts[0])
+        assert run.text is not None  # it is published
+        report: dict[str, Any] = json.loads(run.text)
         return report
 
     def _complete(
@@ -152,6 +153,7 @@ class Application:
             "source": identity_of(self.checkpoint),
             "copied": [other.name for other in self.checkpoint.others],
             "skipped": self.checkpoint.skipped,
+            "run": asdict(run),
         }
         return as_json(report), recipe.encode(), {}
 

@@ -26,7 +26,7 @@ from typing import Any
 from distprune.files.checkpoints.checkpoint import SIDECAR
 from distprune.files.disk.access import sync_folder, write_atomically, writing
 from distprune.files.errors import OutputError
-from distprune.files.reports import REPORT_FILE, RUN_FILE
+from distprune.files.reports import REPORT_FILE
 from distprune.files.text import format_size, printable
 
 DISCARD_HINT = "add --discard to that command to remove it"
@@ -321,18 +321,18 @@ class Output:
         """Acquire the lock, and find what earlier runs have done.
 
         Returns:
-            A value of JSON. ``texts``: of the report and of its run if the destination is the
-            result of this task, else None. In the latter case also ``prepared``, what :meth:`keep`
-            has kept, or None; and ``done``, the names of the finished files.
+            A value of JSON. ``text``: of the report if the destination is the result of this task,
+            else None. In the latter case also ``prepared``, what :meth:`keep` has kept, or None;
+            and ``done``, the names of the finished files.
 
         Raises:
             OutputError: the destination exists or is in use, the unfinished result of another task
                 is there, or the disk has too few free bytes.
         """
-        texts = self._texts()
-        if texts is not None:
+        text = self._text()
+        if text is not None:
             self._remove_remains()
-            return {"texts": texts}
+            return {"text": text}
         self._check_taken()
         self._lock.enter_context(locked(self.destination))
         settle(self.destination)
@@ -344,7 +344,7 @@ class Output:
         prepared = None
         with contextlib.suppress(FileNotFoundError):
             prepared = json.loads((self.work / _PREPARED).read_text())
-        return {"texts": None, "prepared": prepared, "done": done}
+        return {"text": None, "prepared": prepared, "done": done}
 
     def keep(self, value: Any) -> None:
         """Keep a JSON value that all files need, for later runs."""
@@ -390,16 +390,16 @@ class Output:
     def _done(self) -> list[str]:
         return [name for name in self._sizes if (self.folder / name).exists()]
 
-    def _texts(self) -> list[str] | None:
-        """The texts of the report and of its run if the destination is this task's result."""
+    def _text(self) -> str | None:
+        """The text of the report if the destination is this task's result."""
         try:
-            texts = [(self.destination / name).read_text() for name in (REPORT_FILE, RUN_FILE)]
-            report = json.loads(texts[0])
+            text = (self.destination / REPORT_FILE).read_text()
+            report = json.loads(text)
             is_ours = (report["status"], report["digest"]) == ("complete", self._digest)
             actual = {n: os.stat(self.destination / n).st_size for n in self._sizes}
         except (OSError, ValueError, RecursionError, KeyError, TypeError):
             return None
-        return texts if is_ours and actual == self._sizes else None
+        return text if is_ours and actual == self._sizes else None
 
     def _remove_remains(self) -> None:
         """Remove what a run has left that was killed after its last rename."""

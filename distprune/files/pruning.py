@@ -46,8 +46,8 @@ def prune(
     The copy has the same files, headers and index; every byte is that of the source except in
     pruned elements, which become +0. Other files are copied. ``destination/distprune/`` has the
     masks, the recipe and the report, and the statistics of activations if the scores are made from
-    them. All files but ``distprune/run.json`` are the same to the byte
-    for every number of ranks.
+    them. All files but ``distprune/report.json``, which
+    says how the run went, are the same to the byte for every number of ranks.
 
     The destination appears by one rename at the end, or not at all. The next call with the same
     plan makes the files that an interrupted run has not finished (in ``destination.partial``);
@@ -94,7 +94,7 @@ def prune(
     source = Source(plan, team.did_count)
     to_prepare = bytes_to_count(plan) if cuts is None else 0
     with resumed(team, task, target, bytes_to_prepare=to_prepare, tell=tell) as run:
-        if run.texts is None:
+        if run.text is None:
             with run.timing("count"):
                 known = cuts if run.prepared is None else run.prepared
                 found = find_cuts(team, source, known)
@@ -102,8 +102,8 @@ def prune(
                     run.keep(asdict(found))
             run.write(LowestElements(source, found).pieces)
             run.publish(functools.partial(_complete, source, found))
-    assert run.texts is not None  # it is published
-    return parse_report(*run.texts)
+    assert run.text is not None  # it is published
+    return parse_report(run.text)
 
 
 class RankedMasks:
@@ -142,7 +142,7 @@ def _complete(
 ) -> tuple[bytes, bytes, dict[str, bytes | Iterable[bytes]]]:
     """The report, the recipe, and what else stands beside the weights and masks."""
     plan = source.plan
-    report = make_report(plan, (source, cuts), records, run)
+    report = make_report(source, cuts, records, run)
     check_counts(report, plan)
     card = card_of(plan, report)
     others: dict[str, bytes | Iterable[bytes]] = {} if card is None else {CARD_FILE: card}
@@ -151,7 +151,7 @@ def _complete(
         others[STATISTICS_FILE] = inputs.statistics.blocks()
     if inputs.given is not None:
         check_unchanged(inputs.given.checkpoint.folder, inputs.given.checkpoint.files)
-    return report.result_json(), plan.recipe.as_stored().to_yaml().encode(), others
+    return report.to_json(), plan.recipe.as_stored().to_yaml().encode(), others
 
 
 def _facts(plan: Plan, target: Path) -> list[tuple[str, str]]:

@@ -46,7 +46,7 @@ from distprune.files.errors import (
 )
 from distprune.files.output import Output, check_place
 from distprune.files.planning import Plan
-from distprune.files.reports import REPORT_FILE, RUN_FILE, Record, RunFacts
+from distprune.files.reports import REPORT_FILE, Record, RunFacts
 from distprune.files.rewriting import Counts, MaskWriter, Pieces, entries_of, parts_of
 from distprune.files.scoring import KeptValues
 from distprune.files.team import Team
@@ -170,7 +170,7 @@ class Run:
     Attributes:
         team, task, tell: as for :func:`resumed`.
         output: its folder.
-        texts: of the report and of its run, once the result is complete.
+        text: of the report, once the result is complete.
         prepared: what an earlier run kept for all files; None if there is nothing.
         done: the names of the files that earlier runs have finished.
         seconds: that each phase took.
@@ -180,7 +180,7 @@ class Run:
     task: Task
     output: Output
     tell: Callable[[str], None]
-    texts: list[str] | None = None
+    text: str | None = None
     prepared: Any = None
     done: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -194,8 +194,8 @@ class Run:
             return self.output.start()
 
         state = team.from_leader(start)
-        self.texts = state["texts"]
-        if self.texts is not None:
+        self.text = state["text"]
+        if self.text is not None:
             self.tell(
                 f"{self.output.destination} is finished: this command made it before. Nothing was "
                 "changed."
@@ -240,7 +240,7 @@ class Run:
             versions=versions(),
         )
 
-        def publish() -> list[str]:
+        def publish() -> str:
             task, folder = self.task, self.output.folder
             check_unchanged(task.checkpoint.folder, task.checkpoint.all_files)
             numbers = range(len(task.checkpoint.files))
@@ -251,12 +251,11 @@ class Run:
             if task.layout is not None:
                 self._join_masks(task.layout)
             write_atomically(folder / RECIPE_FILE, recipe)
-            write_atomically(folder / RUN_FILE, facts.to_json())
             write_atomically(folder / REPORT_FILE, report)
             self.output.publish()
-            return [report.decode(), facts.to_json().decode()]
+            return report.decode()
 
-        self.texts = self.team.from_leader(publish)
+        self.text = self.team.from_leader(publish)
 
     @contextlib.contextmanager
     def timing(self, phase: str) -> Iterator[None]:

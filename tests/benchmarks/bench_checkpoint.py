@@ -254,7 +254,7 @@ def _scale(magnitudes: Any, counts: Any) -> Any:
 
 def same_bytes(one: Path, other: Path) -> None:
     """All files but that of times and memory."""
-    skip = ["--exclude", "run.json"]
+    skip = ["--exclude", "report.json"]
     subprocess.run(["diff", "-r", *skip, one, other], check=True)
 
 

@@ -128,7 +128,7 @@ def compared(
     kills = killed(source, other, lambda: start(source, other, *arguments), names)
     files = sorted(str(p.relative_to(one)) for p in one.rglob("*") if p.is_file())
     for name in files:
-        if not name.endswith("run.json"):
+        if not name.endswith("report.json"):
             same = subprocess.run(["cmp", "-s", one / name, other / name], check=False)
             assert same.returncode == 0, name
     facts = json.loads((folder / "whole.json").read_text())

@@ -191,7 +191,7 @@ def test_the_commands_of_a_model_card(run, source, tmp_path, monkeypatch, has_sc
     places = {"SRC": source, "DST": tmp_path / "again", "SCORES": scores}
     for words in commands:
         works(run(*(places.get(word, word) for word in words[1:])))
-    run_facts = ("distprune/run.json",)
+    run_facts = ("distprune/report.json",)
     assert tree_digest(tmp_path / "out", run_facts) == tree_digest(tmp_path / "again", run_facts)
 
 

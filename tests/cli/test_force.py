@@ -12,7 +12,7 @@ from distprune.files.output import Output
 from helpers.tiny_checkpoints import save, tree_digest
 from helpers.tiny_language_model import save_tiny_llama, write_text
 
-RUN = ("distprune/run.json",)
+RUN = ("distprune/report.json",)
 DESTINATION = 1
 
 

@@ -6,7 +6,7 @@ from commands import Done, start
 
 from helpers.tiny_checkpoints import save, tree_digest
 
-RUN = ("distprune/run.json",)
+RUN = ("distprune/report.json",)
 
 
 @pytest.fixture

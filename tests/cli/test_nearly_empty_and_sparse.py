@@ -100,7 +100,7 @@ def test_a_source_that_is_sparse_already(tmp_path, recipe):
         target = tmp_path / f"on{world_size}"
         for (warning,) in run_ranks(prune_here, world_size, source, target, recipe):
             assert "200 of the 2,560 selected elements (7.81 %) are zero in it" in warning
-        digests.add(tree_digest(target, ("distprune/run.json",)))
+        digests.add(tree_digest(target, ("distprune/report.json",)))
     assert len(digests) == 1
     zeros = {tensor.name: tensor.num_zero for tensor in read_report(target).tensors}
     assert zeros == {f"layers.{i}.weight": 100 * (i in (1, 2)) for i in range(4)}

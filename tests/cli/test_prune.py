@@ -20,7 +20,7 @@ from distprune.files.text import format_size
 from helpers.sampling import THOROUGH
 from helpers.tiny_checkpoints import load, save, save_zeros, tree_digest
 
-RUN = ("distprune/run.json",)  # time and memory
+RUN = ("distprune/report.json",)  # time and memory
 
 
 @pytest.fixture

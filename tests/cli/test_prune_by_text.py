@@ -96,7 +96,7 @@ def test_weights_stay_in_memory_if_asked(run, made, tmp_path):
     for way, expected in told.items():
         done = run("prune", model, tmp_path / way, *OPTIONS, "--text", text, "--way", way)
         assert done.code == 0 and expected in done.err, done.err
-    assert set(other_files(*(tmp_path / way for way in told))) <= {"distprune/run.json"}
+    assert set(other_files(*(tmp_path / way for way in told))) <= {"distprune/report.json"}
     done = run("prune", model, tmp_path / "out", "-s", "0.5", "--way", "resident")
     assert done.code == 2 and "--way has no effect without --text" in done.err
 

@@ -15,7 +15,7 @@ from distprune.files.checkpoints.statistics_file import (
 from distprune.files.recipe import FileRecipe
 from helpers.tiny_checkpoints import load, save, tree_digest
 
-RUN = ("distprune/run.json",)
+RUN = ("distprune/report.json",)
 SHAPES = {"self_attn.q_proj": (8, 8), "self_attn.o_proj": (8, 8), "mlp.up_proj": (25, 8)}
 NAMES = {f"model.layers.{n}.{name}.weight": SHAPES[name] for n in range(3) for name in SHAPES}
 CARD = "---\nlicense: mit\n---\nThe card.\n"

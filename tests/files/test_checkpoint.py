@@ -136,19 +136,19 @@ def test_a_file_without_a_config_is_the_whole_checkpoint(tmp_path):
     folder = tmp_path / "target"
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == {
         "lora.safetensors", "README.md", "distprune/recipe.yaml", "distprune/report.json",
-        "distprune/run.json",
     }  # fmt: skip
 
 
 COPIED = (
-    "2_Dense/config.json", "2_Dense/model.safetensors", "3_Dense/pytorch_model.bin",
-    "adapter_config.json", "adapter_model.safetensors", "code/modeling.py", "vocab.bin", ".hidden",
+    "2_Dense/config.json", "adapter_config.json", "code/modeling.py", "sentencepiece.bpe.model",
+    "vocab.bin", ".hidden", "adapter_model.safetensors", "2_Dense/model.safetensors",
+    "3_Dense/pytorch_model.bin",
 )  # fmt: skip
 LEFT_OUT = (
     "pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack",
     "rust_model.ot", "x.gguf", "onnx/model.onnx", "onnx/model.onnx_data", "decoder.onnx",
     "original/consolidated.00.pth", "consolidated.safetensors", "openvino_model.xml",
-    "original/model.safetensors", "training_args.bin", "half.safetensors",
+    "checkpoint-500/model.safetensors", "training_args.bin", "half.safetensors",
 )  # fmt: skip
 
 

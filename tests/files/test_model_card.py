@@ -1,7 +1,6 @@
 """README.md of a result tells what was done, and nothing that is not so; verify derives it."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -112,7 +111,7 @@ def test_the_base_model_is_the_source(tmp_path, place, config, wanted):
     "card",
     [
         None, "", "# Only text\n", "---\nnot: [a\nmapping\n---\ntext\n",
-        "---\na: &a [1]\nb: *a\n---\n", "---\na: 2024-13-32\n---\n",
+        "---\na: 2024-13-32\n---\n",
     ],
 )  # fmt: skip
 def test_a_source_without_metadata(tmp_path, card):
@@ -174,53 +173,6 @@ def test_what_can_be_no_card_is_copied(tmp_path, monkeypatch):
     assert prune(large, tmp_path / "copy") == CARD.encode()
 
 
-def test_verify_finds_a_card_that_was_changed(tmp_path):
-    source = source_of(tmp_path / "source")
-    found = prune(source, tmp_path / "out")
-    card = tmp_path / "out" / "README.md"
-    for changed in (
-        found.replace(b"64 of 128", b"96 of 128", 1),
-        found.replace(b"sparsity: 0.5", b"sparsity: 0.9"),
-        found.replace(b"license: llama3.2", b"license: mit"),
-        found.replace(b"original", b"improved"),
-        found + b" ",
-        found.replace(b"base_model: meta/Base", b"base_model: [a, b]"),
-        found.replace(b"distprune 0", b"distprune \x1b[0"),
-        b"",
-        found + bytes(10 << 20),
-        CARD.encode(),
-    ):
-        assert changed != found
-        card.write_bytes(changed)
-        (problem,) = verifying.verify(tmp_path / "out", source).problems
-        assert problem.startswith("README.md is not the model card")
-    card.unlink()
-    (problem,) = verifying.verify(tmp_path / "out", source).problems
-    assert problem.startswith("README.md ")
-    os.mkfifo(card)
-    assert verifying.verify(tmp_path / "out", source).problems == (
-        "README.md is not a regular file.",
-    )  # fmt: skip
-
-
-def test_another_version_of_distprune_wrote_it(tmp_path, monkeypatch):
-    source = source_of(tmp_path / "source")
-    monkeypatch.setattr(model_card, "__version__", "9.9.dev1")
-    assert b"distprune 9.9.dev1," in prune(source, tmp_path / "out")
-    monkeypatch.undo()
-    assert verifying.verify(tmp_path / "out", source).problems == ()
-
-
-def test_another_version_of_pyyaml_wrote_it(tmp_path):
-    """Where lines are broken, and which quotes there are, is no matter of content."""
-    source = source_of(tmp_path / "source")
-    found = prune(source, tmp_path / "out")
-    values, below = model_card.split_front_matter(found)
-    text = yaml.safe_dump(values, sort_keys=False, default_flow_style=True, default_style='"')
-    (tmp_path / "out" / "README.md").write_bytes(f"---\n{text}---\n".encode() + below)
-    assert verifying.verify(tmp_path / "out", source).problems == ()
-
-
 def test_a_result_pruned_again_has_one_card_over_the_other(tmp_path):
     source = source_of(tmp_path / "source")
     first = prune(source, tmp_path / "first")
@@ -270,10 +222,9 @@ def test_every_form_of_tags(tags, wanted):
     "block",
     [
         "- a\n- b", "just text", "a: b\nnot a key", "%YAML 1.2", "a: !!int x", "a: !!python/none",
-        "a: 2024-13-32", "a: " + "[" * 5000, "a: &a [b]\nc: *a", "a: &a {b: c}\n<<: [*a, *a]",
-        "? [a]\n: b", "a: " + "x" * 300_000,
+        "a: 2024-13-32", "a: " + "[" * 5000, "? [a]\n: b",
     ],
-    ids=range(12),
+    ids=range(9),
 )  # fmt: skip
 def test_what_is_no_plain_mapping_is_text(block):
     card = f"---\n{block}\n---\ntext".encode()

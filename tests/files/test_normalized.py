@@ -14,7 +14,7 @@ from helpers.sampling import every
 from helpers.tiny_checkpoints import load, tree_digest
 
 STATISTICS = ["rms", "l2", "mean"]
-RUN = ("distprune/run.json",)
+RUN = ("distprune/report.json",)
 DTYPES = {
     "bf16": [torch.bfloat16],
     "fp16": [torch.float16],

@@ -14,7 +14,7 @@ from helpers import file_oracle, tiny_checkpoints
 from helpers.sampling import every
 from helpers.tiny_checkpoints import load, tree_digest
 
-RUN = ("distprune/run.json",)
+RUN = ("distprune/report.json",)
 
 
 def weights(seed=0):
@@ -195,7 +195,7 @@ def test_everything_else_is_copied_or_reported(tmp_path):
     assert "\nsparsity: 0.5\n" in (target / "distprune" / "recipe.yaml").read_text()
     assert read_report(target) == report
     names = sorted(path.name for path in (target / "distprune").iterdir())
-    assert names == ["masks.safetensors", "recipe.yaml", "report.json", "run.json"]
+    assert names == ["masks.safetensors", "recipe.yaml", "report.json"]
 
 
 def test_masks_can_be_left_out(tmp_path):

@@ -13,7 +13,7 @@ from distprune.recipe import parse_recipe
 from helpers.disk_crashes import stop_after
 from helpers.tiny_checkpoints import save, tree_digest
 
-RUN = ("distprune/run.json",)
+RUN = ("distprune/report.json",)
 WHERE = {
     "include": ("layers.*",),
     "exclude": ("layers.4*", "*.bias"),

@@ -20,7 +20,7 @@ from helpers.sampling import every
 from helpers.small_chunks import small_chunks
 from helpers.tiny_checkpoints import tree_digest
 
-RUN = ("distprune/run.json",)
+RUN = ("distprune/report.json",)
 MANY = {
     f"model.layers.{n}.k.weight": test_pruning.weights(n)["model.layers.2.mlp.weight"]
     for n in range(3, 9)

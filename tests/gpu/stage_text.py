@@ -131,7 +131,7 @@ def write(path: Path, tensors: dict[str, tuple[int, ...]], device: torch.device)
 def differing(one: Path, other: Path) -> tuple[bool, str]:
     """Whether two results are the same to the byte, and which files are not."""
     names = sorted(str(path.relative_to(one)) for path in one.rglob("*") if path.is_file())
-    names = [name for name in names if not name.endswith("run.json")]
+    names = [name for name in names if not name.endswith("report.json")]
     wrong = [name for name in names if not filecmp.cmp(one / name, other / name, shallow=False)]
     return bool(names) and not wrong, ", ".join(wrong)
 

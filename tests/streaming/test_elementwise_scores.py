@@ -103,7 +103,7 @@ def test_a_run_that_is_killed_in_the_backward_ends_with_the_same_bytes(
         done = json.loads(progress.read_text())
         assert done["backward"] == found and "scores" not in done
     run(llama, tmp_path)
-    assert set(other_files(tmp_path / "out", llama / "out")) <= {"distprune/run.json"}
+    assert set(other_files(tmp_path / "out", llama / "out")) <= {"distprune/report.json"}
     assert not other_files(tmp_path / "kept", llama / "kept")
 
 

@@ -64,7 +64,7 @@ def sizes(source):
 
 
 def assert_same(one, other):
-    assert set(other_files(one, other)) <= {"distprune/run.json"}
+    assert set(other_files(one, other)) <= {"distprune/report.json"}
 
 
 def test_one_process(source, tmp_path):

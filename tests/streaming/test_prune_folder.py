@@ -101,7 +101,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(llama, tmp_path, monk
     if not killed_after(place, monkeypatch, lambda: run(llama, out)):
         assert not out.exists()
         run(llama, out)
-    assert set(other_files(out, llama / "out")) <= {"distprune/run.json"}
+    assert set(other_files(out, llama / "out")) <= {"distprune/report.json"}
 
 
 def test_a_stop_keeps_what_is_done_and_a_finished_result_is_found(llama, tmp_path):

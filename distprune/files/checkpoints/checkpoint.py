@@ -8,7 +8,7 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from distprune.files.checkpoints.header import (
@@ -28,7 +28,6 @@ _NOT_COPIED_FOLDERS = {
     ".cache": "a download cache",
     SIDECAR: "the report of an earlier pruning",
 }
-_OTHER_FORMS = ("original", "openvino", "coreml", "metal")
 _PERMISSIONS = 0o777  # without set-user-ID and the like
 # Quantisation methods that are accepted: fp8 tensors are recognised by their dtype.
 _FP8_METHODS = ("fp8", "fbgemm_fp8")
@@ -66,8 +65,6 @@ class Checkpoint:
         config: the content of config.json; empty if there is none.
         others: files to copy, the index and the config among them.
         skipped: (name, reason) of what is not part of the checkpoint, and not copied.
-        folders: (name, permissions) of the folder ("") and of its subfolders with files of the
-            checkpoint.
         note: a sentence for the user on how the checkpoint was found; may be empty.
         is_alone: whether it is one file, to which nothing else in the folder belongs.
     """
@@ -78,7 +75,6 @@ class Checkpoint:
     config: dict[str, Any]
     others: tuple[OtherFile, ...]
     skipped: tuple[tuple[str, str], ...]
-    folders: tuple[tuple[str, int], ...] = ()
     note: str = ""
     is_alone: bool = False
 
@@ -124,28 +120,21 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     files = [read_header(os.path.join(folder, name), name) for name in names]
     _check_tensors(files, index, weight_map)
     with reading(folder):
-        if location.is_alone:
-            others, folders, skipped = [], {"": os.stat(folder).st_mode}, []
-        else:
-            others, folders, skipped = _list(folder, {*names, index})
-    above = {"", *(str(up) for other in others for up in PurePath(other.name).parents)} - {"."}
+        listed = ([], []) if location.is_alone else _list(folder, {*names, index})
     return Checkpoint(
         folder=folder,
         files=tuple(files),
         index=index,
         config={} if location.is_alone else _read_config(os.path.join(folder, "config.json")),
-        others=tuple(others),
-        skipped=tuple(skipped),
-        folders=tuple((name, folders[name] & _PERMISSIONS) for name in sorted(above)),
+        others=tuple(listed[0]),
+        skipped=tuple(listed[1]),
         note=location.note,
         is_alone=location.is_alone,
     )
 
 
-def _list(
-    folder: str, own: set[str | None]
-) -> tuple[list[OtherFile], dict[str, int], list[tuple[str, str]]]:
-    """The other files of a folder, the modes of its folders, and (name, reason) of what is skipped.
+def _list(folder: str, own: set[str | None]) -> tuple[list[OtherFile], list[tuple[str, str]]]:
+    """The other files of a folder, and (name, reason) of what is skipped.
 
     Args:
         folder: an existing one; a link in it is read like what it points to.
@@ -153,10 +142,8 @@ def _list(
     """
     others: list[OtherFile] = []
     skipped: list[tuple[str, str]] = []
-    folders: dict[str, int] = {}
     for path, inner, names in os.walk(folder, onerror=_raise, followlinks=True):
         where = os.path.relpath(path, folder) if path != folder else ""
-        folders[where] = os.stat(path).st_mode
         for name in [name for name in inner if name in _NOT_COPIED_FOLDERS]:
             inner.remove(name)
             skipped.append((os.path.join(where, name), _NOT_COPIED_FOLDERS[name]))
@@ -165,23 +152,12 @@ def _list(
             info = os.stat(full)
             if not stat.S_ISREG(info.st_mode):
                 skipped.append((inside, "no regular file"))
-            elif inside not in own and is_weights(name) and not _is_part(inside):
+            elif inside not in own and is_weights(inside):
                 skipped.append((inside, "weights that are not pruned, or state of training"))
             elif inside not in own or inside.endswith(INDEX_SUFFIX):
                 real, mode = os.path.realpath(full), info.st_mode & _PERMISSIONS
                 others.append(OtherFile(inside, real, info.st_size, info.st_mtime_ns, mode))
-    return sorted(others, key=attrgetter("name")), folders, sorted(skipped)
-
-
-def _is_part(name: str) -> bool:
-    """Whether a file of weights is in a sub-folder, as the parts of sentence-transformers are.
-
-    Some folders have the dense weights once more, such as "original" of Meta and OpenAI.
-    """
-    folder, is_inside, _ = name.partition(os.sep)
-    return (
-        bool(is_inside) and folder not in _OTHER_FORMS and name.endswith((".safetensors", ".bin"))
-    )
+    return sorted(others, key=attrgetter("name")), sorted(skipped)
 
 
 def _raise(error: OSError) -> None:

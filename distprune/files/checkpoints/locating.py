@@ -23,8 +23,9 @@ _WEIGHTS = (
     "*.msgpack", "*.ot", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data*", "*.onnx.data", "*.tflite",
     "*.mlmodel", "saved_model.pb", "openvino_model*.xml", "*.index.json",
 )  # fmt: skip
-# Adapters and tokenizers.
-_OTHERS = ("adapter_model*", "*vocab*", "*tokenizer*", "*sentencepiece*", "*.spm.bin")
+_TOKENIZERS = ("*vocab*", "*tokenizer*", "*sentencepiece*", "*.spm.bin")
+# Weights of another part than the model: of an adapter, of the layers of sentence-transformers.
+_PARTS = ("adapter_model.*", "[0-9]_*/model.safetensors", "[0-9]_*/pytorch_model.bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +107,18 @@ def _in_cache(name: str) -> Location:
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file holds weights of a model, an index of them, or state of training.
+    """Whether a file holds weights of the model, an index of them, or state of training.
 
     Such files are not copied: beside pruned weights they would be stale, and a program that prefers
     their form would load dense weights.
+
+    Args:
+        name: relative to the checkpoint's folder.
     """
+    if _matches(name, _PARTS):
+        return False
     base = os.path.basename(name).lower()
-    return _matches(base, _WEIGHTS) and not _matches(base, _OTHERS)
+    return _matches(base, _WEIGHTS) and not _matches(base, _TOKENIZERS)
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

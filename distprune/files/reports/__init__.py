@@ -1,19 +1,15 @@
-"""What was done to a checkpoint, as plain values; the same for every number of ranks.
+"""What was done to a checkpoint, as plain values.
 
-The report is made of what was counted in each weight file, written to two files of JSON beside the
-masks, and read from them.
+The report is made of what was counted in each weight file, and is a file of JSON beside the masks.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint
@@ -22,8 +18,7 @@ from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.text import printable
 
-REPORT_FILE = f"{SIDECAR}/report.json"  # the same for every number of ranks
-RUN_FILE = f"{SIDECAR}/run.json"
+REPORT_FILE = f"{SIDECAR}/report.json"
 
 
 @dataclass(frozen=True)
@@ -113,10 +108,6 @@ class RunFacts:
     num_bytes: int
     versions: dict[str, str]
 
-    def to_json(self) -> bytes:
-        """The content of run.json."""
-        return as_json({"schema": 1, **asdict(self)})
-
 
 @dataclass(frozen=True)
 class Report:
@@ -131,11 +122,9 @@ class Report:
         tensors: the pruned ones, group by group, in the order of ranking.
         kept: (name, reason) of the other tensors.
         source: by name of a weight file, its size and the crc32 of its header.
-        mtimes_ns: by name of a file of the source, when it was last changed; the digest can then be
-            derived again after the source was copied.
         copied: other files that were copied.
         skipped: (name, reason) of files that were not.
-        run: how the result was made; not in report.json.
+        run: how the result was made; all else is the same for every number of ranks.
         groups: those of the recipe, in its order.
         warnings: what may be wrong with the result, one or two sentences each.
         inputs: what scores were made from besides weights: ``statistics``, with the sha256 of the
@@ -156,7 +145,6 @@ class Report:
     tensors: tuple[TensorReport, ...]
     kept: tuple[tuple[str, str], ...]
     source: dict[str, dict[str, int]]
-    mtimes_ns: dict[str, int]
     copied: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...]
     run: RunFacts
@@ -178,18 +166,9 @@ class Report:
             return None
         return threshold * (1.0 if tensor.divisor is None else tensor.divisor)
 
-    def result_json(self) -> bytes:
+    def to_json(self) -> bytes:
         """The content of report.json."""
-        values = asdict(self)
-        del values["run"]
-        if self.inputs is None:  # as in reports from before there were any
-            del values["inputs"]
-        if self.checksums is None:
-            del values["checksums"]
-        for tensor in values["tensors"]:
-            if tensor["divisor"] is None:  # as in reports from before there were any
-                del tensor["divisor"]
-        return as_json({"schema": 1, "status": "complete", **values})
+        return as_json({"schema": 1, "status": "complete", **asdict(self)})
 
 
 def identity_of(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
@@ -215,115 +194,46 @@ def summed(records: Iterable[Record], what: str) -> Counter[int]:
     return sums
 
 
-_MAX_BYTES = 200_000_000  # of either file; the report of 100,000 tensors has some 40 MB
-
-
 def read_report(folder: str | Path) -> Report:
     """The report of a pruned checkpoint.
 
     Raises:
         CheckpointError: there is none, or it is malformed.
     """
-    return parse_report(read_text(folder, REPORT_FILE), read_text(folder, RUN_FILE), str(folder))
-
-
-def read_text(folder: str | Path, name: str) -> bytes:
-    """A file that :func:`prune` wrote beside the masks.
-
-    Args:
-        folder: a pruned checkpoint.
-        name: such as REPORT_FILE.
-
-    Raises:
-        CheckpointError: it is missing, cannot be read, or is too large for such a file.
-    """
     try:
-        path = Path(folder, name)
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise CheckpointError(f"{folder}/{name} is not a regular file.")
-        with open(path, "rb") as file:
-            raw = file.read(_MAX_BYTES + 1)
+        text = Path(folder, REPORT_FILE).read_bytes()
     except OSError as error:
         raise CheckpointError(
-            f"{folder} has no report ({name}: {error.strerror}); expected a folder that distprune "
-            "pruned."
+            f"{folder} has no report ({REPORT_FILE}: {error.strerror}); expected a folder that "
+            "distprune pruned."
         ) from error
-    if len(raw) > _MAX_BYTES:
-        raise CheckpointError(f"{folder}/{name} has more than {_MAX_BYTES} bytes.")
-    return raw
+    return parse_report(text, f"{folder}/{REPORT_FILE}")
 
 
-def parse_report(result: str | bytes, run: str | bytes, folder: str = "") -> Report:
-    """A report from the texts of its two files.
-
-    Args:
-        result: the text of report.json.
-        run: the text of run.json.
-        folder: for messages.
+def parse_report(text: str | bytes, path: str = REPORT_FILE) -> Report:
+    """A report from the text of report.json.
 
     Raises:
-        CheckpointError: they hold something else; names the value.
+        CheckpointError: it holds something else.
     """
-    run_path, result_path = (f"{folder}/{name}".lstrip("/") for name in (RUN_FILE, REPORT_FILE))
-    facts: RunFacts = _parsed(RunFacts, run, run_path)
-    report: Report = _parsed(Report, result, result_path, {"run": facts})
-    return report
-
-
-def _parsed(
-    kind: Any, text: str | bytes, path: str, more: Mapping[str, Any] = MappingProxyType({})
-) -> Any:
-    """The dataclass that a file holds; ``more`` are fields of it that are in another file."""
-    from pydantic import ValidationError
+    from pydantic import TypeAdapter, ValidationError
 
     values = load_json(text, path)
-    if not isinstance(values, dict):
-        problem = "it holds no JSON object"
-    elif values.pop("schema", None) != 1:
-        problem = "expected schema 1"
-    elif kind is Report and values.get("kind") == "apply":
+    if isinstance(values, dict) and values.get("kind") == "apply":
         raise CheckpointError(
             f"{path} tells of `distprune apply`, not of a pruning: its masks come from another "
             "checkpoint, and no recipe says what they have to be. Verify that checkpoint; "
             "`distprune diff` compares the weights of this one with its source."
         )
-    elif kind is Report and values.pop("status", None) != "complete":
-        problem = "expected status 'complete'"
-    else:
-        try:
-            return _validator(kind).validate_python({**values, **more})
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"]))[:80]
-            problem = f"{place} is {str(first['input'])[:80]}: {first['msg'][:80]}"
-    raise CheckpointError(f"{path} is no report of distprune: {ascii(problem)[1:-1]}.")
-
-
-@functools.cache
-def _validator(kind: Any) -> Any:
-    """A validator of a dataclass by its annotations; pydantic is needed to read reports alone."""
-    from pydantic import TypeAdapter
-    from pydantic_core import SchemaValidator
-
-    return SchemaValidator(_exact(TypeAdapter(kind).core_schema))
-
-
-def _exact(schema: Any) -> Any:
-    """A schema that takes no text for a number, no bool for an integer, and no unknown field.
-
-    [Note: strict] pydantic's strict mode would refuse objects and lists of JSON as well, in the
-    place of dataclasses and tuples, and its own parser of JSON refuses names that are not UTF-8.
-    """
-    if isinstance(schema, list):
-        return [_exact(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    exact = {key: _exact(value) for key, value in schema.items()}
-    if schema.get("type") in ("int", "float", "str", "bool"):
-        exact["strict"] = True
-    elif schema.get("type") == "dataclass-args":
-        exact["extra_behavior"] = "forbid"
-    return exact
+    try:
+        report: Report = TypeAdapter(Report).validate_python(values)
+        return report
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))[:80]
+        raise CheckpointError(
+            f"{path} is no report of distprune: {ascii(where)[1:-1]}: {first['msg'][:80]}."
+        ) from None
 
 
 def recipe_of(report: Report, folder: str) -> FileRecipe:

@@ -1,22 +1,15 @@
-"""A report and its warnings, from a plan, the cuts of its groups, and the records of all files.
-
-``verify`` compares the warnings of a report: a new wording would fail existing results. So those
-about raw magnitudes stay as they were before there was a normalisation; ``advice_about`` is for the
-terminal alone.
-"""
+"""A report and its warnings, from a plan, the cuts of its groups, and the records of all files."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from distprune._common.amount import collapsed
 from distprune.files.cuts import Cuts
 from distprune.files.errors import OutputError
-from distprune.files.planning import Plan, digest_of
+from distprune.files.planning import Plan
 from distprune.files.reading import Source
 from distprune.files.reports import (
     GroupReport,
@@ -30,32 +23,21 @@ from distprune.files.reports import (
 from distprune.files.text import format_percent
 from distprune.selection.keys import KeyRange
 
-# What a report knows of a tensor, and of a group, from the ranking alone.
-_OF_TENSOR = ("num_nan", "threshold", "num_zero", "held_at", "divisor")
+# What a report knows of a group from the ranking alone.
 _OF_GROUP = ("threshold", "threshold_bits", "num_ties", "num_ties_pruned")
 
 
-def make_report(
-    plan: Plan,
-    ranking: tuple[Source, Cuts] | Report,
-    records: Sequence[Record],
-    run: RunFacts,
-) -> Report:
-    """The report of a run, or of what ``verify`` has counted.
+def make_report(source: Source, cuts: Cuts, records: Sequence[Record], run: RunFacts) -> Report:
+    """The report of a run.
 
     Args:
-        plan: what was done.
-        ranking: what reads the scores of the plan, and where the groups that are ranked together
-            are cut. Or a report that tells what a ranking has read which cannot be repeated, and
-            which files its source had left out.
+        source: what reads the scores of the plan.
+        cuts: where the groups that are ranked together are cut.
         records: of all weight files, each once.
         run: how the result was made.
     """
-    num_pruned = summed(records, "pruned")
-    if isinstance(ranking, Report):
-        of_tensors, of_groups = _told(plan, ranking)
-    else:
-        of_tensors, of_groups = _found(*ranking, records, num_pruned)
+    plan, num_pruned = source.plan, summed(records, "pruned")
+    of_tensors, of_groups = _found(source, cuts, records, num_pruned)
     tensors = [
         TensorReport(
             name=tensor.entry.name,
@@ -87,9 +69,8 @@ def make_report(
         tensors=tuple(tensors),
         kept=tuple((v.entry.name, v.reason) for v in plan.verdicts if not v.is_pruned),
         source=identity_of(plan.checkpoint),
-        mtimes_ns=mtimes_of(plan),
         copied=tuple(other.name for other in plan.copied),
-        skipped=ranking.skipped if isinstance(ranking, Report) else plan.checkpoint.skipped,
+        skipped=plan.checkpoint.skipped,
         run=run,
         groups=tuple(groups),
         warnings=warnings_about(plan, tensors),
@@ -138,19 +119,6 @@ def _found(
     return of_tensors, of_groups
 
 
-def _told(plan: Plan, stored: Report) -> _Facts:
-    """What a report tells of these tensors and groups."""
-    tensors = {each.name: vars(each) for each in stored.tensors}
-    groups = {each.index: vars(each) for each in stored.groups}
-    no_tensor = dict.fromkeys(_OF_TENSOR) | {"num_nan": 0, "num_zero": 0}
-    found = [tensors.get(tensor.entry.name, no_tensor) for tensor in plan.tensors]
-    of_groups = [groups.get(index, dict.fromkeys(_OF_GROUP)) for index in range(len(plan.groups))]
-    return (
-        [{name: values[name] for name in _OF_TENSOR} for values in found],
-        [{name: values[name] for name in _OF_GROUP} for values in of_groups],
-    )
-
-
 def check_counts(report: Report, plan: Plan) -> None:
     """Raise OutputError if the records of a run do not add up to what was planned."""
     for group, planned in zip(report.groups, plan.groups, strict=True):
@@ -160,39 +128,6 @@ def check_counts(report: Report, plan: Plan) -> None:
                 f"the plan says {planned.num_to_prune}. They were changed during the run, and "
                 "nothing is published. Run the same command with --discard, and then again without."
             )
-
-
-def with_digest(report: Report, stored: Report, plan: Plan) -> Report:
-    """A derived report with the stored modification times, and the digest that follows from them.
-
-    A copy of the source, or of given scores, has other times. Since the digest depends on them,
-    neither the times nor the digest can be changed alone.
-
-    Args:
-        report: derived from the result.
-        stored: read from the result.
-        plan: the plan of the source as it is now.
-    """
-    mtimes = {name: stored.mtimes_ns.get(name, now) for name, now in mtimes_of(plan).items()}
-    source = plan.checkpoint
-    original = replace(
-        source,
-        files=tuple(replace(file, mtime_ns=mtimes[file.name]) for file in source.files),
-        others=tuple(replace(file, mtime_ns=mtimes[file.name]) for file in source.others),
-    )
-    inputs = plan.inputs.facts()
-    scores: Any = (stored.inputs or {}).get("scores")
-    for name, facts in inputs.get("scores", {}).items():
-        with contextlib.suppress(KeyError, TypeError):  # the report may hold anything there
-            if type(scores[name]["mtime_ns"]) is int:
-                facts["mtime_ns"] = scores[name]["mtime_ns"]
-    digest = digest_of(original, plan.recipe, inputs)
-    return replace(report, mtimes_ns=mtimes, digest=digest, inputs=inputs or None)
-
-
-def mtimes_of(plan: Plan) -> dict[str, int]:
-    """When each file of a source was last changed, by name, in nanoseconds."""
-    return {file.name: file.mtime_ns for file in plan.checkpoint.all_files}
 
 
 def _score(keys: KeyRange, key: int) -> float | None:

@@ -1,10 +1,7 @@
 """The model card of a result: what was done, above the card of the source.
 
-[Note: card] A pruned checkpoint needs a README.md of its own: that of the source describes another
-model. The card depends on the source's card, the plan and the counts alone, and has no date and no
-path, so that every run writes the same bytes and ``verify`` can derive them. Only two of its words
-cannot be derived: the name of the source, which may come from its path, and the version of
-distprune.
+A pruned checkpoint needs a README.md of its own: that of the source describes another model. The
+card has no date and no path, so that every run writes the same bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import yaml
 from distprune._version import __version__
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.disk.access import reading
-from distprune.files.planning import CARD_FILE, MAX_CARD_BYTES, Plan
+from distprune.files.planning import CARD_FILE, Plan
 from distprune.files.reports import Report, TensorReport
 from distprune.files.text import format_percent, role_of
 from distprune.recipes import ELEMENTWISE
@@ -33,8 +30,6 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII
 _FOLDERS = ("cache", "checkpoint", "checkpoints", "ckpt", "data", "model", "models", "out",
             "output", "outputs", "results", "runs", "saved", "tmp", "workspace")  # fmt: skip
 _MAX_KINDS = 60
-# No card is longer: the card of the source has a limit, and the part above it is short.
-_MAX_BYTES = MAX_CARD_BYTES + (8 << 20)
 
 
 def card_of(plan: Plan, report: Report) -> bytes | None:
@@ -50,11 +45,7 @@ def card_of(plan: Plan, report: Report) -> bytes | None:
     """
     if not plan.has_card:
         return None
-    return _card(plan, report, name_of_source(plan.checkpoint), __version__)
-
-
-def _card(plan: Plan, report: Report, base_model: str | None, version: str) -> bytes:
-    """The card, with the two words that cannot be derived: see [Note: card]."""
+    base_model = name_of_source(plan.checkpoint)
     source = b""
     for other in plan.checkpoint.others:
         if other.name == CARD_FILE:
@@ -67,51 +58,13 @@ def _card(plan: Plan, report: Report, base_model: str | None, version: str) -> b
     kept = {key: value for key, value in (metadata or {}).items() if key not in left_out}
     kept |= {} if base_model is None else {"base_model": base_model}
     head = join_front_matter(with_tags(kept, _TAGS))
-    text = head + "\n" + "\n".join(_section(plan, report, base_model, version)) + "\n"
+    text = head + "\n" + "\n".join(_section(plan, report, base_model)) + "\n"
     if below.strip():
         text += (
             "\n---\n\n*The card of the source follows as it was. What it says of the quality of "
             "the model was measured before the pruning.*\n\n"
         )
     return text.encode("utf-8") + below.lstrip(b"\r\n")
-
-
-def card_problem(folder: str | Path, plan: Plan, report: Report) -> str:
-    """A sentence if the README.md of a result is not its card; "" if it is, or needs no card.
-
-    Args:
-        folder: the result, in which the card is a regular file.
-        plan: derived from the source.
-        report: with correct counts.
-
-    Raises:
-        CheckpointError: one of the cards cannot be read.
-    """
-    if not plan.has_card:
-        return ""
-    path = Path(folder, CARD_FILE)
-    with reading(path), open(path, "rb") as file:
-        card = file.read(_MAX_BYTES + 1)
-    if len(card) <= _MAX_BYTES and _is_card(card, plan, report):
-        return ""
-    return (
-        f"{CARD_FILE} is not the model card that distprune writes for this pruning. Write what you "
-        "have to add into another file, or prune with --no-card."
-    )
-
-
-def _is_card(card: bytes, plan: Plan, report: Report) -> bool:
-    """Whether a file is the card of a result, with any name of the source and any version."""
-    version = re.search(rb"pruned by distprune ([0-9A-Za-z.+-]{1,40}), and not", card)
-    version_text = version[1].decode() if version else __version__
-    metadata, below = split_front_matter(card)
-    candidates = [name_of_source(plan.checkpoint), None]
-    if metadata is not None:
-        name = metadata.get("base_model")
-        if isinstance(name, str) and _ID.fullmatch(name):
-            candidates.append(name)
-        card = join_front_matter(metadata).encode() + below  # as this version of PyYAML writes it
-    return any(card == _card(plan, report, base, version_text) for base in candidates)
 
 
 def cached_name(folder: str | Path) -> str | None:
@@ -134,7 +87,7 @@ def name_of_source(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def _section(plan: Plan, report: Report, base: str | None, version: str) -> list[str]:
+def _section(plan: Plan, report: Report, base: str | None) -> list[str]:
     percent = format_percent(report.num_pruned, report.num_elements)
     source = f"[{base}](https://huggingface.co/{base})" if base else "its source"
     values = plan.inputs.values
@@ -170,7 +123,7 @@ def _section(plan: Plan, report: Report, base: str | None, version: str) -> list
         "",
         f"This checkpoint is {source} with zeros in the place of {report.num_pruned:,} of "
         f"{report.num_elements:,} selected weights ({percent}). It was pruned by "
-        f"distprune {version}, and not trained afterwards; {quality}",
+        f"distprune {__version__}, and not trained afterwards; {quality}",
         "",
         "## What was done",
         "",
@@ -263,40 +216,24 @@ def _code(name: str) -> str:
 _BLOCK = re.compile(
     rb"\A(?:\xef\xbb\xbf)?\s*---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE
 )
-_MAX_METADATA_BYTES, _MAX_DEPTH = 1 << 18, 32  # of metadata; PyYAML reads some 200 KB per second
 
 
 def split_front_matter(card: bytes) -> tuple[dict[Any, Any] | None, bytes]:
     """The metadata of a card, and the text below.
 
     Returns:
-        None and all of the card if it has no metadata, or none that can be read: no UTF-8, no
-        mapping, very long, deeply nested, or with aliases.
+        None and all of the card if it has no metadata, or none that can be read.
     """
     match = _BLOCK.match(card)
-    if match is None or len(match[1]) > _MAX_METADATA_BYTES:
+    if match is None:
         return None, card
     try:
-        block = match[1].decode("utf-8")
-        if not _is_plain(block):
-            return None, card
-        metadata = yaml.safe_load(block)
+        metadata = yaml.safe_load(match[1].decode("utf-8"))
     except Exception:  # PyYAML raises anything for dates, numbers and tags that cannot be
         return None, card
     if metadata is None:
         metadata = {}
     return (metadata, card[match.end() :]) if isinstance(metadata, dict) else (None, card)
-
-
-def _is_plain(block: str) -> bool:
-    """Whether YAML has no aliases, which make much of a little text, and is not deeply nested."""
-    depth = 0
-    for event in yaml.parse(block, yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_DEPTH or isinstance(event, yaml.AliasEvent):
-            return False
-    return True
 
 
 def join_front_matter(metadata: dict[Any, Any]) -> str:
