@@ -195,16 +195,6 @@ def test_the_commands_of_a_model_card(run, source, tmp_path, monkeypatch, has_sc
     assert tree_digest(tmp_path / "out", run_facts) == tree_digest(tmp_path / "again", run_facts)
 
 
-def test_a_changed_model_card(run, source, tmp_path):
-    works(run("prune", source, tmp_path / "out", "-s", "0.5"))
-    with (tmp_path / "out" / "README.md").open("a") as card:
-        card.write("more")
-    verify = ["verify", tmp_path / "out", "--against", source]
-    said(run(*verify), "prune with --no-card", code=3)
-    works(run("prune", source, tmp_path / "bare", "-s", "0.5", "--no-card"))
-    works(run("verify", tmp_path / "bare", "--against", source))
-
-
 def test_a_recipe_for_checkpoints(run, source, tmp_path):
     from distprune.recipe import load_recipe
 

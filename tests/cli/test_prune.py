@@ -97,7 +97,7 @@ def test_any_number_of_processes_gives_the_same_bytes(run, source, tmp_path):
         assert err.count("Prunes ") == 1  # the first rank speaks for all
         assert tree_digest(tmp_path / name, RUN) == expected
         facts = json.loads((tmp_path / name / RUN[0]).read_text())
-        assert facts["num_ranks"] == size
+        assert facts["run"]["num_ranks"] == size
         if name == "two":
             assert json.loads(out)["run"]["num_ranks"] == 2
 

@@ -66,11 +66,9 @@ def test_rows_that_are_cut_send_their_keys_once(wrapping, dtype):
     for calls, num_collectives, bytes_sent, num_bytes in run_ranks(
         traffic_of_rows, size, wrapping, dtype
     ):
-        assert {name for name, _ in calls} == {"allreduce_", "alltoall_base_"}
+        assert {name for name, _ in calls} == {"allreduce_"}
         assert num_collectives == len(calls) < 20
-        others = num_bytes * (size - 1) // size
-        bits = num_bytes // (8 * (4 if dtype == "float32" else 2))
-        assert others <= bytes_sent < others + bits + 4096
+        assert num_bytes * size <= bytes_sent < num_bytes * size + 1024
 
 
 def traffic_of_steps(wrapping: str, pruned: bool, weights: bool) -> list[list[tuple[str, int]]]:

@@ -24,10 +24,10 @@ from helpers.models import Net, fill
 NAMES = ["l1.weight", "l2.weight"]
 
 CASES = {  # case -> (type of the error, what its text says)
-    "misspelt": ("ValueError", r"Linear, 'weigth'\)(.|\n)*'weight'"),
-    "another module": ("ValueError", r"Linear, 'weight'\)(.|\n)*l1\.weight"),
+    "misspelt": ("ValueError", r"Linear, 'weigth'\)"),
+    "another module": ("ValueError", r"Linear, 'weight'\)"),
     "another parameter": ("ValueError", r"Linear, 'bias'\)"),
-    "full name": ("TypeError", r"'l1\.wieght'(.|\n)*\(module, name\)(.|\n)*'l1\.weight'"),
+    "full name": ("TypeError", r"'l1\.wieght'(.|\n)*\(module, name\)"),
     "name of two letters": ("TypeError", r"'l1'(.|\n)*\(module, name\)"),
     "a number": ("TypeError", r"7(.|\n)*\(module, name\)"),
 }
