@@ -40,30 +40,29 @@ def masks_of(folder):
     }
 
 
-def masks_of_a_recipe(dtype, mapping):
-    """In the library, by a pruner that a recipe made."""
+def masks_of_recipes(dtype, mappings):
+    """In the library, by pruners that recipes made."""
     model = make_model(dtype)
-    parse_recipe(mapping).pruner(model).step()
+    for mapping in mappings:
+        parse_recipe(mapping).pruner(model).step()
     parameters = [(n, m) for n, m in model.named_modules() if hasattr(m, "weight_mask")]
     return {f"{name}.weight": module.weight_mask.bool() for name, module in parameters}
 
 
-def test_one_recipe_for_a_model_and_its_checkpoint(tmp_path):
-    mapping = {
-        "version": 1, "seed": 3,
-        "groups": [
-            {"select": {"include": "layers.[0-4]"}, "sparsity": 0.5,
-             "limits": {"max_sparsity": 0.6}},
-            {"select": {"include": "re:layers[.][56].*"}, "sparsity": 0.25, "score": "random"},
-            {"select": {"include": "layers.[789]"}, "sparsity": 0.75},
-        ],
-    }  # fmt: skip
+def test_groups_of_a_checkpoint_are_recipes_of_a_model(tmp_path):
+    groups = [
+        {"select": {"include": "layers.[0-4]"}, "sparsity": 0.5, "limits": {"max_sparsity": 0.6}},
+        {"select": {"include": "re:layers[.][56].*"}, "sparsity": 0.25, "score": "random"},
+        {"select": {"include": "layers.[789]"}, "sparsity": 0.75},
+    ]
     state = {name: tensor.detach() for name, tensor in make_model("mixed").state_dict().items()}
     source = tiny_checkpoints.save(tmp_path / "source", state)
-    recipe = FileRecipe.parse(mapping)
+    recipe = FileRecipe.parse({"version": 1, "seed": 3, "groups": groups})
     pruning.prune(planning.plan(source, recipe), tmp_path / "target")
     found = masks_of(tmp_path / "target")
-    (wanted,) = run_ranks(masks_of_a_recipe, 1, "mixed", mapping)
+    seeds = [{}, {"seed": 3}, {}]  # of the random scores alone
+    recipes = [{"version": 1} | of | group for of, group in zip(seeds, groups, strict=True)]
+    (wanted,) = run_ranks(masks_of_recipes, 1, "mixed", recipes)
     assert len(found) == 10 and found.keys() == wanted.keys()
     assert all(found[name].equal(keep) for name, keep in wanted.items())
 

@@ -425,7 +425,7 @@ def test_a_name_of_a_file_that_no_json_can_hold(tmp_path):
     assert verify(tmp_path / "target", source).is_good
     (tmp_path / "target" / "caf\udce9 \x1b[2J").write_text("xx")
     (problem,) = verify(tmp_path / "target", source).problems
-    assert problem == r"'caf\udce9 \x1b[2J' has 2 bytes; expected 1."
+    assert problem == r"caf\udce9 \x1b[2J has 2 bytes; expected 1."
 
 
 @pytest.mark.parametrize("scope", ["global", "layer"])
