@@ -297,7 +297,7 @@ ERRORS = {
     "no names": "TypeError(.|\n)*select",
     "twice": "ValueError: weight is the name of two(.|\n)*prefix",
     "one rank only": "ValueError(.|\n)*pipeline_parallel",
-    "nan": "ValueError(.|\n)*layers.6.weight(.|\n)*NaN",
+    "nan": "UnfitScores(.|\n)*layers.6.weight(.|\n)*NaN",
     "all empty": "ValueError(.|\n)*empty on every rank",
     "own method": "NotImplementedError(.|\n)*DISTRIBUTED",
 }
