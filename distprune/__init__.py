@@ -43,7 +43,7 @@ _HOMES = {
     "MaskLoadingReport": "call.report",
     "MaskUpdate": "call.report",
     "MaskUpdateReport": "call.report",
-    "NamedParameter": "_common.naming",
+    "NamedParameter": "base.naming",
     "ParameterReport": "call.report",
     "PruningContainer": "methods.base",
     "PruningReport": "call.report",
@@ -85,9 +85,9 @@ _HOMES = {
     "verify": "verification.verifying",
     # Private in torch.nn.utils.prune, but programs call them: module:attribute.
     "_compute_norm": "methods.builtin:compute_norm",
-    "_compute_nparams_toprune": "_common.amount:resolve_count",
-    "_validate_pruning_amount": "_common.amount:validate_count",
-    "_validate_pruning_amount_init": "_common.amount:validate_amount",
+    "_compute_nparams_toprune": "base.amount:resolve_count",
+    "_validate_pruning_amount": "base.amount:validate_count",
+    "_validate_pruning_amount_init": "base.amount:validate_amount",
     "_validate_pruning_dim": "methods.builtin:validate_dim",
     "_validate_structured_pruning": "methods.builtin:validate_channels",
 }

@@ -9,8 +9,6 @@ from distprune import criteria as criteria
 from distprune import dynamic as dynamic
 from distprune import schedule as schedule
 from distprune import statistics as statistics
-from distprune._common import amount
-from distprune._common.naming import NamedParameter as NamedParameter
 from distprune.api.chosen_masks import get_masks as get_masks
 from distprune.api.chosen_masks import masks_from_zeros as masks_from_zeros
 from distprune.api.chosen_masks import set_masks as set_masks
@@ -31,6 +29,8 @@ from distprune.api.mask_files import save_masks as save_masks
 from distprune.api.select import select as select
 from distprune.api.wrap_later import masks_aside as masks_aside
 from distprune.api.wrap_later import shard_masks as shard_masks
+from distprune.base import amount
+from distprune.base.naming import NamedParameter as NamedParameter
 from distprune.call.report import ChannelGroupReport as ChannelGroupReport
 from distprune.call.report import MaskLoadingReport as MaskLoadingReport
 from distprune.call.report import MaskUpdate as MaskUpdate

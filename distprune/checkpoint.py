@@ -28,21 +28,21 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import NamedParameter, full_name, named_modules, unwrap
-from distprune._common.process_groups import is_distributed, world
-from distprune._common.pruned_form import (
+from distprune.api.global_unstructured import global_unstructured
+from distprune.base.naming import NamedParameter, full_name, named_modules, unwrap
+from distprune.base.pruned_form import (
     mask_key,
     masked_product,
     name_of_pruned_mask,
     name_of_pruned_orig,
     orig_key,
 )
-from distprune.api.global_unstructured import global_unstructured
 from distprune.masks.checks import check_ties, check_writable
 from distprune.masks.hook import find_hook, pruned_parameters, put_records, records_of
 from distprune.methods.builtin import Identity
+from distprune.ranks.process_groups import is_distributed, world
 from distprune.shards.parameters import all_places, by_parameter
-from distprune.torch_private.wrapper import is_flattened, managed_parameters
+from distprune.wrappers.wrapper import is_flattened, managed_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

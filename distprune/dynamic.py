@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.mask_values import write_product
-from distprune._common.naming import Pair, checked_pair, label_of, unwrap
-from distprune._common.process_groups import world
-from distprune._common.pruned_form import local_tensor, name_without_orig
 from distprune.api.chosen_masks import StateRule, get_masks, set_masks
 from distprune.api.global_mask import global_mask
+from distprune.base.mask_values import write_product
+from distprune.base.naming import Pair, checked_pair, label_of, unwrap
+from distprune.base.pruned_form import local_tensor, name_without_orig
 from distprune.call.report import MaskUpdateReport
 from distprune.call.request import ParameterArguments
 from distprune.call.run import count_live
 from distprune.masks.hook import find_hook, pruned_parameters
+from distprune.ranks.process_groups import world
 from distprune.shards.gradients import available_gradient, local_gradient
 from distprune.shards.reader import ShardReader
-from distprune.torch_private import masked_value
+from distprune.wrappers import masked_value
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -11,8 +11,8 @@ parameters give what one process would. How a mask acts there is said in
 ``stored_run.[Note: masks on stored values]``. docs/layouts.md has a whole example.
 """
 
-from distprune.torch_private.stored_run import StoredRun
-from distprune.torch_private.wrapper import Finder, finders
+from distprune.wrappers.stored_run import StoredRun
+from distprune.wrappers.wrapper import Finder, finders
 
 __all__ = ["Finder", "StoredRun", "register", "unregister"]
 

@@ -35,8 +35,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import prune as reference
 
 import distprune
-from distprune._common.pruned_form import local_tensor, mask_key, orig_key
-from distprune.torch_private import private_fields
+from distprune.base.pruned_form import local_tensor, mask_key, orig_key
+from distprune.wrappers import private_fields
 
 _AMOUNTS = (0.3, 17, 0.5)  # of successive prunings
 _RTOL, _ATOL = 1e-4, 1e-5  # for sums, whose order depends on the ranks
@@ -69,7 +69,7 @@ class Case:
 
     Attributes:
         name: its name in the table.
-        adapters: the adapters whose private fields it needs, keys of torch_private.private_fields.
+        adapters: the adapters whose private fields it needs, keys of wrappers.private_fields.
         min_ranks: the smallest number of ranks; with 4 they are a mesh of two axes.
         num_alike: number of ranks that get the same part of a batch; 0: all.
         device: of this rank.

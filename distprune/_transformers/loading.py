@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distprune._common.selecting import natural_key
 from distprune._transformers.table import (
     Conversion,
     Input,
@@ -27,6 +26,7 @@ from distprune._transformers.table import (
     renamings_and_converters,
     transforms_of,
 )
+from distprune.base.selecting import natural_key
 
 # From a name in the file to the whole mask, bool, of its shape in the file.
 ReadMask = Callable[[str], Tensor]

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import named_modules, unwrap
-from distprune._common.selecting import natural_key
+from distprune.base.naming import named_modules, unwrap
+from distprune.base.selecting import natural_key
 
 Shape = tuple[int, ...]
 

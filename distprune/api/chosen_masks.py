@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from distprune._common.collectives import Communicator
-from distprune._common.memory import on_host
-from distprune._common.naming import (
+from distprune.base.memory import on_host
+from distprune.base.naming import (
     NamedParameter,
     Pair,
     checked_pair,
@@ -29,10 +28,9 @@ from distprune._common.naming import (
     tied_places,
     unwrap,
 )
-from distprune._common.process_groups import world
-from distprune._common.pruned_form import is_dtensor, local_tensor
-from distprune._common.report_text import listed
-from distprune._common.selecting import reason_of_shape
+from distprune.base.pruned_form import is_dtensor, local_tensor
+from distprune.base.report_text import listed
+from distprune.base.selecting import reason_of_shape
 from distprune.call.reading import read_parameters
 from distprune.call.report import MaskUpdate, MaskUpdateReport, PruningReport
 from distprune.call.request import (
@@ -47,6 +45,8 @@ from distprune.masks.checks import check_binary
 from distprune.masks.hook import refresh_products
 from distprune.methods.base import elementwise_decision
 from distprune.methods.builtin import hook_for_chosen_mask
+from distprune.ranks.collectives import Communicator
+from distprune.ranks.process_groups import world
 from distprune.shards.parameters import Target, find_places
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import checked_pair
-from distprune._common.process_groups import world
+from distprune.base.naming import checked_pair
 from distprune.call.importance_scores import check_signed, part_of_scores
 from distprune.call.reading import check_names, check_ranks, describe
 from distprune.call.replicas import agree_on_copies, count_live_and_compare
@@ -28,6 +27,7 @@ from distprune.methods.ranking import (
     score_keys,
     scores_or_values,
 )
+from distprune.ranks.process_groups import world
 from distprune.selection.candidates import PartCut, Ranked, candidates_of
 from distprune.selection.keys import RANDOM_KEYS, Order, key_range
 from distprune.selection.passes import write_masks
@@ -39,7 +39,7 @@ from distprune.shards.geometry import memory_order
 from distprune.shards.parameters import Target
 from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
 from distprune.shards.shard import LocalShard
-from distprune.torch_private.wrapper import is_piece_of_flat
+from distprune.wrappers.wrapper import is_piece_of_flat
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.amount import (
+from distprune.base.amount import (
     Amount,
     Bounded,
     Bounds,
@@ -26,9 +26,8 @@ from distprune._common.amount import (
     to_bounds,
     validate_amount,
 )
-from distprune._common.exact_sums import Normalization, check_normalization
-from distprune._common.naming import unwrap
-from distprune._common.process_groups import world
+from distprune.base.exact_sums import Normalization, check_normalization
+from distprune.base.naming import unwrap
 from distprune.call.importance_scores import SignedScores, check_mapping
 from distprune.call.report import ChannelGroupReport, StructuredReport
 from distprune.call.request import Decision, PruningArguments, PruningCall
@@ -48,6 +47,7 @@ from distprune.methods.channels import (
     masks_without,
     normalized,
 )
+from distprune.ranks.process_groups import world
 from distprune.shards.parameters import Scores
 from distprune.shards.reader import ShardReader
 

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from distprune._common.amount import Amount, SparsityBound
-from distprune._common.blocks import Scope
-from distprune._common.exact_sums import Normalization, check_normalization
-from distprune._common.process_groups import world
+from distprune.base.amount import Amount, SparsityBound
+from distprune.base.blocks import Scope
+from distprune.base.exact_sums import Normalization, check_normalization
 from distprune.budgets import BudgetLike, to_budget
 from distprune.call.grouping import InputDims, to_rule
 from distprune.call.importance_scores import check_mapping, check_order
@@ -19,6 +18,7 @@ from distprune.call.request import ByBudget, InGroups, OneRanking, PruningArgume
 from distprune.call.run import prune_parameters
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import hook_for_chosen_mask
+from distprune.ranks.process_groups import world
 from distprune.shards.parameters import Scores
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from distprune._common.amount import Amount
-from distprune._common.naming import unwrap
+from distprune.base.amount import Amount
+from distprune.base.naming import unwrap
 from distprune.masks.hook import find_hook, hooks_on, unregister
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import (

@@ -18,17 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distprune._common import mask_bits
-from distprune._common.collectives import Communicator
-from distprune._common.naming import NamedParameter, checked_pair, label_of
-from distprune._common.process_groups import world
-from distprune._common.report_text import listed
 from distprune._transformers.loading import (
     MaskSource,
     match_masks,
     rules_for,
 )
 from distprune._transformers.table import SavedMasks, as_saved
+from distprune.base import mask_bits
+from distprune.base.naming import NamedParameter, checked_pair, label_of
+from distprune.base.report_text import listed
 from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.report import MaskLoadingReport
@@ -50,6 +48,8 @@ from distprune.files.disk.access import sync_folder
 from distprune.files.errors import CheckpointError
 from distprune.masks.hook import find_hook
 from distprune.methods.builtin import hook_for_chosen_mask
+from distprune.ranks.collectives import Communicator
+from distprune.ranks.process_groups import world
 from distprune.shards.parameters import Place, Target, all_places, by_parameter, find_places
 from distprune.shards.shard import LocalShard
 

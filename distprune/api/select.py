@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from distprune._common.naming import NamedParameter, full_name, unwrap
-from distprune._common.pruned_form import lost_mask, mask_key, name_without_orig
-from distprune._common.selecting import (
+from distprune.base.naming import NamedParameter, full_name, unwrap
+from distprune.base.pruned_form import lost_mask, mask_key, name_without_orig
+from distprune.base.selecting import (
     EMBEDDING,
     HEAD,
     MIN_NDIM,

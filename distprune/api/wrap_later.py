@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from distprune._common.collectives import Communicator
-from distprune._common.naming import full_name
-from distprune._common.process_groups import world
-from distprune._common.pruned_form import local_tensor, mask_key
+from distprune.base.naming import full_name
+from distprune.base.pruned_form import local_tensor, mask_key
 from distprune.call.reading import read_at_rest
 from distprune.masks.attach import Transaction, mask_dtype
 from distprune.masks.checks import (
@@ -23,6 +21,8 @@ from distprune.masks.checks import (
     check_ties,
 )
 from distprune.masks.hook import PruningHook, find_hook, named_hooks, unregister
+from distprune.ranks.collectives import Communicator
+from distprune.ranks.process_groups import world
 from distprune.shards.checksum import checksums
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from distprune._common.amount import Bounded, Bounds, per_parameter
+from distprune.base.amount import Bounded, Bounds, per_parameter
 
 
 class Line(NamedTuple):

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common import exact_sums, memory
-from distprune._common.amount import Bounded
-from distprune._common.collectives import Communicator
-from distprune._common.memory import Count, Scratch
-from distprune._common.naming import UnfitScores
+from distprune.base import exact_sums, memory
+from distprune.base.amount import Bounded
+from distprune.base.memory import Count, Scratch
+from distprune.base.naming import UnfitScores
 from distprune.budgets.base import Budget, Line
+from distprune.ranks.collectives import Communicator
 from distprune.selection.normalizing import (
     Scored,
     grid_sums,
@@ -120,7 +120,7 @@ class OWL(Budget):
 
     def _per_parameter(self, parameters: Sequence[Bounded]) -> list[Fraction]:
         # Not above: it loads torch, and recipes are read without.
-        from distprune._common.naming import plain_key
+        from distprune.base.naming import plain_key
 
         ratios = {plain_key(key): ratio for key, ratio in self.ratios.items()}
         used: set[Hashable] = set()

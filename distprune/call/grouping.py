@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from distprune._common.amount import Amount
-from distprune._common.blocks import BlockRule, Layout, Scope, layout_along, parse_pattern
-from distprune._common.collectives import Communicator
-from distprune._common.naming import plain_key
-from distprune._common.selecting import matcher
+from distprune.base.amount import Amount
+from distprune.base.blocks import BlockRule, Layout, Scope, layout_along, parse_pattern
+from distprune.base.naming import plain_key
+from distprune.base.selecting import matcher
+from distprune.ranks.collectives import Communicator
 from distprune.selection.block_cuts import BlockedParameter
 from distprune.shards.parameters import Target
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import Pair, is_pair, unwrap
+from distprune.base.naming import Pair, is_pair, unwrap
 from distprune.shards.factored import FactoredScores
 from distprune.shards.parameters import Scores, Target
 from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum

@@ -9,9 +9,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from distprune._common.amount import Bounded, Bounds, to_bounds
-from distprune._common.collectives import Communicator
-from distprune._common.naming import checked_pair, label_of, tied_places
+from distprune.base.amount import Bounded, Bounds, to_bounds
+from distprune.base.naming import checked_pair, label_of, tied_places
 from distprune.call.grouping import Grouping, agree_on_grouping
 from distprune.call.importance_scores import by_parameter, local_scores
 from distprune.call.replicas import agree_on_copies
@@ -25,6 +24,7 @@ from distprune.call.request import (
     Together,
 )
 from distprune.masks.checks import check_binary, check_idle, check_owners, check_state
+from distprune.ranks.collectives import Communicator
 from distprune.shards.parameters import Target
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard

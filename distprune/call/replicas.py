@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distprune._common.collectives import Communicator
-from distprune._common.selecting import natural_key
+from distprune.base.selecting import natural_key
+from distprune.ranks.collectives import Communicator
 from distprune.selection.passes import count_each_live
 from distprune.shards.checksum import checksums, of_shard, replicas_agree
 from distprune.shards.factored import FactoredScores

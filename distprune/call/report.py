@@ -1,6 +1,6 @@
 """What a pruning call did: exact counts, the same on every rank.
 
-A parameter has collapsed if a ranking over all parameters has emptied it; see _common/amount.py,
+A parameter has collapsed if a ranking over all parameters has emptied it; see base/amount.py,
 which files use, too. Not counted here are parameters of fewer than two dimensions (biases often
 begin at zero), those for which the caller asked for it, by a budget or a bound, and those that had
 collapsed before.
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from distprune._common.amount import collapsed, is_nearly_empty
-from distprune._common.report_text import CallReport, listed, share, table
+from distprune.base.amount import collapsed, is_nearly_empty
+from distprune.base.report_text import CallReport, listed, share, table
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from distprune._common.amount import Amount, Bounds, SparsityBound
-from distprune._common.blocks import BlockRule
-from distprune._common.collectives import Communicator
-from distprune._common.exact_sums import Normalization
+from distprune.base.amount import Amount, Bounds, SparsityBound
+from distprune.base.blocks import BlockRule
+from distprune.base.exact_sums import Normalization
 from distprune.budgets.base import Budget, Division
 from distprune.call.grouping import Grouping, InputDims
 from distprune.masks.hook import PruningHook
+from distprune.ranks.collectives import Communicator
 from distprune.selection.passes import count_live
 from distprune.selection.scores import scores_in_memory
 from distprune.shards.factored import FactoredScores

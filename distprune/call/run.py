@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distprune._common.collectives import Communicator
-from distprune._common.garbage import without_garbage_collection
-from distprune._common.report_text import share as share_of
+from distprune.base.garbage import without_garbage_collection
+from distprune.base.report_text import share as share_of
 from distprune.call.grouping import Grouping
 from distprune.call.reading import agree_on_share, read_parameters
 from distprune.call.replicas import count_live_and_compare, for_comparison, is_on_rank
@@ -33,6 +32,7 @@ from distprune.call.request import (
 from distprune.masks.attach import Transaction, mask_dtype
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import MaskRecord, PruningHook
+from distprune.ranks.collectives import Communicator
 from distprune.shards.checksum import replicas_agree
 from distprune.shards.parameters import Target
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distprune._common.blocks import parse_pattern
+from distprune.base.blocks import parse_pattern
 from distprune.cli.console import (
     Meter,
     Terminal,

@@ -216,7 +216,7 @@ def opened(options: ModelOptions) -> Iterator[Opened]:
     with process.process_group(options.timeout, backend_of(kind)):
         with translated(CheckpointError):
             from distprune import language_models
-            from distprune._common.process_groups import world
+            from distprune.ranks.process_groups import world
 
             tokenizer = options.load_tokenizer()
         windows = None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distprune._common.garbage import without_garbage_collection
-from distprune._common.mask_bits import num_bytes_of
+from distprune.base.garbage import without_garbage_collection
+from distprune.base.mask_bits import num_bytes_of
 from distprune.cli import process
 from distprune.cli.console import Terminal, count, percent, shape_text, without_numbers
 from distprune.cli.describing import ranking_text, show_warnings, summary, tell, values_of_files

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from distprune._common.selecting import natural_key
+from distprune.base.selecting import natural_key
 from distprune.cli.console import share_text
 from distprune.files.errors import OutputError, SelectionError
 from distprune.files.text import role_of, short_names

@@ -171,7 +171,7 @@ def process_group(timeout: float, backend: str = "gloo") -> Iterator[None]:
 def on_ranks(timeout: float, find: Callable[[], T]) -> Iterator[T]:
     """Join the other ranks for work that can be resumed; yields what all of them find."""
     with resumable(), process_group(timeout):
-        from distprune._common.process_groups import world
         from distprune.files.team import Team
+        from distprune.ranks.process_groups import world
 
         yield Team(world()).attempt(find)

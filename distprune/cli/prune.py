@@ -131,7 +131,7 @@ def _conclude(terminal: Terminal, report: Report, plan: Plan, destination: Path)
 
 
 def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> None:
-    from distprune._common.memory import peak_rss_bytes
+    from distprune.base.memory import peak_rss_bytes
 
     if terminal.as_json:
         terminal.json(json.loads(report.to_json()) | describing.values_of_files(plan.checkpoint))

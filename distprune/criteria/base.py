@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from distprune._common.process_groups import world
 from distprune.call.importance_scores import SignedScores
 from distprune.criteria.parts import Part, scored_parameters
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured
+from distprune.ranks.process_groups import world
 from distprune.shards.gradients import (
     available_gradient,
     check_trainable,

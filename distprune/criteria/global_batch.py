@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from distprune._common.process_groups import world
 from distprune.criteria.base import Criterion, Unit, checked_unit, is_finite
 from distprune.criteria.parts import Part
 from distprune.methods.builtin import L1Unstructured, LowestScore
+from distprune.ranks.process_groups import world
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from distprune._common.collectives import Communicator, sum_of_pieces
-from distprune._common.process_groups import over_groups, world
 from distprune.criteria.base import Criterion, Unit, checked_unit
+from distprune.ranks.collectives import Communicator, sum_of_pieces
+from distprune.ranks.process_groups import over_groups, world
 from distprune.shards.gradients import (
     LocalGradients,
     check_trainable,
@@ -27,7 +27,7 @@ from distprune.shards.rank_batches import (
     checked_weight,
     factor_of,
 )
-from distprune.torch_private.masked_value import base_class, own_property
+from distprune.wrappers.masked_value import base_class, own_property
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

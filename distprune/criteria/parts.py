@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import checked_pair, label_of, unwrap
-from distprune._common.pruned_form import is_dtensor
+from distprune.base.naming import checked_pair, label_of, unwrap
+from distprune.base.pruned_form import is_dtensor
 from distprune.masks.checks import is_misplaced
 from distprune.shards.gradients import check_trainable
 from distprune.shards.reader import ShardReader, local_part
 from distprune.shards.shard import LocalShard
-from distprune.torch_private.managed import ManagedRun
+from distprune.wrappers.managed import ManagedRun
 
 if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -65,7 +65,7 @@ class Part(ScoredParameter):
         """
         run = self._run
         if run is not None:
-            from distprune.torch_private import run_tensors
+            from distprune.wrappers import run_tensors
 
             return run_tensors.run_as_sharded_tensor(self.label, run, accumulator)
         tensor = self.shard.as_parameter_layout(accumulator)
@@ -95,7 +95,7 @@ class Part(ScoredParameter):
                 "runs, as FSDP1 does; expected a tensor laid out like it. Load the state with "
                 "torch.distributed.checkpoint, which reshards."
             )
-        from distprune.torch_private import run_tensors
+        from distprune.wrappers import run_tensors
 
         run_tensors.check_boxes(label, run, value, shard.values)
         return lambda own: run_tensors.load_run(label, run, value, own)

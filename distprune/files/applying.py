@@ -10,9 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distprune._common.collectives import Communicator
-from distprune._common.float_formats import PLAIN_FLOATS
-from distprune._common.process_groups import world
+from distprune.base.float_formats import PLAIN_FLOATS
 from distprune.files.checkpoints.checkpoint import Checkpoint, OtherFile, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskFile, mask_layout, open_masks
@@ -23,6 +21,8 @@ from distprune.files.reports import Record, RunFacts, as_json, identity_of, summ
 from distprune.files.results import Task, check_unchanged, resumed, versions
 from distprune.files.rewriting import masked_pieces
 from distprune.files.team import Progress, Team
+from distprune.ranks.collectives import Communicator
+from distprune.ranks.process_groups import world
 
 _VERSION = 1  # raised when the same masks and source would give other bytes
 

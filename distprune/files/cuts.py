@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distprune._common.amount import Bounds, bound_met
-from distprune._common.collectives import Communicator
-from distprune._common.naming import UnfitScores
+from distprune.base.amount import Bounds, bound_met
+from distprune.base.naming import UnfitScores
 from distprune.budgets.outliers import OWL, OWL_MULTIPLE, block_of, outlier_ratios
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.planning import Plan, PlannedGroup, bytes_to_count
 from distprune.files.reading import Source
 from distprune.files.selecting import bounded_of, check_budget
 from distprune.files.team import Team
+from distprune.ranks.collectives import Communicator
 from distprune.recipes import BUDGET_FROM_STATISTICS
 from distprune.selection.candidates import PartCut, Ranked
 from distprune.selection.normalizing import Scored, divisors_of

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distprune._common.blocks import Layout
-from distprune._common.float_formats import FLOATS, NARROW_FLOATS, PLAIN_FLOATS
+from distprune.base.blocks import Layout
+from distprune.base.float_formats import FLOATS, NARROW_FLOATS, PLAIN_FLOATS
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.checkpoints.header import DTYPE_BITS, TensorEntry
 from distprune.files.disk.access import read_into

@@ -16,9 +16,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from distprune._common import blocks
-from distprune._common.blocks import Layout
-from distprune._common.selecting import matcher
+from distprune.base import blocks
+from distprune.base.blocks import Layout
+from distprune.base.selecting import matcher
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.errors import SelectionError
@@ -27,7 +27,7 @@ from distprune.files.errors import SelectionError
 def matched(
     field: str, patterns: Sequence[str], names: Sequence[str], problems: list[str]
 ) -> set[str]:
-    """The names that match one of the patterns; see :mod:`distprune._common.selecting`.
+    """The names that match one of the patterns; see :mod:`distprune.base.selecting`.
 
     Args:
         field: the recipe's field, for messages.
@@ -221,7 +221,7 @@ class Layouts:
 
 
 def layout_along(entry: TensorEntry, dims: Sequence[int]) -> Layout:
-    """:func:`distprune._common.blocks.layout_along` of a stored tensor.
+    """:func:`distprune.base.blocks.layout_along` of a stored tensor.
 
     Raises:
         UnknownLayout: the tensor has no such dimensions, or they do not make a layout.

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from distprune._common.blocks import Blocks
-from distprune._common.memory import Array, Scratch
+from distprune.base.blocks import Blocks
+from distprune.base.memory import Array, Scratch
 from distprune.files.cuts import Cuts, cut_of_block, nan_error
 from distprune.files.errors import SelectionError
 from distprune.files.planning import CHUNK, MAX_IN_MEMORY

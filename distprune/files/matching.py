@@ -25,8 +25,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distprune._common.blocks import EXPERT_LAYOUTS, Layout, WeightLayout, layout_along
-from distprune._common.report_text import listed
+from distprune.base.blocks import EXPERT_LAYOUTS, Layout, WeightLayout, layout_along
+from distprune.base.report_text import listed
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.statistics_file import (
     StoredGradients,

@@ -18,10 +18,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distprune._common.amount import Bounds, resolve_count
-from distprune._common.blocks import Blocks, Layout
-from distprune._common.garbage import without_garbage_collection
-from distprune._common.selecting import natural_key
+from distprune.base.amount import Bounds, resolve_count
+from distprune.base.blocks import Blocks, Layout
+from distprune.base.garbage import without_garbage_collection
+from distprune.base.selecting import natural_key
 from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, OtherFile, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.errors import SelectionError

@@ -15,9 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from distprune._common.collectives import Communicator
-from distprune._common.memory import Array
-from distprune._common.process_groups import world
+from distprune.base.memory import Array
 from distprune.files.cuts import Cuts, find_cuts
 from distprune.files.lowest import LowestElements
 from distprune.files.output import resolve_destination
@@ -28,6 +26,8 @@ from distprune.files.reports.building import check_counts, make_report
 from distprune.files.reports.model_card import card_of
 from distprune.files.results import check_unchanged, prune_task, resumed, versions
 from distprune.files.team import Progress, Team
+from distprune.ranks.collectives import Communicator
+from distprune.ranks.process_groups import world
 
 
 def prune(

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.exact_sums import scale_of
-from distprune._common.float_formats import PLAIN_FLOATS
-from distprune._common.hashing import draw_seed
-from distprune._common.memory import Array, Runs, Scratch
+from distprune.base.exact_sums import scale_of
+from distprune.base.float_formats import PLAIN_FLOATS
+from distprune.base.hashing import draw_seed
+from distprune.base.memory import Array, Runs, Scratch
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.statistics_file import StoredSums
 from distprune.files.disk.access import fill, opened, read_into

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from distprune._common.schedules import OneShot
+from distprune.base.schedules import OneShot
 from distprune.files.errors import SelectionError, headline
 from distprune.files.text import yaml_text
 from distprune.recipes import RecipeError

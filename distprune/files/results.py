@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from distprune._common.mask_bits import num_bytes_of
-from distprune._common.memory import peak_rss_bytes
+from distprune.base.mask_bits import num_bytes_of
+from distprune.base.memory import peak_rss_bytes
 from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, OtherFile, SourceFile
 from distprune.files.checkpoints.header import TensorEntry, WeightFile
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout, mask_layout

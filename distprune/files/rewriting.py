@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distprune._common import mask_bits
-from distprune._common.float_formats import PLAIN_FLOATS
-from distprune._common.memory import Array
+from distprune.base import mask_bits
+from distprune.base.float_formats import PLAIN_FLOATS
+from distprune.base.memory import Array
 from distprune.files.checkpoints.header import TensorEntry, WeightFile, read_header
 from distprune.files.checkpoints.mask_files import MaskFile, read_keep
 from distprune.files.disk.access import read_into, write_all

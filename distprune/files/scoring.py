@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distprune._common.blocks import Layout
+from distprune.base.blocks import Layout
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.errors import CheckpointError, SelectionError, headline, shown
@@ -212,7 +212,7 @@ def find_scores(path: str, tensors: Sequence[TensorEntry]) -> GivenScores:
             dtype; names all.
         CheckpointError: the scores are malformed.
     """
-    from distprune._common.float_formats import PLAIN_FLOATS  # numpy comes with it
+    from distprune.base.float_formats import PLAIN_FLOATS  # numpy comes with it
 
     checkpoint = open_checkpoint(path)
     found = {entry.name: entry for entry in checkpoint.tensors}

@@ -1,6 +1,6 @@
 """Which tensors of a checkpoint are pruned, in which group of the recipe, and why others are not.
 
-Names and headers decide: a file does not say what a tensor is for. ``_common.selecting`` has the
+Names and headers decide: a file does not say what a tensor is for. `base.selecting`` has the
 rules for names; ``include`` replaces them, and ``also`` adds to what they select.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from distprune._common.amount import CEILING, FLOOR, Bounded, to_bounds, violated_bound
-from distprune._common.blocks import Layout
-from distprune._common.float_formats import PLAIN_FLOATS
-from distprune._common.selecting import ADAPTER, reason_of_shape, reason_to_keep
+from distprune.base.amount import CEILING, FLOOR, Bounded, to_bounds, violated_bound
+from distprune.base.blocks import Layout
+from distprune.base.float_formats import PLAIN_FLOATS
+from distprune.base.selecting import ADAPTER, reason_of_shape, reason_to_keep
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.errors import MAX_PROBLEMS, SelectionError, headline, shown

@@ -13,9 +13,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from distprune._common.collectives import Communicator, Op
 from distprune.files import errors
 from distprune.files.errors import FilesError, Interrupted, RanksError, explained
+from distprune.ranks.collectives import Communicator, Op
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -23,9 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from distprune._common.collectives import Communicator
-from distprune._common.memory import Array
-from distprune._common.process_groups import world
+from distprune.base.memory import Array
 from distprune.files.checkpoints.checkpoint import SourceFile
 from distprune.files.checkpoints.header import WeightFile
 from distprune.files.checkpoints.mask_files import (
@@ -58,6 +56,8 @@ from distprune.files.rewriting import Counts, Piece, Pieces, masked_pieces, part
 from distprune.files.scoring import KeptValues
 from distprune.files.team import Progress, Team
 from distprune.files.text import printable
+from distprune.ranks.collectives import Communicator
+from distprune.ranks.process_groups import world
 
 _COPIED = 8 << 20  # bytes that are compared at a time
 

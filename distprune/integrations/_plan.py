@@ -10,12 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from distprune._common.blocks import Scope
-from distprune._common.exact_sums import Normalization
-from distprune._common.process_groups import world
-from distprune._common.schedules import Schedule
 from distprune.api.local import is_pruned
 from distprune.api.select import select
+from distprune.base.blocks import Scope
+from distprune.base.exact_sums import Normalization
+from distprune.base.schedules import Schedule
 from distprune.budgets import BudgetLike
 from distprune.call.report import PruningReport
 from distprune.call.request import ParameterArguments
@@ -23,6 +22,7 @@ from distprune.call.run import count_live
 from distprune.criteria.base import Criterion
 from distprune.criteria.gradient_moment import GradientMoment
 from distprune.masks.hook import put_records, records_of
+from distprune.ranks.process_groups import world
 from distprune.recipe import Recipe, load_recipe
 from distprune.schedule.pruner import ScheduledPruner
 from distprune.verification.verifying import verify

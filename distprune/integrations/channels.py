@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from distprune._common.naming import NamedParameter, full_name, named_modules, unwrap
+from distprune.base.naming import NamedParameter, full_name, named_modules, unwrap
 from distprune.methods.channels import ChannelGroup, ChannelPart
 
 # config.model_type of the families whose modules have these names and this layout.

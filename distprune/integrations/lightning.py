@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distprune._common.process_groups import world
 from distprune.checkpoint import prepare_for_load
 from distprune.integrations._plan import PlannedPruning
 from distprune.integrations.accelerate import (
@@ -32,6 +31,7 @@ from distprune.integrations.accelerate import (
     load_sharded_state,
     save_sharded_state,
 )
+from distprune.ranks.process_groups import world
 
 try:
     import lightning.pytorch as pl

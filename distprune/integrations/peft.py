@@ -24,14 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distprune._common.collectives import resolved, whole
-from distprune._common.memory import on_host
-from distprune._common.naming import named_modules, unwrap
-from distprune._common.process_groups import over_mesh, world
-from distprune._common.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
-from distprune._common.report_text import listed
+from distprune.base.memory import on_host
+from distprune.base.naming import named_modules, unwrap
+from distprune.base.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
+from distprune.base.report_text import listed
 from distprune.masks.hook import find_hook
-from distprune.torch_private.wrapper import is_managed
+from distprune.ranks.collectives import resolved, whole
+from distprune.ranks.process_groups import over_mesh, world
+from distprune.wrappers.wrapper import is_managed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

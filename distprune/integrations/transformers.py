@@ -33,11 +33,10 @@ from transformers import (
 )
 from transformers.trainer_callback import ExportableState
 
-from distprune._common.process_groups import world
-from distprune._common.pruned_form import mask_key, name_of_pruned_mask
 from distprune.api.global_unstructured import global_unstructured
 from distprune.api.local import is_pruned
 from distprune.api.select import select
+from distprune.base.pruned_form import mask_key, name_of_pruned_mask
 from distprune.checkpoint import prepare_for_load
 from distprune.criteria.base import Criterion
 from distprune.integrations._plan import PlannedPruning
@@ -47,6 +46,7 @@ from distprune.integrations.accelerate import (
     save_sharded_state,
 )
 from distprune.methods.builtin import L1Unstructured
+from distprune.ranks.process_groups import world
 
 logger = logging.getLogger(__name__)
 

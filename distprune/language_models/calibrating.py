@@ -27,11 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distprune._common.naming import NamedParameter, full_name, named_modules, unwrap
-from distprune._common.process_groups import world
-from distprune._common.pruned_form import orig_key
 from distprune._transformers.building import decoder_layers
 from distprune.api.select import head_of, select
+from distprune.base.naming import NamedParameter, full_name, named_modules, unwrap
+from distprune.base.pruned_form import orig_key
 from distprune.criteria.base import Criterion
 from distprune.criteria.gradient_moment import GradientMoment
 from distprune.language_models.hidden_states import HiddenStates
@@ -50,11 +49,12 @@ from distprune.language_models.running import (
     steps_of,
 )
 from distprune.language_models.text import TokenWindows
+from distprune.ranks.process_groups import world
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
 from distprune.statistics.layers import layout_of
 from distprune.statistics.sequential import BlockPasses, prune_sequentially
-from distprune.torch_private.wrapper import is_piece_of_flat
+from distprune.wrappers.wrapper import is_piece_of_flat
 
 if TYPE_CHECKING:
     from typing import TypeGuard

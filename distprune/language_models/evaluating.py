@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.process_groups import world
 from distprune.language_models.losses import BatchLosses, logits_of
 from distprune.language_models.running import (
     Report,
@@ -23,6 +22,7 @@ from distprune.language_models.running import (
     steps_of,
 )
 from distprune.language_models.text import TokenWindows
+from distprune.ranks.process_groups import world
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

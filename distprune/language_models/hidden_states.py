@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.pruned_form import is_dtensor
-from distprune.torch_private.wrapper import managed_parameters
+from distprune.base.pruned_form import is_dtensor
+from distprune.wrappers.wrapper import managed_parameters
 
 Run = Callable[[], object]
 # What a layer is called with beside the hidden states.

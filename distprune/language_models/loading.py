@@ -26,9 +26,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.float_formats import TORCH_NAMES
-from distprune._common.process_groups import world
-from distprune._common.pruned_form import is_dtensor, local_tensor
 from distprune._transformers.building import (
     build_without_weights,
     ignored_on_load,
@@ -37,12 +34,15 @@ from distprune._transformers.building import (
     tensors_of_checkpoints,
 )
 from distprune._transformers.loading import MaskSource, SameTensor, TransformersRules
+from distprune.base.float_formats import TORCH_NAMES
+from distprune.base.pruned_form import is_dtensor, local_tensor
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.locating import locate
 from distprune.files.disk.access import read_into
 from distprune.files.errors import CheckpointError
 from distprune.language_models.wrapping import Wrap, check_wrap, make_mesh, shard, sizes_of
+from distprune.ranks.process_groups import world
 from distprune.shards import dtensor
 from distprune.shards.shard import FoldedShard
 

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from distprune._common.collectives import whole
-from distprune._common.process_groups import world
-from distprune._common.pruned_form import is_dtensor
 from distprune.api.select import head_of
+from distprune.base.pruned_form import is_dtensor
 from distprune.language_models.running import data_ranks, inputs_of, output_of
 from distprune.language_models.text import TokenWindows
-from distprune.torch_private.wrapper import plain_class
+from distprune.ranks.collectives import whole
+from distprune.ranks.process_groups import world
+from distprune.wrappers.wrapper import plain_class
 
 SLICE = 1 << 24  # logits that there are at a time: 64 MiB in fp32
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from distprune._common.naming import Pair
-from distprune._common.process_groups import world
 from distprune.api.global_unstructured import global_unstructured
+from distprune.base.naming import Pair
 from distprune.call.report import PruningReport
 from distprune.call.request import ParameterArguments
 from distprune.call.run import count_live
@@ -17,6 +16,7 @@ from distprune.language_models.calibrating import calibrate
 from distprune.language_models.running import Report
 from distprune.language_models.text import TokenWindows
 from distprune.methods.builtin import L1Unstructured
+from distprune.ranks.process_groups import world
 from distprune.reconstruction.reconstructing import ReconstructionReport, reconstruct
 from distprune.shards.parameters import Scores
 from distprune.statistics.gram import GramMatrices

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distprune._common.naming import named_modules, unwrap
-from distprune._common.process_groups import is_distributed, over_groups, world
-from distprune._common.pruned_form import is_dtensor
+from distprune.base.naming import named_modules, unwrap
+from distprune.base.pruned_form import is_dtensor
 from distprune.language_models.text import TokenWindows
-from distprune.torch_private.managed import ManagedRun
-from distprune.torch_private.wrapper import managed_parameters
+from distprune.ranks.process_groups import is_distributed, over_groups, world
+from distprune.wrappers.managed import ManagedRun
+from distprune.wrappers.wrapper import managed_parameters
 
 # Of CPUs, x86 and ARM: those that multiply matrices of a dtype.
 _INSTRUCTIONS = {

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distprune._common.process_groups import world
 from distprune._transformers.table import as_saved, pretrained_model
 from distprune.checkpoint import gather_folded
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.disk.access import writing
 from distprune.files.output import check_place, check_taken, new_folder, resolve_destination
 from distprune.language_models.loading import require_extra
+from distprune.ranks.process_groups import world
 
 
 def save_sharded(

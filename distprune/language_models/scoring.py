@@ -10,12 +10,12 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from distprune._common.naming import Pair
-from distprune._common.process_groups import world
+from distprune.base.naming import Pair
 from distprune.criteria.gradient_moment import Fisher, GradientMoment, Taylor
 from distprune.language_models.calibrating import calibrate
 from distprune.language_models.running import Report
 from distprune.language_models.text import TokenWindows
+from distprune.ranks.process_groups import world
 from distprune.recipes import ELEMENTWISE, FROM_STATISTICS
 from distprune.shards.parameters import Scores
 from distprune.statistics.activation import ActivationStatistics

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.process_groups import world
 from distprune.files.errors import TextError
+from distprune.ranks.process_groups import world
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from distprune._common.process_groups import is_distributed
 from distprune._transformers.building import decoder_layers, names_by_tensor, put_tensor
+from distprune.ranks.process_groups import is_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle

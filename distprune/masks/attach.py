@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from distprune._common.pruned_form import is_dtensor, mask_key, orig_key
+from distprune.base.pruned_form import is_dtensor, mask_key, orig_key
 from distprune.masks.hook import PruningHook, find_hook, hooks_on, register, unregister
 from distprune.shards.shard import LocalShard
-from distprune.torch_private import deepspeed, masked_value
-from distprune.torch_private.dtensor import rebind
-from distprune.torch_private.managed import Managed
-from distprune.torch_private.masked_value import ShardMask
-from distprune.torch_private.wrapper import masked_by
+from distprune.wrappers import deepspeed, masked_value
+from distprune.wrappers.dtensor import rebind
+from distprune.wrappers.managed import Managed
+from distprune.wrappers.masked_value import ShardMask
+from distprune.wrappers.wrapper import masked_by
 
 
 def mask_dtype(shard: LocalShard) -> torch.dtype:

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import Pair, registered_parameters
-from distprune._common.process_groups import world
-from distprune._common.pruned_form import (
+from distprune.base.naming import Pair, registered_parameters
+from distprune.base.pruned_form import (
     is_dtensor,
     local_tensor,
     lost_mask,
@@ -28,9 +27,10 @@ from distprune._common.pruned_form import (
     orig_key,
 )
 from distprune.masks.hook import PruningHook, find_hook, hooks_on, new_modules
-from distprune.torch_private.dtensor import doubtful_box
-from distprune.torch_private.masked_value import shard_mask_key
-from distprune.torch_private.wrapper import managed_parameters
+from distprune.ranks.process_groups import world
+from distprune.wrappers.dtensor import doubtful_box
+from distprune.wrappers.masked_value import shard_mask_key
+from distprune.wrappers.wrapper import managed_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

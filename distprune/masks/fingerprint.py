@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distprune._common import mask_bits, memory
-from distprune._common.hashing import hash_keys
-from distprune._common.memory import Array
+from distprune.base import mask_bits, memory
+from distprune.base.hashing import hash_keys
+from distprune.base.memory import Array
 from distprune.shards.shard import FlatShard, LocalShard
 
 _BITS = 32  # of a word

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import Pair, full_name, named_modules
-from distprune._common.pruned_form import is_dtensor, lost_mask, mask_key, masked_product, orig_key
-from distprune.torch_private import masked_value
-from distprune.torch_private.masked_value import ShardMask
-from distprune.torch_private.wrapper import active_ddp, ignore_buffers, is_managed
+from distprune.base.naming import Pair, full_name, named_modules
+from distprune.base.pruned_form import is_dtensor, lost_mask, mask_key, masked_product, orig_key
+from distprune.wrappers import masked_value
+from distprune.wrappers.masked_value import ShardMask
+from distprune.wrappers.wrapper import active_ddp, ignore_buffers, is_managed
 
 # Modules that got a hook, or were copied with one, and that new_modules has not yielded yet.
 _bound: weakref.WeakSet[nn.Module] = weakref.WeakSet()

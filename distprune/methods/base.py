@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distprune._common.amount import Amount
-from distprune._common.mask_values import zero_pruned
-from distprune._common.naming import NamedParameter, unwrap
+from distprune.base.amount import Amount
+from distprune.base.mask_values import zero_pruned
+from distprune.base.naming import NamedParameter, unwrap
 from distprune.call.reading import read_at_rest
 from distprune.call.request import Decision, Fact, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters

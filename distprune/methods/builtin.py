@@ -9,10 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from distprune._common.amount import Amount, checked_count, resolve_count, validate_amount
-from distprune._common.collectives import Communicator
-from distprune._common.process_groups import is_distributed
-from distprune._common.pruned_form import local_tensor, mask_key
+from distprune.base.amount import Amount, checked_count, resolve_count, validate_amount
+from distprune.base.pruned_form import local_tensor, mask_key
 from distprune.call.request import Decision, LocalMasks, PruningCall
 from distprune.masks.checks import check_binary
 from distprune.masks.hook import find_hook
@@ -26,6 +24,8 @@ from distprune.methods.channels import (
     joint_norms,
     masks_without,
 )
+from distprune.ranks.collectives import Communicator
+from distprune.ranks.process_groups import is_distributed
 from distprune.selection.keys import Order
 from distprune.shards.reader import local_part, whole_checksum
 from distprune.shards.shard import LocalShard

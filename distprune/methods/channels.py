@@ -22,16 +22,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from distprune._common.amount import (
+from distprune.base.amount import (
     Amount,
     Bounds,
     checked_count,
 )
-from distprune._common.collectives import Communicator, Op
-from distprune._common.exact_sums import Normalization, power_of
-from distprune._common.memory import takes_numpy
-from distprune._common.naming import label_of
+from distprune.base.exact_sums import Normalization, power_of
+from distprune.base.memory import takes_numpy
+from distprune.base.naming import label_of
 from distprune.call.request import LocalMasks, PruningCall
+from distprune.ranks.collectives import Communicator, Op
 from distprune.shards.shard import LocalShard
 
 _BLOCK = 1 << 17  # elements whose float64 terms are held at a time

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from distprune._common.amount import Amount, Bounds, bound_met, checked_count
-from distprune._common.collectives import Communicator
-from distprune._common.hashing import draw_seed
+from distprune.base.amount import Amount, Bounds, bound_met, checked_count
+from distprune.base.hashing import draw_seed
 from distprune.call.grouping import Grouping
 from distprune.call.request import Decision, Divided, LocalMasks, PruningCall, Together
+from distprune.ranks.collectives import Communicator
 from distprune.selection.candidates import Candidates, KeySource, PartCut, Ranked, candidates_of
 from distprune.selection.in_blocks import prune_in_blocks
 from distprune.selection.keys import (

@@ -23,10 +23,10 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 from distprune import recipes
-from distprune._common import blocks
-from distprune._common.blocks import parse_pattern
-from distprune._common.schedules import SCHEDULES, Schedule
-from distprune._common.selecting import check_pattern
+from distprune.base import blocks
+from distprune.base.blocks import parse_pattern
+from distprune.base.schedules import SCHEDULES, Schedule
+from distprune.base.selecting import check_pattern
 from distprune.recipes import KeyPath, Problems, RecipeError
 
 

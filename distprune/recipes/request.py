@@ -9,8 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from distprune._common.blocks import BlockRule, Scope, parse_pattern
-from distprune._common.schedules import OneShot, Schedule, schedule_fields
+from distprune.base.blocks import BlockRule, Scope, parse_pattern
+from distprune.base.schedules import OneShot, Schedule, schedule_fields
 from distprune.recipes import (
     BUDGET_FROM_STATISTICS,
     FROM_FILES,
@@ -27,7 +27,7 @@ from distprune.recipes import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from distprune._common.exact_sums import Normalization
+    from distprune.base.exact_sums import Normalization
     from distprune.recipes.form import GroupForm, RecipeForm
 
 # Keys of the recipe as a whole that may be left out.

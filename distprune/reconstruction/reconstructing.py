@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.collectives import Communicator
-from distprune._common.process_groups import world
-from distprune._common.report_text import CallReport, table
+from distprune.base.report_text import CallReport, table
 from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
 from distprune.masks.hook import refresh_products
+from distprune.ranks.collectives import Communicator
+from distprune.ranks.process_groups import world
 from distprune.reconstruction.solving import STEPS, Block, blocks_of, least_squares
 from distprune.shards.parameters import Target
 from distprune.shards.shard import LocalShard

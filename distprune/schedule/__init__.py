@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from distprune._common.schedules import Cubic, Function, Linear, OneShot, Schedule
+from distprune.base.schedules import Cubic, Function, Linear, OneShot, Schedule
 
 if TYPE_CHECKING:
     from distprune.schedule.pruner import ScheduledPruner

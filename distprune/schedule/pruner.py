@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from distprune._common.amount import (
+from distprune.api.global_unstructured import global_arguments
+from distprune.api.local import remove
+from distprune.base.amount import (
     FLOOR,
     Amount,
     Bounded,
@@ -18,14 +20,10 @@ from distprune._common.amount import (
     resolve_count,
     to_bounds,
 )
-from distprune._common.blocks import Scope
-from distprune._common.collectives import Communicator
-from distprune._common.exact_sums import Normalization, check_normalization
-from distprune._common.naming import Pair, checked_pair, label_of, tied_places, unwrap
-from distprune._common.process_groups import world
-from distprune._common.schedules import Schedule
-from distprune.api.global_unstructured import global_arguments
-from distprune.api.local import remove
+from distprune.base.blocks import Scope
+from distprune.base.exact_sums import Normalization, check_normalization
+from distprune.base.naming import Pair, checked_pair, label_of, tied_places, unwrap
+from distprune.base.schedules import Schedule
 from distprune.budgets import BudgetLike, to_budget
 from distprune.budgets.base import Sparsities
 from distprune.call.grouping import InputDims, to_rule
@@ -36,6 +34,8 @@ from distprune.masks.checks import check_removable
 from distprune.masks.hook import find_hook
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured
+from distprune.ranks.collectives import Communicator
+from distprune.ranks.process_groups import world
 from distprune.selection.within_bounds import limits_for
 from distprune.shards.parameters import Scores
 from distprune.shards.reader import ShardReader

@@ -1,6 +1,6 @@
 """Where the blocks of a parameter lie in a rank's part of it.
 
-A block (see ``_common/blocks.py``) has a number, and its elements have places in it::
+A block (see ``base/blocks.py``) has a number, and its elements have places in it::
 
     a [4, 6] weight, blocks of 3 inputs     columns 0 to 3 of it, on one rank of two
       0 0 0 | 1 1 1                           0 0 0 | 1
@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from distprune._common.blocks import BlockRule, Blocks, layout_along
-from distprune._common.memory import Array
+from distprune.base.blocks import BlockRule, Blocks, layout_along
+from distprune.base.memory import Array
 from distprune.selection.candidates import Candidates
 
 # Larger bands are not ranked in memory.

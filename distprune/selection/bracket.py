@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.memory import Runs, join
+from distprune.base.memory import Runs, join
 from distprune.selection.candidates import Candidates, Draw, Interval
 from distprune.selection.kernels import fused_for, kernels_on
 from distprune.selection.radix import Descent, Search, binning, descent_over, narrowed, share_within

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from distprune._common import memory
-from distprune._common.collectives import Communicator
-from distprune._common.memory import INTEGERS, SERIAL, Count, Runs, Scratch
+from distprune.base import memory
+from distprune.base.memory import INTEGERS, SERIAL, Count, Runs, Scratch
+from distprune.ranks.collectives import Communicator
 from distprune.selection.keys import KeyRange, Keys, ScoreKeys
 from distprune.shards.geometry import IndexMap
 from distprune.shards.shard import LocalShard

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.blocks import Blocks
-from distprune._common.mask_values import bits_of_one, is_one
-from distprune._common.memory import INTEGERS, SERIAL, Array, Count, Runs, Scratch, count_segments
+from distprune.base.blocks import Blocks
+from distprune.base.mask_values import bits_of_one, is_one
+from distprune.base.memory import INTEGERS, SERIAL, Array, Count, Runs, Scratch, count_segments
 from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Interval, are_bool
 from distprune.selection.keys import KeyRange, replace_dead
 

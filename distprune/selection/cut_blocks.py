@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.blocks import Blocks
-from distprune._common.collectives import Communicator
-from distprune._common.memory import INTEGERS, Array, Scratch, takes_numpy
+from distprune.base.blocks import Blocks
+from distprune.base.memory import INTEGERS, Array, Scratch, takes_numpy
+from distprune.ranks.collectives import Communicator
 from distprune.selection.block_cuts import Places, pieces_of, spans_of_ranges
 from distprune.selection.candidates import Candidates
 from distprune.selection.cpu import lowest_of

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from distprune._common.blocks import Blocks
-from distprune._common.memory import Count, Runs, Scratch, count_segments
+from distprune.base.blocks import Blocks
+from distprune.base.memory import Count, Runs, Scratch, count_segments
 from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Interval, are_bool
 from distprune.selection.keys import KeyRange
 

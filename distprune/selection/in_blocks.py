@@ -15,9 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from distprune._common.blocks import Blocks
-from distprune._common.collectives import Communicator
-from distprune._common.memory import Scratch, on_host
+from distprune.base.blocks import Blocks
+from distprune.base.memory import Scratch, on_host
+from distprune.ranks.collectives import Communicator
 from distprune.selection.block_cuts import (
     NOWHERE,
     BlockedParameter,
@@ -58,7 +58,7 @@ def prune_in_blocks(
     Cost: where blocks are whole, one read of the scores, two of the masks and memory for a chunk.
     For blocks that the sharding cuts, that of
     :func:`~distprune.selection.cut_blocks.prune_cut`. Two small all-reduces, and the texts of
-    :meth:`~distprune._common.collectives.Communicator.distinct_texts` that say which blocks are
+    :meth:`~distprune.ranks.collectives.Communicator.distinct_texts` that say which blocks are
     cut: about 20 bytes for each regular layout of a parameter, else for every few blocks.
     """
     communicator, parts = ranked.communicator, ranked.parts

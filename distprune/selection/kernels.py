@@ -19,9 +19,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from distprune._common import memory
-from distprune._common.blocks import Blocks
-from distprune._common.memory import Count, Runs, Scratch
+from distprune.base import memory
+from distprune.base.blocks import Blocks
+from distprune.base.memory import Count, Runs, Scratch
 from distprune.selection import cpu, device
 from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Draw, Interval
 from distprune.selection.keys import KeyRange

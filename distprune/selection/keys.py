@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common import memory
-from distprune._common.float_formats import PLAIN_FLOATS, FloatFormat
-from distprune._common.hashing import LARGEST_HASH, hash_in_place, hash_keys
-from distprune._common.memory import INTEGERS, SERIAL, Array, Runs, Scratch
+from distprune.base import memory
+from distprune.base.float_formats import PLAIN_FLOATS, FloatFormat
+from distprune.base.hashing import LARGEST_HASH, hash_in_place, hash_keys
+from distprune.base.memory import INTEGERS, SERIAL, Array, Runs, Scratch
 from distprune.selection.scores import ScoreSource
 from distprune.shards.geometry import IndexMap
 

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common import memory
-from distprune._common.mask_values import is_one
-from distprune._common.memory import Array, Scratch, concatenate, count_segments, select
-from distprune._common.naming import UnfitScores
+from distprune.base import memory
+from distprune.base.mask_values import is_one
+from distprune.base.memory import Array, Scratch, concatenate, count_segments, select
+from distprune.base.naming import UnfitScores
 from distprune.selection import small
 from distprune.selection.bracket import COLLECT_ALL, Around, bracket, eight_pivots
 from distprune.selection.candidates import Candidates, Interval, Ranked

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common import exact_sums, memory
-from distprune._common.blocks import WeightLayout
-from distprune._common.collectives import Communicator
-from distprune._common.memory import Array, Scratch
-from distprune._common.naming import UnfitScores
+from distprune.base import exact_sums, memory
+from distprune.base.blocks import WeightLayout
+from distprune.base.memory import Array, Scratch
+from distprune.base.naming import UnfitScores
+from distprune.ranks.collectives import Communicator
 from distprune.selection.kernels import call_all, kernels_on, num_threads, spans_of
 from distprune.selection.normalizing import Scored, live_array, live_flags
 from distprune.selection.scores import slice_of, widened

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common import exact_sums, memory
-from distprune._common.collectives import Communicator
-from distprune._common.exact_sums import Normalization
-from distprune._common.mask_values import is_one
-from distprune._common.memory import Array, Count, Scratch, on_host
-from distprune._common.naming import UnfitScores
+from distprune.base import exact_sums, memory
+from distprune.base.exact_sums import Normalization
+from distprune.base.mask_values import is_one
+from distprune.base.memory import Array, Count, Scratch, on_host
+from distprune.base.naming import UnfitScores
+from distprune.ranks.collectives import Communicator
 from distprune.selection.kernels import call_all, kernels_on, num_threads, spans_of
 from distprune.selection.scores import ScaledScores, ScoreSource, widened
 from distprune.shards.shard import LocalShard

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common import memory
-from distprune._common.memory import Count, Scratch, join, on_host, select
+from distprune.base import memory
+from distprune.base.memory import Count, Scratch, join, on_host, select
 from distprune.selection import candidates, small
 from distprune.selection.candidates import (
     Candidates,

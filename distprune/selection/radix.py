@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common import memory
+from distprune.base import memory
 from distprune.selection.kernels import histogram_on_device
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common import memory
-from distprune._common.exact_sums import product_dtype, scale_scores
-from distprune._common.memory import Array, Runs, Scratch
+from distprune.base import memory
+from distprune.base.exact_sums import product_dtype, scale_scores
+from distprune.base.memory import Array, Runs, Scratch
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import Block, MatrixRun
 from distprune.shards.shard import LocalShard

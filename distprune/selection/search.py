@@ -20,8 +20,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from distprune._common.collectives import Communicator
-from distprune._common.memory import concatenate
+from distprune.base.memory import concatenate
+from distprune.ranks.collectives import Communicator
 from distprune.selection.candidates import Candidates, Cut, Ranked
 from distprune.selection.kth_key import Reading
 from distprune.selection.passes import Scan, count_in_bins, indices_at

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.mask_values import is_one
-from distprune._common.memory import INTEGERS, SERIAL, Array, Runs, Scratch
+from distprune.base.mask_values import is_one
+from distprune.base.memory import INTEGERS, SERIAL, Array, Runs, Scratch
 from distprune.selection import cpu
 from distprune.selection.candidates import Candidates, Cut, Interval, PartCut
 from distprune.selection.keys import KeyRange, Keys, ScoreKeys, keys_in, to_keys

@@ -31,9 +31,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from distprune._common import memory
-from distprune._common.mask_values import bits_of_one
-from distprune._common.memory import Array, Runs, Scratch, arrays_on_host
+from distprune.base import memory
+from distprune.base.mask_values import bits_of_one
+from distprune.base.memory import Array, Runs, Scratch, arrays_on_host
 from distprune.selection import device as operations
 from distprune.selection import triton_source as source
 from distprune.selection import triton_tables as tables

@@ -67,7 +67,7 @@ WIDTH = tl.constexpr(7)
 # Counts that a scan has registers for.
 MOST_PIVOTS = 9
 
-# SplitMix64, as in _common/hashing.py.
+# SplitMix64, as in base/hashing.py.
 _WEYL = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB - 2**64)

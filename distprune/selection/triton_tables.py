@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.memory import INTEGERS, Array
+from distprune.base.memory import INTEGERS, Array
 from distprune.selection.candidates import Candidates, Cut
 from distprune.selection.keys import RANDOM_KEYS, KeyRange, RandomKeys, ScoreKeys
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from distprune._common.amount import CEILING, FLOOR, Bounds, violated_bound
+from distprune.base.amount import CEILING, FLOOR, Bounds, violated_bound
 from distprune.selection.bracket import COLLECT_ALL, sample_size
 from distprune.selection.candidates import Candidates, PartCut, Ranked
 from distprune.selection.search import Selection, search_lowest, search_together, select_lowest

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distprune._common import memory
-from distprune._common.hashing import hash_keys
-from distprune._common.memory import lists_on_host
+from distprune.base import memory
+from distprune.base.hashing import hash_keys
+from distprune.base.memory import lists_on_host
 from distprune.shards.shard import LocalShard
 
 # 64-bit words in a block: they, their weights and the products stay in the second-level cache.

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distprune._common.pruned_form import is_dtensor
+from distprune.base.pruned_form import is_dtensor
 from distprune.shards.geometry import (
     IndexMap,
     Split,
@@ -23,7 +23,7 @@ from distprune.shards.geometry import (
     opened,
 )
 from distprune.shards.shard import FoldedShard, LocalShard
-from distprune.torch_private.managed import ManagedDTensor
+from distprune.wrappers.managed import ManagedDTensor
 
 
 @dataclass(frozen=True)

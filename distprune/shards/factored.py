@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distprune._common.blocks import WeightLayout
-from distprune._common.pruned_form import is_dtensor
+from distprune.base.blocks import WeightLayout
+from distprune.base.pruned_form import is_dtensor
 from distprune.shards.checksum import checksums
 
 

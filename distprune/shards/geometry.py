@@ -35,8 +35,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common import memory
-from distprune._common.memory import Array
+from distprune.base import memory
+from distprune.base.memory import Array
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distprune._common.collectives import Communicator
-from distprune._common.process_groups import is_distributed, over_groups, world
-from distprune._common.pruned_form import is_dtensor
+from distprune.base.pruned_form import is_dtensor
+from distprune.ranks.collectives import Communicator
+from distprune.ranks.process_groups import is_distributed, over_groups, world
 from distprune.shards.shard import LocalShard
-from distprune.torch_private import deepspeed
-from distprune.torch_private.managed import GradientSource, ManagedRun, ParameterSource
+from distprune.wrappers import deepspeed
+from distprune.wrappers.managed import GradientSource, ManagedRun, ParameterSource
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

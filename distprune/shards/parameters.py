@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import NamedParameter, full_name, named_modules
-from distprune._common.pruned_form import name_of_pruned_orig
+from distprune.base.naming import NamedParameter, full_name, named_modules
+from distprune.base.pruned_form import name_of_pruned_orig
 from distprune.shards.factored import FactoredScores
 from distprune.shards.shard import LocalShard
-from distprune.torch_private.wrapper import is_flat, is_flattened, managed_parameters
+from distprune.wrappers.wrapper import is_flat, is_flattened, managed_parameters
 
 # By (module, name): a score per element, or the factors of all scores.
 Scores = Mapping[tuple[nn.Module, str], Tensor | FactoredScores]

@@ -2,7 +2,7 @@
 
 What is not linear in the gradient has to see the gradient of each rank before it is averaged:
 ``E[g^2] = E[g]^2 + Var(g)``. Hooks on the leaves of autograd see it on every wrapper; see
-torch_private/managed.py.
+wrappers/managed.py.
 """
 
 from __future__ import annotations

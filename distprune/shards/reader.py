@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distprune._common.collectives import Communicator
-from distprune._common.naming import unwrap
-from distprune._common.process_groups import over_groups, over_mesh
-from distprune._common.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
+from distprune.base.naming import unwrap
+from distprune.base.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
+from distprune.ranks.collectives import Communicator
+from distprune.ranks.process_groups import over_groups, over_mesh
 from distprune.shards.checksum import checksums
 from distprune.shards.geometry import memory_order, run_index_map, whole_layout
 from distprune.shards.shard import FlatShard, LocalShard
-from distprune.torch_private.managed import Managed, ManagedDTensor, ManagedRun
-from distprune.torch_private.masked_value import ShardMask, shard_mask_key
-from distprune.torch_private.wrapper import find_run, is_flattened, managed_parameters
+from distprune.wrappers.managed import Managed, ManagedDTensor, ManagedRun
+from distprune.wrappers.masked_value import ShardMask, shard_mask_key
+from distprune.wrappers.wrapper import find_run, is_flattened, managed_parameters
 
 
 def shard_of_run(

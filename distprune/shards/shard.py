@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from distprune._common.pruned_form import is_dtensor
+from distprune.base.pruned_form import is_dtensor
 from distprune.shards.geometry import Fold, IndexMap
-from distprune.torch_private import deepspeed
-from distprune.torch_private.dtensor import Specs, laid_out_like
-from distprune.torch_private.managed import Managed
-from distprune.torch_private.stored_run import StoredRun
+from distprune.wrappers import deepspeed
+from distprune.wrappers.dtensor import Specs, laid_out_like
+from distprune.wrappers.managed import Managed
+from distprune.wrappers.stored_run import StoredRun
 
 if TYPE_CHECKING:  # importing DTensor costs more than all the rest
     from torch.distributed.device_mesh import DeviceMesh
@@ -171,7 +171,7 @@ class LocalShard:
         """A local tensor in the form of the parameter: a DTensor if the parameter is one.
 
         Args:
-            specs: the same dictionary for many parameters saves time; see torch_private.dtensor.
+            specs: the same dictionary for many parameters saves time; see wrappers.dtensor.
         """
         if not is_dtensor(self.parameter):
             return local

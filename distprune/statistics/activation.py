@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from distprune._common.collectives import Communicator
-from distprune._common.naming import NamedParameter
-from distprune._common.process_groups import world
-from distprune._common.report_text import listed
-from distprune._common.selecting import check_pattern, matcher
+from distprune.base.naming import NamedParameter
+from distprune.base.report_text import listed
+from distprune.base.selecting import check_pattern, matcher
 from distprune.budgets import outliers
 from distprune.budgets.outliers import OWL_MULTIPLE, block_of
 from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.statistics_file import StoredStatistics, read_statistics
+from distprune.ranks.collectives import Communicator
+from distprune.ranks.process_groups import world
 from distprune.selection.matrix_sums import Summed, magnitude_sums
 from distprune.selection.normalizing import Scored
 from distprune.selection.scores import FactorScores, ScoreSource, TensorScores

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.pruned_form import is_dtensor, orig_key
+from distprune.base.pruned_form import is_dtensor, orig_key
 from distprune.statistics.experts import FusedWeight, RunningExperts
 from distprune.statistics.input_parts import (
     Part,
@@ -28,7 +28,7 @@ from distprune.statistics.input_parts import (
     sums_of_windows,
 )
 from distprune.statistics.totals import OfParameter, Totals
-from distprune.torch_private.module_calls import observed_calls
+from distprune.wrappers.module_calls import observed_calls
 
 
 @dataclass

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from distprune._common.pruned_form import is_dtensor
+from distprune.base.pruned_form import is_dtensor
 
 _MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 # Of torch, public from 2.10 on, and what transformers has where they do not run.

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distprune._common.collectives import Communicator
 from distprune.files.checkpoints.statistics_file import StoredGradients
+from distprune.ranks.collectives import Communicator
 from distprune.shards.geometry import dim_coordinates
 from distprune.shards.gradients import unaveraged_gradients
 from distprune.shards.parameters import Target

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from distprune._common.collectives import Communicator
-from distprune._common.naming import NamedParameter, checked_pair, label_of
-from distprune._common.process_groups import world
+from distprune.base.naming import NamedParameter, checked_pair, label_of
 from distprune.call.reading import read_parameters
 from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.statistics_file import (
     StoredGradients,
     read_gradient_statistics,
 )
+from distprune.ranks.collectives import Communicator
+from distprune.ranks.process_groups import world
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
 from distprune.shards.gradients import check_trainable, ranks_with_shards
@@ -35,7 +35,7 @@ from distprune.statistics.totals import (
     named_experts,
     warn_of_zero_scores,
 )
-from distprune.torch_private.masked_value import shard_mask_key
+from distprune.wrappers.masked_value import shard_mask_key
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

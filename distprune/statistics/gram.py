@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from distprune._common.collectives import Communicator, with_whole_dim
-from distprune._common.naming import NamedParameter
-from distprune._common.pruned_form import is_dtensor
+from distprune.base.naming import NamedParameter
+from distprune.base.pruned_form import is_dtensor
+from distprune.ranks.collectives import Communicator, with_whole_dim
 from distprune.shards.factored import FactoredScores
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.collecting import Collector, LocalStatistics

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from distprune._common.pruned_form import is_dtensor, local_tensor
+from distprune.base.pruned_form import is_dtensor, local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -18,7 +18,7 @@ import sys
 import torch
 from torch import nn
 
-from distprune._common.blocks import WeightLayout as WeightLayout
+from distprune.base.blocks import WeightLayout as WeightLayout
 
 # Their forward is F.linear, or a convolution, of the input as it comes.
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from distprune._common.naming import NamedParameter
+from distprune.base.naming import NamedParameter
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.collecting import LocalStatistics
 

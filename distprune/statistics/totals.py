@@ -11,15 +11,15 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from distprune._common.collectives import Communicator
-from distprune._common.naming import NamedParameter, unwrap
-from distprune._common.report_text import listed
+from distprune.base.naming import NamedParameter, unwrap
+from distprune.base.report_text import listed
 from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.statistics_file import (
     StoredStatistics,
     StoredSums,
     write_statistics,
 )
+from distprune.ranks.collectives import Communicator
 from distprune.shards.parameters import Target
 from distprune.statistics.layers import WeightLayout
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from distprune._common.collectives import Communicator
-from distprune._common.naming import NamedParameter
+from distprune.base.naming import NamedParameter
 from distprune.files.errors import MachineError
 from distprune.files.text import format_size
 from distprune.language_models.losses import SLICE
+from distprune.ranks.collectives import Communicator
 from distprune.streaming.layers import Holding, StoredLayers, StreamedModel, num_machines
 from distprune.streaming.settings import Settings
 

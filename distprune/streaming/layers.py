@@ -24,9 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.collectives import Communicator
-from distprune._common.naming import NamedParameter, named_modules
-from distprune._common.process_groups import world
 from distprune._transformers.building import (
     build_without_weights,
     put_tensor,
@@ -34,6 +31,7 @@ from distprune._transformers.building import (
 )
 from distprune._transformers.loading import MaskSource, SameTensor
 from distprune._transformers.table import SavedMasks, as_saved
+from distprune.base.naming import NamedParameter, named_modules
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
@@ -48,6 +46,8 @@ from distprune.language_models.loading import (
     stored_dtype,
     untie_different,
 )
+from distprune.ranks.collectives import Communicator
+from distprune.ranks.process_groups import world
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.collectives import Communicator
-from distprune._common.mask_bits import pack_words, unpack_words
-from distprune._common.naming import NamedParameter
-from distprune._common.process_groups import world
 from distprune.api.local import custom_from_mask, remove
+from distprune.base.mask_bits import pack_words, unpack_words
+from distprune.base.naming import NamedParameter
 from distprune.criteria.gradient_moment import GradientMoment
 from distprune.files.checkpoints.header import INDEX_SUFFIX, make_header, read_header
 from distprune.files.checkpoints.statistics_file import (
@@ -38,6 +36,8 @@ from distprune.language_models.loading import DTYPE_NAMES
 from distprune.language_models.running import Reporter
 from distprune.language_models.scoring import elementwise_criterion
 from distprune.language_models.text import TokenWindows
+from distprune.ranks.collectives import Communicator
+from distprune.ranks.process_groups import world
 from distprune.reconstruction.reconstructing import ReconstructedParameter, reconstruct
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics

@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 
-from distprune._common.collectives import Communicator
-from distprune._common.process_groups import world
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.output import check_place, check_taken, locked, resolve_destination
@@ -34,6 +32,8 @@ from distprune.files.team import Progress
 from distprune.language_models.loading import require_extra
 from distprune.language_models.running import Report as ReportProgress
 from distprune.language_models.text import TokenWindows
+from distprune.ranks.collectives import Communicator
+from distprune.ranks.process_groups import world
 from distprune.recipes import ELEMENTWISE
 from distprune.streaming.cost import StreamCost, chosen_holding, cost_of
 from distprune.streaming.layers import StoredLayers, StreamedModel

@@ -22,7 +22,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from distprune._common.process_groups import world
 from distprune._transformers.building import build_without_weights
 from distprune.criteria.gradient_moment import GradientMoment
 from distprune.files.checkpoints.checkpoint import open_checkpoint
@@ -44,6 +43,7 @@ from distprune.language_models.running import (
     steps_of,
 )
 from distprune.language_models.text import TokenWindows
+from distprune.ranks.process_groups import world
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
 from distprune.streaming.layers import Holding, StreamedModel, num_machines

@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from distprune._common.collectives import Communicator
 from distprune.files.disk.access import write_atomically, writing
 from distprune.files.errors import OutputError
 from distprune.files.output import DISCARD_HINT, check_free_bytes, folder_bytes
+from distprune.ranks.collectives import Communicator
 
 _FACTS, _PROGRESS = "facts.json", "progress.json"
 

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from distprune._common import memory
-from distprune._common.collectives import Communicator
-from distprune._common.naming import registered_parameters
-from distprune._common.pruned_form import is_dtensor, orig_key
+from distprune.base import memory
+from distprune.base.naming import registered_parameters
+from distprune.base.pruned_form import is_dtensor, orig_key
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import MaskRecord
+from distprune.ranks.collectives import Communicator
 from distprune.shards.checksum import checksums, of_shard
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
-from distprune.torch_private import masked_value
-from distprune.torch_private.managed import Managed
-from distprune.torch_private.wrapper import managed_parameters
 from distprune.verification.places import Place, check
+from distprune.wrappers import masked_value
+from distprune.wrappers.managed import Managed
+from distprune.wrappers.wrapper import managed_parameters
 
 # Elements at a time, so that temporaries stay in the second-level cache.
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 25

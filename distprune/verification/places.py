@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import full_name, named_modules
-from distprune._common.pruned_form import is_dtensor, mask_key, name_of_mask, orig_key
+from distprune.base.naming import full_name, named_modules
+from distprune.base.pruned_form import is_dtensor, mask_key, name_of_mask, orig_key
 from distprune.masks.hook import PruningHook, hooks_on
 from distprune.shards.reader import ShardReader
-from distprune.torch_private import masked_value
-from distprune.torch_private.managed import Managed, ManagedDTensor, ManagedRun
-from distprune.torch_private.masked_value import ShardMask
+from distprune.wrappers import masked_value
+from distprune.wrappers.managed import Managed, ManagedDTensor, ManagedRun
+from distprune.wrappers.masked_value import ShardMask
 
 
 @dataclass

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from distprune._common.report_text import CallReport, share, table
+from distprune.base.report_text import CallReport, share, table
 
 
 @dataclass(frozen=True)

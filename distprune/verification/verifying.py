@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from distprune._common.collectives import Communicator
-from distprune._common.garbage import without_garbage_collection
-from distprune._common.naming import Pair, checked_pair, label_of, tied_places
-from distprune._common.process_groups import world
+from distprune.base.garbage import without_garbage_collection
+from distprune.base.naming import Pair, checked_pair, label_of, tied_places
 from distprune.call.report import PruningReport
+from distprune.ranks.collectives import Communicator
+from distprune.ranks.process_groups import world
 from distprune.shards.checksum import replicas_agree
 from distprune.shards.shard import LocalShard
-from distprune.torch_private.wrapper import managed_parameters
 from distprune.verification.inspecting import LocalEntry, find_dense_places, inspect
 from distprune.verification.places import Place, places_of, traces
 from distprune.verification.report import (
@@ -26,6 +25,7 @@ from distprune.verification.report import (
     VerificationReport,
     VerifiedParameter,
 )
+from distprune.wrappers.wrapper import managed_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

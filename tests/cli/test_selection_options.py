@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from distprune._common import selecting
+from distprune.base import selecting
 from helpers.tiny_checkpoints import save
 
 NAMES = {

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import distprune as prune
-from distprune._common.naming import unwrap
+from distprune.base.naming import unwrap
 from distprune.shards.reader import ShardReader
 from distprune.testing import run_ranks
 from helpers import criteria_runs as runs

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import distprune as prune
-from distprune._common.naming import unwrap
+from distprune.base.naming import unwrap
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong_on
 from helpers.models import EVEN_HIDDEN, Net, fill

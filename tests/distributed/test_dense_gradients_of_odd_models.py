@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune._common.naming import unwrap
+from distprune.base.naming import unwrap
 from distprune.testing import run_ranks
 from helpers import criteria_runs as runs
 from helpers import reference, wrappings

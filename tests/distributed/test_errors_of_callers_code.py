@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 import distprune as prune
-from distprune._common.process_groups import world
 from distprune.criteria import SNIP, Fisher
 from distprune.files.team import Team
 from distprune.integrations.channels import ChannelGroup, ChannelPart
 from distprune.language_models import TokenWindows, calibrate, perplexity
+from distprune.ranks.process_groups import world
 from distprune.schedule import OneShot, ScheduledPruner
 from distprune.statistics import ActivationStatistics, prune_sequentially
 from distprune.testing import run_ranks

@@ -9,7 +9,7 @@ import torch
 
 import distprune as prune
 from distprune.testing import run_ranks
-from distprune.torch_private.fsdp2 import managed_parameters
+from distprune.wrappers.fsdp2 import managed_parameters
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong
 from helpers.models import Net, seeded

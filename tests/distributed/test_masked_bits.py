@@ -13,8 +13,8 @@ import torch.nn.utils.prune as torch_prune
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 import distprune as prune
-from distprune._common import mask_values
-from distprune._common.naming import named_modules
+from distprune.base import mask_values
+from distprune.base.naming import named_modules
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong_on
 from helpers.models import Net, fill

@@ -9,7 +9,7 @@ import torch.nn.utils.prune as torch_prune
 from torch import nn
 
 import distprune as prune
-from distprune._common.naming import unwrap
+from distprune.base.naming import unwrap
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, changes, snapshot

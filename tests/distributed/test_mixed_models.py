@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import distprune as prune
-from distprune._common.pruned_form import local_tensor
+from distprune.base.pruned_form import local_tensor
 from distprune.criteria import SNIP
 from distprune.dynamic import rigl_step
 from distprune.testing import run_ranks

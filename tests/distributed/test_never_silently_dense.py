@@ -8,7 +8,7 @@ import torch
 import torch.nn.utils.prune as torch_prune
 
 import distprune as prune
-from distprune._common.naming import named_modules
+from distprune.base.naming import named_modules
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong_on, wrong_masks

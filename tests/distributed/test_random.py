@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import distprune as prune
-from distprune._common.hashing import hash_keys
+from distprune.base.hashing import hash_keys
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import assembled, assert_nothing_wrong_on, wrong_masks

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from distprune.criteria import Fisher, Taylor
 from distprune.testing import run_ranks
-from distprune.torch_private import fsdp2
+from distprune.wrappers import fsdp2
 from helpers import wrappings
 from helpers.micro_batches import Wrapped, loss_of, micro_batch
 from helpers.models import Net, fill

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import distprune as prune
-from distprune._common.naming import NamedParameter
+from distprune.base.naming import NamedParameter
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong, changes, snapshot

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import distprune as prune
 from distprune import checkpoint
-from distprune._common.naming import unwrap
+from distprune.base.naming import unwrap
 from distprune.masks.hook import find_hook
 from distprune.testing import run_ranks
 from helpers import criteria_runs as runs

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from test_tied import TiedNet
 
 import distprune as prune
-from distprune._common.naming import unwrap
+from distprune.base.naming import unwrap
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import (

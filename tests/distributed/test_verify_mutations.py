@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import distprune as prune
-from distprune._common.naming import named_modules
+from distprune.base.naming import named_modules
 from distprune.masks.hook import unregister
 from distprune.testing import run_ranks
 from helpers import wrappings

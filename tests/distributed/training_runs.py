@@ -6,7 +6,7 @@ from torch import Tensor
 
 import distprune as prune
 from distprune import schedule
-from distprune._common.naming import named_modules
+from distprune.base.naming import named_modules
 from helpers import wrappings
 from helpers.models import EVEN_HIDDEN, Net, fill
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from distprune._common.process_groups import world
 from distprune.files import planning, pruning, team
 from distprune.files.errors import Interrupted
 from distprune.files.recipe import FileRecipe
 from distprune.files.team import Progress, Team
+from distprune.ranks.process_groups import world
 from helpers.tiny_checkpoints import save
 
 GB = 10**9

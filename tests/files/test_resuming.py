@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distprune._common.process_groups import world
 from distprune.files import planning, pruning
 from distprune.files.applying import Application
 from distprune.files.errors import (
@@ -25,6 +24,7 @@ from distprune.files.errors import (
 )
 from distprune.files.output import discard, locked
 from distprune.files.recipe import FileRecipe
+from distprune.ranks.process_groups import world
 from distprune.testing import RankError, run_ranks
 from helpers.disk_crashes import Steps, disk_is_full, kill_self, run_forked, stop_after
 from helpers.sampling import THOROUGH, every

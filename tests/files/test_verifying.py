@@ -12,7 +12,6 @@ import pytest
 import torch
 from kinds_of_recipes import RECIPES, tensors
 
-from distprune._common.process_groups import world
 from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoints.header import read_header
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
@@ -21,6 +20,7 @@ from distprune.files.recipe import FileRecipe
 from distprune.files.reports import REPORT_FILE, parse_report, read_report
 from distprune.files.results import RECIPE_FILE
 from distprune.files.verifying import verify
+from distprune.ranks.process_groups import world
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
 from helpers.sampling import THOROUGH, every

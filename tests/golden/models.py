@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import distprune as prune
 from distprune import budgets, criteria, dynamic, schedule
-from distprune._common.naming import unwrap
+from distprune.base.naming import unwrap
 from distprune.statistics import ActivationStatistics
 from distprune.testing import run_ranks
 from golden import corpus

@@ -23,7 +23,7 @@ from stage import Stage, main, prune
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from distprune.torch_private import fsdp2
+from distprune.wrappers import fsdp2
 
 LARGE = Sizes(2048, num_blocks=16, head=128, vocabulary=32_000, sequences=4, length=1024)
 SMALL = Sizes(1024, num_blocks=4, head=128, vocabulary=8_000, sequences=2, length=512)

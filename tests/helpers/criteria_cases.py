@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import unwrap
+from distprune.base.naming import unwrap
 from distprune.shards.factored import FactoredScores
 from helpers import wrappings
 from helpers.models import Net, fill, target

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import torch
 
-from distprune._common.selecting import natural_key
+from distprune.base.selecting import natural_key
 from distprune.selection.keys import hash_keys
 from helpers.reference import num_to_prune, prune, prune_bounded
 

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from distprune._common.collectives import Communicator
+from distprune.ranks.collectives import Communicator
 
 GROUP_TIMEOUT = 8.0  # seconds after which gloo gives up on a rank
 # Until a rank of a doomed group is given up on. Machines may be busy.

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-from distprune._common import memory
+from distprune.base import memory
 from distprune.selection import kernels
 
 

@@ -26,10 +26,10 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 import distprune
-from distprune._common.collectives import Communicator
 from distprune.api.global_unstructured import global_arguments
 from distprune.call.report import PruningReport
 from distprune.call.run import prune_parameters
+from distprune.ranks.collectives import Communicator
 from distprune.shards.dtensor import replica_of, splits_of
 from distprune.shards.geometry import IndexMap, dim_coordinates, index_map
 from helpers.fake_ranks import run_fake_ranks

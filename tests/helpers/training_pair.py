@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import distprune as prune
-from distprune._common.naming import named_modules
+from distprune.base.naming import named_modules
 from helpers import reference, wrappings
 from helpers.models import Net, fill, target
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distprune._common.collectives import Communicator
+from distprune.ranks.collectives import Communicator
 
 
 class _Stopped(Exception):

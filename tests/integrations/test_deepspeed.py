@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import distprune as prune
-from distprune._common.naming import unwrap
+from distprune.base.naming import unwrap
 from distprune.criteria import SNIP, Fisher
 from distprune.testing import run_ranks
 from helpers import deepspeed_state, reference

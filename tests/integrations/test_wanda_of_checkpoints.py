@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import distprune as prune
-from distprune._common.selecting import natural_key
+from distprune.base.selecting import natural_key
 from distprune.files import planning, pruning
 from distprune.files.checkpoints.statistics_file import (
     StoredStatistics,

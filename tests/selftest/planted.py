@@ -66,20 +66,20 @@ def swap(mask, values):
 
 
 def one_too_many(stack):
-    count = importlib.import_module("distprune._common.amount").checked_count
+    count = importlib.import_module("distprune.base.amount").checked_count
     replace(stack, "distprune.methods.ranking", "checked_count", lambda *args: count(*args) + 1)
 
 
 def idle_mask(stack):
     """The mask is registered and does not act in the all-gather."""
     keep = lambda local, mask, out: out.copy_(local)  # noqa: E731
-    replace(stack, "distprune.torch_private.fsdp2_mask", "write_product", keep)
+    replace(stack, "distprune.wrappers.fsdp2_mask", "write_product", keep)
 
 
 def dense_gradient(stack):
     replace(
         stack,
-        "distprune.torch_private.fsdp2_mask",
+        "distprune.wrappers.fsdp2_mask",
         "DTensorMask._mask_gradient",
         lambda self, p: None,
     )
@@ -88,17 +88,17 @@ def dense_gradient(stack):
 def dense_master(stack):
     """The mask of ZeRO-3 does not act on what the ranks store."""
     ignore = lambda self, run: None  # noqa: E731
-    replace(stack, "distprune.torch_private.stored_run", "StoredMask.mask_run", ignore)
+    replace(stack, "distprune.wrappers.stored_run", "StoredMask.mask_run", ignore)
 
 
 def much_traffic(stack):
-    reduce = importlib.import_module("distprune._common.collectives").Communicator._reduce
+    reduce = importlib.import_module("distprune.ranks.collectives").Communicator._reduce
 
     def wasteful(self, values, op):
         reduce(self, torch.zeros(100_000, dtype=torch.int64), op)
         return reduce(self, values, op)
 
-    replace(stack, "distprune._common.collectives", "Communicator._reduce", wasteful)
+    replace(stack, "distprune.ranks.collectives", "Communicator._reduce", wasteful)
 
 
 def uncompared_amounts(stack):
@@ -122,13 +122,13 @@ def changed_before_agreed(stack):
 
 
 def renamed_field(stack):
-    fields = importlib.import_module("distprune.torch_private.private_fields").FIELDS
+    fields = importlib.import_module("distprune.wrappers.private_fields").FIELDS
     names = {**fields["FSDP2"], "FSDPParam": ("sharded_param", "_of_tomorrow")}
     stack.enter_context(mock.patch.dict(fields, {"FSDP2": names}))
 
 
 def lost_function(stack):
-    names = importlib.import_module("distprune.torch_private.private_fields").NAMES
+    names = importlib.import_module("distprune.wrappers.private_fields").NAMES
     stack.enter_context(mock.patch.dict(names, {"DTensor": {"torch.distributed.tensor": ("No",)}}))
 
 

@@ -222,7 +222,7 @@ main(["selftest"])
     [
         ("torch", 2, "the self-test needs torch and numpy"),
         pytest.param(
-            "distprune.torch_private.private_fields",
+            "distprune.wrappers.private_fields",
             1,
             "FAILED: distprune does not import with torch",
             marks=pytest.mark.thorough,

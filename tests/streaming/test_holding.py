@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from distprune import streaming
-from distprune._common.collectives import Communicator
 from distprune.files.errors import MachineError
 from distprune.files.recipe import FileRecipe
+from distprune.ranks.collectives import Communicator
 from distprune.streaming import StreamCost, cost
 from distprune.streaming.layers import Holding, StreamedModel
 from distprune.streaming.settings import Settings

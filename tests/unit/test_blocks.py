@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune._common import memory
-from distprune._common.blocks import Blocks
-from distprune._common.memory import Scratch
+from distprune.base import memory
+from distprune.base.blocks import Blocks
+from distprune.base.memory import Scratch
 from distprune.selection import block_cuts, cpu, kernels
 from distprune.selection.cpu import lowest_of
 from helpers import reference

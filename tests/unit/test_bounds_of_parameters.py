@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import distprune as prune
-from distprune._common.amount import Bounded, to_bounds
+from distprune.base.amount import Bounded, to_bounds
 from distprune.selection import within_bounds
 from helpers import reference
 from helpers.models import Net, fill

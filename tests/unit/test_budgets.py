@@ -12,7 +12,7 @@ from torch import nn
 
 import distprune as prune
 from distprune import budgets
-from distprune._common.amount import Bounded
+from distprune.base.amount import Bounded
 from distprune.budgets.base import Line, fill, rounded
 from distprune.budgets.outliers import block_of
 from distprune.schedule import Linear, ScheduledPruner

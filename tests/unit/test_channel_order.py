@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune._common.amount import Bounds
+from distprune.base.amount import Bounds
 from distprune.methods.channels import cut_channels, normalized
 from helpers.sampling import num_examples
 

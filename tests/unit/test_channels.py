@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune._common.collectives import Communicator
 from distprune.methods.channels import ChannelRows, joint_norms
+from distprune.ranks.collectives import Communicator
 from distprune.shards.geometry import Split, dim_coordinates
 from helpers.sampling import num_examples
 from helpers.virtual_ranks import run_virtual_ranks

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune._common import memory
+from distprune.base import memory
 from distprune.shards.checksum import _WORDS, checksums
 from helpers.sampling import num_examples
 
@@ -48,7 +48,7 @@ def by_definition(tensor: torch.Tensor) -> int:
 def test_it_is_what_it_says(dtype, shape):
     tensor = filled(shape, dtype)
     assert checksum(tensor) == by_definition(tensor)
-    with mock.patch("distprune._common.memory.takes_numpy", lambda device: False):
+    with mock.patch("distprune.base.memory.takes_numpy", lambda device: False):
         assert checksum(tensor) == by_definition(tensor)
 
 

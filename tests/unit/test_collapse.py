@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune._common.amount import collapsed
+from distprune.base.amount import collapsed
 from distprune.schedule import Linear, ScheduledPruner
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune._common.blocks import BlockRule, Layout, layout_along
-from distprune._common.collectives import Communicator
+from distprune.base.blocks import BlockRule, Layout, layout_along
+from distprune.ranks.collectives import Communicator
 from distprune.selection import block_cuts, cut_blocks
 from distprune.selection.block_cuts import BlockedParameter
 from distprune.selection.candidates import Ranked

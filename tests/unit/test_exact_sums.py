@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distprune._common import exact_sums
-from distprune._common.memory import Runs, Scratch
+from distprune.base import exact_sums
+from distprune.base.memory import Runs, Scratch
 from distprune.selection.scores import ScaledScores, TensorScores
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=50)

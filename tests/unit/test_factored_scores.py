@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distprune as prune
-from distprune._common.memory import Runs, Scratch
+from distprune.base.memory import Runs, Scratch
 from distprune.selection.scores import FactorScores, ScaledScores, TensorScores
 from distprune.shards.geometry import Split, dim_coordinates, index_map, run_index_map
 from distprune.shards.shard import FlatShard, LocalShard
@@ -171,7 +171,7 @@ def test_the_operations_of_other_devices_give_the_same_masks(monkeypatch, normal
         return [getattr(layer, f"{name}_mask").clone() for layer, name in places]
 
     expected = masks()
-    monkeypatch.setattr("distprune._common.memory.takes_numpy", lambda device: False)
+    monkeypatch.setattr("distprune.base.memory.takes_numpy", lambda device: False)
     assert all(map(torch.equal, masks(), expected))
     assert not all(mask.all() for mask in expected)
 

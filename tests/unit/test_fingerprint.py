@@ -77,7 +77,7 @@ def by_definition(mask):
 def test_it_is_what_it_says(dtype, shape):
     mask = random_mask(shape, dtype=dtype)
     assert fingerprint_of([part_of(mask, [])]) == by_definition(mask)
-    with mock.patch("distprune._common.memory.takes_numpy", lambda device: False):
+    with mock.patch("distprune.base.memory.takes_numpy", lambda device: False):
         assert fingerprint_of([part_of(mask, [])]) == by_definition(mask)
 
 
@@ -85,7 +85,7 @@ def test_it_is_what_it_says(dtype, shape):
 def test_several_tables_and_blocks():
     mask = random_mask((3, 500_000))
     assert fingerprint_of([part_of(mask, [])]) == by_definition(mask)
-    with mock.patch("distprune._common.memory.takes_numpy", lambda device: False):
+    with mock.patch("distprune.base.memory.takes_numpy", lambda device: False):
         assert fingerprint_of([part_of(mask, [])]) == by_definition(mask)
     columns = [part_of(mask, [Split(1, 3, which)]) for which in range(3)]
     assert fingerprint_of(columns) == by_definition(mask)
@@ -99,7 +99,7 @@ def test_no_sharding_changes_it(shape, order, numpy):
     expected = by_definition(mask)
     back = sorted(range(4), key=order.__getitem__)
     mask = mask.permute(order).contiguous().permute(back)  # another order of memory
-    with mock.patch("distprune._common.memory.takes_numpy", lambda device: numpy):
+    with mock.patch("distprune.base.memory.takes_numpy", lambda device: numpy):
         for dim in range(4):
             for size in (2, 3, 8):
                 parts = [part_of(mask, [Split(dim, size, which)]) for which in range(size)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from distprune._common.float_formats import FLOATS, NARROW_FLOATS, PLAIN_FLOATS
+from distprune.base.float_formats import FLOATS, NARROW_FLOATS, PLAIN_FLOATS
 
 IN_TORCH = [form for form in FLOATS.values() if form.torch_name]
 SMALL = [form for form in IN_TORCH if form.num_bits <= 16]

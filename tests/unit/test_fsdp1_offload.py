@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from distprune._common.pruned_form import mask_key, orig_key
+from distprune.base.pruned_form import mask_key, orig_key
 from distprune.shards.reader import shard_of_run
-from distprune.torch_private.fsdp1_mask import FlatMask, masked_slice
+from distprune.wrappers.fsdp1_mask import FlatMask, masked_slice
 
 SIZE = 10
 

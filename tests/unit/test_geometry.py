@@ -15,7 +15,7 @@ from distprune.shards.geometry import (
     memory_order,
     run_index_map,
 )
-from distprune.torch_private.run_tensors import boxes_of_run
+from distprune.wrappers.run_tensors import boxes_of_run
 from helpers.sampling import num_examples
 
 shapes = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)

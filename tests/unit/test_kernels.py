@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distprune._common import memory
-from distprune._common.collectives import Communicator
-from distprune._common.memory import Scratch, on_host
+from distprune.base import memory
+from distprune.base.memory import Scratch, on_host
+from distprune.ranks.collectives import Communicator
 from distprune.selection import cpu, device, passes
 from distprune.selection.candidates import Cut, Ranked
 from distprune.selection.keys import Order, key_range
@@ -48,7 +48,7 @@ def previous_masks(dtype, n):
 @pytest.mark.parametrize("byte", [1, 2, 255])
 def test_every_byte_but_zero_is_true_in_a_bool_mask(byte, numpy, monkeypatch):
     """Bytes of a file that are read as bool need not be 0 or 1."""
-    monkeypatch.setattr("distprune._common.memory.takes_numpy", lambda device: numpy)
+    monkeypatch.setattr("distprune.base.memory.takes_numpy", lambda device: numpy)
     scores = torch.arange(1.0, 301.0)
     live = torch.arange(300) % 3 != 0
     mask = (live.to(torch.uint8) * byte).view(torch.bool)
@@ -106,7 +106,7 @@ def test_both_forms_read_and_write_the_same(old_dtype, new_dtype):
 @pytest.mark.parametrize("kind", ["rows", "columns", "replicated", "strided"])
 def test_ties_are_counted_in_bins_of_their_indices(kind, is_pruned, numpy, monkeypatch):
     """Every bin of a histogram of indices, over the parts of four ranks, chunk by chunk."""
-    monkeypatch.setattr("distprune._common.memory.takes_numpy", lambda device: numpy)
+    monkeypatch.setattr("distprune.base.memory.takes_numpy", lambda device: numpy)
     monkeypatch.setattr("distprune.selection.cpu.CHUNK_BYTES", 400)
     monkeypatch.setattr("distprune.selection.device.CHUNK_BYTES", 400)
     generator = torch.Generator().manual_seed(0)
@@ -157,7 +157,7 @@ def prune_on_device(num_parameters, masks=None):
     keys = key_range(torch.float32, Order.MAGNITUDE)
     k = sum(num_live) // 2
     with (
-        mock.patch("distprune._common.memory.takes_numpy", lambda device: False),
+        mock.patch("distprune.base.memory.takes_numpy", lambda device: False),
         mock.patch("distprune.selection.kth_key.COLLECT_ALL", 1000),
         mock.patch("distprune.selection.bracket.COLLECT_ALL", 1000),
         Waits() as waits,
@@ -188,7 +188,7 @@ def test_a_device_scans_a_chunk_again_that_holds_more_than_expected():
     parts = [part_of(each) for each in scores]
     low, high = (int(torch.tensor(x).view(torch.int32)) for x in (1.0, 2.0))
     drafts = [torch.empty(n, dtype=torch.bool) for _ in parts]
-    with mock.patch("distprune._common.memory.takes_numpy", lambda device: False):
+    with mock.patch("distprune.base.memory.takes_numpy", lambda device: False):
         scanned = passes.scan(parts, [high], (low, high), drafts, expected_share=0.01)
     assert scanned.counts == [[0], [n]] and scanned.num_below == [0, 0]
     assert scanned.sizes == [0, n] and scanned.keys.numel() == n

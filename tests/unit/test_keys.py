@@ -13,7 +13,7 @@ from distprune.selection.keys import RANDOM_KEYS, Order, hash_keys, key_range, t
 @pytest.mark.parametrize("order", list(Order))
 def test_every_16_bit_float(dtype, order, numpy, monkeypatch):
     """All 65536 of them: keys compare as the values do, and NaN are above everything."""
-    monkeypatch.setattr("distprune._common.memory.takes_numpy", lambda device: numpy)
+    monkeypatch.setattr("distprune.base.memory.takes_numpy", lambda device: numpy)
     scores = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     common = key_range(dtype, order)
     keys = to_keys(scores, common).long()
@@ -73,7 +73,7 @@ def splitmix64(index: int, seed: int) -> int:
 
 @pytest.mark.parametrize("numpy", [True, False])
 def test_random_keys_are_the_published_ones(numpy, monkeypatch):
-    monkeypatch.setattr("distprune._common.memory.takes_numpy", lambda device: numpy)
+    monkeypatch.setattr("distprune.base.memory.takes_numpy", lambda device: numpy)
     indices = torch.tensor([0, 1, 2, 12345, 2**31, 2**33 + 7, 2**40])
     for seed in (0, 1, 2**61 + 12345):
         expected = [splitmix64(index, seed) for index in indices.tolist()]

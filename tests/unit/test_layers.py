@@ -10,58 +10,60 @@ import distprune
 PACKAGE = Path(distprune.__file__).parent
 # The rooms of the package, and those that each may import. Top-level modules are rooms too.
 ROOMS = {
-    "_common": set(),
-    "torch_private": {"_common"},
-    "shards": {"_common", "torch_private"},
-    "selection": {"_common", "shards"},
-    "masks": {"_common", "torch_private", "shards"},
-    "budgets": {"_common", "selection"},
-    "call": {"_common", "shards", "selection", "masks", "budgets"},
-    "methods": {"_common", "shards", "selection", "masks", "call"},
+    "base": set(),
+    "ranks": set(),
+    "wrappers": {"base", "ranks"},
+    "shards": {"base", "ranks", "wrappers"},
+    "selection": {"base", "ranks", "shards"},
+    "masks": {"base", "ranks", "wrappers", "shards"},
+    "budgets": {"base", "ranks", "selection"},
+    "call": {"base", "ranks", "shards", "selection", "masks", "budgets"},
+    "methods": {"base", "ranks", "shards", "selection", "masks", "call"},
     "_version": set(),
-    "_transformers": {"_common"},
-    "recipes": {"_common"},
-    "files": {"_common", "_version", "recipes", "shards", "selection", "budgets"},
+    "_transformers": {"base"},
+    "recipes": {"base"},
+    "files": {"base", "ranks", "_version", "recipes", "shards", "selection", "budgets"},
     "api": {
-        "_common", "torch_private", "_transformers", "shards", "selection", "masks", "budgets",
+        "base", "ranks", "wrappers", "_transformers", "shards", "selection", "masks", "budgets",
         "call", "methods", "files",
     },
-    "verification": {"_common", "torch_private", "shards", "masks", "call"},
+    "verification": {"base", "ranks", "wrappers", "shards", "masks", "call"},
     "schedule": {
-        "_common", "budgets", "shards", "selection", "masks", "call", "methods", "api",
+        "base", "ranks", "budgets", "shards", "selection", "masks", "call", "methods", "api",
         "verification",
     },
-    "criteria": {"_common", "torch_private", "shards", "masks", "call", "methods"},
+    "criteria": {"base", "ranks", "wrappers", "shards", "masks", "call", "methods"},
     "statistics": {
-        "_common", "torch_private", "shards", "selection", "call", "files", "budgets",
+        "base", "ranks", "wrappers", "shards", "selection", "call", "files", "budgets",
     },
-    "reconstruction": {"_common", "shards", "masks", "call", "statistics"},
-    "checkpoint": {"_common", "torch_private", "shards", "masks", "methods", "api"},
-    "layouts": {"torch_private"},
-    "dynamic": {"_common", "torch_private", "shards", "masks", "call", "api"},
+    "reconstruction": {"base", "ranks", "shards", "masks", "call", "statistics"},
+    "checkpoint": {"base", "ranks", "wrappers", "shards", "masks", "methods", "api"},
+    "layouts": {"wrappers"},
+    "dynamic": {"base", "ranks", "wrappers", "shards", "masks", "call", "api"},
     "recipe": {"recipes", "call", "methods", "api", "schedule"},
     "integrations": {
-        "_common", "torch_private", "budgets", "masks", "call", "methods", "api", "verification",
+        "base", "ranks", "wrappers", "budgets", "masks", "call", "methods", "api", "verification",
         "schedule", "checkpoint", "criteria", "recipe", "files",
     },
     "language_models": {
-        "_common", "torch_private", "_transformers", "recipes", "shards", "call", "checkpoint",
+        "base", "ranks", "wrappers", "_transformers", "recipes", "shards", "call", "checkpoint",
         "methods", "api", "files", "criteria", "statistics", "reconstruction",
     },
     "streaming": {
-        "_common", "_transformers", "_version", "api", "criteria", "files", "language_models",
+        "base", "ranks", "_transformers", "_version", "api", "criteria", "files", "language_models",
         "recipes", "reconstruction", "statistics",
     },
     "_public": {
-        "_common", "shards", "budgets", "call", "methods", "api", "verification", "schedule",
+        "base", "shards", "budgets", "call", "methods", "api", "verification", "schedule",
         "checkpoint",
         "criteria", "statistics", "reconstruction", "dynamic",
     },
     "": {"_public", "_version"},
     "testing": set(),
-    "selftest": {"_common", "torch_private", ""},
+    "selftest": {"base", "wrappers", ""},
     "cli": {
-        "_common", "files", "recipe", "recipes", "selftest", "language_models", "streaming", "",
+        "base", "ranks", "files", "recipe", "recipes", "selftest", "language_models", "streaming",
+        "",
     },
     "__main__": {"cli"},
 }  # fmt: skip
@@ -155,9 +157,7 @@ def test_one_place_communicates():
         r"scatter|scatter_object_list|full_tensor|redistribute)\("
     )
     # Tests, of users and of this machine, are no part of any pruning. Words in quotes are no calls.
-    assert not offenders(
-        r'"[^"\n]*"|(' + calls + ")", ("_common.collectives", "selftest", "testing")
-    )
+    assert not offenders(r'"[^"\n]*"|(' + calls + ")", ("ranks.collectives", "selftest", "testing"))
 
 
 def test_private_wrapper_fields_live_in_their_adapter():
@@ -166,7 +166,7 @@ def test_private_wrapper_fields_live_in_their_adapter():
         r"_composable_state|_active_ddp_module|parameters_to_ignore|_assign_modules_buffers|_fsdp_flattened|"
         r"_local_tensor|_handle\b(?=\.)|_param_infos|_inter_node_pg|_local_shard|_flat_param)\b"
     )
-    assert not offenders(fields, ("torch_private.",))
+    assert not offenders(fields, ("wrappers.",))
 
 
 def test_nothing_is_taken_from_torch_prune():

@@ -6,7 +6,7 @@ from torch import nn
 
 import distprune as prune
 from distprune import criteria, dynamic, schedule
-from distprune._common.naming import checked_pair, label_of, tied_places
+from distprune.base.naming import checked_pair, label_of, tied_places
 from helpers.models import Net, fill
 
 

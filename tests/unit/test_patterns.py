@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from distprune._common import selecting
-from distprune._common.selecting import check_pattern, matcher
+from distprune.base import selecting
+from distprune.base.selecting import check_pattern, matcher
 
 NAME = "layers.0.mlp.weight"
 

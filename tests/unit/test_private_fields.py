@@ -5,8 +5,8 @@ import torch
 
 import distprune as prune
 from distprune.testing import run_ranks
-from distprune.torch_private import private_fields
-from distprune.torch_private.wrapper import managed_parameters
+from distprune.wrappers import private_fields
+from distprune.wrappers.wrapper import managed_parameters
 from helpers import wrappings
 from helpers.models import Net, seeded
 

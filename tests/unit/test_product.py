@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distprune._common import mask_values
+from distprune.base import mask_values
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]

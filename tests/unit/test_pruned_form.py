@@ -11,10 +11,10 @@ import pytest
 import distprune
 
 PACKAGE = Path(distprune.__file__).parent
-HOME = PACKAGE / "_common" / "pruned_form.py"
+HOME = PACKAGE / "base" / "pruned_form.py"
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != HOME]
 # Adapters import DTensor anyway; torch.compile traces what they run inside forward.
-MAY_USE_ISINSTANCE = ("torch_private",)
+MAY_USE_ISINSTANCE = ("wrappers",)
 # An attribute of CustomFromMask in its pickled state.
 NOT_A_SUFFIX = {("builtin.py", "_mask")}
 
@@ -61,5 +61,5 @@ def test_no_other_module_spells_the_pruned_form():
 
 @pytest.mark.slow
 def test_the_module_does_not_import_torch():
-    code = "import sys, distprune._common.pruned_form; sys.exit('torch' in sys.modules)"
+    code = "import sys, distprune.base.pruned_form; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

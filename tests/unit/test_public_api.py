@@ -59,7 +59,7 @@ rooms = {name.split(".")[1] for name in sys.modules if name.startswith("distprun
 print(*sorted(rooms))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    needed = "_common _version api budgets call masks methods selection shards torch_private"
+    needed = "_version api base budgets call masks methods ranks selection shards wrappers"
     assert done.stdout.split() == needed.split(), done.stdout + done.stderr
 
 

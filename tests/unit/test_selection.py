@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune._common.collectives import Communicator
+from distprune.ranks.collectives import Communicator
 from distprune.selection.bracket import COLLECT_ALL
 from distprune.selection.candidates import MOST_ELEMENTS, PartCut, Ranked
 from distprune.selection.keys import Order, key_range
@@ -112,7 +112,7 @@ def test_any_data_on_any_layout(device, data):
 @given(data=st.data())
 def test_any_data_with_the_operations_of_other_devices(device, data):
     """What a GPU runs, on the CPU."""
-    with mock.patch("distprune._common.memory.takes_numpy", lambda device: False):
+    with mock.patch("distprune.base.memory.takes_numpy", lambda device: False):
         test_any_data_on_any_layout.hypothesis.inner_test(device, data)
 
 
@@ -128,7 +128,7 @@ def test_any_data_with_the_operations_of_other_devices(device, data):
 def test_more_elements_than_are_collected_outright(kind, dtype, numpy, amount, monkeypatch, device):
     """The sampled bracket: three ranks, a size at which it is used, all data from easy to nasty."""
     numpy = numpy and device.type == "cpu"
-    monkeypatch.setattr("distprune._common.memory.takes_numpy", lambda device: numpy)
+    monkeypatch.setattr("distprune.base.memory.takes_numpy", lambda device: numpy)
     for kernels in ("cpu", "device"):
         monkeypatch.setattr(f"distprune.selection.{kernels}.CHUNK_BYTES", 1 << 15)
     generator = torch.Generator().manual_seed(5)

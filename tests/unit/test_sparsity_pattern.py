@@ -2,7 +2,7 @@
 
 import pytest
 
-from distprune._common.blocks import parse_pattern
+from distprune.base.blocks import parse_pattern
 
 
 @pytest.mark.parametrize("text", ["2:4", "02:0004"])

@@ -17,9 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune._common import memory
-from distprune._common.collectives import Communicator
-from distprune._common.memory import on_host
+from distprune.base import memory
+from distprune.base.memory import on_host
+from distprune.ranks.collectives import Communicator
 from distprune.selection import kernels, passes
 from distprune.selection.candidates import Candidates, Cut, Draw, PartCut, Ranked
 from distprune.selection.keys import RANDOM_KEYS, Order, RandomKeys, ScoreKeys, key_range

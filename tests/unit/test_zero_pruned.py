@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distprune._common.mask_values import zero_pruned
+from distprune.base.mask_values import zero_pruned
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64,

@@ -26,7 +26,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distprune._common.float_formats import FLOATS, NOT_FLOATS
+from distprune.base.float_formats import FLOATS, NOT_FLOATS
 from distprune.files.errors import CheckpointError
 
 # Bits per element. Tensors of other dtypes are copied as opaque bytes.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from distprune._common.report_text import listed
+from distprune.base.report_text import listed
 from distprune.files.checkpoints.header import INDEX_SUFFIX, load_json
 from distprune.files.disk.access import reading
 from distprune.files.errors import CheckpointError

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from distprune._common import mask_bits
-from distprune._common.mask_bits import num_bytes_of
+from distprune.base import mask_bits
+from distprune.base.mask_bits import num_bytes_of
 from distprune.files.checkpoints.checkpoint import SIDECAR
 from distprune.files.checkpoints.header import (
     WeightFile,

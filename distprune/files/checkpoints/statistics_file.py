@@ -46,7 +46,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from distprune._common.blocks import LAYOUTS, WeightLayout
+from distprune.base.blocks import LAYOUTS, WeightLayout
 from distprune.files.checkpoints.header import (
     WeightFile,
     are_sizes,

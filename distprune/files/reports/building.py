@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distprune._common.amount import collapsed
+from distprune.base.amount import collapsed
 from distprune.files.cuts import Cuts
 from distprune.files.errors import OutputError
 from distprune.files.planning import Plan

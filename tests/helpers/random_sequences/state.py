@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import distprune as prune
 from distprune import schedule
-from distprune._common.naming import named_modules
+from distprune.base.naming import named_modules
 from helpers import wrappings
 from helpers.comparisons import changes, kind_of, snapshot, wrong_masks
 from helpers.models import fill

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common import memory
-from distprune._common.memory import Array, Scratch
+from distprune.base import memory
+from distprune.base.memory import Array, Scratch
 
 LARGEST_HASH = 2**63 - 2
 # The constants of SplitMix64.

@@ -19,8 +19,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-from distprune.torch_private import private_fields
-from distprune.torch_private.managed import GradientSource, ManagedDTensor, Receive, padded_pieces
+from distprune.wrappers import private_fields
+from distprune.wrappers.managed import GradientSource, ManagedDTensor, Receive, padded_pieces
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

@@ -199,7 +199,7 @@ def per_parameter(
     if not isinstance(bound, Mapping):
         return [_exact(keyword, default if bound is None else bound)] * len(parameters)
     # Not above: it loads torch, and recipes are read without.
-    from distprune._common.naming import plain_key
+    from distprune.base.naming import plain_key
 
     given: dict[Hashable, list[tuple[Any, Any]]] = {}
     for key, value in bound.items():

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from distprune._common.pruned_form import orig_key
-from distprune.torch_private import deepspeed, masked_value
-from distprune.torch_private.managed import Managed
-from distprune.torch_private.stored_run import StoredMask, StoredRun
+from distprune.base.pruned_form import orig_key
+from distprune.wrappers import deepspeed, masked_value
+from distprune.wrappers.managed import Managed
+from distprune.wrappers.stored_run import StoredMask, StoredRun
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -33,7 +33,7 @@ def managed_parameters(
     """
     records: dict[tuple[int, str], Managed] = {}
     if "torch.distributed.fsdp" in sys.modules:
-        from distprune.torch_private import fsdp1, fsdp2
+        from distprune.wrappers import fsdp1, fsdp2
 
         if everywhere:
             fsdp1.find_modules()
@@ -52,7 +52,7 @@ def masked_by(managed: Managed) -> masked_value.ShardMask:
     """
     if isinstance(managed, StoredRun):
         return StoredMask(managed)
-    from distprune.torch_private import fsdp1, fsdp1_mask, fsdp2, fsdp2_mask
+    from distprune.wrappers import fsdp1, fsdp1_mask, fsdp2, fsdp2_mask
 
     if isinstance(managed, fsdp1.FlatPiece):
         return fsdp1_mask.FlatMask(managed)
@@ -65,7 +65,7 @@ def plain_class(module: nn.Module) -> type:
     base = masked_value.base_class(module)
     if "torch.distributed.fsdp" not in sys.modules:
         return base
-    from distprune.torch_private import fsdp2
+    from distprune.wrappers import fsdp2
 
     return fsdp2.plain_class(base)
 
@@ -79,7 +79,7 @@ def is_managed(module: nn.Module, name: str) -> bool:
         return True
     if "torch.distributed.fsdp" not in sys.modules:
         return False
-    from distprune.torch_private import fsdp2
+    from distprune.wrappers import fsdp2
 
     names = (name, orig_key(name))
     return is_flattened(module, name) or any(fsdp2.is_managed(module, key) for key in names)
@@ -89,7 +89,7 @@ def is_flattened(module: nn.Module, name: str) -> bool:
     """Whether FSDP1 manages a parameter, pruned or not."""
     if "torch.distributed.fsdp" not in sys.modules:
         return False
-    from distprune.torch_private.fsdp1 import is_managed
+    from distprune.wrappers.fsdp1 import is_managed
 
     return is_managed(module, name) or is_managed(module, orig_key(name))
 
@@ -98,7 +98,7 @@ def is_flat(tensor: Tensor) -> bool:
     """Whether a tensor is a flat parameter of FSDP1: what a module registers for several."""
     if "torch.distributed.fsdp" not in sys.modules:
         return False
-    from distprune.torch_private import fsdp1
+    from distprune.wrappers import fsdp1
 
     return fsdp1.is_flat(tensor)
 
@@ -107,7 +107,7 @@ def is_piece_of_flat(tensor: Tensor) -> bool:
     """Whether a tensor is a flat parameter of FSDP1, or one of its pieces."""
     if "torch.distributed.fsdp" not in sys.modules:
         return False
-    from distprune.torch_private import fsdp1
+    from distprune.wrappers import fsdp1
 
     return fsdp1.is_piece(tensor)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.memory import INTEGERS, Array
+from distprune.base.memory import INTEGERS, Array
 
 
 def is_zero(mask: Tensor) -> Array:

@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distprune._common.mask_values import write_product
-from distprune._common.pruned_form import mask_key, name_without_orig, orig_key
-from distprune.torch_private import private_fields
-from distprune.torch_private.masked_value import has_dense_gradient
-from distprune.torch_private.stored_run import (
+from distprune.base.mask_values import write_product
+from distprune.base.pruned_form import mask_key, name_without_orig, orig_key
+from distprune.wrappers import private_fields
+from distprune.wrappers.masked_value import has_dense_gradient
+from distprune.wrappers.stored_run import (
     Kept,
     StoredMask,
     StoredRun,

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.memory import SERIAL, Array, Scratch
-from distprune._common.naming import UnfitScores
+from distprune.base.memory import SERIAL, Array, Scratch
+from distprune.base.naming import UnfitScores
 
 Normalization = Literal["rms", "l2", "mean"]
 NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)

@@ -29,13 +29,13 @@ from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import _shard_utils as shard_utils
 from torch.distributed.tensor import DTensor
 
-from distprune._common import mask_bits
-from distprune._common.mask_values import write_product
-from distprune._common.process_groups import over_groups
-from distprune._common.pruned_form import orig_key
-from distprune.torch_private import masked_value
-from distprune.torch_private.fsdp1 import FlatPiece, is_summoned, local_slice
-from distprune.torch_private.masked_value import RunMask
+from distprune.base import mask_bits
+from distprune.base.mask_values import write_product
+from distprune.base.pruned_form import orig_key
+from distprune.ranks.process_groups import over_groups
+from distprune.wrappers import masked_value
+from distprune.wrappers.fsdp1 import FlatPiece, is_summoned, local_slice
+from distprune.wrappers.masked_value import RunMask
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParamHandle

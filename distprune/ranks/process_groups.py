@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from distprune._common.collectives import Communicator
+from distprune.ranks.collectives import Communicator
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

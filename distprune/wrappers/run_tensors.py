@@ -22,7 +22,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard
 
-from distprune.torch_private.managed import ManagedRun
+from distprune.wrappers.managed import ManagedRun
 
 # (offsets, sizes) in the whole tensor.
 Box = tuple[tuple[int, ...], tuple[int, ...]]

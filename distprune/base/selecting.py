@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import NoReturn
 
-from distprune._common.float_formats import NOT_FLOATS
+from distprune.base.float_formats import NOT_FLOATS
 
 _REGEX = "re:"
 _SECONDS = 2.0  # of the processor, for one name; a search that ends takes microseconds

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from distprune._common.pruned_form import is_dtensor
+from distprune.base.pruned_form import is_dtensor
 
 # The oldest and the newest torch that distprune is tested with; docs/support.md says what was run.
 TESTED = ("2.11", "2.15")

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from distprune._common.amount import resolve_count
+from distprune.base.amount import resolve_count
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from distprune._common.pruned_form import is_dtensor
+from distprune.base.pruned_form import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

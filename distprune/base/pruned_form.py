@@ -65,7 +65,7 @@ def masked_product(original: Tensor, mask: Tensor) -> Tensor:
     """``mask * original`` in the dtype of ``original``, as ``torch.nn.utils.prune`` computes it.
 
     Pruned elements keep their sign (-0.0), and inf becomes NaN. Where memory matters,
-    ``_common.mask_values.write_product`` writes the same values without temporaries.
+    `base.mask_values.write_product`` writes the same values without temporaries.
     """
     if is_dtensor(mask) and not is_dtensor(original):
         # transformers registers local tensors while the experts of an expert-parallel model run.

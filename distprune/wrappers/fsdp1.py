@@ -26,8 +26,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 
-from distprune.torch_private import private_fields
-from distprune.torch_private.managed import GradientSource, ManagedRun, padded_pieces
+from distprune.wrappers import private_fields
+from distprune.wrappers.managed import GradientSource, ManagedRun, padded_pieces
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParamHandle

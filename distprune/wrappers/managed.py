@@ -37,8 +37,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from distprune._common.collectives import resolved
-from distprune._common.pruned_form import is_dtensor
+from distprune.base.pruned_form import is_dtensor
+from distprune.ranks.collectives import resolved
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -49,7 +49,7 @@ class Managed(ABC):
 
     Attributes:
         persists_mask: whether the mask is an ordinary buffer of the state dict; if not, the
-            wrapper's :class:`~distprune.torch_private.masked_value.ShardMask` puts it there.
+            wrapper's :class:`~distprune.wrappers.masked_value.ShardMask` puts it there.
     """
 
     persists_mask: ClassVar[bool]

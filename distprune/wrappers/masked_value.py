@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
 
-from distprune._common.pruned_form import (
+from distprune.base.pruned_form import (
     is_dtensor,
     lost_mask,
     mask_key,
@@ -38,7 +38,7 @@ from distprune._common.pruned_form import (
     name_without_orig,
     orig_key,
 )
-from distprune.torch_private.managed import Managed, ManagedRun
+from distprune.wrappers.managed import Managed, ManagedRun
 
 _NAMES = "_distprune_live_names"
 _BASE = "_distprune_base"

@@ -28,9 +28,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from distprune._common.pruned_form import local_tensor, orig_key
-from distprune.torch_private.managed import GradientSource, ManagedRun, padded_pieces
-from distprune.torch_private.masked_value import RunMask
+from distprune.base.pruned_form import local_tensor, orig_key
+from distprune.wrappers.managed import GradientSource, ManagedRun, padded_pieces
+from distprune.wrappers.masked_value import RunMask
 
 if TYPE_CHECKING:
     import torch.distributed as dist

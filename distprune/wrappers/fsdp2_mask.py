@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from distprune._common.mask_values import write_product
-from distprune._common.pruned_form import mask_key, name_without_orig, orig_key
-from distprune.torch_private import masked_value
-from distprune.torch_private.fsdp2 import ManagedParameter
-from distprune.torch_private.masked_value import ShardMask
+from distprune.base.mask_values import write_product
+from distprune.base.pruned_form import mask_key, name_without_orig, orig_key
+from distprune.wrappers import masked_value
+from distprune.wrappers.fsdp2 import ManagedParameter
+from distprune.wrappers.masked_value import ShardMask
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

@@ -1,0 +1,1 @@
+"""Which ranks take part in a call, and all communication between them."""
