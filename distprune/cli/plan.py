@@ -122,10 +122,8 @@ def as_values(plan: Plan, has_amount: bool) -> dict[str, Any]:
 
 def _count(tensor: PlannedTensor) -> int | None:
     """Number of elements of a tensor to prune; None if it depends on the weights."""
-    if tensor.blocks is not None:
-        return tensor.num_blocks * tensor.blocks.num_pruned
-    if tensor.budgeted is not None:
-        return tensor.budgeted
+    if tensor.num_to_prune is not None:
+        return tensor.num_to_prune
     return tensor.lowest if tensor.lowest == tensor.highest else None
 
 
@@ -140,11 +138,11 @@ def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> dict
         result has some. Bytes that are free there, and whether they suffice; None without a
         destination.
     """
-    from distprune.files.planning import bytes_to_count, bytes_to_count_alone
+    from distprune.files.planning import bytes_to_count
 
     checkpoint = plan.checkpoint
     others = sum(file.size for file in checkpoint.others)
-    reads = checkpoint.num_bytes + others + bytes_to_count(plan) + bytes_to_count_alone(plan)
+    reads = checkpoint.num_bytes + others + bytes_to_count(plan)
     writes = checkpoint.num_bytes + others + _sidecar_bytes(plan)
     free, missing = None, writes
     if destination is not None:

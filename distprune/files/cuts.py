@@ -56,8 +56,8 @@ class Cuts:
     Attributes:
         groups: per group; None: its tensors are not ranked together, nothing of it is pruned, or
             limits decide everything.
-        tensors: per tensor; None: it is ranked on its own.
-        num_nan: by name of a tensor that has NaN, in groups that are ranked together.
+        tensors: per tensor; None: its rows or blocks are ranked.
+        num_nan: by name of a tensor that has NaN and is ranked as a whole.
         divisors: per tensor, what its scores are divided by; None: by nothing.
     """
 
@@ -100,7 +100,7 @@ def find_cuts(team: Team, source: Source, known: Any = None) -> Cuts:
     divisors: list[float | None] = [None] * len(plan.tensors)
     num_nan: dict[str, int] = {}
     for number, group in enumerate(plan.groups):
-        if not group.recipe.is_global:
+        if group.in_blocks:
             continue
         members = slice(group.first, group.last)
         tensors = plan.tensors[members]
@@ -115,7 +115,7 @@ def find_cuts(team: Team, source: Source, known: Any = None) -> Cuts:
             ranked = _ranked(source, group.first, parts, sizes, team, divisors[members])
             k = group.num_to_prune
             selection: Selection | None
-            if group.has_limits or group.recipe.budget is not None:
+            if not group.recipe.is_global or group.has_limits or group.recipe.budget is not None:
                 limits, bounds = _limits(source, group, parts, numbers, team)
                 found, selection = select_within(ranked, k, limits)
                 if bounds is not None:
@@ -129,22 +129,6 @@ def find_cuts(team: Team, source: Source, known: Any = None) -> Cuts:
             cuts[number] = GroupCut(selection.cut.threshold, *ties)
         num_nan |= {part.name: nan for part, nan in zip(parts, counts, strict=True) if nan}
     return Cuts(tuple(cuts), tuple(of_tensors), num_nan, tuple(divisors))
-
-
-def cut_of_block(source: Source, position: int, group: range, num_pruned: int) -> PartCut:
-    """Where elements [start, stop) of a tensor are cut, which are ranked on their own. Local.
-
-    Raises:
-        NaNError, CheckpointError: as :func:`find_cuts`.
-
-    Cost: one read; two, if the keys around the cut do not fit into memory.
-    """
-    alone = Communicator(())
-    with _errors_of_files(source.plan):
-        part = source.scored(position, group)
-        ranked = _ranked(source, position, [part], [len(group)], alone, [None])
-        selection = select_lowest(ranked, num_pruned)
-    return PartCut(0, selection.cut)
 
 
 def nan_error(plan: Plan, positions: Sequence[int]) -> NaNError:
@@ -195,14 +179,16 @@ def _limits(
         num_numbers: elements of each tensor that are no NaN.
 
     Returns:
-        The limits; and if a budget has made them equal, which bound decided each of them.
+        The limits; and if counts are given, which bound decided each of them.
     """
     tensors = source.plan.tensors[group.first : group.last]
     lowest = tuple(tensor.lowest for tensor in tensors)
     highest = tuple(min(t.highest, most) for t, most in zip(tensors, num_numbers, strict=True))
-    if group.recipe.budget is None:
+    if group.recipe.is_global and group.recipe.budget is None:
         return Limits(lowest, highest), None
-    counts = tuple(tensor.budgeted for tensor in tensors if tensor.budgeted is not None)
+    counts = tuple(tensor.num_to_prune for tensor in tensors if tensor.num_to_prune is not None)
+    if group.recipe.budget is None:  # scope "layer"
+        return Limits(counts, counts), [None] * len(counts)
     if group.recipe.budget == BUDGET_FROM_STATISTICS:
         entries = [tensor.entry for tensor in tensors]
         scores = [
@@ -257,8 +243,9 @@ def _check_numbers(plan: Plan, group: PlannedGroup, num_nan: Sequence[int]) -> N
     for tensor, count in zip(tensors, num_nan, strict=True):
         most = min(tensor.highest, tensor.entry.numel - count)
         lowest, rule = tensor.lowest, f"min_sparsity {group.recipe.min_sparsity}"
-        if tensor.budgeted is not None:
-            lowest, rule = tensor.budgeted, f"budget {group.recipe.budget}"
+        if tensor.num_to_prune is not None:
+            lowest = tensor.num_to_prune
+            rule = "sparsity" if group.recipe.budget is None else f"budget {group.recipe.budget}"
         if most < lowest:
             raise SelectionError(
                 f"{tensor.entry.name}: {rule} prunes at least {lowest:,} elements, but only "

@@ -33,9 +33,6 @@ from distprune.files.selecting import Verdict, bounded_of, limits_of, select_ten
 STATISTICS_FILE = f"{SIDECAR}/{STORED_STATISTICS}"  # of a result whose scores need them
 CARD_FILE = "README.md"  # the model card of a result, which is not that of its source
 MAX_CARD_BYTES = 8 << 20  # a larger README.md is no card, and is copied as it is
-CHUNK = 1 << 19  # elements: the arrays of a step stay below fifty megabytes
-# A group of more elements, ranked on its own, is counted in one read and cut in another.
-MAX_IN_MEMORY = 8 * CHUNK
 # Of what a plan leads to: raised when the same plan would write other bytes.
 _VERSION = 3
 
@@ -49,11 +46,10 @@ class PlannedTensor(NamedTuple):  # which is made in a third of the time of a fr
         group: number of that group.
         layout: where its inputs are; None if that makes no difference.
         offset: elements of the tensors before it in its group.
-        num_blocks: how many blocks of it are ranked on their own; 0: it is ranked together with
-            other tensors (scope "global").
-        blocks: these blocks, and how many elements each of them loses; None if there are none.
+        blocks: its rows or blocks of N:M, each of which is ranked on its own; None: the tensor is
+            ranked as a whole, with others (scope "global") or alone (scope "layer").
         lowest, highest: how many of its elements have to be pruned at least, and at most.
-        budgeted: how many a budget of shapes prunes; None if what is stored decides.
+        num_to_prune: how many of its elements become zero; None if what is stored decides.
     """
 
     entry: TensorEntry
@@ -61,11 +57,10 @@ class PlannedTensor(NamedTuple):  # which is made in a third of the time of a fr
     group: int
     layout: Layout | None
     offset: int
-    num_blocks: int
     blocks: Blocks | None
     lowest: int
     highest: int
-    budgeted: int | None
+    num_to_prune: int | None
 
 
 @dataclass(frozen=True)
@@ -86,6 +81,11 @@ class PlannedGroup:
     num_elements: int
     num_to_prune: int
     has_limits: bool
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether each row, or each block of N:M, is ranked on its own."""
+        return self.recipe.needs_input_dim
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,9 @@ def _plan_group(
     else:
         num_to_prune = sum(num_blocks * num_pruned for num_blocks, num_pruned in counts)
     limits = limits_of(entries, recipe, num_to_prune)
-    budgeted: Sequence[int | None] = [None] * len(entries)
+    of_each: Sequence[int | None] = [None] * len(entries)
+    if not recipe.is_global:
+        of_each = [num_blocks * num_pruned for num_blocks, num_pruned in counts]
     if recipe.budget in ("uniform", "erk"):
         from distprune.budgets import to_budget  # torch comes with it
 
@@ -212,15 +214,15 @@ def _plan_group(
         assert budget is not None
         lowest, highest = zip(*limits, strict=True)
         division = budget.divide(bounded_of(entries))
-        budgeted, _ = division.counts(Bounds(lowest, highest), num_to_prune)
+        of_each, _ = division.counts(Bounds(lowest, highest), num_to_prune)
     tensors, offset = [], 0
-    for entry, layout, (num_blocks, num_pruned), limit, count in zip(
-        entries, of_tensors, counts, limits, budgeted, strict=True
+    for entry, layout, (_, num_pruned), limit, count in zip(
+        entries, of_tensors, counts, limits, of_each, strict=True
     ):
-        blocks = rule.blocks(entry.numel, layout, num_pruned) if num_blocks else None
-        tensors.append(
-            PlannedTensor(entry, recipe, number, layout, offset, num_blocks, blocks, *limit, count)
-        )
+        blocks = None
+        if needs_input_dim:
+            blocks = rule.blocks(entry.numel, layout, num_pruned)
+        tensors.append(PlannedTensor(entry, recipe, number, layout, offset, blocks, *limit, count))
         offset += entry.numel
     has_limits = any((t.lowest, t.highest) != (0, t.entry.numel) for t in tensors)
     last = first + len(tensors)
@@ -251,25 +253,13 @@ def source_facts(checkpoint: Checkpoint) -> dict[str, list[list[str | int]]]:
 
 
 def bytes_to_count(plan: Plan) -> int:
-    """Bytes that are read, over all ranks, to cut the groups that are ranked together.
+    """Bytes that are read, over all ranks, to cut the groups that are not ranked by blocks.
 
     More if the keys around a cut do not fit into memory, or the limits of many tensors hold them.
     """
-    together = sum(_bytes_of_group(plan, each) for each in plan.groups if each.recipe.is_global)
+    together = sum(_bytes_of_group(plan, each) for each in plan.groups if not each.in_blocks)
     # Relative importance needs the sums of rows and columns first.
     return together + sum(2 * t.entry.nbytes for t in plan.tensors if t.recipe.score == "ria")
-
-
-def bytes_to_count_alone(plan: Plan) -> int:
-    """Bytes that are read once more because tensors are too large to be ranked in memory."""
-    return sum(
-        tensor.entry.nbytes
-        for tensor in plan.tensors
-        if tensor.recipe.scope == "layer"
-        and tensor.recipe.score != "random"
-        and tensor.num_blocks == 1
-        and tensor.entry.numel > MAX_IN_MEMORY
-    )
 
 
 def _bytes_of_group(plan: Plan, group: PlannedGroup) -> int:

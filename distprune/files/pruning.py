@@ -98,7 +98,7 @@ def prune(
             with run.timing("count"):
                 known = cuts if run.prepared is None else run.prepared
                 found = find_cuts(team, source, known)
-                if known is None and any(group.recipe.is_global for group in plan.groups):
+                if known is None and not all(group.in_blocks for group in plan.groups):
                     run.keep(asdict(found))
             run.write(LowestElements(source, found).pieces)
             run.publish(functools.partial(_complete, source, found))

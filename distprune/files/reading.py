@@ -248,8 +248,6 @@ def _key_ranges(recipe: FileRecipe, dtypes: list[torch.dtype]) -> list[KeyRange]
     """The keys of scores of these dtypes, which are the tensors of a group."""
     if recipe.score == "random":
         return [RANDOM_KEYS] * len(dtypes)
-    if not recipe.is_global:
-        return [key_range(dtype, Order.MAGNITUDE) for dtype in dtypes]
     common = functools.reduce(torch.promote_types, dtypes)
     if recipe.normalize is not None:
         common = torch.promote_types(common, torch.float32)

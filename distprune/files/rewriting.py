@@ -16,11 +16,10 @@ from distprune.base.float_formats import PLAIN_FLOATS
 from distprune.base.memory import Array
 from distprune.files.checkpoints.header import TensorEntry, WeightFile, read_header
 from distprune.files.checkpoints.mask_files import MaskFile, read_keep
-from distprune.files.disk.access import read_into, write_all
+from distprune.files.disk.access import read_into, slabs, write_all
 from distprune.files.errors import CheckpointError
 from distprune.files.scoring import KeptValues
 
-_CHUNK = 1 << 20  # elements of a piece
 # By what is counted for the report, by position of a tensor.
 Counts = defaultdict[str, Counter[int]]
 
@@ -87,8 +86,8 @@ def masked_pieces(entries: Sequence[TensorEntry], masks: MaskFile) -> Pieces:
     def pieces(position: int, counts: Counts) -> Iterator[Piece]:
         entry = entries[position]
         form = PLAIN_FLOATS[entry.dtype]
-        for first in range(0, entry.numel, _CHUNK):
-            last = min(first + _CHUNK, entry.numel)
+        for run in slabs(entry.numel, form.num_bytes):
+            first, last = run.start, run.stop
             raw = np.empty((last - first) * form.num_bytes, np.uint8)
             offset = entry.start + first * form.num_bytes
             read_into(entry.path, offset, raw.data)

@@ -52,7 +52,7 @@ def test_the_report_has_the_counts_of_the_model(tmp_path, model, source, budget,
         assert tensor.num_pruned == of_model.num_pruned_now
         assert tensor.held_at == of_model.held_at
         assert (tensor.threshold is None) == (tensor.num_pruned == 0)
-        assert planned.budgeted == tensor.num_pruned
+        assert planned.num_to_prune == tensor.num_pruned
     assert verify(tmp_path / "target", source).is_good
     card = (tmp_path / "target" / "README.md").read_text()
     assert f"with the counts of budget {budget}" in card

@@ -58,7 +58,7 @@ def digests_here(cases, folder):
     """On every rank: the digest of each result, after a comparison with its source."""
     digests = []
     with pytest.MonkeyPatch.context() as patch:
-        small_chunks(patch, 24, 12)
+        small_chunks(patch, 24)
         for number, (source, recipe) in enumerate(cases):
             target = folder / str(number)
             pruning.prune(planning.plan(source, recipe), target)

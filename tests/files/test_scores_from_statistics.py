@@ -187,7 +187,7 @@ def masks_of_model(calls, dtype, statistics, gradients, scores_dtype):
 def prune_files(source, folder, calls, statistics, gradients, scores, chunk):
     """On every rank."""
     with pytest.MonkeyPatch.context() as patch:
-        small_chunks(patch, chunk, 8 * chunk)
+        small_chunks(patch, chunk)
         for number, call in enumerate(calls):
             keywords = {name: value for name, value in call.items() if name != "amount"}
             if call["score"] == "given":

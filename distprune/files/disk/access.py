@@ -13,7 +13,21 @@ from pathlib import Path
 
 from distprune.files.errors import CheckpointError, OutputError
 
-_PIECE = 16 << 20  # bytes that are copied at a time
+# Bytes of a slab: what is computed from one stays in the caches. A longer block is a slab itself.
+SLAB_BYTES = 1 << 20
+
+
+def slabs(size: int, itemsize: int = 1, block: int = 1) -> Iterator[range]:
+    """The elements of a tensor in runs of about :data:`SLAB_BYTES`, which are whole blocks.
+
+    Args:
+        size: elements of the tensor, a multiple of ``block``.
+        itemsize: bytes of an element.
+        block: elements of a run that is not divided.
+    """
+    step = max(SLAB_BYTES // (itemsize * max(block, 1)), 1) * max(block, 1)
+    for start in range(0, size, step):
+        yield range(start, min(start + step, size))
 
 
 @contextlib.contextmanager
@@ -157,9 +171,8 @@ def copy_range(source: str, start: int, stop: int, output: int) -> Iterator[int]
         CheckpointError: the source cannot be read, or ends too early.
         OSError: the output cannot be written.
     """
-    piece = memoryview(bytearray(min(_PIECE, stop - start)))
-    for first in range(start, stop, _PIECE):
-        piece = piece[: stop - first]
-        read_into(source, first, piece)
-        write_all(output, piece)
-        yield len(piece)
+    for slab in slabs(stop - start):
+        data = memoryview(bytearray(len(slab)))
+        read_into(source, start + slab.start, data)
+        write_all(output, data)
+        yield len(data)

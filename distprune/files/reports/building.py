@@ -89,15 +89,14 @@ def _found(
     """What a ranking has found."""
     plan = source.plan
     num_nan, num_zero = summed(records, "nan"), summed(records, "zero")
-    # Keys of tensors with a threshold of their own.
-    keys = {int(p): key for record in records for p, key in record.get("threshold", {}).items()}
     of_tensors: list[dict[str, Any]] = []
     of_groups: list[dict[str, Any]] = []
     for position, (tensor, cut) in enumerate(zip(plan.tensors, cuts.tensors, strict=True)):
-        if tensor.recipe.is_global:
+        if cut is not None:
             num_nan[position] = cuts.num_nan.get(tensor.entry.name, 0)
-        key, held_at = keys.get(position), None
-        if cut is not None and (cut.bound or tensor.recipe.budget):
+        key, held_at = None, None
+        is_alone = tensor.num_to_prune is not None or tensor.recipe.budget is not None
+        if cut is not None and (cut.bound or is_alone):
             key, held_at = cut.cut.threshold if num_pruned[position] else None, cut.bound
         of_tensors.append(
             {
