@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from distprune.base import mask_bits, memory
 from distprune.base.hashing import hash_keys
 from distprune.base.memory import Array
-from distprune.shards.shard import FlatShard, LocalShard
+from distprune.shards.shard import FlatShard, Shard
 
 _BITS = 32  # of a word
 _TABLE_LOG2 = 15  # log2 of the words whose weights are looked up in one table
@@ -42,7 +42,7 @@ _CPU_BLOCK, _DEVICE_BLOCK = 1 << 20, 1 << 25
 _SHORTEST_RUN = 64
 
 
-def fingerprint_part(shard: LocalShard, mask: Tensor) -> Tensor:
+def fingerprint_part(shard: Shard, mask: Tensor) -> Tensor:
     """The summand of this rank's part of a mask.
 
     The sum over ranks that together have each element once, modulo 2**64, is the fingerprint. A
@@ -70,13 +70,13 @@ def fingerprint_part(shard: LocalShard, mask: Tensor) -> Tensor:
     return total
 
 
-def fingerprint_parts(shards: Sequence[LocalShard], masks: Sequence[Tensor]) -> list[int]:
+def fingerprint_parts(shards: Sequence[Shard], masks: Sequence[Tensor]) -> list[int]:
     """:func:`fingerprint_part` of several masks, on the host; waits for a device once."""
     parts = [fingerprint_part(*pair) for pair in zip(shards, masks, strict=True)]
     return [number for (number,) in memory.lists_on_host([part.view(1) for part in parts])]
 
 
-def _blocks(shard: LocalShard, mask: Tensor) -> Iterator[tuple[Tensor, Array]]:
+def _blocks(shard: Shard, mask: Tensor) -> Iterator[tuple[Tensor, Array]]:
     """The mask as blocks of rows [r, n], with the global index of each row's first element."""
     block = _CPU_BLOCK if memory.takes_numpy(mask.device) else _DEVICE_BLOCK
     if mask.numel() == 0:
@@ -106,7 +106,7 @@ def _in_blocks(rows: Tensor, starts: Array, block: int) -> Iterator[tuple[Tensor
         yield rows[first : first + height], starts[first : first + height]
 
 
-def _runs(shard: LocalShard) -> tuple[int, Array]:
+def _runs(shard: Shard) -> tuple[int, Array]:
     """Length and global start indices, int64 [runs], of the runs of a row-major part."""
     if shard.index.start is not None:
         return shard.values.numel(), np.array([shard.index.start])
