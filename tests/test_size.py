@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Room of the package: (lines of code, files). A change that makes a room smaller lowers its limit.
 ROOMS = {
-    "__init__.py": (87, 1),
+    "__init__.py": (23, 1),
     "__main__.py": (13, 1),
     "_public.py": (62, 1),
     "_transformers": (521, 4),
@@ -29,7 +29,7 @@ ROOMS = {
     "integrations": (1025, 7),
     "language_models": (1763, 12),
     "layouts.py": (13, 1),
-    "masks": (731, 5),
+    "masks": (689, 5),
     "methods": (1098, 5),
     "ranks": (387, 3),
     "recipe.py": (78, 1),
@@ -45,9 +45,9 @@ ROOMS = {
     "verification": (719, 5),
     "wrappers": (1984, 14),
 }
-TOTAL = (30609, 210)
+TOTAL = (30503, 210)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 43645, "launch": 965}
+FOLDERS = {"tests": 43614, "launch": 965}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
