@@ -12,42 +12,42 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Room of the package: (lines of code, files). A change that makes a room smaller lowers its limit.
 ROOMS = {
-    "__init__.py": (23, 1),
+    "__init__.py": (87, 1),
     "__main__.py": (13, 1),
     "_public.py": (62, 1),
-    "_transformers": (521, 4),
+    "_transformers": (487, 4),
     "_version.py": (1, 1),
-    "api": (1573, 9),
+    "api": (1575, 9),
     "base": (1199, 15),
     "budgets": (327, 3),
     "call": (1130, 8),
     "checkpoint.py": (280, 1),
-    "cli": (2170, 15),
+    "cli": (2158, 15),
     "criteria": (691, 5),
     "dynamic.py": (160, 1),
     "files": (4443, 31),
     "integrations": (1025, 7),
-    "language_models": (1763, 12),
+    "language_models": (1416, 11),
     "layouts.py": (13, 1),
-    "masks": (689, 5),
+    "masks": (731, 5),
     "methods": (1098, 5),
     "ranks": (387, 3),
     "recipe.py": (78, 1),
     "recipes": (780, 3),
     "reconstruction": (436, 3),
     "schedule": (342, 2),
-    "selection": (3624, 22),
+    "selection": (3626, 22),
     "selftest.py": (296, 1),
-    "shards": (1266, 10),
+    "shards": (1263, 10),
     "statistics": (1936, 11),
-    "streaming": (1228, 8),
+    "streaming": (1211, 9),
     "testing.py": (246, 1),
     "verification": (719, 5),
     "wrappers": (1984, 14),
 }
-TOTAL = (30503, 210)
+TOTAL = (30200, 210)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 43614, "launch": 965}
+FOLDERS = {"tests": 43473, "launch": 965}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

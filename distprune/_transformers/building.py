@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -22,12 +21,12 @@ def build_without_weights(folder: str, dtype: torch.dtype | None) -> Any:
         dtype: of the parameters; None: that of the config, else torch's default.
 
     Raises:
-        NotImplementedError: the weights are quantised, or a buffer that is in no checkpoint cannot
-            be computed; names it.
+        NotImplementedError: the weights are quantised.
         OSError, ValueError: transformers cannot read the config, or it has code of its own.
 
-    Cost: no memory for parameters; the buffers are computed twice.
+    Cost: no memory for parameters.
     """
+    import accelerate
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(
@@ -40,29 +39,16 @@ def build_without_weights(folder: str, dtype: torch.dtype | None) -> Any:
         )
     if dtype is not None:
         config.dtype = dtype
-    with torch.device("meta"):
-        factory: Any = transformers.AutoModelForCausalLM
+    factory: Any = transformers.AutoModelForCausalLM
+    with accelerate.init_empty_weights(include_buffers=False):
         model = factory.from_config(
             config, dtype=config.dtype or torch.get_default_dtype(), trust_remote_code=False
         )
     model.config.name_or_path = folder
     model.tie_weights()
     _keep_in_float32(model, model.config.dtype)
-    _compute_buffers(model)
     _read_generation_config(model, folder)
     return model.eval()
-
-
-def ignored_on_load(model: Any) -> re.Pattern[str] | None:
-    """Names of tensors in checkpoints that ``from_pretrained`` passes over in silence."""
-    patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    buffers = [name for name, _ in model.named_buffers()]
-    # Buffers that old checkpoints hold, per layer or persistent.
-    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
-        patterns.add(r"rotary_emb\.inv_freq")
-    if any(name.endswith("position_ids") for name in buffers):
-        patterns.add(r"(^|\.)position_ids$")
-    return re.compile("|".join(f"({p})" for p in sorted(patterns))) if patterns else None
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
@@ -89,35 +75,6 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(plan[by_group[match.lastgroup]])
 
 
-def _compute_buffers(model: Any) -> None:
-    """Compute the buffers that are in no checkpoint, as ``from_pretrained`` does.
-
-    Transformers initialises whatever is not marked as initialised, so only these buffers. They
-    are right if they do not depend on what was in them before.
-    """
-    in_checkpoint = model.state_dict(keep_vars=True)
-    for tensor in in_checkpoint.values():
-        tensor._is_hf_initialized = True
-    names = [name for name, _ in model.named_buffers() if name not in in_checkpoint]
-    results = []
-    for content in (0, 1):
-        for name in names:
-            buffer = model.get_buffer(name)
-            put_tensor(model, name, torch.full_like(buffer, content, device="cpu"))
-        for module in model.modules():
-            module._is_hf_initialized = False
-        model.initialize_weights()
-        results.append({name: model.get_buffer(name) for name in names})
-    for name in names:
-        if not torch.equal(results[0][name], results[1][name]):
-            raise NotImplementedError(
-                f"{name}: transformers {_version()} does not compute this buffer of "
-                f"{type(model).__name__}, which is in no checkpoint, for a model that was built on "
-                "the meta device; expected a model that from_pretrained loads. Load it with "
-                "from_pretrained, and wrap it afterwards."
-            )
-
-
 def put_tensor(model: nn.Module, name: str, value: Tensor) -> None:
     """Put a parameter or buffer in the place of the one of this full name."""
     path, _, leaf = name.rpartition(".")
@@ -142,12 +99,6 @@ def _read_generation_config(model: Any, folder: str) -> None:
             )
         except OSError:  # the folder has none: it is made from the config
             return
-
-
-def _version() -> str:
-    import transformers
-
-    return transformers.__version__
 
 
 def tensors_of_checkpoints(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

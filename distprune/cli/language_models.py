@@ -242,7 +242,6 @@ def opened(options: ModelOptions) -> Iterator[Opened]:
                     mesh=options.mesh_sizes(),
                     dtype=dtype_named(options.dtype),
                     device=kind if kind == "cpu" else None,
-                    ignore_unexpected=True,
                 )
             )
         began = time.monotonic()

@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # torch comes with it
     from distprune.streaming import StreamCost
 
 _UPDATES = {"least-squares": "least_squares", "none": "none"}
-_WAYS = {"resident": True, "streamed": False, None: None}
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,6 @@ class TextOptions:
         "verify needs them, and --scores FOLDER ranks by them again.",
         metavar="FOLDER",
     )
-    way: str | None = option(
-        "Whether weights stay in memory, a part on each process, or each pass reads a "
-        "layer when it needs it (resident on accelerators, where they fit). The result is the "
-        "same.",
-        metavar="resident|streamed",
-    )
 
     def check(self) -> None:
         """Check what needs no file.
@@ -88,8 +81,6 @@ class TextOptions:
             raise SelectionError(f"{name} has no effect without --text; add it, or leave this out.")
         if self.update is not None and self.update not in _UPDATES:
             raise SelectionError(f"--update {self.update}: expected {', '.join(_UPDATES)}.")
-        if self.way not in _WAYS:
-            raise SelectionError(f"--way {self.way}: expected resident or streamed.")
 
     def of_model(self, source: Path) -> ModelOptions:
         """What these options say of the model and all texts, checked."""
@@ -144,8 +135,7 @@ def described_cost(cost: StreamCost) -> str:
     return (
         f"By text, each process needs at most {format_size(cost.peak)} of memory ({memory}) and "
         f"reads {format_size(cost.reads)}; for a while {format_size(cost.disk)} of the disk are "
-        f"needed beside the result. {format_size(cost.weights)} of memory more, which processes "
-        "share, keep the weights where they are resident."
+        "needed beside the result."
     )
 
 
@@ -187,7 +177,6 @@ def prune_by_text(
                 progress_of_files=meter,
                 keep_scores=given.keep_scores,
                 replace=writing.force,
-                resident=_WAYS[given.way],
                 tell=terminal.note,
                 **given.of_streaming(),
             )

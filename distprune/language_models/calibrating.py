@@ -1,6 +1,6 @@
 """Calibration: text through a model, for activation statistics or for what needs gradients.
 
-[Note: losses] The loss is the model's own, the mean over the predicted tokens of a batch. Windows
+[Note: losses] The loss is the mean cross-entropy of the predicted tokens of a batch. Windows
 are equally long, so that a batch counts by its number of windows:
 
     unit          what a unit is                what it counts     the result depends on
@@ -80,9 +80,8 @@ def calibrate(
     the units. The model is in evaluation mode meanwhile, and has no gradients afterwards.
 
     Args:
-        model: plain or wrapped; it is called with ``input_ids``, and where gradients are needed
-            also with ``labels``, for which it returns an object with a ``loss``, as transformers'
-            models do.
+        model: plain or wrapped; it is called with ``input_ids``, and returns logits. Gradients are
+            those of the mean cross-entropy of the next token.
         windows: the same on every rank.
         collected: activation statistics, of one pass; gradient statistics, in which a batch has the
             weight of its number of windows; or a criterion of ``distprune.criteria``: Fisher,

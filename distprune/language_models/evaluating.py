@@ -130,8 +130,7 @@ def perplexity(
     """
     ranks = check_same(model, windows, batch_size)
     communicator = world()
-    # By window: its loss, and how many ranks have counted it.
-    table = torch.zeros(len(windows), 2, dtype=torch.float64)
+    found = WindowLosses(windows)
     batches = BatchLosses(model)
     reporter = Reporter("evaluate", len(windows), progress)
     with (
@@ -147,20 +146,46 @@ def perplexity(
 
             losses = communicator.run(run)
             if ranks.is_counted and not step.is_padding:
-                table[step.rows, 0], table[step.rows, 1] = losses, 1.0
+                found.add(step.rows, losses)
             reporter.add(step.num_in_step)
     communicator.agree()
-    shared = communicator.reduce_floats(table.numel(), lambda: table.view(-1)).view(-1, 2)
-    assert bool((shared[:, 1] == 1).all()), "every window is counted once"
-    losses = shared[:, 0].clone()
-    _check_finite(losses, windows)
-    texts = [
-        _of_text(name, losses, windows, (windows.text_of == number).nonzero().view(-1))
-        for number, name in enumerate(windows.texts)
-    ]
-    total = _of_text("all", losses, windows, torch.arange(len(windows)))
-    with_windows = tuple(text for text in texts if text.num_windows)
-    return PerplexityReport(with_windows, total, losses, windows.length, windows.has_bos)
+    return found.report()
+
+
+class WindowLosses:
+    """The losses of windows, of which each rank adds some.
+
+    Args:
+        windows: the same on every rank.
+    """
+
+    def __init__(self, windows: TokenWindows) -> None:
+        self._windows = windows
+        # By window: its loss, and how many ranks have counted it.
+        self._table = torch.zeros(len(windows), 2, dtype=torch.float64)
+
+    def add(self, rows: slice, losses: Tensor) -> None:
+        """Add the losses of some windows."""
+        self._table[rows, 0], self._table[rows, 1] = losses, 1.0
+
+    def report(self) -> PerplexityReport:
+        """The perplexity of each text. Collective.
+
+        Raises:
+            ValueError: a loss that is not finite, by its window; on every rank.
+        """
+        table, windows = self._table.view(-1), self._windows
+        shared = world().reduce_floats(table.numel(), lambda: table).view(-1, 2)
+        assert bool((shared[:, 1] == 1).all()), "every window is counted once"
+        losses = shared[:, 0].clone()
+        _check_finite(losses, windows)
+        texts = [
+            _of_text(name, losses, windows, (windows.text_of == number).nonzero().view(-1))
+            for number, name in enumerate(windows.texts)
+        ]
+        total = _of_text("all", losses, windows, torch.arange(len(windows)))
+        with_windows = tuple(text for text in texts if text.num_windows)
+        return PerplexityReport(with_windows, total, losses, windows.length, windows.has_bos)
 
 
 def _of_text(name: str, losses: Tensor, windows: TokenWindows, rows: Tensor) -> TextPerplexity:

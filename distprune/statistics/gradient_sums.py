@@ -27,7 +27,7 @@ from distprune.shards.geometry import dim_coordinates
 from distprune.shards.gradients import unaveraged_gradients
 from distprune.shards.parameters import Target
 from distprune.shards.rank_batches import RankBatches
-from distprune.shards.shard import Shard
+from distprune.shards.shard import LocalShard
 from distprune.statistics.input_parts import peers_of, ranks_at, spans
 from distprune.statistics.layers import WeightLayout
 
@@ -277,7 +277,7 @@ class GradientBlock:
     ranks: tuple[int, ...] | None = None
 
 
-def gradient_block(shard: Shard, data_groups: Sequence[ProcessGroup]) -> GradientBlock:
+def gradient_block(shard: LocalShard, data_groups: Sequence[ProcessGroup]) -> GradientBlock:
     """The block of a parameter.
 
     Args:

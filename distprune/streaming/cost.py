@@ -1,11 +1,10 @@
-"""What pruning by text takes, from headers alone, and whether the weights fit beside it."""
+"""What pruning by text takes, from headers alone."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,8 +13,7 @@ from distprune.base.naming import NamedParameter
 from distprune.files.errors import MachineError
 from distprune.files.text import format_size
 from distprune.language_models.losses import SLICE
-from distprune.ranks.collectives import Communicator
-from distprune.streaming.layers import Holding, StoredLayers, StreamedModel, num_machines
+from distprune.streaming.layers import StoredLayers, StreamedModel
 from distprune.streaming.settings import Settings
 
 # What Python, torch, transformers, a large tokenizer and the solver's temporaries take.
@@ -32,13 +30,11 @@ class StreamCost:
         memory: bytes of each pass, by its name; where the passes run on a device, of its memory.
         disk: bytes of the folder of work, which is removed at the end, of all processes together.
         reads: bytes of the checkpoint that each process reads to run text through layers.
-        weights: bytes of all weights, of which each process keeps its part if they are resident.
     """
 
     memory: dict[str, int]
     disk: int
     reads: int
-    weights: int
 
     @property
     def peak(self) -> int:
@@ -104,73 +100,7 @@ def cost_of(streamed: StreamedModel, stored: StoredLayers, settings: Settings) -
     disk += stored.num_scored(settings.elementwise) * torch.float32.itemsize
     reads = len(passes) * sum(layers)
     reads += 2 * streamed.num_bytes(None)
-    return StreamCost(
-        {name: size + _BASE for name, size in memory.items()}, disk, reads, sum(layers)
-    )
-
-
-def _available_memory(device: torch.device) -> int | None:
-    """Bytes that this rank may still take, its share of the machine's; None if nothing tells."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    file = Path("/proc/meminfo")
-    if device.type != "cpu" or not file.exists():
-        return None
-    lines = file.read_text().splitlines()
-    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
-    return found[0] // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if found else None
-
-
-def chosen_holding(
-    cost: StreamCost, settings: Settings, communicator: Communicator
-) -> tuple[Holding, str]:
-    """How the ranks come by the weights of layers, and a sentence that says why. Collective.
-
-    Weights stay in memory where the ranks have an accelerator each, and a rank's part of them fits
-    beside what a pass needs. On a CPU the system keeps what was read of a file as far as memory is
-    free, and gives it up when it is needed: measured in tests/benchmarks/TRIED.md.
-
-    Args:
-        cost: of the passes.
-        settings: says where layers run, and what the caller has asked for.
-        communicator: of the ranks.
-
-    Raises:
-        MachineError: the caller has asked for weights that stay, and there is too little memory for
-            them; on every rank.
-    """
-    num_ranks = communicator.size
-    part = -(-cost.weights // num_ranks)
-    needed = cost.peak + part
-
-    def free() -> torch.Tensor:
-        found = _available_memory(settings.device)
-        return torch.tensor([-1 if found is None else found])
-
-    least = int(communicator.reduce(1, free, "min")[0])
-    fits = needed <= least
-    has = "nothing tells how much is free" if least < 0 else f"{format_size(least)} are free"
-    told = f"of {format_size(needed)} of memory that each process then needs, {has}"
-    if settings.resident and not fits and least >= 0:
-        raise MachineError(
-            f"the weights cannot stay in memory: {told}. Expected more processes or memory, or "
-            "layers that are streamed (--way streamed)."
-        )
-    on_accelerator = settings.device.type != "cpu"
-    keeps = on_accelerator and fits if settings.resident is None else settings.resident
-    num_hosts = num_machines(num_ranks)
-    shares = num_ranks > 1 and (keeps or num_hosts > 1)
-    if keeps:
-        share = "" if num_ranks == 1 else f", a part of {format_size(part)} on each process"
-        return Holding(
-            shares, keeps
-        ), f"Resident: weights are read once, and stay in memory{share}."
-    why = ""
-    if settings.resident is None:
-        why = f", as {told}" if on_accelerator else ", as files that were read stay in free memory"
-    if shares:
-        why += f"; on {num_hosts} machines each process reads a part of it"
-    return Holding(shares), f"Streamed: each pass reads a layer when it needs it{why}."
+    return StreamCost({name: size + _BASE for name, size in memory.items()}, disk, reads)
 
 
 def _of_update(layer: int, parameters: Collection[NamedParameter]) -> int:

@@ -1,22 +1,9 @@
-"""A language model in a folder, of which one decoder layer is in memory at a time.
-
-[Note: holding] Where the weights of a layer come from when it runs: files, other ranks, or memory.
-
-    shares  keeps   a rank reads             a layer in memory comes from
-    no      no      every layer, each time   the file
-    yes     no      its rows, each time      the rows of all ranks (all-gather)
-    yes     yes     its rows, once           the same, and the rows stay
-    no      yes     every layer, once        a copy of what stays (one process)
-
-The bytes of a layer are the same in all of them, and so is all that is computed from it.
-"""
+"""A language model in a folder, of which one decoder layer is in memory at a time."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,33 +24,15 @@ from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.selecting import select_tensors
 from distprune.language_models.calibrating import decoder_blocks
-from distprune.language_models.loading import (
-    PartReader,
+from distprune.streaming.reading import (
+    TensorReader,
     TensorSource,
     dtype_of,
     find_sources,
-    read_part,
     stored_dtype,
     untie_different,
 )
-from distprune.ranks.collectives import Communicator
-from distprune.ranks.process_groups import world
 
-
-@dataclass(frozen=True)
-class Holding:
-    """How ranks come by the weights of a layer; the same on every rank; see [Note: holding].
-
-    Attributes:
-        shares: each rank reads a part of the rows, and gets the others from the other ranks.
-        keeps: what a rank has read stays in its memory.
-    """
-
-    shares: bool = False
-    keeps: bool = False
-
-
-_ALONE = Holding()
 Keep = Callable[[str], Tensor]  # from the name of a tensor to its mask
 
 
@@ -75,14 +44,12 @@ class StreamedModel:
             Face cache.
         dtype: of the parameters; None: that of the config, else of the first weights.
         device: where layers run.
-        holding: how the ranks come by the weights of a layer.
 
     Attributes:
         checkpoint: of the folder.
         model: of transformers. Parameters that are not in memory are on the meta device.
         layers: its decoder layers, in the order in which they run.
         sources: of each layer, which tensors of the checkpoint make which of its tensors.
-        holding: how the ranks come by the weights of a layer.
 
     Raises:
         CheckpointError: the folder does not exist or is damaged.
@@ -99,7 +66,6 @@ class StreamedModel:
         folder: str | Path,
         dtype: torch.dtype | None,
         device: torch.device,
-        holding: Holding = _ALONE,
     ) -> None:
         self.checkpoint = checkpoint = open_checkpoint(folder)
         self.device = device
@@ -110,7 +76,7 @@ class StreamedModel:
                 "chain of decoder layers; expected a decoder. Load it with load_sharded."
             )
         untie_different(self.model, checkpoint)
-        found = find_sources(self.model, checkpoint, ignore_unexpected=True)
+        found = find_sources(self.model, checkpoint)
         self.layers = _outermost(decoder_blocks(self.model))
         paths = {id(module): path for path, module in named_modules(self.model)}
         self.prefixes = [f"{paths[id(layer)]}." for layer in self.layers]
@@ -130,15 +96,7 @@ class StreamedModel:
             if not buffer.is_meta:
                 put_tensor(self.model, name, buffer.to(device))
         self._tensors = dict(tensors_of_checkpoints(self.model))
-        self._reader = PartReader(checkpoint)
-        self.hold(holding)
-
-    def hold(self, holding: Holding) -> None:
-        """Come by weights in another way from now on; what was kept is forgotten."""
-        self.holding = holding
-        # Alone, a rank reads everything.
-        self._communicator = world() if holding.shares else Communicator(())
-        self._kept: dict[str, Tensor] = {}
+        self._reader = TensorReader(checkpoint)
         self._has_around = False
 
     @property
@@ -158,13 +116,13 @@ class StreamedModel:
 
     @contextlib.contextmanager
     def layer(self, number: int) -> Iterator[nn.Module]:
-        """A decoder layer, which has its weights inside. Collective if ranks share the reading."""
+        """A decoder layer, which has its weights inside."""
         with self._in_memory(self.sources[number]):
             yield self.layers[number]
 
     @contextlib.contextmanager
     def weights_around(self) -> Iterator[None]:
-        """Have all weights but those of layers inside. Collective if ranks share the reading."""
+        """Have all weights but those of layers inside."""
         with self._in_memory(self._around):
             self._has_around = True
             try:
@@ -206,40 +164,11 @@ class StreamedModel:
                     put_tensor(self.model, name, self._tensors[names[0]])
 
     def _read(self, sources: Sequence[TensorSource]) -> list[Tensor]:
-        """The values of tensors, in memory of their own. Collective if ranks share the reading."""
-        communicator = self._communicator
-        parts = communicator.run(
-            lambda: [self._part(names[0], source) for names, source in sources]
-        )
-        if communicator.size == 1:
-            return [part.clone() if self.holding.keeps else part for part in parts]
-        values = []
-        for number, (names, _) in enumerate(sources):
-            shape = self._tensors[names[0]].shape
-            part, parts[number] = parts[number], torch.empty(0)
-            every = communicator.gather(part.reshape(-1).view(torch.uint8))
-            rows = every.view(-1).view(part.dtype).view(-1, *part.shape[1:])
-            values.append(rows[: shape[0]] if shape else rows[0])
+        """The values of tensors, in memory of their own."""
+        values = [torch.empty_like(self._tensors[n], device=self.device) for (n, *_), _ in sources]
+        for value, (_, source) in zip(values, sources, strict=True):
+            self._reader.read_from(source, value)
         return values
-
-    def _part(self, name: str, source: MaskSource) -> Tensor:
-        """This rank's rows of a tensor, as many as every rank has; the last ones may be padding."""
-        if name in self._kept:
-            return self._kept[name]
-        empty, communicator = self._tensors[name], self._communicator
-        size = -(-empty.shape[0] // communicator.size) if empty.ndim else 1
-        part = torch.empty((size, *empty.shape[1:]), dtype=empty.dtype, device=self.device)
-        if empty.ndim:
-            first = min(communicator.index * size, empty.shape[0])
-            rows = range(first, min(first + size, empty.shape[0]))
-            if rows:
-                ranges = [rows, *map(range, empty.shape[1:])]
-                read_part(source, ranges, part[: len(rows)], self._reader)
-        else:
-            read_part(source, [], part[0], self._reader)
-        if self.holding.keeps:
-            self._kept[name] = part
-        return part
 
 
 class StoredLayers:
@@ -368,8 +297,3 @@ def _unchanged(state: Tensor) -> Tensor:
 def _passed(made: Callable[[Tensor], Tensor], state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The forward of a decoder layer that is not run."""
     return made(state)
-
-
-def num_machines(num_ranks: int) -> int:
-    """How many machines the ranks are on, as torchrun tells it; 1 if nothing does."""
-    return max(1, num_ranks // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))

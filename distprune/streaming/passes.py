@@ -10,12 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from distprune.api.local import custom_from_mask, remove
-from distprune.base.mask_bits import pack_words, unpack_words
 from distprune.base.naming import NamedParameter
 from distprune.criteria.gradient_moment import GradientMoment
 from distprune.files.checkpoints.header import INDEX_SUFFIX, make_header, read_header
@@ -26,13 +24,11 @@ from distprune.files.checkpoints.statistics_file import (
     write_statistics,
 )
 from distprune.files.disk.access import write_atomically
-from distprune.files.errors import Interrupted
 from distprune.files.planning import Plan, plan
 from distprune.files.pruning import RankedMasks
 from distprune.files.recipe import FileRecipe
 from distprune.files.scoring import KeptValues
 from distprune.files.team import Team
-from distprune.language_models.loading import DTYPE_NAMES
 from distprune.language_models.running import Reporter
 from distprune.language_models.scoring import elementwise_criterion
 from distprune.language_models.text import TokenWindows
@@ -42,7 +38,8 @@ from distprune.reconstruction.reconstructing import ReconstructedParameter, reco
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
 from distprune.statistics.gram import GramMatrices
-from distprune.streaming.layers import Keep, StoredLayers, StreamedModel
+from distprune.streaming.layers import StoredLayers, StreamedModel
+from distprune.streaming.reading import DTYPE_NAMES
 from distprune.streaming.settings import Settings
 from distprune.streaming.windows import WindowStream
 from distprune.streaming.work import Work
@@ -150,12 +147,6 @@ class Passes:
             if number in done:
                 continue
             communicator.agree()  # an error of a rank in the layer before
-            is_stopped = settings.stop is not None and settings.stop()
-            if int(communicator.max(torch.tensor([int(is_stopped)]))):
-                raise Interrupted(
-                    f"stopped as asked; {work.path} keeps what is finished. The same command goes "
-                    "on."
-                )
             yield number
             done = [*done, number]
             work.record(name, done)
@@ -257,29 +248,10 @@ class Passes:
 
     def _masks(self, planned: Plan) -> RankedMasks:
         cuts = self.work.get("cuts")
-        masks = RankedMasks(planned, Team(self.communicator, stop=self.settings.stop), cuts)
+        masks = RankedMasks(planned, Team(self.communicator), cuts)
         if cuts is None:
             self.work.record("cuts", masks.cuts)
         return masks
-
-    def _keep(self, number: int, masks: RankedMasks) -> Keep:
-        """The masks of a layer. Collective if ranks share the reading: each ranks some tensors."""
-        communicator, names = self.communicator, self.stored.names_of(number)
-        numel = self.stored.numel
-        if not self.streamed.holding.shares:
-            return lambda name: torch.from_numpy(masks.keep(name))
-        mine = names[communicator.index :: communicator.size]
-        own = communicator.run(
-            lambda: {name: pack_words(masks.keep(name).ravel()) for name in mine}
-        )
-
-        def words(name: str) -> Tensor:
-            num_words = -(-numel(name) // 64)
-            found = own.pop(name, None)
-            return torch.from_numpy(np.zeros(num_words, "<i8") if found is None else found)
-
-        packed = {name: communicator.sum(words(name)).numpy() for name in names}
-        return lambda name: torch.from_numpy(unpack_words(packed[name], numel(name)))
 
     def _update(self, stream: WindowStream | None, number: int, masks: RankedMasks) -> None:
         """Prune a layer, which is in memory, and move its kept weights for some windows, if any.
@@ -287,12 +259,12 @@ class Passes:
         Afterwards it has the weights that a checkpoint with the new tensors has.
         """
         stored, work, parameters = self.stored, self.work, self.stored.parameters[number]
-        keep, grams = self._keep(number, masks), None
+        grams = None
         if stream is not None and parameters:
             grams = GramMatrices(parameters, allow_empty="*")
             stream.collect(number, grams)
         for parameter in parameters:
-            mask = stored.mask(parameter.fqn, keep)
+            mask = stored.mask(parameter.fqn, lambda name: torch.from_numpy(masks.keep(name)))
             custom_from_mask(*parameter, mask.to(_weight(parameter).device))
         errors: Sequence[ReconstructedParameter] = ()
         if grams is not None:

@@ -35,7 +35,7 @@ from distprune.language_models.text import TokenWindows
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.recipes import ELEMENTWISE
-from distprune.streaming.cost import StreamCost, chosen_holding, cost_of
+from distprune.streaming.cost import StreamCost, cost_of
 from distprune.streaming.layers import StoredLayers, StreamedModel
 from distprune.streaming.passes import Passes
 from distprune.streaming.settings import Settings, Update
@@ -74,18 +74,15 @@ def prune_folder(
     device: torch.device | str | None = None,
     progress: ReportProgress | None = None,
     progress_of_files: Callable[[Progress], None] | None = None,
-    stop: Callable[[], bool] | None = None,
     keep_scores: str | Path | None = None,
     replace: bool = False,
-    resident: bool | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> PrunedFolder:
     """Prune the decoder in a Hugging Face folder by text. Collective over all ranks.
 
     The model may be larger than memory: one decoder layer at a time is read, run on all windows,
     and freed. Hidden states are files in a folder beside the destination. The ranks share the
-    windows. Each reads every layer; on several machines, or if the layers stay in memory
-    (``resident``), each reads its part of the rows, and an all-gather makes the layer.
+    windows, and each reads every layer.
 
     1. A forward through all layers. Scores "wanda", "stade" and "ria" get their statistics here.
     2. For scores of gradients a backward, layer by layer. For "fisher" it adds up squared gradients
@@ -122,12 +119,9 @@ def prune_folder(
             of the source.
         device: where it computes; by default the CPU.
         progress: called after every layer.
-        progress_of_files, stop, replace, tell: as for ``files.pruning.prune``.
+        progress_of_files, replace, tell: as for ``files.pruning.prune``.
         keep_scores: a free name for a folder, which gets the scores of single weights and stays:
             ``verify`` needs them, and other recipes can rank by them.
-        resident: whether the layers stay in memory, on each rank a part of their rows, and are read
-            once. None: on accelerators, if a part fits beside what a pass needs. The result is the
-            same to the bit.
 
     Returns:
         The report, and what was measured.
@@ -163,10 +157,8 @@ def prune_folder(
         device=torch.device(device or "cpu"),
         progress=progress,
         progress_of_files=progress_of_files,
-        stop=stop,
         replace=replace,
         keep_scores=None if keep_scores is None else Path(keep_scores).absolute(),
-        resident=resident,
         tell=tell or (lambda text: None),
     )
     communicator = world()
@@ -273,9 +265,6 @@ def _pruned_once(
         stored = communicator.run(lambda: StoredLayers(streamed, settings.recipe))
         cost = communicator.run(lambda: cost_of(streamed, stored, settings))
         communicator.run(lambda: cost.check(settings.device))
-        holding, told_of = chosen_holding(cost, settings, communicator)
-        streamed.hold(holding)
-        settings.tell(told_of)
         num_bytes = cost.disk + sum(file.size for file in streamed.checkpoint.files)
         work = Work(target, facts, num_bytes, communicator, settings.keep_scores)
         if work.is_resumed:
@@ -289,7 +278,6 @@ def _pruned_once(
         planned,
         target,
         progress=settings.progress_of_files,
-        stop=settings.stop,
         replace=settings.replace,
         tell=settings.tell,
         cuts=work.get("cuts"),

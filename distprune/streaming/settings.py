@@ -29,7 +29,6 @@ class Settings:
 
     Attributes:
         device: where layers run.
-        resident: whether layers stay in memory; None: by what there is.
     """
 
     recipe: FileRecipe
@@ -42,10 +41,8 @@ class Settings:
     device: torch.device = _CPU
     progress: Report | None = None
     progress_of_files: Callable[[Progress], None] | None = None
-    stop: Callable[[], bool] | None = None
     replace: bool = False
     keep_scores: Path | None = None
-    resident: bool | None = None
     tell: Callable[[str], None] = lambda text: None
 
     @property

@@ -29,7 +29,7 @@ from distprune.files.disk.access import writing
 from distprune.language_models import evaluating
 from distprune.language_models.evaluating import PerplexityReport
 from distprune.language_models.hidden_states import HiddenStates
-from distprune.language_models.loading import require_extra, stored_dtype
+from distprune.language_models.loading import require_extra
 from distprune.language_models.losses import BatchLosses
 from distprune.language_models.running import (
     DataRanks,
@@ -46,7 +46,8 @@ from distprune.language_models.text import TokenWindows
 from distprune.ranks.process_groups import world
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
-from distprune.streaming.layers import Holding, StreamedModel, num_machines
+from distprune.streaming.layers import StreamedModel
+from distprune.streaming.reading import stored_dtype
 
 # What a backward makes of the gradients of single batches.
 OfGradients: TypeAlias = GradientStatistics | GradientMoment
@@ -101,8 +102,17 @@ class WindowStream(HiddenStates):
         Raises:
             ValueError: a loss that is not finite.
         """
-        with self._after_layers(is_leaf=False) as (model, _):
-            return evaluating.perplexity(model, self._windows, batch_size=self._batch_size)
+        windows, found = self._windows, evaluating.WindowLosses(self._windows)
+
+        def run() -> None:
+            with torch.no_grad(), self._after_layers() as (model, state):
+                losses = BatchLosses(model)
+                for batch, step in enumerate(self.batches):
+                    state[:] = [self.state(len(self._streamed.layers), batch)]
+                    found.add(step.rows, losses.of_windows(inputs_of(model, windows, step.rows)))
+
+        world().run(run)
+        return found.report()
 
     def differentiate(self) -> None:
         """The gradients of the losses by the last stage.
@@ -111,14 +121,14 @@ class WindowStream(HiddenStates):
             ValueError: a loss that is not finite, by its window.
         """
         last = len(self._streamed.layers)
-        with torch.enable_grad(), self._after_layers(is_leaf=True) as (model, leaves):
+        with torch.enable_grad(), self._after_layers() as (model, state):
             losses = BatchLosses(model)
             for batch, step in enumerate(self.batches):
+                leaf = self.state(last, batch).to(self._streamed.device).requires_grad_(True)
+                state[:] = [leaf]
                 losses.of_batch(self._windows, step.rows).backward()  # type: ignore[no-untyped-call]
-                (leaf,) = leaves[-1:]
                 assert leaf.grad is not None
                 self._write("gradient", last, batch, leaf.grad)
-                leaves.clear()
 
     def differentiate_layer(self, number: int, collected: Sequence[OfGradients]) -> None:
         """Collect the gradients of the weights of a layer, which is in memory. Collective.
@@ -172,38 +182,11 @@ class WindowStream(HiddenStates):
                     )
 
     @contextlib.contextmanager
-    def _after_layers(self, is_leaf: bool) -> Iterator[tuple[torch.nn.Module, list[Tensor]]]:
-        """The model, whose layers return the last stage of the batch that it is called with.
-
-        Args:
-            is_leaf: whether what they return gets gradients; yields the latest of them, too.
-        """
-        last = len(self._streamed.layers)
-        numbers = {
-            self._windows.tokens[step.rows].numpy().tobytes(): batch
-            for batch, step in enumerate(self.batches)
-        }
-        asked: list[bytes] = []
-        leaves: list[Tensor] = []
-
-        def note(module: torch.nn.Module, args: object, kwargs: dict[str, Tensor]) -> None:
-            asked[:] = [kwargs["input_ids"].cpu().numpy().tobytes()]
-
-        def last_stage(state: Tensor) -> Tensor:
-            # A rank without a batch of its own in the last step runs one that does not count.
-            number = numbers.get(asked[0])
-            if number is None:
-                return state
-            made = self.state(last, number).to(state.device).requires_grad_(is_leaf)
-            leaves[:] = [made]
-            return made
-
-        with self._streamed.around(last_stage) as model:
-            handle = model.register_forward_pre_hook(note, with_kwargs=True)
-            try:
-                yield model, leaves
-            finally:
-                handle.remove()
+    def _after_layers(self) -> Iterator[tuple[torch.nn.Module, list[Tensor]]]:
+        """The model, whose layers return what the caller puts into a list of one tensor."""
+        state: list[Tensor] = []
+        with self._streamed.around(lambda embedded: state[0].to(embedded.device)) as model:
+            yield model, state
 
     def _path(self, kind: str, stage: int, batch: int) -> Path:
         first = self.batches[batch].rows.start
@@ -248,7 +231,7 @@ def perplexity(
     """The perplexity of texts under the model of a folder, layer by layer. Collective.
 
     It is that of ``language_models.perplexity``, to the bit where kernels are equal. The ranks
-    share the windows; each reads every layer, or on several machines its part of every layer.
+    share the windows, and each reads every layer.
 
     Args:
         source: a folder with config.json and safetensors files, or the name of a model in the local
@@ -264,16 +247,14 @@ def perplexity(
         NotImplementedError: a model that is no chain of decoder layers.
         ValueError, TypeError: as ``language_models.perplexity``, on every rank.
 
-    Cost: one read of the checkpoint by each rank; on several machines by all together, and an
-    all-gather of each layer. Memory: one layer and a batch, or embedding and
+    Cost: one read of the checkpoint by each rank. Memory: one layer and a batch, or embedding and
     head. Disk: two stages of hidden states, tokens x width elements each.
     """
     require_extra()
     communicator = world()
 
     def begin() -> StreamedModel:
-        holding = Holding(shares=num_machines(communicator.size) > 1)
-        return StreamedModel(source, dtype, torch.device(device or "cpu"), holding)
+        return StreamedModel(source, dtype, torch.device(device or "cpu"))
 
     streamed = communicator.run(begin)
     with (

@@ -7,7 +7,6 @@ from commands import torchrun
 
 from distprune import language_models
 from helpers.forked_scripts import run_forked
-from helpers.streaming import other_files
 from helpers.tiny_language_model import save_tiny_llama, write_text
 
 pytest.importorskip("transformers")
@@ -89,18 +88,6 @@ def test_scores_of_single_weights(run, made, tmp_path):
     assert again.code == 0, again.err
 
 
-def test_weights_stay_in_memory_if_asked(run, made, tmp_path):
-    """The same bytes, and a line that says what was chosen."""
-    model, text, _ = made
-    told = {"resident": "Resident: weights are read once", "streamed": "Streamed: each pass"}
-    for way, expected in told.items():
-        done = run("prune", model, tmp_path / way, *OPTIONS, "--text", text, "--way", way)
-        assert done.code == 0 and expected in done.err, done.err
-    assert set(other_files(*(tmp_path / way for way in told))) <= {"distprune/report.json"}
-    done = run("prune", model, tmp_path / "out", "-s", "0.5", "--way", "resident")
-    assert done.code == 2 and "--way has no effect without --text" in done.err
-
-
 def test_what_is_wrong_is_said_before_the_work(run, made, tmp_path):
     model, text, _ = made
     short = write_text(tmp_path / "short.txt", 4)
@@ -108,7 +95,6 @@ def test_what_is_wrong_is_said_before_the_work(run, made, tmp_path):
         (["--text", short], 1, "expected a number from 1 to"),
         (["--text", tmp_path / "none.txt"], 1, "cannot be read"),
         (["--text", text, "--round", "0.6"], 2, "rising ones below the sparsity"),
-        (["--text", text, "--way", "none"], 2, "expected resident or streamed"),
         (["--text", text, "--update", "adam"], 2, "expected least-squares, none"),
         (["--text", text, "--also", "lm_head.weight"], 2, "is in no decoder layer"),
     ]

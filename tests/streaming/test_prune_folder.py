@@ -1,6 +1,7 @@
 """One layer in memory at a time: what the whole model gives, whatever stops it on the way."""
 
 import filecmp
+import itertools
 import re
 import shutil
 
@@ -11,7 +12,7 @@ import distprune as prune
 from distprune import language_models, streaming
 from distprune.files import output
 from distprune.files.checkpoints.header import read_header
-from distprune.files.errors import Interrupted, MachineError, OutputError, SelectionError
+from distprune.files.errors import MachineError, OutputError, SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports import read_report
 from distprune.files.verifying import verify
@@ -103,15 +104,24 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(llama, tmp_path, monk
     assert set(other_files(out, llama / "out")) <= {"distprune/report.json"}
 
 
-def test_a_stop_keeps_what_is_done_and_a_finished_result_is_found(llama, tmp_path):
-    out, asked = tmp_path / "out", []
+class Stopped(Exception):
+    """Raised by a function that is told of progress."""
 
-    def stop():
-        asked.append(None)
-        return len(asked) > 4
 
-    with pytest.raises(Interrupted, match="same command"):
-        run(llama, out, stop=stop)
+def stopping(when):
+    """A function for ``progress`` that raises once ``when`` says so."""
+
+    def progress(_):
+        if when():
+            raise Stopped
+
+    return progress
+
+
+def test_a_stopped_run_is_resumed_and_a_finished_result_is_found(llama, tmp_path):
+    out, calls = tmp_path / "out", itertools.count()
+    with pytest.raises(Stopped):
+        run(llama, out, progress=stopping(lambda: next(calls) == 4))
     told = []
     made = run(llama, out, tell=told.append)
     assert any("Resuming" in text for text in told)
@@ -122,8 +132,8 @@ def test_a_stop_keeps_what_is_done_and_a_finished_result_is_found(llama, tmp_pat
 
 def test_another_command_is_refused_while_a_result_is_unfinished(llama, tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(Interrupted):
-        run(llama, out, stop=lambda: True)
+    with pytest.raises(Stopped):
+        run(llama, out, progress=stopping(lambda: True))
     with pytest.raises(OutputError, match="unfinished result of another"):
         run(llama, out, damping=0.5)
     shutil.rmtree(tmp_path / "out.partial-text")
@@ -224,12 +234,10 @@ def test_rounds_go_on_from_the_round_before(llama, tmp_path):
     """As three commands would; a stop in any of them keeps the rounds that are done."""
     out, told = tmp_path / "out", []
 
-    def stop():
-        return (tmp_path / "out.partial-text-1.partial-text" / "progress.json").exists()
-
+    second = tmp_path / "out.partial-text-1.partial-text" / "progress.json"
     rounds = {"rounds": [0.2, 0.3], "tell": told.append}
-    with pytest.raises(Interrupted):
-        run(llama, out, **rounds, stop=stop)
+    with pytest.raises(Stopped):
+        run(llama, out, **rounds, progress=stopping(second.exists))
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "out.partial-text-0", "out.partial-text-1.partial-text"
     ]  # fmt: skip
@@ -303,7 +311,7 @@ def test_verify_finds_what_is_wrong_after_rounds(in_rounds, tmp_path, what, expe
     assert any(re.search(expected, problem) for problem in problems), problems
 
 
-def on_ranks_with_a_damaged_disk(folder, destination, kind, resident):
+def on_ranks_with_a_damaged_disk(folder, destination, kind):
     """Rank 1 alone cannot write its first files of a kind."""
     import torch.distributed as dist
 
@@ -318,7 +326,7 @@ def on_ranks_with_a_damaged_disk(folder, destination, kind, resident):
 
     WindowStream._write = broken
     try:
-        run(folder, destination, resident=resident)
+        run(folder, destination)
     except Exception as error:
         return type(error).__name__, str(error), destination.exists()
     finally:
@@ -326,8 +334,8 @@ def on_ranks_with_a_damaged_disk(folder, destination, kind, resident):
     return None
 
 
-@pytest.mark.parametrize(("kind", "resident"), [("state", True), ("gradient", None)])
-def test_an_error_of_one_rank_is_raised_on_all(llama, tmp_path, kind, resident):
-    found = run_ranks(on_ranks_with_a_damaged_disk, 2, llama, tmp_path / "out", kind, resident)
+@pytest.mark.parametrize("kind", ["state", "gradient"])
+def test_an_error_of_one_rank_is_raised_on_all(llama, tmp_path, kind):
+    found = run_ranks(on_ranks_with_a_damaged_disk, 2, llama, tmp_path / "out", kind)
     assert all("disk of rank 1 is full" in text and not exists for _, text, exists in found), found
     assert {kind for kind, _, _ in found} <= {"OutputError", "RuntimeError"}

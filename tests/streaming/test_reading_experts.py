@@ -1,4 +1,4 @@
-"""Merged experts are read one by one, and only those of the rank."""
+"""Merged experts are read one by one."""
 
 import pytest
 import torch
@@ -6,8 +6,6 @@ import torch
 from helpers.tiny_transformers import save_tiny
 
 transformers = pytest.importorskip("transformers")
-
-EXPERTS = [range(4), range(1, 3), range(3, 4), range(2, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -17,31 +15,25 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
-def test_a_rank_reads_its_own_experts_one_by_one(folder, name, experts, monkeypatch):
+def test_experts_are_read_one_by_one(folder, name, monkeypatch):
     from distprune._transformers.building import build_without_weights
     from distprune.files.checkpoints.checkpoint import open_checkpoint
-    from distprune.language_models import loading
-    from distprune.language_models.loading import PartReader, find_sources
+    from distprune.streaming.reading import TensorReader, find_sources
 
     expected = transformers.AutoModelForCausalLM.from_pretrained(folder)
     key = f"model.layers.1.mlp.experts.{name}"
     whole = expected.get_parameter(key).detach()
     checkpoint = open_checkpoint(folder)
-    model = build_without_weights(folder, torch.float32)
-    sources = find_sources(model, checkpoint, ignore_unexpected=False)
+    sources = find_sources(build_without_weights(folder, torch.float32), checkpoint)
     (source,) = [source for names, source in sources if key in names]
     stacked, stack = [], torch.stack
     monkeypatch.setattr(torch, "stack", lambda t, **k: stacked.append(len(t)) or stack(t, **k))
-    columns = range(5, 12)
-    out = torch.empty(len(experts), whole.shape[1], len(columns))
-    reader = PartReader(checkpoint)
-    loading.read_part(source, [experts, range(whole.shape[1]), columns], out, reader)
-    assert torch.equal(out, whole[experts.start : experts.stop, :, 5:12])
-    num_tensors = 2 if name == "gate_up_proj" else 1
-    assert stacked == [1] * num_tensors * len(experts)
-    assert reader.bytes_read == len(experts) * whole[0].nbytes
+    reader, out = TensorReader(checkpoint), torch.empty(whole.shape)
+    reader.read_from(source, out)
+    assert torch.equal(out, whole)
+    assert stacked == [1] * (2 if name == "gate_up_proj" else 1) * len(whole)
+    assert reader.bytes_read == whole.nbytes
 
 
 def operations(*given):
