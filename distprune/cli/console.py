@@ -195,12 +195,8 @@ class Meter:
 
 
 def describe(state: Progress) -> str:
-    """ "1.2 GB of 3.0 GB, 800.0 MB/s, 0:02 left"."""
-    text = f"{format_size(state.num_bytes)} of {format_size(state.total_bytes)}"
-    left = state.seconds_left
-    if left is None:
-        return text
-    return f"{text}, {format_size(state.bytes_per_second)}/s, {_clock(left)} left"
+    """ "1.2 GB of 3.0 GB"."""
+    return f"{format_size(state.num_bytes)} of {format_size(state.total_bytes)}"
 
 
 def describe_windows(state: RunProgress) -> str:

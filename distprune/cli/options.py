@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from distprune.cli.console import Terminal
-from distprune.files.errors import SelectionError, headline
+from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.recipes import (
     BUDGET_FROM_STATISTICS,
@@ -291,7 +291,7 @@ def resolve(name: str | None, options: Mapping[str, Any]) -> FileRecipe:
         if name is None or not given:
             raise
         subject = f"the recipe {name} with {' '.join(given.values())}"
-        raise SelectionError(headline(subject, error.problems), error.problems) from error
+        raise SelectionError(f"{subject}: {error}") from error
     except ImportError as error:
         raise SelectionError("recipes need pydantic: pip install 'distprune[cli]'") from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from distprune.files.errors import CheckpointError, headline, shown
 from distprune.files.output import resolve_destination
 from distprune.files.planning import source_facts
 from distprune.files.reports import Record, RunFacts, as_json, identity_of, summed
-from distprune.files.results import Task, check_unchanged, resumed, versions
+from distprune.files.results import Completed, Task, check_unchanged, make_result, versions
 from distprune.files.rewriting import masked_pieces
 from distprune.files.team import Progress, Team
 from distprune.ranks.collectives import Communicator
@@ -69,7 +69,6 @@ class Application:
         *,
         communicator: Communicator | None = None,
         progress: Callable[[Progress], None] | None = None,
-        stop: Callable[[], bool] | None = None,
         replace: bool = False,
         tell: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
@@ -87,12 +86,11 @@ class Application:
             CheckpointError: the source or the masks cannot be read, or have changed.
             OutputError: the destination is taken or in use, or the disk is full.
             RanksError: the ranks were called with different arguments, or one was lost.
-            Interrupted: ``stop`` returned True; the next call continues.
             Each is raised on every rank that is left. The text says what is left on the disk.
 
         Cost: one read and one write; some 50 MB of memory per process.
         """
-        team = Team(communicator or world(), progress, stop)
+        team = Team(communicator or world(), progress)
         target = resolve_destination(destination)
         team.compare(
             [("destination", ascii(str(target))), *versions().items(), ("plan", self.digest)]
@@ -107,17 +105,12 @@ class Application:
             replaces=replace,
             inputs=[self.masks.path],
         )
-        with resumed(team, task, target, tell=tell) as run:
-            if run.text is None:
-                run.write(masked_pieces(self.entries, self.masks))
-                run.publish(self._complete)
-        assert run.text is not None  # it is published
-        report: dict[str, Any] = json.loads(run.text)
+        pieces = masked_pieces(self.entries, self.masks)
+        text = make_result(team, task, target, lambda: pieces, self._complete, tell)
+        report: dict[str, Any] = json.loads(text)
         return report
 
-    def _complete(
-        self, records: Sequence[Record], run: RunFacts
-    ) -> tuple[bytes, bytes, dict[str, bytes | Iterable[bytes]]]:
+    def _complete(self, records: Sequence[Record], run: RunFacts) -> Completed:
         """The report and, as the recipe, which masks were applied."""
         path, (size, mtime_ns, header_crc) = self.masks.path, self.masks.state
         check_unchanged(self._folder, [OtherFile(MASK_FILE, path, size, mtime_ns, 0)])

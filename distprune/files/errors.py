@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import re
-import resource
 from collections.abc import Sequence
 
 
 class FilesError(Exception):
     """Base of the errors of checkpoints on disk.
 
+    Args:
+        text: the message.
+        problems: lines below it.
+
     Attributes:
-        headline: the message without the problems.
-        problems: all details; may be empty.
         exit_code: of a command that ends with this error.
     """
 
     exit_code = 1
 
-    def __init__(self, headline: str, problems: Sequence[str] = ()) -> None:
-        self.headline = headline
-        self.problems = tuple(problems)
-        super().__init__("\n  - ".join([headline, *self.problems]))
-
-    def say_more(self, text: str) -> None:
-        """Append a sentence to the message."""
-        self.args = (f"{self}{chr(10) if self.problems else ' '}{text}",)
+    def __init__(self, text: str, problems: Sequence[str] = ()) -> None:
+        super().__init__("\n  - ".join([text, *problems]))
 
 
 class SelectionError(FilesError):
@@ -49,75 +42,26 @@ class TextError(FilesError, ValueError):
 
 
 class OutputError(FilesError):
-    """The destination exists, is in use, or cannot be written."""
+    """The destination exists, is in use, or cannot be written, or memory is missing."""
 
 
 class RanksError(FilesError):
     """The ranks disagree on what to do, or one of them was lost."""
 
 
-class MachineError(FilesError):
-    """The machine has too little memory, or allows too few open files or processes."""
-
-
-class Interrupted(FilesError):
-    """The caller asked to stop; finished work is kept for the next run."""
-
-
-_OUT_OF_MEMORY = re.compile(
-    r"(?i)cannot allocate memory|can't allocate memory|failed to map segment|out of memory|"
-    r"unable to allocate|cannot (create|map) .*(shared object|object file)"
-)
-_NO_THREAD = "can't start new thread"
-
-
 def explained(error: BaseException) -> FilesError | None:
-    """The FilesError for an error that the machine or a file has caused.
-
-    Args:
-        error: any; a FilesError is returned as it is.
-
-    Returns:
-        None if the error is a defect of distprune.
-    """
+    """The FilesError for an error that the machine has caused; None for a defect of distprune."""
     if isinstance(error, FilesError):
         return error
-    if isinstance(error, RecursionError):
-        return CheckpointError("a file is nested too deeply to be read; it is damaged.")
-    memory = _lack_of_memory(error)
-    if memory is not None:
-        return MachineError(
-            f"there is too little memory ({memory}). Free some, or raise the limit "
-            "(`ulimit -v`, or that of the container or job)."
-        )
-    if not isinstance(error, OSError):
-        return None
-    reason = error.strerror or str(error)
-    path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return MachineError(f"{path}{reason}. Allow more open files (`ulimit -n`).")
-    return OutputError(f"{path}{reason}.")
+    if isinstance(error, OSError):
+        path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        return OutputError(f"{path}{error.strerror or error}.")
+    return OutputError(f"there is too little memory: {error}.") if _lacks_memory(error) else None
 
 
-def _lack_of_memory(error: BaseException) -> str | None:
-    """The message of a lack of memory among an error and its causes; None if there is none."""
-    visited: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in visited:
-        visited.add(id(cause))
-        text = str(cause)
-        if isinstance(cause, MemoryError):
-            return text or "MemoryError"
-        is_system = isinstance(cause, (OSError, ImportError, RuntimeError))
-        if is_system and (getattr(cause, "errno", None) == errno.ENOMEM or _NO_THREAD in text):
-            return text
-        has_limit = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-        if isinstance(cause, SystemError) and has_limit:  # C code whose malloc failed
-            return text
-        if is_system and _OUT_OF_MEMORY.search(text):
-            return text.splitlines()[0]
-        cause = cause.__cause__ or cause.__context__
-    return None
+def _lacks_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, in Python or in torch."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def headline(subject: str, problems: Sequence[str]) -> str:

@@ -167,7 +167,7 @@ def plan(
             planned, group = _plan_group(entries, part, layouts, len(groups), len(tensors))
         except SelectionError as error:
             where = f"groups[{len(groups)}]: " if recipe.groups else ""
-            raise SelectionError(f"{where}{error.headline}", error.problems) from error
+            raise SelectionError(f"{where}{error}") from error
         tensors += planned
         groups.append(group)
     scored = [(tensor.recipe, tensor.entry, tensor.layout) for tensor in tensors]

@@ -6,7 +6,6 @@ plan --> find_cuts --cuts--> files written --> partial folder --> destination
 
 from __future__ import annotations
 
-import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -19,12 +18,13 @@ from distprune.base.memory import Array
 from distprune.files.cuts import Cuts, find_cuts
 from distprune.files.lowest import LowestElements
 from distprune.files.output import resolve_destination
-from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, bytes_to_count
+from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan
 from distprune.files.reading import Source
 from distprune.files.reports import Record, Report, RunFacts, parse_report
 from distprune.files.reports.building import check_counts, make_report
 from distprune.files.reports.model_card import card_of
-from distprune.files.results import check_unchanged, prune_task, resumed, versions
+from distprune.files.results import Completed, check_unchanged, make_result, prune_task, versions
+from distprune.files.rewriting import Pieces
 from distprune.files.team import Progress, Team
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
@@ -36,7 +36,6 @@ def prune(
     *,
     communicator: Communicator | None = None,
     progress: Callable[[Progress], None] | None = None,
-    stop: Callable[[], bool] | None = None,
     replace: bool = False,
     tell: Callable[[str], None] | None = None,
     cuts: Any = None,
@@ -60,7 +59,6 @@ def prune(
         communicator: of the ranks that take part; by default of the default process group, or
             this process alone if there is none.
         progress: called about twice a second, with what all ranks have done.
-        stop: called after every few megabytes; True on any rank stops all of them.
         replace: take the place of a finished result of another command at the destination, which
             stays until this one is complete. Nothing else is replaced: no input, and no folder that
             holds other files.
@@ -78,7 +76,6 @@ def prune(
         OutputError: the destination is taken or in use, something is in the way, or the disk is
             full.
         RanksError: the ranks were called with different plans, or one was lost.
-        Interrupted: ``stop`` returned True.
         Each is raised on every rank that is left. The text says what is left on the disk.
 
     Cost: reads weights twice and writes them once (row and N:M reads them once; normalised scores
@@ -87,23 +84,21 @@ def prune(
     megabytes per process. Scores "wanda" and "stade" have 32
     bits or more. Communication: an all-reduce of 32 bytes twice a second, and some of up to 32 KiB.
     """
-    team = Team(communicator or world(), progress, stop)
+    team = Team(communicator or world(), progress)
     target = resolve_destination(destination)
     team.compare(_facts(plan, target))
     task = prune_task(plan, replaces=replace)
-    source = Source(plan, team.did_count)
-    to_prepare = bytes_to_count(plan) if cuts is None else 0
-    with resumed(team, task, target, bytes_to_prepare=to_prepare, tell=tell) as run:
-        if run.text is None:
-            with run.timing("count"):
-                known = cuts if run.prepared is None else run.prepared
-                found = find_cuts(team, source, known)
-                if known is None and not all(group.in_blocks for group in plan.groups):
-                    run.keep(asdict(found))
-            run.write(LowestElements(source, found).pieces)
-            run.publish(functools.partial(_complete, source, found))
-    assert run.text is not None  # it is published
-    return parse_report(run.text)
+    source = Source(plan, team.count)
+    found: list[Cuts] = []
+
+    def rank() -> Pieces:
+        found.append(find_cuts(team, source, cuts))
+        return LowestElements(source, found[0]).pieces
+
+    def complete(records: Sequence[Record], run: RunFacts) -> Completed:
+        return _complete(source, found[0], records, run)
+
+    return parse_report(make_result(team, task, target, rank, complete, tell))
 
 
 class RankedMasks:
@@ -121,7 +116,7 @@ class RankedMasks:
     """
 
     def __init__(self, plan: Plan, team: Team, cuts: Any = None) -> None:
-        self._source = Source(plan, team.did_count)
+        self._source = Source(plan, team.count)
         self._positions = {tensor.entry.name: i for i, tensor in enumerate(plan.tensors)}
         found = find_cuts(team, self._source, cuts)
         self.cuts = asdict(found)
@@ -137,9 +132,7 @@ class RankedMasks:
         return keep.reshape(entry.shape)
 
 
-def _complete(
-    source: Source, cuts: Cuts, records: Sequence[Record], run: RunFacts
-) -> tuple[bytes, bytes, dict[str, bytes | Iterable[bytes]]]:
+def _complete(source: Source, cuts: Cuts, records: Sequence[Record], run: RunFacts) -> Completed:
     """The report, the recipe, and what else stands beside the weights and masks."""
     plan = source.plan
     report = make_report(source, cuts, records, run)

@@ -10,17 +10,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import operator
 import os
 import platform
+import shutil
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,10 +45,21 @@ from distprune.files.errors import (
     RanksError,
     SelectionError,
 )
-from distprune.files.output import Output, check_place
+from distprune.files.output import (
+    DISCARD_HINT,
+    WORK,
+    begin,
+    check_free_bytes,
+    check_place,
+    check_taken,
+    finished_report,
+    has_files,
+    locked,
+    put,
+)
 from distprune.files.planning import Plan
 from distprune.files.reports import REPORT_FILE, Record, RunFacts
-from distprune.files.rewriting import Counts, MaskWriter, Pieces, entries_of, parts_of
+from distprune.files.rewriting import Counts, MaskWriter, Piece, Pieces, entries_of, parts_of
 from distprune.files.scoring import KeptValues
 from distprune.files.team import Team
 from distprune.files.text import format_size
@@ -116,238 +128,195 @@ def prune_task(plan: Plan, *, replaces: bool = False) -> Task:
     )
 
 
-# Returns the report and the recipe as texts, and other small files by name.
-Complete = Callable[
-    [Sequence[Record], RunFacts], tuple[bytes, bytes, Mapping[str, bytes | Iterable[bytes]]]
-]
+# The report and the recipe as texts, and other small files by name.
+Completed = tuple[bytes, bytes, Mapping[str, bytes | Iterable[bytes]]]
+Complete = Callable[[Sequence[Record], RunFacts], Completed]
 
 
-@contextlib.contextmanager
-def resumed(
+def make_result(
     team: Team,
     task: Task,
     destination: Path,
-    *,
-    bytes_to_prepare: int = 0,
+    rank: Callable[[], Pieces],
+    complete: Complete,
     tell: Callable[[str], None] | None = None,
-) -> Iterator[Run]:
-    """Start to make a result, or go on where an earlier run was stopped. Collective.
+) -> str:
+    """Make a result, or go on where an earlier run was stopped. Collective.
 
     Args:
         team: the ranks that share the work.
         task: to carry out.
         destination: absolute.
-        bytes_to_prepare: that are read before the first file is written.
+        rank: called first; returns which elements of the task's tensors are kept. Collective.
+        complete: called at the end, on the leader.
         tell: called with sentences for the user.
 
-    Yields:
-        The run. Its result appears by :meth:`Run.publish`; if that is not reached, the finished
-        files stay for the next run.
+    Returns:
+        The text of the report.
 
     Raises:
-        FilesError: of any kind, on every rank; its text says what is left on the disk.
+        FilesError: of any kind, on every rank. Finished files stay for the next run, unless it
+            would fail again.
     """
-    sizes = {name: file.size for name, file in task.files.items()}
+    tell = tell or (lambda text: None)
+    folder = destination.with_name(f"{destination.name}.partial")
+    with contextlib.ExitStack() as lock:
+        text, done = team.from_leader(_start, task, destination, folder, lock)
+        if text is not None:
+            tell(f"{destination} is finished: this command made it before. Nothing was changed.")
+            return str(text)
+        if done:
+            num_done = sum(task.files[name].size for name in done)
+            sizes = f"{format_size(num_done)} of {format_size(task.num_bytes)}"
+            tell(f"Resuming: {sizes} are finished.")
+        try:
+            seconds = _make_files(team, task, folder, done, rank)
+            facts = RunFacts(
+                num_ranks=team.size,
+                seconds=seconds,
+                peak_rss_bytes=team.share(peak_rss_bytes()),
+                num_bytes=task.num_bytes,
+                versions=versions(),
+            )
+            return team.from_leader(_publish, task, destination, folder, complete, facts)
+        except RanksError:
+            raise
+        except FilesError as error:
+            team.attempt(lambda: None)  # wait until every rank has closed its files
+            would_fail_again = isinstance(error, (NaNError, SelectionError))
+            if team.is_leader and (would_fail_again or not has_files(folder)):
+                shutil.rmtree(folder, ignore_errors=True)
+            if would_fail_again or not folder.is_dir():
+                raise
+            hint = f"run the same command again to resume, or {DISCARD_HINT}."
+            raise type(error)(f"{error} {folder} keeps the finished files: {hint}") from error
+
+
+def _start(
+    task: Task, destination: Path, folder: Path, lock: contextlib.ExitStack
+) -> tuple[str | None, list[str]]:
+    """Lock the destination; the report if it is finished, and the names of finished files."""
+    check_place(task.checkpoint.root, destination)
+    lock.enter_context(locked(destination))
+    report = finished_report(destination)
+    if report is not None and report["digest"] == task.digest:
+        sizes = {name: file.size for name, file in task.files.items()}
+        with contextlib.suppress(OSError):
+            if sizes == {name: os.stat(destination / name).st_size for name in sizes}:
+                return (destination / REPORT_FILE).read_text(), []
     inputs = [file.path for file in task.checkpoint.all_files]
-    output = Output(
-        destination, task.digest, sizes, replaces=task.replaces, inputs=[*inputs, *task.inputs]
-    )
-    run = Run(team, task, output, tell or (lambda text: None))
-    try:
-        run.start(bytes_to_prepare)
-        yield run
-    except FilesError as error:
-        run.clear_up(error)
-        raise
-    finally:
-        output.release()
+    check_taken(destination, replaces=task.replaces, inputs=[*inputs, *task.inputs])
+    missing = sum(file.size for name, file in task.files.items() if not (folder / name).exists())
+    check_free_bytes(destination.parent, missing, destination)
+    begin(folder, task.digest)
+    return None, [name for name in task.files if (folder / name).exists()]
 
 
-@dataclass
-class Run:
-    """A result while it is made; see :func:`resumed`.
+def _make_files(
+    team: Team, task: Task, folder: Path, done: Collection[str], rank: Callable[[], Pieces]
+) -> dict[str, float]:
+    """Make the files that are missing; the seconds that each phase took."""
+    began = time.monotonic()
+    pieces = rank()
+    ranked = time.monotonic()
+    missing = {name: file.size for name, file in task.files.items() if name not in done}
+    team.begin("write", task.num_bytes, task.num_bytes - sum(missing.values()))
+    steps = _write(task, folder, names_by_rank(missing, team.size)[team.index], pieces)
+    with contextlib.closing(steps):  # what it has begun is removed if another rank fails
+        team.work(steps)
+    return {"count": round(ranked - began, 3), "write": round(time.monotonic() - ranked, 3)}
 
-    Attributes:
-        team, task, tell: as for :func:`resumed`.
-        output: its folder.
-        text: of the report, once the result is complete.
-        prepared: what an earlier run kept for all files; None if there is nothing.
-        done: the names of the files that earlier runs have finished.
-        seconds: that each phase took.
-    """
 
-    team: Team
-    task: Task
-    output: Output
-    tell: Callable[[str], None]
-    text: str | None = None
-    prepared: Any = None
-    done: list[str] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
+def _publish(
+    task: Task, destination: Path, folder: Path, complete: Complete, facts: RunFacts
+) -> str:
+    """Write the last files and rename the folder; the report."""
+    check_unchanged(task.checkpoint.folder, task.checkpoint.all_files)
+    numbers = range(len(task.checkpoint.files))
+    records = [json.loads(_work(folder, number, "json").read_text()) for number in numbers]
+    report, recipe, others = complete(records, facts)
+    if task.layout is not None:
+        _join_masks(task, folder, task.layout)
+    for name, data in [*others.items(), (RECIPE_FILE, recipe), (REPORT_FILE, report)]:
+        write_atomically(folder / name, data)
+    inputs = [file.path for file in task.checkpoint.all_files]
+    check_taken(destination, replaces=task.replaces, inputs=[*inputs, *task.inputs])
+    (folder / WORK / "digest").unlink()  # without it, a later run begins anew
+    shutil.rmtree(folder / WORK)
+    put(folder, destination, replaces=task.replaces)
+    return report.decode()
 
-    def start(self, bytes_to_prepare: int) -> None:
-        """Find what earlier runs have finished."""
-        team, task = self.team, self.task
 
-        def start() -> dict[str, Any]:
-            check_place(task.checkpoint.root, self.output.destination)
-            return self.output.start()
+def _write(
+    task: Task, folder: Path, names: Iterable[str], pieces: Pieces
+) -> Generator[int, None, None]:
+    """Make some files; yields numbers of bytes."""
+    numbers = {file.name: number for number, file in enumerate(task.checkpoint.files)}
+    kept = {} if task.values is None else entries_of(task.values, task.tensors)
+    for name in names:
+        file = task.files[name]
+        with new_file(folder / name, file.mode) as output:
+            if not isinstance(file, WeightFile):
+                yield from copy_range(file.path, 0, file.size, output)
+                continue
+            counts = Counts(Counter)
+            with new_file(_work(folder, numbers[name], "masks")) as masks:
+                writer = None if task.layout is None else MaskWriter(masks)
+                for part in parts_of(file, task.positions, pieces, counts):
+                    if isinstance(part, range):
+                        yield from copy_range(file.path, part.start, part.stop, output)
+                    else:
+                        yield _write_piece(task, *part, counts, kept, output, writer)
+            write_atomically(_work(folder, numbers[name], "json"), json.dumps(counts).encode())
 
-        state = team.from_leader(start)
-        self.text = state["text"]
-        if self.text is not None:
-            self.tell(
-                f"{self.output.destination} is finished: this command made it before. Nothing was "
-                "changed."
-            )
-            return
-        self.prepared, self.done = state["prepared"], state["done"]
-        num_done = sum(task.files[name].size for name in self.done)
-        if self.prepared is None:
-            team.expect("count", bytes_to_prepare)
-        team.expect("write", task.num_bytes, num_done)
-        if self.done:
-            self.tell(
-                f"Resuming: {format_size(num_done)} of {format_size(task.num_bytes)} are finished."
-            )
 
-    def keep(self, value: Any) -> None:
-        """Keep a JSON value that all files need for later runs. Collective."""
-        self.team.from_leader(self.output.keep, value)
+def _write_piece(
+    task: Task,
+    position: int,
+    piece: Piece,
+    counts: Counts,
+    kept: Mapping[str, TensorEntry],
+    output: int,
+    masks: MaskWriter | None,
+) -> int:
+    """Write a piece of a tensor, and of its mask; the number of bytes."""
+    first, bits, keep = piece
+    entry = task.tensors[position]
+    own = kept.get(entry.name)
+    if own is not None:
+        read_into(own.path, own.start + first * bits.itemsize, bits.data.cast("B"))
+    np.multiply(bits, keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
+    if own is not None:
+        note_values(counts, position, bits)
+    write_all(output, bits.data)
+    if masks is not None:
+        masks.add(keep, is_last=first + len(keep) == entry.numel)
+    return bits.nbytes
 
-    def write(self, pieces: Pieces) -> None:
-        """Make the files that are missing. Collective.
 
-        Args:
-            pieces: which elements of the task's tensors are kept.
-        """
-        team, task = self.team, self.task
-        missing = {n: file.size for n, file in task.files.items() if n not in self.done}
-        mine = names_by_rank(missing, team.size)[team.index]
-        with self.timing("write"):
-            team.begin("write", task.num_bytes, task.num_bytes - sum(missing.values()))
-            steps = self._steps(mine, pieces)
-            with contextlib.closing(steps):  # what it has begun is removed if another rank fails
-                team.work(steps)
+def _join_masks(task: Task, folder: Path, layout: MaskLayout) -> None:
+    """Join the masks of all weight files."""
+    places: dict[str, tuple[int, int]] = {}
+    for number, file in enumerate(task.checkpoint.files):
+        start = 0
+        for entry in file.tensors:
+            if entry.name in task.positions:
+                places[entry.name] = number, start
+                start += num_bytes_of(entry.numel)
+    modes = (file.mode for file in task.checkpoint.files)
+    mode = functools.reduce(operator.and_, modes, 0o666)
+    with new_file(folder / MASK_FILE, mode) as output:
+        write_all(output, layout.header)
+        for name, shape in layout.shapes.items():
+            number, start = places[name]
+            stop = start + num_bytes_of(math.prod(shape))
+            for _ in copy_range(str(_work(folder, number, "masks")), start, stop, output):
+                pass
 
-    def publish(self, complete: Complete) -> None:
-        """Let the leader write the last files, and rename the folder. Collective."""
-        facts = RunFacts(
-            num_ranks=self.team.size,
-            seconds=self.seconds,
-            peak_rss_bytes=self.team.share(peak_rss_bytes()),
-            num_bytes=self.task.num_bytes,
-            versions=versions(),
-        )
 
-        def publish() -> str:
-            task, folder = self.task, self.output.folder
-            check_unchanged(task.checkpoint.folder, task.checkpoint.all_files)
-            numbers = range(len(task.checkpoint.files))
-            records = [json.loads(self._work(n, "json").read_text()) for n in numbers]
-            report, recipe, others = complete(records, facts)
-            for name, data in others.items():
-                write_atomically(folder / name, data)
-            if task.layout is not None:
-                self._join_masks(task.layout)
-            write_atomically(folder / RECIPE_FILE, recipe)
-            write_atomically(folder / REPORT_FILE, report)
-            self.output.publish()
-            return report.decode()
-
-        self.text = self.team.from_leader(publish)
-
-    @contextlib.contextmanager
-    def timing(self, phase: str) -> Iterator[None]:
-        """Measure a phase, for the report."""
-        began = time.monotonic()
-        yield
-        self.seconds[phase] = round(time.monotonic() - began, 3)
-
-    def clear_up(self, error: FilesError) -> None:
-        """Remove what no run can use, and add to the error what is left."""
-        is_lost = isinstance(error, RanksError)
-        if not is_lost:  # wait until every rank has closed its files
-            with contextlib.suppress(RanksError):
-                self.team.check(None)
-        if not self.team.is_leader:
-            if is_lost and self.output.folder.is_dir():
-                error.say_more(self.output.left())
-            return
-        if not self.output.is_open:
-            return
-        if isinstance(error, (NaNError, SelectionError)):  # the same task would fail again
-            self.output.discard()
-        elif not is_lost:
-            self.output.discard(only_if_empty=True)
-        error.say_more(self.output.left())
-
-    def _steps(self, names: Iterable[str], pieces: Pieces) -> Generator[int, None, None]:
-        """Make some files; yields numbers of bytes."""
-        numbers = {file.name: number for number, file in enumerate(self.task.checkpoint.files)}
-        values = self.task.values
-        kept = {} if values is None else entries_of(values, self.task.tensors)
-        for name in names:
-            file = self.task.files[name]
-            with new_file(self.output.folder / name, file.mode) as output:
-                if isinstance(file, WeightFile):
-                    yield from self._rewrite(numbers[name], file, output, pieces, kept)
-                else:
-                    yield from copy_range(file.path, 0, file.size, output)
-
-    def _rewrite(
-        self,
-        number: int,
-        file: WeightFile,
-        output: int,
-        pieces: Pieces,
-        kept: Mapping[str, TensorEntry],
-    ) -> Iterator[int]:
-        """Write a weight file, its masks, and what was counted."""
-        task, counts = self.task, Counts(Counter)
-        with new_file(self._work(number, "masks")) as descriptor:
-            masks = MaskWriter(descriptor)
-            for part in parts_of(file, task.positions, pieces, counts):
-                if isinstance(part, range):
-                    yield from copy_range(file.path, part.start, part.stop, output)
-                    continue
-                position, (first, bits, keep) = part
-                entry = task.tensors[position]
-                if entry.name in kept:
-                    own = kept[entry.name]
-                    start = own.start + first * bits.itemsize
-                    read_into(own.path, start, bits.data.cast("B"))
-                np.multiply(bits, keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
-                if entry.name in kept:
-                    note_values(counts, position, bits)
-                write_all(output, bits.data)
-                if task.layout is not None:
-                    masks.add(keep, is_last=first + len(keep) == entry.numel)
-                yield bits.nbytes
-        write_atomically(self._work(number, "json"), json.dumps(counts).encode())
-
-    def _join_masks(self, layout: MaskLayout) -> None:
-        """Join the masks of all weight files."""
-        places: dict[str, tuple[int, int]] = {}
-        for number, file in enumerate(self.task.checkpoint.files):
-            start = 0
-            for entry in file.tensors:
-                if entry.name in self.task.positions:
-                    places[entry.name] = number, start
-                    start += num_bytes_of(entry.numel)
-        modes = (file.mode for file in self.task.checkpoint.files)
-        mode = functools.reduce(operator.and_, modes, 0o666)
-        with new_file(self.output.folder / MASK_FILE, mode) as output:
-            write_all(output, layout.header)
-            for name, shape in layout.shapes.items():
-                number, start = places[name]
-                stop = start + num_bytes_of(int(np.prod(shape, dtype=np.int64)))
-                for _ in copy_range(str(self._work(number, "masks")), start, stop, output):
-                    pass
-
-    def _work(self, number: int, suffix: str) -> Path:
-        """A file in the folder of what later runs need, of a weight file."""
-        return self.output.work / f"{number:05}.{suffix}"
+def _work(folder: Path, number: int, suffix: str) -> Path:
+    """A file in the folder of what later runs need, of a weight file."""
+    return folder / WORK / f"{number:05}.{suffix}"
 
 
 def names_by_rank(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:

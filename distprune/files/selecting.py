@@ -160,7 +160,7 @@ def _entry_problems(
     try:
         layouts = Layouts(checkpoint, recipe.input_dims)
     except SelectionError as error:
-        return [error.headline, *error.problems]
+        return [str(error)]
     needs_input_dim = recipe.needs_input_dim
     for entry in selected:
         if entry.dtype not in PLAIN_FLOATS:
@@ -173,7 +173,7 @@ def _entry_problems(
             try:
                 layout = layouts.of(entry)
             except UnknownLayout as error:
-                problems[error.headline] = None
+                problems[str(error)] = None
             else:
                 wrong = _layout_problem(entry, layout, recipe)
                 problems |= {} if wrong is None else {wrong: None}

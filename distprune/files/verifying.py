@@ -36,7 +36,6 @@ from distprune.files.disk.access import read_into
 from distprune.files.errors import (
     CheckpointError,
     FilesError,
-    Interrupted,
     NaNError,
     SelectionError,
 )
@@ -93,7 +92,6 @@ def verify(
     scores: str | Path | None = None,
     communicator: Communicator | None = None,
     progress: Callable[[Progress], None] | None = None,
-    stop: Callable[[], bool] | None = None,
 ) -> VerifyReport:
     """Check a pruned checkpoint against its source.
 
@@ -110,7 +108,6 @@ def verify(
         communicator: of the ranks that share the work; by default of the default process group,
             or this process alone if there is none.
         progress: called about twice a second, with what all ranks have done.
-        stop: called after every few megabytes; True on any rank stops all of them.
 
     Returns:
         The report, the same on every rank, whatever their number.
@@ -118,23 +115,21 @@ def verify(
     Raises:
         CheckpointError: a folder cannot be read, the destination has no masks or no report, or it
             was made from another source.
-        Interrupted: ``stop`` returned True; nothing was changed.
         RanksError: the ranks were called with different folders, or one was lost.
         Each is raised on every rank that is left.
 
     Cost: the reads that :func:`prune` needs to rank the source, and one read of source, result and
     masks; memory as for pruning. Communication as for pruning.
     """
-    team = Team(communicator or world(), progress, stop)
+    team = Team(communicator or world(), progress)
     result: _Result = team.attempt(_Result, Path(destination), source, scores)
     plan, checkpoint = result.plan, result.plan.checkpoint
     target = ascii(os.path.abspath(destination))
     team.compare([("destination", target), ("plan", plan.digest)])
-    read = Source(plan, team.did_count)
+    read = Source(plan, team.count)
     pieces = masked_pieces(result.entries, result.masks)
     try:
         sizes = {n: f.size for n, f in result.task.files.items() if result.is_readable(n)}
-        team.expect("verify", sum(sizes.values()))
         if result.has_order:
             pieces = LowestElements(read, find_cuts(team, read)).pieces
         team.begin("verify", sum(sizes.values()))
@@ -144,8 +139,6 @@ def verify(
         shared = [result.num_bytes, result.num_pruned, found, list(result.checksums.items())]
         result.merge(team.share(shared))
         team.attempt(check_unchanged, checkpoint.folder, checkpoint.all_files)
-    except Interrupted as error:
-        raise Interrupted("stopped as asked; nothing was changed.") from error
     except (NaNError, SelectionError) as error:
         raise _misfit(destination, source, error) from error
     num_pruned = result.num_pruned
@@ -406,8 +399,7 @@ def _located(recipe: FileRecipe, folder: Path, scores: str | Path | None) -> Fil
 
 
 def _misfit(folder: str | Path, source: str | Path, error: FilesError) -> CheckpointError:
-    headline = f"the recipe in {folder}/{REPORT_FILE} does not fit {source}: {error.headline}"
-    return CheckpointError(headline, error.problems)
+    return CheckpointError(f"the recipe in {folder}/{REPORT_FILE} does not fit {source}: {error}")
 
 
 def _check_folder(folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from distprune.base.naming import NamedParameter
-from distprune.files.errors import MachineError
+from distprune.files.errors import OutputError
 from distprune.files.text import format_size
 from distprune.language_models.losses import SLICE
 from distprune.streaming.layers import StoredLayers, StreamedModel
@@ -42,11 +42,11 @@ class StreamCost:
         return max(self.memory.values())
 
     def check(self, device: torch.device) -> None:
-        """Raise MachineError if a device, or this machine, has less memory in all."""
+        """Raise OutputError if a device, or this machine, has less memory in all."""
         has = _memory_of(device)
         if has is not None and self.peak > has:
             name = max(self.memory, key=lambda name: self.memory[name])
-            raise MachineError(
+            raise OutputError(
                 f"pruning by text needs about {format_size(self.peak)} of memory for the {name}, "
                 f"and {device} has {format_size(has)}; expected more memory, shorter windows "
                 "(--length), or fewer in a batch (--batch-size)."

@@ -264,12 +264,6 @@ def progress_of_files(case: Case) -> None:
     team.work(iter([1]))
 
 
-def stop_of_files(case: Case) -> None:
-    team = Team(world(), stop=lambda: case.fail() or False)
-    team.begin("count", 2)
-    team.work(iter([1]))
-
-
 CASES = {
     "Fisher.calibrating, rank_batch": (rank_batches, ["plain-2", "ddp-2", "fsdp2-2"]),
     "Fisher.calibrating, in a batch": (error_in_a_batch, ["plain-2", "ddp-2", "fsdp1-2"]),
@@ -293,7 +287,6 @@ CASES = {
     "perplexity, middle": (functools.partial(progress_of_perplexity, failing=2), ["plain-2"]),
     "perplexity, last": (functools.partial(progress_of_perplexity, failing=3), ["plain-2"]),
     "prune_checkpoint, progress": (progress_of_files, ["plain-2"]),
-    "prune_checkpoint, stop": (stop_of_files, ["plain-2"]),
 }
 
 

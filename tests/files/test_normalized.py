@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from distprune.files import cuts, planning, pruning, results, verifying
+from distprune.files import cuts, planning, pruning, verifying
 from distprune.files.errors import CheckpointError, NaNError
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports import read_report
@@ -171,17 +171,3 @@ def test_numbers_that_have_no_statistic(tmp_path, small_pieces):
     recipe = FileRecipe(0.5, normalize="rms", nan="keep")
     with pytest.raises(CheckpointError, match=r"infinite elements in layers.10.weight; .* no rms"):
         pruning.prune(planning.plan(source, recipe), tmp_path / "other")
-
-
-def test_a_run_that_stopped_after_the_count_goes_on(tmp_path, monkeypatch, small_pieces):
-    tensors = weights("mixed")
-    source = save(tmp_path / "source", tensors)
-    plan = planning.plan(source, FileRecipe(0.5, normalize="rms"))
-    pruning.prune(plan, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        patch.setattr(results, "parts_of", lambda *_: 1 / 0)
-        with pytest.raises(Exception, match="division"):
-            pruning.prune(plan, tmp_path / "target")
-    monkeypatch.setattr(cuts, "select_lowest", lambda *_: 1 / 0)  # not needed any more
-    pruning.prune(plan, tmp_path / "target")
-    assert tree_digest(tmp_path / "target", RUN) == tree_digest(tmp_path / "whole", RUN)

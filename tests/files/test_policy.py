@@ -97,11 +97,8 @@ def test_selections_that_are_refused(tmp_path, recipe, text):
 def test_a_pattern_has_to_divide_the_inputs(tmp_path):
     tensors = {"a.weight": torch.ones(4, 6), "c.weight": torch.ones(3, 4, 3, 3)}
     source = make(tmp_path, tensors)
-    with pytest.raises(
-        SelectionError, match=r"a.weight has 6 inputs .* 4 does not divide"
-    ) as error:
+    with pytest.raises(SelectionError, match=r"a.weight has 6 inputs .* 4 does not divide"):
         plan(source, FileRecipe(pattern="2:4"))
-    assert len(error.value.problems) == 1
     assert plan(source, FileRecipe(pattern="2:4", exclude=("a.weight",))).num_to_prune == 54
 
 
@@ -188,7 +185,6 @@ def test_tied_weights_that_are_stored_twice(tmp_path, config):
 def test_recipes_that_are_wrong(fields, texts):
     with pytest.raises(SelectionError) as error:
         FileRecipe(**fields)
-    assert len(error.value.problems) == len(texts)
     assert all(text in str(error.value) for text in texts)
 
 

@@ -100,7 +100,7 @@ def test_an_adapter_is_refused_unless_it_is_asked_for(tmp_path, tensors):
     source = make_adapter(tmp_path / "source", tensors)
     with pytest.raises(SelectionError) as error:
         plan(source, FileRecipe(0.5))
-    (problem,) = error.value.problems
+    problem = str(error.value)
     assert "is an adapter (adapter_config.json)" in problem and "Merge it into its model" in problem
     assert plan(source, FileRecipe(0.5, include=("*",))).num_elements > 0
 
@@ -128,8 +128,5 @@ def test_an_exclude_that_matches_nothing_is_a_warning(tmp_path):
         "exclude: 're:b.*'",
     ]
     assert plan(source, FileRecipe(0.5)).warnings == ()
-    # Among errors it is one more hint.
-    with pytest.raises(SelectionError) as error:
+    with pytest.raises(SelectionError, match="include: 'b' matches none"):
         plan(source, FileRecipe(0.5, include=("b",), exclude=("c",)))
-    assert "include: 'b' matches none" in error.value.problems[0]
-    assert "exclude: 'c' matches none" in error.value.problems[-1]

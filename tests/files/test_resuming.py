@@ -1,32 +1,30 @@
 """``prune`` and ``apply``, whatever happens: no result or the whole one, with the same bytes."""
 
+import errno
+import fcntl
 import os
 import random
 import re
 import shutil
 import signal
-import time
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from distprune.files import planning, pruning
+from distprune.files import planning, pruning, team
 from distprune.files.applying import Application
 from distprune.files.errors import (
     CheckpointError,
     FilesError,
-    Interrupted,
     NaNError,
     OutputError,
     RanksError,
 )
 from distprune.files.output import discard, locked
 from distprune.files.recipe import FileRecipe
-from distprune.ranks.process_groups import world
 from distprune.testing import RankError, run_ranks
-from helpers.disk_crashes import Steps, disk_is_full, kill_self, run_forked, stop_after
+from helpers.disk_crashes import Steps, disk_is_full, kill_self, run_forked
 from helpers.sampling import THOROUGH, every
 from helpers.tiny_checkpoints import encode, save, tree_digest
 
@@ -74,12 +72,21 @@ def killed_at(step, source, target, way):
         prune(source, target, way)
 
 
-def stopped(source, target, way="global"):
-    """The error of a run that stops when it has finished a weight file."""
-    partial = target.with_name("target.partial")
-    with pytest.raises(Interrupted) as error:
-        prune(source, target, way, stop=lambda: any(partial.glob("*.safetensors")))
-    return str(error.value)
+class Stop(Exception):
+    pass
+
+
+def stopped(source, target, way="global", at=1):
+    """A run that stops when it has finished some weight files."""
+
+    def stop(state):
+        if len([*target.with_name("target.partial").glob("*.safetensors")]) >= at:
+            raise Stop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(team, "_ROUND_SECONDS", 0.0)
+        with pytest.raises((Stop, FilesError), match=r"Stop|^$"):
+            prune(source, target, way, progress=stop)
 
 
 def beside(target):
@@ -100,17 +107,6 @@ def test_killed_at_any_step_it_goes_on_and_ends_the_same(source, tmp_path, way):
         assert beside(target) == {"target"}, step
         run_forked(shutil.rmtree, target)
     assert tree_digest(source) == before
-
-
-def test_killed_again_and_again(source, tmp_path):
-    wanted, num_steps = undisturbed(source)
-    target = tmp_path / "target"
-    generator, num_kills = random.Random(1), 0
-    while not target.exists() and num_kills < 30:
-        step = generator.randrange(5, num_steps // 2)
-        num_kills += run_forked(killed_at, step, source, target, "global") != 0
-    assert num_kills > 2
-    assert tree_digest(target, RUN) == wanted
 
 
 def test_finished_files_are_kept_and_others_begun_again(source, tmp_path):
@@ -146,14 +142,6 @@ def test_a_full_disk_is_told_and_survived(source, tmp_path, name):
         assert tree_digest(target, RUN) == wanted
 
 
-def test_short_writes_are_continued(source, tmp_path, monkeypatch):
-    wanted, _ = undisturbed(source)
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda to, data: write(to, data[: max(len(data) // 2, 1)]))
-    prune(source, tmp_path / "target")
-    assert tree_digest(tmp_path / "target", RUN) == wanted
-
-
 def test_too_little_room_is_found_before_anything_is_written(tmp_path):
     size = 2**43
     header = {
@@ -184,70 +172,6 @@ def outcome(source, target, way="global"):
 
 def on_one_rank_and_on_two(*arguments):
     return [outcome(*arguments), *run_ranks(outcome, 2, *arguments)]
-
-
-@pytest.mark.parametrize("way", ["global", "apply"])
-def test_stopped_as_asked_it_goes_on_with_any_number_of_ranks(source, tmp_path, way):
-    wanted, _ = undisturbed(source, way)
-    target = tmp_path / "target"
-    stopped(source, target, way)
-    assert list(tmp_path.glob("target.partial/*.safetensors"))
-    kinds = run_ranks(stopped_on_the_last_rank, 3, source, target, way)
-    assert kinds == ["Interrupted"] * 3
-    assert run_ranks(outcome, 2, source, target, way) == [("done", "")] * 2
-    assert tree_digest(target, RUN) == wanted
-
-
-def stopped_on_the_last_rank(source, target, way):
-    try:
-        prune(source, target, way, stop=lambda: dist.get_rank() == 2)
-    except FilesError as error:
-        return type(error).__name__
-
-
-def test_a_stop_says_what_is_left_and_the_next_run_what_is_done(source, tmp_path):
-    target = tmp_path / "target"
-    text = stopped(source, target)
-    found = re.fullmatch(
-        r"stopped as asked\. (\S+) keeps (\d) of 7 files, (\S+ k?B) of (\S+ kB): run the same "
-        r"command again to resume, or add --discard to that command to remove it\.",
-        text,
-    )
-    assert found and found[1] == f"{target}.partial" and int(found[2]) > 0
-    said = []
-    prune(source, target, tell=said.append)
-    assert said == [f"Resuming: {found[3]} of {found[4]} are finished."]
-
-
-def test_a_first_run_says_nothing(source, tmp_path):
-    said = []
-    prune(source, tmp_path / "target", tell=said.append)
-    assert said == []
-
-
-def test_what_never_began_leaves_nothing(source, tmp_path):
-    target = tmp_path / "target"
-    for name in ("mkdir", "write"):
-        with Steps(1, disk_is_full, (name,)), pytest.raises(OutputError):
-            prune(source, target)
-        assert beside(target) == set(), name
-    with pytest.raises(Interrupted, match=r"Nothing was left on the disk\.$"):
-        prune(source, target, stop=stop_after(0))
-    assert beside(target) == set()
-    os.truncate(source / "model-00001-of-00004.safetensors", 400)
-    with pytest.raises(CheckpointError):
-        prune(source, target)
-    assert beside(target) == set()
-
-
-def test_what_would_fail_again_leaves_nothing(tmp_path):
-    tensors = {f"layers.{n}.weight": torch.ones(16, 40) for n in range(3)}
-    tensors["layers.2.weight"][3, 3] = float("nan")
-    source = save(tmp_path / "source", tensors)
-    for way in ("global", "layer"):
-        with pytest.raises(NaNError, match=r"Nothing was left on the disk\.$"):
-            prune(source, tmp_path / "target", way)
-        assert beside(tmp_path / "target") == set()
 
 
 def test_a_finished_result_is_success_and_is_left_as_it_is(source, tmp_path):
@@ -346,12 +270,6 @@ def test_two_runs_on_one_destination(source, tmp_path):
     with Steps(20, lambda: statuses.append(run_forked(second))):
         prune(source, target)
     assert statuses == [0] and beside(target) == {"target"}
-
-
-def test_a_lock_of_a_process_that_was_killed_is_free(source, tmp_path):
-    (tmp_path / "target.partial.lock").touch()
-    prune(source, tmp_path / "target")
-    assert beside(tmp_path / "target") == {"target"}
 
 
 def test_a_destination_that_appears_during_the_run_is_not_replaced(source, tmp_path):
@@ -475,23 +393,71 @@ def losing_rank_one(source, target, told, name):
     told.with_name(f"told{rank}").write_text(kind)
 
 
-def test_a_rank_that_hangs_ends_the_others(source, tmp_path):
-    kinds = run_ranks(hanging_on_rank_one, 2, source, tmp_path / "target", tmp_path / "told")
-    assert kinds[0] == "RanksError"
-    assert not (tmp_path / "target").exists()
+def stopped_on_every_rank(source, target):
+    stopped(source, target, at=2 if dist.get_rank() == 2 else 9)
 
 
-def hanging_on_rank_one(source, target, told):
-    group = dist.new_group(timeout=timedelta(seconds=1))
+def test_a_run_that_was_stopped_goes_on_with_any_number_of_ranks(source, tmp_path):
+    wanted, _ = undisturbed(source)
+    target = tmp_path / "target"
+    stopped(source, target)
+    run_ranks(stopped_on_every_rank, 3, source, target)
+    done = sum(path.stat().st_size for path in (tmp_path / "target.partial").glob("*.safetensors"))
+    assert done
+    said, seen = [], []
+    prune(source, target, tell=said.append, progress=seen.append)
+    assert len(said) == 1 and said[0].startswith("Resuming: ")
+    for phase in ("count", "write"):
+        states = [state for state in seen if state.phase == phase]
+        numbers = [state.num_bytes for state in states]
+        assert numbers == sorted(numbers) and numbers[-1] == states[0].total_bytes
+        assert phase == "count" or numbers[0] > done
+    assert tree_digest(target, RUN) == wanted
 
-    def hang():
-        while dist.get_rank() == 1 and not told.exists():
-            time.sleep(0.05)
-        return False
 
-    try:
-        prune(source, target, communicator=world(group), stop=hang)
-    except FilesError as error:
-        return type(error).__name__
-    finally:
-        told.touch()
+def test_a_run_that_makes_nothing_leaves_nothing(source, tmp_path):
+    target = tmp_path / "target"
+    for name in ("mkdir", "write"):
+        with Steps(1, disk_is_full, (name,)), pytest.raises(OutputError):
+            prune(source, target)
+        assert run_forked(killed_at, 1, source, target, "global") != 0
+        prune(source, target, "pattern")
+        shutil.rmtree(target)
+    bad = torch.ones(16, 40)
+    bad[3, 3] = float("nan")
+    nan = save(tmp_path / "nan", {"layers.0.weight": torch.ones(16, 40)}, {"layers.1.weight": bad})
+    for way in ("global", "layer", "pattern"):
+        with pytest.raises(NaNError):
+            prune(nan, target, way)
+        assert beside(target) == {"nan"}
+    os.truncate(source / "model-00001-of-00004.safetensors", 400)
+    with pytest.raises(CheckpointError):
+        prune(source, target)
+    assert beside(target) == {"nan"}
+
+
+def test_one_run_at_a_time_has_the_lock(tmp_path, monkeypatch):
+    target = tmp_path / "target"
+
+    def second():
+        with pytest.raises(OutputError, match=r"at work.*partial\.lock"), locked(target):
+            pass
+
+    def take_and_die():
+        with locked(target):
+            os._exit(7)
+
+    with locked(target):
+        second()
+        assert run_forked(second) == 0
+    assert run_forked(take_and_die) != 0
+    with locked(target):
+        pass
+    assert not list(tmp_path.iterdir())
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)  # a file system without locks
+    with locked(target), locked(target):
+        pass

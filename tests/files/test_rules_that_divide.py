@@ -5,13 +5,12 @@ import torch
 from test_scores_from_statistics import make_model, make_statistics, selected
 
 import distprune
-from distprune.files import planning, pruning, reading
-from distprune.files.errors import CheckpointError, Interrupted, NaNError
+from distprune.files import planning, pruning
+from distprune.files.errors import CheckpointError, NaNError
 from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify
 from distprune.recipe import parse_recipe
-from helpers.disk_crashes import stop_after
-from helpers.tiny_checkpoints import save, tree_digest
+from helpers.tiny_checkpoints import save
 
 RUN = ("distprune/report.json",)
 WHERE = {
@@ -57,29 +56,6 @@ def test_the_report_has_the_counts_of_the_model(tmp_path, model, source, budget,
     card = (tmp_path / "target" / "README.md").read_text()
     assert f"with the counts of budget {budget}" in card
     assert f'budget: "{budget}"\n' in card
-
-
-@pytest.fixture(params=[1, 1 << 20])
-def most_sums(request, monkeypatch):
-    """How many sums are added up at a time."""
-    monkeypatch.setattr(reading, "_MOST_SUMS", request.param)
-
-
-@pytest.mark.usefixtures("most_sums")
-@pytest.mark.parametrize(
-    "fields", [{"score": "ria"}, {"budget": "owl"}, {"budget": "erk"}], ids=str
-)
-def test_an_interrupted_run_goes_on(tmp_path, source, statistics, fields):
-    if fields != {"budget": "erk"}:
-        fields = {**fields, "statistics": statistics}
-    plan = planning.plan(source, FileRecipe(0.5, **fields, **WHERE))
-    pruning.prune(plan, tmp_path / "whole")
-    partial = tmp_path / "target.partial"
-    for stop in (stop_after(2), lambda: any(partial.glob("*.json"))):
-        with pytest.raises(Interrupted):
-            pruning.prune(plan, tmp_path / "target", stop=stop)
-    pruning.prune(plan, tmp_path / "target")
-    assert tree_digest(tmp_path / "target", RUN) == tree_digest(tmp_path / "whole", RUN)
 
 
 @pytest.mark.parametrize(

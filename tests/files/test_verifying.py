@@ -15,7 +15,7 @@ from kinds_of_recipes import RECIPES, tensors
 from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoints.header import read_header
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
-from distprune.files.errors import CheckpointError, FilesError, Interrupted
+from distprune.files.errors import CheckpointError, FilesError
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports import REPORT_FILE, parse_report, read_report
 from distprune.files.results import RECIPE_FILE
@@ -504,7 +504,7 @@ def found_here(target, source):
             found = verify(target, source)
             return found.problems, found.num_bytes, found.num_pruned
         except FilesError as error:
-            return type(error).__name__, error.headline
+            return type(error).__name__, str(error)
 
 
 def damage(source, target):
@@ -569,16 +569,12 @@ def test_every_rank_raises_or_none_does(make, tmp_path):
         assert kind == "CheckpointError" and "report.json is not valid JSON" in text
 
 
-def test_progress_counts_every_byte_once_and_a_stop_is_obeyed(make):
+def test_progress_counts_every_byte_once(make):
     source, target = make({"sparsity": 0.5})
     seen = []
     found = verify(target, source, progress=seen.append)
     assert seen[-1].phase == "verify" and seen[-1].num_bytes == seen[-1].total_bytes
-    assert seen[-1].num_bytes == found.num_bytes + 9 * 6 * 20 * 2  # ranked again
-    before = tiny_checkpoints.tree_digest(target)
-    with pytest.raises(Interrupted, match="nothing was changed"):
-        verify(target, source, stop=lambda: True)
-    assert tiny_checkpoints.tree_digest(target) == before
+    assert seen[-1].num_bytes == found.num_bytes
 
 
 @pytest.mark.parametrize(

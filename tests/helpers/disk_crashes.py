@@ -1,7 +1,6 @@
 """Kill a process, or let it fail, at a chosen call that changes the disk."""
 
 import errno
-import itertools
 import os
 import signal
 import traceback
@@ -52,12 +51,6 @@ class Steps:
             return function(*args, **kwargs)
 
         return counting
-
-
-def stop_after(num_calls):
-    """Return a ``stop`` function for prune that is False for so many calls, and then True."""
-    calls = itertools.count(1)
-    return lambda: next(calls) > num_calls
 
 
 def kill_self():

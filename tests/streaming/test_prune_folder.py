@@ -12,7 +12,7 @@ import distprune as prune
 from distprune import language_models, streaming
 from distprune.files import output
 from distprune.files.checkpoints.header import read_header
-from distprune.files.errors import MachineError, OutputError, SelectionError
+from distprune.files.errors import OutputError, SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports import read_report
 from distprune.files.verifying import verify
@@ -148,7 +148,7 @@ def test_a_disk_without_room_is_an_error_before_the_work(llama, tmp_path, monkey
 
 def test_too_little_memory_is_an_error_before_the_work(llama, tmp_path, monkeypatch):
     monkeypatch.setattr("distprune.streaming.cost._memory_of", lambda device: 10**9 // 2)
-    with pytest.raises(MachineError, match=r"for the .*, and cpu has 500.0 MB; expected"):
+    with pytest.raises(OutputError, match=r"for the .*, and cpu has 500.0 MB; expected"):
         run(llama, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

@@ -253,11 +253,7 @@ def recipe_of(report: Report, folder: str) -> FileRecipe:
         )
     try:
         return FileRecipe(**report.recipe)
-    except SelectionError as error:
-        problems = error.problems or (error.headline,)
-        headline = f"the recipe in {folder}/{REPORT_FILE} is invalid:"
-        raise CheckpointError(headline, problems) from error
-    except (TypeError, ValueError, RecursionError, OverflowError) as error:
+    except (SelectionError, TypeError, ValueError, RecursionError, OverflowError) as error:
         raise CheckpointError(
             f"the recipe in {folder}/{REPORT_FILE} is invalid: {error}."
         ) from error
