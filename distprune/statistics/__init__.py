@@ -11,11 +11,10 @@ with collected.collecting():
 from __future__ import annotations
 
 from distprune.statistics.activation import ActivationStatistics
-from distprune.statistics.gradient_sums import GradientTotals
-from distprune.statistics.gradients import GradientStatistics
+from distprune.statistics.collecting import Totals
+from distprune.statistics.gradients import GradientStatistics, GradientTotals
 from distprune.statistics.gram import GramMatrices
 from distprune.statistics.sequential import prune_sequentially
-from distprune.statistics.totals import Totals
 
 __all__ = [
     "ActivationStatistics",

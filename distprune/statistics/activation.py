@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distprune.base.naming import NamedParameter
 from distprune.base.report_text import listed
 from distprune.base.selecting import check_pattern, matcher
 from distprune.budgets import outliers
 from distprune.budgets.outliers import OWL_MULTIPLE, block_of
-from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.statistics_file import StoredStatistics, read_statistics
-from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.selection.matrix_sums import Summed, magnitude_sums
 from distprune.selection.normalizing import Scored
@@ -29,10 +26,15 @@ from distprune.selection.scores import FactorScores, ScoreSource, TensorScores
 from distprune.shards import factored
 from distprune.shards.factored import POWER_OF_RIA, FactoredScores
 from distprune.shards.parameters import Target
-from distprune.statistics.collecting import Collector, LocalStatistics
-from distprune.statistics.input_parts import Part, peers_of
+from distprune.statistics.collecting import Collector, LayerInputs, Totals
 from distprune.statistics.layers import WeightLayout, layout_of
-from distprune.statistics.totals import Pairs, StatisticsOfParameters, Totals, warn_of_empty
+from distprune.statistics.parameters import (
+    Pairs,
+    Statistics,
+    difference_of,
+    peers_of,
+    sum_over_ranks,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,7 +46,7 @@ Mode = Literal["one_pass", "sequential"]
 _TOLERANCE = 1e-6
 
 
-class ActivationStatistics(StatisticsOfParameters):
+class ActivationStatistics(Statistics[LayerInputs]):
     """Sums of the inputs of layers over calibration data, from which Wanda and others are made.
 
     statistics = ActivationStatistics(prune.select(model))
@@ -92,7 +94,6 @@ class ActivationStatistics(StatisticsOfParameters):
     have their own input features.
     """
 
-    _local: Sequence[LocalStatistics]
     _mode: Mode
 
     def __init__(
@@ -103,22 +104,18 @@ class ActivationStatistics(StatisticsOfParameters):
         pipeline_parallel: bool = False,
         allow_empty: str | Sequence[str] = (),
     ) -> None:
-        communicator = world(group)
+        patterns = [allow_empty] if isinstance(allow_empty, str) else list(allow_empty)
 
         def arguments() -> ParameterArguments:
-            patterns = [allow_empty] if isinstance(allow_empty, str) else list(allow_empty)
-            self._allow_empty = patterns
             return ParameterArguments(
                 parameters=list(parameters),
                 pipeline_parallel=pipeline_parallel,
                 facts=[("allow_empty", str(patterns))],
             )
 
-        with communicator.exclusively():
-            read, targets = read_parameters(arguments, communicator)
-            local = local_statistics(targets, communicator)
-            super().__init__(communicator, read, targets, local)
-            communicator.run(self._check_patterns)
+        super().__init__(world(group), arguments, _known_layout, LayerInputs)
+        self._allow_empty = patterns
+        self._communicator.run(self._check_patterns)
         self._collector = self._new_collector()
         self._mode = "one_pass"
 
@@ -184,7 +181,7 @@ class ActivationStatistics(StatisticsOfParameters):
 
         Raises, Cost: as :meth:`totals`.
         """
-        return {label: totals.num_tokens for label, totals in self._labelled(parameters).items()}
+        return {p.label: _totals(p).num_tokens for p in self._asked(parameters)}
 
     def totals(self, parameters: Pairs | None = None) -> dict[NamedParameter, Totals]:
         """The sums over all ranks, bit-equal on all of them. Collective.
@@ -200,7 +197,7 @@ class ActivationStatistics(StatisticsOfParameters):
         Cost: all-reduces of 40 bytes and of 16 bytes per parameter; and, for parameters of which
         something is new, one of 16 bytes per input feature and about 32 per parameter.
         """
-        return self._by_pair(self._labelled(parameters))
+        return self._by_pair(self._asked(parameters), _totals)
 
     def wanda(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:
         """Scores of Wanda: |w_ij| times the root mean square of the input x_j. Collective.
@@ -222,7 +219,7 @@ class ActivationStatistics(StatisticsOfParameters):
         Source: Sun et al., "A simple and effective pruning approach for large language models",
         arXiv 2306.11695.
         """
-        return self._scores(self._labelled(parameters), lambda p, own: _wanda(own, p.layout))
+        return self._scores(self._asked(parameters), _wanda)
 
     def stade(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:
         """Scores of STADE: |w_ij| times the standard deviation of the input x_j. Collective.
@@ -234,10 +231,12 @@ class ActivationStatistics(StatisticsOfParameters):
 
         Source: Mecke et al., "STADE: standard deviation as a pruning metric", arXiv 2503.22451.
         """
-        return self._scores(
-            self._labelled(parameters),
-            lambda p, own: factored.stade(p.layout, own.sums, own.squares, own.num_tokens),
-        )
+
+        def stade(parameter: LayerInputs) -> FactoredScores:
+            own = _totals(parameter)
+            return factored.stade(parameter.layout, own.sums, own.squares, own.num_tokens)
+
+        return self._scores(self._asked(parameters), stade)
 
     def ria(
         self, parameters: Pairs | None = None, *, power: float = POWER_OF_RIA
@@ -261,10 +260,10 @@ class ActivationStatistics(StatisticsOfParameters):
         Source: Zhang et al., "Plug-and-play: an efficient post-training pruning method for large
         language models", ICLR 2024.
         """
-        totals = self._labelled(parameters)
-        layouts = self._layouts
+        asked = self._asked(parameters)
+        layouts = {parameter.label: parameter.layout for parameter in asked}
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
-            targets = [target for target in self._read_weights() if target.label in totals]
+            targets = [target for target in self._targets() if target.label in layouts]
             weights = [
                 Summed.of(
                     Scored.of_shard(shard, TensorScores(shard.flat(shard.values))),
@@ -275,16 +274,14 @@ class ActivationStatistics(StatisticsOfParameters):
                 for target in targets
                 for shard in (target.shard,)
             ]
-            # Of a convolution with groups, and of fused experts, each input feature belongs to one
-            # of the matrices.
             found = magnitude_sums(weights, self._communicator)
         sums = {target.label: both for target, both in zip(targets, found, strict=True)}
-        return self._scores(
-            totals,
-            lambda p, own: factored.ria(
-                p.layout, own.squares, own.num_tokens, sums[p.label], power
-            ),
-        )
+
+        def ria(parameter: LayerInputs) -> FactoredScores:
+            own, magnitudes = _totals(parameter), sums[parameter.label]
+            return factored.ria(parameter.layout, own.squares, own.num_tokens, magnitudes, power)
+
+        return self._scores(asked, ria)
 
     def outlier_ratios(
         self,
@@ -315,15 +312,15 @@ class ActivationStatistics(StatisticsOfParameters):
         """
         if per not in ("block", "parameter"):
             raise ValueError(f"per={per!r}; expected 'block' or 'parameter'.")
-        totals = self._labelled(None)
+        local = self._asked(None)
         communicator, parts = self._communicator, []
         with communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
-            targets = self._read_weights()
-            for target, parameter in zip(targets, self._local, strict=True):
+            targets = self._targets()
+            for target, parameter in zip(targets, local, strict=True):
                 # Of a parameter that only other ranks have, no element is here to have a score.
                 source: ScoreSource = TensorScores(target.shard.values)
                 if target.places:
-                    scores = _wanda(totals[target.label], parameter.layout)
+                    scores = _wanda(parameter)
                     source = FactorScores.of_shard(target.shard, scores, are_signed=True)
                 parts.append(Scored.of_shard(target.shard, source))
             labels = [target.label for target in targets]
@@ -334,7 +331,8 @@ class ActivationStatistics(StatisticsOfParameters):
                 threshold_multiple,
                 communicator,
             )
-        return self._by_pair(dict(zip(labels, ratios, strict=True)))
+        by_label = dict(zip(labels, ratios, strict=True))
+        return self._by_pair(local, lambda p: by_label[p.label])
 
     def forget(self, parameters: Pairs | None = None) -> None:
         """Free what is too large to be kept for all parameters; here nothing is."""
@@ -367,49 +365,27 @@ class ActivationStatistics(StatisticsOfParameters):
         made = cls(
             parameters, group=group, pipeline_parallel=pipeline_parallel, allow_empty=allow_empty
         )
-        where = os.fspath(path)
-        mode, stored = made._read(lambda: read_statistics(where), where)
-        made._mode = "sequential" if mode == "sequential" else "one_pass"
+        stored = made._load(os.fspath(path), read_statistics)
         for parameter in made._local:
             found = stored[parameter.label]
-            both = map(torch.from_numpy, found.arrays)
-            parameter.loaded = parameter.summed = Totals(found.num_tokens, *both)
+            parameter.loaded = parameter.totals = Totals(
+                found.num_tokens, torch.from_numpy(found.sums), torch.from_numpy(found.squares)
+            )
+            parameter.is_new = False
         return made
 
-    def _stored(self) -> dict[str, StoredStatistics]:
-        totals = self._labelled(None)
-        return {p.label: totals[p.label].as_stored(p.layout) for p in self._local}
+    def _stored(self, parameter: LayerInputs) -> StoredStatistics:
+        own = _totals(parameter)
+        return StoredStatistics(
+            parameter.layout, own.num_tokens, own.sums.numpy(), own.squares.numpy()
+        )
 
-    def _read_weights(self) -> list[Target]:
-        """The parameters as they are now, in the order of the statistics. Collective."""
-        _, targets = read_parameters(lambda: self._arguments, self._communicator)
-        assert [t.label for t in targets] == [parameter.label for parameter in self._local]
-        return targets
-
-    def _labelled(self, parameters: Pairs | None) -> dict[str, Totals]:
-        """Statistics by label, of the parameters that any rank asks for; sums up what is new."""
-
-        def flags() -> Tensor:
-            if self._collector.has_failed:
-                raise RuntimeError(
-                    "a forward raised while statistics were collected, so that it is not known "
-                    "which inputs count; expected new statistics, collected again."
-                )
-            asked = torch.zeros(len(self._local), dtype=torch.int64)
-            asked[self._positions_of(parameters)] = 1
-            is_new = [int(parameter.summed is None) for parameter in self._local]
-            return torch.cat([asked, torch.tensor(is_new)])
-
-        with self._communicator.exclusively():
-            shared = self._communicator.max(self._communicator.run(flags)).view(2, -1).bool()
-            asked, new = (
-                [self._local[position] for position in which.nonzero().view(-1).tolist()]
-                for which in (shared[0], shared[0] & shared[1])
+    def _check_ready(self) -> None:
+        if self._collector.has_failed:
+            raise RuntimeError(
+                "a forward raised while statistics were collected, so that it is not known "
+                "which inputs count; expected new statistics, collected again."
             )
-            if new:
-                same_tokens = self._collector.same_tokens
-                sum_over_ranks(new, same_tokens, self._allow_empty, self._communicator)
-        return {parameter.label: parameter.summed for parameter in asked if parameter.summed}
 
     def _check_patterns(self) -> None:
         for pattern in self._allow_empty:
@@ -421,160 +397,101 @@ class ActivationStatistics(StatisticsOfParameters):
                 )
 
     def _scores(
-        self,
-        totals: Mapping[str, Totals],
-        make: Callable[[LocalStatistics, Totals], FactoredScores],
+        self, parameters: Sequence[LayerInputs], make: Callable[[LayerInputs], FactoredScores]
     ) -> dict[NamedParameter, FactoredScores]:
-        """The scores of the parameters that have totals, by (module, name)."""
-        warn_of_empty(totals, self._communicator)
-        local = [parameter for parameter in self._local if parameter.label in totals]
-        return self._by_pair({p.label: make(p, totals[p.label]) for p in local})
+        """The scores of parameters whose totals are known, by (module, name)."""
+        counts = [(parameter, _totals(parameter).counts) for parameter in parameters]
+        self._warn_of_zeros("no token came to", counts, "text", stacklevel=4)
+        return self._by_pair(parameters, make)
 
+    def _sum(self, parameters: Sequence[LayerInputs]) -> None:
+        """Sum up what all ranks have seen. Collective.
 
-def _wanda(totals: Totals, layout: WeightLayout) -> FactoredScores:
-    return factored.wanda(layout, totals.squares, totals.num_tokens)
+        Of ranks that run the model on the same tokens one counts; the others are compared with it.
 
+        Raises:
+            ValueError: a layer that was not called; sums that are not finite; ranks of a
+                tensor-parallel group that ran on different tokens. On every rank.
 
-def local_statistics(
-    targets: Sequence[Target], communicator: Communicator
-) -> list[LocalStatistics]:
-    """Empty statistics of parameters; of those too that only other ranks have.
+        Cost: one all-reduce of 16 bytes per input feature, and 24 per parameter and expert.
+        """
+        # Of each parameter: two numbers that compare peers, tokens, sums and squares.
+        sizes = [[2, p.layout.num_token_counts, 2 * p.layout.num_inputs] for p in parameters]
+        rank = self._communicator.rank
 
-    Args:
-        targets: as read_parameters returns them: the same list on all ranks.
-        communicator: all ranks that take part.
+        def pack() -> list[Tensor]:
+            peers = peers_of(self._collector.same_tokens, rank)
+            return [_packed(parameter, peers, rank) for parameter in parameters]
 
-    Raises:
-        NotImplementedError: a parameter of a layer whose inputs are not known; on every rank.
-
-    Cost: two all-reduces, of 16 bytes per rank, and of about 100 bytes per parameter.
-    """
-
-    def describe() -> str:
-        described: dict[str, tuple[dict[str, Any], int]] = {}
-        unknown: list[str] = []
-        for target in targets:
-            layouts = [layout_of(*place, target.shard.shape) for place in target.places]
-            if None in layouts:
-                module, name = target.places[layouts.index(None)]
-                unknown.append(f"{target.label} ({name} of {type(module).__name__})")
-            elif any(layout != layouts[0] for layout in layouts[1:]):
-                raise NotImplementedError(
-                    f"{target.label} is tied between layers that use it differently; expected "
-                    "layers of one kind."
-                )
-            elif layouts:
-                described[target.label] = (vars(layouts[0]), len(layouts))
-        if unknown:
-            raise NotImplementedError(
-                f"{listed(unknown, 8)}: what is multiplied with it is not known from what "
-                "its module is called with. Expected the weight of nn.Linear, nn.Conv1d, nn.Conv2d "
-                "with their own forward, of transformers' Conv1D, or of its fused experts that say "
-                "`is_transposed`. Leave others (embeddings, nn.MultiheadAttention) out, for "
-                "example by select(model, types=torch.nn.Linear)."
+        shared = sum_over_ranks(list(map(sum, sizes)), pack, self._communicator)
+        silent, found = [], []
+        for parameter, of_row, row in zip(parameters, sizes, shared, strict=True):
+            layout, label = parameter.layout, parameter.label
+            checks, tokens, both = torch.split(row, of_row)
+            sums, squares = both.view(2, *layout.input_shape)
+            _check(label, sums, squares, *checks.tolist())
+            is_optional = parameter.loaded is not None or any(
+                matcher(pattern)(label) for pattern in self._allow_empty
             )
-        return json.dumps(described)
-
-    texts, _ = communicator.distinct_texts(communicator.run(describe))
-    known: dict[str, tuple[WeightLayout, int]] = {}
-    for text in texts:
-        for label, (layout, num_places) in json.loads(text).items():
-            read = WeightLayout(**layout | {"shape": tuple(layout["shape"])}), num_places
-            if known.setdefault(label, read) != read:
-                raise ValueError(
-                    f"{label}: the ranks have different layers of this name ({known[label]}; and "
-                    f"{read}); expected the same, or names that tell them apart."
-                )
-    return [
-        LocalStatistics(target.label, target.places, layout, [0] * num_places)
-        for target in targets
-        for layout, num_places in (known[target.label],)
-    ]
+            if not is_optional and not bool(tokens.any()):
+                silent.append(label)
+            numbers = tuple(map(int, tokens.tolist()))
+            num_tokens = numbers if layout.are_experts else numbers[0]
+            found.append(Totals(num_tokens, sums.clone(), squares.clone()))
+        if silent:
+            raise ValueError(
+                f"{listed(silent)}: the layer was not called on any rank while statistics "
+                "were collected, so nothing is known of its input. Either its weight is used "
+                "without calling it (nn.MultiheadAttention): leave it out. Or no token came to "
+                'it (an expert): allow_empty="..." gives such parameters scores of zero.'
+            )
+        for parameter, totals in zip(parameters, found, strict=True):
+            parameter.totals, parameter.is_new = totals.plus(parameter.loaded), False
 
 
-def sum_over_ranks(
-    parameters: Sequence[LocalStatistics],
-    same_tokens: set[tuple[int, ...]],
-    allow_empty: Sequence[str],
-    communicator: Communicator,
-) -> None:
-    """Sum up what all ranks have seen, and note it in ``summed``. Collective.
+def _totals(parameter: LayerInputs) -> Totals:
+    assert parameter.totals is not None
+    return parameter.totals
 
-    Of ranks that run the model on the same tokens one counts; the others are compared with it.
 
-    Args:
-        parameters: the same on every rank.
-        same_tokens: ranks with the same tokens as this one, of each layer.
-        allow_empty: patterns of parameters that may have seen no token.
-        communicator: all ranks that take part.
+def _wanda(parameter: LayerInputs) -> FactoredScores:
+    own = _totals(parameter)
+    return factored.wanda(parameter.layout, own.squares, own.num_tokens)
 
-    Raises:
-        ValueError: a layer that was not called; sums that are not finite; ranks of a
-            tensor-parallel group that ran on different tokens. On every rank.
 
-    Cost: one all-reduce of 16 bytes per input feature, and 24 and more per parameter and expert.
-    """
-    # Of each parameter: calls, two numbers that compare peers, tokens, sums and squares.
-    sizes = [
-        [len(p.calls), 2, p.layout.num_token_counts, 2 * p.layout.num_inputs] for p in parameters
-    ]
-
-    def pack() -> Tensor:
-        peers = peers_of(same_tokens, communicator.rank)
-        return torch.cat([_packed(p, peers, communicator.rank) for p in parameters])
-
-    shared = communicator.reduce_floats(sum(map(sum, sizes)), pack)
-    silent, found = [], []
-    for parameter, of_row, row in zip(
-        parameters, sizes, torch.split(shared, list(map(sum, sizes))), strict=True
-    ):
-        layout = parameter.layout
-        calls, checks, tokens, both = torch.split(row, of_row)
-        sums, squares = both.view(2, *layout.input_shape)
-        _check(parameter.label, sums, squares, *checks.tolist())
-        is_optional = parameter.loaded is not None or any(
-            matcher(pattern)(parameter.label) for pattern in allow_empty
+def _known_layout(target: Target, module: nn.Module, name: str) -> WeightLayout:
+    """How a parameter meets the inputs of its layer; NotImplementedError if that is not known."""
+    layout = layout_of(module, name, target.shard.shape)
+    if layout is None:
+        raise NotImplementedError(
+            f"{target.label} ({name} of {type(module).__name__}): what is multiplied with it is "
+            "not known from what its module is called with. Expected the weight of nn.Linear, "
+            "nn.Conv1d, nn.Conv2d with their own forward, of transformers' Conv1D, or of its fused "
+            "experts that say `is_transposed`. Leave others (embeddings, nn.MultiheadAttention) "
+            "out, for example by select(model, types=torch.nn.Linear)."
         )
-        if not is_optional and not bool(calls.all() and tokens.any()):
-            silent.append(parameter.label)
-        numbers = tuple(map(int, tokens.tolist()))
-        num_tokens = numbers if layout.are_experts else numbers[0]
-        found.append(Totals(num_tokens, sums.clone(), squares.clone()))
-    if silent:
-        raise ValueError(
-            f"{listed(silent)}: the layer was not called on any rank while statistics "
-            "were collected, so nothing is known of its input. Either its weight is used without "
-            "calling it (nn.MultiheadAttention): leave it out. Or no token came to "
-            'it (an expert): allow_empty="..." gives such parameters scores of zero.'
-        )
-    for parameter, totals in zip(parameters, found, strict=True):
-        parameter.summed = totals.plus(parameter.loaded)
+    return layout
 
 
-def _packed(parameter: LocalStatistics, peers: tuple[int, ...], rank: int) -> Tensor:
-    """What this rank adds of a parameter, in the order that :func:`sum_over_ranks` takes apart."""
-    token_check, square_check = 0, 0.0
-    tokens = [0] * parameter.layout.num_token_counts
-    inputs_per_count = max(1, parameter.layout.num_inputs // max(1, len(tokens)))
-    totals = torch.zeros(2, parameter.layout.num_inputs, dtype=torch.float64)
-    for part, seen in parameter.seen.items():
-        token_ranks, ranks = _ranks_of(part, peers)
-        local = seen.totals.cpu()
-        # The first of n ranks adds (n - 1) times what each of the others takes away.
-        squares = float(local[1].sum())
-        square_check += (len(ranks) - 1 if rank == ranks[0] else -1) * squares
-        token_check += (len(token_ranks) - 1 if rank == token_ranks[0] else -1) * seen.num_tokens
+def _packed(parameter: LayerInputs, peers: tuple[int, ...], rank: int) -> Tensor:
+    """What this rank adds of a parameter, in the order that ``_sum`` takes apart."""
+    layout = parameter.layout
+    checks = [0.0, 0.0]
+    tokens = [0] * layout.num_token_counts
+    inputs_per_count = max(1, layout.num_inputs // max(1, len(tokens)))
+    totals = torch.zeros(2, layout.num_inputs, dtype=torch.float64)
+    for part, (num_tokens, sums) in parameter.seen.items():
+        # The ranks with the tokens of a part, and those with the features too; plain ones: peers.
+        token_ranks, ranks = part.token_ranks or peers, part.ranks or peers
+        local = sums.cpu()
+        checks[0] += difference_of(num_tokens, token_ranks, rank)
+        checks[1] += difference_of(float(local[1].sum()), ranks, rank)
         if rank == token_ranks[0]:
-            tokens[part.features.start // inputs_per_count] += seen.num_tokens
+            tokens[part.features.start // inputs_per_count] += num_tokens
         if rank == ranks[0]:
             totals[:, part.features.start : part.features.stop] += local
-    head = [*parameter.calls, token_check, square_check, *tokens]
-    return torch.cat([torch.tensor(head, dtype=torch.float64), totals.view(-1)])
-
-
-def _ranks_of(part: Part, peers: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ranks with the tokens of a part, and those with the features too; plain ones: peers."""
-    return part.token_ranks or peers, part.ranks or peers
+    head = torch.tensor([*checks, *tokens], dtype=torch.float64)
+    return torch.cat([head, totals.view(-1)])
 
 
 def _check(

@@ -1,7 +1,18 @@
-"""GradientStatistics: sums of squared gradients by output and by input, and Fisher by factors."""
+"""GradientStatistics: sums of squared gradients by output and by input, and Fisher by factors.
+
+[Note: blocks of gradients] Which block of a whole parameter the gradient on a rank is of, and which
+ranks count::
+
+                            the gradient on a rank              ranks that run the same batches
+    plain, DDP, FSDP, HSDP  of the whole parameter              none
+    TP                      of this rank's part                 those of the mesh
+    FSDP2 over TP           of the part of a tensor-parallel    those along the tensor-parallel axes
+                            rank, gathered over data ranks
+"""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,10 +20,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from distprune.base.naming import NamedParameter, checked_pair, label_of
-from distprune.call.reading import read_parameters
 from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.statistics_file import (
     StoredGradients,
@@ -22,37 +33,315 @@ from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
-from distprune.shards.gradients import check_trainable, ranks_with_shards
+from distprune.shards.geometry import dim_coordinates
+from distprune.shards.gradients import check_trainable, ranks_with_shards, unaveraged_gradients
 from distprune.shards.parameters import Target
-from distprune.shards.rank_batches import checked_loss_scale, checked_weight
+from distprune.shards.rank_batches import RankBatches, checked_loss_scale, checked_weight
 from distprune.shards.reader import ShardReader
-from distprune.statistics.gradient_sums import GradientSums, GradientTotals
-from distprune.statistics.layers import matrices_of
-from distprune.statistics.totals import (
-    OfParameter,
+from distprune.shards.shard import LocalShard
+from distprune.statistics.input_parts import ranks_at, spans
+from distprune.statistics.layers import WeightLayout, matrices_of
+from distprune.statistics.parameters import (
     Pairs,
-    StatisticsOfParameters,
-    named_experts,
-    warn_of_zero_scores,
+    Statistics,
+    difference_of,
+    peers_of,
+    sum_over_ranks,
 )
 from distprune.wrappers.masked_value import shard_mask_key
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.tensor.placement_types import Placement
+
+# Ranks that run the same batches have the same weights, which are added in another order.
+_TOLERANCE = 1e-9
 
 
-@dataclass
-class _OfParameter(OfParameter):
-    """The statistics of one parameter, of all ranks.
+@dataclass(frozen=True)
+class GradientTotals:
+    """The statistics of one parameter's gradients over all ranks; equal on all of them.
 
     Attributes:
-        totals: so far.
+        weight: the sum of the weights of all batches.
+        by_output: fp64 [outputs]: the sum of weight * g**2 over each row and all batches. Outputs
+            of fused experts follow each other, expert by expert.
+        by_input: fp64, of the input shape: the same over each column.
     """
 
-    totals: GradientTotals
+    weight: float
+    by_output: Tensor
+    by_input: Tensor
+
+    def plus(self, other: GradientTotals) -> GradientTotals:
+        """The statistics of all batches of both."""
+        by_output, by_input = self.by_output + other.by_output, self.by_input + other.by_input
+        return GradientTotals(self.weight + other.weight, by_output, by_input)
 
 
-class GradientStatistics(StatisticsOfParameters):
+@dataclass(eq=False)
+class OfGradients:
+    """The statistics of one parameter's gradients.
+
+    Attributes:
+        label, places, layout, is_new: see ``parameters.OfParameter``. Nothing is ever new: the
+            ranks have added up what they saw when a calibration ends.
+        totals: of all ranks; None before the first calibration.
+    """
+
+    label: str
+    places: tuple[tuple[nn.Module, str], ...]
+    layout: WeightLayout
+    is_new: bool = False
+    totals: GradientTotals | None = None
+
+    @property
+    def known(self) -> GradientTotals:
+        """The totals; those of no batch before the first calibration."""
+        if self.totals is not None:
+            return self.totals
+        shapes = self.layout.num_outputs, self.layout.input_shape
+        by_output, by_input = (torch.zeros(shape, dtype=torch.float64) for shape in shapes)
+        return GradientTotals(0.0, by_output, by_input)
+
+
+class GradientSums(RankBatches):
+    """Sums of weight * g**2 over the rows and the columns of parameters, for batches of this rank.
+
+    Args:
+        parameters: whose gradients are added up.
+        shards: this rank's part of each.
+        data_ranks: the data-parallel ranks of those that FSDP does not shard; see
+            ``unaveraged_gradients``.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[OfGradients],
+        shards: Sequence[LocalShard],
+        data_ranks: ProcessGroup | None,
+    ) -> None:
+        leaves = unaveraged_gradients(shards, data_ranks)
+        super().__init__(leaves, [parameter.label for parameter in parameters], 2)
+        self._parameters, self._shards = parameters, shards
+        blocks = {
+            position: gradient_block(shards[position], leaf.data_groups)
+            for leaf in leaves
+            for position in leaf.runs
+        }
+        self._blocks = [blocks[position] for position in range(len(shards))]
+        self._matrices = [
+            matrix_ranges(parameter.label, parameter.layout, block.coordinates)
+            for parameter, block in zip(parameters, self._blocks, strict=True)
+        ]
+        # By position, sums by output and by input, of the whole parameter.
+        self._sums: dict[int, list[Tensor]] = {}
+
+    def finish(self, communicator: Communicator) -> list[GradientTotals]:
+        """What all ranks have added up, by position. Collective.
+
+        Raises:
+            RuntimeError: what went wrong in a batch, on any rank.
+            ValueError: a sum that is not finite; ranks of a tensor-parallel group that ran batches
+                of other weights. On every rank.
+
+        Cost: one all-reduce of 8 bytes per output and per input, and 16 per parameter.
+        """
+
+        def check() -> None:
+            if self.problem is not None:
+                raise self.problem
+
+        def pack() -> list[Tensor]:
+            known = {block.batch_ranks for block in self._blocks if block.batch_ranks}
+            peers = peers_of(known, communicator.rank)
+            return [
+                self._packed(position, peers, communicator.rank)
+                for position in range(len(self._parameters))
+            ]
+
+        communicator.run(check)
+        layouts = [parameter.layout for parameter in self._parameters]
+        sizes = [2 + layout.num_outputs + layout.num_inputs for layout in layouts]
+        rows = sum_over_ranks(sizes, pack, communicator)
+        found = []
+        for label, layout, row in zip(self._labels, layouts, rows, strict=True):
+            weight, check_of_weights = row[:2].tolist()
+            if not bool(row.isfinite().all()):
+                raise ValueError(
+                    f"{label}: the sum of its squared gradients is not finite; expected finite "
+                    "gradients. Under fp16 a smaller loss scale avoids an overflow; nothing is "
+                    "updated, so a fixed scale will do."
+                )
+            if abs(check_of_weights) > _TOLERANCE * weight:
+                raise ValueError(
+                    f"{label}: ranks of one tensor-parallel group ran batches of different "
+                    "weights; expected the same batches on all of them: split the data by the "
+                    "data-parallel rank, not by the global rank."
+                )
+            by_output, by_input = torch.split(row[2:], [layout.num_outputs, layout.num_inputs])
+            by_input = by_input.reshape(layout.input_shape)
+            found.append(GradientTotals(weight, by_output.clone(), by_input.clone()))
+        return found
+
+    def _add(self, number: int, gradient: Tensor, factor: float) -> None:
+        for position in self._gradients[number].runs if factor else ():
+            managed = self._shards[position].managed
+            own = gradient if managed is None else managed.of_leaf(gradient)
+            self._add_gradient(position, own, factor)
+
+    def _add_gradient(self, position: int, gradient: Tensor, factor: float) -> None:
+        """Add factor * g**2 of a gradient."""
+        layout = self._parameters[position].layout
+        expected = tuple(map(len, self._blocks[position].coordinates))
+        if tuple(gradient.shape) != expected:
+            raise NotImplementedError(
+                f"{self._labels[position]}: a gradient of shape {tuple(gradient.shape)}; expected "
+                f"{expected}, as torch.chunk cuts a parameter of shape {layout.shape}."
+            )
+        if position not in self._sums:
+            self._sums[position] = [
+                torch.zeros(layout.num_matrices, size, dtype=torch.float64, device=gradient.device)
+                for size in layout.matrix_shape
+            ]
+        counts, *both = self._matrices[position]
+        sums = squares_along(gradient.reshape(len(counts), *map(len, both)))
+        if layout.is_transposed:
+            both, sums = both[::-1], sums[::-1]
+        for total, where, of_block in zip(self._sums[position], both, sums, strict=True):
+            part = total[counts.start : counts.stop, where.start : where.stop]
+            part.add_(of_block, alpha=factor)
+
+    def _packed(self, position: int, peers: tuple[int, ...], rank: int) -> Tensor:
+        """What this rank adds: the weight, what compares it among ranks, and the sums.
+
+        Args:
+            position: of the parameter.
+            peers: ranks that run the same batches, for a parameter that does not tell.
+            rank: this one.
+        """
+        layout, block = self._parameters[position].layout, self._blocks[position]
+        batch_ranks = peers if block.batch_ranks is None else block.batch_ranks
+        ranks = peers if block.ranks is None else block.ranks
+        packed = torch.zeros(2 + layout.num_outputs + layout.num_inputs, dtype=torch.float64)
+        if rank in batch_ranks:
+            packed[0] = self.weight * (rank == batch_ranks[0])
+            packed[1] = difference_of(self.weight, batch_ranks, rank)
+        if position in self._sums and rank == ranks[0]:
+            packed[2:] = torch.cat([total.view(-1).cpu() for total in self._sums[position]])
+        return packed
+
+
+def matrix_ranges(
+    label: str, layout: WeightLayout, coordinates: Sequence[range]
+) -> tuple[range, range, range]:
+    """The matrices, and the first and second dimension in them, of a block of a parameter.
+
+    Raises:
+        NotImplementedError: a block that is no rectangle of matrices.
+    """
+    if layout.are_experts:
+        matrices, first, second = coordinates
+        return matrices, first, second
+    first, second = coordinates[:2]
+    size = math.prod(layout.shape[2:])
+    is_whole = [len(rows) == size for rows, size in zip(coordinates, layout.shape, strict=True)]
+    if not all(is_whole[2:]) or (layout.groups > 1 and not all(is_whole)):
+        raise NotImplementedError(
+            f"{label}: a convolution with {layout.groups} group(s) whose gradient is sharded over "
+            "dimensions of its kernel, or over its groups; expected one that is whole on every "
+            "rank, or sharded by outputs or by inputs. Leave it out."
+        )
+    if layout.groups == 1:
+        return range(1), first, range(second.start * size, second.stop * size)
+    outputs = range(layout.shape[0] // layout.groups)
+    return range(layout.groups), outputs, range(len(second) * size)
+
+
+def squares_along(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of the squares of matrices over their second, and over their first dimension.
+
+    Args:
+        matrices: [matrices, first, second], of any real floating-point dtype.
+
+    Returns:
+        fp64 [matrices, first] and [matrices, second]. Squares are those of fp64.
+
+    Cost: one read; temporaries in fp64 of a chunk, 1 MiB on a CPU and 32 MiB elsewhere.
+    """
+    count, height, width = matrices.shape
+    device = matrices.device
+    over_second = torch.zeros(count, height, dtype=torch.float64, device=device)
+    over_first = torch.zeros(count, width, dtype=torch.float64, device=device)
+    for first, last in spans(count, height * width, device):
+        for start, stop in spans(height, width * (last - first), device):
+            chunk = matrices[first:last, start:stop].to(torch.float64, copy=True).square_()
+            over_second[first:last, start:stop] = chunk.sum(2)
+            over_first[first:last] += chunk.sum(1)
+    return over_second, over_first
+
+
+@dataclass(frozen=True)
+class GradientBlock:
+    """What the gradient of a parameter on this rank is of.
+
+    Attributes:
+        coordinates: a range per dimension of the whole parameter.
+        batch_ranks: ranks that run the same batches as this one; None: the parameter does not tell.
+        ranks: those of them whose gradients are of the same elements.
+    """
+
+    coordinates: tuple[range, ...]
+    batch_ranks: tuple[int, ...] | None = None
+    ranks: tuple[int, ...] | None = None
+
+
+def gradient_block(shard: LocalShard, data_groups: Sequence[ProcessGroup]) -> GradientBlock:
+    """The block of a parameter.
+
+    Args:
+        shard: this rank's part of the parameter.
+        data_groups: the ranks that run other batches on it: see ``LocalGradients``.
+    """
+    mesh = shard.mesh
+    coordinate = None if mesh is None else mesh.get_coordinate()
+    if mesh is None:
+        return GradientBlock(dim_coordinates(shard.shape, ()))
+    if coordinate is None:  # outside of the mesh: no gradient comes, and no batch counts
+        return GradientBlock(tuple(range(0) for _ in shard.shape), (), ())
+    from torch.distributed.tensor import Replicate
+
+    from distprune.shards.dtensor import splits_of
+
+    assert shard.placements is not None
+    data_ranks = [set(dist.get_process_group_ranks(group)) for group in data_groups]
+    placements: list[Placement] = []
+    same_batches: list[slice | int] = list(coordinate)
+    same_elements: list[slice | int] = list(coordinate)
+    for axis, placement in enumerate(shard.placements):
+        along: list[slice | int] = list(coordinate)
+        along[axis] = slice(None)
+        members = set(ranks_at(mesh, along))
+        if len(members) == 1 or any(members <= ranks for ranks in data_ranks):
+            placements.append(Replicate())  # gathered, or replicas with other batches
+            continue
+        placements.append(placement)
+        same_batches[axis] = slice(None)
+        if isinstance(placement, Replicate):
+            same_elements[axis] = slice(None)
+    if not any(isinstance(where, slice) for where in same_batches):
+        return GradientBlock(dim_coordinates(shard.shape, ()))
+    splits = splits_of(shard.name, len(shard.shape), tuple(mesh.shape), coordinate, placements)
+    if any(split.num_groups > 1 for split in splits or ()):
+        raise NotImplementedError(
+            f"{shard.name}: the ranks have parts of groups of rows ({shard.layout}); expected "
+            "whole dimensions. Of such a parameter, criteria take gradients element by element."
+        )
+    batch_ranks, ranks = ranks_at(mesh, same_batches), ranks_at(mesh, same_elements)
+    return GradientBlock(dim_coordinates(shard.shape, splits or ()), batch_ranks, ranks)
+
+
+class GradientStatistics(Statistics[OfGradients]):
     """Sums of squared gradients by output and by input, from which Fisher by factors is made.
 
     statistics = GradientStatistics(prune.select(model))
@@ -101,11 +390,11 @@ class GradientStatistics(StatisticsOfParameters):
     gradient once more, in fp64, chunk by chunk.
     """
 
-    _local: Sequence[_OfParameter]
     _mode = "gradients"
 
     def __init__(self, parameters: Pairs, *, group: ProcessGroup | None = None) -> None:
         self._group = group
+        self._sums: GradientSums | None = None
         pairs: list[tuple[nn.Module, str]] = []
 
         def arguments() -> ParameterArguments:
@@ -115,14 +404,7 @@ class GradientStatistics(StatisticsOfParameters):
         if group is not None:
             # Ranks that have other parts of the same parameters take part too.
             communicator = communicator.run(lambda: _with_shards(pairs, parameters, group))
-        with communicator.exclusively():
-            read, targets = read_parameters(arguments, communicator)
-            local = communicator.run(
-                lambda: _described(targets),
-                lambda made: [(f"matrices of {each.label}", str(each.layout)) for each in made],
-            )
-        super().__init__(communicator, read, targets, local)
-        self._sums: GradientSums | None = None
+        super().__init__(communicator, arguments, _matrices_of, OfGradients)
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
@@ -150,15 +432,15 @@ class GradientStatistics(StatisticsOfParameters):
         made: list[GradientSums] = []  # stays on this rank if another one fails
         try:
             with torch.inference_mode(False), torch.no_grad(), communicator.exclusively():
-                _, targets = read_parameters(lambda: self._arguments, communicator)
+                targets = self._targets()
                 communicator.run(lambda: self._attach(targets, made))
             (self._sums,) = made
             with communicator.raising_everywhere():
                 yield
             with torch.inference_mode(False), torch.no_grad(), communicator.exclusively():
                 found = made[0].finish(communicator)
-            for parameter in self._local:
-                parameter.totals = parameter.totals.plus(found[parameter.label])
+            for parameter, totals in zip(self._local, found, strict=True):
+                parameter.totals = parameter.known.plus(totals)
         finally:
             self._sums = None
             for sums in made:
@@ -205,7 +487,7 @@ class GradientStatistics(StatisticsOfParameters):
 
         Cost: an all-reduce of 40 bytes.
         """
-        return self._by_pair({p.label: p.totals for p in self._asked(parameters)})
+        return self._by_pair(self._asked(parameters), lambda parameter: parameter.known)
 
     def fisher(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:
         """Scores of the Fisher information by factors: |w_ij| * sqrt(r_i * c_j / T). Collective.
@@ -234,20 +516,16 @@ class GradientStatistics(StatisticsOfParameters):
         """
         asked = self._asked(parameters)
         for parameter in asked:
-            if not parameter.totals.weight:
+            if not parameter.known.weight:
                 raise ValueError(
                     f"{parameter.label}: the weights of all its batches are 0, or there was none; "
                     "expected a batch with a positive one inside of calibrating()."
                 )
-        _warn_of_zeros(asked, self._communicator)
-        return self._by_pair(
-            {
-                p.label: factored.fisher(
-                    p.layout, p.totals.by_output, p.totals.by_input, p.totals.weight
-                )
-                for p in asked
-            }
-        )
+        has_gradients = [
+            (p, p.known.by_input.reshape(p.layout.num_matrices, -1).any(1).tolist()) for p in asked
+        ]
+        self._warn_of_zeros("all gradients are zero of", has_gradients, "data", stacklevel=3)
+        return self._by_pair(asked, _fisher)
 
     @classmethod
     def load(
@@ -268,16 +546,28 @@ class GradientStatistics(StatisticsOfParameters):
         Cost: a read of the file; all-reduces of some hundred bytes.
         """
         made = cls(parameters, group=group)
-        where = os.fspath(path)
-        _, stored = made._read(lambda: ("gradients", read_gradient_statistics(where)), where)
+        stored = made._load(
+            os.fspath(path), lambda where: ("gradients", read_gradient_statistics(where))
+        )
         for parameter in made._local:
             found = stored[parameter.label]
-            both = map(torch.from_numpy, found.arrays)
-            parameter.totals = GradientTotals(found.weight, *both)
+            parameter.totals = GradientTotals(
+                found.weight, torch.from_numpy(found.by_output), torch.from_numpy(found.by_input)
+            )
         return made
 
-    def _stored(self) -> dict[str, StoredGradients]:
-        return {p.label: p.totals.as_stored(p.layout) for p in self._asked(None)}
+    def _stored(self, parameter: OfGradients) -> StoredGradients:
+        own = parameter.known
+        return StoredGradients(
+            parameter.layout, own.weight, own.by_output.numpy(), own.by_input.numpy()
+        )
+
+    def _check_ready(self) -> None:
+        if self._sums is not None:
+            raise RuntimeError(
+                "the ranks have not added up what they saw yet; expected a call after "
+                "calibrating()."
+            )
 
     def _attach(self, targets: list[Target], made: list[GradientSums]) -> None:
         """Put hooks on; ``made`` gets what takes them off."""
@@ -290,25 +580,9 @@ class GradientStatistics(StatisticsOfParameters):
                     "elements too, which would count; expected a parameter that is not pruned. "
                     "Collect before you prune, or leave it out."
                 )
-        sums = GradientSums(targets, self._layouts, self._group)
+        sums = GradientSums(self._local, [target.shard for target in targets], self._group)
         made.append(sums)
         sums.attach()
-
-    def _asked(self, parameters: Pairs | None) -> list[_OfParameter]:
-        """The parameters that all ranks ask for. Collective."""
-
-        def positions() -> list[int]:
-            if self._sums is not None:
-                raise RuntimeError(
-                    "the ranks have not added up what they saw yet; expected a call after "
-                    "calibrating()."
-                )
-            return self._positions_of(parameters)
-
-        found = self._communicator.run(
-            positions, lambda asked: [("parameters of statistics", str(asked))]
-        )
-        return [self._local[position] for position in dict.fromkeys(found)]
 
 
 def _with_shards(
@@ -324,26 +598,13 @@ def _with_shards(
     return ranks_with_shards(shards, group)
 
 
-def _described(targets: list[Target]) -> list[_OfParameter]:
-    """Empty statistics of parameters."""
-    described = []
-    for target in targets:
-        try:
-            layout = matrices_of(*target.places[0], target.shard.shape)
-        except NotImplementedError as error:
-            raise NotImplementedError(f"{target.label}: {error}") from None
-        totals = GradientTotals.none_of(layout)
-        described.append(_OfParameter(target.label, target.places, layout, totals))
-    return described
+def _matrices_of(target: Target, module: nn.Module, name: str) -> WeightLayout:
+    try:
+        return matrices_of(module, name, target.shard.shape)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{target.label}: {error}") from None
 
 
-def _warn_of_zeros(asked: list[_OfParameter], communicator: Communicator) -> None:
-    """Warn, on the first rank, of parameters and experts whose gradients are all zero."""
-    zero = []
-    for parameter in asked:
-        counts = parameter.totals.by_input.reshape(parameter.layout.num_matrices, -1).any(1)
-        if not bool(counts.any()):
-            zero.append(parameter.label)
-        elif parameter.layout.are_experts and not bool(counts.all()):
-            zero.append(named_experts(counts.tolist(), parameter.label))
-    warn_of_zero_scores("all gradients are zero of", zero, "data", communicator, stacklevel=4)
+def _fisher(parameter: OfGradients) -> FactoredScores:
+    own = parameter.known
+    return factored.fisher(parameter.layout, own.by_output, own.by_input, own.weight)

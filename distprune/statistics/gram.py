@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,32 +22,10 @@ from distprune.base.pruned_form import is_dtensor
 from distprune.ranks.collectives import Communicator, with_whole_dim
 from distprune.shards.factored import FactoredScores
 from distprune.statistics.activation import ActivationStatistics
-from distprune.statistics.collecting import Collector, LocalStatistics
-from distprune.statistics.input_parts import (
-    Part,
-    peers_of,
-    product_of_rows,
-    products_of_windows,
-)
+from distprune.statistics.collecting import Collector, LayerInputs, Met
+from distprune.statistics.input_parts import product_of_rows, products_of_windows
 from distprune.statistics.layers import WeightLayout
-from distprune.statistics.totals import Pairs, Totals
-
-
-@dataclass(eq=False)
-class Rows:
-    """What one matrix was called with, and the parameters that were.
-
-    Attributes:
-        number: of the matrix in its parameter: which expert.
-        values: [tokens, inputs], those that count.
-        is_plain: whether they do not tell which ranks have the same tokens.
-        parameters: that were called with it.
-    """
-
-    number: int
-    values: Tensor
-    is_plain: bool
-    parameters: list[LocalStatistics] = field(default_factory=list)
+from distprune.statistics.parameters import Pairs, peers_of
 
 
 @dataclass(eq=False)
@@ -55,21 +33,14 @@ class LocalGram:
     """This rank's sums of x x^T, of parameters that have met the same rows.
 
     Attributes:
-        parameters: which share it.
+        is_plain: whether the inputs do not tell which ranks have the same tokens.
         matrices: by number, [inputs, inputs]; one that has met no row is missing.
-        is_plain: as :attr:`Rows.is_plain`.
+        parameters: which share it.
     """
 
-    parameters: list[LocalStatistics]
-    matrices: dict[int, Tensor]
     is_plain: bool
-
-    def add(self, number: int, product: Tensor) -> None:
-        """Add a product of a matrix; it may be kept, and is the caller's no longer."""
-        if number in self.matrices:
-            self.matrices[number] += product.to(self.matrices[number].device)
-        else:
-            self.matrices[number] = product
+    matrices: dict[int, Tensor] = field(default_factory=dict)
+    parameters: set[LayerInputs] = field(default_factory=set)
 
 
 class GramCollector(Collector):
@@ -82,115 +53,107 @@ class GramCollector(Collector):
     def __init__(self, rank: int) -> None:
         super().__init__()
         self._rank = rank
-        self._of_parameter: dict[int, LocalGram] = {}
-        self._last: Rows | None = None  # whose product is not added yet
+        self._grams: dict[LayerInputs, LocalGram] = {}
+        # The last rows, whose product is not added yet, and the parameters that have met them.
+        self._last: tuple[Met, list[LayerInputs]] | None = None
 
     @contextlib.contextmanager
-    def collecting(self, parameters: Sequence[LocalStatistics]) -> Iterator[None]:
+    def collecting(self, parameters: Sequence[LayerInputs]) -> Iterator[None]:
         """Collect while the context is open; see :meth:`Collector.collecting`."""
         with super().collecting(parameters):
             yield
             self._add_last()
 
-    def gram_of(self, parameter: LocalStatistics) -> LocalGram | None:
-        """The sums of a parameter; None if this rank has none."""
-        return self._of_parameter.get(id(parameter))
+    def gram_of(self, parameter: LayerInputs) -> LocalGram | None:
+        """The sums of a parameter; None if this rank has none that count."""
+        gram = self._grams.get(parameter)
+        if gram is None or not gram.is_plain:
+            return gram
+        return gram if peers_of(self.same_tokens, self._rank)[0] == self._rank else None
 
-    def forget(self, parameter: LocalStatistics) -> None:
+    def forget(self, parameter: LayerInputs) -> None:
         """Drop the sums of a parameter; they are freed if no other one shares them."""
-        gram = self._of_parameter.pop(id(parameter), None)
+        gram = self._grams.pop(parameter, None)
         if gram is not None:
             gram.parameters.remove(parameter)
 
-    def _prepared(self, value: Tensor, feature_dim: int) -> Tensor:
+    def prepared(self, value: Tensor, feature_dim: int) -> Tensor:
         # Products of two features need both on one rank: row-wise layers have a part of them.
         return with_whole_dim(value, feature_dim % value.ndim) if is_dtensor(value) else value
 
-    def _add_rows(
-        self,
-        parameter: LocalStatistics,
-        part: Part,
-        rows: Tensor,
-        keep: Tensor | None,
-        num_kept: int | None,
-    ) -> None:
-        super()._add_rows(parameter, part, rows, keep, num_kept)
-        if not self._adds(part):
+    def add(self, parameter: LayerInputs, met: Met) -> None:
+        super().add(parameter, met)
+        if met.part.token_ranks is not None and met.part.token_ranks[0] != self._rank:
             return
-        values = rows.detach() if keep is None else rows.detach()[keep]
-        number = part.features.start // len(part.features) if part.features else 0
-        is_plain = part.token_ranks is None
-        last = self._last
-        if (
-            last is None
-            or (last.number, last.is_plain) != (number, is_plain)
-            or any(each is parameter for each in last.parameters)
-            or last.values.dtype != values.dtype
-            or not torch.equal(last.values, values)
-        ):
-            self._add_last()
-            # A copy: the model may change its own tensor in place before it is multiplied.
-            last = self._last = Rows(number, values.clone() if keep is None else values, is_plain)
-        last.parameters.append(parameter)
-
-    def _add_images(
-        self,
-        parameter: LocalStatistics,
-        part: Part,
-        images: Tensor,
-        convolution: nn.Conv1d | nn.Conv2d,
-    ) -> None:
-        super()._add_images(parameter, part, images, convolution)
-        if self._adds(part):
+        if met.convolution is not None:
             with _full_precision():
-                products = products_of_windows(images.detach(), convolution)
+                products = products_of_windows(met.values.detach(), met.convolution)
             self._add_products([parameter], dict(enumerate(products)), is_plain=True)
-
-    def _adds(self, part: Part) -> bool:
-        return part.token_ranks is None or part.token_ranks[0] == self._rank
+            return
+        rows = met.values.detach()
+        rows = rows if met.keep is None else rows[met.keep]
+        if self._last is not None:
+            last, parameters = self._last
+            if (
+                parameter not in parameters
+                and _identity(last) == _identity(met)
+                and last.values.dtype == rows.dtype
+                and torch.equal(last.values, rows)
+            ):
+                parameters.append(parameter)
+                return
+            self._add_last()
+        # A copy: the model may change its own tensor in place before it is multiplied.
+        self._last = Met(met.part, rows.clone() if met.keep is None else rows), [parameter]
 
     def _add_last(self) -> None:
-        rows, self._last = self._last, None
-        if rows is None:
-            return
-        with torch.inference_mode(False), torch.no_grad(), _full_precision():
-            product = product_of_rows(rows.values)
-            self._add_products(rows.parameters, {rows.number: product}, is_plain=rows.is_plain)
+        last, self._last = self._last, None
+        if last is not None:
+            met, parameters = last
+            number, is_plain = _identity(met)
+            with torch.inference_mode(False), torch.no_grad(), _full_precision():
+                product = product_of_rows(met.values)
+                self._add_products(parameters, {number: product}, is_plain=is_plain)
 
     def _add_products(
-        self, parameters: list[LocalStatistics], products: dict[int, Tensor], *, is_plain: bool
+        self, parameters: list[LayerInputs], products: dict[int, Tensor], *, is_plain: bool
     ) -> None:
         """Add products to the sums of the parameters that have met the same rows.
 
         Raises:
             NotImplementedError: plain inputs and DTensors for one parameter.
         """
-        ids = {id(parameter) for parameter in parameters}
-        new = [p for p in parameters if id(p) not in self._of_parameter]
-        found = {id(gram): gram for p in parameters if (gram := self.gram_of(p)) is not None}
-        grams = list(found.values())
-        for gram in grams.copy():
-            others = [p for p in gram.parameters if id(p) not in ids]
-            if others:  # they have not met these rows
-                gram.parameters = [p for p in gram.parameters if id(p) in ids]
-                copies = {number: matrix.clone() for number, matrix in gram.matrices.items()}
-                self._share(LocalGram(others, copies, gram.is_plain))
-            if gram.is_plain != is_plain:
+        # Parameters that have shared their sums until now, and go on to share them.
+        sharing: dict[LocalGram | None, set[LayerInputs]] = {}
+        for parameter in parameters:
+            sharing.setdefault(self._grams.get(parameter), set()).add(parameter)
+        for number_of_gram, (gram, group) in enumerate(sharing.items()):
+            if gram is None:
+                gram = LocalGram(is_plain)
+            elif gram.is_plain != is_plain:
                 raise NotImplementedError(
-                    f"{gram.parameters[0].label}: its layer was called with a plain tensor and "
+                    f"{next(iter(group)).label}: its layer was called with a plain tensor and "
                     "with a DTensor; expected one of them in all calls, as it is not known which "
                     "ranks have the tokens of the plain one."
                 )
-        if new:
-            grams.append(LocalGram(new, {}, is_plain))
-            self._share(grams[-1])
-        for gram in grams:
+            elif gram.parameters != group:  # the others have not met these rows
+                gram.parameters -= group
+                gram = LocalGram(is_plain, {n: m.clone() for n, m in gram.matrices.items()})
+            gram.parameters |= group
+            self._grams |= dict.fromkeys(group, gram)
             for number, product in products.items():
-                gram.add(number, product if gram is grams[-1] else product.clone())
+                if number in gram.matrices:
+                    gram.matrices[number] += product.to(gram.matrices[number].device)
+                else:
+                    is_last = number_of_gram == len(sharing) - 1
+                    gram.matrices[number] = product if is_last else product.clone()
 
-    def _share(self, gram: LocalGram) -> None:
-        for parameter in gram.parameters:
-            self._of_parameter[id(parameter)] = gram
+
+def _identity(met: Met) -> tuple[int, bool]:
+    """Which matrix of a parameter rows belong to, and whether they are plain."""
+    features = met.part.features
+    number = features.start // len(features) if features else 0
+    return number, met.part.token_ranks is None
 
 
 @contextlib.contextmanager
@@ -262,7 +225,7 @@ class GramMatrices(ActivationStatistics):
     _collector: GramCollector
 
     def _new_collector(self) -> GramCollector:
-        self._blocks: dict[str, GramBlock] = {}
+        self._blocks: dict[LayerInputs, GramBlock] = {}
         return GramCollector(self._communicator.rank)
 
     def num_bytes(self, parameters: Pairs | None = None) -> int:
@@ -291,10 +254,9 @@ class GramMatrices(ActivationStatistics):
         gathered.
         """
         ((labels, block),) = self.blocks([(module, name)])
-        num = block.rows.shape[0]
         with self._communicator.exclusively():
-            whole = [block.whole(number, self._communicator) for number in range(num)]
-        layout = self._layouts[labels[0]]
+            whole = [block.whole(n, self._communicator) for n in range(len(block.rows))]
+        (layout,) = (p.layout for p in self._local if p.label == labels[0])
         has_several = layout.are_experts or layout.groups > 1
         return torch.stack(whole) if has_several else whole[0].clone()
 
@@ -319,20 +281,23 @@ class GramMatrices(ActivationStatistics):
         """
         if not damping > 0:
             raise ValueError(f"damping={damping!r}; expected a number > 0, such as 0.01.")
-        totals = self._labelled(parameters)
+        asked = self._asked(parameters)
         blocks = self.blocks(parameters)
-        layouts = self._layouts
         factors: dict[str, Tensor] = {}
         turns = itertools.cycle(range(self._communicator.size))
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
             for labels, block in blocks:
-                inverse = self._inverse_diagonals(block, damping, turns)
-                for label in labels:
-                    layout, counts = layouts[label], totals[label].num_tokens
-                    tokens = torch.tensor(counts, dtype=torch.float64).clamp(min=1).view(-1, 1)
-                    of_input = (1 / (inverse * tokens)).sqrt()
-                    factors[label] = layout.of_inputs(of_input.view(layout.input_shape)).float()
-        return self._scores(totals, lambda p, _: FactoredScores([[factors[p.label]]]))
+                factors |= dict.fromkeys(labels, self._inverse_diagonals(block, damping, turns))
+
+        def obs(parameter: LayerInputs) -> FactoredScores:
+            assert parameter.totals is not None
+            tokens = torch.tensor(parameter.totals.counts, dtype=torch.float64).clamp(min=1)
+            of_input = (1 / (factors[parameter.label] * tokens.view(-1, 1))).sqrt()
+            layout = parameter.layout
+            factor = layout.of_inputs(of_input.view(layout.input_shape)).float()
+            return FactoredScores([[factor]])
+
+        return self._scores(asked, obs)
 
     def _inverse_diagonals(self, block: GramBlock, damping: float, turns: Iterator[int]) -> Tensor:
         """Of each matrix of a block, [matrices, inputs]; the ranks take turns."""
@@ -365,91 +330,87 @@ class GramMatrices(ActivationStatistics):
         Their sums stay, and so the scores of :class:`ActivationStatistics`.
         """
         for position in self._positions_of(parameters):
-            parameter = self._local[position]
-            self._collector.forget(parameter)
-            self._blocks.pop(parameter.label, None)
+            self._collector.forget(self._local[position])
+            self._blocks.pop(self._local[position], None)
 
     def blocks(self, parameters: Pairs | None = None) -> list[tuple[list[str], GramBlock]]:
         """This rank's rows of matrices, with the labels of those that share them. Collective.
 
         Raises, Cost: as :meth:`matrix`; nothing is gathered.
         """
-        totals = self._labelled(parameters)
-        asked = [parameter for parameter in self._local if parameter.label in totals]
+        asked = self._asked(parameters)
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
-            grouped: dict[int, list[LocalStatistics]] = {}
+            grouped: dict[int, list[LayerInputs]] = {}
             for parameter, shared in zip(asked, self._shared_by_all(asked), strict=True):
                 grouped.setdefault(shared, []).append(parameter)
             for group in grouped.values():
-                self._sum_group(group, totals)
+                self._sum_group(group)
         result: dict[int, tuple[list[str], GramBlock]] = {}
         for parameter in asked:
-            block = self._blocks[parameter.label]
+            block = self._blocks[parameter]
             result.setdefault(id(block), ([], block))[0].append(parameter.label)
         return list(result.values())
 
-    def _shared_by_all(self, asked: Sequence[LocalStatistics]) -> list[int]:
+    def _shared_by_all(self, asked: Sequence[LayerInputs]) -> list[int]:
         """A number for each parameter: equal for those that share their sums on every rank."""
 
         def share() -> Tensor:
             numbers = []
-            first_with: dict[int, str] = {}  # of each block
-            for label, block in self._blocks.items():
-                first_with.setdefault(id(block), label)
+            first: dict[object, str] = {}  # the first parameter of each sum, and of each block
             for parameter in asked:
-                gram = self._counted(parameter)
-                first = None if gram is None else gram.parameters[0].label
-                before = first_with.get(id(self._blocks.get(parameter.label)))
+                gram, block = self._collector.gram_of(parameter), self._blocks.get(parameter)
+                mine = [first.setdefault(each, parameter.label) for each in (gram, block) if each]
+                which = gram is not None, block is not None
                 layout = parameter.layout
-                text = f"{self._communicator.index} {first} {before} "
-                text += f"{layout.num_matrices} {layout.matrix_shape[1]}"
-                digest = hashlib.sha256(text.encode()).digest()
+                sizes = layout.num_matrices, layout.matrix_shape[1]
+                digest = hashlib.sha256(
+                    repr((self._communicator.index, which, mine, sizes)).encode()
+                ).digest()
                 numbers.append(int.from_bytes(digest[:8], "big", signed=True))
             return torch.tensor(numbers, dtype=torch.int64)
 
         shared: list[int] = self._communicator.reduce(len(asked), share).tolist()
         return shared
 
-    def _counted(self, parameter: LocalStatistics) -> LocalGram | None:
-        """This rank's new sums of a parameter, unless another rank has the same tokens."""
-        gram = self._collector.gram_of(parameter)
-        peers = peers_of(self._collector.same_tokens, self._communicator.rank)
-        is_other = gram is not None and gram.is_plain and peers[0] != self._communicator.rank
-        return None if is_other else gram
-
-    def _sum_group(self, group: Sequence[LocalStatistics], totals: Mapping[str, Totals]) -> None:
+    def _sum_group(self, group: Sequence[LayerInputs]) -> None:
         """Sum what is new of the matrices that parameters share, and keep this rank's rows.
 
         Raises:
             RuntimeError: inputs were seen, and the matrices are gone.
         """
-        communicator, label = self._communicator, group[0].label
-        num, size = group[0].layout.num_matrices, group[0].layout.matrix_shape[1]
+        communicator, layout = self._communicator, group[0].layout
+        num, size = layout.num_matrices, layout.matrix_shape[1]
         height = -(-size // communicator.size)
-        gram, before = self._counted(group[0]), self._blocks.get(label)
-        found = set() if gram is None else {matrix.dtype for matrix in gram.matrices.values()}
-        level = 0 if gram is None else 1 + int(torch.float64 in found)
-        is_new = int(communicator.max(torch.tensor([level])))
+        gram, before = self._collector.gram_of(group[0]), self._blocks.get(group[0])
+        matrices = {} if gram is None else gram.matrices
+        # Others that go on adding to these matrices.
+        is_shared = gram is not None and not gram.parameters <= set(group)
+        level = (gram is not None) + any(m.dtype == torch.float64 for m in matrices.values())
+        is_new = int(communicator.max(torch.tensor([int(level)])))
         if before is not None and not is_new:
             return
-        if not is_new and bool(totals[label].squares.any()):
+        totals = group[0].totals
+        assert totals is not None
+        if not is_new and bool(totals.squares.any()):
             raise RuntimeError(
-                f"{label}: its Gram matrix was forgotten, or was never collected: statistics that "
-                "were loaded from a file have none. Expected new GramMatrices, collected again."
+                f"{group[0].label}: its Gram matrix was forgotten, or was never collected: "
+                "statistics that were loaded from a file have none. Expected new GramMatrices, "
+                "collected again."
             )
         dtype = torch.float64 if is_new == 2 else torch.float32
         rows: list[Tensor] = []
         for number in range(num):
 
             def pieces(number: int = number) -> Tensor:
-                if gram is None or number not in gram.matrices:
+                matrix = matrices.get(number)
+                if matrix is None:
                     return torch.zeros(communicator.size, height * size, dtype=dtype)
-                matrix = gram.matrices[number]
-                if any(all(p is not other for other in group) for p in gram.parameters):
-                    matrix = matrix.clone()  # others go on adding to it
                 padding = height * communicator.size - size
-                padded = functional.pad(matrix, (0, 0, 0, padding)) if padding else matrix
-                return padded.to(dtype).view(communicator.size, -1)
+                if padding:
+                    matrix = functional.pad(matrix, (0, 0, 0, padding))
+                elif is_shared:
+                    matrix = matrix.clone()
+                return matrix.to(dtype).view(communicator.size, -1)
 
             own = communicator.scatter_sum(communicator.run(pieces))
             rows.append(own.view(height, size).to(rows[0].device if rows else own.device))
@@ -457,7 +418,7 @@ class GramMatrices(ActivationStatistics):
         made = GramBlock(size, block if before is None else block + before.rows)
         for parameter in group:
             self._collector.forget(parameter)
-            self._blocks[parameter.label] = made
+            self._blocks[parameter] = made
 
 
 def with_damping(gram: Tensor, damping: float, dtype: torch.dtype) -> tuple[Tensor, float]:

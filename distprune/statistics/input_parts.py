@@ -7,7 +7,8 @@
     sequence parallel     Shard(0), Shard(1)       different               all
 
 A plain input of a layer that is not parallelised, in a model with layers that are, is the same on
-the ranks of a tensor-parallel group. These ranks are known from the other layers: :func:`peers_of`.
+the ranks of a tensor-parallel group. These ranks are known from the other layers:
+``parameters.peers_of``.
 
 transformers' own tensor parallelism calls layers with the local tensors: :func:`parallel_input`.
 That they are what they are taken for is seen when ranks that should have the same are compared.
@@ -15,7 +16,7 @@ That they are what they are taken for is seen when ranks that should have the sa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,9 @@ from distprune.base.pruned_form import is_dtensor, local_tensor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+
+
+Convolution = nn.Conv1d | nn.Conv2d
 
 
 @dataclass(frozen=True)
@@ -184,22 +188,6 @@ def _keep_of(label: str, shape: torch.Size, mask: Tensor) -> Tensor:
     )
 
 
-def peers_of(of_layers: Collection[tuple[int, ...]], rank: int) -> tuple[int, ...]:
-    """The ranks that run the model on the same tokens as this one, itself included.
-
-    Args:
-        of_layers: the ``token_ranks`` of the inputs of each layer.
-        rank: this one.
-
-    Returns:
-        The most ranks of a layer, if those of all others are among them; else this rank alone.
-    """
-    largest = max(of_layers, key=len, default=(rank,))
-    if rank not in largest or not all(set(ranks) <= set(largest) for ranks in of_layers):
-        return (rank,)
-    return largest
-
-
 # Elements that are converted to fp64 at a time: what stays in the cache of a core, 1 MiB; and what
 # keeps an accelerator busy, 32 MiB.
 _CPU_CHUNK = 1 << 17
@@ -207,27 +195,16 @@ _DEVICE_CHUNK = 1 << 22
 _ROWS_OF_A_PRODUCT = 256
 
 
-@dataclass(frozen=True)
-class Sums:
-    """What one forward of a layer adds to its statistics.
-
-    Attributes:
-        num_tokens: how many there are.
-        totals: fp64 [2, inputs]: the sums of x, and those of x squared.
-    """
-
-    num_tokens: int
-    totals: Tensor
-
-
-def sums_of_rows(rows: Tensor, keep: Tensor | None = None, num_kept: int | None = None) -> Sums:
+def sums_of_rows(rows: Tensor, keep: Tensor | None = None) -> Tensor:
     """Sums over the rows of the input of a linear layer.
 
     Args:
         rows: [tokens, features], of any real floating-point dtype. Squares are those of fp64: in
             fp16 they would overflow from 256 on.
         keep: bool [tokens]; rows that are False are left out, whatever they hold.
-        num_kept: how many of them are True.
+
+    Returns:
+        fp64 [2, features]: the sums of x, and those of x squared.
 
     Cost: one read; temporaries in fp64 of a chunk, 1 MiB on a CPU and 32 MiB elsewhere.
     """
@@ -238,9 +215,7 @@ def sums_of_rows(rows: Tensor, keep: Tensor | None = None, num_kept: int | None 
             chunk.masked_fill_(~keep[start:stop].unsqueeze(1), 0)
         totals[0] += chunk.sum(0)
         totals[1] += chunk.square_().sum(0)
-    if keep is None:
-        return Sums(rows.shape[0], totals)
-    return Sums(int(keep.sum()) if num_kept is None else num_kept, totals)
+    return totals
 
 
 def product_of_rows(rows: Tensor) -> Tensor:
@@ -256,7 +231,7 @@ def product_of_rows(rows: Tensor) -> Tensor:
     return total
 
 
-def sums_of_windows(images: Tensor, layer: nn.Conv1d | nn.Conv2d) -> Sums:
+def sums_of_windows(images: Tensor, layer: Convolution) -> tuple[int, Tensor]:
     """Sums over the columns of the unfolded input of a convolution.
 
     For the input channel c and the offset k in the kernel, the column is what the weight
@@ -268,7 +243,8 @@ def sums_of_windows(images: Tensor, layer: nn.Conv1d | nn.Conv2d) -> Sums:
         layer: says kernel size, stride, dilation and padding.
 
     Returns:
-        One token per sample and position of the output; inputs in the order [channels, *kernel].
+        The number of tokens: one per sample and position of the output; and sums as of
+        :func:`sums_of_rows`, of inputs in the order [channels, *kernel].
 
     Cost: a read per offset in the kernel; temporaries in fp64 of a chunk of samples, at least one.
     """
@@ -281,10 +257,10 @@ def sums_of_windows(images: Tensor, layer: nn.Conv1d | nn.Conv2d) -> Sums:
             windows = _windows(padded, layer)
             total += windows.sum([0, *range(2, 2 + dims)])
         num_tokens += len(chunk) * windows.shape[2 : 2 + dims].numel()
-    return Sums(num_tokens, totals.view(2, -1))
+    return num_tokens, totals.view(2, -1)
 
 
-def products_of_windows(images: Tensor, layer: nn.Conv1d | nn.Conv2d) -> Tensor:
+def products_of_windows(images: Tensor, layer: Convolution) -> Tensor:
     """x x^T of the columns of the unfolded input, of each group: [groups, inputs, inputs].
 
     Args:
@@ -310,31 +286,24 @@ def products_of_windows(images: Tensor, layer: nn.Conv1d | nn.Conv2d) -> Tensor:
     return total
 
 
-def _padded(images: Tensor, layer: nn.Conv1d | nn.Conv2d) -> Tensor:
-    padding = [size for pair in reversed(_padding(layer)) for size in pair]
+def _padded(images: Tensor, layer: Convolution) -> Tensor:
+    if layer.padding == "same":
+        reaches = zip(layer.kernel_size, layer.dilation, strict=True)
+        totals = [reach * (width - 1) for width, reach in reaches]
+        pairs = [(total // 2, total - total // 2) for total in totals]
+    else:
+        sizes = layer.padding if layer.padding != "valid" else (0,) * len(layer.kernel_size)
+        pairs = [(int(size), int(size)) for size in sizes]
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    return functional.pad(images, padding, mode=mode)
+    return functional.pad(images, [size for pair in reversed(pairs) for size in pair], mode=mode)
 
 
-def _windows(padded: Tensor, layer: nn.Conv1d | nn.Conv2d) -> Tensor:
+def _windows(padded: Tensor, layer: Convolution) -> Tensor:
     """A view of padded images: [samples, channels, *positions of the output, *kernel]."""
     axes = zip(layer.kernel_size, layer.dilation, layer.stride, strict=True)
     for dim, (width, reach, step) in enumerate(axes):
         padded = padded.unfold(2 + dim, reach * (width - 1) + 1, step)[..., ::reach]
     return padded
-
-
-def _padding(layer: nn.Conv1d | nn.Conv2d) -> list[tuple[int, int]]:
-    """How many elements are put before and after each dimension of size."""
-    if layer.padding == "valid":
-        return [(0, 0)] * len(layer.kernel_size)
-    if layer.padding == "same":
-        missing = [
-            reach * (width - 1)
-            for width, reach in zip(layer.kernel_size, layer.dilation, strict=True)
-        ]
-        return [(total // 2, total - total // 2) for total in missing]
-    return [(int(size), int(size)) for size in layer.padding]
 
 
 def spans(length: int, size: int, device: torch.device) -> Iterator[tuple[int, int]]:

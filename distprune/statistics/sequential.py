@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distprune.base.naming import NamedParameter
 from distprune.statistics.activation import ActivationStatistics
-from distprune.statistics.collecting import LocalStatistics
+from distprune.statistics.collecting import LayerInputs
 
 R = TypeVar("R")
 
@@ -82,7 +82,7 @@ def prune_sequentially(
     """
     communicator = statistics._communicator
 
-    def begin() -> list[list[LocalStatistics]]:
+    def begin() -> list[list[LayerInputs]]:
         if isinstance(batches, Iterator):
             raise TypeError(
                 f"batches is a {type(batches).__name__}, which can be run through once; expected a "
@@ -122,7 +122,7 @@ def prune_sequentially(
 
 def _parameters_of_blocks(
     statistics: ActivationStatistics, blocks: Sequence[nn.Module]
-) -> list[list[LocalStatistics]]:
+) -> list[list[LayerInputs]]:
     """Check that nothing was collected yet, and list the parameters of each block.
 
     Raises:
@@ -136,14 +136,14 @@ def _parameters_of_blocks(
             "every rank. Collect in one pass instead."
         )
     if statistics.mode == "sequential" or any(
-        any(parameter.calls) or parameter.loaded is not None for parameter in statistics._local
+        parameter.seen or parameter.loaded is not None for parameter in statistics._local
     ):
         raise RuntimeError(
             "something was collected already; expected new ActivationStatistics, or the inputs "
             "of one pass would mix with those of pruned blocks."
         )
     inside = [{id(module) for module in block.modules()} for block in blocks]
-    of_block: list[list[LocalStatistics]] = [[] for _ in blocks]
+    of_block: list[list[LayerInputs]] = [[] for _ in blocks]
     for parameter in statistics._local:
         numbers = {
             number

@@ -80,7 +80,7 @@ def test_what_is_sent(wrapping):
         assert sent["inside"] == 0
         # Agreements when it begins and when it ends, and the sums, with a digest of them.
         assert 0 <= sent["outside"] - 3 * 40 - 8 * (num_sums + 2 * 3 + 1) - 16 <= 3 * 8 * 10
-        assert sent["asked"] == 40
+        assert sent["asked"] == 40 + 8 * 2 * 3  # an agreement, and two words per parameter
 
 
 def errors_of(wrapping: str) -> list[str]:

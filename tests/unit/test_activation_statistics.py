@@ -250,16 +250,6 @@ def test_a_layer_that_is_never_called_is_refused_by_name():
     assert statistics.num_tokens() == {"0.weight": 2, "1.weight": 1}
 
 
-def test_one_use_of_a_tied_weight_that_is_never_called_is_refused():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    statistics = ActivationStatistics(prune.select(model))
-    with statistics.collecting():
-        model[0](torch.ones(2, 3))
-    with pytest.raises(ValueError, match=r"0\.weight.*not called"):
-        statistics.totals()
-
-
 def test_an_expert_without_tokens_is_allowed_when_asked_for():
     model = nn.ModuleDict({"expert": nn.Linear(3, 3), "other": nn.Linear(3, 3)})
     for shape in (None, (0, 3)):

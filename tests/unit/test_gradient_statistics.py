@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune.statistics import GradientStatistics, gradient_sums
+from distprune.statistics import GradientStatistics, gradients
 from distprune.statistics.layers import WeightLayout, matrices_of
 
 
@@ -42,7 +42,7 @@ def test_squares_in_chunks(monkeypatch, shape, chunk):
     monkeypatch.setattr("distprune.statistics.input_parts._CPU_CHUNK", chunk)
     matrices = torch.randint(-9, 10, shape).to(torch.bfloat16)
     squares = matrices.double() ** 2
-    along, across = gradient_sums.squares_along(matrices)
+    along, across = gradients.squares_along(matrices)
     assert along.equal(squares.sum(2)) and across.equal(squares.sum(1))
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import pickle
 import warnings
 
 import pytest
@@ -243,12 +242,11 @@ def test_copies_that_are_made_meanwhile_are_not_seen():
     statistics = ActivationStatistics(prune.select(net, names=FUSED))
     with statistics.collecting():
         net(tokens)
-        copies = [copy.deepcopy(net), pickle.loads(pickle.dumps(net)), copy.copy(net.first)]
+        copies = [copy.deepcopy(net), copy.copy(net.first)]
         copies[0](tokens)
-    for each in copies[:2]:
-        assert not any(layer._forward_hooks for layer in each.modules())
-        each(tokens).sum().backward()  # with gradients, which a hook would refuse
-    copies[2](tokens, torch.zeros(len(tokens), 1, dtype=torch.int64))
+    assert not any(layer._forward_hooks for layer in copies[0].modules())
+    copies[0](tokens).sum().backward()  # with gradients, which a hook would refuse
+    copies[1](tokens, torch.zeros(len(tokens), 1, dtype=torch.int64))
     assert_equal(statistics.totals(), expected(net, [tokens]))
 
 
