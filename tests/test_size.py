@@ -23,7 +23,7 @@ ROOMS = {
     "call": (1130, 8),
     "checkpoint.py": (280, 1),
     "cli": (2154, 15),
-    "criteria": (691, 5),
+    "criteria": (651, 5),
     "dynamic.py": (160, 1),
     "files": (4194, 31),
     "integrations": (1025, 7),
@@ -39,15 +39,15 @@ ROOMS = {
     "selection": (3626, 22),
     "selftest.py": (296, 1),
     "shards": (1263, 10),
-    "statistics": (1936, 11),
+    "statistics": (1801, 10),
     "streaming": (1211, 9),
     "testing.py": (246, 1),
     "verification": (719, 5),
     "wrappers": (1984, 14),
 }
-TOTAL = (29947, 210)
+TOTAL = (29772, 209)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 43203, "launch": 965}
+FOLDERS = {"tests": 43187, "launch": 965}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

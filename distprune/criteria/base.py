@@ -6,9 +6,10 @@ in accumulators of the same layout. So what it costs in memory is sharded as the
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,14 @@ from distprune.shards.gradients import (
     drop_gradient,
     local_gradient,
 )
-from distprune.shards.rank_batches import checked_weight
+from distprune.shards.rank_batches import Power, RankBatches, checked_weight, factor_of
 from distprune.shards.reader import ShardReader
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Unit = Literal["global_batch", "rank_batch"]
+NonFinite = Literal["refuse", "skip"]
 
 
 class Criterion:
@@ -40,6 +42,13 @@ class Criterion:
     the optimizer sees. ``"rank_batch"``: the gradient of one rank's own batch, before it is
     averaged.
 
+    Of global batches: one call of :meth:`update` for each step; under gradient accumulation after
+    the last backward, when ``.grad`` has the whole step. With a gradient scaler call it after
+    ``scaler.unscale_(optimizer)`` (or pass ``weight=1 / scaler.get_scale()``), and before gradients
+    are clipped: a factor that changes from step to step changes the sum. Where ranks have unequal
+    numbers of tokens, weight the *loss* (on rank r ``loss * tokens_r * num_ranks / tokens``), and
+    ``.grad`` is the mean over all tokens.
+
     Subclasses define :meth:`_accumulate`, and :meth:`_score` unless the scores are what was
     accumulated.
 
@@ -47,12 +56,17 @@ class Criterion:
         parameters: (module, name) pairs, as ``select`` lists them; a tied parameter counts once.
             Wrap the model first.
         group: the ranks that take part; every rank by default.
+        non_finite: what to do with a gradient that is infinite or NaN, as gradient scalers produce
+            them. "refuse": it makes ``scores()`` raise, on every rank. "skip": ``update`` leaves
+            out the whole unit, on every rank, if any rank has such a value; it is collective then,
+            and costs an all-reduce of 16 bytes and a pass over the gradients.
 
     Attributes:
         pruning_method: the class that prunes by these scores: ``L1Unstructured``, or
             ``LowestScore`` where they are signed.
         num_updates: units so far.
         total_weight: the sum of their weights.
+        num_skipped: units that were left out.
 
     Raises:
         TypeError: no (module, name) pairs.
@@ -61,14 +75,19 @@ class Criterion:
     """
 
     pruning_method: ClassVar[type[BasePruningMethod]] = L1Unstructured
-    _COUNTS: ClassVar[tuple[str, ...]] = ("num_updates", "total_weight")  # in state dicts
+    _power: Power = 1  # of the gradients that are added up
+    _sums: RankBatches | None = None  # of a calibration that collects batches of single ranks
 
     def __init__(
         self,
         parameters: Iterable[tuple[nn.Module, str]],
         *,
         group: ProcessGroup | None = None,
+        non_finite: NonFinite = "refuse",
     ) -> None:
+        if non_finite not in ("refuse", "skip"):
+            raise ValueError(f"non_finite={non_finite!r}; expected 'refuse' or 'skip'.")
+        self._non_finite = non_finite
         self._group = group
         self._is_calibrating = False
         self._scored = scored_parameters(parameters)
@@ -94,14 +113,24 @@ class Criterion:
 
         If it is interrupted while it adds, ``scores()`` raises until :meth:`reset`.
         """
-        weight = checked_weight(weight)
-        self._check_complete()
+        self._add_unit(checked_weight(weight))
+
+    def _add_unit(self, weight: float, loss_scale: float = 1.0) -> None:
         with torch.inference_mode(False), torch.no_grad():
+            if self._non_finite == "skip":
+                communicator = world(self._group)
+                count = communicator.max(communicator.run(self._count_non_finite))
+                if int(count[0]):
+                    self.num_skipped += 1
+                    return
+            self._check_complete()
             parts = self._parts()
             units = self._prepared(parts, self._gradients(parts), weight)
             self._is_incomplete = True
             for part, unit in zip(parts, units, strict=True):
-                self._accumulate(part, unit, weight)
+                self._accumulate(part, unit, factor_of(weight, loss_scale, self._power))
+        for part in parts:
+            self._weights[part.key] += weight
         self.num_updates += 1
         self.total_weight += weight
         self._is_incomplete = False
@@ -142,9 +171,14 @@ class Criterion:
 
         Outside of :meth:`calibrating` the gradients stay, for the optimizer's step.
         """
-        try:
+        with self._dropping_gradients():
             yield
             self.update(weight)
+
+    @contextmanager
+    def _dropping_gradients(self) -> Iterator[None]:
+        try:
+            yield
         finally:
             if self._is_calibrating:
                 for part in self._parts():
@@ -177,9 +211,16 @@ class Criterion:
             )
 
     def reset(self) -> None:
-        """Forget all units."""
+        """Forget all units, and the error that ended a calibration.
+
+        Raises:
+            RuntimeError: inside of ``calibrating``, with ``unit="rank_batch"``.
+        """
+        self._check_between()
         self._accumulators: dict[str, Tensor] = {}  # by the key of the parameter
+        self._weights = {parameter.key: 0.0 for parameter in self._scored}  # of its units
         self.num_updates = 0
+        self.num_skipped = 0
         self.total_weight = 0.0
         self._is_incomplete = False  # a part of a unit, or of a calibration, was added
 
@@ -205,8 +246,12 @@ class Criterion:
         with torch.inference_mode(False), torch.no_grad():
             tensors = world(self._group).run(to_save)
         return {
-            "criterion": type(self).__name__,
-            **self._plain_state(),
+            "criterion": self._kind,
+            "num_updates": self.num_updates,
+            "num_skipped": self.num_skipped,
+            "total_weight": self.total_weight,
+            # As text: DCP of some versions of torch takes a dict of floats apart, and some do not.
+            "weights": json.dumps(self._weights),
             "accumulators": tensors,
         }
 
@@ -216,11 +261,13 @@ class Criterion:
         Raises:
             ValueError: a state of another criterion, of other parameters, or of another layout; on
                 every rank, and nothing has changed then.
+            RuntimeError: inside of ``calibrating``, with ``unit="rank_batch"``.
 
         Cost: no memory but that of the accumulators; one all-reduce of 40 bytes.
         """
 
         def checked() -> list[tuple[Callable[[Tensor], object], Tensor]]:
+            self._check_between()
             self._check_state(state)
             tensors = state["accumulators"]
             return [
@@ -230,27 +277,25 @@ class Criterion:
         with torch.inference_mode(False), torch.no_grad():
             for load, accumulator in world(self._group).run(checked):
                 load(accumulator)
-        self._load_plain_state(state)
+        weights = json.loads(state["weights"])
+        self._weights = {key: float(weights[key]) for key in self._weights}
+        self.num_updates, self.num_skipped = int(state["num_updates"]), int(state["num_skipped"])
+        self.total_weight = float(state["total_weight"])
         self._is_incomplete = False
 
-    def _plain_state(self) -> dict[str, Any]:
-        """What is saved besides the accumulators: plain values; subclasses add theirs."""
-        return {name: getattr(self, name) for name in self._COUNTS}
-
-    def _load_plain_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what :meth:`_plain_state` saved."""
-        for name in self._COUNTS:
-            setattr(self, name, type(getattr(self, name))(state[name]))
+    @property
+    def _kind(self) -> str:
+        """What is accumulated: sums of another kind are no use."""
+        return type(self).__name__
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError for a state of another criterion, or of other parameters."""
-        criterion = type(self).__name__
-        if state.get("criterion") != criterion:
+        if state.get("criterion") != self._kind:
             raise ValueError(
-                f"the state is of the criterion {state.get('criterion')!r}; expected {criterion!r}."
+                f"the state is of the criterion {state.get('criterion')!r}; expected "
+                f"{self._kind!r}."
             )
-        keys = {parameter.key for parameter in self._scored}
-        found = set(state["accumulators"])
+        keys, found = set(self._weights), set(state["accumulators"])
         if found != keys:
             missing, unknown = sorted(keys - found), sorted(found - keys)
             raise ValueError(
@@ -270,14 +315,14 @@ class Criterion:
             self._accumulator(part)
         return gradients
 
-    def _accumulate(self, part: Part, gradient: Tensor, weight: float) -> None:
+    def _accumulate(self, part: Part, gradient: Tensor, factor: float) -> None:
         """Add a unit of one parameter, in place.
 
         Args:
             part: this rank's part of the parameter.
             gradient: of the shape of its values, of any dtype; not to be changed. Or what
                 :meth:`_prepared` made of it.
-            weight: of the unit.
+            factor: what the unit, or its power, is multiplied with.
         """
         raise NotImplementedError
 
@@ -311,6 +356,9 @@ class Criterion:
             check_trainable(part.shard)
         return [local_gradient(part.shard) for part in parts]
 
+    def _count_non_finite(self) -> Tensor:
+        return torch.tensor([sum(not is_finite(each) for each in self._gradients(self._parts()))])
+
     def _check_before_calibrating(self) -> None:
         if self._is_calibrating:
             raise RuntimeError("calibrating() inside of calibrating(); expected one at a time.")
@@ -322,8 +370,16 @@ class Criterion:
                     "batch; expected none. Call model.zero_grad() before calibrating()."
                 )
 
+    def _check_between(self) -> None:
+        if self._sums is not None:
+            raise RuntimeError(
+                "the ranks have not added up what they saw yet; expected a call after "
+                "calibrating()."
+            )
+
     def _check_complete(self) -> None:
         """Refuse accumulators that have a part of a unit, or not all units of a calibration."""
+        self._check_between()
         if self._is_incomplete:
             raise RuntimeError(
                 f"a calibration or an update of this {type(self).__name__} ended with an error "
@@ -357,10 +413,3 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     lowest, highest = tensor.aminmax()  # NaN if an element is
     return bool(lowest.isfinite() & highest.isfinite())
-
-
-def checked_unit(unit: Unit) -> Unit:
-    """The argument ``unit``; ValueError if it is none."""
-    if unit not in get_args(Unit):
-        raise ValueError(f"unit={unit!r}; expected {' or '.join(map(repr, get_args(Unit)))}.")
-    return unit

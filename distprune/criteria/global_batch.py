@@ -3,79 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from distprune.criteria.base import Criterion, Unit, checked_unit, is_finite
+from distprune.criteria.base import Criterion, NonFinite, Unit
 from distprune.criteria.parts import Part
 from distprune.methods.builtin import L1Unstructured, LowestScore
-from distprune.ranks.process_groups import world
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-NonFinite = Literal["refuse", "skip"]
 
-
-class GlobalBatchCriterion(Criterion):
-    """Base of criteria that read the averaged gradient of a global batch, ``.grad``.
-
-    One call of ``update`` for each step: under gradient accumulation after the last backward, when
-    ``.grad`` has the whole step. With a gradient scaler call it after
-    ``scaler.unscale_(optimizer)`` (or pass ``weight=1 / scaler.get_scale()``), and before gradients
-    are clipped: a factor that changes from step to step changes the sum. Where ranks have unequal
-    numbers of tokens, weight the *loss* (on rank r ``loss * tokens_r * num_ranks / tokens``), and
-    ``.grad`` is the mean over all tokens.
-
-    Args:
-        parameters: (module, name) pairs, as ``select`` lists them; a tied parameter counts once.
-        group: the ranks that take part; every rank by default.
-        non_finite: what to do with a gradient that is infinite or NaN, as gradient scalers produce
-            them. "refuse": it makes ``scores()`` raise, on every rank. "skip": ``update`` leaves
-            out the whole unit, on every rank, if any rank has such a value; it is collective then,
-            and costs an all-reduce of 16 bytes and a pass over the gradients.
-
-    Attributes:
-        num_skipped: units that were left out.
-    """
-
-    _COUNTS = (*Criterion._COUNTS, "num_skipped")
-
-    def __init__(
-        self,
-        parameters: Iterable[tuple[nn.Module, str]],
-        *,
-        group: ProcessGroup | None = None,
-        non_finite: NonFinite = "refuse",
-    ) -> None:
-        if non_finite not in ("refuse", "skip"):
-            raise ValueError(f"non_finite={non_finite!r}; expected 'refuse' or 'skip'.")
-        self._non_finite = non_finite
-        super().__init__(parameters, group=group)
-
-    def reset(self) -> None:
-        super().reset()
-        self.num_skipped = 0
-
-    def update(self, weight: float = 1.0) -> None:
-        if self._non_finite == "skip":
-            with torch.inference_mode(False), torch.no_grad():
-                communicator = world(self._group)
-                count = communicator.max(communicator.run(self._count_non_finite))
-            if int(count[0]):
-                self.num_skipped += 1
-                return
-        super().update(weight)
-
-    update.__doc__ = Criterion.update.__doc__
-
-    def _count_non_finite(self) -> Tensor:
-        return torch.tensor([sum(not is_finite(each) for each in self._gradients(self._parts()))])
-
-
-class GradientMagnitude(GlobalBatchCriterion):
+class GradientMagnitude(Criterion):
     """|g|, where g is the weighted sum of the gradients of all updates.
 
     The score by which RigL grows connections: under ``prune.dense_gradients`` the highest among
@@ -87,8 +28,8 @@ class GradientMagnitude(GlobalBatchCriterion):
     Cost: 4 bytes of memory per element; no bytes on the wire in ``update``.
     """
 
-    def _accumulate(self, part: Part, gradient: Tensor, weight: float) -> None:
-        self._accumulator(part).add_(gradient, alpha=weight)
+    def _accumulate(self, part: Part, gradient: Tensor, factor: float) -> None:
+        self._accumulator(part).add_(gradient, alpha=factor)
 
     def _score(self, part: Part) -> Tensor:
         return self._accumulator(part).abs()
@@ -113,7 +54,7 @@ class SNIP(GradientMagnitude):
         return score.float().abs_()
 
 
-class Movement(GlobalBatchCriterion):
+class Movement(Criterion):
     """Movement: S = - sum over steps t of g_t * w_t. Signed; the lowest are pruned.
 
     Weights that move away from zero have high scores, whatever their size: gradient descent makes
@@ -133,15 +74,15 @@ class Movement(GlobalBatchCriterion):
 
     pruning_method = LowestScore
 
-    def _accumulate(self, part: Part, gradient: Tensor, weight: float) -> None:
-        self._accumulator(part).addcmul_(gradient, part.shard.values, value=-weight)
+    def _accumulate(self, part: Part, gradient: Tensor, factor: float) -> None:
+        self._accumulator(part).addcmul_(gradient, part.shard.values, value=-factor)
 
 
 Update = Callable[[Tensor, Tensor, Tensor], Tensor]
 Finish = Callable[[Tensor, Tensor], Tensor]
 
 
-class Custom(GlobalBatchCriterion):
+class Custom(Criterion):
     """Scores from a function of your own: state = update(weight, gradient, state), elementwise.
 
         # An exponential average of |w * g|:
@@ -159,7 +100,7 @@ class Custom(GlobalBatchCriterion):
         score: makes the scores of weights and state; None: the scores are the state.
         signed: False: scores are ranked by |score|. True: the lowest, signed, are pruned.
         group: the ranks that take part; every rank by default.
-        non_finite: "refuse" or "skip": see :class:`GlobalBatchCriterion`.
+        non_finite: "refuse" or "skip": see :class:`Criterion`.
 
     If ``update`` raises, no state has changed: all new ones are computed before any is kept.
 
@@ -178,15 +119,10 @@ class Custom(GlobalBatchCriterion):
         group: ProcessGroup | None = None,
         non_finite: NonFinite = "refuse",
     ) -> None:
-        for label, function in (("update", update), ("score", score)):
-            if not callable(function) and (label == "update" or function is not None):
-                raise TypeError(
-                    f"{label} is a {type(function).__name__}; expected a function of tensors."
-                )
-        if checked_unit(unit) == "rank_batch":
+        if unit != "global_batch":
             raise NotImplementedError(
-                "Custom reads averaged gradients only; expected unit='global_batch'. Fisher and "
-                "Taylor have unit='rank_batch'."
+                f"unit={unit!r}: Custom reads averaged gradients only; expected "
+                "unit='global_batch'. Fisher and Taylor have unit='rank_batch'."
             )
         self.pruning_method = LowestScore if signed else L1Unstructured  # type: ignore[misc]
         self._update, self._finish = update, score
@@ -205,7 +141,7 @@ class Custom(GlobalBatchCriterion):
             for part, gradient in zip(parts, gradients, strict=True)
         ]
 
-    def _accumulate(self, part: Part, gradient: Tensor, weight: float) -> None:
+    def _accumulate(self, part: Part, gradient: Tensor, factor: float) -> None:
         self._accumulator(part).copy_(gradient)
 
     def _score(self, part: Part) -> Tensor:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 
-from distprune.criteria.base import Criterion, Unit, checked_unit
+from distprune.criteria.base import Criterion, Unit
 from distprune.ranks.collectives import Communicator, sum_of_pieces
 from distprune.ranks.process_groups import over_groups, world
 from distprune.shards.gradients import (
@@ -25,7 +24,6 @@ from distprune.shards.rank_batches import (
     RankBatches,
     checked_loss_scale,
     checked_weight,
-    factor_of,
 )
 from distprune.wrappers.masked_value import base_class, own_property
 
@@ -203,6 +201,8 @@ class GradientMoment(Criterion):
     """
 
     _FACTOR: ClassVar[float] = 1.0
+    _power: Power = 2
+    _sums: RankBatchSums | None = None
 
     def __init__(
         self,
@@ -211,22 +211,10 @@ class GradientMoment(Criterion):
         unit: Unit,
         group: ProcessGroup | None = None,
     ) -> None:
-        self.unit: Unit = checked_unit(unit)
-        self._sums: RankBatchSums | None = None
-        self._power: Power = 2
+        if unit not in get_args(Unit):
+            raise ValueError(f"unit={unit!r}; expected {' or '.join(map(repr, get_args(Unit)))}.")
+        self.unit: Unit = unit
         super().__init__(parameters, group=group)
-
-    def reset(self) -> None:
-        """Forget all units, and the error that ended a calibration.
-
-        Raises:
-            RuntimeError: inside of ``calibrating``.
-        """
-        self._check_between()
-        super().reset()
-        self._loss_scale = 1.0
-        # By key: the ranks of parameters may differ, and so the batches that they saw.
-        self._weights = dict.fromkeys((parameter.key for parameter in self._scored), 0.0)
 
     def update(self, weight: float = 1.0) -> None:
         """Add the averaged gradient, with ``unit="global_batch"``; see :meth:`Criterion.update`.
@@ -240,8 +228,6 @@ class GradientMoment(Criterion):
                 "ranks already; expected a backward inside of batch(), inside of calibrating()."
             )
         super().update(weight)
-        for key in self._weights:
-            self._weights[key] += float(weight)
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
@@ -321,12 +307,9 @@ class GradientMoment(Criterion):
         weight = checked_weight(weight)
         scale = checked_loss_scale(loss_scale)
         if self.unit == "global_batch":
-            self._loss_scale = scale
-            try:
-                with super().batch(weight):
-                    yield
-            finally:
-                self._loss_scale = 1.0
+            with self._dropping_gradients():
+                yield
+                self._add_unit(weight, scale)
             return
         if self._sums is None:
             raise RuntimeError(
@@ -338,36 +321,9 @@ class GradientMoment(Criterion):
         if self._sums.problem is not None and world(self._group).size == 1:
             raise self._sums.problem
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state: see :meth:`Criterion.load_state_dict`.
-
-        Raises:
-            RuntimeError: inside of ``calibrating``.
-        """
-        self._check_between()
-        super().load_state_dict(state)
-
-    def _plain_state(self) -> dict[str, Any]:
-        # As text: DCP of some versions of torch takes a dict of floats apart, and some do not.
-        own = {"moment": self._moment, "weights": json.dumps(self._weights)}
-        return {**super()._plain_state(), **own}
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        super()._check_state(state)
-        if state["moment"] != self._moment:
-            raise ValueError(
-                f"the state has the moment {state['moment']!r}; expected {self._moment!r}."
-            )
-
-    def _load_plain_state(self, state: Mapping[str, Any]) -> None:
-        super()._load_plain_state(state)
-        weights = json.loads(state["weights"])
-        self._weights = {key: float(weights[key]) for key in self._weights}
-
     @property
-    def _moment(self) -> str:
-        """What is accumulated; sums of another moment, or of other units, are no use."""
-        return f"E[|g|^{self._power}], unit={self.unit}"
+    def _kind(self) -> str:
+        return f"{type(self).__name__}, E[|g|^{self._power}], unit={self.unit}"
 
     def _ranks(self) -> Communicator:
         """All ranks of ``group``, and those that shard parameters with them."""
@@ -385,9 +341,8 @@ class GradientMoment(Criterion):
                     "where the gradients of single ranks are not seen; expected "
                     'unit="global_batch".'
                 )
-        shards = [part.shard for part in parts]
         sums = RankBatchSums(
-            unaveraged_gradients(shards, self._group),
+            unaveraged_gradients([part.shard for part in parts], self._group),
             [self._accumulator(part) for part in parts],
             [part.label for part in parts],
             self._power,
@@ -397,21 +352,9 @@ class GradientMoment(Criterion):
 
     def _facts(self) -> list[tuple[str, str]]:
         names = " ".join(parameter.label for parameter in self._scored)
-        return [("criterion", f"{type(self).__name__}, {self._moment}"), ("parameters", names)]
+        return [("criterion", self._kind), ("parameters", names)]
 
-    def _check_between(self) -> None:
-        if self._sums is not None:
-            raise RuntimeError(
-                "the ranks have not added up what they saw yet; expected a call after "
-                "calibrating()."
-            )
-
-    def _check_complete(self) -> None:
-        self._check_between()
-        super()._check_complete()
-
-    def _accumulate(self, part: Part, gradient: Tensor, weight: float) -> None:
-        factor = factor_of(weight, self._loss_scale, self._power)
+    def _accumulate(self, part: Part, gradient: Tensor, factor: float) -> None:
         add_moment(self._accumulator(part), gradient, self._power, factor)
 
     def _score(self, part: Part) -> Tensor:
