@@ -1,7 +1,4 @@
-"""The public names for type checkers, which read no dictionary; see ``distprune/__init__.py``.
-
-``import x as x`` exports a name.
-"""
+"""The public names of the library; ``distprune/__init__.py`` imports this file when one is used."""
 
 from distprune import budgets as budgets
 from distprune import checkpoint as checkpoint
@@ -29,7 +26,7 @@ from distprune.api.mask_files import save_masks as save_masks
 from distprune.api.select import select as select
 from distprune.api.wrap_later import masks_aside as masks_aside
 from distprune.api.wrap_later import shard_masks as shard_masks
-from distprune.base import amount
+from distprune.base import amount as _amount
 from distprune.base.naming import NamedParameter as NamedParameter
 from distprune.call.report import ChannelGroupReport as ChannelGroupReport
 from distprune.call.report import MaskLoadingReport as MaskLoadingReport
@@ -39,7 +36,7 @@ from distprune.call.report import ParameterReport as ParameterReport
 from distprune.call.report import PruningReport as PruningReport
 from distprune.call.report import StructuredReport as StructuredReport
 from distprune.dynamic import dense_gradients as dense_gradients
-from distprune.methods import builtin
+from distprune.methods import builtin as _builtin
 from distprune.methods.base import BasePruningMethod as BasePruningMethod
 from distprune.methods.base import PruningContainer as PruningContainer
 from distprune.methods.builtin import CustomFromMask as CustomFromMask
@@ -61,9 +58,9 @@ from distprune.verification.report import VerifiedParameter as VerifiedParameter
 from distprune.verification.verifying import verify as verify
 
 # Private in torch.nn.utils.prune, but programs call them.
-_compute_norm = builtin.compute_norm
-_compute_nparams_toprune = amount.resolve_count
-_validate_pruning_amount = amount.validate_count
-_validate_pruning_amount_init = amount.validate_amount
-_validate_pruning_dim = builtin.validate_dim
-_validate_structured_pruning = builtin.validate_channels
+_compute_norm = _builtin.compute_norm
+_compute_nparams_toprune = _amount.resolve_count
+_validate_pruning_amount = _amount.validate_count
+_validate_pruning_amount_init = _amount.validate_amount
+_validate_pruning_dim = _builtin.validate_dim
+_validate_structured_pruning = _builtin.validate_channels

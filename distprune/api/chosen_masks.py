@@ -49,7 +49,7 @@ from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.shards.parameters import Target, find_places
 from distprune.shards.reader import ShardReader
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -229,9 +229,7 @@ class _GivenMasks:
 
         return Decision(finish)
 
-    def _prepare(
-        self, shards: Sequence[LocalShard], changes: Sequence[tuple[Tensor, Tensor]]
-    ) -> None:
+    def _prepare(self, shards: Sequence[Shard], changes: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Local: everything that may fail, before a mask is attached."""
         reader = ShardReader()
         places: dict[Hashable, list[Pair]] = {}
@@ -320,7 +318,7 @@ def _checked(what: str, value: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def _states(optimizer: Any, shard: LocalShard) -> list[Tensor]:
+def _states(optimizer: Any, shard: Shard) -> list[Tensor]:
     """Views, N-d, of this rank's part of every state that has a value per element."""
     parameter, span = shard.optimizer_tensor
     found = []
@@ -450,7 +448,7 @@ def _count(targets: list[Target], communicator: Communicator) -> list[list[int]]
     return communicator.reduce(2 * len(targets), count).view(-1, 2).tolist()
 
 
-def _count_local(shard: LocalShard) -> tuple[Tensor, Tensor]:
+def _count_local(shard: Shard) -> tuple[Tensor, Tensor]:
     values, mask = shard.flat_values, shard.flat_mask
     new = torch.zeros((), dtype=torch.int64, device=values.device)
     old = torch.zeros_like(new)

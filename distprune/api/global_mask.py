@@ -38,7 +38,7 @@ from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import memory_order
 from distprune.shards.parameters import Target
 from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 from distprune.wrappers.wrapper import is_piece_of_flat
 
 if TYPE_CHECKING:
@@ -325,7 +325,7 @@ def _like(
     return own
 
 
-def _shard_of(reader: ShardReader, given: Any, label: str) -> LocalShard:
+def _shard_of(reader: ShardReader, given: Any, label: str) -> Shard:
     if isinstance(given, Tensor):
         if is_piece_of_flat(given):
             raise NotImplementedError(
@@ -339,7 +339,7 @@ def _shard_of(reader: ShardReader, given: Any, label: str) -> LocalShard:
     return replace(reader.read(module, name, label), mask=None)
 
 
-def _candidates_of(given: Any, label: str, shard: LocalShard) -> tuple[Tensor, str]:
+def _candidates_of(given: Any, label: str, shard: Shard) -> tuple[Tensor, str]:
     """This rank's part of the candidates, and what must be equal on all ranks."""
     if not isinstance(given, Tensor) or given.dtype is not torch.bool:
         kind = given.dtype if isinstance(given, Tensor) else type(given).__name__

@@ -51,7 +51,7 @@ from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.shards.parameters import Place, Target, all_places, by_parameter, find_places
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -177,7 +177,7 @@ def _pruned(model: nn.Module, names: str, pipeline_parallel: bool) -> list[Named
     return pairs
 
 
-def _whole_bits(shard: LocalShard, communicator: Communicator) -> Tensor:
+def _whole_bits(shard: Shard, communicator: Communicator) -> Tensor:
     """The bits of a whole mask, 64 to an int64, the first in the lowest; the same on all ranks."""
     num_words = -(-shard.numel // 64)
 

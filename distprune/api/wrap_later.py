@@ -25,7 +25,7 @@ from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.shards.checksum import checksums
 from distprune.shards.reader import ShardReader
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -237,7 +237,7 @@ def _put_back(detached: Sequence[_PlacedMask], transaction: Transaction) -> None
             _attach(transaction, entry, shard, part)
 
 
-def _attach(transaction: Transaction, entry: _PlacedMask, shard: LocalShard, part: Tensor) -> None:
+def _attach(transaction: Transaction, entry: _PlacedMask, shard: Shard, part: Tensor) -> None:
     """Put this rank's part of a whole mask on a module, with the hook that it had."""
     if shard.is_sharded:  # else the mask goes on as it is
         part = shard.new_mask(mask_dtype(shard)).copy_(part)

@@ -12,7 +12,7 @@ from distprune.base.naming import Pair, is_pair, unwrap
 from distprune.shards.factored import FactoredScores
 from distprune.shards.parameters import Scores, Target
 from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 
 
 def check_mapping(scores: object) -> None:
@@ -79,7 +79,7 @@ def _shown(key: Any) -> str:
 
 
 def local_scores(
-    scores: Sequence[Any], label: str, shard: LocalShard, what: str
+    scores: Sequence[Any], label: str, shard: Shard, what: str
 ) -> tuple[Tensor | FactoredScores, str]:
     """This rank's part of the scores, and what must be equal on all ranks.
 
@@ -102,7 +102,7 @@ def _are_equal(one: Tensor | FactoredScores, other: Tensor | FactoredScores) -> 
 
 
 def part_of_scores(
-    scores: Any, label: str, shard: LocalShard, what: str = "importance_scores"
+    scores: Any, label: str, shard: Shard, what: str = "importance_scores"
 ) -> tuple[Tensor | FactoredScores, str]:
     """This rank's part of the scores of a parameter, and what must be equal on all ranks.
 

@@ -27,7 +27,7 @@ from distprune.masks.checks import check_binary, check_idle, check_owners, check
 from distprune.ranks.collectives import Communicator
 from distprune.shards.parameters import Target
 from distprune.shards.reader import ShardReader
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 
 A = TypeVar("A", bound=ParameterArguments)
 
@@ -160,7 +160,7 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Tar
     return list(targets.values())
 
 
-def _read_one(reader: ShardReader, module: nn.Module, name: str, label: str) -> LocalShard:
+def _read_one(reader: ShardReader, module: nn.Module, name: str, label: str) -> Shard:
     """Read a parameter at one place, if it can be pruned there as it is now."""
     check_state(module, name)
     shard = read_at_rest(reader, module, name, label)
@@ -169,7 +169,7 @@ def _read_one(reader: ShardReader, module: nn.Module, name: str, label: str) -> 
     return shard
 
 
-def read_at_rest(reader: ShardReader, module: nn.Module, name: str, label: str) -> LocalShard:
+def read_at_rest(reader: ShardReader, module: nn.Module, name: str, label: str) -> Shard:
     """Read a parameter; raise if a wrapper uses it now, or if its names are pruned differently."""
     managed = reader.managed(module, name)
     if managed is not None:
@@ -188,7 +188,7 @@ def check_names(labels: Sequence[str], what: str) -> None:
         )
 
 
-def check_ranks(shards: Iterable[LocalShard], inside: set[int]) -> None:
+def check_ranks(shards: Iterable[Shard], inside: set[int]) -> None:
     """Raise ValueError if ranks that take no part in a call have a part of a parameter."""
     # Parameters of one mesh share their tuple of ranks, which may be long: it is checked once.
     checked: set[int] = set()
@@ -204,7 +204,7 @@ def check_ranks(shards: Iterable[LocalShard], inside: set[int]) -> None:
             )
 
 
-def _check_tied(label: str, first: LocalShard, other: LocalShard) -> None:
+def _check_tied(label: str, first: Shard, other: Shard) -> None:
     if first.mask is None or other.mask is None:
         are_equal = first.mask is other.mask
     else:

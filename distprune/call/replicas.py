@@ -23,7 +23,7 @@ from distprune.shards.checksum import checksums, of_shard, replicas_agree
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import run_index_map
 from distprune.shards.parameters import Target
-from distprune.shards.shard import FlatShard, LocalShard
+from distprune.shards.shard import FlatShard, Shard
 
 
 def agree_on_copies(
@@ -100,7 +100,7 @@ def _mesh_hash(ranks: tuple[int, ...], rank: int) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
-def _smaller_mesh(shard: LocalShard, communicator: Communicator) -> tuple[int, ...] | None:
+def _smaller_mesh(shard: Shard, communicator: Communicator) -> tuple[int, ...] | None:
     """The ranks of a mesh that holds a parameter, if they are not all ranks of the call."""
     if shard.ranks is None or len(shard.ranks) >= communicator.size:
         return None
@@ -156,7 +156,7 @@ def count_live_and_compare(
     return [live for live, _, _ in shared]
 
 
-def for_comparison(shard: LocalShard, rank: int, *parts: int) -> tuple[int, int]:
+def for_comparison(shard: Shard, rank: int, *parts: int) -> tuple[int, int]:
     """What a rank adds to the sum over all replicas, and to the sum over first replicas."""
     if shard.num_replicas == 1 or not is_on_rank(shard, rank):
         return 0, 0
@@ -164,7 +164,7 @@ def for_comparison(shard: LocalShard, rank: int, *parts: int) -> tuple[int, int]
     return mixed, mixed if shard.replica == 0 else 0
 
 
-def is_on_rank(shard: LocalShard, rank: int) -> bool:
+def is_on_rank(shard: Shard, rank: int) -> bool:
     """Whether a rank has a part of a parameter; a rank outside of its mesh has none."""
     return shard.ranks is None or rank in shard.ranks
 

@@ -20,7 +20,7 @@ from distprune.selection.passes import count_live
 from distprune.selection.scores import scores_in_memory
 from distprune.shards.factored import FactoredScores
 from distprune.shards.parameters import Scores
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class PruningCall:
         share: how the pruned elements are shared among the parameters.
     """
 
-    shards: Sequence[LocalShard]
+    shards: Sequence[Shard]
     scores: Sequence[Tensor | FactoredScores | None]
     num_live: Sequence[int]
     mask_dtypes: Sequence[torch.dtype]

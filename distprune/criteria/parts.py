@@ -18,7 +18,7 @@ from distprune.base.pruned_form import is_dtensor
 from distprune.masks.checks import is_misplaced
 from distprune.shards.gradients import check_trainable
 from distprune.shards.reader import ShardReader, local_part
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 from distprune.wrappers.managed import ManagedRun
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Part(ScoredParameter):
         shard: this rank's part.
     """
 
-    shard: LocalShard
+    shard: Shard
 
     def to_save(self, accumulator: Tensor) -> Tensor:
         """An accumulator in the form of its parameter; of the same memory.

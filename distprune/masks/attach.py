@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from distprune.base.pruned_form import is_dtensor, mask_key, orig_key
 from distprune.masks.hook import PruningHook, find_hook, hooks_on, register, unregister
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 from distprune.wrappers import deepspeed, masked_value
 from distprune.wrappers.dtensor import rebind
 from distprune.wrappers.managed import Managed
@@ -34,7 +34,7 @@ from distprune.wrappers.masked_value import ShardMask
 from distprune.wrappers.wrapper import masked_by
 
 
-def mask_dtype(shard: LocalShard) -> torch.dtype:
+def mask_dtype(shard: Shard) -> torch.dtype:
     """The dtype of a new mask: as torch has it on plain parameters; bool where they are sharded."""
     is_sharded = shard.managed is not None or is_dtensor(shard.parameter)
     return torch.bool if is_sharded else shard.parameter.dtype

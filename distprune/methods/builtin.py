@@ -28,7 +28,7 @@ from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import is_distributed
 from distprune.selection.keys import Order
 from distprune.shards.reader import local_part, whole_checksum
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 
 # Since 2.14 torch's pruning computes norms with torch.linalg: no n=None, and "fro" for any shape.
 USES_VECTOR_NORM = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
@@ -430,7 +430,7 @@ def _without_lowest_of(
     return Decision(lambda: masks_without(call, [part], torch.from_numpy(cut.dropped)))
 
 
-def checked_dim(t: Tensor | LocalShard, dim: int) -> int:
+def checked_dim(t: Tensor | Shard, dim: int) -> int:
     """A dimension counted from the front.
 
     Raises:
@@ -441,7 +441,7 @@ def checked_dim(t: Tensor | LocalShard, dim: int) -> int:
     return int(dim) % len(t.shape)
 
 
-def validate_channels(t: Tensor | LocalShard) -> None:
+def validate_channels(t: Tensor | Shard) -> None:
     """Raise ValueError if a tensor has fewer than two dimensions: its channels are elements."""
     if len(t.shape) <= 1:
         raise ValueError(
@@ -450,7 +450,7 @@ def validate_channels(t: Tensor | LocalShard) -> None:
         )
 
 
-def validate_dim(t: Tensor | LocalShard, dim: int) -> None:
+def validate_dim(t: Tensor | Shard, dim: int) -> None:
     """Check a dimension of a tensor.
 
     Raises:

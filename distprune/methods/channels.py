@@ -32,7 +32,7 @@ from distprune.base.memory import takes_numpy
 from distprune.base.naming import label_of
 from distprune.call.request import LocalMasks, PruningCall
 from distprune.ranks.collectives import Communicator, Op
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 
 _BLOCK = 1 << 17  # elements whose float64 terms are held at a time
 
@@ -83,7 +83,7 @@ class ChannelSlice:
     """
 
     position: int
-    shard: LocalShard
+    shard: Shard
     dim: int
     size: int = 1
     first: int = 0

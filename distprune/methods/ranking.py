@@ -31,7 +31,7 @@ from distprune.selection.search import Selection, select_lowest
 from distprune.selection.within_bounds import limits_for, select_within
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import dim_coordinates, index_map
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 
 # The range of all keys, and for every shard of this rank the source of its keys.
 Keys = tuple[KeyRange, Sequence[KeySource]]
@@ -109,7 +109,7 @@ def agree_on_seed(communicator: Communicator) -> int:
     return int(communicator.leader_of(1, draw_seed)[0])
 
 
-def random_keys(shards: Sequence[LocalShard], seed: int) -> list[KeySource]:
+def random_keys(shards: Sequence[Shard], seed: int) -> list[KeySource]:
     """Keys that are a function of the seed and of the place among all elements."""
     sources: list[KeySource] = []
     offset = 0
@@ -120,7 +120,7 @@ def random_keys(shards: Sequence[LocalShard], seed: int) -> list[KeySource]:
 
 
 def scores_or_values(
-    shards: Sequence[LocalShard],
+    shards: Sequence[Shard],
     scores: Sequence[Tensor | FactoredScores | None],
     *,
     are_signed: bool,

@@ -20,7 +20,7 @@ from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.reconstruction.solving import STEPS, Block, blocks_of, least_squares
 from distprune.shards.parameters import Target
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 from distprune.statistics.gram import GramBlock, GramMatrices, with_damping
 from distprune.statistics.layers import WeightLayout
 
@@ -282,7 +282,7 @@ class _Weight:
     """
 
     number: int
-    shard: LocalShard
+    shard: Shard
     layout: WeightLayout
     change: _Change
     communicator: Communicator

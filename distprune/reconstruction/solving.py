@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distprune.shards.shard import FlatShard, FoldedShard, LocalShard
+from distprune.shards.shard import FlatShard, FoldedShard, Shard
 from distprune.statistics.layers import WeightLayout
 
 STEPS = 15
@@ -133,7 +133,7 @@ class Block:
         return self.view(local).narrow(0, rows.start - self.rows.start, len(rows))
 
 
-def blocks_of(shard: LocalShard, layout: WeightLayout) -> list[Block]:
+def blocks_of(shard: Shard, layout: WeightLayout) -> list[Block]:
     """This rank's blocks of a weight.
 
     Raises:
@@ -152,7 +152,7 @@ def blocks_of(shard: LocalShard, layout: WeightLayout) -> list[Block]:
     return list(_blocks_of_region(shard, layout))
 
 
-def _blocks_of_region(shard: LocalShard, layout: WeightLayout) -> Iterator[Block]:
+def _blocks_of_region(shard: Shard, layout: WeightLayout) -> Iterator[Block]:
     """Of a range in each dimension."""
     where, (height, _) = shard.coordinates, layout.matrix_shape
     if layout.are_experts:

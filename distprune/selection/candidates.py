@@ -14,7 +14,7 @@ from distprune.base.memory import INTEGERS, SERIAL, Count, Runs, Scratch
 from distprune.ranks.collectives import Communicator
 from distprune.selection.keys import KeyRange, Keys, ScoreKeys
 from distprune.shards.geometry import IndexMap
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 
 # Parts of more elements are visited one by one; see small.py.
 MOST_ELEMENTS = SERIAL
@@ -96,7 +96,7 @@ class Candidates:
         return slice(first - span.start, last - span.start)
 
 
-def candidates_of(shards: Sequence[LocalShard], sources: Sequence[KeySource]) -> list[Candidates]:
+def candidates_of(shards: Sequence[Shard], sources: Sequence[KeySource]) -> list[Candidates]:
     """What selection sees of this rank's shards: the elements that their masks leave compete."""
     return [
         Candidates(

@@ -24,7 +24,7 @@ from distprune.base.naming import UnfitScores
 from distprune.ranks.collectives import Communicator
 from distprune.selection.kernels import call_all, kernels_on, num_threads, spans_of
 from distprune.selection.scores import ScaledScores, ScoreSource, widened
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Scored:
     keeps_nan: bool = False
 
     @classmethod
-    def of_shard(cls, shard: LocalShard, scores: ScoreSource) -> Scored:
+    def of_shard(cls, shard: Shard, scores: ScoreSource) -> Scored:
         """Scores of a shard, of which the live elements count."""
         return cls(shard.name, scores, shard.flat_mask, shard.counted, shard.values.device)
 

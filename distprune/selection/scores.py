@@ -18,7 +18,7 @@ from distprune.base.exact_sums import product_dtype, scale_scores
 from distprune.base.memory import Array, Runs, Scratch
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import Block, MatrixRun
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 
 # The array that scores are computed in. Keys are made of them in place: see keys.ScoreKeys.
 _USE = "keys"
@@ -127,9 +127,7 @@ class FactorScores:
         self._make_terms = make_terms
 
     @classmethod
-    def of_shard(
-        cls, shard: LocalShard, factored: FactoredScores, *, are_signed: bool
-    ) -> FactorScores:
+    def of_shard(cls, shard: Shard, factored: FactoredScores, *, are_signed: bool) -> FactorScores:
         """The scores of ``FactoredScores`` for a local shard.
 
         Raises:
@@ -247,7 +245,7 @@ def widened(scores: Tensor, scratch: Scratch, dtype: torch.dtype) -> Array:
     return converted
 
 
-def scores_in_memory(shard: LocalShard, factored: FactoredScores) -> Tensor:
+def scores_in_memory(shard: Shard, factored: FactoredScores) -> Tensor:
     """Factored scores as a tensor of the local shape, for methods that do not read in chunks."""
     source = FactorScores.of_shard(shard, factored, are_signed=True)
     flat = source.load(0, shard.values.numel())

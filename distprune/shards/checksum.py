@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from distprune.base import memory
 from distprune.base.hashing import hash_keys
 from distprune.base.memory import lists_on_host
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 
 # 64-bit words in a block: they, their weights and the products stay in the second-level cache.
 _WORDS = 1 << 14
@@ -60,7 +60,7 @@ def checksums(locals_: Sequence[Tensor]) -> list[int]:
     return [(total + 2**63) % 2**64 - 2**63 for total in totals]
 
 
-def of_shard(shard: LocalShard, *parts: int) -> int:
+def of_shard(shard: Shard, *parts: int) -> int:
     """Checksums of a rank's part of a parameter, hashed with the position of the part; an int64.
 
     See [Note: no differences cancel].

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -22,13 +23,13 @@ from distprune.shards.geometry import (
     memory_order,
     opened,
 )
-from distprune.shards.shard import FoldedShard, LocalShard
+from distprune.shards.shard import FoldedShard, Shard
 from distprune.wrappers.managed import ManagedDTensor
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a shape is cut on a mesh, and this rank's part of it: see ``shard.LocalShard``.
+    """How a shape is cut on a mesh, and this rank's part of it: see ``shard.Shard``.
 
     Attributes:
         index: of a part in row-major memory.
@@ -108,7 +109,7 @@ def local_shard(
     managed: ManagedDTensor | None = None,
     *,
     is_from_fsdp2: bool = True,
-) -> LocalShard:
+) -> Shard:
     """Read this rank's part of a DTensor parameter.
 
     Args:
@@ -152,7 +153,7 @@ def local_shard(
     if coordinates is not cut.coordinates or not values.is_contiguous():
         order = memory_order(values) or range(values.ndim)
         index = index_map(parameter.shape, coordinates, order)
-    return (LocalShard if fold is None else FoldedShard)(
+    return (Shard if fold is None else FoldedShard)(
         name=name,
         parameter=parameter,
         values=values,
@@ -230,12 +231,12 @@ def _check_strided(
         cuts = [
             (other_axis, other)
             for other_axis, other in enumerate(placements)
-            if isinstance(other, (Shard, _StridedShard)) and other.dim % len(shape) == dim
+            if isinstance(other, (ShardPlacement, _StridedShard)) and other.dim % len(shape) == dim
         ]
         to_the_right = [(other_axis, other) for other_axis, other in cuts if other_axis > axis]
         num_chunks = math.prod(mesh_shape[other_axis] for other_axis, _ in to_the_right)
         is_pattern = placement.split_factor == num_chunks and all(
-            isinstance(other, Shard) for _, other in to_the_right
+            isinstance(other, ShardPlacement) for _, other in to_the_right
         )
         is_even = shape[dim] % math.prod(mesh_shape[other_axis] for other_axis, _ in cuts) == 0
         is_outermost = all(isinstance(other, Replicate) for other in placements[:axis])
@@ -266,7 +267,9 @@ def _num_groups(
         for other_axis, other in enumerate(placements)
         if other_axis != axis and mesh_shape[other_axis] > 1
     )
-    dims = [other.dim % ndim for other in others if isinstance(other, (Shard, _StridedShard))]
+    dims = [
+        other.dim % ndim for other in others if isinstance(other, (ShardPlacement, _StridedShard))
+    ]
     return 1 if placement.dim % ndim in dims else int(placement.split_factor)
 
 
@@ -293,7 +296,7 @@ def splits_of(
     plain: list[Split] = []
     strided: list[Split] = []
     for axis, placement in enumerate(placements):
-        if isinstance(placement, (Shard, _StridedShard)):
+        if isinstance(placement, (ShardPlacement, _StridedShard)):
             if coordinate is not None:
                 # _StridedShard is not a subclass of Shard since torch 2.10.
                 cuts = strided if isinstance(placement, _StridedShard) else plain
@@ -320,7 +323,7 @@ def replica_of(
     return replica, num_replicas
 
 
-def local_part(name: str, what: str, tensor: DTensor, shard: LocalShard) -> Tensor:
+def local_part(name: str, what: str, tensor: DTensor, shard: Shard) -> Tensor:
     """This rank's part of a mask or of scores given as a DTensor.
 
     Raises:

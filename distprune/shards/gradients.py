@@ -13,7 +13,7 @@ from torch import Tensor
 from distprune.base.pruned_form import is_dtensor
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import is_distributed, over_groups, world
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 from distprune.wrappers import deepspeed
 from distprune.wrappers.managed import GradientSource, ManagedRun, ParameterSource
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def check_trainable(shard: LocalShard) -> None:
+def check_trainable(shard: Shard) -> None:
     """Raise ValueError if a parameter is frozen: a backward gives it no gradient."""
     if not shard.optimizer_tensor[0].requires_grad:
         raise ValueError(
@@ -31,7 +31,7 @@ def check_trainable(shard: LocalShard) -> None:
         )
 
 
-def local_gradient(shard: LocalShard) -> Tensor:
+def local_gradient(shard: Shard) -> Tensor:
     """This rank's part of ``.grad``, laid out like ``shard.values``; not a copy.
 
     Raises:
@@ -53,7 +53,7 @@ def local_gradient(shard: LocalShard) -> Tensor:
     return gradient
 
 
-def available_gradient(shard: LocalShard) -> Tensor | None:
+def available_gradient(shard: Shard) -> Tensor | None:
     """This rank's part of what ``.grad`` has, laid out like ``shard.values``, or None.
 
     Raises:
@@ -86,7 +86,7 @@ def available_gradient(shard: LocalShard) -> Tensor | None:
     return gradient.detach()
 
 
-def drop_gradient(shard: LocalShard) -> None:
+def drop_gradient(shard: Shard) -> None:
     """Set ``.grad`` to None; of a parameter of FSDP1 those of its whole flat parameter."""
     if shard.managed is None:
         shard.parameter.grad = None
@@ -115,7 +115,7 @@ class LocalGradients:
 
 
 def unaveraged_gradients(
-    shards: Sequence[LocalShard], group: ProcessGroup | None = None
+    shards: Sequence[Shard], group: ProcessGroup | None = None
 ) -> list[LocalGradients]:
     """The leaves through which the gradients of some parameters come.
 
@@ -148,7 +148,7 @@ def unaveraged_gradients(
     return list(leaves.values())
 
 
-def ranks_with_shards(shards: Iterable[LocalShard], group: ProcessGroup | None) -> Communicator:
+def ranks_with_shards(shards: Iterable[Shard], group: ProcessGroup | None) -> Communicator:
     """All ranks of a group, every rank by default, and those that shard parameters with them."""
     if group is None:
         return world()
@@ -165,7 +165,7 @@ def ranks_with_shards(shards: Iterable[LocalShard], group: ProcessGroup | None) 
     return over_groups(groups)
 
 
-def _replicas_of(shard: LocalShard, group: ProcessGroup | None) -> tuple[ProcessGroup, ...]:
+def _replicas_of(shard: Shard, group: ProcessGroup | None) -> tuple[ProcessGroup, ...]:
     """The data-parallel ranks of a parameter that no FSDP manages."""
     if not is_distributed():
         return ()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from distprune.base.naming import NamedParameter, full_name, named_modules
 from distprune.base.pruned_form import name_of_pruned_orig
 from distprune.shards.factored import FactoredScores
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 from distprune.wrappers.wrapper import is_flat, is_flattened, managed_parameters
 
 # By (module, name): a score per element, or the factors of all scores.
@@ -37,7 +37,7 @@ class Target:
     label: str
     places: tuple[tuple[nn.Module, str], ...]
     is_tied: bool
-    shard: LocalShard
+    shard: Shard
     scores: Tensor | FactoredScores | None = None
     about_scores: str = "none"
     is_named: bool = False

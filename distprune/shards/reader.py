@@ -1,4 +1,4 @@
-"""From a module's parameter, however it is wrapped, to this rank's LocalShard.
+"""From a module's parameter, however it is wrapped, to this rank's Shard.
 
 Reads and changes no value. The reader first asks for a wrapper's record of the parameter, and only
 then for the type of the tensor: after an evaluation FSDP2's root has plain gathered tensors
@@ -20,7 +20,7 @@ from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import over_groups, over_mesh
 from distprune.shards.checksum import checksums
 from distprune.shards.geometry import memory_order, run_index_map, whole_layout
-from distprune.shards.shard import FlatShard, LocalShard
+from distprune.shards.shard import FlatShard, Shard
 from distprune.wrappers.managed import Managed, ManagedDTensor, ManagedRun
 from distprune.wrappers.masked_value import ShardMask, shard_mask_key
 from distprune.wrappers.wrapper import find_run, is_flattened, managed_parameters
@@ -70,7 +70,7 @@ def shard_of_run(
 
 def shard_of_replica(
     name: str, parameter: Tensor, mask: Tensor | None, replica: int, num_replicas: int
-) -> LocalShard:
+) -> Shard:
     """Read a plain parameter.
 
     Args:
@@ -82,7 +82,7 @@ def shard_of_replica(
     values = parameter.detach()
     order = None if values.is_contiguous() else memory_order(values)
     coordinates, index = whole_layout(values.shape, None if order is None else tuple(order))
-    return LocalShard(
+    return Shard(
         name=name,
         parameter=parameter,
         values=values,
@@ -144,7 +144,7 @@ class ShardReader:
         record = self._managed.get((id(module), name))
         return record if record is not None else self._managed.get((id(module), orig_key(name)))
 
-    def read(self, module: nn.Module, name: str, label: str) -> LocalShard:
+    def read(self, module: nn.Module, name: str, label: str) -> Shard:
         """This rank's part of ``module.name``.
 
         Raises:
@@ -156,7 +156,7 @@ class ShardReader:
 
     def read_managed(
         self, module: nn.Module, name: str, label: str, managed: Managed | None
-    ) -> LocalShard:
+    ) -> Shard:
         """:meth:`read` of a parameter whose :meth:`managed` is known."""
         if managed is not None:
             managed.check_fields()
@@ -198,7 +198,7 @@ class ShardReader:
         label: str,
         managed: Managed | None,
         mask: Tensor | None,
-    ) -> LocalShard:
+    ) -> Shard:
         if isinstance(managed, ManagedRun):
             groups = tuple(managed.groups)
             if groups not in self._ranks:
@@ -214,7 +214,7 @@ class ShardReader:
         label: str,
         mask: Tensor | None = None,
         managed: ManagedDTensor | None = None,
-    ) -> LocalShard:
+    ) -> Shard:
         """This rank's part of a tensor: of a DTensor, or the whole of any other one.
 
         Args:
@@ -270,7 +270,7 @@ def is_sharded(module: nn.Module, name: str) -> bool:
     return ShardReader().managed(module, name) is not None
 
 
-def local_part(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Tensor:
+def local_part(label: str, what: str, tensor: Tensor, shard: Shard) -> Tensor:
     """This rank's part of scores or of a mask, from a whole tensor or a DTensor like the parameter.
 
     Raises:
@@ -290,7 +290,7 @@ def local_part(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Tens
     )
 
 
-def whole_checksum(tensor: Tensor, shard: LocalShard) -> str:
+def whole_checksum(tensor: Tensor, shard: Shard) -> str:
     """A checksum of a whole tensor, which must be equal on all ranks that slice their parts of it.
 
     Not of a tensor that is this rank's part already: a DTensor, or 1-d under FSDP1.
@@ -301,7 +301,7 @@ def whole_checksum(tensor: Tensor, shard: LocalShard) -> str:
     return str(checksums([tensor])[0])
 
 
-def unflattened(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Tensor:
+def unflattened(label: str, what: str, tensor: Tensor, shard: Shard) -> Tensor:
     """Whole scores that are 1-d, row-major, in the parameter's shape; any others as they are.
 
     Under FSDP1 a 1-d tensor of the length of this rank's run is such a run, in the order of

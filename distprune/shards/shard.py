@@ -1,4 +1,4 @@
-"""LocalShard: one rank's part of one parameter, the value that a pruning call works on.
+"""Shard: one rank's part of one parameter, the value that a pruning call works on.
 
 It has two views of the same elements, here of rows 2 and 3 of a [4, 3] parameter:
 
@@ -41,7 +41,7 @@ _ROW_MAJOR = tuple(range(16))
 
 
 @dataclass(frozen=True)
-class LocalShard:
+class Shard:
     """One rank's part of one parameter, as it is now. Nothing here is written to.
 
     Attributes:
@@ -186,7 +186,7 @@ class LocalShard:
 
 
 @dataclass(frozen=True)
-class FlatShard(LocalShard):
+class FlatShard(Shard):
     """A run of a parameter's elements, in the order of its memory, as FSDP1 cuts it.
 
     ``values`` and ``mask`` are 1-d, ``coordinates`` is empty, ``index`` gives the
@@ -201,14 +201,14 @@ class FlatShard(LocalShard):
         return full.reshape(-1)[self.index(torch.arange(size)).to(full.device)]
 
     def channels(self, local: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-        """Every element as a row of its own; see :meth:`LocalShard.channels`."""
+        """Every element as a row of its own; see :meth:`Shard.channels`."""
         stride = math.prod(self.shape[axis + 1 :])
         indices = self.index(torch.arange(local.numel()))
         return local.unsqueeze(1), indices // stride % self.shape[axis]
 
 
 @dataclass(frozen=True)
-class FoldedShard(LocalShard):
+class FoldedShard(Shard):
     """A part of each of several groups of a dimension: see geometry.[Note: folds].
 
     ``values`` and ``mask`` have the dimensions of the parameter, and are contiguous;
@@ -229,7 +229,7 @@ class FoldedShard(LocalShard):
         return full.reshape(self.values.shape)
 
     def channels(self, local: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`LocalShard.channels`."""
+        """See :meth:`Shard.channels`."""
         fold = self.fold
         own = self.coordinates[axis + (axis >= fold.dim)]
         channels = torch.arange(own.start, own.stop)

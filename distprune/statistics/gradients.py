@@ -38,7 +38,7 @@ from distprune.shards.gradients import check_trainable, ranks_with_shards, unave
 from distprune.shards.parameters import Target
 from distprune.shards.rank_batches import RankBatches, checked_loss_scale, checked_weight
 from distprune.shards.reader import ShardReader
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 from distprune.statistics.input_parts import ranks_at, spans
 from distprune.statistics.layers import WeightLayout, matrices_of
 from distprune.statistics.parameters import (
@@ -118,7 +118,7 @@ class GradientSums(RankBatches):
     def __init__(
         self,
         parameters: Sequence[OfGradients],
-        shards: Sequence[LocalShard],
+        shards: Sequence[Shard],
         data_ranks: ProcessGroup | None,
     ) -> None:
         leaves = unaveraged_gradients(shards, data_ranks)
@@ -296,7 +296,7 @@ class GradientBlock:
     ranks: tuple[int, ...] | None = None
 
 
-def gradient_block(shard: LocalShard, data_groups: Sequence[ProcessGroup]) -> GradientBlock:
+def gradient_block(shard: Shard, data_groups: Sequence[ProcessGroup]) -> GradientBlock:
     """The block of a parameter.
 
     Args:

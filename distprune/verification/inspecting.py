@@ -16,7 +16,7 @@ from distprune.masks.hook import MaskRecord
 from distprune.ranks.collectives import Communicator
 from distprune.shards.checksum import checksums, of_shard
 from distprune.shards.reader import ShardReader
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 from distprune.verification.places import Place, check
 from distprune.wrappers import masked_value
 from distprune.wrappers.managed import Managed
@@ -44,7 +44,7 @@ class LocalEntry:
     name: str
     problems: list[str] = field(default_factory=list)
     record: MaskRecord | None = None
-    shard: LocalShard | None = None
+    shard: Shard | None = None
     num_pruned: int = 0
     fingerprint: int = 0
     mask_hash: int = 0
@@ -94,7 +94,7 @@ def find_dense_places(
 
 def _read(
     place: Place, reader: ShardReader, managed: Mapping[tuple[int, str], Managed]
-) -> LocalShard | None:
+) -> Shard | None:
     """Check a place and read its shard; None, with the problem added, if that fails."""
     try:
         check(place, reader, managed)
@@ -109,7 +109,7 @@ def _unreadable(error: Exception) -> str:
     return f"cannot be read: {type(error).__name__}: {error}"
 
 
-def _product(place: Place, shard: LocalShard) -> Tensor | None:
+def _product(place: Place, shard: Shard) -> Tensor | None:
     """The masked weight that the module keeps, shaped like the shard.
 
     None if there is none: it is computed when it is read, or at the next forward.
@@ -128,7 +128,7 @@ def _product(place: Place, shard: LocalShard) -> Tensor | None:
     return product if is_current else None
 
 
-def _compare_tied(entry: LocalEntry, place: Place, shard: LocalShard) -> None:
+def _compare_tied(entry: LocalEntry, place: Place, shard: Shard) -> None:
     first = None if entry.shard is None else entry.shard.mask
     if first is None or shard.mask is None or first is shard.mask:
         return
@@ -146,7 +146,7 @@ def _measure(
     Cost: two reads of the mask, and one of the weight, or two if it has replicas. Waits for a
     device three times.
     """
-    started: list[tuple[LocalEntry, LocalShard, Tensor, Tensor]] = []
+    started: list[tuple[LocalEntry, Shard, Tensor, Tensor]] = []
     for entry in entries:
         shard = entry.shard
         assert shard is not None and shard.mask is not None
@@ -188,13 +188,13 @@ def _measure(
             entry.weight_hash = of_shard(shard, sums[entry.name])
 
 
-def _has_replicas(shard: LocalShard, communicator: Communicator) -> bool:
+def _has_replicas(shard: Shard, communicator: Communicator) -> bool:
     """Whether other ranks may have the same elements."""
     is_on_part = shard.ranks is None or len(shard.ranks) < communicator.size
     return communicator.size > 1 and (shard.num_replicas > 1 or is_on_part)
 
 
-def _numbers(shard: LocalShard, local_mask: Tensor, product: Tensor | None) -> Tensor:
+def _numbers(shard: Shard, local_mask: Tensor, product: Tensor | None) -> Tensor:
     """How many elements are pruned, are kept, are infinite or NaN where they are pruned, and have a
     product other than 0 there: int64 [4], on the device."""
     mask, values = shard.flat(local_mask), shard.flat(shard.values)

@@ -17,7 +17,7 @@ from distprune.call.report import PruningReport
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.shards.checksum import replicas_agree
-from distprune.shards.shard import LocalShard
+from distprune.shards.shard import Shard
 from distprune.verification.inspecting import LocalEntry, find_dense_places, inspect
 from distprune.verification.places import Place, places_of, traces
 from distprune.verification.report import (
@@ -336,7 +336,7 @@ def _minima(entry: LocalEntry | None, communicator: Communicator) -> _Minima:
     )
 
 
-def _leader_of(shard: LocalShard, communicator: Communicator) -> int:
+def _leader_of(shard: Shard, communicator: Communicator) -> int:
     """The first rank of this copy of the parameter, which tells it from other copies."""
     if shard.ranks is None:
         return communicator.rank

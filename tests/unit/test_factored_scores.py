@@ -13,7 +13,7 @@ import distprune as prune
 from distprune.base.memory import Runs, Scratch
 from distprune.selection.scores import FactorScores, ScaledScores, TensorScores
 from distprune.shards.geometry import Split, dim_coordinates, index_map, run_index_map
-from distprune.shards.shard import FlatShard, LocalShard
+from distprune.shards.shard import FlatShard, Shard
 
 SHAPES = [(7,), (5, 6), (6, 1), (1, 6), (4, 3, 2, 2), (3, 1, 4), (4, 3, 5), (1, 3, 5)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -58,7 +58,7 @@ def shards_of(values, memory_dims, generator):
     inverse = [memory_dims.index(dim) for dim in range(len(shape))]
     part = part.permute(memory_dims).contiguous().permute(inverse)
     index = index_map(shape, coordinates, memory_dims)
-    yield LocalShard("w", values, part, None, shape, coordinates, tuple(memory_dims), index)
+    yield Shard("w", values, part, None, shape, coordinates, tuple(memory_dims), index)
     in_memory = values.permute(memory_dims).contiguous()
     stride = in_memory.permute(inverse).stride()
     first = generator.randrange(values.numel())
@@ -184,7 +184,7 @@ def test_factors_of_fused_experts_stay_small(experts, sizes):
     coordinates = (experts, range(7), range(5))
     part = torch.ones(len(experts), 7, 5)
     index = index_map(shape, coordinates, (0, 1, 2))
-    shard = LocalShard("w", part, part, None, shape, coordinates, (0, 1, 2), index)
+    shard = Shard("w", part, part, None, shape, coordinates, (0, 1, 2), index)
     factor = torch.rand(sizes)
     source = FactorScores.of_shard(shard, prune.FactoredScores([[factor]]), are_signed=False)
     held = [each.numel() for term in source._make_terms() for each in term]

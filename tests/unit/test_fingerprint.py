@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distprune.masks import fingerprint
-from distprune.masks.fingerprint import fingerprint_part, fingerprint_parts
+from distprune.masks.fingerprint import fingerprint_parts
 from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order, run_index_map
-from distprune.shards.shard import FlatShard, LocalShard
+from distprune.shards.shard import FlatShard, Shard
 from helpers.sampling import num_examples
 
 DTYPES = (torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -30,7 +30,7 @@ def part_of(mask, splits):
         local = local.narrow(dim, held.start, len(held))
     local = local.contiguous() if local.is_contiguous() or not local.numel() else local.clone()
     order = memory_order(local) or list(range(local.ndim))
-    shard = LocalShard(
+    shard = Shard(
         name="p",
         parameter=local,
         values=local,
@@ -52,11 +52,7 @@ def run_of(mask, start, stop):
 
 
 def fingerprint_of(parts):
-    parts = list(parts)
-    each = [int(fingerprint_part(*part)) for part in parts]
-    shards, masks = [shard for shard, _ in parts], [mask for _, mask in parts]
-    assert fingerprint_parts(shards, masks) == each
-    total = sum(each)
+    total = sum(fingerprint_parts(*zip(*parts, strict=True)))
     return (total + 2**63) % 2**64 - 2**63
 
 
