@@ -25,7 +25,7 @@ ROOMS = {
     "cli": (2154, 15),
     "criteria": (651, 5),
     "dynamic.py": (160, 1),
-    "files": (4194, 31),
+    "files": (4098, 31),
     "integrations": (1025, 7),
     "language_models": (1416, 11),
     "layouts.py": (13, 1),
@@ -45,9 +45,9 @@ ROOMS = {
     "verification": (719, 5),
     "wrappers": (1984, 14),
 }
-TOTAL = (29665, 209)
+TOTAL = (29569, 209)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 43156, "launch": 965}
+FOLDERS = {"tests": 43098, "launch": 965}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -2,10 +2,8 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 
@@ -96,9 +94,8 @@ def test_an_index_that_does_not_fit(sharded, changes, text):
     [
         (INDEX, b"[]", "no weight_map"),
         (INDEX, b'{"weight_map": {}}', "no weight_map"),
-        (INDEX, b'{"weight_map": {"a": "x", "a": "y"}}', "occurs twice"),
         (INDEX, b"{", "not valid JSON"),
-        (SECOND, file_bytes(TWO)[:-1], f"{SECOND}: tensor 'c.weight' claims the bytes"),
+        (SECOND, file_bytes(TWO)[:-1], f"{SECOND} has "),
         (SECOND, file_bytes(TWO | ONE), f"tensor a.weight is in {FIRST} and in {SECOND}"),
         ("config.json", b"[]", "not a JSON object"),
         ("config.json", b'{"quantization_config": {"quant_method": "gptq"}}', "'gptq'"),
@@ -111,7 +108,7 @@ def test_a_folder_that_does_not_fit_together(sharded, name, content, text):
 
 
 def test_what_is_no_checkpoint(tmp_path, sharded, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert "neither as a path nor as a model" in refused(tmp_path / "none")
     assert "is one of 2 files" in refused(sharded / FIRST)
     assert "is not a safetensors file" in refused(sharded / "config.json")
@@ -168,12 +165,9 @@ def test_what_is_copied(single, tmp_path):
 # The hub's cache
 
 
-@pytest.fixture
-def model(single, tmp_path, monkeypatch):
-    """The folder of a model, "org/na.me-1", in a cache."""
-    for variable in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(variable, raising=False)
+def test_a_name_is_what_huggingface_hub_has_of_its_main_branch(single, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     model = tmp_path / "hub" / "models--org--na.me-1"
     for name in ("refs", "snapshots"):
         (model / name).mkdir(parents=True)
@@ -183,48 +177,11 @@ def model(single, tmp_path, monkeypatch):
         for path in (model / "blobs").iterdir():
             (model / "snapshots" / commit / path.name).symlink_to(f"../../blobs/{path.name}")
     (model / "refs" / "main").write_text("a1")
-    return model
-
-
-def test_a_name_is_its_main_snapshot(model, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(model.parent))
     found = open_checkpoint("org/na.me-1")
     assert found.folder == str(model / "snapshots" / "a1")
     assert found.note == f"org/na.me-1 is {found.folder}."
     prune(plan("org/na.me-1", FileRecipe(0.5)), tmp_path / "target")
     assert not any(path.is_symlink() for path in (tmp_path / "target").rglob("*"))
-    (model / "refs" / "main").write_text("c3")
-    assert "snapshots/c3 cannot be read: No such file" in refused("org/na.me-1")
     # A path comes before a name.
     tiny_checkpoints.save(tmp_path / "org" / "na.me-1", {"other.weight": torch.ones(8, 8)})
     assert [entry.name for entry in open_checkpoint("org/na.me-1").tensors] == ["other.weight"]
-
-
-@pytest.mark.parametrize(
-    ("variable", "place"),
-    [
-        ("HF_HUB_CACHE", ""),
-        ("HF_HOME", "hub"),
-        ("XDG_CACHE_HOME", "huggingface/hub"),
-        ("HOME", ".cache/huggingface/hub"),
-    ],
-)
-def test_where_the_cache_is(model, tmp_path, monkeypatch, variable, place):
-    home = tmp_path / "elsewhere"
-    (home / place).mkdir(parents=True)
-    model.rename(home / place / model.name)
-    monkeypatch.setenv("HOME", str(tmp_path / "empty"))
-    assert "does not exist, neither" in refused("org/na.me-1")
-    monkeypatch.setenv(variable, str(home))
-    assert len(open_checkpoint("org/na.me-1").tensors) == 2
-
-
-def test_the_cache_is_read_without_the_hub_library(model):
-    program = (
-        "import sys\n"
-        "from distprune.files.checkpoints.checkpoint import open_checkpoint\n"
-        "open_checkpoint('org/na.me-1')\n"
-        "assert not {'torch', 'numpy', 'huggingface_hub'} & set(sys.modules)\n"
-    )
-    places = {"PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_CACHE": str(model.parent)}
-    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | places)

@@ -97,11 +97,11 @@ def test_statistics_of_the_other_kind_are_refused(tmp_path):
     ("change", "message"),
     [
         ({"weight": 0.0}, "the weights of all batches of layers.0.weight are 0"),
-        ({"weight": float("nan")}, "parameters in its metadata"),
-        ({"by_output": np.ones(9)}, "has sums of shape"),
+        ({"weight": float("nan")}, "has the count nan"),
+        ({"by_output": np.ones(9)}, "has sums of the shapes"),
         ({"by_input": -np.ones(12)}, "not finite or negative"),
         ({"by_input": np.full(12, np.inf)}, "not finite or negative"),
-        ({"layout": WeightLayout("unknown", (10, 12))}, "are malformed"),
+        ({"layout": WeightLayout("unknown", (10, 12))}, "malformed"),
     ],
 )
 def test_malformed_statistics_are_refused(tmp_path, change, message):

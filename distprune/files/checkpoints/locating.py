@@ -1,12 +1,8 @@
-"""The location of a checkpoint: a folder, a safetensors file, or a model in the local hub cache.
-
-Nothing is downloaded. The cache is read as plain files, without the ``huggingface_hub`` package.
-"""
+"""The location of a checkpoint: a folder, a safetensors file, or a model in the local hub cache."""
 
 from __future__ import annotations
 
 import os
-import stat
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -48,8 +44,8 @@ class Location:
 def locate(source: str | Path) -> Location:
     """Find the checkpoint that a path or name denotes.
 
-    A path that exists is a folder, a safetensors file or its index. Any other name is looked up in
-    the local hub cache ("org/name": the snapshot that ``refs/main`` names).
+    A path that exists is a folder, a safetensors file or its index. Any other name is that of a
+    model in the cache of huggingface_hub; nothing is downloaded.
 
     Args:
         source: the path or name.
@@ -57,16 +53,14 @@ def locate(source: str | Path) -> Location:
     Raises:
         CheckpointError: the source does not exist or cannot be read.
 
-    Cost: a few system calls; nothing is downloaded.
+    Cost: a few system calls.
     """
     path = os.fspath(source)
-    with reading(path):
-        try:
-            is_folder = stat.S_ISDIR(os.stat(path).st_mode)
-        except FileNotFoundError:
-            return _in_cache(path)
-    if is_folder:
+    if os.path.isdir(path):
         return Location(path)
+    if not os.path.lexists(path):
+        folder = _in_cache(path)
+        return Location(folder, note=f"{path} is {folder}.")
     folder, name = os.path.split(path)
     folder = folder or os.curdir
     if name.endswith(INDEX_SUFFIX):
@@ -84,26 +78,18 @@ def locate(source: str | Path) -> Location:
     return Location(folder, name, True, note)
 
 
-def hub_cache() -> str:
-    """The folder of the hub's downloads, from the same variables that Hugging Face reads."""
-    cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    hub = os.path.join(os.environ.get("HF_HOME") or cache, "hub")
-    return os.path.expanduser(os.environ.get("HF_HUB_CACHE") or hub)
-
-
-def _in_cache(name: str) -> Location:
-    """The snapshot of a model's main branch."""
-    model = Path(hub_cache()) / f"models--{name.replace('/', '--')}"
+def _in_cache(name: str) -> str:
+    """The folder of a model that huggingface_hub has downloaded."""
     try:
-        commit = (model / "refs" / "main").read_text().strip()
-    except OSError as error:
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(name, local_files_only=True)
+    except (ImportError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{name} does not exist, neither as a path nor as a model in the Hugging Face cache "
-            f"({model.parent}); expected a folder with safetensors files, such a file, or the name "
-            "of a model (org/name) that was downloaded."
+            f"{name} does not exist, neither as a path nor as a model that was downloaded; "
+            "expected a folder with safetensors files, such a file, or the name of a model "
+            f"(org/name) in the cache of huggingface_hub: {str(error).splitlines()[0]}"
         ) from error
-    folder = str(model / "snapshots" / commit)
-    return Location(folder, note=f"{name} is {folder}.")
 
 
 def is_weights(name: str) -> bool:

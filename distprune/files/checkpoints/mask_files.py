@@ -20,8 +20,6 @@ from distprune.base.mask_bits import num_bytes_of
 from distprune.files.checkpoints.checkpoint import SIDECAR
 from distprune.files.checkpoints.header import (
     WeightFile,
-    are_sizes,
-    load_json,
     make_header,
     read_header,
 )
@@ -115,17 +113,17 @@ def open_masks(folder: str | Path) -> MaskFile:
     file = read_header(path, str(path))
     if file.metadata.get("format") != _FORMAT:
         raise CheckpointError(f"{path} holds no masks of format {_FORMAT}.")
-    shapes = load_json(file.metadata.get("shapes", "{}"), f"{path}: shapes")
-    crcs = load_json(file.metadata.get("header_crc32", "{}"), f"{path}: header_crc32")
     sizes = {tensor.name: tensor.nbytes for tensor in file.tensors}
-    are_shapes = isinstance(shapes, dict) and all(map(are_sizes, shapes.values()))
-    if not are_shapes or sizes != {n: num_bytes_of(math.prod(s)) for n, s in shapes.items()}:
-        raise CheckpointError(f"{path}: the shapes in its metadata do not fit its tensors.")
-    if not isinstance(crcs, dict) or not all(type(crc) is int for crc in crcs.values()):
-        raise CheckpointError(f"{path}: header_crc32 in its metadata is not a map to numbers.")
+    try:
+        shapes = {n: tuple(s) for n, s in json.loads(file.metadata["shapes"]).items()}
+        crcs = {str(n): int(crc) for n, crc in json.loads(file.metadata["header_crc32"]).items()}
+        if sizes != {name: num_bytes_of(math.prod(shape)) for name, shape in shapes.items()}:
+            raise ValueError("the shapes in its metadata do not fit its tensors")
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is malformed: {error}.") from error
     return MaskFile(
         path=str(path),
-        shapes={name: tuple(shape) for name, shape in shapes.items()},
+        shapes=shapes,
         header_crcs=crcs,
         starts={tensor.name: tensor.start for tensor in file.tensors},
         is_of_checkpoint=bool(crcs) or file.metadata.get("names") == "checkpoint",

@@ -47,13 +47,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from distprune.base.blocks import LAYOUTS, WeightLayout
-from distprune.files.checkpoints.header import (
-    WeightFile,
-    are_sizes,
-    load_json,
-    make_header,
-    read_header,
-)
+from distprune.files.checkpoints.header import WeightFile, make_header, read_header
 from distprune.files.disk.access import write_atomically
 from distprune.files.errors import CheckpointError
 
@@ -66,40 +60,35 @@ class StoredSums:
 
     Attributes:
         layout: of the weight.
-        FORMAT, SUFFIXES: of the file, and of the names of its arrays.
-        COUNT: the name of the count.
-        WHAT, ABOUT, MAKERS: what such statistics are called, and what writes them, for messages.
+        FORMAT: of the file.
+        COUNT: the field that says how much was seen.
+        ARRAYS: the fields that are arrays, and what their names end with in a file.
+        ABOUT, MAKERS: what such statistics are of, and what writes them, for messages.
     """
 
     layout: WeightLayout
 
     FORMAT: ClassVar[str]
     COUNT: ClassVar[str]
-    SUFFIXES: ClassVar[tuple[str, str]]
-    WHAT: ClassVar[str]
+    ARRAYS: ClassVar[Mapping[str, str]]
     ABOUT: ClassVar[str]
-    MAKERS: ClassVar[tuple[str, str]]
+    MAKERS: ClassVar[str]
 
     @property
     def count(self) -> Any:
         """How much was seen."""
-        return vars(self)[self.COUNT]
+        return getattr(self, self.COUNT)
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """What was added up."""
-        *_, first, second = vars(self).values()
+        first, second = (getattr(self, field) for field in self.ARRAYS)
         return first, second
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Those that the arrays should have."""
         raise NotImplementedError
-
-    @classmethod
-    def as_count(cls, value: Any) -> Any:
-        """How much was seen, of the type of the field."""
-        return float(value)
 
 
 @dataclass(frozen=True)
@@ -117,9 +106,9 @@ class StoredStatistics(StoredSums):
 
     FORMAT = "distprune-activation-statistics-1"
     COUNT = "num_tokens"
-    SUFFIXES = (".input_sum", ".input_square_sum")
-    WHAT, ABOUT = "activation", "activations"
-    MAKERS = ("ActivationStatistics.save", "`distprune calibrate` without --gradients")
+    ARRAYS: ClassVar = {"sums": ".input_sum", "squares": ".input_square_sum"}
+    ABOUT = "activations"
+    MAKERS = "ActivationStatistics.save and `distprune calibrate` without --gradients"
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -131,10 +120,6 @@ class StoredStatistics(StoredSums):
         if isinstance(self.num_tokens, int):
             return self.num_tokens
         return max(self.num_tokens, default=0)
-
-    @classmethod
-    def as_count(cls, value: Any) -> int | tuple[int, ...]:
-        return tuple(map(int, value)) if isinstance(value, Sequence) else int(value)
 
 
 @dataclass(frozen=True)
@@ -153,9 +138,12 @@ class StoredGradients(StoredSums):
 
     FORMAT = "distprune-gradient-statistics-1"
     COUNT = "weight"
-    SUFFIXES = (".gradient_sum_by_output", ".gradient_sum_by_input")
-    WHAT, ABOUT = "gradient", "gradients"
-    MAKERS = ("GradientStatistics.save", "`distprune calibrate --gradients`")
+    ARRAYS: ClassVar = {
+        "by_output": ".gradient_sum_by_output",
+        "by_input": ".gradient_sum_by_input",
+    }
+    ABOUT = "gradients"
+    MAKERS = "GradientStatistics.save and `distprune calibrate --gradients`"
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -191,7 +179,7 @@ def write_statistics(
             "groups": layout.groups,
             stored.COUNT: stored.count,
         }
-        for suffix, values in zip(stored.SUFFIXES, stored.arrays, strict=True):
+        for suffix, values in zip(stored.ARRAYS.values(), stored.arrays, strict=True):
             data.append(np.ascontiguousarray(values, "<f8").tobytes())
             tensors[name + suffix] = ("F64", values.shape, len(data[-1]))
     header, _ = make_header(tensors, metadata | {"parameters": json.dumps(described)})
@@ -207,10 +195,10 @@ def read_statistics(path: str | os.PathLike[str]) -> tuple[str, dict[str, Stored
     Cost: a read of the file, and as much memory.
     """
     file, stored = _read(path, StoredStatistics)
-    mode = file.metadata.get("mode")
+    mode = file.metadata.get("mode", "")
     if mode not in MODES:
-        raise _of_other_format(file.name, StoredStatistics)
-    return str(mode), stored
+        raise CheckpointError(f"{file.name}: its mode is {mode!a}; expected one of {MODES}.")
+    return mode, stored
 
 
 def read_gradient_statistics(path: str | os.PathLike[str]) -> dict[str, StoredGradients]:
@@ -218,91 +206,55 @@ def read_gradient_statistics(path: str | os.PathLike[str]) -> dict[str, StoredGr
     return _read(path, StoredGradients)[1]
 
 
-def _of_other_format(name: str, kind: type[StoredSums]) -> CheckpointError:
-    return CheckpointError(
-        f"{name} holds no {kind.WHAT} statistics of format {kind.FORMAT}; expected a file that "
-        f"{kind.MAKERS[0]} has written."
-    )
-
-
 def _read(path: str | os.PathLike[str], kind: type[Stored]) -> tuple[WeightFile, dict[str, Stored]]:
     name = os.fspath(path)
     file = read_header(name, name)
     form = file.metadata.get("format")
-    for other in (StoredStatistics, StoredGradients):
-        if form == other.FORMAT != kind.FORMAT:
-            raise CheckpointError(
-                f"{name} holds statistics of {other.ABOUT}; expected those of {kind.ABOUT}, which "
-                f"{' and '.join(kind.MAKERS)} write."
-            )
     if form != kind.FORMAT:
-        raise _of_other_format(name, kind)
-    facts = load_json(file.metadata.get("parameters", ""), f"{name}: parameters")
-    if not isinstance(facts, dict):
-        raise CheckpointError(_MALFORMED.format(name))
-    layouts = {parameter: _layout_in(value, kind, name) for parameter, value in facts.items()}
-    arrays = _read_arrays(file, name)
-    expected = {parameter + suffix for parameter in facts for suffix in kind.SUFFIXES}
-    if expected != set(arrays):
-        wrong = sorted(expected ^ set(arrays))
+        others = {each.FORMAT: each.ABOUT for each in (StoredStatistics, StoredGradients)}
+        has = f"statistics of {others[form]}" if form in others else "no statistics"
         raise CheckpointError(
-            f"{name}: its metadata and its tensors name different parameters, such as {wrong[0]}."
+            f"{name} holds {has}; expected those of {kind.ABOUT}, which {kind.MAKERS} write."
         )
-    found = {}
-    for parameter, layout in layouts.items():
-        count = facts[parameter][kind.COUNT]
-        both = [arrays[parameter + suffix] for suffix in kind.SUFFIXES]
-        stored = kind(layout, kind.as_count(count), *both)  # type: ignore[call-arg]
-        shapes = tuple(array.shape for array in both)
-        if shapes != stored.shapes:
-            has, should = (
-                " and ".join(str(list(s)) for s in pair) for pair in (shapes, stored.shapes)
-            )
-            raise CheckpointError(
-                f"{name}: {parameter} has sums of shape {has}; expected {should}."
-            )
-        is_finite = all(np.isfinite(array).all() for array in both)
-        squares = both[1:] if isinstance(stored, StoredStatistics) else both
-        if not is_finite or not all((array >= 0).all() for array in squares):
-            raise CheckpointError(f"{name}: {parameter} has sums that are not finite or negative.")
-        found[parameter] = stored
-    return file, found
-
-
-_MALFORMED = "{}: the parameters in its metadata are malformed."
-
-
-def _layout_in(value: Any, kind: type[StoredSums], name: str) -> WeightLayout:
-    """The layout in the facts of a parameter, which are checked."""
-    if isinstance(value, dict) and value.keys() == {"layout", "shape", "groups", kind.COUNT}:
-        shape, groups = value["shape"], value["groups"]
-        if are_sizes(shape) and value["layout"] in LAYOUTS and are_sizes([groups]) and groups:
-            layout = WeightLayout(value["layout"], tuple(shape), groups)
-            fits = len(shape) == 3 if layout.are_experts else len(shape) > 1
-            if fits and _is_count(value[kind.COUNT], kind, layout):
-                return layout
-    raise CheckpointError(_MALFORMED.format(name))
-
-
-def _is_count(value: Any, kind: type[StoredSums], layout: WeightLayout) -> bool:
-    """Whether a value of JSON is how much was seen."""
-    if kind is StoredGradients:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return is_number and math.isfinite(value) and value >= 0
-    if layout.are_experts:
-        return are_sizes(value) and len(value) == layout.shape[0]
-    return are_sizes([value])
-
-
-def _read_arrays(file: WeightFile, name: str) -> dict[str, np.ndarray]:
     raw = np.fromfile(file.path, dtype=np.uint8)
-    arrays = {}
-    for entry in file.tensors:
-        if entry.dtype != "F64":
-            raise CheckpointError(f"{name}: {entry.name} is {entry.dtype}; expected F64.")
-        if entry.stop > len(raw):
-            raise CheckpointError(f"{name} has changed while it was read.")
-        # Views of what was read, unless numbers lie across the words of memory.
-        values = raw[entry.start : entry.stop].view("<f8")
-        arrays[entry.name] = np.require(values, np.float64, "A").reshape(entry.shape)
-    return arrays
+    try:
+        arrays = {
+            # A view of what was read, unless numbers lie across the words of memory.
+            entry.name: np.require(raw[entry.start : entry.stop].view("<f8"), np.float64, "A")
+            .reshape(entry.shape)
+            for entry in file.tensors
+        }  # fmt: skip
+        facts = json.loads(file.metadata["parameters"])
+        return file, {each: _stored(kind, each, facts[each], arrays) for each in facts}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{name} is malformed: {error}.") from error
+
+
+def _stored(kind: type[Stored], name: str, facts: Any, arrays: Mapping[str, np.ndarray]) -> Stored:
+    """The statistics of a parameter; raises KeyError, TypeError or ValueError if they are wrong."""
+    layout = WeightLayout(facts["layout"], tuple(facts["shape"]), facts["groups"])
+    sizes = (*layout.shape, layout.groups - 1)
+    fits = len(layout.shape) == 3 if layout.are_experts else len(layout.shape) > 1
+    if layout.kind not in LAYOUTS or min(sizes) < 0 or not fits:
+        raise ValueError(f"{name} has the layout {layout}")
+    count = facts[kind.COUNT]
+    counts = count if isinstance(count, Sequence) else (count,)
+    num_counts = 1
+    if kind is StoredStatistics:
+        num_counts, integers = layout.num_token_counts, [int(each) for each in counts]
+        if integers != list(counts) or isinstance(count, Sequence) != layout.are_experts:
+            raise ValueError(f"{name} has the count {count}")
+        count = tuple(integers) if layout.are_experts else integers[0]
+    if len(counts) != num_counts or not all(math.isfinite(each) and each >= 0 for each in counts):
+        raise ValueError(f"{name} has the count {count}")
+    fields = {field: arrays[name + suffix] for field, suffix in kind.ARRAYS.items()}
+    stored = kind(layout, **{kind.COUNT: count}, **fields)
+    shapes = tuple(array.shape for array in stored.arrays)
+    if shapes != stored.shapes:
+        raise ValueError(f"{name} has sums of the shapes {shapes}; expected {stored.shapes}")
+    sums_of_squares = stored.arrays[kind is StoredStatistics :]
+    if not all(np.isfinite(array).all() for array in stored.arrays) or any(
+        (array < 0).any() for array in sums_of_squares
+    ):
+        raise ValueError(f"{name} has sums that are not finite or negative")
+    return stored
