@@ -47,7 +47,7 @@ from distprune.methods.base import elementwise_decision
 from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
-from distprune.shards.parameters import Target, find_places
+from distprune.shards.parameters import find_places
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import Shard
 
@@ -387,15 +387,15 @@ def masks_from_zeros(
     chosen: Pairs = []
     num_found, entire = 0, []
     for target, (new, old) in zip(targets, counts, strict=True):
-        if not new or (is_model and not target.shard.values.is_floating_point()):
+        if not new or (is_model and not target.values.is_floating_point()):
             continue
-        if new + old == target.shard.numel and all_zero != "prune":
-            entire.append(target.label)
+        if new + old == target.numel and all_zero != "prune":
+            entire.append(target.name)
             continue
         num_found += 1
         if target.places:  # here, and not on another rank alone
             first = target.places[0]
-            named = NamedParameter(*first, target.label).with_places(target.places)
+            named = NamedParameter(*first, target.name).with_places(target.places)
             chosen.append(named if target.is_named else first)
     if entire and all_zero == "error":
         raise ValueError(
@@ -438,11 +438,11 @@ def _pairs_of(parameters: nn.Module | Iterable[tuple[nn.Module, str]], all_zero:
     return list(parameters)
 
 
-def _count(targets: list[Target], communicator: Communicator) -> list[list[int]]:
+def _count(targets: list[Shard], communicator: Communicator) -> list[list[int]]:
     """Per parameter: zeros that are not pruned yet, and pruned elements; over all ranks."""
 
     def count() -> Tensor:
-        parts = [count for target in targets for count in _count_local(target.shard)]
+        parts = [count for target in targets for count in _count_local(target)]
         return torch.tensor(on_host(parts), dtype=torch.int64)
 
     return communicator.reduce(2 * len(targets), count).view(-1, 2).tolist()

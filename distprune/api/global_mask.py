@@ -36,7 +36,6 @@ from distprune.selection.search import select_lowest
 from distprune.selection.within_bounds import Limits, select_within
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import memory_order
-from distprune.shards.parameters import Target
 from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
 from distprune.shards.shard import Shard
 from distprune.wrappers.wrapper import is_piece_of_flat
@@ -151,7 +150,7 @@ def global_mask(
     wanted: Any = k if each else [k]
 
     def read() -> tuple[
-        list[int], dict[Hashable, Target], dict[Hashable, tuple[ScoreSource, Tensor]]
+        list[int], dict[Hashable, Shard], dict[Hashable, tuple[ScoreSource, Tensor]]
     ]:
         check_signed(scores, bool(signed))
         own = _read(
@@ -161,8 +160,8 @@ def global_mask(
             ShardReader(communicator.index, communicator.size),
             pipeline_parallel,
         )
-        check_ranks([target.shard for target in own.values()], set(communicator.ranks))
-        memory = {t.shard.key: _prepare(t, order, is_random) for t in own.values()}
+        check_ranks(own.values(), set(communicator.ranks))
+        memory = {t.key: _prepare(t, order, is_random) for t in own.values()}
         return [operator.index(count) for count in wanted], own, memory
 
     with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
@@ -182,8 +181,8 @@ def global_mask(
             list(own.values()), communicator, "tensors", pipeline_parallel=pipeline_parallel
         )
         # What only other ranks have has no elements here.
-        prepared = [memory.get(t.shard.key) or _prepare(t, order, is_random) for t in targets]
-        shards = [target.shard for target in targets]
+        prepared = [memory.get(t.key) or _prepare(t, order, is_random) for t in targets]
+        shards = targets
         num_live = [shard.numel for shard in shards]
         # Each rank of a pipeline may have candidates.
         if pipeline_parallel or any(s.mask is not None or s.num_replicas > 1 for s in shards):
@@ -201,7 +200,7 @@ def global_mask(
                 )
         parts = candidates_of(shards, sources)
         flat = [shard.flat(mask) for shard, (_, mask) in zip(shards, prepared, strict=True)]
-        labels = [target.label for target in targets]
+        labels = [target.name for target in targets]
         ranked = Ranked(parts, labels, num_live, keys, communicator)
         first = counts  # how many come before the cut
         if largest:
@@ -224,7 +223,7 @@ def global_mask(
             }
 
         written = communicator.run(finish)
-    masks = {key: written[target.shard.key] for key, target in own.items()}
+    masks = {key: written[target.key] for key, target in own.items()}
     threshold: float | None = None
     num_ties = num_before = 0
     if selection is not None:
@@ -241,28 +240,27 @@ def global_mask(
     )
 
 
-def _prepare(target: Target, order: Order, is_random: bool) -> tuple[ScoreSource, Tensor]:
+def _prepare(shard: Shard, order: Order, is_random: bool) -> tuple[ScoreSource, Tensor]:
     """The scores of this rank's part of a tensor, and the memory of its mask, N-d.
 
     They are made before the ranks agree on anything, because it may fail.
     """
-    shard = target.shard
     if memory_order(shard.values) is None:  # it has gaps, such as a slice: its mask has none
         mask = torch.empty(shard.values.shape, dtype=torch.bool, device=shard.values.device)
     else:
         mask = shard.new_mask(torch.bool)
-    (scores,) = scores_or_values([shard], [target.scores], are_signed=order is Order.ASCENDING)
+    (scores,) = scores_or_values([shard], [shard.scores], are_signed=order is Order.ASCENDING)
     if not is_random:
         try:
             key_range(scores.dtype, order)
         except NotImplementedError as error:
-            raise NotImplementedError(f"{target.label}: {error}") from None
+            raise NotImplementedError(f"{shard.name}: {error}") from None
     return scores, mask
 
 
 def _read(
     tensors: Any, scores: Any, candidates: Any, reader: ShardReader, pipeline_parallel: bool
-) -> dict[Hashable, Target]:
+) -> dict[Hashable, Shard]:
     """This rank's part of every tensor, by its key or position.
 
     The "mask in force" of a shard are its candidates.
@@ -275,7 +273,7 @@ def _read(
         raise ValueError("tensors is empty; expected at least one tensor.")
     scores = _like("scores", scores, named, is_mapping)
     candidates = _like("candidates", candidates, named, is_mapping)
-    targets: dict[Hashable, Target] = {}
+    targets: dict[Hashable, Shard] = {}
     seen: dict[Hashable, str] = {}
     for key, given in named.items():
         name = key if isinstance(key, str) else getattr(given, "fqn", None)
@@ -300,9 +298,9 @@ def _read(
             mask, about_mask = _candidates_of(candidates[key], label, shard)
             shard = replace(shard, mask=mask)
             about += f", candidates: {about_mask}"
-        targets[key] = Target(label, (), False, shard, part, about)
+        targets[key] = replace(shard, scores=part, about_scores=about)
     if pipeline_parallel:
-        check_names([target.label for target in targets.values()], "tensors")
+        check_names([target.name for target in targets.values()], "tensors")
     return targets
 
 

@@ -50,7 +50,7 @@ from distprune.masks.hook import find_hook
 from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
-from distprune.shards.parameters import Place, Target, all_places, by_parameter, find_places
+from distprune.shards.parameters import Place, all_places, by_parameter, find_places
 from distprune.shards.shard import Shard
 
 if TYPE_CHECKING:
@@ -109,10 +109,10 @@ def save_masks(
         keeps_names = names == "model" or pipeline_parallel
         plan = communicator.run(lambda: _as_saved(model, targets, keeps_names))
         for target in targets:
-            bits = _whole_bits(target.shard, communicator)
+            bits = _whole_bits(target, communicator)
             if communicator.index == 0:
-                words[target.label] = bits
-        shapes = {target.label: target.shard.shape for target in targets}
+                words[target.name] = bits
+        shapes = {target.name: target.shape for target in targets}
         communicator.run(lambda: _write(Path(folder), plan, words, shapes) if words else None)
 
 
@@ -160,8 +160,8 @@ def _write(
     sync_folder(path.parent)
 
 
-def _as_saved(model: nn.Module, targets: list[Target], keeps_names: bool) -> list[SavedMasks]:
-    shapes = {target.label: tuple(target.shard.shape) for target in targets}
+def _as_saved(model: nn.Module, targets: list[Shard], keeps_names: bool) -> list[SavedMasks]:
+    shapes = {target.name: tuple(target.shape) for target in targets}
     if keeps_names:
         return [SavedMasks((name,), {name: shape}, None, {}) for name, shape in shapes.items()]
     everything = {place.pair.fqn: place.shape for place in all_places(model)}

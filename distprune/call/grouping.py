@@ -16,7 +16,7 @@ from distprune.base.naming import plain_key
 from distprune.base.selecting import matcher
 from distprune.ranks.collectives import Communicator
 from distprune.selection.block_cuts import BlockedParameter
-from distprune.shards.parameters import Target
+from distprune.shards.shard import Shard
 
 # By (module, name), or a pattern for full names: the dimensions that an output sums over.
 InputDims = Mapping[Any, int | Sequence[int]]
@@ -75,7 +75,7 @@ def to_rule(scope: Scope, pattern: str | None, amount: Amount | None) -> BlockRu
 def agree_on_grouping(
     rule: BlockRule,
     input_dims: InputDims | None,
-    targets: Sequence[Target],
+    targets: Sequence[Shard],
     communicator: Communicator,
     *,
     pipeline_parallel: bool,
@@ -103,40 +103,40 @@ def agree_on_grouping(
         if pipeline_parallel:  # its ranks know the modules of their own parameters only
             return []
         return [
-            (f"groups of {target.label}", str(groups))
+            (f"groups of {target.name}", str(groups))
             for target, groups in zip(targets, grouping.parameters, strict=True)
         ]
 
     return communicator.run(settle, facts_of)
 
 
-def _grouped(rule: BlockRule, target: Target, given: tuple[int, ...] | None) -> BlockedParameter:
+def _grouped(rule: BlockRule, target: Shard, given: tuple[int, ...] | None) -> BlockedParameter:
     """The groups of a parameter."""
-    shape = tuple(target.shard.shape)
-    dims = given or _dims_of(*target.places[0], shape, target.label)
+    shape = tuple(target.shape)
+    dims = given or _dims_of(*target.places[0], shape, target.name)
     layout = _grouped_transpose(target.places[0][0], shape) if given is None else None
     if layout is not None:
         dims = ()
     elif dims:
-        layout = layout_along(target.label, shape, dims)
+        layout = layout_along(target.name, shape, dims)
     else:
-        layout = Layout(1, target.shard.numel)
-    problem = rule.misfit(target.label, shape, layout)
+        layout = Layout(1, target.numel)
+    problem = rule.misfit(target.name, shape, layout)
     if problem is not None:
         raise ValueError(problem)
-    _, num_pruned = rule.counts(target.shard.numel, layout)
-    groups = rule.blocks(target.shard.numel, layout, num_pruned)
+    _, num_pruned = rule.counts(target.numel, layout)
+    groups = rule.blocks(target.numel, layout, num_pruned)
     return BlockedParameter(groups, rule, shape, dims)
 
 
-def _given_dims(input_dims: InputDims, targets: Sequence[Target]) -> dict[int, tuple[int, ...]]:
+def _given_dims(input_dims: InputDims, targets: Sequence[Shard]) -> dict[int, tuple[int, ...]]:
     """By position of a target, what the caller gave for it."""
     found: dict[int, tuple[int, ...]] = {}
     for key, value in input_dims.items():
         dims = (value,) if isinstance(value, int) else tuple(value)
         if isinstance(key, str):
             matches = matcher(key)
-            positions = [i for i, target in enumerate(targets) if matches(target.label)]
+            positions = [i for i, target in enumerate(targets) if matches(target.name)]
         else:
             positions = [i for i, target in enumerate(targets) if plain_key(key) in target.places]
         if not positions:
@@ -145,7 +145,7 @@ def _given_dims(input_dims: InputDims, targets: Sequence[Target]) -> dict[int, t
                 "(module, name) pairs of the call, or patterns for full names."
             )
         for position in positions:
-            ndim = len(targets[position].shard.shape)
+            ndim = len(targets[position].shape)
             resolved = tuple(dim + ndim if dim < 0 else dim for dim in dims)
             found.setdefault(position, resolved)
     return found

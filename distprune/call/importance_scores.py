@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from distprune.base.naming import Pair, is_pair, unwrap
 from distprune.shards.factored import FactoredScores
-from distprune.shards.parameters import Scores, Target
+from distprune.shards.parameters import Scores
 from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
 from distprune.shards.shard import Shard
 
@@ -25,7 +25,7 @@ def check_mapping(scores: object) -> None:
 
 
 def by_parameter(
-    scores: Scores, targets: Mapping[Hashable, Target], reader: ShardReader
+    scores: Scores, targets: Mapping[Hashable, Shard], reader: ShardReader
 ) -> dict[Hashable, list[Tensor | FactoredScores]]:
     """Group the scores by parameter; a tied parameter may have them under any of its names.
 

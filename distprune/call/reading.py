@@ -25,7 +25,6 @@ from distprune.call.request import (
 )
 from distprune.masks.checks import check_binary, check_idle, check_owners, check_state
 from distprune.ranks.collectives import Communicator
-from distprune.shards.parameters import Target
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import Shard
 
@@ -34,7 +33,7 @@ A = TypeVar("A", bound=ParameterArguments)
 
 def read_parameters(
     make_arguments: Callable[[], A], communicator: Communicator
-) -> tuple[A, list[Target]]:
+) -> tuple[A, list[Shard]]:
     """Read this rank's part of every parameter, and agree on what the parameters are.
 
     Args:
@@ -52,11 +51,11 @@ def read_parameters(
     under ``pipeline_parallel`` (replicas.join).
     """
 
-    def read() -> tuple[A, list[Target]]:
+    def read() -> tuple[A, list[Shard]]:
         arguments = make_arguments()
         return arguments, _read(arguments, communicator)
 
-    def facts_of(result: tuple[A, list[Target]]) -> list[Fact]:
+    def facts_of(result: tuple[A, list[Shard]]) -> list[Fact]:
         arguments, targets = result
         # Ranks of a pipeline have different parameters: they are compared when they are joined.
         return arguments.all_facts() + ([] if arguments.pipeline_parallel else describe(targets))
@@ -68,7 +67,7 @@ def read_parameters(
 
 
 def agree_on_share(
-    arguments: PruningArguments, targets: Sequence[Target], communicator: Communicator
+    arguments: PruningArguments, targets: Sequence[Shard], communicator: Communicator
 ) -> Together | Grouping:
     """How the pruned elements are shared, settled for the parameters of the call.
 
@@ -103,28 +102,26 @@ def agree_on_share(
     return Divided(bounds, division=division, has_amount=share.has_amount)
 
 
-def _bounded(targets: Sequence[Target]) -> list[Bounded]:
-    return [
-        Bounded(t.label, (t.label, *t.places), t.shard.numel, tuple(t.shard.shape)) for t in targets
-    ]
+def _bounded(targets: Sequence[Shard]) -> list[Bounded]:
+    return [Bounded(t.name, (t.name, *t.places), t.numel, tuple(t.shape)) for t in targets]
 
 
-def _describe_bounds(targets: Sequence[Target], bounds: Bounds | None) -> list[Fact]:
+def _describe_bounds(targets: Sequence[Shard], bounds: Bounds | None) -> list[Fact]:
     if bounds is None:
         return []
     return [
-        (f"bounds of {target.label}", f"{low} to {high} pruned elements")
+        (f"bounds of {target.name}", f"{low} to {high} pruned elements")
         for target, low, high in zip(targets, bounds.lowest, bounds.highest, strict=True)
     ]
 
 
-def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Target]:
+def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Shard]:
     """Read every parameter; one with several names is one target, counted once."""
     reader = ShardReader(communicator.index, communicator.size)
     pairs = list(arguments.parameters)  # may be a generator
     if not pairs and not arguments.pipeline_parallel:
         raise ValueError("parameters is empty; expected at least one (module, name) pair.")
-    targets: dict[Hashable, Target] = {}
+    targets: dict[Hashable, Shard] = {}
     for position, pair in enumerate(pairs):
         module, name = checked_pair(pair, f"parameters[{position}]")
         is_named = getattr(pair, "fqn", None) is not None
@@ -136,27 +133,25 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Tar
             )
         label = label_of(pair, position)
         shard = _read_one(reader, module, name, label)
-        places, present = tuple(tied_places(pair)), targets.get(shard.key)
-        is_tied = len(places) > 1
-        if present is None:
-            targets[shard.key] = Target(label, places, is_tied, shard, is_named=is_named)
-        else:
-            listed = {(id(m), n): (m, n) for m, n in [*present.places, *places]}
-            targets[shard.key] = replace(
-                present, places=tuple(listed.values()), is_tied=present.is_tied or is_tied
-            )
+        present, places = targets.get(shard.key, shard), tied_places(pair)
+        targets[shard.key] = replace(
+            present,
+            # By id: modules need not be hashable.
+            places=tuple({(id(m), n): (m, n) for m, n in [*present.places, *places]}.values()),
+            is_tied=present.is_tied or len(places) > 1,
+            is_named=is_named if present is shard else present.is_named,
+        )
     if arguments.pipeline_parallel:
-        check_names([target.label for target in targets.values()], "different parameters")
-    check_ranks([target.shard for target in targets.values()], set(communicator.ranks))
+        check_names([target.name for target in targets.values()], "different parameters")
+    check_ranks(targets.values(), set(communicator.ranks))
     for target in targets.values():
         for module, name in target.places[1:]:
-            shard = _read_one(reader, module, name, target.label)
-            _check_tied(target.label, target.shard, shard)
+            shard = _read_one(reader, module, name, target.name)
+            _check_tied(target.name, target, shard)
     found = by_parameter(arguments.importance_scores or {}, targets, reader)
     for key, scores in found.items():
-        target = targets[key]
-        own, about = local_scores(scores, target.label, target.shard, arguments.scores_name)
-        targets[key] = replace(target, scores=own, about_scores=about)
+        own, about = local_scores(scores, targets[key].name, targets[key], arguments.scores_name)
+        targets[key] = replace(targets[key], scores=own, about_scores=about)
     return list(targets.values())
 
 
@@ -171,11 +166,11 @@ def _read_one(reader: ShardReader, module: nn.Module, name: str, label: str) -> 
 
 def read_at_rest(reader: ShardReader, module: nn.Module, name: str, label: str) -> Shard:
     """Read a parameter; raise if a wrapper uses it now, or if its names are pruned differently."""
-    managed = reader.managed(module, name)
-    if managed is not None:
+    shard = reader.read(module, name, label)
+    if shard.managed is not None:
         check_idle(module, label)
-        check_owners(managed.owners, name)
-    return reader.read_managed(module, name, label, managed)
+        check_owners(shard.managed.owners, name)
+    return shard
 
 
 def check_names(labels: Sequence[str], what: str) -> None:
@@ -216,7 +211,7 @@ def _check_tied(label: str, first: Shard, other: Shard) -> None:
         )
 
 
-def describe(targets: Sequence[Target], what: str = "parameters") -> list[Fact]:
+def describe(targets: Sequence[Shard], what: str = "parameters") -> list[Fact]:
     """Everything about the parameters that must be the same on every rank."""
     facts = [(f"number of {what}", str(len(targets)))]
-    return facts + [(target.label, target.facts) for target in targets]
+    return facts + [(target.name, target.facts) for target in targets]

@@ -19,16 +19,15 @@ from torch import Tensor
 from distprune.base.selecting import natural_key
 from distprune.ranks.collectives import Communicator
 from distprune.selection.passes import count_each_live
-from distprune.shards.checksum import checksums, of_shard, replicas_agree
+from distprune.shards.checksum import at_position, checksums, replicas_agree
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import run_index_map
-from distprune.shards.parameters import Target
-from distprune.shards.shard import FlatShard, Shard
+from distprune.shards.shard import Shard
 
 
 def agree_on_copies(
-    targets: list[Target], communicator: Communicator, what: str, *, pipeline_parallel: bool
-) -> list[Target]:
+    targets: list[Shard], communicator: Communicator, what: str, *, pipeline_parallel: bool
+) -> list[Shard]:
     """The parameters of all ranks, the same list on each, with the number of their replicas.
 
     Args:
@@ -43,7 +42,7 @@ def agree_on_copies(
     return targets
 
 
-def count_copies_on_other_meshes(targets: list[Target], communicator: Communicator) -> list[Target]:
+def count_copies_on_other_meshes(targets: list[Shard], communicator: Communicator) -> list[Shard]:
     """Tell every shard how many copies of it lie outside its own mesh.
 
     Under FSDP2 with tensor parallelism, a layer that is not parallelised is sharded
@@ -57,7 +56,7 @@ def count_copies_on_other_meshes(targets: list[Target], communicator: Communicat
     Cost: if there are such parameters, two all-reduces: 8 bytes per parameter, and per rank and
     kind of meshes.
     """
-    meshes = [m for m in (_smaller_mesh(t.shard, communicator) for t in targets) if m is not None]
+    meshes = [m for m in (_smaller_mesh(t, communicator) for t in targets) if m is not None]
     if not meshes:
         return targets
 
@@ -82,15 +81,13 @@ def count_copies_on_other_meshes(targets: list[Target], communicator: Communicat
         copies[kind] = (firsts.index(communicator.ranks.index(ranks[0])), len(firsts))
     counted, kinds = [], iter(kind_of)
     for target in targets:
-        shard = target.shard
-        if _smaller_mesh(shard, communicator) is not None:
+        if _smaller_mesh(target, communicator) is not None:
             mesh_index, num_copies = copies[next(kinds)]
-            shard = replace(
-                shard,
-                replica=mesh_index * shard.num_replicas + shard.replica,
-                num_replicas=num_copies * shard.num_replicas,
+            target = replace(
+                target,
+                replica=mesh_index * target.num_replicas + target.replica,
+                num_replicas=num_copies * target.num_replicas,
             )
-            target = replace(target, shard=shard)
         counted.append(target)
     return counted
 
@@ -108,7 +105,7 @@ def _smaller_mesh(shard: Shard, communicator: Communicator) -> tuple[int, ...] |
 
 
 def count_live_and_compare(
-    targets: Sequence[Target], reads_values: bool, communicator: Communicator
+    targets: Sequence[Shard], reads_values: bool, communicator: Communicator
 ) -> list[int]:
     """Count the unpruned elements of every whole parameter, and compare replicas.
 
@@ -122,11 +119,9 @@ def count_live_and_compare(
     see checksum.[Note: no differences cancel].
     """
 
-    shards = [target.shard for target in targets]
-
     def count_own() -> list[int]:
         return count_each_live(
-            [shard.flat_mask for shard in shards], [shard.counted for shard in shards]
+            [target.flat_mask for target in targets], [target.counted for target in targets]
         )
 
     if communicator.size == 1:  # nobody to compare with
@@ -138,16 +133,16 @@ def count_live_and_compare(
         compared = [_compared(target, reads_values) for target in targets]
         sums = iter(checksums([tensor for tensors in compared for tensor in tensors]))
         rows = []
-        for shard, num_live, tensors in zip(shards, live, compared, strict=True):
-            of_replica = for_comparison(shard, communicator.rank, *(next(sums) for _ in tensors))
+        for target, num_live, tensors in zip(targets, live, compared, strict=True):
+            of_replica = for_comparison(target, communicator.rank, *(next(sums) for _ in tensors))
             rows.append([num_live, *of_replica])
         return torch.tensor(rows, dtype=torch.int64).view(-1)
 
     shared = communicator.reduce(3 * len(targets), count).view(-1, 3).tolist()
     for target, (_, of_all, of_first) in zip(targets, shared, strict=True):
-        if not replicas_agree(target.shard.num_replicas, of_all, of_first):
+        if not replicas_agree(target.num_replicas, of_all, of_first):
             raise ValueError(
-                f"{target.label}: the ranks hold replicas of this parameter (or of its scores or "
+                f"{target.name}: the ranks hold replicas of this parameter (or of its scores or "
                 "mask) that differ; expected equal ones, as under DistributedDataParallel. "
                 "Broadcast them from one rank first. If the ranks prune models of their own, pass "
                 "a group that holds only the calling rank; if they are meant to differ in a part "
@@ -160,7 +155,7 @@ def for_comparison(shard: Shard, rank: int, *parts: int) -> tuple[int, int]:
     """What a rank adds to the sum over all replicas, and to the sum over first replicas."""
     if shard.num_replicas == 1 or not is_on_rank(shard, rank):
         return 0, 0
-    mixed = of_shard(shard, *parts)
+    mixed = at_position(shard.position, *parts)
     return mixed, mixed if shard.replica == 0 else 0
 
 
@@ -169,12 +164,11 @@ def is_on_rank(shard: Shard, rank: int) -> bool:
     return shard.ranks is None or rank in shard.ranks
 
 
-def _compared(target: Target, reads_values: bool) -> list[Tensor]:
-    shard = target.shard
+def _compared(shard: Shard, reads_values: bool) -> list[Tensor]:
     if shard.num_replicas == 1:
         return []
     # Factors of scores are compared with the arguments: they are whole on every rank.
-    scores = target.scores if isinstance(target.scores, Tensor) else shard.values
+    scores = shard.scores if isinstance(shard.scores, Tensor) else shard.values
     ranked = [scores] if reads_values else []
     return ranked if shard.mask is None else [*ranked, shard.mask]
 
@@ -190,7 +184,7 @@ class _Entry:
     num_replicas: int  # among these ranks
 
 
-def join(targets: Sequence[Target], communicator: Communicator) -> list[Target]:
+def join(targets: Sequence[Shard], communicator: Communicator) -> list[Shard]:
     """Every parameter that any rank has, in the order of names; the same list on all ranks.
 
     Args:
@@ -203,17 +197,17 @@ def join(targets: Sequence[Target], communicator: Communicator) -> list[Target]:
     Cost: four all-reduces: 16 bytes per rank, about 200 bytes per parameter and kind of stage, and
     two small ones.
     """
-    mine = communicator.run(lambda: json.dumps({t.label: vars(_entry(t)) for t in targets}))
+    mine = communicator.run(lambda: json.dumps({t.name: vars(_entry(t)) for t in targets}))
     texts, kind_of_rank = communicator.distinct_texts(mine)
     return communicator.run(lambda: _joined(targets, texts, kind_of_rank, communicator))
 
 
 def _joined(
-    targets: Sequence[Target],
+    targets: Sequence[Shard],
     texts: Sequence[str],
     kind_of_rank: Sequence[int],
     communicator: Communicator,
-) -> list[Target]:
+) -> list[Shard]:
     """Local: every rank gets the same list of names from what all ranks have told."""
     stages = [{name: _read_entry(e) for name, e in json.loads(text).items()} for text in texts]
     entries: dict[str, _Entry] = {}
@@ -228,8 +222,8 @@ def _joined(
                     "select(stage, prefix=...) puts a stage's place in the model before its names."
                 )
             holders.setdefault(name, set()).add(entry.ranks or (rank,))
-    own = {target.label: target for target in targets}
-    device = targets[0].shard.values.device if targets else torch.device("cpu")
+    own = {target.name: target for target in targets}
+    device = targets[0].values.device if targets else torch.device("cpu")
     return [
         _with_copies(own[name], sorted(holders[name]), communicator.rank)
         if name in own
@@ -238,50 +232,46 @@ def _joined(
     ]
 
 
-def _entry(target: Target) -> _Entry:
-    shard = target.shard
-    scores = target.scores if isinstance(target.scores, Tensor) else shard.values
+def _entry(shard: Shard) -> _Entry:
+    scores = shard.scores if isinstance(shard.scores, Tensor) else shard.values
     score_dtype = scores.dtype
-    if isinstance(target.scores, FactoredScores):
+    if isinstance(shard.scores, FactoredScores):
         score_dtype = torch.promote_types(score_dtype, torch.float32)
     dtype = str(score_dtype).removeprefix("torch.")
     if shard.ranks is None:  # it was read as if every rank of the call had a copy
-        return _Entry(target.facts, tuple(shard.shape), dtype, (), 1)
-    return _Entry(target.facts, tuple(shard.shape), dtype, shard.ranks, shard.num_replicas)
+        return _Entry(shard.facts, tuple(shard.shape), dtype, (), 1)
+    return _Entry(shard.facts, tuple(shard.shape), dtype, shard.ranks, shard.num_replicas)
 
 
 def _read_entry(data: dict[str, Any]) -> _Entry:
     return _Entry(**data | {"shape": tuple(data["shape"]), "ranks": tuple(data["ranks"])})
 
 
-def _with_copies(target: Target, holders: list[tuple[int, ...]], rank: int) -> Target:
+def _with_copies(shard: Shard, holders: list[tuple[int, ...]], rank: int) -> Shard:
     """Let a shard know of all copies of its elements, on whatever rank or mesh."""
-    shard = target.shard
     ranks = shard.ranks
     if ranks is None:
         ranks = (rank,)
         shard = replace(shard, ranks=ranks, replica=0, num_replicas=1)
     copies = len(holders) * shard.num_replicas
     replica = holders.index(ranks) * shard.num_replicas + shard.replica
-    return replace(target, shard=replace(shard, replica=replica, num_replicas=copies))
+    return replace(shard, replica=replica, num_replicas=copies)
 
 
-def _absent(name: str, entry: _Entry, num_holders: int, device: torch.device) -> Target:
+def _absent(name: str, entry: _Entry, num_holders: int, device: torch.device) -> Shard:
     """A parameter of other ranks: no element of it is here."""
     values = torch.empty(0, dtype=getattr(torch, entry.dtype), device=device)
     index = run_index_map((0,), (1,), 0)
     assert index is not None
-    shard = FlatShard(
+    return Shard(
         name=name,
         parameter=values,
         values=values,
         mask=None,
         shape=torch.Size(entry.shape),
-        coordinates=(),
-        order=(0,),
         index=index,
+        is_run=True,
         num_replicas=num_holders * entry.num_replicas,
         ranks=(),
         key=name,
     )
-    return Target(name, (), False, shard)

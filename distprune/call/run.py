@@ -34,20 +34,20 @@ from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import MaskRecord, PruningHook
 from distprune.ranks.collectives import Communicator
 from distprune.shards.checksum import replicas_agree
-from distprune.shards.parameters import Target
+from distprune.shards.shard import Shard
 
 
 @dataclass(frozen=True)
 class Counted:
     """The parameters of a call, and how many elements each whole one has left."""
 
-    targets: list[Target]
+    targets: list[Shard]
     num_live: list[int]
 
     def entries(self) -> tuple[ParameterReport, ...]:
         """A report per parameter of what is pruned already; tied ones are one."""
         return tuple(
-            ParameterReport(target.label, target.shard.numel, target.shard.numel - live, 0)
+            ParameterReport(target.name, target.numel, target.numel - live, 0)
             for target, live in zip(self.targets, self.num_live, strict=True)
         )
 
@@ -90,10 +90,10 @@ def prune_parameters(
                 num_live = counted.num_live
             decision = method.decide(
                 PruningCall(
-                    shards=[target.shard for target in targets],
+                    shards=targets,
                     scores=[target.scores for target in targets],
                     num_live=num_live,
-                    mask_dtypes=[mask_dtype(t.shard) for t in targets],
+                    mask_dtypes=[mask_dtype(t) for t in targets],
                     communicator=communicator,
                     normalize=arguments.normalize,
                     share=share,
@@ -103,7 +103,7 @@ def prune_parameters(
             _refuse_options_of_rankings(arguments, share)
         num_pruned = attach_masks(targets, num_live, decision, arguments, communicator)
     entries = _report_each(targets, num_live, num_pruned, decision, share)
-    shapes = [target.shard.shape for target in targets]
+    shapes = [target.shape for target in targets]
     is_ranked = decision.bound_of is not None
     return PruningReport(
         method=type(method).__name__,
@@ -166,7 +166,7 @@ def _refuse_options_of_rankings(arguments: PruningArguments, share: Together | G
 
 
 def _report_each(
-    targets: Sequence[Target],
+    targets: Sequence[Shard],
     num_live: Sequence[int],
     num_pruned: Sequence[int],
     decision: Decision,
@@ -176,11 +176,11 @@ def _report_each(
     bounds = share.bounds if isinstance(share, Together) else None
     entries = []
     for i, target in enumerate(targets):
-        size = target.shard.numel
+        size = target.numel
         low, high = (0, size) if bounds is None else (bounds.lowest[i], bounds.highest[i])
         entries.append(
             ParameterReport(
-                target.label,
+                target.name,
                 size,
                 size - num_live[i],
                 num_pruned[i],
@@ -194,7 +194,7 @@ def _report_each(
 
 
 def attach_masks(
-    targets: Sequence[Target],
+    targets: Sequence[Shard],
     num_live: Sequence[int],
     decision: Decision,
     arguments: PruningArguments,
@@ -219,21 +219,19 @@ def attach_masks(
 
     def finish_and_attach() -> Tensor:
         local = decision.finish()
-        shards = [target.shard for target in targets]
-        parts = fingerprint_parts(shards, local.masks)
+        parts = fingerprint_parts(targets, local.masks)
         for target, local_mask, of_target in zip(targets, local.masks, hooks, strict=True):
-            mask = target.shard.as_parameter_layout(local_mask, specs)
+            mask = target.as_parameter_layout(local_mask, specs)
             for module, name in target.places:
                 hook = arguments.make_hook(module, name)
-                transaction.attach(module, name, hook, mask, target.shard.managed)
-                if target.is_tied and target.shard.managed is None:
+                transaction.attach(module, name, hook, mask, target.managed)
+                if target.is_tied and target.managed is None:
                     hook.tied_places = target.places
                 of_target.append(hook)
         rows = []
         for target, pruned, part in zip(targets, local.num_pruned, parts, strict=True):
-            shard = target.shard
-            is_first = shard.replica == 0 and is_on_rank(shard, rank)
-            of_replica = for_comparison(shard, rank, part)
+            is_first = target.replica == 0 and is_on_rank(target, rank)
+            of_replica = for_comparison(target, rank, part)
             rows.append([pruned, part if is_first else 0, *of_replica])
         return torch.tensor(rows, dtype=torch.int64).view(-1)
 
@@ -247,16 +245,16 @@ def attach_masks(
     for position, (target, of_target) in enumerate(zip(targets, hooks, strict=True)):
         pruned, fingerprint, *_ = shared[position]
         for hook in of_target:
-            num_pruned = target.shard.numel - num_live[position] + pruned
+            num_pruned = target.numel - num_live[position] + pruned
             hook.record = MaskRecord(fingerprint, num_pruned)
     return [pruned for pruned, *_ in shared]
 
 
-def _check_replicas(targets: Sequence[Target], rows: Sequence[Sequence[int]]) -> None:
+def _check_replicas(targets: Sequence[Shard], rows: Sequence[Sequence[int]]) -> None:
     for target, (_, _, of_all, of_first) in zip(targets, rows, strict=True):
-        if not replicas_agree(target.shard.num_replicas, of_all, of_first):
+        if not replicas_agree(target.num_replicas, of_all, of_first):
             raise ValueError(
-                f"{target.label}: replicas of this parameter would get different masks; "
+                f"{target.name}: replicas of this parameter would get different masks; "
                 "expected the same on each, as their weights are equal. A method of your own "
                 "has to give every rank the same mask for the same scores, and tensors among "
                 "its arguments have to be equal on all ranks."

@@ -295,14 +295,13 @@ def _check_boxes(model: nn.Module, is_gathered: bool) -> None:
 def is_misplaced(name: str, parameter: DTensor, *, is_gathered: bool = False) -> bool:
     """Whether DCP of this torch would write or read this rank's shard at a wrong offset."""
     from distprune.shards import dtensor
-    from distprune.shards.shard import FoldedShard
 
     box = doubtful_box(parameter)
     if box is None:
         return False
     sizes, offsets = box
     shard = dtensor.local_shard(name, parameter, None)
-    if isinstance(shard, FoldedShard):
+    if shard.index.fold is not None:
         return not is_gathered
     # Per dimension, the range of global indices that this rank has.
     ranges = shard.coordinates

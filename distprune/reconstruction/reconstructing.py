@@ -19,7 +19,6 @@ from distprune.masks.hook import refresh_products
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.reconstruction.solving import STEPS, Block, blocks_of, least_squares
-from distprune.shards.parameters import Target
 from distprune.shards.shard import Shard
 from distprune.statistics.gram import GramBlock, GramMatrices, with_damping
 from distprune.statistics.layers import WeightLayout
@@ -189,7 +188,7 @@ def reconstruct(
                 communicator.run(change.begin)
                 weights: dict[str, list[_Weight]] = {}
                 for number, (label, layout) in enumerate(known):
-                    shard = targets[number].shard
+                    shard = targets[number]
                     if num_live[number] < shard.numel:
                         weight = _Weight(number, shard, layout, change, communicator, dtype)
                         weights.setdefault(label, []).append(weight)
@@ -229,19 +228,19 @@ class _Change:
     Cost: a copy of the values of each parameter that changes, as long as this object lives.
     """
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[Shard]) -> None:
         self._targets = targets
         self._copies: dict[int, Tensor] = {}
 
     def begin(self) -> None:
         """Free what FSDP has gathered."""
         for target in self._targets:
-            if target.shard.managed is not None:
-                target.shard.managed.free_gathered()
+            if target.managed is not None:
+                target.managed.free_gathered()
 
     def values(self, number: int) -> Tensor:
         """This rank's unmasked values of a parameter, to be written to, N-d."""
-        values = self._targets[number].shard.values.data  # with a version counter of its own
+        values = self._targets[number].values.data  # with a version counter of its own
         if number not in self._copies:
             self._copies[number] = values.clone()
         return values
@@ -250,7 +249,7 @@ class _Change:
         """Let the masks act on the new values, in products that have a graph again."""
         with torch.enable_grad():
             for target in self._targets:
-                if target.shard.managed is None:
+                if target.managed is None:
                     refresh_products(target.places)
 
     def rollback(self) -> None:
@@ -400,7 +399,7 @@ class _Weight:
 
 
 def _known(
-    targets: Sequence[Target], grams: GramMatrices, communicator: Communicator
+    targets: Sequence[Shard], grams: GramMatrices, communicator: Communicator
 ) -> list[tuple[str, WeightLayout]]:
     """The name and the layout that each parameter has among those of the Gram matrices."""
     if grams.ranks != communicator.ranks:
@@ -409,14 +408,14 @@ def _known(
             f"{list(communicator.ranks)}; expected the same group for both."
         )
     for target in targets:
-        if not target.shard.values.is_floating_point():
+        if not target.values.is_floating_point():
             raise NotImplementedError(
-                f"{target.label}: its dtype is {target.shard.values.dtype}; expected a real "
+                f"{target.name}: its dtype is {target.values.dtype}; expected a real "
                 "floating-point one."
             )
-        if target.shard.forgets_pruned and target.shard.mask is not None:
+        if target.forgets_pruned and target.mask is not None:
             raise NotImplementedError(
-                f"{target.label}: its wrapper (DeepSpeed, or a registered layout) stores zeros "
+                f"{target.name}: its wrapper (DeepSpeed, or a registered layout) stores zeros "
                 "where it is pruned, so that the weights before the pruning are gone, which least "
                 "squares need; expected pruning and reconstruct() before that wrapper takes the "
                 "model, or under FSDP."
@@ -453,7 +452,7 @@ def _damped(
 
 
 def _entries(
-    targets: Sequence[Target], num_live: Sequence[int], errors: _Errors, communicator: Communicator
+    targets: Sequence[Shard], num_live: Sequence[int], errors: _Errors, communicator: Communicator
 ) -> tuple[ReconstructedParameter, ...]:
     """The report of each parameter. Collective.
 
@@ -467,14 +466,14 @@ def _entries(
     ):
         if not all(map(math.isfinite, (before, after, total))):
             raise ValueError(
-                f"{target.label}: weights that are not finite, or outputs beyond the range of "
+                f"{target.name}: weights that are not finite, or outputs beyond the range of "
                 "their dtype; expected finite ones."
             )
         per_output = 1 / total if total > 0 else 0.0
-        size = target.shard.numel
+        size = target.numel
         entries.append(
             ReconstructedParameter(
-                target.label,
+                target.name,
                 size,
                 size - live,
                 max(0.0, before) * per_output,

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distprune.shards.shard import FlatShard, FoldedShard, Shard
+from distprune.shards.shard import Shard
 from distprune.statistics.layers import WeightLayout
 
 STEPS = 15
@@ -142,9 +142,9 @@ def blocks_of(shard: Shard, layout: WeightLayout) -> list[Block]:
     """
     if not shard.values.numel():
         return []
-    if isinstance(shard, FlatShard):
+    if shard.is_run:
         return list(_blocks_of_run(shard, layout))
-    if isinstance(shard, FoldedShard):
+    if shard.index.fold is not None:
         raise NotImplementedError(
             f"{shard.name}: the ranks have parts of groups of rows ({shard.layout}); expected a "
             "weight that is cut in whole dimensions. For fused experts, use ep_size beside tp_size."
@@ -187,7 +187,7 @@ def _blocks_of_region(shard: Shard, layout: WeightLayout) -> Iterator[Block]:
             yield Block(matrix, range(start - first, stop - first), columns, of_group)
 
 
-def _blocks_of_run(shard: FlatShard, layout: WeightLayout) -> Iterator[Block]:
+def _blocks_of_run(shard: Shard, layout: WeightLayout) -> Iterator[Block]:
     """Of a run of row-major memory: a part of a line, whole lines, a part of a line."""
     begin, (height, width) = shard.index.start, layout.matrix_shape
     if begin is None:

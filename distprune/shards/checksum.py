@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from distprune.base import memory
 from distprune.base.hashing import hash_keys
 from distprune.base.memory import lists_on_host
-from distprune.shards.shard import Shard
 
 # 64-bit words in a block: they, their weights and the products stay in the second-level cache.
 _WORDS = 1 << 14
@@ -60,20 +59,16 @@ def checksums(locals_: Sequence[Tensor]) -> list[int]:
     return [(total + 2**63) % 2**64 - 2**63 for total in totals]
 
 
-def of_shard(shard: Shard, *parts: int) -> int:
+def at_position(position: Hashable, *parts: int) -> int:
     """Checksums of a rank's part of a parameter, hashed with the position of the part; an int64.
 
     See [Note: no differences cancel].
 
     Args:
-        shard: where its elements are.
+        position: of the part; see :attr:`shard.Shard.position`.
         parts: checksums, or other int64, that are equal on replicas of the shard.
     """
-    if shard.coordinates:
-        position = repr([(rows.start, rows.stop, rows.step) for rows in shard.coordinates])
-    else:
-        position = repr((shard.index.start, shard.index.offset, shard.values.numel()))
-    data = position.encode() + struct.pack(f"<{len(parts)}q", *parts)
+    data = repr(position).encode() + struct.pack(f"<{len(parts)}q", *parts)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
@@ -82,7 +77,7 @@ def replicas_agree(num_replicas: int, of_all: int, of_first: int) -> bool:
 
     Args:
         num_replicas: of each shard.
-        of_all: the sum, modulo 2**64, of :func:`of_shard` over all ranks.
+        of_all: the sum, modulo 2**64, of :func:`at_position` over all ranks.
         of_first: the same over the ranks of replica 0.
     """
     return (num_replicas * of_first - of_all) % 2**64 == 0

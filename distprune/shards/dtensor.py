@@ -23,27 +23,14 @@ from distprune.shards.geometry import (
     memory_order,
     opened,
 )
-from distprune.shards.shard import FoldedShard, Shard
+from distprune.shards.shard import Shard
 from distprune.wrappers.managed import ManagedDTensor
 
-
-@dataclass(frozen=True)
-class Cut:
-    """How a shape is cut on a mesh, and this rank's part of it: see ``shard.Shard``.
-
-    Attributes:
-        index: of a part in row-major memory.
-    """
-
-    coordinates: tuple[range, ...]
-    index: IndexMap
-    replica: int
-    num_replicas: int
-    layout: str
+_SHARDED = (ShardPlacement, _StridedShard)  # the second is no subclass since torch 2.10
 
 
 @dataclass(frozen=True)
-class MeshView:
+class _MeshView:
     """A device mesh as seen from this rank. Slow to make, and never another: once per mesh.
 
     Attributes:
@@ -51,55 +38,19 @@ class MeshView:
         coordinate: of this rank; None if it is outside.
         ranks: global ranks, row-major.
         unordered: axes along which the ranks do not always ascend.
-        cuts: what :meth:`cut_of` has found, by shape, placements and who made them.
+        parts: where this rank's parts are, the replica, the number of replicas, and the layout in
+            words: by shape, placements and wrapper.
     """
 
     shape: tuple[int, ...]
     coordinate: tuple[int, ...] | None
     ranks: tuple[int, ...]
-    unordered: tuple[int, ...] = ()
-    cuts: dict[object, Cut] = field(default_factory=dict)
-
-    @classmethod
-    def on(cls, mesh: DeviceMesh) -> MeshView:
-        view = _views.get(mesh)
-        if view is None:
-            coordinate, ranks = mesh.get_coordinate(), mesh.mesh
-            view = _views[mesh] = cls(
-                tuple(mesh.shape),
-                None if coordinate is None else tuple(coordinate),
-                tuple(ranks.flatten().tolist()),
-                tuple(axis for axis in range(mesh.ndim) if ranks.diff(dim=axis).lt(0).any()),
-            )
-        return view
-
-    def cut_of(self, name: str, parameter: DTensor, *, is_from_fsdp2: bool) -> Cut:
-        """Where this rank's part of a parameter on the mesh is; see :func:`local_shard`."""
-        key = (parameter.shape, parameter.placements, is_from_fsdp2)
-        if key not in self.cuts:
-            self.cuts[key] = self._cut(name, parameter, is_from_fsdp2=is_from_fsdp2)
-        return self.cuts[key]
-
-    def _cut(self, name: str, parameter: DTensor, *, is_from_fsdp2: bool) -> Cut:
-        shape, placements = parameter.shape, parameter.placements
-        _check_order(name, parameter.device_mesh, placements, self)
-        _check_strided(name, shape, self.shape, placements, is_from_fsdp2)
-        splits = splits_of(name, len(shape), self.shape, self.coordinate, placements)
-        box, splits, fold = opened(shape, splits or ())
-        coordinates = dim_coordinates(box, splits)
-        if self.coordinate is None:
-            coordinates = tuple(range(0) for _ in shape)
-        return Cut(
-            coordinates,
-            replace(index_map(box, coordinates, range(len(box))), fold=fold),
-            *replica_of(self.shape, self.coordinate, placements),
-            # Not which ranks: the same parameter may be on several meshes of one shape.
-            layout=f"{placements} on a mesh of shape {self.shape}",
-        )
+    unordered: tuple[int, ...]
+    parts: dict[object, tuple[IndexMap, int, int, str]] = field(default_factory=dict)
 
 
 # By the object: a mesh equals one that another process group had before.
-_views: MutableMapping[DeviceMesh, MeshView] = WeakIdKeyDictionary()
+_views: MutableMapping[DeviceMesh, _MeshView] = WeakIdKeyDictionary()
 
 
 def local_shard(
@@ -121,62 +72,78 @@ def local_shard(
 
     Raises:
         NotImplementedError: a placement that is neither Shard nor Replicate; a ``_StridedShard``
-            of another kind than FSDP2 makes; a mesh whose ranks do not ascend.
+            of another kind than FSDP2 makes; a mesh whose ranks do not ascend; a local tensor of
+            another shape than the placements give.
     """
-    view = MeshView.on(parameter.device_mesh)
-    cut = view.cut_of(name, parameter, is_from_fsdp2=is_from_fsdp2)
-    values, coordinates, fold = _local(parameter), cut.coordinates, cut.index.fold
+    mesh, placements = parameter.device_mesh, parameter.placements
+    view = _views.get(mesh)
+    if view is None:
+        coordinate, ranks = mesh.get_coordinate(), mesh.mesh
+        view = _views[mesh] = _MeshView(
+            tuple(mesh.shape),
+            None if coordinate is None else tuple(coordinate),
+            tuple(ranks.flatten().tolist()),
+            tuple(axis for axis in range(mesh.ndim) if ranks.diff(dim=axis).lt(0).any()),
+        )
+    key = (parameter.shape, placements, is_from_fsdp2)
+    if key not in view.parts:
+        _check_order(name, mesh, placements, view)
+        _check_strided(name, parameter.shape, view.shape, placements, is_from_fsdp2)
+        splits = splits_of(name, parameter.ndim, view.shape, view.coordinate, placements)
+        box, splits, fold = opened(parameter.shape, splits or ())
+        coordinates = dim_coordinates(box, splits)
+        if view.coordinate is None:
+            coordinates = tuple(range(0) for _ in box)
+        index = replace(index_map(box, coordinates, range(len(box))), fold=fold)
+        # Not which ranks: the same parameter may be on several meshes of one shape.
+        layout = f"{placements} on a mesh of shape {view.shape}"
+        view.parts[key] = (index, *replica_of(view.shape, view.coordinate, placements), layout)
+    index, replica, num_replicas, layout = view.parts[key]
+    values, coordinates, fold = _local(parameter), index.coordinates, index.fold
     if values.numel() == 0 and values.ndim == len(coordinates):
         # An empty shard may be empty in dimensions that the placements leave whole.
         coordinates = tuple(
             rows[:size] for rows, size in zip(coordinates, values.shape, strict=True)
         )
-    expected = tuple(map(len, coordinates))
+    expected = list(map(len, coordinates))
     if fold is not None:
-        sizes = list(expected)
-        sizes[fold.dim] *= sizes.pop(fold.dim + 1)
-        expected = tuple(sizes)
+        expected[fold.dim] *= expected.pop(fold.dim + 1)
         if not values.is_contiguous():
             raise NotImplementedError(
-                f"{name}: {parameter.placements} of a shard of stride {values.stride()}; expected "
+                f"{name}: {placements} of a shard of stride {values.stride()}; expected "
                 "a contiguous shard where every rank has a part of several groups of rows."
             )
     if view.coordinate is None:
         values = values.new_empty(expected)
-    if tuple(values.shape) != expected:
+    if list(values.shape) != expected:
         raise NotImplementedError(
             f"{name}: this rank holds a shard of shape {tuple(values.shape)}, but "
-            f"{parameter.placements} on a mesh of shape {view.shape} should give {expected}. "
+            f"{placements} on a mesh of shape {view.shape} should give {tuple(expected)}. "
             "Expected the shards that distribute_tensor, parallelize_module or fully_shard make."
         )
-    index = cut.index
-    if coordinates is not cut.coordinates or not values.is_contiguous():
+    if coordinates is not index.coordinates or not values.is_contiguous():
         order = memory_order(values) or range(values.ndim)
         index = index_map(parameter.shape, coordinates, order)
-    return (Shard if fold is None else FoldedShard)(
+    if mask is not None:
+        assert is_dtensor(mask)
+        is_here = view.coordinate is not None
+        mask = _local(mask) if is_here else torch.empty_like(values, dtype=mask.dtype)
+    return Shard(
         name=name,
         parameter=parameter,
         values=values,
-        mask=None if mask is None else _local_mask(mask, values, view.coordinate is not None),
+        mask=mask,
         shape=parameter.shape,
-        coordinates=coordinates,
-        order=index.dims if fold is None else tuple(range(values.ndim)),
         index=index,
-        replica=cut.replica,
-        num_replicas=cut.num_replicas,
+        replica=replica,
+        num_replicas=num_replicas,
         ranks=view.ranks,
-        layout=cut.layout,
-        mesh=parameter.device_mesh,
-        placements=parameter.placements,
+        layout=layout,
+        mesh=mesh,
+        placements=placements,
         key=id(parameter),
         managed=managed,
     )
-
-
-def _local_mask(mask: Tensor, values: Tensor, is_inside: bool) -> Tensor:
-    """This rank's part; on a rank outside the mesh an empty tensor."""
-    assert is_dtensor(mask)
-    return _local(mask) if is_inside else torch.empty_like(values, dtype=mask.dtype)
 
 
 def _local(tensor: DTensor) -> Tensor:
@@ -185,7 +152,7 @@ def _local(tensor: DTensor) -> Tensor:
 
 
 def _check_order(
-    name: str, mesh: DeviceMesh, placements: Sequence[Placement], view: MeshView
+    name: str, mesh: DeviceMesh, placements: Sequence[Placement], view: _MeshView
 ) -> None:
     """Refuse shards on ranks that do not ascend along their mesh axis.
 
@@ -231,7 +198,7 @@ def _check_strided(
         cuts = [
             (other_axis, other)
             for other_axis, other in enumerate(placements)
-            if isinstance(other, (ShardPlacement, _StridedShard)) and other.dim % len(shape) == dim
+            if isinstance(other, _SHARDED) and other.dim % len(shape) == dim
         ]
         to_the_right = [(other_axis, other) for other_axis, other in cuts if other_axis > axis]
         num_chunks = math.prod(mesh_shape[other_axis] for other_axis, _ in to_the_right)
@@ -267,9 +234,7 @@ def _num_groups(
         for other_axis, other in enumerate(placements)
         if other_axis != axis and mesh_shape[other_axis] > 1
     )
-    dims = [
-        other.dim % ndim for other in others if isinstance(other, (ShardPlacement, _StridedShard))
-    ]
+    dims = [other.dim % ndim for other in others if isinstance(other, _SHARDED)]
     return 1 if placement.dim % ndim in dims else int(placement.split_factor)
 
 
@@ -296,9 +261,8 @@ def splits_of(
     plain: list[Split] = []
     strided: list[Split] = []
     for axis, placement in enumerate(placements):
-        if isinstance(placement, (ShardPlacement, _StridedShard)):
+        if isinstance(placement, _SHARDED):
             if coordinate is not None:
-                # _StridedShard is not a subclass of Shard since torch 2.10.
                 cuts = strided if isinstance(placement, _StridedShard) else plain
                 groups = _num_groups(axis, ndim, mesh_shape, placements)
                 size, chunk = mesh_shape[axis], coordinate[axis]

@@ -237,12 +237,10 @@ def index_map(
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def whole_layout(
-    shape: tuple[int, ...], order: tuple[int, ...] | None = None
-) -> tuple[tuple[range, ...], IndexMap]:
-    """The coordinates and the :class:`IndexMap` of a whole tensor; row-major without an order."""
-    coordinates = dim_coordinates(shape, ())
-    return coordinates, index_map(shape, coordinates, range(len(shape)) if order is None else order)
+def whole_index(shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> IndexMap:
+    """The :class:`IndexMap` of a whole tensor; row-major without an order of dimensions."""
+    order = tuple(range(len(shape))) if order is None else order
+    return index_map(shape, dim_coordinates(shape, ()), order)
 
 
 def run_index_map(shape: Sequence[int], stride: Sequence[int], first: int) -> IndexMap | None:
@@ -259,7 +257,7 @@ def run_index_map(shape: Sequence[int], stride: Sequence[int], first: int) -> In
     order = memory_order(torch.empty_strided(tuple(shape), tuple(stride), device="meta"))
     if order is None:
         return None
-    _, whole = whole_layout(tuple(shape), tuple(order))
+    whole = whole_index(tuple(shape), tuple(order))
     if whole.start is not None:
         return replace(whole, start=whole.start + first)
     return replace(whole, offset=first)

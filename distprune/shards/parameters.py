@@ -1,60 +1,19 @@
-"""Every parameter of a model with all its places, and those of a call as its targets."""
+"""Every parameter of a model with all its places."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from distprune.base.naming import NamedParameter, full_name, named_modules
 from distprune.base.pruned_form import name_of_pruned_orig
 from distprune.shards.factored import FactoredScores
-from distprune.shards.shard import Shard
 from distprune.wrappers.wrapper import is_flat, is_flattened, managed_parameters
 
 # By (module, name): a score per element, or the factors of all scores.
 Scores = Mapping[tuple[nn.Module, str], Tensor | FactoredScores]
-
-
-@dataclass(frozen=True)
-class Target:
-    """One parameter to prune, under every (module, name) that the caller gave for it.
-
-    Attributes:
-        label: its full name, or its substitute in messages.
-        places: its (module, name) pairs on this rank; empty if only other ranks have it.
-        is_tied: whether it has several places, which are removed together.
-        shard: this rank's part.
-        scores: this rank's part of the importance scores, or factors of the whole; None without
-            scores.
-        about_scores: facts about the scores that must be equal on all ranks.
-        is_named: whether the label is a full name.
-    """
-
-    label: str
-    places: tuple[tuple[nn.Module, str], ...]
-    is_tied: bool
-    shard: Shard
-    scores: Tensor | FactoredScores | None = None
-    about_scores: str = "none"
-    is_named: bool = False
-
-    @property
-    def facts(self) -> str:
-        """What must be the same on every rank that has the parameter."""
-        shard = self.shard
-        kind = _kind(shard.shape, shard.values.dtype, shard.layout)
-        pruned = "unpruned" if shard.mask is None else "pruned"
-        return f"{kind}, {pruned}, importance scores: {self.about_scores}"
-
-
-@functools.lru_cache(maxsize=1 << 10)
-def _kind(shape: torch.Size, dtype: torch.dtype, layout: str) -> str:
-    """Many parameters of a model have one kind."""
-    return f"shape {tuple(shape)}, dtype {dtype}, {layout}"
 
 
 @dataclass(frozen=True)

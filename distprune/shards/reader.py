@@ -1,4 +1,4 @@
-"""From a module's parameter, however it is wrapped, to this rank's Shard.
+"""From a module's parameter, however it is wrapped, to this rank's part of it, a Shard.
 
 Reads and changes no value. The reader first asks for a wrapper's record of the parameter, and only
 then for the type of the tensor: after an evaluation FSDP2's root has plain gathered tensors
@@ -19,82 +19,11 @@ from distprune.base.pruned_form import is_dtensor, local_tensor, mask_key, orig_
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import over_groups, over_mesh
 from distprune.shards.checksum import checksums
-from distprune.shards.geometry import memory_order, run_index_map, whole_layout
-from distprune.shards.shard import FlatShard, Shard
+from distprune.shards.geometry import memory_order, run_index_map, whole_index
+from distprune.shards.shard import Shard
 from distprune.wrappers.managed import Managed, ManagedDTensor, ManagedRun
 from distprune.wrappers.masked_value import ShardMask, shard_mask_key
 from distprune.wrappers.wrapper import find_run, is_flattened, managed_parameters
-
-
-def shard_of_run(
-    name: str, piece: ManagedRun, mask: Tensor | None, ranks: tuple[int, ...]
-) -> FlatShard:
-    """Read this rank's run of a parameter.
-
-    Args:
-        name: for messages.
-        piece: the wrapper's record of the parameter.
-        mask: the mask in force: this rank's run of it, or, on a parameter that was pruned
-            before it was wrapped, the whole.
-        ranks: those of the piece, one tuple for all pieces of a wrapper.
-
-    Raises:
-        NotImplementedError: the parameter has gaps or overlaps in memory.
-    """
-    index = run_index_map(piece.shape, piece.stride, piece.start)
-    if index is None:
-        raise NotImplementedError(
-            f"{name}: a parameter of shape {tuple(piece.shape)} and stride {tuple(piece.stride)} "
-            "overlaps itself or has gaps; expected one that is dense in memory."
-        )
-    replica, num_replicas = piece.replica
-    values = piece.values
-    return FlatShard(
-        name=name,
-        parameter=values,
-        values=values,
-        # FSDP1 with CPU offload moves masks to the accelerator, as all buffers, and not values.
-        mask=None if mask is None else mask.detach().to(values.device),
-        shape=piece.shape,
-        coordinates=(),
-        order=(0,),
-        index=index,
-        replica=replica,
-        num_replicas=num_replicas,
-        ranks=ranks,
-        layout=piece.layout,
-        key=piece.key,
-        managed=piece,
-    )
-
-
-def shard_of_replica(
-    name: str, parameter: Tensor, mask: Tensor | None, replica: int, num_replicas: int
-) -> Shard:
-    """Read a plain parameter.
-
-    Args:
-        name: for messages.
-        parameter: dense in memory, in any order of dimensions.
-        mask: the mask in force, same shape.
-        replica, num_replicas: this rank's place among those that take part.
-    """
-    values = parameter.detach()
-    order = None if values.is_contiguous() else memory_order(values)
-    coordinates, index = whole_layout(values.shape, None if order is None else tuple(order))
-    return Shard(
-        name=name,
-        parameter=parameter,
-        values=values,
-        mask=None if mask is None else mask.detach(),
-        shape=values.shape,
-        coordinates=coordinates,
-        order=index.dims,
-        index=index,
-        replica=replica,
-        num_replicas=num_replicas,
-        key=id(parameter),
-    )
 
 
 class ShardReader:
@@ -127,10 +56,11 @@ class ShardReader:
             return record
         if self._managed is None:
             self._managed = managed_parameters()
-        record = self._find(module, name)
+        names = [(id(module), name), (id(module), orig_key(name))]
+        record = next(filter(None, map(self._managed.get, names)), None)
         if record is None and is_flattened(module, name):
             self._managed = managed_parameters(everywhere=True)
-            record = self._find(module, name)
+            record = next(filter(None, map(self._managed.get, names)), None)
             if record is None:
                 raise NotImplementedError(
                     f"{type(module).__name__}.{name} is a piece of an FSDP1 flat parameter whose "
@@ -138,11 +68,6 @@ class ShardReader:
                     "kept and used, not the module inside it."
                 )
         return record
-
-    def _find(self, module: nn.Module, name: str) -> Managed | None:
-        assert self._managed is not None
-        record = self._managed.get((id(module), name))
-        return record if record is not None else self._managed.get((id(module), orig_key(name)))
 
     def read(self, module: nn.Module, name: str, label: str) -> Shard:
         """This rank's part of ``module.name``.
@@ -152,29 +77,27 @@ class ShardReader:
             TypeError: not a parameter.
             NotImplementedError: a layout, dtype or wrapper that is not supported.
         """
-        return self.read_managed(module, name, label, self.managed(module, name))
-
-    def read_managed(
-        self, module: nn.Module, name: str, label: str, managed: Managed | None
-    ) -> Shard:
-        """:meth:`read` of a parameter whose :meth:`managed` is known."""
-        if managed is not None:
+        managed, mask = self.managed(module, name), module._buffers.get(mask_key(name))
+        if managed is None:
+            parameter = _registered(module, name, label)
+            is_sharded = is_dtensor(parameter)
+        else:
+            is_sharded = True
             managed.check_fields()
             if managed.unsupported:
                 raise NotImplementedError(f"{label}: {managed.unsupported}.")
-        mask = module._buffers.get(mask_key(name))
-        if mask is None or not self.has_whole_mask(module, name):
-            return self._read(module, name, label, managed, mask)
-        original = module._parameters.get(orig_key(name))
-        if (
-            managed is None
-            and original is not None
-            and not is_dtensor(original)
-            and original.shape == mask.shape
-        ):
-            return self._read(module, name, label, managed, mask)  # nothing to slice
-        shard = self._read(module, name, label, managed, None)
-        part = shard.slice_of(local_tensor(mask))
+        whole_mask = None
+        if is_sharded and mask is not None and self.has_whole_mask(module, name):
+            whole_mask, mask = mask, None
+        if isinstance(managed, ManagedRun):
+            shard = self._read_run(managed, label, mask)
+        elif isinstance(managed, ManagedDTensor):
+            shard = self.read_tensor(managed.sharded, label, mask, managed)
+        else:
+            shard = self.read_tensor(parameter, label, mask)
+        if whole_mask is None:
+            return shard
+        part = shard.slice_of(local_tensor(whole_mask))
         return replace(shard, mask=part.to(shard.values.device))
 
     def has_whole_mask(self, module: nn.Module, name: str) -> bool:
@@ -191,22 +114,33 @@ class ShardReader:
         parameter = module._parameters[orig_key(name)]
         return is_dtensor(parameter) and mask.placements != parameter.placements
 
-    def _read(
-        self,
-        module: nn.Module,
-        name: str,
-        label: str,
-        managed: Managed | None,
-        mask: Tensor | None,
-    ) -> Shard:
-        if isinstance(managed, ManagedRun):
-            groups = tuple(managed.groups)
-            if groups not in self._ranks:
-                self._ranks[groups] = managed.ranks
-            return shard_of_run(label, managed, mask, self._ranks[groups])
-        if isinstance(managed, ManagedDTensor):
-            return self.read_tensor(managed.sharded, label, mask, managed)
-        return self.read_tensor(_registered(module, name, label), label, mask)
+    def _read_run(self, run: ManagedRun, label: str, mask: Tensor | None) -> Shard:
+        """This rank's run of a parameter, whose mask is a run, too."""
+        index = run_index_map(run.shape, run.stride, run.start)
+        if index is None:
+            raise NotImplementedError(
+                f"{label}: a parameter of shape {tuple(run.shape)} and stride {tuple(run.stride)} "
+                "overlaps itself or has gaps; expected one that is dense in memory."
+            )
+        groups, (replica, num_replicas), values = tuple(run.groups), run.replica, run.values
+        if groups not in self._ranks:
+            self._ranks[groups] = run.ranks
+        return Shard(
+            name=label,
+            parameter=values,
+            values=values,
+            # FSDP1 with CPU offload moves masks to the accelerator, as all buffers, and not values.
+            mask=None if mask is None else mask.detach().to(values.device),
+            shape=run.shape,
+            index=index,
+            is_run=True,
+            replica=replica,
+            num_replicas=num_replicas,
+            ranks=self._ranks[groups],
+            layout=run.layout,
+            key=run.key,
+            managed=run,
+        )
 
     def read_tensor(
         self,
@@ -233,8 +167,20 @@ class ShardReader:
             return dtensor.local_shard(
                 label, parameter, mask, managed, is_from_fsdp2=managed is not None
             )
-
-        return shard_of_replica(label, parameter, mask, self._replica, self._num_replicas)
+        values = parameter.detach()
+        # One with gaps or overlaps is copied when it is read, row by row.
+        order = None if values.is_contiguous() else memory_order(values)
+        return Shard(
+            name=label,
+            parameter=parameter,
+            values=values,
+            mask=None if mask is None else mask.detach(),
+            shape=values.shape,
+            index=whole_index(values.shape, None if order is None else tuple(order)),
+            replica=self._replica,
+            num_replicas=self._num_replicas,
+            key=id(parameter),
+        )
 
     def identity(self, module: nn.Module, name: str) -> tuple[Hashable, int]:
         """What is the same for all names of a parameter, and how many elements it has, whole.
@@ -282,7 +228,7 @@ def local_part(label: str, what: str, tensor: Tensor, shard: Shard) -> Tensor:
         return dtensor.local_part(label, what, tensor, shard)
     if tensor.shape == shard.shape:
         return shard.slice_of(tensor.detach()).to(shard.values.device)
-    if isinstance(shard, FlatShard) and tensor.shape == shard.values.shape:
+    if shard.is_run and tensor.shape == shard.values.shape:
         return tensor.detach()  # FSDP1's own form, such as that of a gradient
     raise ValueError(
         f"{label}: {what} has shape {tuple(tensor.shape)}; expected the whole parameter's "
@@ -295,7 +241,7 @@ def whole_checksum(tensor: Tensor, shard: Shard) -> str:
 
     Not of a tensor that is this rank's part already: a DTensor, or 1-d under FSDP1.
     """
-    is_part = is_dtensor(tensor) or (isinstance(shard, FlatShard) and tensor.ndim == 1)
+    is_part = is_dtensor(tensor) or (shard.is_run and tensor.ndim == 1)
     if not shard.is_sharded or is_part:
         return "each rank's part"
     return str(checksums([tensor])[0])
@@ -313,7 +259,7 @@ def unflattened(label: str, what: str, tensor: Tensor, shard: Shard) -> Tensor:
     """
     if tensor.ndim != 1 or tensor.shape == shard.shape or tensor.numel() != shard.numel:
         return tensor
-    if isinstance(shard, FlatShard):
+    if shard.is_run:
         if tensor.shape == shard.values.shape:
             return tensor
         if shard.index.start is None:

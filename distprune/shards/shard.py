@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from distprune.base.naming import Pair
 from distprune.base.pruned_form import is_dtensor
-from distprune.shards.geometry import Fold, IndexMap
+from distprune.shards.geometry import IndexMap
 from distprune.wrappers import deepspeed
 from distprune.wrappers.dtensor import Specs, laid_out_like
 from distprune.wrappers.managed import Managed
@@ -34,6 +35,8 @@ from distprune.wrappers.stored_run import StoredRun
 if TYPE_CHECKING:  # importing DTensor costs more than all the rest
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
+
+    from distprune.shards.factored import FactoredScores
 
 
 # The order of dimensions in row-major memory; tensors of more dimensions are rare.
@@ -44,16 +47,19 @@ _ROW_MAJOR = tuple(range(16))
 class Shard:
     """One rank's part of one parameter, as it is now. Nothing here is written to.
 
+    Most parts are boxes: a range of indices in each dimension. FSDP1 gives a rank a *run* instead,
+    elements that follow each other in the memory of the parameter: then ``values`` and ``mask``
+    are 1-d. Of a box of a folded shape (geometry.[Note: folds]) ``coordinates`` and ``index``
+    belong to the opened shape, and ``values`` are contiguous.
+
     Attributes:
-        name: for messages and reports; fully qualified when known.
+        name: fully qualified when known; for messages and reports.
         parameter: the (sharded) parameter itself.
-        values: this rank's part, N-d, detached; may be empty.
+        values: this rank's part, detached; may be empty.
         mask: this rank's part of the mask in force, same shape; None if unpruned.
         shape: the global shape.
-        coordinates: a range per dimension: where the part is. Of a :class:`FoldedShard`, per
-            dimension of another shape.
-        order: dimensions in the order of memory; flat views follow it.
         index: from positions in a flat view to global row-major indices.
+        is_run: whether the part is a run.
         replica: which copy of these elements this rank has ...
         num_replicas: ... and how many copies there are.
         ranks: global ranks that have the parameter together; None for a plain tensor.
@@ -61,6 +67,12 @@ class Shard:
         mesh, placements: how a DTensor is laid out; None for any other tensor.
         key: the same for a tied parameter under all its names.
         managed: a wrapper's record of the parameter, if it has one.
+        places: the (module, name) pairs of a call that mean this parameter; empty if this rank
+            does not have it.
+        is_tied: whether it has several places, which are removed together.
+        is_named: whether ``name`` is a full name.
+        scores: this rank's part of the importance scores, or factors of the whole; None without.
+        about_scores: facts about the scores that must be equal on all ranks.
     """
 
     name: str
@@ -68,9 +80,8 @@ class Shard:
     values: Tensor
     mask: Tensor | None
     shape: torch.Size
-    coordinates: tuple[range, ...]
-    order: tuple[int, ...]
     index: IndexMap
+    is_run: bool = False
     replica: int = 0
     num_replicas: int = 1
     ranks: tuple[int, ...] | None = None
@@ -79,6 +90,18 @@ class Shard:
     placements: tuple[Placement, ...] | None = None
     key: Hashable = None
     managed: Managed | None = None
+    places: tuple[Pair, ...] = ()
+    is_tied: bool = False
+    is_named: bool = False
+    scores: Tensor | FactoredScores | None = None
+    about_scores: str = "none"
+
+    @property
+    def facts(self) -> str:
+        """What must be the same on every rank that has the parameter."""
+        kind = _kind(self.shape, self.values.dtype, self.layout)
+        pruned = "unpruned" if self.mask is None else "pruned"
+        return f"{kind}, {pruned}, importance scores: {self.about_scores}"
 
     @property
     def is_sharded(self) -> bool:
@@ -102,11 +125,24 @@ class Shard:
         """Elements of the whole parameter."""
         return self.shape.numel()
 
+    @functools.cached_property
+    def coordinates(self) -> tuple[range, ...]:
+        """A range per dimension of the (opened) shape; of the whole parameter for a run."""
+        dims = self.index.dims
+        return tuple(self.index.coordinates[dims.index(dim)] for dim in range(len(dims)))
+
     @property
     def opened_shape(self) -> tuple[int, ...]:
         """The global shape in which ``coordinates`` are; see geometry.[Note: folds]."""
         fold = self.index.fold
         return self.shape if fold is None else fold.opened(self.shape)
+
+    @property
+    def position(self) -> Hashable:
+        """Where the part is in the whole: equal on replicas, and different for different parts."""
+        if self.is_run:
+            return self.index.start, self.index.offset, self.values.numel()
+        return tuple((rows.start, rows.stop) for rows in self.coordinates)
 
     @property
     def counted(self) -> range:
@@ -115,6 +151,12 @@ class Shard:
         return range(
             n * self.replica // self.num_replicas, n * (self.replica + 1) // self.num_replicas
         )
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Dimensions of ``values`` in the order of memory; flat views follow it."""
+        has_own_dims = self.is_run or self.index.fold is not None
+        return _ROW_MAJOR[: self.values.ndim] if has_own_dims else self.index.dims
 
     @functools.cached_property
     def flat_values(self) -> Tensor:
@@ -128,16 +170,23 @@ class Shard:
 
     def flat(self, local: Tensor) -> Tensor:
         """A tensor of the local shape as 1-d, in memory order; a view where it can be one."""
-        if local.is_contiguous() and self.order == _ROW_MAJOR[: local.ndim]:
+        order = self.order
+        if local.is_contiguous() and order == _ROW_MAJOR[: local.ndim]:
             return local.view(-1)
-        return local.permute(self.order).reshape(-1)
+        return local.permute(order).reshape(-1)
 
     def slice_of(self, full: Tensor) -> Tensor:
-        """This rank's part of a full tensor of the global shape, a view."""
+        """This rank's part of a full tensor of the global shape: a view where it can be one."""
+        if self.is_run:
+            flat, start, size = full.reshape(-1), self.index.start, self.values.numel()
+            if start is not None:
+                return flat[start : start + size]
+            return flat[self.index(torch.arange(size)).to(full.device)]
+        part = full if self.index.fold is None else full.reshape(self.opened_shape)
         for dim, rows in enumerate(self.coordinates):
-            if len(rows) != full.shape[dim]:
-                full = full.narrow(dim, rows.start, len(rows))
-        return full
+            if len(rows) != part.shape[dim]:
+                part = part.narrow(dim, rows.start, len(rows))
+        return part if self.index.fold is None else part.reshape(self.values.shape)
 
     def channels(self, local: Tensor, axis: int) -> tuple[Tensor, Tensor]:
         """A local tensor as rows that each belong to one channel, and the channels.
@@ -147,25 +196,31 @@ class Shard:
             axis: the channels' dimension in the whole parameter.
 
         Returns:
-            A view [rows, ...] and int64 [rows]; several rows may belong to one channel.
+            A view [rows, ...] and int64 [rows]; several rows may belong to one channel. Of a run
+            every element is a row.
         """
-        channels = self.coordinates[axis]
-        return local.movedim(axis, 0), torch.arange(channels.start, channels.stop)
+        if self.is_run:
+            stride = math.prod(self.shape[axis + 1 :])
+            indices = self.index(torch.arange(local.numel()))
+            return local.unsqueeze(1), indices // stride % self.shape[axis]
+        fold = self.index.fold
+        own = self.coordinates[axis + (fold is not None and axis >= fold.dim)]
+        channels = torch.arange(own.start, own.stop)
+        if fold is not None and axis == fold.dim:
+            groups = torch.arange(fold.num_groups) * fold.size
+            channels = (groups.unsqueeze(1) + channels).view(-1)
+        return local.movedim(axis, 0), channels
 
     def new_mask(self, dtype: torch.dtype) -> Tensor:
         """An uninitialised local mask, of which :meth:`flat` is a view.
 
         It is laid out in memory as the values are, if they have no gaps.
         """
-        mask = torch.empty_like(self.values, dtype=dtype)
-        if self.order == _ROW_MAJOR[: mask.ndim]:
-            if mask.is_contiguous():
-                return mask
-        elif mask.permute(self.order).is_contiguous():
+        mask, order = torch.empty_like(self.values, dtype=dtype), self.order
+        if mask.permute(order).is_contiguous():
             return mask
-        sizes = [self.values.shape[dim] for dim in self.order]
-        in_order = torch.empty(sizes, dtype=dtype, device=self.values.device)
-        return in_order.permute([self.order.index(dim) for dim in range(len(sizes))])
+        in_order = mask.new_empty([self.values.shape[dim] for dim in order])
+        return in_order.permute([order.index(dim) for dim in range(len(order))])
 
     def as_parameter_layout(self, local: Tensor, specs: Specs | None = None) -> Tensor:
         """A local tensor in the form of the parameter: a DTensor if the parameter is one.
@@ -185,55 +240,7 @@ class Shard:
         return self.values * self.mask.to(dtype=self.values.dtype)
 
 
-@dataclass(frozen=True)
-class FlatShard(Shard):
-    """A run of a parameter's elements, in the order of its memory, as FSDP1 cuts it.
-
-    ``values`` and ``mask`` are 1-d, ``coordinates`` is empty, ``index`` gives the
-    global index of every element.
-    """
-
-    def slice_of(self, full: Tensor) -> Tensor:
-        """This rank's run of a full tensor of the global shape, 1-d."""
-        size = self.values.numel()
-        if self.index.start is not None:
-            return full.reshape(-1)[self.index.start : self.index.start + size]
-        return full.reshape(-1)[self.index(torch.arange(size)).to(full.device)]
-
-    def channels(self, local: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-        """Every element as a row of its own; see :meth:`Shard.channels`."""
-        stride = math.prod(self.shape[axis + 1 :])
-        indices = self.index(torch.arange(local.numel()))
-        return local.unsqueeze(1), indices // stride % self.shape[axis]
-
-
-@dataclass(frozen=True)
-class FoldedShard(Shard):
-    """A part of each of several groups of a dimension: see geometry.[Note: folds].
-
-    ``values`` and ``mask`` have the dimensions of the parameter, and are contiguous;
-    ``coordinates`` and ``index`` belong to the opened shape.
-    """
-
-    @property
-    def fold(self) -> Fold:
-        """The dimension, and how many groups it has."""
-        assert self.index.fold is not None
-        return self.index.fold
-
-    def slice_of(self, full: Tensor) -> Tensor:
-        """This rank's part of a full tensor of the global shape, a copy."""
-        full = full.reshape(self.opened_shape)
-        for dim, rows in enumerate(self.coordinates):
-            full = full.narrow(dim, rows.start, len(rows))
-        return full.reshape(self.values.shape)
-
-    def channels(self, local: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`Shard.channels`."""
-        fold = self.fold
-        own = self.coordinates[axis + (axis >= fold.dim)]
-        channels = torch.arange(own.start, own.stop)
-        if axis == fold.dim:
-            groups = torch.arange(fold.num_groups) * fold.size
-            channels = (groups.unsqueeze(1) + channels).view(-1)
-        return local.movedim(axis, 0), channels
+@functools.lru_cache(maxsize=1 << 10)
+def _kind(shape: torch.Size, dtype: torch.dtype, layout: str) -> str:
+    """Many parameters of a model have one kind."""
+    return f"shape {tuple(shape)}, dtype {dtype}, {layout}"

@@ -25,7 +25,7 @@ from distprune.selection.normalizing import Scored
 from distprune.selection.scores import FactorScores, ScoreSource, TensorScores
 from distprune.shards import factored
 from distprune.shards.factored import POWER_OF_RIA, FactoredScores
-from distprune.shards.parameters import Target
+from distprune.shards.shard import Shard
 from distprune.statistics.collecting import Collector, LayerInputs, Totals
 from distprune.statistics.layers import WeightLayout, layout_of
 from distprune.statistics.parameters import (
@@ -263,19 +263,18 @@ class ActivationStatistics(Statistics[LayerInputs]):
         asked = self._asked(parameters)
         layouts = {parameter.label: parameter.layout for parameter in asked}
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
-            targets = [target for target in self._targets() if target.label in layouts]
+            targets = [target for target in self._targets() if target.name in layouts]
             weights = [
                 Summed.of(
-                    Scored.of_shard(shard, TensorScores(shard.flat(shard.values))),
-                    shard.index,
-                    layouts[target.label],
+                    Scored.of_shard(target, TensorScores(target.flat_values)),
+                    target.index,
+                    layouts[target.name],
                     is_here=bool(target.places),
                 )
                 for target in targets
-                for shard in (target.shard,)
             ]
             found = magnitude_sums(weights, self._communicator)
-        sums = {target.label: both for target, both in zip(targets, found, strict=True)}
+        sums = {target.name: both for target, both in zip(targets, found, strict=True)}
 
         def ria(parameter: LayerInputs) -> FactoredScores:
             own, magnitudes = _totals(parameter), sums[parameter.label]
@@ -318,12 +317,12 @@ class ActivationStatistics(Statistics[LayerInputs]):
             targets = self._targets()
             for target, parameter in zip(targets, local, strict=True):
                 # Of a parameter that only other ranks have, no element is here to have a score.
-                source: ScoreSource = TensorScores(target.shard.values)
+                source: ScoreSource = TensorScores(target.values)
                 if target.places:
                     scores = _wanda(parameter)
-                    source = FactorScores.of_shard(target.shard, scores, are_signed=True)
-                parts.append(Scored.of_shard(target.shard, source))
-            labels = [target.label for target in targets]
+                    source = FactorScores.of_shard(target, scores, are_signed=True)
+                parts.append(Scored.of_shard(target, source))
+            labels = [target.name for target in targets]
             ratios = outliers.outlier_ratios(
                 parts,
                 count_live_and_compare(targets, True, communicator),
@@ -459,12 +458,12 @@ def _wanda(parameter: LayerInputs) -> FactoredScores:
     return factored.wanda(parameter.layout, own.squares, own.num_tokens)
 
 
-def _known_layout(target: Target, module: nn.Module, name: str) -> WeightLayout:
+def _known_layout(target: Shard, module: nn.Module, name: str) -> WeightLayout:
     """How a parameter meets the inputs of its layer; NotImplementedError if that is not known."""
-    layout = layout_of(module, name, target.shard.shape)
+    layout = layout_of(module, name, target.shape)
     if layout is None:
         raise NotImplementedError(
-            f"{target.label} ({name} of {type(module).__name__}): what is multiplied with it is "
+            f"{target.name} ({name} of {type(module).__name__}): what is multiplied with it is "
             "not known from what its module is called with. Expected the weight of nn.Linear, "
             "nn.Conv1d, nn.Conv2d with their own forward, of transformers' Conv1D, or of its fused "
             "experts that say `is_transposed`. Leave others (embeddings, nn.MultiheadAttention) "

@@ -35,7 +35,6 @@ from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import dim_coordinates
 from distprune.shards.gradients import check_trainable, ranks_with_shards, unaveraged_gradients
-from distprune.shards.parameters import Target
 from distprune.shards.rank_batches import RankBatches, checked_loss_scale, checked_weight
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import Shard
@@ -569,18 +568,18 @@ class GradientStatistics(Statistics[OfGradients]):
                 "calibrating()."
             )
 
-    def _attach(self, targets: list[Target], made: list[GradientSums]) -> None:
+    def _attach(self, targets: list[Shard], made: list[GradientSums]) -> None:
         """Put hooks on; ``made`` gets what takes them off."""
         for target in targets:
-            check_trainable(target.shard)
+            check_trainable(target)
             (module, name), *_ = target.places
-            if target.shard.managed is not None and shard_mask_key(name) in module.__dict__:
+            if target.managed is not None and shard_mask_key(name) in module.__dict__:
                 raise NotImplementedError(
-                    f"{target.label} is pruned, and FSDP shows the gradients of its pruned "
+                    f"{target.name} is pruned, and FSDP shows the gradients of its pruned "
                     "elements too, which would count; expected a parameter that is not pruned. "
                     "Collect before you prune, or leave it out."
                 )
-        sums = GradientSums(self._local, [target.shard for target in targets], self._group)
+        sums = GradientSums(self._local, targets, self._group)
         made.append(sums)
         sums.attach()
 
@@ -598,11 +597,11 @@ def _with_shards(
     return ranks_with_shards(shards, group)
 
 
-def _matrices_of(target: Target, module: nn.Module, name: str) -> WeightLayout:
+def _matrices_of(target: Shard, module: nn.Module, name: str) -> WeightLayout:
     try:
-        return matrices_of(module, name, target.shard.shape)
+        return matrices_of(module, name, target.shape)
     except NotImplementedError as error:
-        raise NotImplementedError(f"{target.label}: {error}") from None
+        raise NotImplementedError(f"{target.name}: {error}") from None
 
 
 def _fisher(parameter: OfGradients) -> FactoredScores:

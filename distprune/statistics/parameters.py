@@ -23,7 +23,7 @@ from distprune.call.reading import read_parameters
 from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.statistics_file import StoredSums, write_statistics
 from distprune.ranks.collectives import Communicator
-from distprune.shards.parameters import Target
+from distprune.shards.shard import Shard
 from distprune.statistics.layers import WeightLayout
 
 Pairs = Iterable[tuple[nn.Module, str]]
@@ -66,14 +66,14 @@ class Statistics(Generic[P]):
         self,
         communicator: Communicator,
         arguments: Callable[[], ParameterArguments],
-        layout_of: Callable[[Target, nn.Module, str], WeightLayout],
+        layout_of: Callable[[Shard, nn.Module, str], WeightLayout],
         make: Callable[[str, tuple[tuple[nn.Module, str], ...], WeightLayout], P],
     ) -> None:
         self._communicator = communicator
         with communicator.exclusively():
             self._arguments, targets = read_parameters(arguments, communicator)
             layouts = _agreed_layouts(targets, layout_of, communicator)
-        self._local: list[P] = [make(t.label, t.places, layouts[t.label]) for t in targets]
+        self._local: list[P] = [make(t.name, t.places, layouts[t.name]) for t in targets]
         self._is_named = all(target.is_named or not target.places for target in targets)
 
     @property
@@ -156,10 +156,10 @@ class Statistics(Generic[P]):
         """A value of each parameter that this rank has, by (module, name)."""
         return {NamedParameter(*p.places[0], p.label): value(p) for p in parameters if p.places}
 
-    def _targets(self) -> list[Target]:
+    def _targets(self) -> list[Shard]:
         """The parameters as they are now, in the order of the statistics. Collective."""
         _, targets = read_parameters(lambda: self._arguments, self._communicator)
-        assert [target.label for target in targets] == [p.label for p in self._local]
+        assert [target.name for target in targets] == [p.label for p in self._local]
         return targets
 
     def _positions_of(self, parameters: Pairs | None) -> list[int]:
@@ -254,8 +254,8 @@ def peers_of(of_layers: Collection[tuple[int, ...]], rank: int) -> tuple[int, ..
 
 
 def _agreed_layouts(
-    targets: Sequence[Target],
-    layout_of: Callable[[Target, nn.Module, str], WeightLayout],
+    targets: Sequence[Shard],
+    layout_of: Callable[[Shard, nn.Module, str], WeightLayout],
     communicator: Communicator,
 ) -> dict[str, WeightLayout]:
     """The layouts of all parameters by label, also of those that only other ranks have.
@@ -269,11 +269,11 @@ def _agreed_layouts(
             layouts = {layout_of(target, module, name) for module, name in target.places}
             if len(layouts) > 1:
                 raise NotImplementedError(
-                    f"{target.label} is tied between layers that use it differently; expected "
+                    f"{target.name} is tied between layers that use it differently; expected "
                     "layers of one kind."
                 )
             if layouts:
-                described[target.label] = vars(layouts.pop())
+                described[target.name] = vars(layouts.pop())
         return json.dumps(described)
 
     texts, _ = communicator.distinct_texts(communicator.run(describe))

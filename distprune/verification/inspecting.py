@@ -14,7 +14,7 @@ from distprune.base.pruned_form import is_dtensor, orig_key
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import MaskRecord
 from distprune.ranks.collectives import Communicator
-from distprune.shards.checksum import checksums, of_shard
+from distprune.shards.checksum import at_position, checksums
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import Shard
 from distprune.verification.places import Place, check
@@ -183,9 +183,9 @@ def _measure(
                 "was written to after it had been computed"
             )
         entry.num_pruned, entry.fingerprint = num_pruned, fingerprint
-        entry.mask_hash = of_shard(shard, fingerprint, num_pruned, num_kept)
+        entry.mask_hash = at_position(shard.position, fingerprint, num_pruned, num_kept)
         if entry.name in sums:
-            entry.weight_hash = of_shard(shard, sums[entry.name])
+            entry.weight_hash = at_position(shard.position, sums[entry.name])
 
 
 def _has_replicas(shard: Shard, communicator: Communicator) -> bool:

@@ -13,7 +13,7 @@ import distprune as prune
 from distprune.base.memory import Runs, Scratch
 from distprune.selection.scores import FactorScores, ScaledScores, TensorScores
 from distprune.shards.geometry import Split, dim_coordinates, index_map, run_index_map
-from distprune.shards.shard import FlatShard, Shard
+from distprune.shards.shard import Shard
 
 SHAPES = [(7,), (5, 6), (6, 1), (1, 6), (4, 3, 2, 2), (3, 1, 4), (4, 3, 5), (1, 3, 5)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -58,13 +58,13 @@ def shards_of(values, memory_dims, generator):
     inverse = [memory_dims.index(dim) for dim in range(len(shape))]
     part = part.permute(memory_dims).contiguous().permute(inverse)
     index = index_map(shape, coordinates, memory_dims)
-    yield Shard("w", values, part, None, shape, coordinates, tuple(memory_dims), index)
+    yield Shard("w", values, part, None, shape, index)
     in_memory = values.permute(memory_dims).contiguous()
     stride = in_memory.permute(inverse).stride()
     first = generator.randrange(values.numel())
     last = generator.randrange(first, values.numel() + 1)
     run = in_memory.reshape(-1)[first:last]
-    yield FlatShard("w", values, run, None, shape, (), (0,), run_index_map(shape, stride, first))
+    yield Shard("w", values, run, None, shape, run_index_map(shape, stride, first), is_run=True)
 
 
 @settings(max_examples=150, deadline=None)
@@ -184,7 +184,7 @@ def test_factors_of_fused_experts_stay_small(experts, sizes):
     coordinates = (experts, range(7), range(5))
     part = torch.ones(len(experts), 7, 5)
     index = index_map(shape, coordinates, (0, 1, 2))
-    shard = Shard("w", part, part, None, shape, coordinates, (0, 1, 2), index)
+    shard = Shard("w", part, part, None, shape, index)
     factor = torch.rand(sizes)
     source = FactorScores.of_shard(shard, prune.FactoredScores([[factor]]), are_signed=False)
     held = [each.numel() for term in source._make_terms() for each in term]

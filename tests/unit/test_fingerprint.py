@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from distprune.masks import fingerprint
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order, run_index_map
-from distprune.shards.shard import FlatShard, Shard
+from distprune.shards.shard import Shard
 from helpers.sampling import num_examples
 
 DTYPES = (torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -36,8 +36,6 @@ def part_of(mask, splits):
         values=local,
         mask=local,
         shape=mask.shape,
-        coordinates=coordinates,
-        order=tuple(order),
         index=index_map(mask.shape, coordinates, order),
     )
     return shard, local
@@ -48,7 +46,7 @@ def run_of(mask, start, stop):
     order = memory_order(mask)
     local = mask.permute(order).reshape(-1)[start:stop]
     index = run_index_map(mask.shape, mask.stride(), start)
-    return FlatShard("p", local, local, local, mask.shape, (), (0,), index), local
+    return Shard("p", local, local, local, mask.shape, index, is_run=True), local
 
 
 def fingerprint_of(parts):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distprune.base.pruned_form import mask_key, orig_key
-from distprune.shards.reader import shard_of_run
+from distprune.shards.reader import ShardReader
 from distprune.wrappers.fsdp1_mask import FlatMask, masked_slice
 
 SIZE = 10
@@ -67,7 +67,7 @@ def test_the_value_is_computed_where_the_parameter_is():
 def test_a_shard_has_its_mask_where_its_values_are():
     piece = SimpleNamespace(
         shape=torch.Size((3,)), stride=(1,), start=0, replica=(0, 1), layout="a run", key=None,
-        values=torch.empty(3, device="meta"),
+        values=torch.empty(3, device="meta"), groups=(), ranks=(0,),
     )  # fmt: skip
-    shard = shard_of_run("weight", piece, torch.ones(3, dtype=torch.bool), (0,))
+    shard = ShardReader()._read_run(piece, "weight", torch.ones(3, dtype=torch.bool))
     assert shard.mask.device == shard.values.device
