@@ -88,15 +88,11 @@ class ReconstructionReport(CallReport):
             ]
             for entry in self.parameters
         ]
-        before, after = (
-            sum(getattr(entry, name) for entry in self.parameters) / max(1, len(self.parameters))
-            for name in ("error_before", "error_after")
-        )
-        lines = table(
-            ["parameter", "pruned", "error before", "error after"],
-            rows,
-            ["mean", "", f"{before:.4g}", f"{after:.4g}"],
-        )
+        count = max(1, len(self.parameters))
+        before = sum(entry.error_before for entry in self.parameters) / count
+        after = sum(entry.error_after for entry in self.parameters) / count
+        heading = ["parameter", "pruned", "error before", "error after"]
+        lines = table(heading, rows, ["mean", "", f"{before:.4g}", f"{after:.4g}"])
         facts = [f"least squares, {self.steps} steps, damping {self.damping:g}", *self._cost()]
         return "\n".join([*lines, "; ".join(facts)])
 
@@ -183,31 +179,22 @@ def reconstruct(
             known = communicator.run(lambda: _known(targets, grams, communicator))
         blocks = grams.blocks([target.places[0] for target in targets])
         with communicator.exclusively():
-            change = _Change(targets)
-            try:
-                communicator.run(change.begin)
-                weights: dict[str, list[_Weight]] = {}
-                for number, (label, layout) in enumerate(known):
-                    shard = targets[number]
-                    if num_live[number] < shard.numel:
-                        weight = _Weight(number, shard, layout, change, communicator, dtype)
-                        weights.setdefault(label, []).append(weight)
-                errors = _Errors(len(targets))
-                for labels, block in blocks:
-                    sharing = [weight for label in labels for weight in weights.get(label, ())]
-                    for number in range(len(block.rows) if sharing else 0):
-                        gram, added = _damped(
-                            block, number, damping, labels[0], communicator, dtype
-                        )
-                        for weight in sharing:
-                            errors.damping[weight.number].append(added)
-                            weight.solve(number, gram, added, steps, errors)
-                        del gram
-                entries = _entries(targets, num_live, errors, communicator)
-                communicator.run(change.finish)
-            except BaseException:
-                change.rollback()
-                raise
+            weights = {
+                label: _Weight(target, layout, steps, dtype, communicator)
+                for target, live, (label, layout) in zip(targets, num_live, known, strict=True)
+                if live < target.numel
+            }
+            for labels, block in blocks:
+                sharing = [weights[label] for label in labels if label in weights]
+                for number in range(len(block.rows) if sharing else 0):
+                    gram, added = _damped(block, number, damping, labels[0], communicator, dtype)
+                    for weight in sharing:
+                        weight.solve(number, gram, added)
+                    del gram
+            of_targets = [weights.get(label) for label, _ in known]
+            entries = _entries(targets, num_live, of_targets, communicator)
+            for weight in weights.values():
+                weight.commit()
     return ReconstructionReport(
         entries,
         steps,
@@ -219,131 +206,106 @@ def reconstruct(
     )
 
 
-class _Change:
-    """New values of parameters that stay, or are undone together: on this rank.
-
-    Args:
-        targets: the parameters of a call.
-
-    Cost: a copy of the values of each parameter that changes, as long as this object lives.
-    """
-
-    def __init__(self, targets: Sequence[Shard]) -> None:
-        self._targets = targets
-        self._copies: dict[int, Tensor] = {}
-
-    def begin(self) -> None:
-        """Free what FSDP has gathered."""
-        for target in self._targets:
-            if target.managed is not None:
-                target.managed.free_gathered()
-
-    def values(self, number: int) -> Tensor:
-        """This rank's unmasked values of a parameter, to be written to, N-d."""
-        values = self._targets[number].values.data  # with a version counter of its own
-        if number not in self._copies:
-            self._copies[number] = values.clone()
-        return values
-
-    def finish(self) -> None:
-        """Let the masks act on the new values, in products that have a graph again."""
-        with torch.enable_grad():
-            for target in self._targets:
-                if target.managed is None:
-                    refresh_products(target.places)
-
-    def rollback(self) -> None:
-        """Write back what was there before."""
-        for number, copy in self._copies.items():
-            self.values(number).copy_(copy)
-        self.finish()
-
-
-class _Errors:
-    """Sums over the rows that this rank has solved.
-
-    Attributes:
-        sums: fp64 [parameters, 3]: the errors before and after, and the outputs themselves.
-        damping: what was added to the diagonals, by parameter.
-    """
-
-    def __init__(self, num_parameters: int) -> None:
-        self.sums = torch.zeros(num_parameters, 3, dtype=torch.float64)
-        self.damping: list[list[float]] = [[] for _ in range(num_parameters)]
-
-
-@dataclass
 class _Weight:
-    """A pruned weight, and who solves which of its rows.
+    """New values of a pruned weight, and who solves which of its rows.
 
     A row that one rank alone has is solved there. All others are cut, or are replicas: each is
-    solved by one rank, and every rank gets the result.
+    solved by one rank, and every rank gets the result. The parameter changes in :meth:`commit`.
+
+    Args:
+        target: the parameter.
+        layout: of its matrices.
+        steps: of conjugate gradients.
+        dtype: in which rows are solved.
+        communicator: the ranks of the call; making the object is collective.
+
+    Attributes:
+        errors: fp64 [3], of the rows that this rank has solved; see ``solving.Solved``.
+        damping: the largest that was added to the diagonal of one of its Gram matrices.
+
+    Cost: a copy of this rank's values.
     """
 
-    number: int
-    shard: Shard
-    layout: WeightLayout
-    change: _Change
-    communicator: Communicator
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        shard, layout = self.shard, self.layout
+    def __init__(
+        self,
+        target: Shard,
+        layout: WeightLayout,
+        steps: int,
+        dtype: torch.dtype,
+        communicator: Communicator,
+    ) -> None:
+        self._target, self._shard = target, target
+        self._steps, self._dtype, self._communicator = steps, dtype, communicator
         height, self._width = layout.matrix_shape
+        is_on_cpu = self._shard.values.device.type == "cpu"
+        self._height = max(1, (_CPU_CHUNK if is_on_cpu else _DEVICE_CHUNK) // max(1, self._width))
         self._blocks: list[Block] = []
-        chunk = _CPU_CHUNK if shard.values.device.type == "cpu" else _DEVICE_CHUNK
-        self._height = max(1, chunk // max(1, self._width))
+        self.errors = torch.zeros(3, dtype=torch.float64)
+        self.damping = 0.0
 
         def whole_rows() -> Tensor:
-            self._blocks = blocks_of(shard, layout)
+            self._new = self._shard.values.clone()
+            self._blocks = blocks_of(self._shard, layout)
             have = torch.zeros(layout.num_matrices, height, dtype=torch.int64)
             for block in self._blocks:
                 if len(block.columns) == self._width:
                     have[block.matrix, block.rows.start : block.rows.stop] = 1
             return have.view(-1)
 
-        shared = self.communicator.reduce(layout.num_outputs, whole_rows)
+        shared = communicator.reduce(layout.num_outputs, whole_rows)
         self._num_having = shared.view(layout.num_matrices, height)
 
-    def solve(self, number: int, gram: Tensor, added: float, steps: int, errors: _Errors) -> None:
-        """Change the rows of one matrix. Collective.
+    def commit(self) -> None:
+        """Let the parameter have the new values, and its mask act on them. Local; cannot fail."""
+        managed = self._shard.managed
+        if managed is not None:
+            managed.free_gathered()
+        self._shard.values.data.copy_(self._new)  # with a version counter of its own
+        if managed is None:
+            with torch.enable_grad():  # products have a graph again
+                refresh_products(self._target.places)
+
+    def solve(self, number: int, gram: Tensor, added: float) -> None:
+        """Solve the rows of one matrix. Collective.
 
         Args:
             number: of the matrix.
             gram: its Gram matrix, damped ...
             added: ... by so much.
-            steps: of conjugate gradients.
-            errors: gets the sums of the rows that this rank solves.
         """
-        gram = gram.to(self.shard.values.device)
+        self.damping = max(self.damping, added)
+        gram = gram.to(self._shard.values.device)
         num_having = self._num_having[number]
+        blocks = [block for block in self._blocks if block.matrix == number]
 
         def solved(weights: Tensor, keep: Tensor) -> Tensor:
-            found = least_squares(weights, keep, gram, added, steps)
-            errors.sums[self.number] += found.errors.cpu()
+            found = least_squares(weights, keep, gram, added, self._steps)
+            self.errors += found.errors.cpu()
             return found.weights
 
         def solve_own() -> None:
             alone = (num_having == 1).nonzero().view(-1)
-            for block in self._blocks:
-                if block.matrix == number and len(block.columns) == self._width:
+            for block in blocks:
+                if len(block.columns) == self._width:
                     for rows in self._runs(alone, block.rows):
-                        values, keep = self._read(block, rows)
-                        block.write(self.change.values(self.number), rows, solved(values, keep))
+                        block.write(self._new, rows, solved(*self._read(block, rows)))
 
-        self.communicator.run(solve_own)
+        self._communicator.run(solve_own)
         others = (num_having != 1).nonzero().view(-1)
         for ids in torch.split(others, self._height):
-            self._solve_shared(number, ids, solved)
+            have_all = bool((num_having[ids] == self._communicator.size).all())
+            self._solve_shared(blocks, ids, have_all, solved)
 
     def _solve_shared(
-        self, number: int, ids: Tensor, solved: Callable[[Tensor, Tensor], Tensor]
+        self,
+        blocks: Sequence[Block],
+        ids: Tensor,
+        have_all: bool,
+        solved: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         """Solve rows that are cut, or that several ranks have. Collective."""
-        communicator = self.communicator
-        have_all = bool((self._num_having[number][ids] == communicator.size).all())
-        blocks = [block for block in self._blocks if block.matrix == number]
-        shape, device = (len(ids), self._width), self.shard.values.device
+        communicator, shard = self._communicator, self._shard
+        shape = len(ids), self._width
 
         def places() -> Iterator[tuple[Block, range, slice, slice]]:
             for block in blocks:
@@ -353,8 +315,8 @@ class _Weight:
                     yield block, rows, slice(start, start + len(rows)), columns
 
         def read() -> Tensor:
-            both = torch.zeros(2, *shape, dtype=self.dtype, device=device)
-            if have_all or self.shard.replica == 0:
+            both = torch.zeros(2, *shape, dtype=self._dtype, device=shard.values.device)
+            if have_all or shard.replica == 0:
                 for block, rows, here, columns in places():
                     for buffer, values in zip(both, self._read(block, rows), strict=True):
                         buffer[here, columns] = values
@@ -366,7 +328,7 @@ class _Weight:
         mine = torch.arange(len(ids)).tensor_split(communicator.size)[communicator.index]
 
         def solve() -> Tensor:
-            new = torch.zeros(shape, dtype=self.dtype, device=device)
+            new = torch.zeros_like(both[0])
             if len(mine):
                 rows = slice(int(mine[0]), int(mine[-1]) + 1)
                 new[rows] = solved(both[0, rows], both[1, rows])
@@ -377,17 +339,16 @@ class _Weight:
 
         def write() -> None:
             for block, rows, here, columns in places():
-                block.write(self.change.values(self.number), rows, new[here, columns])
+                block.write(self._new, rows, new[here, columns])
 
         communicator.run(write)
 
     def _read(self, block: Block, rows: range) -> tuple[Tensor, Tensor]:
         """Values and mask of some rows of a block, in the dtype of the solver."""
-        shard = self.shard
-        values = block.read(shard.values, rows).to(self.dtype)
-        if shard.mask is None:
+        values = block.read(self._shard.values, rows).to(self._dtype)
+        if self._shard.mask is None:
             return values, torch.ones_like(values)
-        return values, (block.read(shard.mask, rows) != 0).to(self.dtype)
+        return values, (block.read(self._shard.mask, rows) != 0).to(self._dtype)
 
     def _runs(self, ids: Tensor, within: range) -> Iterator[range]:
         """Consecutive ones of sorted row numbers that lie in a range, in chunks."""
@@ -452,33 +413,42 @@ def _damped(
 
 
 def _entries(
-    targets: Sequence[Shard], num_live: Sequence[int], errors: _Errors, communicator: Communicator
+    targets: Sequence[Shard],
+    num_live: Sequence[int],
+    weights: Sequence[_Weight | None],
+    communicator: Communicator,
 ) -> tuple[ReconstructedParameter, ...]:
     """The report of each parameter. Collective.
+
+    Args:
+        weights: those that change, by position.
 
     Raises:
         ValueError: weights that are not finite.
     """
-    sums = communicator.reduce_floats(errors.sums.numel(), lambda: errors.sums.view(-1))
+    none = torch.zeros(3, dtype=torch.float64)
+    sums = communicator.reduce_floats(
+        3 * len(weights),
+        lambda: torch.cat([none if weight is None else weight.errors for weight in weights]),
+    )
     entries = []
-    for target, live, (before, after, total), added in zip(
-        targets, num_live, sums.view(-1, 3).tolist(), errors.damping, strict=True
+    for target, live, weight, (before, after, total) in zip(
+        targets, num_live, weights, sums.view(-1, 3).tolist(), strict=True
     ):
         if not all(map(math.isfinite, (before, after, total))):
             raise ValueError(
                 f"{target.name}: weights that are not finite, or outputs beyond the range of "
                 "their dtype; expected finite ones."
             )
-        per_output = 1 / total if total > 0 else 0.0
         size = target.numel
         entries.append(
             ReconstructedParameter(
                 target.name,
                 size,
                 size - live,
-                max(0.0, before) * per_output,
-                max(0.0, after) * per_output,
-                max(added, default=0.0),
+                max(0.0, before) / total if total > 0 else 0.0,
+                max(0.0, after) / total if total > 0 else 0.0,
+                0.0 if weight is None else weight.damping,
             )
         )
     return tuple(entries)
