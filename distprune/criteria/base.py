@@ -25,7 +25,7 @@ from distprune.shards.gradients import (
     drop_gradient,
     local_gradient,
 )
-from distprune.shards.rank_batches import Power, RankBatches, checked_weight, factor_of
+from distprune.shards.rank_batches import CollectsRankBatches, Power, checked_weight, factor_of
 from distprune.shards.reader import ShardReader
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ Unit = Literal["global_batch", "rank_batch"]
 NonFinite = Literal["refuse", "skip"]
 
 
-class Criterion:
+class Criterion(CollectsRankBatches):
     """Base of all criteria: accumulates scores of single elements, one unit after the other.
 
     A *unit* is what one gradient is of. ``"global_batch"``: the averaged gradient that a step of
@@ -76,7 +76,6 @@ class Criterion:
 
     pruning_method: ClassVar[type[BasePruningMethod]] = L1Unstructured
     _power: Power = 1  # of the gradients that are added up
-    _sums: RankBatches | None = None  # of a calibration that collects batches of single ranks
 
     def __init__(
         self,
@@ -369,13 +368,6 @@ class Criterion:
                     f"{part.label} has a gradient already, which would count with the first "
                     "batch; expected none. Call model.zero_grad() before calibrating()."
                 )
-
-    def _check_between(self) -> None:
-        if self._sums is not None:
-            raise RuntimeError(
-                "the ranks have not added up what they saw yet; expected a call after "
-                "calibrating()."
-            )
 
     def _check_complete(self) -> None:
         """Refuse accumulators that have a part of a unit, or not all units of a calibration."""

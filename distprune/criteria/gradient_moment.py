@@ -202,7 +202,6 @@ class GradientMoment(Criterion):
 
     _FACTOR: ClassVar[float] = 1.0
     _power: Power = 2
-    _sums: RankBatchSums | None = None
 
     def __init__(
         self,
@@ -257,33 +256,25 @@ class GradientMoment(Criterion):
             with super().calibrating():
                 yield
             return
-        if self._sums is not None:
-            raise RuntimeError("calibrating() inside of calibrating(); expected one at a time.")
-        self._check_complete()
         communicator = self._ranks()
-        made: list[RankBatchSums] = []  # stays on this rank if another one fails
-        try:
-            with torch.inference_mode(False), torch.no_grad(), communicator.exclusively():
-                communicator.run(lambda: self._attach(made), lambda _: self._facts())
-            (sums,) = made
+
+        def attach(made: list[RankBatchSums]) -> None:
+            communicator.run(lambda: self._attach(made), lambda _: self._facts())
             self._is_incomplete = True
-            sums.begin()
-            self._sums = sums
-            with communicator.raising_everywhere():
-                yield
-            with torch.inference_mode(False), torch.no_grad(), communicator.exclusively():
-                weights = sums.finish(communicator, self._facts())
-                own = torch.tensor([sums.num_batches, sums.weight], dtype=torch.float64)
-                counts = communicator.reduce_floats(2, lambda: own)
-            for key, weight in zip(self._weights, weights, strict=True):
-                self._weights[key] += weight
-            self.num_updates += int(counts[0])
-            self.total_weight += float(counts[1])
+            made[0].begin()
+
+        def finish(sums: RankBatchSums) -> None:
+            weights = sums.finish(communicator, self._facts())
+            own = torch.tensor([sums.num_batches, sums.weight], dtype=torch.float64)
+            num_batches, weight = communicator.reduce_floats(2, lambda: own).tolist()
+            for key, added in zip(self._weights, weights, strict=True):
+                self._weights[key] += added
+            self.num_updates += int(num_batches)
+            self.total_weight += weight
             self._is_incomplete = False
-        finally:
-            self._sums = None
-            for sums in made:
-                sums.detach()
+
+        with self._calibrating(communicator, attach, finish):
+            yield
 
     @contextmanager
     def batch(self, weight: float = 1.0, *, loss_scale: float = 1.0) -> Iterator[None]:
@@ -304,22 +295,14 @@ class GradientMoment(Criterion):
             RuntimeError: with ``unit="rank_batch"``, outside of ``calibrating``. What may go wrong
                 on one rank alone is raised on all of them, when ``calibrating`` ends.
         """
-        weight = checked_weight(weight)
-        scale = checked_loss_scale(loss_scale)
         if self.unit == "global_batch":
+            weight, scale = checked_weight(weight), checked_loss_scale(loss_scale)
             with self._dropping_gradients():
                 yield
                 self._add_unit(weight, scale)
-            return
-        if self._sums is None:
-            raise RuntimeError(
-                "batch() outside of calibrating(); expected `with criterion.calibrating():` "
-                "around the loop."
-            )
-        with self._sums.batch(weight, scale):
-            yield
-        if self._sums.problem is not None and world(self._group).size == 1:
-            raise self._sums.problem
+        else:
+            with self._rank_batch(weight, loss_scale, world(self._group).size):
+                yield
 
     @property
     def _kind(self) -> str:
@@ -331,6 +314,7 @@ class GradientMoment(Criterion):
 
     def _attach(self, made: list[RankBatchSums]) -> None:
         """Put hooks on; ``made`` gets what takes them off."""
+        self._check_complete()
         parts = self._parts()
         for part in parts:
             check_trainable(part.shard)

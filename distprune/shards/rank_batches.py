@@ -11,10 +11,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, TypeVar
 
+import torch
 from torch import Tensor
 
+from distprune.ranks.collectives import Communicator
 from distprune.shards.gradients import LocalGradients
 
 Power = Literal[1, 2]
@@ -142,3 +144,64 @@ class RankBatches(ABC):
     def _note(self, problem: str) -> None:
         if self.problem is None:
             self.problem = RuntimeError(f"{problem}.")
+
+
+B = TypeVar("B", bound=RankBatches)
+
+
+class CollectsRankBatches:
+    """What collects batches of single ranks: hooks are on while a calibration is open."""
+
+    _sums: RankBatches | None = None
+
+    @contextmanager
+    def _calibrating(
+        self,
+        communicator: Communicator,
+        attach: Callable[[list[B]], None],
+        finish: Callable[[B], None],
+    ) -> Iterator[None]:
+        """Collect batches inside. Collective when it begins and when it ends.
+
+        Args:
+            communicator: all ranks that take part.
+            attach: puts hooks on; its list gets what takes them off, also if another rank fails.
+            finish: adds up what the ranks have seen.
+        """
+        if self._sums is not None:
+            raise RuntimeError("calibrating() inside of calibrating(); expected one at a time.")
+        made: list[B] = []
+        try:
+            with torch.inference_mode(False), torch.no_grad(), communicator.exclusively():
+                attach(made)
+            (self._sums,) = made
+            with communicator.raising_everywhere():
+                yield
+            with torch.inference_mode(False), torch.no_grad(), communicator.exclusively():
+                finish(made[0])
+        finally:
+            self._sums = None
+            for sums in made:
+                sums.detach()
+
+    @contextmanager
+    def _rank_batch(self, weight: float, loss_scale: float, num_ranks: int) -> Iterator[None]:
+        """One unit: a batch of this rank, with one backward inside."""
+        sums = self._sums
+        if sums is None:
+            raise RuntimeError(
+                "batch() outside of calibrating(); expected `with ....calibrating():` around the "
+                "loop."
+            )
+        with sums.batch(checked_weight(weight), checked_loss_scale(loss_scale)):
+            yield
+        if sums.problem is not None and num_ranks == 1:
+            raise sums.problem
+
+    def _check_between(self) -> None:
+        """Raise RuntimeError inside of a calibration."""
+        if self._sums is not None:
+            raise RuntimeError(
+                "the ranks have not added up what they saw yet; expected a call after "
+                "calibrating()."
+            )

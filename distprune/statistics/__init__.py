@@ -10,8 +10,7 @@ with collected.collecting():
 
 from __future__ import annotations
 
-from distprune.statistics.activation import ActivationStatistics
-from distprune.statistics.collecting import Totals
+from distprune.statistics.activation import ActivationStatistics, Totals
 from distprune.statistics.gradients import GradientStatistics, GradientTotals
 from distprune.statistics.gram import GramMatrices
 from distprune.statistics.sequential import prune_sequentially

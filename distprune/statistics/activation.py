@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
@@ -26,14 +27,13 @@ from distprune.selection.scores import FactorScores, ScoreSource, TensorScores
 from distprune.shards import factored
 from distprune.shards.factored import POWER_OF_RIA, FactoredScores
 from distprune.shards.shard import Shard
-from distprune.statistics.collecting import Collector, LayerInputs, Totals
+from distprune.statistics.collecting import Collector, LayerInputs
 from distprune.statistics.layers import WeightLayout, layout_of
 from distprune.statistics.parameters import (
     Pairs,
     Statistics,
     difference_of,
     peers_of,
-    sum_over_ranks,
 )
 
 if TYPE_CHECKING:
@@ -42,8 +42,20 @@ if TYPE_CHECKING:
 A = TypeVar("A", bound="ActivationStatistics")
 Mode = Literal["one_pass", "sequential"]
 
-# Squares on ranks with the same tokens are equal, unless their kernels add in another order.
-_TOLERANCE = 1e-6
+
+@dataclass(frozen=True)
+class Totals:
+    """The statistics of one parameter's inputs over all ranks; equal on all of them.
+
+    Attributes:
+        num_tokens: how many inputs were seen; of fused experts, by each of them.
+        sums: fp64, of the input shape: the sum of each input feature over all tokens.
+        squares: fp64, of the same shape: the sum of its squares.
+    """
+
+    num_tokens: int | tuple[int, ...]
+    sums: Tensor
+    squares: Tensor
 
 
 class ActivationStatistics(Statistics[LayerInputs]):
@@ -95,6 +107,17 @@ class ActivationStatistics(Statistics[LayerInputs]):
     """
 
     _mode: Mode
+    _KIND = StoredStatistics
+    _NOT_FINITE = (
+        "the sum of its inputs is not finite: a NaN or an infinity was among them. Expected finite "
+        "activations. Padding may hold NaN: pass its attention_mask to batch()."
+    )
+    _UNEQUAL = (
+        "ranks of one tensor-parallel group saw different inputs; expected the same batches on all "
+        "of them, as tensor parallelism needs: split the data by the data-parallel rank, not by "
+        "the global rank. A layer that is not parallelised, on a plain local part of a sequence, "
+        "is not supported: make its input a DTensor, or leave it out."
+    )
 
     def __init__(
         self,
@@ -104,9 +127,9 @@ class ActivationStatistics(Statistics[LayerInputs]):
         pipeline_parallel: bool = False,
         allow_empty: str | Sequence[str] = (),
     ) -> None:
-        patterns = [allow_empty] if isinstance(allow_empty, str) else list(allow_empty)
-
         def arguments() -> ParameterArguments:
+            patterns = [allow_empty] if isinstance(allow_empty, str) else list(allow_empty)
+            self._allow_empty = patterns
             return ParameterArguments(
                 parameters=list(parameters),
                 pipeline_parallel=pipeline_parallel,
@@ -114,7 +137,6 @@ class ActivationStatistics(Statistics[LayerInputs]):
             )
 
         super().__init__(world(group), arguments, _known_layout, LayerInputs)
-        self._allow_empty = patterns
         self._communicator.run(self._check_patterns)
         self._collector = self._new_collector()
         self._mode = "one_pass"
@@ -181,7 +203,7 @@ class ActivationStatistics(Statistics[LayerInputs]):
 
         Raises, Cost: as :meth:`totals`.
         """
-        return {p.label: _totals(p).num_tokens for p in self._asked(parameters)}
+        return {p.label: self._count(p) for p in self._asked(parameters)}
 
     def totals(self, parameters: Pairs | None = None) -> dict[NamedParameter, Totals]:
         """The sums over all ranks, bit-equal on all of them. Collective.
@@ -197,7 +219,9 @@ class ActivationStatistics(Statistics[LayerInputs]):
         Cost: all-reduces of 40 bytes and of 16 bytes per parameter; and, for parameters of which
         something is new, one of 16 bytes per input feature and about 32 per parameter.
         """
-        return self._by_pair(self._asked(parameters), _totals)
+        return self._by_pair(
+            self._asked(parameters), lambda p: Totals(self._count(p), p.sums.first, p.sums.second)
+        )
 
     def wanda(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:
         """Scores of Wanda: |w_ij| times the root mean square of the input x_j. Collective.
@@ -219,7 +243,7 @@ class ActivationStatistics(Statistics[LayerInputs]):
         Source: Sun et al., "A simple and effective pruning approach for large language models",
         arXiv 2306.11695.
         """
-        return self._scores(self._asked(parameters), _wanda)
+        return self._scores(self._asked(parameters), self._wanda)
 
     def stade(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:
         """Scores of STADE: |w_ij| times the standard deviation of the input x_j. Collective.
@@ -233,8 +257,8 @@ class ActivationStatistics(Statistics[LayerInputs]):
         """
 
         def stade(parameter: LayerInputs) -> FactoredScores:
-            own = _totals(parameter)
-            return factored.stade(parameter.layout, own.sums, own.squares, own.num_tokens)
+            _, sums, squares = parameter.sums
+            return factored.stade(parameter.layout, sums, squares, self._count(parameter))
 
         return self._scores(self._asked(parameters), stade)
 
@@ -277,8 +301,8 @@ class ActivationStatistics(Statistics[LayerInputs]):
         sums = {target.name: both for target, both in zip(targets, found, strict=True)}
 
         def ria(parameter: LayerInputs) -> FactoredScores:
-            own, magnitudes = _totals(parameter), sums[parameter.label]
-            return factored.ria(parameter.layout, own.squares, own.num_tokens, magnitudes, power)
+            count, magnitudes = self._count(parameter), sums[parameter.label]
+            return factored.ria(parameter.layout, parameter.sums.second, count, magnitudes, power)
 
         return self._scores(asked, ria)
 
@@ -319,7 +343,7 @@ class ActivationStatistics(Statistics[LayerInputs]):
                 # Of a parameter that only other ranks have, no element is here to have a score.
                 source: ScoreSource = TensorScores(target.values)
                 if target.places:
-                    scores = _wanda(parameter)
+                    scores = self._wanda(parameter)
                     source = FactorScores.of_shard(target, scores, are_signed=True)
                 parts.append(Scored.of_shard(target, source))
             labels = [target.name for target in targets]
@@ -364,20 +388,19 @@ class ActivationStatistics(Statistics[LayerInputs]):
         made = cls(
             parameters, group=group, pipeline_parallel=pipeline_parallel, allow_empty=allow_empty
         )
-        stored = made._load(os.fspath(path), read_statistics)
-        for parameter in made._local:
-            found = stored[parameter.label]
-            parameter.loaded = parameter.totals = Totals(
-                found.num_tokens, torch.from_numpy(found.sums), torch.from_numpy(found.squares)
-            )
-            parameter.is_new = False
+        made._load(os.fspath(path), read_statistics)
         return made
 
-    def _stored(self, parameter: LayerInputs) -> StoredStatistics:
-        own = _totals(parameter)
-        return StoredStatistics(
-            parameter.layout, own.num_tokens, own.sums.numpy(), own.squares.numpy()
-        )
+    def _count(self, parameter: LayerInputs) -> int | tuple[int, ...]:
+        counts = tuple(map(int, parameter.sums.counts.tolist()))
+        return counts if parameter.layout.are_experts else counts[0]
+
+    def _shapes(self, layout: WeightLayout) -> tuple[tuple[int, ...], ...]:
+        return (layout.num_token_counts,), layout.input_shape, layout.input_shape
+
+    def _wanda(self, parameter: LayerInputs) -> FactoredScores:
+        squares = parameter.sums.second
+        return factored.wanda(parameter.layout, squares, self._count(parameter))
 
     def _check_ready(self) -> None:
         if self._collector.has_failed:
@@ -399,7 +422,7 @@ class ActivationStatistics(Statistics[LayerInputs]):
         self, parameters: Sequence[LayerInputs], make: Callable[[LayerInputs], FactoredScores]
     ) -> dict[NamedParameter, FactoredScores]:
         """The scores of parameters whose totals are known, by (module, name)."""
-        counts = [(parameter, _totals(parameter).counts) for parameter in parameters]
+        counts = [(parameter, parameter.sums.counts.tolist()) for parameter in parameters]
         self._warn_of_zeros("no token came to", counts, "text", stacklevel=4)
         return self._by_pair(parameters, make)
 
@@ -414,29 +437,20 @@ class ActivationStatistics(Statistics[LayerInputs]):
 
         Cost: one all-reduce of 16 bytes per input feature, and 24 per parameter and expert.
         """
-        # Of each parameter: two numbers that compare peers, tokens, sums and squares.
-        sizes = [[2, p.layout.num_token_counts, 2 * p.layout.num_inputs] for p in parameters]
         rank = self._communicator.rank
 
         def pack() -> list[Tensor]:
             peers = peers_of(self._collector.same_tokens, rank)
             return [_packed(parameter, peers, rank) for parameter in parameters]
 
-        shared = sum_over_ranks(list(map(sum, sizes)), pack, self._communicator)
-        silent, found = [], []
-        for parameter, of_row, row in zip(parameters, sizes, shared, strict=True):
-            layout, label = parameter.layout, parameter.label
-            checks, tokens, both = torch.split(row, of_row)
-            sums, squares = both.view(2, *layout.input_shape)
-            _check(label, sums, squares, *checks.tolist())
-            is_optional = parameter.loaded is not None or any(
-                matcher(pattern)(label) for pattern in self._allow_empty
-            )
-            if not is_optional and not bool(tokens.any()):
-                silent.append(label)
-            numbers = tuple(map(int, tokens.tolist()))
-            num_tokens = numbers if layout.are_experts else numbers[0]
-            found.append(Totals(num_tokens, sums.clone(), squares.clone()))
+        found = self._sum_over_ranks(parameters, pack)
+        silent = [
+            parameter.label
+            for parameter, sums in zip(parameters, found, strict=True)
+            if not bool(sums.counts.any())
+            and parameter.loaded is None
+            and not any(matcher(pattern)(parameter.label) for pattern in self._allow_empty)
+        ]
         if silent:
             raise ValueError(
                 f"{listed(silent)}: the layer was not called on any rank while statistics "
@@ -444,18 +458,8 @@ class ActivationStatistics(Statistics[LayerInputs]):
                 "without calling it (nn.MultiheadAttention): leave it out. Or no token came to "
                 'it (an expert): allow_empty="..." gives such parameters scores of zero.'
             )
-        for parameter, totals in zip(parameters, found, strict=True):
-            parameter.totals, parameter.is_new = totals.plus(parameter.loaded), False
-
-
-def _totals(parameter: LayerInputs) -> Totals:
-    assert parameter.totals is not None
-    return parameter.totals
-
-
-def _wanda(parameter: LayerInputs) -> FactoredScores:
-    own = _totals(parameter)
-    return factored.wanda(parameter.layout, own.squares, own.num_tokens)
+        for parameter, sums in zip(parameters, found, strict=True):
+            parameter.set_total(sums, parameter.loaded)
 
 
 def _known_layout(target: Shard, module: nn.Module, name: str) -> WeightLayout:
@@ -491,21 +495,3 @@ def _packed(parameter: LayerInputs, peers: tuple[int, ...], rank: int) -> Tensor
             totals[:, part.features.start : part.features.stop] += local
     head = torch.tensor([*checks, *tokens], dtype=torch.float64)
     return torch.cat([head, totals.view(-1)])
-
-
-def _check(
-    label: str, sums: Tensor, squares: Tensor, token_check: float, square_check: float
-) -> None:
-    if not bool(torch.isfinite(sums).all() and torch.isfinite(squares).all()):
-        raise ValueError(
-            f"{label}: the sum of its inputs is not finite: a NaN or an infinity was among them. "
-            "Expected finite activations. Padding may hold NaN: pass its attention_mask to batch()."
-        )
-    if token_check or abs(square_check) > _TOLERANCE * float(squares.sum()):
-        raise ValueError(
-            f"{label}: ranks of one tensor-parallel group saw different inputs; expected the same "
-            "batches on all of them, as tensor parallelism needs: split the data by the "
-            "data-parallel rank, not by the global rank. A layer that is not parallelised, on a "
-            "plain local part of a sequence, is not supported: make its input a DTensor, or leave "
-            "it out."
-        )

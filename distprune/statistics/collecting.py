@@ -27,56 +27,19 @@ from distprune.statistics.input_parts import (
     sums_of_rows,
     sums_of_windows,
 )
-from distprune.statistics.layers import WeightLayout
+from distprune.statistics.parameters import OfParameter
 from distprune.wrappers.module_calls import observed_calls
 
 
-@dataclass(frozen=True)
-class Totals:
-    """The statistics of one parameter's inputs over all ranks; equal on all of them.
-
-    Attributes:
-        num_tokens: how many inputs were seen; of fused experts, by each of them.
-        sums: fp64, of the input shape: the sum of each input feature over all tokens.
-        squares: fp64, of the same shape: the sum of its squares.
-    """
-
-    num_tokens: int | tuple[int, ...]
-    sums: Tensor
-    squares: Tensor
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The numbers of tokens: one, or one for each expert."""
-        return (self.num_tokens,) if isinstance(self.num_tokens, int) else self.num_tokens
-
-    def plus(self, other: Totals | None) -> Totals:
-        """The statistics of all that both have seen."""
-        if other is None:
-            return self
-        counts = tuple(map(sum, zip(self.counts, other.counts, strict=True)))
-        num_tokens = counts[0] if isinstance(self.num_tokens, int) else counts
-        return Totals(num_tokens, self.sums + other.sums, self.squares + other.squares)
-
-
 @dataclass(eq=False)
-class LayerInputs:
+class LayerInputs(OfParameter):
     """What this rank has seen of the inputs of one parameter, and what all ranks together have.
 
     Attributes:
-        label, places, layout, is_new: see ``parameters.OfParameter``.
         seen: by part of the input, the tokens and the sums so far.
-        loaded: of all ranks, from an earlier run; None if nothing was loaded.
-        totals: of all ranks, with what was loaded.
     """
 
-    label: str
-    places: tuple[tuple[nn.Module, str], ...]
-    layout: WeightLayout
-    is_new: bool = True
     seen: dict[Part, tuple[int, Tensor]] = field(default_factory=dict)
-    loaded: Totals | None = None
-    totals: Totals | None = None
 
     def add(self, part: Part, num_tokens: int, sums: Tensor) -> None:
         """Add what one forward saw."""

@@ -35,26 +35,24 @@ from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import dim_coordinates
 from distprune.shards.gradients import check_trainable, ranks_with_shards, unaveraged_gradients
-from distprune.shards.rank_batches import RankBatches, checked_loss_scale, checked_weight
+from distprune.shards.rank_batches import CollectsRankBatches, RankBatches
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import Shard
 from distprune.statistics.input_parts import ranks_at, spans
 from distprune.statistics.layers import WeightLayout, matrices_of
 from distprune.statistics.parameters import (
+    OfParameter,
     Pairs,
     Statistics,
+    Sums,
     difference_of,
     peers_of,
-    sum_over_ranks,
 )
 from distprune.wrappers.masked_value import shard_mask_key
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor.placement_types import Placement
-
-# Ranks that run the same batches have the same weights, which are added in another order.
-_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -72,37 +70,6 @@ class GradientTotals:
     by_output: Tensor
     by_input: Tensor
 
-    def plus(self, other: GradientTotals) -> GradientTotals:
-        """The statistics of all batches of both."""
-        by_output, by_input = self.by_output + other.by_output, self.by_input + other.by_input
-        return GradientTotals(self.weight + other.weight, by_output, by_input)
-
-
-@dataclass(eq=False)
-class OfGradients:
-    """The statistics of one parameter's gradients.
-
-    Attributes:
-        label, places, layout, is_new: see ``parameters.OfParameter``. Nothing is ever new: the
-            ranks have added up what they saw when a calibration ends.
-        totals: of all ranks; None before the first calibration.
-    """
-
-    label: str
-    places: tuple[tuple[nn.Module, str], ...]
-    layout: WeightLayout
-    is_new: bool = False
-    totals: GradientTotals | None = None
-
-    @property
-    def known(self) -> GradientTotals:
-        """The totals; those of no batch before the first calibration."""
-        if self.totals is not None:
-            return self.totals
-        shapes = self.layout.num_outputs, self.layout.input_shape
-        by_output, by_input = (torch.zeros(shape, dtype=torch.float64) for shape in shapes)
-        return GradientTotals(0.0, by_output, by_input)
-
 
 class GradientSums(RankBatches):
     """Sums of weight * g**2 over the rows and the columns of parameters, for batches of this rank.
@@ -116,7 +83,7 @@ class GradientSums(RankBatches):
 
     def __init__(
         self,
-        parameters: Sequence[OfGradients],
+        parameters: Sequence[OfParameter],
         shards: Sequence[Shard],
         data_ranks: ProcessGroup | None,
     ) -> None:
@@ -136,52 +103,17 @@ class GradientSums(RankBatches):
         # By position, sums by output and by input, of the whole parameter.
         self._sums: dict[int, list[Tensor]] = {}
 
-    def finish(self, communicator: Communicator) -> list[GradientTotals]:
-        """What all ranks have added up, by position. Collective.
+    def packed(self, rank: int) -> list[Tensor]:
+        """What this rank adds of each parameter, as ``Statistics`` sums it up.
 
         Raises:
-            RuntimeError: what went wrong in a batch, on any rank.
-            ValueError: a sum that is not finite; ranks of a tensor-parallel group that ran batches
-                of other weights. On every rank.
-
-        Cost: one all-reduce of 8 bytes per output and per input, and 16 per parameter.
+            RuntimeError: what went wrong in a batch.
         """
-
-        def check() -> None:
-            if self.problem is not None:
-                raise self.problem
-
-        def pack() -> list[Tensor]:
-            known = {block.batch_ranks for block in self._blocks if block.batch_ranks}
-            peers = peers_of(known, communicator.rank)
-            return [
-                self._packed(position, peers, communicator.rank)
-                for position in range(len(self._parameters))
-            ]
-
-        communicator.run(check)
-        layouts = [parameter.layout for parameter in self._parameters]
-        sizes = [2 + layout.num_outputs + layout.num_inputs for layout in layouts]
-        rows = sum_over_ranks(sizes, pack, communicator)
-        found = []
-        for label, layout, row in zip(self._labels, layouts, rows, strict=True):
-            weight, check_of_weights = row[:2].tolist()
-            if not bool(row.isfinite().all()):
-                raise ValueError(
-                    f"{label}: the sum of its squared gradients is not finite; expected finite "
-                    "gradients. Under fp16 a smaller loss scale avoids an overflow; nothing is "
-                    "updated, so a fixed scale will do."
-                )
-            if abs(check_of_weights) > _TOLERANCE * weight:
-                raise ValueError(
-                    f"{label}: ranks of one tensor-parallel group ran batches of different "
-                    "weights; expected the same batches on all of them: split the data by the "
-                    "data-parallel rank, not by the global rank."
-                )
-            by_output, by_input = torch.split(row[2:], [layout.num_outputs, layout.num_inputs])
-            by_input = by_input.reshape(layout.input_shape)
-            found.append(GradientTotals(weight, by_output.clone(), by_input.clone()))
-        return found
+        if self.problem is not None:
+            raise self.problem
+        known = {block.batch_ranks for block in self._blocks if block.batch_ranks}
+        peers = peers_of(known, rank)
+        return [self._packed(number, peers, rank) for number in range(len(self._parameters))]
 
     def _add(self, number: int, gradient: Tensor, factor: float) -> None:
         for position in self._gradients[number].runs if factor else ():
@@ -222,12 +154,12 @@ class GradientSums(RankBatches):
         layout, block = self._parameters[position].layout, self._blocks[position]
         batch_ranks = peers if block.batch_ranks is None else block.batch_ranks
         ranks = peers if block.ranks is None else block.ranks
-        packed = torch.zeros(2 + layout.num_outputs + layout.num_inputs, dtype=torch.float64)
+        packed = torch.zeros(3 + layout.num_outputs + layout.num_inputs, dtype=torch.float64)
         if rank in batch_ranks:
-            packed[0] = self.weight * (rank == batch_ranks[0])
-            packed[1] = difference_of(self.weight, batch_ranks, rank)
+            packed[0] = difference_of(self.weight, batch_ranks, rank)
+            packed[2] = self.weight * (rank == batch_ranks[0])
         if position in self._sums and rank == ranks[0]:
-            packed[2:] = torch.cat([total.view(-1).cpu() for total in self._sums[position]])
+            packed[3:] = torch.cat([total.view(-1).cpu() for total in self._sums[position]])
         return packed
 
 
@@ -340,7 +272,7 @@ def gradient_block(shard: Shard, data_groups: Sequence[ProcessGroup]) -> Gradien
     return GradientBlock(dim_coordinates(shard.shape, splits or ()), batch_ranks, ranks)
 
 
-class GradientStatistics(Statistics[OfGradients]):
+class GradientStatistics(Statistics[OfParameter], CollectsRankBatches):
     """Sums of squared gradients by output and by input, from which Fisher by factors is made.
 
     statistics = GradientStatistics(prune.select(model))
@@ -390,10 +322,18 @@ class GradientStatistics(Statistics[OfGradients]):
     """
 
     _mode = "gradients"
+    _KIND = StoredGradients
+    _NOT_FINITE = (
+        "the sum of its squared gradients is not finite; expected finite gradients. Under fp16 a "
+        "smaller loss scale avoids an overflow; nothing is updated, so a fixed scale will do."
+    )
+    _UNEQUAL = (
+        "ranks of one tensor-parallel group ran batches of different weights; expected the same "
+        "batches on all of them: split the data by the data-parallel rank, not by the global rank."
+    )
 
     def __init__(self, parameters: Pairs, *, group: ProcessGroup | None = None) -> None:
         self._group = group
-        self._sums: GradientSums | None = None
         pairs: list[tuple[nn.Module, str]] = []
 
         def arguments() -> ParameterArguments:
@@ -403,7 +343,11 @@ class GradientStatistics(Statistics[OfGradients]):
         if group is not None:
             # Ranks that have other parts of the same parameters take part too.
             communicator = communicator.run(lambda: _with_shards(pairs, parameters, group))
-        super().__init__(communicator, arguments, _matrices_of, OfGradients)
+        super().__init__(communicator, arguments, _matrices_of, OfParameter)
+        for parameter in self._local:  # the ranks have seen nothing, and add up when they have
+            shapes = self._shapes(parameter.layout)
+            none = Sums(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
+            parameter.set_total(none, None)
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
@@ -425,25 +369,20 @@ class GradientStatistics(Statistics[OfGradients]):
         Cost: on the wire, when it ends, 8 bytes per output and per input, once; in a backward
         nothing. See the class for memory.
         """
-        if self._sums is not None:
-            raise RuntimeError("calibrating() inside of calibrating(); expected one at a time.")
         communicator = self._communicator
-        made: list[GradientSums] = []  # stays on this rank if another one fails
-        try:
-            with torch.inference_mode(False), torch.no_grad(), communicator.exclusively():
-                targets = self._targets()
-                communicator.run(lambda: self._attach(targets, made))
-            (self._sums,) = made
-            with communicator.raising_everywhere():
-                yield
-            with torch.inference_mode(False), torch.no_grad(), communicator.exclusively():
-                found = made[0].finish(communicator)
-            for parameter, totals in zip(self._local, found, strict=True):
-                parameter.totals = parameter.known.plus(totals)
-        finally:
-            self._sums = None
-            for sums in made:
-                sums.detach()
+
+        def attach(made: list[GradientSums]) -> None:
+            targets = self._targets()
+            communicator.run(lambda: self._attach(targets, made))
+
+        def finish(sums: GradientSums) -> None:
+            packed = communicator.run(lambda: sums.packed(communicator.rank))
+            found = self._sum_over_ranks(self._local, lambda: packed)
+            for parameter, new in zip(self._local, found, strict=True):
+                parameter.set_total(new, parameter.total)
+
+        with self._calibrating(communicator, attach, finish):
+            yield
 
     @contextmanager
     def batch(self, weight: float = 1.0, *, loss_scale: float = 1.0) -> Iterator[None]:
@@ -463,16 +402,8 @@ class GradientStatistics(Statistics[OfGradients]):
                 on all of them, when ``calibrating`` ends.
             NotImplementedError: in the backward, gradients whose layout is not known.
         """
-        weight, scale = checked_weight(weight), checked_loss_scale(loss_scale)
-        if self._sums is None:
-            raise RuntimeError(
-                "batch() outside of calibrating(); expected `with statistics.calibrating():` "
-                "around the loop."
-            )
-        with self._sums.batch(weight, scale):
+        with self._rank_batch(weight, loss_scale, self._communicator.size):
             yield
-        if self._sums.problem is not None and self._communicator.size == 1:
-            raise self._sums.problem
 
     def totals(self, parameters: Pairs | None = None) -> dict[NamedParameter, GradientTotals]:
         """The sums over all ranks, bit-equal on all of them. Collective.
@@ -486,7 +417,9 @@ class GradientStatistics(Statistics[OfGradients]):
 
         Cost: an all-reduce of 40 bytes.
         """
-        return self._by_pair(self._asked(parameters), lambda parameter: parameter.known)
+        return self._by_pair(
+            self._asked(parameters), lambda p: GradientTotals(self._count(p), *p.sums[1:])
+        )
 
     def fisher(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:
         """Scores of the Fisher information by factors: |w_ij| * sqrt(r_i * c_j / T). Collective.
@@ -515,16 +448,18 @@ class GradientStatistics(Statistics[OfGradients]):
         """
         asked = self._asked(parameters)
         for parameter in asked:
-            if not parameter.known.weight:
+            if not self._count(parameter):
                 raise ValueError(
                     f"{parameter.label}: the weights of all its batches are 0, or there was none; "
                     "expected a batch with a positive one inside of calibrating()."
                 )
         has_gradients = [
-            (p, p.known.by_input.reshape(p.layout.num_matrices, -1).any(1).tolist()) for p in asked
+            (p, p.sums.second.reshape(p.layout.num_matrices, -1).any(1).tolist()) for p in asked
         ]
         self._warn_of_zeros("all gradients are zero of", has_gradients, "data", stacklevel=3)
-        return self._by_pair(asked, _fisher)
+        return self._by_pair(
+            asked, lambda p: factored.fisher(p.layout, *p.sums[1:], self._count(p))
+        )
 
     @classmethod
     def load(
@@ -545,28 +480,17 @@ class GradientStatistics(Statistics[OfGradients]):
         Cost: a read of the file; all-reduces of some hundred bytes.
         """
         made = cls(parameters, group=group)
-        stored = made._load(
-            os.fspath(path), lambda where: ("gradients", read_gradient_statistics(where))
-        )
-        for parameter in made._local:
-            found = stored[parameter.label]
-            parameter.totals = GradientTotals(
-                found.weight, torch.from_numpy(found.by_output), torch.from_numpy(found.by_input)
-            )
+        made._load(os.fspath(path), lambda where: ("gradients", read_gradient_statistics(where)))
         return made
 
-    def _stored(self, parameter: OfGradients) -> StoredGradients:
-        own = parameter.known
-        return StoredGradients(
-            parameter.layout, own.weight, own.by_output.numpy(), own.by_input.numpy()
-        )
+    def _count(self, parameter: OfParameter) -> float:
+        return float(parameter.sums.counts)
+
+    def _shapes(self, layout: WeightLayout) -> tuple[tuple[int, ...], ...]:
+        return (1,), (layout.num_outputs,), layout.input_shape
 
     def _check_ready(self) -> None:
-        if self._sums is not None:
-            raise RuntimeError(
-                "the ranks have not added up what they saw yet; expected a call after "
-                "calibrating()."
-            )
+        self._check_between()
 
     def _attach(self, targets: list[Shard], made: list[GradientSums]) -> None:
         """Put hooks on; ``made`` gets what takes them off."""
@@ -602,8 +526,3 @@ def _matrices_of(target: Shard, module: nn.Module, name: str) -> WeightLayout:
         return matrices_of(module, name, target.shape)
     except NotImplementedError as error:
         raise NotImplementedError(f"{target.name}: {error}") from None
-
-
-def _fisher(parameter: OfGradients) -> FactoredScores:
-    own = parameter.known
-    return factored.fisher(parameter.layout, own.by_output, own.by_input, own.weight)

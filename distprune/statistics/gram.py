@@ -290,8 +290,7 @@ class GramMatrices(ActivationStatistics):
                 factors |= dict.fromkeys(labels, self._inverse_diagonals(block, damping, turns))
 
         def obs(parameter: LayerInputs) -> FactoredScores:
-            assert parameter.totals is not None
-            tokens = torch.tensor(parameter.totals.counts, dtype=torch.float64).clamp(min=1)
+            tokens = parameter.sums.counts.clamp(min=1)
             of_input = (1 / (factors[parameter.label] * tokens.view(-1, 1))).sqrt()
             layout = parameter.layout
             factor = layout.of_inputs(of_input.view(layout.input_shape)).float()
@@ -389,9 +388,7 @@ class GramMatrices(ActivationStatistics):
         is_new = int(communicator.max(torch.tensor([int(level)])))
         if before is not None and not is_new:
             return
-        totals = group[0].totals
-        assert totals is not None
-        if not is_new and bool(totals.squares.any()):
+        if not is_new and bool(group[0].sums.second.any()):
             raise RuntimeError(
                 f"{group[0].label}: its Gram matrix was forgotten, or was never collected: "
                 "statistics that were loaded from a file have none. Expected new GramMatrices, "

@@ -2,17 +2,19 @@
 
 A parameter that several ranks have is seen in parts, and ranks that run the same data see the same.
 So each kind of statistics is one fp64 vector for each parameter, to which every rank adds what is
-its own; :func:`sum_over_ranks` adds these up in one all-reduce.
+its own, and one all-reduce adds these up.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +28,27 @@ from distprune.ranks.collectives import Communicator
 from distprune.shards.shard import Shard
 from distprune.statistics.layers import WeightLayout
 
+# Of counts, and of second sums, which kernels may add in another order.
+_TOLERANCES = torch.tensor([1e-12, 1e-6], dtype=torch.float64)
+
 Pairs = Iterable[tuple[nn.Module, str]]
 
 
-class OfParameter(Protocol):
+class Sums(NamedTuple):
+    """What was seen of a parameter: fp64, equal on all ranks.
+
+    Attributes:
+        counts: [1], how much was seen; or [experts], of each of fused experts.
+        first, second: what was added up, in the shapes that a file has.
+    """
+
+    counts: Tensor
+    first: Tensor
+    second: Tensor
+
+
+@dataclass(eq=False)
+class OfParameter:
     """The statistics of one parameter.
 
     Attributes:
@@ -37,12 +56,28 @@ class OfParameter(Protocol):
         places: its (module, name) pairs on this rank; empty if only other ranks have it.
         layout: how it lies, and meets its inputs.
         is_new: whether this rank has seen something that is not summed over the ranks yet.
+        loaded: of an earlier run, from a file; None if nothing was loaded.
+        total: over all ranks, with what was loaded.
     """
 
     label: str
     places: tuple[tuple[nn.Module, str], ...]
     layout: WeightLayout
-    is_new: bool
+    is_new: bool = True
+    loaded: Sums | None = None
+    total: Sums | None = None
+
+    @property
+    def sums(self) -> Sums:
+        """The total, which is known."""
+        assert self.total is not None
+        return self.total
+
+    def set_total(self, new: Sums, before: Sums | None) -> None:
+        """Store what the ranks have seen, together with what they had seen before."""
+        if before is not None:
+            new = Sums(*(mine + its for mine, its in zip(new, before, strict=True)))
+        self.total, self.is_new = new, False
 
 
 P = TypeVar("P", bound=OfParameter)
@@ -61,6 +96,9 @@ class Statistics(Generic[P]):
     """
 
     _mode: str
+    _KIND: ClassVar[type[StoredSums]]
+    _NOT_FINITE: ClassVar[str]  # what is wrong with sums that are not, and with ranks that differ
+    _UNEQUAL: ClassVar[str]
 
     def __init__(
         self,
@@ -96,7 +134,11 @@ class Statistics(Generic[P]):
 
         Cost: as :meth:`totals`; 8 bytes for each number of the sums on disk.
         """
-        stored = {parameter.label: self._stored(parameter) for parameter in self._asked(None)}
+        kind: Any = self._KIND
+        stored = {
+            p.label: kind(p.layout, self._count(p), *(each.numpy() for each in p.sums[1:]))
+            for p in self._asked(None)
+        }
 
         def write() -> None:
             self._check_names()
@@ -106,28 +148,35 @@ class Statistics(Generic[P]):
         with self._communicator.exclusively():
             self._communicator.run(write)
 
-    def _load(self, path: str, read: Callable[[str], tuple[str, Mapping[str, S]]]) -> dict[str, S]:
-        """What a file has of the parameters; takes over its mode. Collective."""
+    def _load(self, path: str, read: Callable[[str], tuple[str, Mapping[str, S]]]) -> None:
+        """Take over what a file has of the parameters, and its mode. Collective."""
 
-        def checked() -> tuple[str, dict[str, S]]:
+        def checked() -> tuple[str, list[S]]:
             self._check_names()
             mode, stored = read(path)
-            return mode, {p.label: _fitting(p, stored, path) for p in self._local}
+            return mode, [_fitting(parameter, stored, path) for parameter in self._local]
 
-        def facts(found: tuple[str, dict[str, S]]) -> list[tuple[str, str]]:
+        def facts(found: tuple[str, list[S]]) -> list[tuple[str, str]]:
             digest = hashlib.sha256()
-            for label, stored in found[1].items():
-                digest.update(f"{label} {stored.count!r}".encode())
+            for parameter, stored in zip(self._local, found[1], strict=True):
+                digest.update(f"{parameter.label} {stored.count!r}".encode())
                 for each in stored.arrays:
                     digest.update(each.tobytes())
             return [("statistics to load", f"{found[0]}, {digest.hexdigest()[:16]}")]
 
         with self._communicator.exclusively():
-            self._mode, stored = self._communicator.run(checked, facts)
-        return stored
+            self._mode, found = self._communicator.run(checked, facts)
+        for parameter, stored in zip(self._local, found, strict=True):
+            counts = torch.tensor(stored.count, dtype=torch.float64).view(-1)
+            parameter.loaded = Sums(counts, *map(torch.from_numpy, stored.arrays))
+            parameter.set_total(parameter.loaded, None)
 
-    def _stored(self, parameter: P) -> StoredSums:
-        """What a file has of a parameter whose sums are known."""
+    def _count(self, parameter: P) -> Any:
+        """How much was seen, as a file has it."""
+        raise NotImplementedError
+
+    def _shapes(self, layout: WeightLayout) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the sums of a parameter."""
         raise NotImplementedError
 
     def _check_ready(self) -> None:
@@ -151,6 +200,38 @@ class Statistics(Generic[P]):
             if bool((asked & new).any()):
                 self._sum([p for p, is_new in zip(self._local, asked & new, strict=True) if is_new])
         return [p for p, is_asked in zip(self._local, asked, strict=True) if is_asked]
+
+    def _sum_over_ranks(
+        self, parameters: Sequence[P], pack: Callable[[], list[Tensor]]
+    ) -> list[Sums]:
+        """Sum one vector for each parameter over all ranks. Collective.
+
+        Args:
+            parameters: the same on every rank.
+            pack: a local step that makes the vectors of this rank, fp64: two numbers, whose sums
+                are 0 if ranks with the same data have seen as much, and have the same second sums;
+                then counts, first and second sums.
+
+        Raises:
+            ValueError: sums that are not finite; ranks with the same data that differ. On every
+                rank.
+
+        Cost: one all-reduce of 8 bytes per element.
+        """
+        shapes = [self._shapes(parameter.layout) for parameter in parameters]
+        sizes = [[2, *map(math.prod, of_row)] for of_row in shapes]
+        total = self._communicator.reduce_floats(sum(map(sum, sizes)), lambda: torch.cat(pack()))
+        rows = torch.split(total, list(map(sum, sizes)))
+        found = []
+        for parameter, of_row, size, row in zip(parameters, shapes, sizes, rows, strict=True):
+            if not bool(row.isfinite().all()):
+                raise ValueError(f"{parameter.label}: {self._NOT_FINITE}")
+            differences, *parts = torch.split(row, size)
+            allowed = torch.stack([parts[0].sum(), parts[2].sum()]) * _TOLERANCES
+            if bool((differences.abs() > allowed).any()):
+                raise ValueError(f"{parameter.label}: {self._UNEQUAL}")
+            found.append(Sums(*(p.reshape(s).clone() for p, s in zip(parts, of_row, strict=True))))
+        return found
 
     def _by_pair(self, parameters: Sequence[P], value: Callable[[P], V]) -> dict[NamedParameter, V]:
         """A value of each parameter that this rank has, by (module, name)."""
@@ -214,22 +295,6 @@ class Statistics(Generic[P]):
                 f"{more}, or leave them out.",
                 stacklevel=stacklevel + 1,
             )
-
-
-def sum_over_ranks(
-    sizes: Sequence[int], pack: Callable[[], list[Tensor]], communicator: Communicator
-) -> tuple[Tensor, ...]:
-    """Sum one fp64 vector for each parameter over all ranks. Collective.
-
-    Args:
-        sizes: of the vectors, equal on every rank.
-        pack: a local step that makes those of this rank.
-        communicator: all ranks that take part.
-
-    Cost: one all-reduce of 8 bytes per element.
-    """
-    total = communicator.reduce_floats(sum(sizes), lambda: torch.cat(pack()))
-    return torch.split(total, list(sizes))
 
 
 def difference_of(value: float, ranks: Sequence[int], rank: int) -> float:
