@@ -425,9 +425,7 @@ class Communicator:
     def _raise_everywhere(self, error: BaseException | None) -> NoReturn:
         told = "" if error is None else f"{type(error).__name__}\n{_text_of(error)}"
         texts, number_of = self.distinct_texts(told[:_MOST_CHARACTERS])
-        failed = [
-            (rank, texts[n]) for rank, n in zip(self.ranks, number_of, strict=True) if texts[n]
-        ]
+        failed = [self.ranks[i] for i, number in enumerate(number_of) if texts[number]]
         is_interrupt = error is not None and not isinstance(error, Exception)
         if error is not None and (len(failed) == self.size or is_interrupt):
             self._note_told(error)
