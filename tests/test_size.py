@@ -39,15 +39,15 @@ ROOMS = {
     "selection": (3624, 22),
     "selftest.py": (296, 1),
     "shards": (1241, 10),
-    "statistics": (1741, 10),
+    "statistics": (1724, 10),
     "streaming": (1211, 9),
     "testing.py": (246, 1),
     "verification": (719, 5),
     "wrappers": (1984, 14),
 }
-TOTAL = (29292, 209)
+TOTAL = (29275, 209)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 43024, "launch": 965}
+FOLDERS = {"tests": 42740, "launch": 965}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,
