@@ -54,6 +54,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,14 @@ class Recipe(Request):
                 "it says what to do with a checkpoint. `distprune prune` prunes checkpoints."
             )
         assert self.budget != "owl"
-        limits = (self.min_sparsity, self.max_sparsity) if self.has_limits else (None, None)
+        bounds: dict[str, Any] = {"min_sparsity": self.min_sparsity}
+        bounds["max_sparsity"] = self.max_sparsity
+        bounds = bounds if self.has_limits else {}
+        if self.budget is not None:
+            from distprune import budgets
+
+            rule = budgets.erk if self.budget == "erk" else budgets.uniform
+            bounds = {"budget": partial(rule, **bounds)}
         return ScheduledPruner(
             select(
                 model,
@@ -111,10 +119,8 @@ class Recipe(Request):
             self.course,
             pruning_method=_random(self.seed) if self.score == "random" else L1Unstructured,
             group=group,
-            min_sparsity=limits[0],
-            max_sparsity=limits[1],
             normalize=self.normalize,
-            budget=self.budget,
+            **bounds,
             scope=self.scope,
             pattern=self.pattern,
             input_dims=dict(self.input_dims),

@@ -119,21 +119,20 @@ class LanguageModel:
             score = CRITERIA[criterion]
             self._scores[criterion] = None if score is None else self.text.of(score)
         grams = self.text.grams if update == "least-squares" else None
-        keywords: dict[str, Any] = {"scope": scope}
+        keywords: dict[str, Any] = {"scope": scope, "amount": sparsity}
         if ":" in scope:
             keywords = {"pattern": scope}
         elif scope == "global-rms":
-            keywords = {"normalize": "rms"}
+            keywords = {"normalize": "rms", "amount": sparsity}
         elif scope == "owl":
-            keywords = {"budget": budgets.OWL(self.text.statistics)}
+            keywords = {"amount": budgets.owl(self.parameters, sparsity, self.text.statistics)}
         elif scope in ("uniform", "erk"):
-            keywords = {"budget": scope}
+            keywords = {"amount": getattr(budgets, scope)(self.parameters, sparsity)}
         torch.manual_seed(self.settings.seed)
         report = prune.global_unstructured(
             self.parameters,
             prune.RandomUnstructured if criterion == "random" else prune.L1Unstructured,
             self._scores[criterion],
-            amount=sparsity,
             **keywords,
         )
         return report, None if grams is None else prune.reconstruct(self.parameters, grams)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import numbers
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from distprune.base.amount import Amount, SparsityBound
+from distprune.base.amount import Amount, Sparsities, SparsityBound
 from distprune.base.blocks import Scope
 from distprune.base.exact_sums import Normalization, check_normalization
-from distprune.budgets import BudgetLike, to_budget
-from distprune.call.grouping import InputDims, to_rule
 from distprune.call.importance_scores import check_mapping, check_order
 from distprune.call.report import PruningReport, warn_of_collapse
-from distprune.call.request import ByBudget, InGroups, OneRanking, PruningArguments
+from distprune.call.request import InputDims, PruningArguments
 from distprune.call.run import prune_parameters
+from distprune.call.segments import to_rule
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.ranks.process_groups import world
@@ -30,9 +30,8 @@ def global_unstructured(
     pruning_method: type[BasePruningMethod],
     importance_scores: Scores | None = None,
     *,
-    amount: Amount | None = None,
+    amount: Amount | Sparsities | None = None,
     group: ProcessGroup | None = None,
-    budget: BudgetLike | None = None,
     min_sparsity: SparsityBound | None = None,
     max_sparsity: SparsityBound | None = None,
     pipeline_parallel: bool = False,
@@ -67,16 +66,12 @@ def global_unstructured(
             DTensor laid out like it, or, under FSDP1, this rank's run of it: 1-d, in the order
             of the parameter's memory, as its gradient is. Parameters that are not in it rank by
             value. A tied parameter may stand under any of its names; any other key is an error.
-        amount: for the method: a fraction of what is unpruned in [0, 1], or a count. May be left
-            out with a ``budget`` of given sparsities, from which it follows.
+        amount: a fraction of what is unpruned in [0, 1], or a count, of all parameters together; or
+            a mapping from (module, name), or from full names, to the sparsity of every parameter,
+            such as ``budgets.erk(parameters, 0.5)`` gives. With a mapping each parameter is ranked
+            by itself: of n elements it has round(sparsity * n) pruned ones after the call, halves
+            to even, or as many as before, if these are more. For methods that rank, as the bounds.
         group: the ranks that take part; every rank by default.
-        budget: gives each parameter an exact number of pruned elements, instead of one ranking over
-            all of them: "uniform", "erk"; a mapping from (module, name), or
-            from full names, to the sparsity of every parameter; or an object of
-            :mod:`distprune.budgets`, such as ``budgets.OWL(ratios)``. The total is what ``amount``
-            says, as always. Counts are of what is pruned after the call: a parameter that is pruned
-            further already, or that a floor or a ceiling holds, keeps its own count, and the others
-            share the rest by the same rule. For methods that rank, as the bounds.
         min_sparsity, max_sparsity: how much of each single parameter is to be pruned after
             the call, at least and at most: a sparsity in [0, 1] for all of them, or a mapping from
             (module, name), or from full names, for some. Of n elements at least ceil(min_sparsity
@@ -104,7 +99,7 @@ def global_unstructured(
             transformers' Conv1D, a filter of a convolution. With the last two, ``amount`` is a
             fraction: the sparsity of every layer or row after the call, rounded to a count by
             itself, halves to even. Elements that are pruned already count, and stay pruned. For
-            methods that rank, as the bounds; with neither these nor a budget.
+            methods that rank, as the bounds; without these, and without a mapping.
         pattern: "N:M" instead of an amount: of every M neighbours along the inputs, N are kept; of
             a convolution, at each position of the kernel. M has to divide the number of inputs.
         input_dims: where the inputs of a parameter lie, if its module does not say it, as for
@@ -121,10 +116,10 @@ def global_unstructured(
             arguments of a wrong type.
         ValueError: scores of a parameter that is not in the list; a NaN score, or an infinite one
             with ``normalize``; an amount out of range, an empty list; an amount that is too small
-            for the floors or too large for the ceilings, or does not fit the budget; ranks that
-            differ in their arguments. Named, on every rank.
-        NotImplementedError: a layout or wrapper that is not supported; a method that does
-            not say how it works on shards, or that does not rank, with bounds or a budget.
+            for the floors or too large for the ceilings; ranks that differ in their arguments.
+            Named, on every rank.
+        NotImplementedError: a layout or wrapper that is not supported; a method that does not say
+            how it works on shards, or that does not rank, with bounds, a mapping or a scope.
 
     On an error no module has changed, on any rank.
 
@@ -136,9 +131,9 @@ def global_unstructured(
     model; memory for the masks and a few megabytes. With ``normalize`` two more reads, and 24
     bytes per parameter. With bounds, two to four times as much
     in practice (one ranking per round of within_bounds.[Note: active set]), and about 100 KB
-    more per parameter whose bound decides. With a budget there is no common ranking but one of
-    each parameter, side by side: about 70 KB per parameter. The scope "layer" costs as much
-    as a budget. Rows and groups of N:M that are whole on a rank take one read, and memory for a
+    more per parameter whose bound decides. With a mapping or the scope "layer" there is no common
+    ranking but one of each parameter, side by side: about 70 KB per parameter. Rows and groups of
+    N:M that are whole on a rank take one read, and memory for a
     chunk or, where they are columns, for a matrix of up to 4M elements. Those that the sharding
     cuts (row-wise TP, the edges of FSDP1's runs) take one read more, and each key is all-reduced:
     2, 4 or 8 bytes of an element.
@@ -149,7 +144,6 @@ def global_unstructured(
             pruning_method,
             importance_scores,
             amount=amount,
-            budget=budget,
             min_sparsity=min_sparsity,
             max_sparsity=max_sparsity,
             pipeline_parallel=pipeline_parallel,
@@ -170,8 +164,7 @@ def global_arguments(
     pruning_method: Callable[..., BasePruningMethod],
     importance_scores: Scores | None = None,
     *,
-    amount: Amount | None = None,
-    budget: BudgetLike | None = None,
+    amount: Amount | Sparsities | None = None,
     min_sparsity: SparsityBound | None = None,
     max_sparsity: SparsityBound | None = None,
     pipeline_parallel: bool = False,
@@ -184,20 +177,18 @@ def global_arguments(
     """The arguments of :func:`global_unstructured`, checked, with the method made. Local."""
     check_mapping(importance_scores)
     check_normalization(normalize)
-    rule = to_budget(budget)
-    group_rule = to_rule(scope, pattern, amount)
-    if group_rule is not None and (rule is not None or not (min_sparsity is max_sparsity is None)):
+    rule = to_rule(scope, pattern, amount)
+    has_bounds = not (min_sparsity is max_sparsity is None)
+    if has_bounds and (rule is not None or isinstance(amount, Mapping)):
         raise ValueError(
-            f"budget={budget!r}, min_sparsity={min_sparsity!r}, max_sparsity={max_sparsity!r} "
-            f"beside scope={scope!r}, pattern={pattern!r}; expected one of them: each decides how "
-            "much of every parameter is pruned."
+            f"min_sparsity={min_sparsity!r}, max_sparsity={max_sparsity!r} beside a mapping as "
+            "amount, a scope or a pattern; expected one of them: each decides how much of every "
+            "parameter is pruned. The functions of distprune.budgets take such bounds."
         )
-    has_amount = amount is not None or not (
-        pattern is not None or (rule is not None and rule.gives_total)
-    )
-    if amount is not None or not has_amount:
-        # Without an amount the budget gives the total, and the method's own is not used.
-        kwargs = {"amount": 0 if amount is None else amount, **kwargs}
+    if amount is not None or pattern is not None:
+        # A mapping or a pattern gives the total, and the method's own amount is not used.
+        of_method = amount if isinstance(amount, numbers.Number) else 0
+        kwargs = {"amount": of_method, **kwargs}
     method = pruning_method(**kwargs)
     kind = getattr(method, "PRUNING_TYPE", None)
     if kind != "unstructured":
@@ -206,13 +197,6 @@ def global_arguments(
             f"{pruning_method} has type {kind!r}."
         )
     check_order(importance_scores, method)
-    share: OneRanking | InGroups
-    if group_rule is not None:
-        share = InGroups(group_rule, input_dims)
-    elif rule is not None:
-        share = ByBudget(min_sparsity, max_sparsity, budget=rule, has_amount=has_amount)
-    else:
-        share = OneRanking(min_sparsity, max_sparsity)
     return PruningArguments(
         parameters=parameters,
         method=method,
@@ -220,7 +204,10 @@ def global_arguments(
         importance_scores=importance_scores,
         facts=method.describe_arguments((), kwargs),
         amount=amount,
+        min_sparsity=min_sparsity,
+        max_sparsity=max_sparsity,
+        rule=rule,
+        input_dims=input_dims,
         pipeline_parallel=pipeline_parallel,
         normalize=normalize,
-        share=share,
     )

@@ -23,6 +23,8 @@ from fractions import Fraction
 from typing import Any
 
 Amount = int | float
+# By (module, name) or full name.
+Sparsities = Mapping[Any, float | Fraction]
 
 
 def validate_amount(amount: Amount) -> None:
@@ -80,7 +82,7 @@ def checked_count(amount: Amount, tensor_size: int) -> int:
 
 
 # One bound for all parameters, or by (module, name) or full name.
-SparsityBound = float | Fraction | Mapping[Any, float | Fraction]
+SparsityBound = float | Fraction | Sparsities
 # The bounds by name, as keywords, recipes and reports have them.
 FLOOR, CEILING = "min_sparsity", "max_sparsity"
 
@@ -99,7 +101,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Bounded:
-    """What the bounds and the budget of a parameter depend on: its names, and its size.
+    """What the bounds and the sparsity of a parameter depend on: its names, and its size.
 
     Attributes:
         label: its name in messages.

@@ -9,19 +9,12 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from distprune.base.amount import Bounded, Bounds, to_bounds
 from distprune.base.naming import checked_pair, label_of, tied_places
-from distprune.call.grouping import Grouping, agree_on_grouping
 from distprune.call.importance_scores import by_parameter, local_scores
 from distprune.call.replicas import agree_on_copies
 from distprune.call.request import (
-    ByBudget,
-    Divided,
     Fact,
-    InGroups,
     ParameterArguments,
-    PruningArguments,
-    Together,
 )
 from distprune.masks.checks import check_binary, check_idle, check_owners, check_state
 from distprune.ranks.collectives import Communicator
@@ -64,55 +57,6 @@ def read_parameters(
     return arguments, agree_on_copies(
         targets, communicator, "parameters", pipeline_parallel=arguments.pipeline_parallel
     )
-
-
-def agree_on_share(
-    arguments: PruningArguments, targets: Sequence[Shard], communicator: Communicator
-) -> Together | Grouping:
-    """How the pruned elements are shared, settled for the parameters of the call.
-
-    Raises:
-        TypeError: a bound that is no number.
-        ValueError: a bound outside [0, 1], a floor above a ceiling, a key that is no parameter; a
-            budget or a pattern that does not fit the parameters; any of them differs between
-            ranks. On every rank.
-
-    Cost: an all-reduce of 40 bytes for bounds, for a budget, and for groups.
-    """
-    share = arguments.share
-    if isinstance(share, InGroups):
-        return agree_on_grouping(
-            share.rule,
-            share.input_dims,
-            targets,
-            communicator,
-            pipeline_parallel=arguments.pipeline_parallel,
-        )
-    bounds = None
-    if share.has_bounds:
-        bounds = communicator.run(
-            lambda: to_bounds(_bounded(targets), share.min_sparsity, share.max_sparsity),
-            lambda bounds: _describe_bounds(targets, bounds),
-        )
-    if not isinstance(share, ByBudget):
-        return Together(bounds)
-    division = communicator.run(
-        lambda: share.budget.divide(_bounded(targets)), lambda division: division.facts
-    )
-    return Divided(bounds, division=division, has_amount=share.has_amount)
-
-
-def _bounded(targets: Sequence[Shard]) -> list[Bounded]:
-    return [Bounded(t.name, (t.name, *t.places), t.numel, tuple(t.shape)) for t in targets]
-
-
-def _describe_bounds(targets: Sequence[Shard], bounds: Bounds | None) -> list[Fact]:
-    if bounds is None:
-        return []
-    return [
-        (f"bounds of {target.name}", f"{low} to {high} pruned elements")
-        for target, low, high in zip(targets, bounds.lowest, bounds.highest, strict=True)
-    ]
 
 
 def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Shard]:

@@ -410,7 +410,7 @@ def warn_of_collapse(report: PruningReport) -> None:
         f"the ranking over all parameters has left hardly anything of {', '.join(shown)}, where "
         f"{report.sparsity:.2%} of all elements are pruned: the scores of {few} are smaller than "
         "those of the others, and the model may be useless. Compare the parameters by "
-        "normalize='rms', divide the amount among them by budget='uniform', or bound what each may "
+        "normalize='rms', divide the amount among them (budgets.uniform), or bound what each may "
         "lose by max_sparsity=.",
         stacklevel=3,
     )

@@ -2,52 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from distprune.base.amount import Amount, Bounds, SparsityBound
+from distprune.base.amount import Amount, Bounds, Sparsities, SparsityBound
 from distprune.base.blocks import BlockRule
 from distprune.base.exact_sums import Normalization
-from distprune.budgets.base import Budget, Division
-from distprune.call.grouping import Grouping, InputDims
 from distprune.masks.hook import PruningHook
 from distprune.ranks.collectives import Communicator
+from distprune.selection.block_cuts import BlockedParameter
 from distprune.selection.passes import count_live
 from distprune.selection.scores import scores_in_memory
 from distprune.shards.factored import FactoredScores
 from distprune.shards.parameters import Scores
 from distprune.shards.shard import Shard
 
+# By (module, name), or a pattern for full names: the dimensions that an output sums over.
+InputDims = Mapping[Any, int | Sequence[int]]
+
 
 @dataclass(frozen=True)
-class Together:
-    """One ranking over all parameters.
+class Segments:
+    """What a call ranks together, and how much of it goes; the same on all ranks.
+
+    By default all elements of all parameters are one segment.
 
     Attributes:
-        bounds: how much of every parameter is to be pruned after the call; None: no bounds.
-        compares_parameters: whether scores of different parameters are compared.
+        bounds: of this segment: how much each parameter is to lose, at least and at most.
+        counts: per parameter, if each is a segment: its pruned elements after the call.
+        blocks: per parameter, its rows or groups of N:M, if these are segments; None where this
+            rank has no element of it.
+        wanted: per parameter, the sparsity that it is to have; None where parameters compete.
     """
 
     bounds: Bounds | None = None
-    compares_parameters = True
+    counts: tuple[int, ...] | None = None
+    blocks: tuple[BlockedParameter | None, ...] | None = None
+    wanted: tuple[float, ...] | None = None
+
+    @property
+    def compares_parameters(self) -> bool:
+        """Whether scores of different parameters are compared."""
+        return self.wanted is None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Divided(Together):
-    """Exact numbers of pruned elements of every parameter.
-
-    Attributes:
-        division: gives the numbers, within the bounds.
-        has_amount: whether the caller gave an amount; without one the division gives the total.
-    """
-
-    division: Division
-    has_amount: bool = True
-    compares_parameters = False
+ONE_SEGMENT = Segments()
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class PruningCall:
         communicator: the ranks that take part.
         normalize: what the scores of each parameter are divided by before they are ranked; None:
             they are ranked as they are.
-        share: how the pruned elements are shared among the parameters.
+        segments: what is ranked together, and how much of it goes.
     """
 
     shards: Sequence[Shard]
@@ -72,7 +75,7 @@ class PruningCall:
     mask_dtypes: Sequence[torch.dtype]
     communicator: Communicator
     normalize: Normalization | None = None
-    share: Together | Grouping = Together()
+    segments: Segments = ONE_SEGMENT
 
     @property
     def is_local(self) -> bool:
@@ -82,7 +85,7 @@ class PruningCall:
     @property
     def is_limited(self) -> bool:
         """Whether anything but one free ranking divides what is pruned among the parameters."""
-        return self.share != Together()
+        return self.segments != ONE_SEGMENT
 
     def score_or_value(self, position: int) -> Tensor:
         """The given scores of a parameter, or its values; N-d.
@@ -195,78 +198,42 @@ class ParameterArguments:
         return [*self.facts, ("pipeline_parallel", str(self.pipeline_parallel))]
 
 
-@dataclass(frozen=True)
-class OneRanking:
-    """One ranking over all parameters decides how much each of them loses.
-
-    Attributes:
-        min_sparsity, max_sparsity: floors and ceilings of single parameters, as the caller gave
-            them; None: none.
-    """
-
-    min_sparsity: SparsityBound | None = None
-    max_sparsity: SparsityBound | None = None
-
-    @property
-    def has_bounds(self) -> bool:
-        """Whether single parameters may be bounded."""
-        return self.min_sparsity is not None or self.max_sparsity is not None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ByBudget(OneRanking):
-    """A budget decides how much each parameter loses, within the bounds.
-
-    Attributes:
-        budget: the rule.
-        has_amount: whether the caller gave an amount; without one, the budget gives the total.
-    """
-
-    budget: Budget
-    has_amount: bool = True
-
-
-@dataclass(frozen=True)
-class InGroups:
-    """Layers, rows, or groups N:M are ranked on their own.
-
-    Attributes:
-        rule: which groups there are, and how much they lose.
-        input_dims: dimensions that outputs sum over, where modules do not say it.
-    """
-
-    rule: BlockRule
-    input_dims: InputDims | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class PruningArguments(ParameterArguments):
-    """The arguments of a call that prunes.
+    """The arguments of a call that prunes; see ``global_unstructured``.
 
     Attributes:
         method: decides the masks.
         make_hook: makes what is registered on a module.
-        amount: what the report says of the amount.
+        amount: of the method, or a mapping to sparsities; None for a pattern.
+        min_sparsity, max_sparsity: floors and ceilings of single parameters.
+        rule: a scope or a pattern; None: all elements are ranked together.
+        input_dims: dimensions that outputs sum over, where modules do not say it.
         normalize: what the scores of each parameter are divided by, if anything.
-        share: how the pruned elements are shared among the parameters.
     """
 
     method: DecidesMasks
     make_hook: MakeHook
-    amount: Amount | None = None
+    amount: Amount | Sparsities | None = None
+    min_sparsity: SparsityBound | None = None
+    max_sparsity: SparsityBound | None = None
+    rule: BlockRule | None = None
+    input_dims: InputDims | None = None
     normalize: Normalization | None = None
-    share: OneRanking | InGroups = OneRanking()
+
+    @property
+    def divides(self) -> bool:
+        """Whether anything but one free ranking decides how much each parameter loses."""
+        bounds = (self.min_sparsity, self.max_sparsity)
+        return self.rule is not None or isinstance(self.amount, Mapping) or bounds != (None, None)
 
     def all_facts(self) -> list[Fact]:
         """Everything that must be equal on all ranks, but for the parameters themselves."""
-        share = self.share
-        has_bounds = isinstance(share, OneRanking) and share.has_bounds
-        budget = repr(share.budget) if isinstance(share, ByBudget) else "none"
-        rule = str(share.rule) if isinstance(share, InGroups) else "None"
+        has_bounds = (self.min_sparsity, self.max_sparsity) != (None, None)
         return [
             *super().all_facts(),
             ("normalize", str(self.normalize)),
             ("bounds on the sparsity of parameters", "given" if has_bounds else "none"),
-            ("budget", budget),
-            ("scope or pattern", rule),
+            ("amount", "by parameter" if isinstance(self.amount, Mapping) else "one"),
+            ("scope or pattern", str(self.rule)),
         ]

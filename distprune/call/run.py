@@ -8,27 +8,26 @@ every rank; see collectives.[Note: all or none].
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from distprune.base.amount import Bounds
 from distprune.base.garbage import without_garbage_collection
 from distprune.base.report_text import share as share_of
-from distprune.call.grouping import Grouping
-from distprune.call.reading import agree_on_share, read_parameters
+from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare, for_comparison, is_on_rank
 from distprune.call.report import ParameterReport, PruningReport, find_collapsed
 from distprune.call.request import (
     Decision,
-    Divided,
     ParameterArguments,
     PruningArguments,
     PruningCall,
-    Together,
 )
+from distprune.call.segments import agree_on_segments
 from distprune.masks.attach import Transaction, mask_dtype
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import MaskRecord, PruningHook
@@ -66,7 +65,7 @@ def prune_parameters(
             code of a caller has run since; without importance scores.
 
     Raises:
-        NotImplementedError: there are bounds or a budget, and the method does not rank.
+        NotImplementedError: there are bounds or segments, and the method does not rank.
         Exception: whatever any rank raised, on every rank; no module has changed then.
     """
     started = time.perf_counter()
@@ -81,7 +80,7 @@ def prune_parameters(
         else:
             arguments = communicator.run(make_arguments, lambda made: made.all_facts())
             targets = counted.targets
-        share = agree_on_share(arguments, targets, communicator)
+        segments = agree_on_segments(arguments, targets, communicator)
         method = arguments.method
         with torch.no_grad():
             if counted is None:
@@ -96,18 +95,18 @@ def prune_parameters(
                     mask_dtypes=[mask_dtype(t) for t in targets],
                     communicator=communicator,
                     normalize=arguments.normalize,
-                    share=share,
+                    segments=segments,
                 )
             )
         if decision.bound_of is None:
-            _refuse_options_of_rankings(arguments, share)
+            _refuse_options_of_rankings(arguments)
         num_pruned = attach_masks(targets, num_live, decision, arguments, communicator)
-    entries = _report_each(targets, num_live, num_pruned, decision, share)
+    entries = _report_each(targets, num_live, num_pruned, decision, segments.bounds)
     shapes = [target.shape for target in targets]
     is_ranked = decision.bound_of is not None
     return PruningReport(
         method=type(method).__name__,
-        amount=arguments.amount,
+        amount=None if isinstance(arguments.amount, Mapping) else arguments.amount,
         parameters=entries,
         threshold=decision.threshold,
         num_ties=decision.num_ties,
@@ -145,15 +144,15 @@ def count_live(
         return Counted(targets, count_live_and_compare(targets, reads_values, communicator))
 
 
-def _refuse_options_of_rankings(arguments: PruningArguments, share: Together | Grouping) -> None:
+def _refuse_options_of_rankings(arguments: PruningArguments) -> None:
     """Raise NotImplementedError if a method that does not rank was given what needs a ranking."""
     examples = "L1Unstructured, RandomUnstructured"
-    if isinstance(share, Divided):
-        what = "budget has"
-    elif isinstance(share, Together) and share.bounds is not None:
-        what = "min_sparsity and max_sparsity have"
-    elif isinstance(share, Grouping):
+    if arguments.rule is not None:
         what = "scope and pattern have"
+    elif isinstance(arguments.amount, Mapping):
+        what = "a mapping as amount has"
+    elif arguments.divides:
+        what = "min_sparsity and max_sparsity have"
     elif arguments.normalize is not None:
         what, examples = f"normalize={arguments.normalize!r} has", "L1Unstructured"
     else:
@@ -170,10 +169,9 @@ def _report_each(
     num_live: Sequence[int],
     num_pruned: Sequence[int],
     decision: Decision,
-    share: Together | Grouping,
+    bounds: Bounds | None,
 ) -> tuple[ParameterReport, ...]:
     """What was asked of every parameter, and what was done."""
-    bounds = share.bounds if isinstance(share, Together) else None
     entries = []
     for i, target in enumerate(targets):
         size = target.numel

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distprune.base.amount import Bounds, bound_met
+from distprune.base.amount import bound_met
 from distprune.base.naming import UnfitScores
-from distprune.budgets.outliers import OWL, OWL_MULTIPLE, block_of, outlier_ratios
+from distprune.budgets.lines import divided, exact_number, owl_lines
+from distprune.budgets.outliers import OWL_MULTIPLE, block_of, outlier_ratios
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.planning import Plan, PlannedGroup, bytes_to_count
 from distprune.files.reading import Source
-from distprune.files.selecting import bounded_of, check_budget
+from distprune.files.selecting import check_budget
 from distprune.files.team import Team
 from distprune.ranks.collectives import Communicator
 from distprune.recipes import BUDGET_FROM_STATISTICS
@@ -198,8 +199,9 @@ def _limits(
         names = [entry.name for entry in entries]
         blocks = list(map(block_of, names))
         ratios = outlier_ratios(scores, num_numbers, blocks, OWL_MULTIPLE, communicator)
-        division = OWL(dict(zip(names, ratios, strict=True))).divide(bounded_of(entries))
-        counts = tuple(division.counts(Bounds(lowest, highest), group.num_to_prune)[0])
+        exact = [exact_number("outlier ratio", ratio) for ratio in ratios]
+        lines = owl_lines([entry.numel for entry in entries], exact)
+        counts = tuple(divided(lines, lowest, highest, group.num_to_prune))
     sizes = [tensor.entry.numel for tensor in tensors]
     bounds = list(map(bound_met, counts, lowest, highest, sizes, [0] * len(counts)))
     return Limits(counts, counts), bounds

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distprune.base.amount import Bounds, resolve_count
+from distprune.base.amount import resolve_count
 from distprune.base.blocks import Blocks, Layout
 from distprune.base.garbage import without_garbage_collection
 from distprune.base.selecting import natural_key
@@ -208,13 +208,11 @@ def _plan_group(
     if not recipe.is_global:
         of_each = [num_blocks * num_pruned for num_blocks, num_pruned in counts]
     if recipe.budget in ("uniform", "erk"):
-        from distprune.budgets import to_budget  # torch comes with it
+        from distprune.budgets.lines import divided, lines_of
 
-        budget = to_budget(recipe.budget)
-        assert budget is not None
         lowest, highest = zip(*limits, strict=True)
-        division = budget.divide(bounded_of(entries))
-        of_each, _ = division.counts(Bounds(lowest, highest), num_to_prune)
+        lines = lines_of(recipe.budget, bounded_of(entries))
+        of_each = divided(lines, lowest, highest, num_to_prune)
     tensors, offset = [], 0
     for entry, layout, (_, num_pruned), limit, count in zip(
         entries, of_tensors, counts, limits, of_each, strict=True

@@ -12,10 +12,10 @@ from torch import nn
 
 from distprune.api.local import is_pruned
 from distprune.api.select import select
+from distprune.base.amount import Sparsities
 from distprune.base.blocks import Scope
 from distprune.base.exact_sums import Normalization
 from distprune.base.schedules import Schedule
-from distprune.budgets import BudgetLike
 from distprune.call.report import PruningReport
 from distprune.call.request import ParameterArguments
 from distprune.call.run import count_live
@@ -62,7 +62,7 @@ class PlannedPruning:
         scope: Scope = "global",
         pattern: str | None = None,
         normalize: Normalization | None = None,
-        budget: BudgetLike | None = None,
+        budget: Callable[[Pairs, float], Sparsities] | None = None,
         permanent: bool = True,
         verify_every: int | None = None,
     ) -> None:

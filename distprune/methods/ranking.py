@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from distprune.base.amount import Amount, Bounds, bound_met, checked_count
+from distprune.base.amount import Amount, Bounds, checked_count
 from distprune.base.hashing import draw_seed
-from distprune.call.grouping import Grouping
-from distprune.call.request import Decision, Divided, LocalMasks, PruningCall, Together
+from distprune.call.request import Decision, LocalMasks, PruningCall
 from distprune.ranks.collectives import Communicator
 from distprune.selection.candidates import Candidates, KeySource, PartCut, Ranked, candidates_of
 from distprune.selection.in_blocks import prune_in_blocks
@@ -60,9 +59,8 @@ class ByScore:
                 On every rank.
         """
         sources: Sequence[ScoreSource] | None = None
-        # With a budget, a scope or a pattern N:M, parameters are not compared, or by scores that a
-        # factor does not change.
-        if call.normalize is not None and call.share.compares_parameters:
+        # Where parameters are segments of their own, a factor changes nothing.
+        if call.normalize is not None and call.segments.compares_parameters:
             scored = call.communicator.run(
                 lambda: list(map(Scored.of_shard, call.shards, self.make_scores(call)))
             )
@@ -218,15 +216,14 @@ def rank(call: PruningCall, amount: Amount, ranking: ByScore | AtRandom) -> Deci
     )
     names = [shard.name for shard in call.shards]
     ranked = Ranked(parts, names, call.num_live, keys, call.communicator)
-    share = call.share
-    if isinstance(share, Grouping) and share.rule.needs_input_dim:
-        num_pruned = prune_in_blocks(ranked, share.parameters, flat)
+    if call.segments.blocks is not None:
+        num_pruned = prune_in_blocks(ranked, call.segments.blocks, flat)
         return Decision(
             lambda: LocalMasks(masks, num_pruned),
             bound_of=[None] * len(names),
-            wanted=[share.rule.wanted] * len(names),
+            wanted=call.segments.wanted,
         )
-    k, bounds, wanted = divide(call, amount)
+    k, bounds = divide(call, amount)
     selection: Selection | None
     if bounds is None:
         selection = select_lowest(ranked, k, drafts=flat)
@@ -239,10 +236,9 @@ def rank(call: PruningCall, amount: Amount, ranking: ByScore | AtRandom) -> Deci
     def finish() -> LocalMasks:
         return LocalMasks(masks, write_masks(parts, cuts, flat, drafted))
 
-    bound_of = [cut.bound for cut in cuts]
-    if wanted is not None and bounds is not None:
-        bound_of = bounds_met(call, bounds.lowest)
-    decision = Decision(finish, bound_of=bound_of, wanted=wanted)
+    is_decided = call.segments.counts is not None
+    bound_of = [None if is_decided else cut.bound for cut in cuts]
+    decision = Decision(finish, bound_of=bound_of, wanted=call.segments.wanted)
     if keys is RANDOM_KEYS or selection is None or not k:
         return decision
     return replace(
@@ -295,50 +291,19 @@ def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
     write_keep(part, 0, selection.cut, mask.view(-1), mask.view(-1))
 
 
-def divide(call: PruningCall, amount: Amount) -> tuple[int, Bounds | None, Sequence[float] | None]:
-    """How many elements to prune, and the bounds of each parameter.
+def divide(call: PruningCall, amount: Amount) -> tuple[int, Bounds | None]:
+    """How many elements to prune, and the bounds of each parameter: equal ones for exact counts.
 
     Args:
-        call: the parameters, without groups inside of them.
-        amount: how many elements, as a fraction of what is unpruned or a count; not used if the
-            budget or the scope "layer" gives the total.
-
-    Returns:
-        Elements to prune now; the bounds, or exact counts, where lowest and highest are equal; and
-        with those the sparsity that each parameter is to have.
-
-    Raises:
-        ValueError: the bounds or the budget do not allow for the amount; on every rank.
+        call: the parameters, without segments inside of them.
+        amount: how many elements, as a fraction of what is unpruned or a count; not used if each
+            parameter has a count.
     """
-    share = call.share
-    sizes = [shard.numel for shard in call.shards]
-    pruned = [size - live for size, live in zip(sizes, call.num_live, strict=True)]
-    if isinstance(share, Grouping):  # layers; what is pruned already counts, and stays
-        own = [share.rule.counts(size, None)[1] for size in sizes]
-        ends = tuple(map(max, own, pruned))
-        return sum(ends) - sum(pruned), Bounds(ends, ends), [share.rule.wanted] * len(sizes)
-    if not isinstance(share, Divided):
-        return checked_count(amount, sum(call.num_live)), share.bounds, None
-    bounds = share.bounds or Bounds((0,) * len(sizes), tuple(sizes))
-    within = Bounds(tuple(map(max, pruned, bounds.lowest)), tuple(map(max, pruned, bounds.highest)))
-    total = None
-    if share.has_amount:
-        k = checked_count(amount, sum(call.num_live))
-        limits_for(k, bounds, sizes, call.num_live)
-        total = sum(pruned) + k
-    counts, wanted = share.division.counts(within, total)
-    exact = tuple(counts)
-    return sum(exact) - sum(pruned), Bounds(exact, exact), wanted
-
-
-def bounds_met(call: PruningCall, counts: Sequence[int]) -> list[str | None]:
-    """Per parameter, the floor or the ceiling that its exact count meets, if any."""
-    bounds = call.share.bounds if isinstance(call.share, Together) else None
-    if bounds is None:
-        return [None] * len(call.shards)
-    return [
-        bound_met(count, low, high, shard.numel, shard.numel - live)
-        for shard, live, count, low, high in zip(
-            call.shards, call.num_live, counts, bounds.lowest, bounds.highest, strict=True
-        )
-    ]
+    counts = call.segments.counts
+    if counts is None:
+        return checked_count(amount, sum(call.num_live)), call.segments.bounds
+    # What is pruned already counts, and stays.
+    pairs = zip(call.shards, call.num_live, strict=True)
+    pruned = [shard.numel - live for shard, live in pairs]
+    ends = tuple(map(max, counts, pruned))
+    return sum(ends) - sum(pruned), Bounds(ends, ends)

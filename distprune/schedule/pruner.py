@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from distprune.base.amount import (
     Amount,
     Bounded,
     Bounds,
+    Sparsities,
     SparsityBound,
     resolve_count,
     to_bounds,
@@ -24,12 +26,10 @@ from distprune.base.blocks import Scope
 from distprune.base.exact_sums import Normalization, check_normalization
 from distprune.base.naming import Pair, checked_pair, label_of, tied_places, unwrap
 from distprune.base.schedules import Schedule
-from distprune.budgets import BudgetLike, to_budget
-from distprune.budgets.base import Sparsities
-from distprune.call.grouping import InputDims, to_rule
 from distprune.call.report import ParameterReport, PruningReport, warn_of_collapse
-from distprune.call.request import InGroups, ParameterArguments, PruningArguments
+from distprune.call.request import InputDims, ParameterArguments, PruningArguments
 from distprune.call.run import Counted, count_live, prune_parameters
+from distprune.call.segments import to_rule
 from distprune.masks.checks import check_removable
 from distprune.masks.hook import find_hook
 from distprune.methods.base import BasePruningMethod
@@ -84,8 +84,9 @@ class ScheduledPruner:
             the masks act, and are those that the last pruning left: see ``verify``. None: never.
         normalize: what the scores of each parameter are divided by, as for
             ``global_unstructured``.
-        budget: divides each target among the parameters, as for ``global_unstructured``. Of a
-            mapping to sparsities only the ratios matter, because the schedule gives the totals.
+        budget: a function of the parameters and the sparsity of a step that returns the sparsity of
+            each parameter: ``budgets.uniform``, ``budgets.erk``, or
+            ``functools.partial(budgets.owl, ratios=ratios)``. Bounds are its keywords.
         scope, pattern, input_dims: as for ``global_unstructured``. With the scope "layer" or "row"
             every layer or row has the sparsity of the schedule, rounded by itself. With a pattern
             N:M each group of M has lost round(sparsity * M) elements, at most M - N; the schedule
@@ -96,7 +97,7 @@ class ScheduledPruner:
 
     Raises:
         TypeError, ValueError: arguments of a wrong type; bounds that the end of the schedule cannot
-            meet; a budget that does not fit the parameters.
+            meet.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class ScheduledPruner:
         pipeline_parallel: bool = False,
         verify_every: int | None = None,
         normalize: Normalization | None = None,
-        budget: BudgetLike | None = None,
+        budget: Callable[[Sequence[Pair], float], Sparsities] | None = None,
         scope: Scope = "global",
         pattern: str | None = None,
         input_dims: InputDims | None = None,
@@ -153,15 +154,18 @@ class ScheduledPruner:
         self._scope, self._pattern = scope, pattern
         self._input_dims = input_dims
         self._check_scope()
-        divides = not (budget is min_sparsity is max_sparsity is None)
-        if divides and not self._is_global:
+        has_bounds = not (min_sparsity is max_sparsity is None)
+        if (budget is not None) + has_bounds + (not self._is_global) > 1:
             raise ValueError(
-                f"scope={scope!r}, pattern={pattern!r} beside a budget or bounds; expected one of "
-                "them: each decides how much of every parameter is pruned."
+                f"scope={scope!r}, pattern={pattern!r}, budget={budget!r} and bounds of the "
+                "sparsity; expected one of them: each decides how much of every parameter is "
+                "pruned. The functions of distprune.budgets take bounds as keywords."
             )
-        self._budget = to_budget(budget)
-        if isinstance(self._budget, Sparsities):  # the schedule gives the total
-            self._budget = Sparsities(self._budget.sparsities, relative=True)
+        if not (budget is None or callable(budget)):
+            raise TypeError(
+                f"budget is {budget!r}; expected a function such as distprune.budgets.erk."
+            )
+        self._budget = budget
         self._names = [label_of(pair, position) for position, pair in enumerate(self._parameters)]
         self.num_steps = 0
         self._target = 0.0
@@ -343,8 +347,11 @@ class ScheduledPruner:
             return None
         is_growing = self._is_growing(target, entries)
         scores = self._scores(communicator)
+        amount: Amount | Sparsities = count
+        if self._budget is not None:
+            amount = communicator.run(partial(self._budget, self._parameters, target))
         report = prune_parameters(
-            lambda: self._arguments(scores, count, is_growing), communicator, reused
+            lambda: self._arguments(scores, amount, is_growing), communicator, reused
         )
         self._target = target
         return with_floors(report) if is_growing else report
@@ -360,10 +367,9 @@ class ScheduledPruner:
 
         def make_arguments() -> PruningArguments:
             arguments = self._arguments(scores, float(target) if self._pattern is None else None)
-            assert isinstance(arguments.share, InGroups)
-            rule = replace(arguments.share.rule, sparsity=float(target))
-            share = replace(arguments.share, rule=rule)
-            return replace(arguments, share=share, amount=float(target))
+            assert arguments.rule is not None
+            rule = replace(arguments.rule, sparsity=float(target))
+            return replace(arguments, rule=rule, amount=float(target))
 
         if target <= self._target:
             return None
@@ -381,13 +387,11 @@ class ScheduledPruner:
         """Take in the parameters of all ranks.
 
         Raises:
-            ValueError: bounds that the end of the schedule cannot meet; a budget that does not fit.
+            ValueError: bounds that the end of the schedule cannot meet.
         """
         self._sizes = [parameter.num_elements for parameter in bounded]
         self._keys = [parameter.keys[-1] for parameter in bounded]
         self._bounds = to_bounds(bounded, self._min_sparsity, self._max_sparsity)
-        if self._budget is not None:
-            self._budget.divide(bounded)  # raises if it does not fit
         end = self._schedule.ends_at
         if self._bounds is None or end is None:
             return
@@ -404,9 +408,9 @@ class ScheduledPruner:
         tied: dict[Hashable, list[int]] = {}
         sizes: dict[Hashable, int] = {}
         for position, pair in enumerate(self._parameters):
-            key, size = reader.identity(*pair)
+            key, shape = reader.identity(*pair)
             tied.setdefault(key, []).append(position)
-            sizes[key] = size
+            sizes[key] = shape.numel()
         bounded = []
         for key, positions in tied.items():
             own = [self._parameters[i] for i in positions]
@@ -438,7 +442,7 @@ class ScheduledPruner:
         return needed > self._count(target)
 
     def _arguments(
-        self, scores: Scores | None, amount: Amount | None, is_growing: bool = False
+        self, scores: Scores | None, amount: Amount | Sparsities | None, is_growing: bool = False
     ) -> PruningArguments:
         """The arguments of a pruning, as ``global_unstructured`` makes them.
 
@@ -453,7 +457,6 @@ class ScheduledPruner:
             self._pruning_method,
             scores,
             amount=amount,
-            budget=self._budget,
             min_sparsity=low,
             max_sparsity=high,
             pipeline_parallel=self._is_pipeline_parallel,

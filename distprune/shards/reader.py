@@ -182,8 +182,8 @@ class ShardReader:
             key=id(parameter),
         )
 
-    def identity(self, module: nn.Module, name: str) -> tuple[Hashable, int]:
-        """What is the same for all names of a parameter, and how many elements it has, whole.
+    def identity(self, module: nn.Module, name: str) -> tuple[Hashable, torch.Size]:
+        """What is the same for all names of a parameter, and its global shape.
 
         Raises:
             AttributeError: no such attribute.
@@ -192,9 +192,9 @@ class ShardReader:
         module = unwrap(module)
         managed = self.managed(module, name)
         if managed is not None:
-            return managed.key, managed.shape.numel()
+            return managed.key, managed.shape
         parameter = _registered(module, name, f"{type(module).__name__}.{name}")
-        return id(parameter), parameter.numel()
+        return id(parameter), parameter.shape
 
     def communicator(self, module: nn.Module, name: str) -> Communicator:
         """The ranks over which a sharded parameter is spread."""

@@ -325,7 +325,7 @@ class ActivationStatistics(Statistics[LayerInputs]):
                 "model.layers.3" of "model.layers.3.mlp.up_proj.weight".
 
         Returns:
-            By (module, name), between 0 and 1: what ``budgets.OWL`` takes.
+            By (module, name), between 0 and 1: what ``budgets.owl`` takes.
 
         Raises: as :meth:`wanda`; ValueError for ``per``, and for weights that are not finite.
 

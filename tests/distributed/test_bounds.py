@@ -128,8 +128,8 @@ def test_bounds_cost_kilobytes_per_parameter(wrapping):
 
 
 ODD = {  # what the odd rank passes instead -> what the error names on every rank
-    "floor": ({"min_sparsity": 0.25}, "bounds of .* pruned elements"),
-    "ceiling": ({"max_sparsity": {"l1.weight": 0.5}}, "bounds of .* pruned elements"),
+    "floor": ({"min_sparsity": 0.25}, "segments of .* pruned elements"),
+    "ceiling": ({"max_sparsity": {"l1.weight": 0.5}}, "segments of .* pruned elements"),
     "no bounds": ({"min_sparsity": None, "max_sparsity": None}, "bounds on the sparsity"),
     "NaN": ({"max_sparsity": float("nan")}, "max_sparsity=nan"),
     "no number": ({"min_sparsity": "0.2"}, "min_sparsity='0.2'"),

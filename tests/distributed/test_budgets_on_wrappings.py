@@ -26,26 +26,30 @@ WRAPPINGS = [
 NAMES = ["l2.weight", "l1.weight", "l1.bias", "l3.weight", "l3.bias"]
 RATIOS = dict(zip(NAMES, (0.1, 0.4, 0.2, 0.3, 0.0), strict=True))
 SHARES = dict(zip(NAMES, (0.5, 0.25, 0.0, 0.75, 1.0), strict=True))
-# Name: (budget, keywords of two successive calls).
+# Name: the amounts of two successive calls, as functions of the parameters.
 PLANS = {
-    "uniform": ("uniform", {"amount": 40}, {"amount": 0.5}),
-    "erk": ("erk", {"amount": 0.3}, {"amount": 30, "max_sparsity": 0.8}),
-    "owl": (budgets.OWL(RATIOS, lam=0.2), {"amount": 60}, {"amount": 0.2}),
-    "mapping": (SHARES, {}, {}),
-    "relative": (budgets.Sparsities(SHARES, relative=True), {"amount": 30}, {"amount": 20}),
-}  # fmt: skip
+    "uniform": (lambda p: budgets.uniform(p, 0.3), lambda p: budgets.uniform(p, 0.6)),
+    "erk": (
+        lambda p: budgets.erk(p, 0.3),
+        lambda p: budgets.erk(p, 0.5, max_sparsity=0.8),
+    ),
+    "owl": (
+        lambda p: budgets.owl(p, 0.4, RATIOS, lam=0.2),
+        lambda p: budgets.owl(p, 0.5, RATIOS),
+    ),
+    "mapping": (lambda p: SHARES, lambda p: dict.fromkeys(NAMES, 0.6)),
+}
 DATA = ["normal", "rounded", "few", "equal", "zeros", "denormal"]
 DTYPES = ["float32", "bfloat16", "float16", "float64", "mixed"]
 
 
 def pruned(plan, model, group=None):
     """Prune a model by a plan; the counts after each of its calls."""
-    budget, *calls = PLANS[plan]
     targets = [prune.NamedParameter(*target(model, name), name) for name in NAMES]
     counts = []
-    for keywords in calls:
+    for amount in PLANS[plan]:
         report = prune.global_unstructured(
-            targets, prune.L1Unstructured, budget=budget, group=group, **keywords
+            targets, prune.L1Unstructured, amount=amount(targets), group=group
         )
         counts.append([entry.num_pruned for entry in report.parameters])
     return counts
@@ -90,8 +94,8 @@ def stage_differences(num_ranks: int) -> list[str]:
     wrong = []
     rank = dist.get_rank()
     layers = ["l1", "l2", "l3"]
-    for plan in ("uniform", "erk", "owl", "mapping"):
-        budget, *calls = PLANS[plan]
+    shapes = {name: tuple(p.shape) for name, p in Net().named_parameters() if name in NAMES}
+    for plan, amounts in PLANS.items():
         keeps, masks = {}, {}
         for everything in (True, False):
             model = fill(Net(), "normal", "float32")
@@ -102,10 +106,10 @@ def stage_differences(num_ranks: int) -> list[str]:
                 and (everything or layers.index(pair.fqn[:2]) % num_ranks == rank)
             ]
             group = dist.new_group([rank], use_local_synchronization=True) if everything else None
-            for keywords in calls:
+            for amount in amounts:
                 report = prune.global_unstructured(
-                    own, prune.L1Unstructured, budget=budget, group=group,
-                    pipeline_parallel=True, **keywords,
+                    own, prune.L1Unstructured, amount=amount(shapes), group=group,
+                    pipeline_parallel=True,
                 )  # fmt: skip
             found = keeps if everything else masks
             found |= {pair.fqn: getattr(pair[0], pair[1] + "_mask").clone() for pair in own}
@@ -129,10 +133,9 @@ def test_pipeline_stages(num_ranks):
 
 RENAMED = {name.replace("l1.weight", "l9"): share for name, share in SHARES.items()}
 ODD = {  # what the odd rank passes instead -> what the error names on every rank
-    "another budget": ({"budget": "erk"}, "budget: "),
-    "no budget": ({"budget": None}, "budget: "),
-    "another sparsity": ({"budget": {**SHARES, "l1.weight": 0.5}}, "budget of l1.weight"),
-    "another name": ({"budget": RENAMED}, "does not have l1.weight"),
+    "one amount": (0.5, "amount: "),
+    "another sparsity": ({**SHARES, "l1.weight": 0.5}, "segments of l1.weight"),
+    "another name": (RENAMED, "does not have l1.weight"),
 }
 
 
@@ -143,12 +146,10 @@ def outcomes(wrapping: str) -> dict[str, tuple[str, list[str]]]:
     is_odd = dist.get_rank() == dist.get_world_size() - 1
     found = {}
     for case, (odd, _) in ODD.items():
-        arguments = {"pruning_method": prune.L1Unstructured, "budget": SHARES, "amount": 54}
-        if is_odd:
-            arguments |= odd
+        amount = odd if is_odd else SHARES
         before = snapshot(model)
         try:
-            prune.global_unstructured(targets, **arguments)
+            prune.global_unstructured(targets, prune.L1Unstructured, amount=amount)
             text = "no error"
         except Exception as error:
             text = f"{type(error).__name__}: {error}"

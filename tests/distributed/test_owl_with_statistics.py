@@ -42,8 +42,9 @@ def pruned(model, batches, group=None):
         targets,
         prune.L1Unstructured,
         statistics.wanda(),
-        amount=0.5,
-        budget=budgets.OWL(statistics, threshold_multiple=2, lam=0.2, per="parameter"),
+        amount=budgets.owl(
+            targets, 0.5, statistics, threshold_multiple=2, lam=0.2, per="parameter"
+        ),
         group=group,
     )
     return list(ratios.values()), [entry.num_pruned for entry in report.parameters]

@@ -75,8 +75,8 @@ def differences(wrapping, implementation, score, by_owl):
     for of_one, group in ((statistics, None), (right, alone)):
         options = {"amount": 0.5}
         if by_owl:
-            options["budget"] = budgets.OWL(
-                of_one, threshold_multiple=1.5, lam=0.2, per="parameter"
+            options["amount"] = budgets.owl(
+                of_one.parameters, 0.5, of_one, threshold_multiple=1.5, lam=0.2, per="parameter"
             )
         report = pruned(of_one, group, score, **options)
         counts.append([entry.num_pruned for entry in report.parameters])

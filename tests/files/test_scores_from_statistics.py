@@ -165,8 +165,12 @@ def masks_of_model(calls, dtype, statistics, gradients, scores_dtype):
         scores = None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "no token")
-            if call.get("budget") == "owl":
-                keywords["budget"] = budgets.OWL(collected)
+            if (budget := keywords.pop("budget", None)) is not None:
+                more = {"ratios": collected} if budget == "owl" else {}
+                make, bounds = getattr(budgets, budget), {}
+                if "max_sparsity" in keywords:
+                    bounds["max_sparsity"] = keywords.pop("max_sparsity")
+                keywords["amount"] = make(parameters, keywords["amount"], **more, **bounds)
             warnings.filterwarnings("ignore", "all gradients are zero of layers.5.weight")
             if call["score"] in ("wanda", "stade", "ria"):
                 scores = getattr(collected, call["score"])()

@@ -9,6 +9,8 @@ import random
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from torch import Tensor, nn
 import distprune as prune
 from distprune import budgets, criteria, dynamic, schedule
 from distprune.base.naming import unwrap
+from distprune.call.request import ParameterArguments
+from distprune.call.run import count_live
+from distprune.ranks.process_groups import world
 from distprune.statistics import ActivationStatistics
 from distprune.testing import run_ranks
 from golden import corpus
@@ -150,7 +155,18 @@ class Run:
         self, method: Any = prune.L1Unstructured, scores: Any = None, **keywords: Any
     ) -> None:
         torch.manual_seed(5)  # of random scores
+        budget = keywords.pop("budget", None)
+        if budget is not None:  # a function; the amount is a share of what is unpruned
+            num_elements = sum(entry.num_elements for entry in self.entries())
+            pruned = sum(entry.num_pruned for entry in self.entries())
+            amount = round(keywords.pop("amount") * (num_elements - pruned))
+            keywords = {"amount": budget(self.pairs, Fraction(pruned + amount, num_elements))}
         self.keep(prune.global_unstructured(self.pairs, method, scores, **keywords))
+
+    def entries(self) -> tuple[prune.ParameterReport, ...]:
+        """The parameters, and how much of each is pruned."""
+        arguments = ParameterArguments(parameters=self.pairs)
+        return count_live(lambda: arguments, world()).entries()
 
     def keep(self, report: Any = None, masks: Iterable[Tensor] | None = None) -> None:
         """Remember the masks as they are now, or those given, and what a report says."""
@@ -207,7 +223,9 @@ def of_statistics(score: str, **keywords: Any) -> Callable[[Run], None]:
         collected = self.statistics()
         more = {}
         if keywords.get("budget") == "owl":
-            more["budget"] = budgets.OWL(collected, threshold_multiple=2, lam=0.2, per="parameter")
+            more["budget"] = partial(
+                budgets.owl, ratios=collected, threshold_multiple=2, lam=0.2, per="parameter"
+            )
         self.prune(prune.L1Unstructured, getattr(collected, score)(), **(keywords | more))
 
     return run
@@ -302,15 +320,15 @@ CASES: dict[str, Case] = {
     "bounds": Case(({"amount": 0.2, **BOUNDS, "min_sparsity": 0.1}, {"amount": 0.3, **BOUNDS})),
     "bounds bfloat16": Case(({"amount": 0.5, **BOUNDS},), "few", "bfloat16"),
     "ceilings": Case(({"amount": 0.5, "max_sparsity": {"l2.weight": 0.4, "l1.weight": 0.8}},)),
-    **{budget: Case(({"amount": 0.3, "budget": budget}, {"amount": 0.4, "budget": budget}),
-                    names="matrices")
-       for budget in ("uniform", "erk")},
-    "erk ceiling": Case(({"amount": 0.6, "budget": "erk", "max_sparsity": 0.7},), "few"),
-    "owl": Case(({"amount": 0.6, "budget": budgets.OWL(RATIOS, lam=0.2)},), names="matrices"),
-    "sparsities": Case(({"budget": SHARES},), names="matrices"),
-    "relative sparsities": Case(
-        ({"amount": 0.4, "budget": budgets.Sparsities(SHARES, relative=True)},), names="matrices"
+    **{budget.__name__: Case(({"amount": 0.3, "budget": budget}, {"amount": 0.4, "budget": budget}),
+                             names="matrices")
+       for budget in (budgets.uniform, budgets.erk)},
+    "erk ceiling": Case(
+        ({"amount": 0.6, "budget": partial(budgets.erk, max_sparsity=0.7)},), "few"
     ),
+    "owl": Case(({"amount": 0.6, "budget": partial(budgets.owl, ratios=RATIOS, lam=0.2)},),
+                names="matrices"),
+    "sparsities": Case(({"amount": SHARES},), names="matrices"),
     "layer": Case(({"scope": "layer", "amount": 0.3}, {"scope": "layer", "amount": 0.55})),
     "layer lowest": Case(of_method(LOWEST, {"scope": "layer", **HALF}, **SIGNED)),
     "2:4 lowest": Case(of_method(LOWEST, {"pattern": "2:4"}, **SIGNED), names="matrices"),
@@ -338,7 +356,7 @@ CASES: dict[str, Case] = {
        for make in (criteria.SNIP, criteria.Movement, criteria.GradientMagnitude)},
     "Taylor": Case(of_criterion(criteria.Taylor, unit="global_batch", **HALF), has_forward=True),
     "Fisher": Case(of_criterion(criteria.Fisher, unit="global_batch", **HALF), has_forward=True),
-    "SNIP erk": Case(of_criterion(criteria.SNIP, budget="erk", **HALF), has_forward=True),
+    "SNIP erk": Case(of_criterion(criteria.SNIP, budget=budgets.erk, **HALF), has_forward=True),
     "Movement row": Case(of_criterion(criteria.Movement, scope="row", **HALF), has_forward=True),
     # Too many elements to collect them all.
     "large": Case(({"amount": 0.3}, HALF), "many"),
@@ -348,7 +366,7 @@ CASES: dict[str, Case] = {
     "large bounds": Case(({**HALF, **BOUNDS},), "many"),
     "large random": Case(of_method(RANDOM, HALF), "many"),
     "large lowest": Case(of_method(LOWEST, HALF, **SIGNED), "many"),
-    "large erk": Case(({"budget": "erk", **HALF},), "many", "bfloat16", names="matrices"),
+    "large erk": Case(({"budget": budgets.erk, **HALF},), "many", "bfloat16", names="matrices"),
     "large row": Case(({"scope": "row", "amount": 0.4},), "many"),
     "large 2:4": Case(({"pattern": "2:4"},), "many", names="matrices"),
     "large projection": Case(projected(), "many"),

@@ -77,7 +77,7 @@ CASES: dict[str, tuple[Callable[[Pairs], Any], ...]] = {
     "bounds": (
         lambda pairs: prune_globally(pairs, amount=0.5, min_sparsity=0.2, max_sparsity=0.7),
     ),
-    "erk": (lambda pairs: prune_globally(pairs, amount=0.5, budget="erk"),),
+    "erk": (lambda pairs: prune_globally(pairs, amount=distprune.budgets.erk(pairs, 0.5)),),
     "channels": (
         lambda pairs: [distprune.ln_structured(m, n, 0.3, n=2, dim=0) for m, n in pairs],
     ),

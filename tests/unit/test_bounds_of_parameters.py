@@ -170,7 +170,11 @@ class Half(prune.BasePruningMethod):
     [
         (prune.Identity, {"max_sparsity": 0.9}, "min_sparsity and max_sparsity have"),
         (Half, {"min_sparsity": 0.1}, "min_sparsity and max_sparsity have"),
-        (prune.Identity, {"budget": "uniform"}, "budget has"),
+        (
+            Half,
+            {"amount": {"l1.weight": 0.5, "l2.weight": 0, "l3.weight": 0}},
+            "a mapping as amount has",
+        ),
         (Half, {"scope": "row", "amount": 0.5}, "scope and pattern have"),
         (prune.Identity, {"normalize": "rms"}, "normalize='rms' has"),
     ],
@@ -180,4 +184,3 @@ def test_methods_that_do_not_rank(method, options, what):
     with pytest.raises(NotImplementedError, match=f"{method.__name__} does not rank .*{what}"):
         prune.global_unstructured(prune.select(model), method, **options)
     assert not prune.is_pruned(model)
-    prune.global_unstructured(prune.select(model), method, max_sparsity=1.0)

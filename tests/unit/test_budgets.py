@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 import distprune as prune
 from distprune import budgets
 from distprune.base.amount import Bounded
-from distprune.budgets.base import Line, fill, rounded
+from distprune.budgets.lines import Line, fill, lines_of, owl_lines, rounded
 from distprune.budgets.outliers import block_of
 from distprune.schedule import Linear, ScheduledPruner
 from helpers.models import Net
@@ -93,18 +94,19 @@ def bounded(shapes, names=None):
     ]
 
 
-def exact_shares(budget, parameters, sparsity):
+def exact_shares(lines, parameters, sparsity):
     """The sparsities before counts are rounded, and the total's."""
     sizes = [parameter.num_elements for parameter in parameters]
     total = round(sparsity * sum(sizes))
-    counts = fill(budget.lines(parameters), [0] * len(sizes), sizes, total)
+    counts = fill(lines, [0] * len(sizes), sizes, total)
     return [count / n for count, n in zip(counts, sizes, strict=True)], total / sum(sizes)
 
 
 @settings(max_examples=num_examples(200), deadline=None, derandomize=True)
 @given(shapes=SHAPES, sparsity=st.fractions(0, 1, max_denominator=100))
 def test_uniform_is_one_sparsity(shapes, sparsity):
-    shares, total = exact_shares(budgets.Uniform(), bounded(shapes), sparsity)
+    parameters = bounded(shapes)
+    shares, total = exact_shares(lines_of("uniform", parameters), parameters, sparsity)
     assert set(map(float, shares)) == {total}
 
 
@@ -143,7 +145,9 @@ def rigl_erk(shapes, default_sparsity):
 @settings(max_examples=num_examples(200), deadline=None, derandomize=True)
 @given(shapes=SHAPES, sparsity=st.integers(1, 99))
 def test_erk_is_that_of_rigl(shapes, sparsity):
-    shares, total = exact_shares(budgets.ERK(), bounded(shapes), Fraction(sparsity, 100))
+    parameters = bounded(shapes)
+    lines = lines_of("erk", parameters)
+    shares, total = exact_shares(lines, parameters, Fraction(sparsity, 100))
     assert list(map(float, shares)) == pytest.approx(rigl_erk(shapes, total), abs=1e-9)
 
 
@@ -164,8 +168,9 @@ def owl_of_the_authors(ratios, lam, sparsity):
 )
 def test_owl_is_that_of_the_authors_for_layers_of_one_size(ratios, sparsity, lam):
     parameters = bounded([(10, 100)] * len(ratios))
-    rule = budgets.OWL({f"layers.{i}.weight": ratio for i, ratio in enumerate(ratios)}, lam=lam)
-    shares, total = exact_shares(rule, parameters, Fraction(sparsity, 100))
+    exact = [Fraction(repr(ratio)) for ratio in ratios]
+    lines = owl_lines([1000] * len(ratios), exact, Fraction(repr(lam)))
+    shares, total = exact_shares(lines, parameters, Fraction(sparsity, 100))
     if max(ratios) == min(ratios):
         assert set(map(float, shares)) == {total}
     elif max(ratios) - min(ratios) > 1e-3:
@@ -175,22 +180,25 @@ def test_owl_is_that_of_the_authors_for_layers_of_one_size(ratios, sparsity, lam
 
 
 def test_owl_by_block():
-    names = [f"model.layers.{i}.{part}.weight" for i in range(3) for part in ("q", "mlp.up")]
-    names.append("lm_head.weight")
-    parameters = bounded([(4, 4), (4, 12)] * 3 + [(8, 8)], names)
-    own = dict(zip(names, [0.0, 4.0, 2.0, 2.0, 8.0, 0.0, 3.0], strict=True))
+    shapes = {
+        f"model.layers.{i}.{part}": (4, n) for i in range(3) for part, n in (("q", 40), ("up", 120))
+    }
+    shapes["lm_head.weight"] = (8, 80)
+    own = dict(zip(shapes, [0.0, 4.0, 2.0, 2.0, 8.0, 0.0, 3.0], strict=True))
 
-    def densities(rule):
-        return [1 - share for share in exact_shares(rule, parameters, 0.5)[0]]
+    def densities(ratios, **options):
+        return [
+            1 - share for share in budgets.owl(shapes, 0.5, ratios, lam=0.25, **options).values()
+        ]
 
-    shared = densities(budgets.OWL(own, lam=0.25))
+    shared = densities(own)
     # Means by elements: 3, 2, 2 and 3 of the head.
     assert shared[0] == shared[1] == shared[6] == shared[2] + Fraction(1, 2)
     assert shared[2] == shared[3] == shared[4] == shared[5]
-    alone = densities(budgets.OWL(own, lam=0.25, per="parameter"))
+    alone = densities(own, per="parameter")
     assert alone[4] - alone[0] == Fraction(1, 2) and alone[0] == alone[5]
     blocks = {"model.layers.0": 3, "model.layers.1": 2, "model.layers.2": 2, "lm_head": 3}
-    assert densities(budgets.OWL(blocks, lam=0.25)) == shared
+    assert densities(blocks) == shared
 
 
 def test_owl_takes_statistics():
@@ -199,9 +207,9 @@ def test_owl_takes_statistics():
             assert (threshold_multiple, per) == (7, "block")
             return {"layers.0.weight": 0.1, "layers.1.weight": 0.3}
 
-    rule = budgets.OWL(Statistics(), threshold_multiple=7)
-    shares, _ = exact_shares(rule, bounded([(10, 10)] * 2), 0.7)
-    assert shares == [Fraction(39, 50), Fraction(31, 50)]
+    shapes = {f"layers.{i}.weight": (10, 10) for i in range(2)}
+    shares = budgets.owl(shapes, 0.7, Statistics(), threshold_multiple=7)
+    assert list(shares.values()) == [Fraction(39, 50), Fraction(31, 50)]
 
 
 @pytest.mark.parametrize(
@@ -221,10 +229,11 @@ def test_blocks(name, block):
 # -- calls
 
 
-def pruned(budget, amount=None, model=None, **options):
+def pruned(amount, model=None, **options):
     model = model or fill_model(Net(), "normal", "float32")
+    amount = amount(prune.select(model)) if callable(amount) else amount
     report = prune.global_unstructured(
-        prune.select(model), prune.L1Unstructured, amount=amount, budget=budget, **options
+        prune.select(model), prune.L1Unstructured, amount=amount, **options
     )
     return model, report, [entry.num_pruned for entry in report.parameters]
 
@@ -238,28 +247,24 @@ def assert_lowest_are_pruned(model, counts):
         assert torch.equal(layer.weight_mask.flatten(), keep)
 
 
-@pytest.mark.parametrize("amount", [0, 1, 62, 125, 0.5])
-@pytest.mark.parametrize("budget", ["uniform", "erk", budgets.Uniform(), budgets.ERK()])
-def test_exact_totals_and_lowest_elements(budget, amount):
-    model, report, counts = pruned(budget, amount)
-    assert sum(counts) == (amount if isinstance(amount, int) else round(amount * 125))
+@pytest.mark.parametrize("count", [0, 1, 62, 125])
+@pytest.mark.parametrize("budget", [budgets.uniform, budgets.erk])
+def test_exact_totals_and_lowest_elements(budget, count):
+    model, report, counts = pruned(lambda pairs: budget(pairs, Fraction(count, 125)))
+    assert sum(counts) == count and report.amount is report.threshold is None
     assert_lowest_are_pruned(model, counts)
-    assert report.threshold is None
 
 
-def test_limits_and_what_is_pruned_already_count():
-    model, _, _ = pruned({"l1.weight": 0.5, "l2.weight": 0.0, "l3.weight": 0})
-    _, report, counts = pruned("uniform", 20, model, max_sparsity={"l2.weight": 0.2})
-    assert counts == [32, 10, 8] and report.num_pruned_now == 20
-    assert [entry.wanted for entry in report.parameters] == [0.4, 0.4, 0.4]
-    assert [entry.held_at for entry in report.parameters] == [None, "max_sparsity", None]
-    row = ["l2.weight", "50", "0", "10", "40.00%", "20.00%", "max_sparsity"]
-    assert str(report).splitlines()[3].split() == row
-    # 31.25: 15, 12.5 and 3.75 of them; the largest remainder is that of l3.
-    assert pruned("uniform", 31)[2] == [15, 12, 4]
-    assert pruned("uniform", 50, min_sparsity={"l3.weight": 0.8})[2][2] == 12
-    with pytest.raises(ValueError, match="leaves 37 elements that may be pruned"):
-        pruned("uniform", 50, max_sparsity=0.3)
+def test_budgets_take_bounds():
+    def counts(sparsity, **bounds):
+        return pruned(lambda pairs: budgets.uniform(pairs, sparsity, **bounds))[2]
+
+    # 31 of 125: 14.88, 12.4 and 3.72 of them; the largest remainders are those of l1 and l3.
+    assert counts(Fraction(31, 125)) == [15, 12, 4]
+    assert counts(0.4, max_sparsity={"l2.weight": 0.2}) == [32, 10, 8]
+    assert counts(0.4, min_sparsity={"l3.weight": 0.8})[2] == 12
+    with pytest.raises(ValueError, match="can divide 0 to 37 pruned elements"):
+        counts(0.4, max_sparsity=0.3)
 
 
 @pytest.mark.parametrize("by_name", [True, False])
@@ -268,63 +273,54 @@ def test_a_mapping_gives_the_total(by_name):
     shares = {"l1.weight": 0.05, "l2.weight": 0.5, "l3.weight": Fraction(1, 3)}
     if not by_name:
         shares = {(getattr(model, name[:2]), "weight"): share for name, share in shares.items()}
-    model, report, counts = pruned(shares, model=model)
-    assert counts == [3, 25, 5] and report.amount is None
+    model, report, counts = pruned(shares, model)
+    assert counts == [3, 25, 5]
+    assert [entry.wanted for entry in report.parameters] == [0.05, 0.5, 1 / 3]
     assert_lowest_are_pruned(model, counts)
     # Pruned to these sparsities: nothing is left to do; nor is anything undone.
-    assert pruned(shares, model=model)[1].num_pruned_now == 0
-    assert pruned(dict.fromkeys(shares, 0.1), model=model)[2] == [6, 25, 5]
-
-
-def test_a_mapping_and_an_amount_have_to_agree():
-    shares = {"l1.weight": 0.05, "l2.weight": 0.5, "l3.weight": 0.25}  # 3, 25 and 3.75
-    assert pruned(shares)[2] == [3, 25, 4]
-    assert pruned(shares, 32)[2] == [3, 25, 4]
-    assert pruned(shares, 31)[2] == [3, 25, 3]
-    with pytest.raises(ValueError, match="budget= for 31 to 32; expected the same"):
-        pruned(shares, 33)
-    relative = budgets.Sparsities(shares, relative=True)
-    assert pruned(relative, 63)[2] == [6, 50, 7]  # 6, 50 and 7.5, but the total is 63
-    assert pruned(relative, 90)[2] == [25, 50, 15]  # l2 is full, and l3: the rest is of l1
-    some = budgets.Sparsities({**shares, "l1.weight": 0}, relative=True)
-    with pytest.raises(ValueError, match="can divide 0 to 65 pruned elements"):
-        pruned(some, 66)
-    with pytest.raises(TypeError, match="amount"):
-        pruned(relative)
+    assert pruned(shares, model)[1].num_pruned_now == 0
+    assert pruned(dict.fromkeys(shares, 0.1), model)[2] == [6, 25, 5]
 
 
 @pytest.mark.parametrize(
-    ("budget", "error", "text"),
+    ("amount", "options", "error", "text"),
     [
-        ({"l1.weight": 0.5, "l2.weight": 0.5}, ValueError, "does not have l3.weight"),
-        ({**dict.fromkeys(NAMES, 0.5), "l9": 0.1}, ValueError, "'l9', which is none"),
-        (dict.fromkeys(NAMES, 1.5), ValueError, r"budget\[l1.weight\]=1.5 is not in \[0, 1\]"),
-        (dict.fromkeys(NAMES, "0.5"), TypeError, "'0.5'"),
-        ("owl", ValueError, r"expected one of 'uniform', 'erk', .*budgets.OWL\(ratios\)"),
-        (budgets.ERK, TypeError, r"such as budgets.ERK\(\)"),
-        (budgets.OWL({"l1.weight": 1.0}), ValueError, "no outlier ratio for l2.weight"),
+        ({"l1.weight": 0.5, "l2.weight": 0.5}, {}, ValueError, "does not have l3.weight"),
+        ({**dict.fromkeys(NAMES, 0.5), "l9": 0.1}, {}, ValueError, "'l9', which is none"),
+        (dict.fromkeys(NAMES, 1.5), {}, ValueError, r"amount\[l1.weight\]=1.5 is not in \[0, 1\]"),
+        (dict.fromkeys(NAMES, "0.5"), {}, TypeError, "'0.5'"),
+        (
+            dict.fromkeys(NAMES, 0.5),
+            {"max_sparsity": 0.9},
+            ValueError,
+            "functions of distprune.bud",
+        ),
+        (dict.fromkeys(NAMES, 0.5), {"scope": "layer"}, ValueError, "expected a fraction"),
     ],
-)  # fmt: skip
-def test_refused(budget, error, text):
+)
+def test_refused(amount, options, error, text):
     model = fill_model(Net(), "normal", "float32")
     with pytest.raises(error, match=text):
-        pruned(budget, 50, model)
+        pruned(amount, model, **options)
     assert not prune.is_pruned(model)
 
 
 @pytest.mark.parametrize(
-    ("ratios", "lam", "error", "text"),
+    ("arguments", "options", "error", "text"),
     [
-        (0.5, 0.1, TypeError, "ratios is a float"),
-        ({"a": -1.0}, 0.1, ValueError, "'a' is -1.0; expected one >= 0"),
-        ({"a": math.inf}, 0.1, ValueError, "finite"),
-        ({"a": True}, 0.1, TypeError, "bool"),
-        ({"a": 1.0}, 0.6, ValueError, "lam=0.6"),
+        ((0.5, 0.5), {}, TypeError, "ratios is a float"),
+        ((0.5, {"a": -1.0}), {}, ValueError, "'a' is -1.0; expected one >= 0"),
+        ((0.5, {"a": math.inf}), {}, ValueError, "finite"),
+        ((0.5, {"a": True}), {}, TypeError, "bool"),
+        ((0.5, {"a": 1.0}), {"lam": 0.6}, ValueError, "lam=0.6"),
+        ((0.5, {"b": 1.0}), {}, ValueError, "no outlier ratio for a"),
+        ((1, {"a": 1.0}), {}, TypeError, "sparsity=1 is an int"),
+        ((1.5, {"a": 1.0}), {}, ValueError, "1.5 is not in"),
     ],
 )
-def test_refused_by_owl(ratios, lam, error, text):
+def test_refused_by_owl(arguments, options, error, text):
     with pytest.raises(error, match=text):
-        budgets.OWL(ratios, lam=lam)
+        budgets.owl({"a": (4, 4)}, *arguments, **options)
 
 
 def test_tied_parameters_are_one():
@@ -334,21 +330,8 @@ def test_tied_parameters_are_one():
     # Also under the name under which the pair is not listed.
     for pair in ("a.weight", (model["b"], "weight")):
         shares = {pair: 0.5, (model["c"], "weight"): 0.25}
-        report = prune.global_unstructured(targets, prune.L1Unstructured, budget=shares)
+        report = prune.global_unstructured(targets, prune.L1Unstructured, amount=shares)
         assert [entry.num_pruned for entry in report.parameters] == [30, 10]
-
-
-class Halves(budgets.Budget):
-    """A budget of a user: the first parameter gets half of all."""
-
-    def lines(self, parameters):
-        sizes = [each.num_elements for each in parameters]
-        return [Line(0, sum(sizes[1:])), *(Line(0, n) for n in sizes[1:])]
-
-
-def test_a_budget_of_a_user():
-    assert repr(Halves()) == "Halves()"
-    assert pruned(Halves(), 40)[2] == [20, 15, 5]
 
 
 def steps(budget, **options):
@@ -364,18 +347,10 @@ def steps(budget, **options):
 
 
 def test_a_schedule_divides_every_target():
-    assert steps("uniform") == [[12, 10, 3], [24, 20, 6], [36, 30, 9]]
-    # Ratios 1 : 2 : 0; l2 is full at the last step.
-    ratios = {"l1.weight": 0.45, "l2.weight": 0.9, "l3.weight": 0.0}
-    assert steps(ratios) == [[9, 16, 0], [19, 31, 0], [28, 47, 0]]
-    assert steps(budgets.Sparsities(ratios))[-1] == [28, 47, 0]
-    with pytest.raises(ValueError, match="does not have l2"):
-        steps({"l1.weight": 1.0})
-
-
-def test_a_schedule_with_floors_and_a_budget():
-    """While the target is below the sum of the floors, no count goes beyond its floor."""
-    rows = steps("uniform", min_sparsity={"l3.weight": 1.0, "l2.weight": 0.5})
-    assert [sum(row) for row in rows] == [25, 50, 75]
-    assert all(n <= floor for n, floor in zip(rows[0], (0, 25, 15), strict=True))
-    assert rows[1] == [10, 25, 15] and rows[2] == [33, 27, 15]
+    assert steps(budgets.uniform) == [[12, 10, 3], [24, 20, 6], [36, 30, 9]]
+    at_most = partial(budgets.uniform, max_sparsity={"l2.weight": 0.2})
+    assert steps(at_most) == [[12, 10, 3], [32, 10, 8], [52, 10, 13]]
+    with pytest.raises(ValueError, match="expected one of them"):
+        steps(budgets.uniform, max_sparsity=0.5)
+    with pytest.raises(TypeError, match="such as distprune"):
+        steps("erk")

@@ -40,7 +40,7 @@ def test_an_emptied_layer_is_named_with_the_remedies():
     assert report.collapsed == ("0.weight",) and len(texts) == 1
     for part in (
         "0.weight (now 100.00% pruned, of 600 elements)", "30.00% of all elements are pruned",
-        "normalize='rms'", "budget=", "max_sparsity=",
+        "normalize='rms'", "budgets.uniform", "max_sparsity=",
     ):  # fmt: skip
         assert part in texts[0]
     assert files == [__file__]
@@ -51,17 +51,15 @@ def test_an_emptied_layer_is_named_with_the_remedies():
     "options",
     [
         {"normalize": "rms"},
-        {"budget": "uniform"},
         {"max_sparsity": 0.9},
         {"min_sparsity": {"0.weight": 0.99}},
         {"max_sparsity": {"0.weight": 0.995}},
-        {"budget": {"0.weight": 1.0, "1.weight": 0.1, "2.weight": 0.1}},
+        {"amount": {"0.weight": 1.0, "1.weight": 0.1, "2.weight": 0.1}},
         {"method": prune.RandomUnstructured},
     ],
 )
 def test_nothing_is_said_where_a_remedy_is_taken_or_it_was_asked_for(options):
-    is_mapping = isinstance(options.get("budget"), dict)
-    report, texts, _ = warned(None if is_mapping else 0.3, **options)
+    report, texts, _ = warned(**{"amount": 0.3, **options})
     assert texts == [] and report.collapsed == ()
 
 

@@ -16,7 +16,6 @@ VIEWS = {
 }
 CALLS = [
     {"amount": 0.5},
-    {"amount": 0.5, "budget": "uniform"},
     {"amount": 0.5, "max_sparsity": 0.6},
     {"amount": 0.5, "scope": "row"},
     {"amount": 0.5, "scope": "layer"},

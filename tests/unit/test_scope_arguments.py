@@ -25,8 +25,7 @@ def layers():
         ({"pattern": "2:4", "scope": "row"}, "scope='row' beside pattern='2:4'"),
         ({"pattern": "2:4"}, "6 inputs .* which 4 does not divide: 2:4 does not fit"),
         ({"pattern": "4x4"}, "expected a pattern N:M such as '2:4', got '4x4'"),
-        ({"pattern": "2:4", "budget": "erk"}, "pattern='2:4'; expected one"),
-        ({"scope": "row", "amount": 0.5, "budget": "erk"}, "beside scope='row'"),
+        ({"scope": "row", "amount": {"0.weight": 0.5}}, "expected a fraction"),
         ({"scope": "row", "amount": 0.5, "min_sparsity": 0.1}, "min_sparsity=0.1"),
         ({"pattern": "1:2", "input_dims": {"x.*": 0}}, "'x.*' matches none of the 2 parameters"),
         ({"pattern": "1:2", "input_dims": {"re:.*": 2}}, "expected one of its dimensions"),
@@ -56,8 +55,8 @@ def test_pairs_are_keys_in_any_wrapper():
     wrapped = (checkpoint_wrapper(layer), "weight")
     for call in (
         {"amount": 0.5, "min_sparsity": {wrapped: 0.25}, "max_sparsity": {wrapped: 0.75}},
-        {"budget": {wrapped: 0.75}},
-        {"budget": budgets.OWL({wrapped: 0.1}), "amount": 0.5},
+        {"amount": {wrapped: 0.75}},
+        {"amount": budgets.owl([wrapped], 0.5, {wrapped: 0.1})},
         {"pattern": "1:2", "input_dims": {wrapped: 1}},
     ):
         prune.global_unstructured([(layer, "weight")], prune.L1Unstructured, **call)
@@ -80,7 +79,8 @@ def test_rounding_of_layers_is_each_for_itself_and_that_of_a_budget_of_the_total
     report = prune.global_unstructured(pairs, prune.L1Unstructured, scope="layer", amount=0.6)
     assert report.num_pruned == 3
     pairs = [(nn.Linear(1, 1), "weight") for _ in range(3)]
-    report = prune.global_unstructured(pairs, prune.L1Unstructured, budget="uniform", amount=0.6)
+    shares = budgets.uniform(pairs, 0.6)
+    report = prune.global_unstructured(pairs, prune.L1Unstructured, amount=shares)
     assert report.num_pruned == 2
 
 

@@ -55,13 +55,13 @@ prune.global_unstructured(pairs, nn.Linear, amount=0.5)  # E: has incompatible t
 prune.global_unstructured([model], prune.L1Unstructured, amount=0.5)  # E: List item 0 has
 """,
     "budgets": """\
-prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5, budget="erk")
-prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5, budget=prune.budgets.ERK())
-prune.global_unstructured(pairs, prune.L1Unstructured, budget={"weight": 0.5})
-prune.global_unstructured(pairs, prune.L1Unstructured, budget={(model, "weight"): 0.5}, amount=2)
-prune.global_unstructured(pairs, prune.L1Unstructured, amount=1, budget="x")  # E: has incomp
-prune.budgets.OWL({"weight": 0.1}, lam=0.1, per="block")
-prune.budgets.OWL(0.1)  # E: has incompatible type "float"
+shares = prune.budgets.erk(pairs, 0.5, max_sparsity=0.9)
+prune.global_unstructured(pairs, prune.L1Unstructured, amount=shares)
+prune.global_unstructured(pairs, prune.L1Unstructured, amount={"weight": 0.5})
+prune.global_unstructured(pairs, prune.L1Unstructured, amount={(model, "weight"): 0.5})
+prune.budgets.uniform({"weight": (4, 4)}, 0.5)
+prune.budgets.owl(pairs, 0.5, {"weight": 0.1}, lam=0.1, per="block")
+prune.budgets.owl(pairs, 0.5, 0.1)  # E: has incompatible type "float"
 """,
     "methods": """\
 class Threshold(prune.BasePruningMethod):

@@ -1,47 +1,37 @@
-"""The groups of a call: scopes and patterns, settled for its parameters on all ranks."""
+"""The segments of a call: what is ranked together, and how much of it goes."""
 
 from __future__ import annotations
 
+import numbers
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
-from distprune.base.amount import Amount
+from distprune.base.amount import (
+    Amount,
+    Bounded,
+    Sparsities,
+    per_parameter,
+    to_bounds,
+)
 from distprune.base.blocks import BlockRule, Layout, Scope, layout_along, parse_pattern
 from distprune.base.naming import plain_key
 from distprune.base.selecting import matcher
+from distprune.call.request import ONE_SEGMENT, InputDims, PruningArguments, Segments
 from distprune.ranks.collectives import Communicator
 from distprune.selection.block_cuts import BlockedParameter
 from distprune.shards.shard import Shard
-
-# By (module, name), or a pattern for full names: the dimensions that an output sums over.
-InputDims = Mapping[Any, int | Sequence[int]]
 
 _TURNED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _STRAIGHT = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _WEIGHT = re.compile(r"(.*_)?weight(_.*)?|original1")
 
 
-@dataclass(frozen=True)
-class Grouping:
-    """Groups that are ranked on their own.
-
-    Attributes:
-        rule: which groups a parameter has, and how much they lose.
-        parameters: for groups inside of parameters, those of each; None where this rank has no
-            element of it. Empty for the scope "layer".
-    """
-
-    rule: BlockRule
-    parameters: tuple[BlockedParameter | None, ...]
-    compares_parameters = False
-
-
-def to_rule(scope: Scope, pattern: str | None, amount: Amount | None) -> BlockRule | None:
+def to_rule(
+    scope: Scope, pattern: str | None, amount: Amount | Sparsities | None
+) -> BlockRule | None:
     """The rule of the arguments ``scope``, ``pattern`` and ``amount``; None for one ranking.
 
     Raises:
@@ -64,7 +54,7 @@ def to_rule(scope: Scope, pattern: str | None, amount: Amount | None) -> BlockRu
         return BlockRule(scope, None, kept_of)
     if scope == "global":
         return None
-    if amount is None or isinstance(amount, int):
+    if not isinstance(amount, numbers.Real) or isinstance(amount, numbers.Integral):
         raise ValueError(
             f"amount={amount!r} with scope={scope!r}; expected a fraction in [0.0, 1.0]: the "
             f"sparsity that every {scope} has after the call."
@@ -72,40 +62,57 @@ def to_rule(scope: Scope, pattern: str | None, amount: Amount | None) -> BlockRu
     return BlockRule(scope, float(amount))
 
 
-def agree_on_grouping(
-    rule: BlockRule,
-    input_dims: InputDims | None,
-    targets: Sequence[Shard],
-    communicator: Communicator,
-    *,
-    pipeline_parallel: bool,
-) -> Grouping:
-    """The groups of every parameter of a call.
+def agree_on_segments(
+    arguments: PruningArguments, targets: Sequence[Shard], communicator: Communicator
+) -> Segments:
+    """What is ranked together, settled for the parameters of a call. Collective.
 
     Raises:
-        ValueError: parameters whose inputs lie along an unknown dimension, or that the pattern
-            does not fit; ranks that differ in them. On every rank.
+        TypeError: a sparsity that is no number.
+        ValueError: a sparsity outside [0, 1], a floor above a ceiling, a key that is no parameter,
+            a parameter without a sparsity; a pattern that does not fit the parameters, or whose
+            direction is not known; ranks that differ in any of them. On every rank.
 
-    Cost: an all-reduce of 40 bytes.
+    Cost: an all-reduce of 40 bytes, unless all parameters are one segment without bounds.
     """
-    if not rule.needs_input_dim:
-        return Grouping(rule, ())
+    if not arguments.divides:
+        return ONE_SEGMENT
+    named = [Bounded(t.name, (t.name, *t.places), t.numel, tuple(t.shape)) for t in targets]
 
-    def settle() -> Grouping:
-        given = _given_dims(input_dims or {}, targets)
-        groups = [
-            _grouped(rule, target, given.get(position)) if target.places else None
-            for position, target in enumerate(targets)
-        ]
-        return Grouping(rule, tuple(groups))
+    def settle() -> Segments:
+        rule, amount = arguments.rule, arguments.amount
+        sizes = [each.num_elements for each in named]
+        if rule is not None and rule.needs_input_dim:
+            given = _given_dims(arguments.input_dims or {}, targets)
+            blocks = tuple(
+                _grouped(rule, target, given.get(position)) if target.places else None
+                for position, target in enumerate(targets)
+            )
+            return Segments(blocks=blocks, wanted=(rule.wanted,) * len(targets))
+        if rule is not None:  # layers
+            counts = [rule.counts(size, None)[1] for size in sizes]
+            return Segments(counts=tuple(counts), wanted=(rule.wanted,) * len(sizes))
+        if isinstance(amount, Mapping):
+            shares = per_parameter("amount", amount, named, default=None)
+            counts = [round(share * n) for share, n in zip(shares, sizes, strict=True)]
+            return Segments(counts=tuple(counts), wanted=tuple(map(float, shares)))
+        return Segments(to_bounds(named, arguments.min_sparsity, arguments.max_sparsity))
 
-    def facts_of(grouping: Grouping) -> list[tuple[str, str]]:
-        if pipeline_parallel:  # its ranks know the modules of their own parameters only
-            return []
-        return [
-            (f"groups of {target.name}", str(groups))
-            for target, groups in zip(targets, grouping.parameters, strict=True)
-        ]
+    def facts_of(segments: Segments) -> list[tuple[str, str]]:
+        if segments.blocks is not None:
+            # Ranks of a pipeline know the modules of their own parameters only.
+            each = (
+                [] if arguments.pipeline_parallel else [str(blocks) for blocks in segments.blocks]
+            )
+        elif segments.counts is not None:
+            each = [f"{count} pruned elements" for count in segments.counts]
+        elif segments.bounds is not None:
+            limits = zip(segments.bounds.lowest, segments.bounds.highest, strict=True)
+            each = [f"{low} to {high} pruned elements" for low, high in limits]
+        else:
+            each = []
+        labels = [target.name for target in targets][: len(each)]
+        return [(f"segments of {label}", text) for label, text in zip(labels, each, strict=True)]
 
     return communicator.run(settle, facts_of)
 
