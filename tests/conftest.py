@@ -1,8 +1,7 @@
-"""Make distprune importable from a checkout; write what the tests of matrices measured."""
+"""Make distprune importable from a checkout; run a sample of each matrix of tests."""
 
 import faulthandler
 import gc
-import json
 import os
 import signal
 import sys
@@ -57,22 +56,10 @@ preload(
     "helpers.wrappings",
 )
 
-# Option of pytest -> the property of tests that it writes into a file.
-WRITTEN = {"--write-matrix": "matrix", "--write-criteria": "criteria"}
-RESULTS = pytest.StashKey[dict[str, list]]()
-
 
 def pytest_addoption(parser):
     parser.addoption(
         "--device", metavar="NAME", help="run only tests that take a device, on this one: cuda"
-    )
-    parser.addoption(
-        "--write-matrix", metavar="PATH", help="write what tests of ten steps measured"
-    )
-    parser.addoption(
-        "--write-criteria",
-        metavar="PATH",
-        help="write what test_criteria_matrix.py measured, into what is there of other criteria",
     )
 
 
@@ -97,11 +84,7 @@ def pytest_collection_modifyitems(config, items):
     others = set()
     if config.getoption("--device") is not None:
         others = {item for item in items if "device" not in getattr(item, "fixturenames", ())}
-    elif not (
-        THOROUGH
-        or any("::" in argument for argument in config.args)
-        or any(map(config.getoption, WRITTEN))
-    ):
+    elif not THOROUGH and not any("::" in argument for argument in config.args):
         others = {item for item in items if item.get_closest_marker("thorough")}
         matrices = {}
         for item in items:
@@ -163,74 +146,3 @@ def pytest_collection_finish(session):
         preload("transformers.models.llama.modeling_llama")
     gc.collect()
     gc.freeze()
-
-
-def pytest_configure(config):
-    config.stash[RESULTS] = {name: [] for name in WRITTEN.values()}
-    config.pluginmanager.register(_Collector(config), "matrix collector")
-
-
-class _Collector:
-    """Collects results from test reports, which also come from workers of pytest-xdist."""
-
-    def __init__(self, config):
-        self.config = config
-
-    def pytest_runtest_logreport(self, report):
-        if report.when == "call" and report.passed:
-            for name, value in report.user_properties:
-                self.config.stash[RESULTS].get(name, []).append(value)
-
-    def pytest_sessionfinish(self, exitstatus):
-        for option, name in WRITTEN.items():
-            path = self.config.getoption(option)
-            if path is None or hasattr(self.config, "workerinput"):
-                continue
-            if exitstatus != 0:
-                raise pytest.UsageError(
-                    "not written: a test failed, and the matrix would have holes"
-                )
-            _write(Path(path), name, self.config.stash[RESULTS][name])
-
-
-def _write(path, name, results):
-    from helpers import training_pair
-
-    head = {"torch": torch.__version__, "backend": "gloo"}
-    if name == "matrix":
-        head["num_steps"] = training_pair.NUM_STEPS
-        results = sorted(results, key=_place)
-    else:
-        from helpers.criteria_table import ENTRIES
-
-        results = sorted(_with_others(path, results), key=_place_of_criterion)
-        head["about"] = {title: entry.about for title, entry in ENTRIES.items()}
-    rows = ",\n".join(map(json.dumps, results))
-    path.write_text(f'{json.dumps(head)[:-1]}, "results": [\n{rows}\n]}}\n')
-
-
-def _place(result):
-    from helpers import wrappings
-
-    return (
-        [*wrappings.MATRIX, *wrappings.ZERO].index(result["wrapping"]),
-        result["optimizer"],
-        result["optimizer_made"],
-    )
-
-
-def _with_others(path, results):
-    """The results, and those in a file for criteria and wrappings that were not measured now."""
-    from helpers.criteria_table import ENTRIES
-
-    measured = {(row["criterion"], row["wrapping"]) for row in results}
-    present = json.loads(path.read_text())["results"] if path.exists() else []
-    others = [row for row in present if (row["criterion"], row["wrapping"]) not in measured]
-    return [*results, *(row for row in others if row["criterion"] in ENTRIES)]
-
-
-def _place_of_criterion(result):
-    from helpers import wrappings
-    from helpers.criteria_table import ENTRIES
-
-    return list(ENTRIES).index(result["criterion"]), wrappings.TRAINED.index(result["wrapping"])

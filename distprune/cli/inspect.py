@@ -125,9 +125,7 @@ def _input_dims(recipe: FileRecipe | None, options: list[str] | None) -> Sequenc
 
 
 def _floats(facts: list[TensorFacts]) -> list[TensorFacts]:
-    from distprune.files.inspecting import is_float
-
-    return [f for f in facts if f.num_zero is not None and is_float(f.entry.dtype)]
+    return [f for f in facts if f.num_zero is not None]
 
 
 def _show_table(

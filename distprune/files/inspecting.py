@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from distprune.base.blocks import Layout
-from distprune.base.float_formats import FLOATS, NARROW_FLOATS, PLAIN_FLOATS
+from distprune.base.float_formats import PLAIN_FLOATS
 from distprune.files.checkpoints.checkpoint import Checkpoint
-from distprune.files.checkpoints.header import DTYPE_BITS, TensorEntry
+from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.disk.access import read_into
 from distprune.files.layouts import Layouts, UnknownLayout
 
@@ -25,7 +25,7 @@ class TensorFacts:
 
     Attributes:
         entry: the tensor.
-        num_zero: +0 and -0; None for dtypes that cannot be counted (6 bits, or unknown).
+        num_zero: +0 and -0; None for other dtypes than floats of 16 bits and more.
         num_nan, num_inf: NaN and infinities.
         num_groups: by pattern (n, m), the groups of m neighbours along the input dimension. A
             pattern is missing if m does not divide the inputs or their dimension is not known.
@@ -68,10 +68,6 @@ def inspect(
         facts = TensorFacts(entry)
         if entry.dtype in PLAIN_FLOATS:
             _inspect(facts, scanner, _layout(layouts, entry), patterns)
-        elif entry.dtype in _COUNTED:
-            chunks = scanner.chunks(entry)
-            counts = sum((_special(entry.dtype, chunk) for chunk in chunks), np.zeros(3, int))
-            facts.num_zero, facts.num_nan, facts.num_inf = counts.tolist()
         else:
             facts.num_zero = None
             on_bytes(entry.nbytes)
@@ -111,43 +107,6 @@ def _inspect(
         for n, m in fitting:
             num_nonzero = (magnitudes != 0).reshape(-1, m, stride).sum(1, dtype=np.int32)
             facts.num_kept[n, m] += int(np.count_nonzero(num_nonzero <= n))
-
-
-# By format of one byte, the bytes that are zero, NaN and infinite.
-_BYTES = {
-    form.name: [
-        [byte for byte in range(256) if test(byte)]
-        for test in (form.is_zero, form.is_nan, form.is_inf)
-    ]
-    for form in NARROW_FLOATS.values()
-    if form.num_bits == 8
-}
-# Dtypes of which the special values are counted; the others are of 6 bits, or unknown.
-_COUNTED = {*_BYTES, "C64", "F4", *(set(DTYPE_BITS) - set(FLOATS))}
-
-
-def is_float(dtype: str) -> bool:
-    """Whether a dtype is of real or complex floating-point numbers, of any width."""
-    return dtype in FLOATS or dtype.startswith(("F", "C"))
-
-
-def _special(dtype: str, raw: np.ndarray) -> np.ndarray:
-    """How many numbers are zero, NaN and infinite in a piece of a tensor (uint8, 1-d).
-
-    A complex number is NaN, or infinite, if one of its parts is, as in torch.
-    """
-    if dtype in _BYTES:
-        counts = np.bincount(raw, minlength=256)
-        return np.array([counts[values].sum() for values in _BYTES[dtype]])
-    if dtype == "C64":
-        pairs = raw.view(np.complex64)
-        tests = (pairs == 0, np.isnan(pairs), np.isinf(pairs))
-        return np.array([np.count_nonzero(test) for test in tests])
-    if dtype == "F4":  # two numbers per byte; the lower three bits of each are its magnitude
-        numbers = np.stack([raw & 0x07, raw & 0x70])
-    else:
-        numbers = raw.view(f"u{DTYPE_BITS[dtype] // 8}")
-    return np.array([numbers.size - np.count_nonzero(numbers), 0, 0])
 
 
 @dataclass(frozen=True)

@@ -58,13 +58,12 @@ _lock = threading.Lock()
 _Told = list[tuple[BaseException, frozenset[int]]]
 # Of each thread, what its contexts have noted: see [Note: code of the caller].
 _threads = threading.local()
-_INT64_MAX = 2**63 - 1
 # Raised under their own type on every rank; any other becomes a RuntimeError.
 _SHARED_ERRORS = {
     "AssertionError", "AttributeError", "IndexError", "KeyError", "MemoryError",
     "NotImplementedError", "RuntimeError", "TypeError", "ValueError",
 }  # fmt: skip
-_MESSAGE_BYTES = 2048
+_MOST_CHARACTERS = 2048  # of an error or a fact that ranks tell each other
 
 
 class Communicator:
@@ -114,22 +113,7 @@ class Communicator:
 
         Cost: one all-reduce of ``size`` + 1 words.
         """
-        if self.size == 1:
-            return step()
-        shared = torch.zeros(size + 1, dtype=torch.int64)
-        error: BaseException | None = None
-        try:
-            values = step()
-            if values.shape != (size,):
-                raise AssertionError(f"a step returned {tuple(values.shape)}, not ({size},).")
-            shared[:size] = values
-        except BaseException as caught:
-            error = caught
-            shared[size] = -1 if op == "min" else 1
-        shared = self._reduce(shared, op)
-        if int(shared[size]):
-            self._raise_everywhere(error)
-        return shared[:size]
+        return self._reduce_step(size, step, op, torch.int64)
 
     def reduce_floats(self, size: int, step: Callable[[], Tensor]) -> Tensor:
         """Run a local step on every rank and sum what it returns in float64; see :meth:`reduce`.
@@ -150,26 +134,35 @@ class Communicator:
         """
         if self.size == 1:
             return step()
-        values = torch.zeros(size + 1, dtype=torch.float64)
-        error: BaseException | None = None
-        try:
-            found = step()
-            if found.shape != (size,) or found.dtype != torch.float64:
-                text = f"a step returned {found.dtype} {tuple(found.shape)}, not ({size},)."
-                raise AssertionError(text)
-            values[:size] = found
-        except BaseException as caught:
-            error = caught
-            values[size] = 1.0
-        total = self._reduce(values, "sum")
-        if total[size] != 0:
-            self._raise_everywhere(error)
-        bits = total[:size].contiguous().view(torch.int64)
+        total = self._reduce_step(size, step, "sum", torch.float64)
+        bits = total.contiguous().view(torch.int64)
         digest = int.from_bytes(hashlib.sha256(bits.numpy().tobytes()).digest()[:8], "big") >> 2
         low, high = self.max(torch.tensor([-digest, digest])).tolist()
         if -low != high:
             bits = self.sum(bits if self.index == 0 else torch.zeros_like(bits))
         return bits.view(torch.float64)
+
+    def _reduce_step(
+        self, size: int, step: Callable[[], Tensor], op: Op, dtype: torch.dtype
+    ) -> Tensor:
+        """See :meth:`reduce`."""
+        if self.size == 1:
+            return step()
+        shared = torch.zeros(size + 1, dtype=dtype)
+        error: BaseException | None = None
+        try:
+            values = step()
+            if values.shape != (size,) or values.is_floating_point() != dtype.is_floating_point:
+                text = f"a step returned {values.dtype} {tuple(values.shape)}, not ({size},)."
+                raise AssertionError(text)
+            shared[:size] = values
+        except BaseException as caught:
+            error = caught
+            shared[size] = -1 if op == "min" else 1
+        shared = self._reduce(shared, op)
+        if shared[size] != 0:
+            self._raise_everywhere(error)
+        return shared[:size]
 
     def leader_of(self, size: int, step: Callable[[], Tensor]) -> Tensor:
         """What a local step returns on the leader; see :meth:`reduce`. All ranks run it."""
@@ -429,24 +422,16 @@ class Communicator:
         takes_it = all(_takes(group, values.device) for group in self._groups)
         return values.device if takes_it else self._device
 
-    def _from_rank(self, values: Tensor, rank: int) -> Tensor:
-        return self.sum(values if self.rank == rank else torch.zeros_like(values))
-
-    def _text_from_rank(self, text: str, rank: int) -> str:
-        raw = _encoded(text)[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-        shared = self._from_rank(torch.tensor(list(raw)), rank)
-        return bytes(shared.tolist()).rstrip(b"\0").decode(errors="replace")
-
     def _raise_everywhere(self, error: BaseException | None) -> NoReturn:
-        failed = self.sum(torch.tensor([int(error is not None)]))
-        first = self.min(torch.tensor([self.rank if error is not None else _INT64_MAX]))
-        text = "" if error is None else f"{type(error).__name__}\n{_text_of(error)}"
-        kind, _, message = self._text_from_rank(text, int(first[0])).partition("\n")
+        told = "" if error is None else f"{type(error).__name__}\n{_text_of(error)}"
+        texts, number_of = self.distinct_texts(told[:_MOST_CHARACTERS])
+        failed = [self.ranks[i] for i, number in enumerate(number_of) if texts[number]]
         is_interrupt = error is not None and not isinstance(error, Exception)
-        if error is not None and (int(failed[0]) == self.size or is_interrupt):
+        if error is not None and (len(failed) == self.size or is_interrupt):
             self._note_told(error)
             raise error
-        where = f"on rank {int(first[0])}: "
+        kind, _, message = texts[number_of[self.ranks.index(failed[0])]].partition("\n")
+        where = f"on rank {failed[0]}: "
         if kind in _SHARED_ERRORS:
             shared: Exception = getattr(builtins, kind)(where + message)
         else:
@@ -454,29 +439,20 @@ class Communicator:
         self._note_told(shared)
         raise shared from error
 
-    def _raise_difference(self, facts: Sequence[tuple[str, str]], num_common: int) -> None:
-        digests = [_digest(f"{label}={text}") for label, text in facts[:num_common]]
-        # Last, because one rank's facts may be the beginning of another's.
-        digests.append(len(facts))
+    def _raise_difference(self, facts: Sequence[tuple[str, str]], num_common: int) -> NoReturn:
         texts = [f"{label}: {text}" for label, text in facts[:num_common]]
+        # Last, because one rank's facts may be the beginning of another's.
         texts.append(f"{len(facts)} facts in all")
-        shared = torch.tensor(digests)
-        low, high = self.min(shared), self.max(shared)
-        number = int((low != high).nonzero()[0])
-        own, text, low, high = shared[number], texts[number], low[number], high[number]
-        examples = []
-        for value in (low, high):
-            candidate = self.rank if bool(own == value) else _INT64_MAX
-            rank = int(self.min(torch.tensor([candidate]))[0])
-            examples.append((rank, self._text_from_rank(text, rank)))
-        examples.sort()
-        shown = "; ".join(f"rank {rank} has {example}" for rank, example in examples)
-        text = (
+        digests = torch.tensor(list(map(_digest, texts)))
+        number = int((self.min(digests) != self.max(digests)).nonzero()[0])
+        values, number_of = self.distinct_texts(texts[number][:_MOST_CHARACTERS])
+        examples = [(self.ranks[number_of.index(n)], value) for n, value in enumerate(values[:2])]
+        shown = "; ".join(f"rank {rank} has {value}" for rank, value in examples)
+        difference = ValueError(
             f"the ranks were called with different arguments: {shown}. Expected the same "
             "parameters, in the same order, and the same arguments on every rank. If this "
             "call is meant for one rank alone, pass a group that holds only that rank."
         )
-        difference = ValueError(text)
         self._note_told(difference)
         raise difference
 

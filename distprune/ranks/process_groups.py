@@ -49,9 +49,7 @@ def over_mesh(mesh: DeviceMesh) -> Communicator:
             f"rank {dist.get_rank()} is outside the mesh of the parameter ({mesh}); expected "
             "the call only on the ranks of the mesh."
         )
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    device = _reduction_device(groups[0]) if groups else "cpu"
-    return Communicator(groups, ranks, dist.get_rank(), device)
+    return over_groups([mesh.get_group(axis) for axis in range(mesh.ndim)], ranks)
 
 
 def over_groups(groups: Sequence[dist.ProcessGroup], ranks: Sequence[int] = ()) -> Communicator:

@@ -27,8 +27,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from distprune.base.pruned_form import is_dtensor
-
 _MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 # Of torch, public from 2.10 on, and what transformers has where they do not run.
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback.default")
@@ -60,16 +58,11 @@ class FusedWeight:
             NotImplementedError: no plain tensor.
         """
         value: Tensor = getattr(self.module, self.name)
-        if is_dtensor(value):
-            raise NotImplementedError(
-                f"{self.label}: fused experts whose weight is a DTensor while they run "
-                f"({value.placements} on a mesh of shape {tuple(value.device_mesh.shape)}); "
-                "expected whole experts, as DDP and FSDP have them. Leave the parameter out."
-            )
         if type(value) not in _PLAIN:
             raise NotImplementedError(
-                f"{self.label}: the weight of fused experts is a {type(value).__name__}; expected "
-                "a plain tensor. Leave the parameter out."
+                f"{self.label}: the weight of fused experts is a {type(value).__name__} while they "
+                "run; expected a plain tensor with whole experts, as DDP and FSDP have them. Leave "
+                "the parameter out."
             )
         return value
 
@@ -151,30 +144,29 @@ class RunningExperts(TorchFunctionMode):
         if len(values) < 2 or not all(isinstance(each, Tensor) for each in values[:2]):
             return False
         rows, matrix = values[:2]
-        if func is functional.linear or func in _MATMUL:
-            found = _expert_of(matrix, value)
-            dim = 1 if func is functional.linear else 0
-            bounds = None
-        elif name in _GROUPED and rows.ndim == 2:
-            found = _whole(matrix, value)
-            dim = 0
-            bounds = kwargs.get("offs", values[2] if len(values) > 2 else None)
-        else:
+        is_grouped = name in _GROUPED and rows.ndim == 2
+        if not (is_grouped or func is functional.linear or func in _MATMUL):
             return False
-        if found is None or type(rows) not in _PLAIN or _lies_in(rows, _addresses(value)):
+        view = _view_of(matrix, value, 3 if is_grouped else 2)
+        bounds = kwargs.get("offs", values[2] if len(values) > 2 else None)
+        is_known = isinstance(bounds, Tensor) and bounds.shape == value.shape[:1]
+        if (
+            view is None
+            or type(rows) not in _PLAIN
+            or _lies_in(rows, _addresses(value))
+            or (is_grouped and not is_known)
+        ):
             raise _unknown(weight.label, func)
-        expert, is_swapped = found
-        if (2 - dim if is_swapped else 1 + dim) != weight.input_dim:
+        expert, is_swapped = view
+        if weight.input_dim != (2 if is_swapped != (func is functional.linear) else 1):
             raise NotImplementedError(
                 f"{weight.label}: the fused experts are multiplied along dimension "
                 f"{3 - weight.input_dim}, and `is_transposed` of their module says that their "
                 f"inputs are along dimension {weight.input_dim}."
             )
-        if name not in _GROUPED:
+        if not is_grouped:
             weight.add(expert, rows.reshape(-1, rows.shape[-1]))
             return True
-        if not isinstance(bounds, Tensor) or bounds.shape != value.shape[:1]:
-            raise _unknown(weight.label, func)
         start = 0
         for number, stop in enumerate(bounds.tolist()):
             weight.add(number, rows[start:stop])
@@ -221,31 +213,24 @@ def _lies_in(tensor: Tensor, addresses: range) -> bool:
     return type(tensor) in _PLAIN and bool(tensor.numel()) and tensor.data_ptr() in addresses
 
 
-def _expert_of(matrix: Tensor, value: Tensor) -> tuple[int, bool] | None:
-    """(expert, is_transposed) if ``matrix`` is a view of one expert's weight, else None."""
-    is_swapped = _is_swapped(matrix, value, 2)
-    if is_swapped is None or not matrix.numel():
+def _view_of(matrix: Tensor, value: Tensor, ndim: int) -> tuple[int, bool] | None:
+    """Which expert a tensor is a view of, and whether its dimensions are swapped.
+
+    Args:
+        matrix: an operand of a product.
+        value: the weights of all experts.
+        ndim: 2: a view of one expert's weight; 3: of all weights, from expert 0 on.
+
+    Returns:
+        None if it is no such view.
+    """
+    if type(matrix) not in _PLAIN or matrix.ndim != ndim or not (matrix.numel() or ndim == 3):
         return None
-    step = value.stride(0) * value.element_size()
-    expert, rest = divmod(matrix.data_ptr() - value.data_ptr(), max(1, step))
-    return None if rest or not 0 <= expert < value.shape[0] else (expert, is_swapped)
-
-
-def _whole(matrices: Tensor, value: Tensor) -> tuple[int, bool] | None:
-    """(0, is_transposed) if ``matrices`` is a view of the weights of all experts, else None."""
-    is_swapped = _is_swapped(matrices, value, 3)
-    if is_swapped is None or matrices.data_ptr() != value.data_ptr():
+    found, own = (list(zip(t.shape, t.stride(), strict=True)) for t in (matrix, value))
+    step = max(1, value.stride(0) * value.element_size())
+    expert, rest = divmod(matrix.data_ptr() - value.data_ptr(), step)
+    if rest or not 0 <= expert < value.shape[0] or (ndim == 3 and (expert or found[0] != own[0])):
         return None
-    is_same = (matrices.shape[0], matrices.stride(0)) == (value.shape[0], value.stride(0))
-    return (0, is_swapped) if is_same else None
-
-
-def _is_swapped(matrix: Tensor, value: Tensor, ndim: int) -> bool | None:
-    """Whether the last two dimensions are swapped ones of a weight; None if they are of none."""
-    if type(matrix) not in _PLAIN or matrix.ndim != ndim:
-        return None
-    found = list(zip(matrix.shape, matrix.stride(), strict=True))[-2:]
-    own = list(zip(value.shape, value.stride(), strict=True))[1:]
-    if found == own:
-        return False
-    return True if found == own[::-1] else None
+    if found[-2:] == own[1:]:
+        return expert, False
+    return (expert, True) if found[-2:] == own[:0:-1] else None

@@ -1,7 +1,6 @@
 """All criteria: how the library computes them on a rank, and what they are. One entry each.
 
-A new criterion is a new entry of ENTRIES: the matrix of tests and the table of the documentation
-follow.
+A new criterion is a new entry of ENTRIES: the matrix of tests follows.
 """
 
 from __future__ import annotations
@@ -52,9 +51,6 @@ class Entry:
         run: computes the scores on a rank, forwards and backwards included.
         expected: the scores of one process.
         baseline: the same forwards and backwards as ``run``, without the criterion.
-        reads: what it is computed from, for the documentation.
-        wire: what it sends besides what training sends, for the documentation.
-        memory: what it keeps, for the documentation.
         is_signed: whether the lowest, signed, are pruned.
         most_bytes: an upper bound on what ``run`` sends more than ``baseline``, of a rank.
         is_exact: whether scores of a case are equal bit for bit, and not to rounding only.
@@ -63,18 +59,9 @@ class Entry:
     run: Callable[[Rank], Scores]
     expected: Callable[[Dense], Named]
     baseline: Callable[[Rank], None] = step_by_step
-    reads: str = "averaged gradients"
-    wire: str = "nothing"
-    memory: str = "4 bytes per element"
     is_signed: bool = False
     most_bytes: Callable[[Rank], float] = lambda rank: 200
     is_exact: Callable[[Case], bool] = lambda case: case.data == "integer"
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What the documentation says of it besides measurements."""
-        names = ("reads", "memory", "wire")
-        return {name: getattr(self, name) for name in names}
 
 
 def by_steps(make: Callable[..., Any], *, weighted: bool = False) -> Callable[[Rank], Scores]:
@@ -163,10 +150,8 @@ def of_inputs(kind: str, expected: Callable[[Named, Named], Named], **options: A
         by_inputs(kind),
         lambda dense: expected(dense.weights, inputs_of(dense)),
         forwards,
-        wire="16 bytes per input feature",
-        memory="16 bytes per input feature",
         most_bytes=lambda rank: 2000,
-        **{"reads": "inputs of layers", **options},
+        **options,
     )
 
 
@@ -185,8 +170,6 @@ def of_moment(
         by_rank_batches(lambda p: make(p, unit=unit, **options)),
         lambda dense: expected(dense.weights, *all_gradients(dense), *options.values()),
         own_batches,
-        reads="gradients of every rank",
-        wire="4 bytes per element: FSDP in each backward, DDP once",
         most_bytes=once_per_backward,
     )
 
@@ -227,7 +210,6 @@ ENTRIES: dict[str, Entry] = {
     "RIA": of_inputs(
         "ria",
         references.ria,
-        reads="inputs of layers, and weights",
         is_exact=lambda case: False,  # its factors are quotients, rounded one by one
     ),
 }

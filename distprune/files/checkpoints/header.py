@@ -21,13 +21,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distprune.base.float_formats import FLOATS, NOT_FLOATS
+from distprune.base.float_formats import DTYPE_BITS
 from distprune.files.errors import CheckpointError
 
-# Bits per element. Tensors of other dtypes are copied as opaque bytes.
-DTYPE_BITS = {name: num_bits for name, (_, num_bits) in NOT_FLOATS.items()} | {
-    form.name: form.num_bits for form in FLOATS.values()
-}
 INDEX_SUFFIX = ".safetensors.index.json"  # of the file that maps tensors to files
 
 
