@@ -21,7 +21,6 @@ from distprune.methods.builtin import L1Unstructured
 from distprune.ranks.process_groups import world
 from distprune.shards.gradients import (
     available_gradient,
-    check_trainable,
     drop_gradient,
     local_gradient,
 )
@@ -95,7 +94,7 @@ class Criterion(CollectsRankBatches):
     @property
     def parameters(self) -> list[tuple[nn.Module, str]]:
         """The (module, name) pairs that have scores, each parameter once."""
-        return [parameter.pair for parameter in self._scored]
+        return [part.pair for part in self._scored]
 
     def update(self, weight: float = 1.0) -> None:
         """Add one unit: call it after its backward, before zero_grad and the optimizer's step.
@@ -129,7 +128,7 @@ class Criterion(CollectsRankBatches):
             for part, unit in zip(parts, units, strict=True):
                 self._accumulate(part, unit, factor_of(weight, loss_scale, self._power))
         for part in parts:
-            self._weights[part.key] += weight
+            part.weight += weight
         self.num_updates += 1
         self.total_weight += weight
         self._is_incomplete = False
@@ -216,8 +215,8 @@ class Criterion(CollectsRankBatches):
             RuntimeError: inside of ``calibrating``, with ``unit="rank_batch"``.
         """
         self._check_between()
-        self._accumulators: dict[str, Tensor] = {}  # by the key of the parameter
-        self._weights = {parameter.key: 0.0 for parameter in self._scored}  # of its units
+        for part in self._scored:
+            part.reset()
         self.num_updates = 0
         self.num_skipped = 0
         self.total_weight = 0.0
@@ -240,7 +239,7 @@ class Criterion(CollectsRankBatches):
 
         def to_save() -> dict[str, Tensor]:
             self._check_complete()
-            return {part.key: part.to_save(self._accumulator(part)) for part in self._parts()}
+            return {part.key: part.to_save() for part in self._parts()}
 
         with torch.inference_mode(False), torch.no_grad():
             tensors = world(self._group).run(to_save)
@@ -250,7 +249,7 @@ class Criterion(CollectsRankBatches):
             "num_skipped": self.num_skipped,
             "total_weight": self.total_weight,
             # As text: DCP of some versions of torch takes a dict of floats apart, and some do not.
-            "weights": json.dumps(self._weights),
+            "weights": json.dumps({part.key: part.weight for part in self._scored}),
             "accumulators": tensors,
         }
 
@@ -265,19 +264,18 @@ class Criterion(CollectsRankBatches):
         Cost: no memory but that of the accumulators; one all-reduce of 40 bytes.
         """
 
-        def checked() -> list[tuple[Callable[[Tensor], object], Tensor]]:
+        def checked() -> list[Callable[[], object]]:
             self._check_between()
             self._check_state(state)
             tensors = state["accumulators"]
-            return [
-                (part.loader(tensors[part.key]), self._accumulator(part)) for part in self._parts()
-            ]
+            return [part.loader(tensors[part.key]) for part in self._parts()]
 
         with torch.inference_mode(False), torch.no_grad():
-            for load, accumulator in world(self._group).run(checked):
-                load(accumulator)
+            for load in world(self._group).run(checked):
+                load()
         weights = json.loads(state["weights"])
-        self._weights = {key: float(weights[key]) for key in self._weights}
+        for part in self._scored:
+            part.weight = float(weights[part.key])
         self.num_updates, self.num_skipped = int(state["num_updates"]), int(state["num_skipped"])
         self.total_weight = float(state["total_weight"])
         self._is_incomplete = False
@@ -294,7 +292,7 @@ class Criterion(CollectsRankBatches):
                 f"the state is of the criterion {state.get('criterion')!r}; expected "
                 f"{self._kind!r}."
             )
-        keys, found = set(self._weights), set(state["accumulators"])
+        keys, found = {part.key for part in self._scored}, set(state["accumulators"])
         if found != keys:
             missing, unknown = sorted(keys - found), sorted(found - keys)
             raise ValueError(
@@ -308,10 +306,8 @@ class Criterion(CollectsRankBatches):
     ) -> list[Tensor]:
         """What :meth:`_accumulate` adds of each parameter, before anything has changed.
 
-        What may fail belongs here. By default the gradients, once all accumulators are there.
+        What may fail belongs here. By default the gradients.
         """
-        for part in parts:
-            self._accumulator(part)
         return gradients
 
     def _accumulate(self, part: Part, gradient: Tensor, factor: float) -> None:
@@ -327,32 +323,18 @@ class Criterion(CollectsRankBatches):
 
     def _score(self, part: Part) -> Tensor:
         """The scores of this rank's part of a parameter: a new fp32 tensor like its values."""
-        return self._accumulator(part).clone()
-
-    def _accumulator(self, part: Part) -> Tensor:
-        """The accumulator of a parameter: fp32, like this rank's values, zeros at first."""
-        values, accumulator = part.shard.values, self._accumulators.get(part.key)
-        if accumulator is None:
-            accumulator = torch.zeros_like(values, dtype=torch.float32)
-            self._accumulators[part.key] = accumulator
-        if accumulator.shape != values.shape:
-            raise RuntimeError(
-                f"{part.label}: this rank's part has shape {tuple(values.shape)}, and had "
-                f"{tuple(accumulator.shape)} before; expected a model that is wrapped before the "
-                "criterion is made, and not again."
-            )
-        return accumulator
+        return part.total.clone()
 
     def _parts(self) -> list[Part]:
         """This rank's part of every parameter, as it is now."""
         communicator = world(self._group)
         reader = ShardReader(communicator.index, communicator.size)
-        return [parameter.read(reader) for parameter in self._scored]
+        return [part.read(reader) for part in self._scored]
 
     def _gradients(self, parts: Sequence[Part]) -> list[Tensor]:
         """This rank's part of every gradient; all are checked before any is used."""
         for part in parts:
-            check_trainable(part.shard)
+            part.check()
         return [local_gradient(part.shard) for part in parts]
 
     def _count_non_finite(self) -> Tensor:

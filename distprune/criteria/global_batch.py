@@ -29,10 +29,10 @@ class GradientMagnitude(Criterion):
     """
 
     def _accumulate(self, part: Part, gradient: Tensor, factor: float) -> None:
-        self._accumulator(part).add_(gradient, alpha=factor)
+        part.total.add_(gradient, alpha=factor)
 
     def _score(self, part: Part) -> Tensor:
-        return self._accumulator(part).abs()
+        return part.total.abs()
 
 
 class SNIP(GradientMagnitude):
@@ -50,7 +50,7 @@ class SNIP(GradientMagnitude):
     """
 
     def _score(self, part: Part) -> Tensor:
-        score = torch.mul(self._accumulator(part), part.shard.values)
+        score = torch.mul(part.total, part.shard.values)
         return score.float().abs_()
 
 
@@ -75,7 +75,7 @@ class Movement(Criterion):
     pruning_method = LowestScore
 
     def _accumulate(self, part: Part, gradient: Tensor, factor: float) -> None:
-        self._accumulator(part).addcmul_(gradient, part.shard.values, value=-factor)
+        part.total.addcmul_(gradient, part.shard.values, value=-factor)
 
 
 Update = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -142,7 +142,7 @@ class Custom(Criterion):
         ]
 
     def _accumulate(self, part: Part, gradient: Tensor, factor: float) -> None:
-        self._accumulator(part).copy_(gradient)
+        part.total.copy_(gradient)
 
     def _score(self, part: Part) -> Tensor:
         if self._finish is None:
@@ -153,7 +153,7 @@ class Custom(Criterion):
         self, function: Callable[..., object], what: str, part: Part, *gradients: Tensor
     ) -> Tensor:
         """What a function makes of the weights, of gradients if given, and of the state: fp32."""
-        state = self._accumulator(part)
+        state = part.total
         new = function(part.shard.values, *gradients, state.clone())
         if not isinstance(new, Tensor) or new.shape != state.shape or new.is_complex():
             shown = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__

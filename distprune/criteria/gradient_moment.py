@@ -15,7 +15,6 @@ from distprune.ranks.collectives import Communicator, sum_of_pieces
 from distprune.ranks.process_groups import over_groups, world
 from distprune.shards.gradients import (
     LocalGradients,
-    check_trainable,
     ranks_with_shards,
     unaveraged_gradients,
 )
@@ -267,8 +266,8 @@ class GradientMoment(Criterion):
             weights = sums.finish(communicator, self._facts())
             own = torch.tensor([sums.num_batches, sums.weight], dtype=torch.float64)
             num_batches, weight = communicator.reduce_floats(2, lambda: own).tolist()
-            for key, added in zip(self._weights, weights, strict=True):
-                self._weights[key] += added
+            for part, added in zip(self._scored, weights, strict=True):
+                part.weight += added
             self.num_updates += int(num_batches)
             self.total_weight += weight
             self._is_incomplete = False
@@ -317,7 +316,7 @@ class GradientMoment(Criterion):
         self._check_complete()
         parts = self._parts()
         for part in parts:
-            check_trainable(part.shard)
+            part.check()
             module, name = part.pair
             if own_property(base_class(module), name) is not None:
                 raise NotImplementedError(
@@ -327,7 +326,7 @@ class GradientMoment(Criterion):
                 )
         sums = RankBatchSums(
             unaveraged_gradients([part.shard for part in parts], self._group),
-            [self._accumulator(part) for part in parts],
+            [part.total for part in parts],
             [part.label for part in parts],
             self._power,
         )
@@ -339,15 +338,14 @@ class GradientMoment(Criterion):
         return [("criterion", self._kind), ("parameters", names)]
 
     def _accumulate(self, part: Part, gradient: Tensor, factor: float) -> None:
-        add_moment(self._accumulator(part), gradient, self._power, factor)
+        add_moment(part.total, gradient, self._power, factor)
 
     def _score(self, part: Part) -> Tensor:
-        weight = self._weights[part.key]
-        if not weight:
+        if not part.weight:
             raise ValueError(
                 f"{part.label}: the weights of all its batches are 0; expected a positive one."
             )
-        score = self._accumulator(part) / weight
+        score = part.total / part.weight
         values = part.shard.live_values().abs()
         for _ in range(self._power):
             score.mul_(values)

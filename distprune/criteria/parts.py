@@ -1,11 +1,12 @@
-"""The parameters that a criterion scores, each once, and its accumulators in state dicts.
+"""The parameters that a criterion scores, each once, and what it adds up for them.
 
-Accumulators are laid out like their parameters, so that checkpoints reshard them.
+Totals are laid out like their parameters, so that checkpoints reshard them.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,39 +27,55 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 
-@dataclass(frozen=True)
-class ScoredParameter:
-    """A parameter that a criterion scores; a tied one is one.
+@dataclass(eq=False)
+class Part:
+    """This rank's part of a parameter that a criterion scores, and what was added up for it.
 
     Attributes:
         pair: (module, name) as the caller gave it.
         label: its full name, or what stands for it in messages.
         key: the same on any sharding, for state dicts: its full name, or its place in the list.
+        shard: this rank's part of the parameter, as it was when it was read last.
+        weight: the sum of the weights of its units.
     """
 
     pair: tuple[nn.Module, str]
     label: str
     key: str
+    shard: Shard
+    weight: float = 0.0
+    _total: Tensor | None = None
 
     def read(self, reader: ShardReader) -> Part:
-        """This rank's part of the parameter, as it is now."""
-        module, name = unwrap(self.pair[0]), self.pair[1]
-        shard = reader.read(module, name, self.label)
-        return Part(self.pair, self.label, self.key, shard)
+        """Read this rank's part of the parameter anew."""
+        self.shard = reader.read(unwrap(self.pair[0]), self.pair[1], self.label)
+        return self
 
+    def reset(self) -> None:
+        """Forget all units."""
+        self.weight, self._total = 0.0, None
 
-@dataclass(frozen=True)
-class Part(ScoredParameter):
-    """A parameter with this rank's part of it, as it was when it was read.
+    def check(self) -> None:
+        """Raise if the parameter is frozen or lies in another way; else there is a total then."""
+        check_trainable(self.shard)
+        self._total = self.total
 
-    Attributes:
-        shard: this rank's part.
-    """
+    @property
+    def total(self) -> Tensor:
+        """What was added up: fp32, like this rank's values, zeros at first."""
+        values = self.shard.values
+        if self._total is None:
+            self._total = torch.zeros_like(values, dtype=torch.float32)
+        if self._total.shape != values.shape:
+            raise RuntimeError(
+                f"{self.label}: this rank's part has shape {tuple(values.shape)}, and had "
+                f"{tuple(self._total.shape)} before; expected a model that is wrapped before the "
+                "criterion is made, and not again."
+            )
+        return self._total
 
-    shard: Shard
-
-    def to_save(self, accumulator: Tensor) -> Tensor:
-        """An accumulator in the form of its parameter; of the same memory.
+    def to_save(self) -> Tensor:
+        """The total in the form of its parameter; of the same memory.
 
         Raises:
             NotImplementedError: DCP of this torch cannot save it.
@@ -67,8 +84,8 @@ class Part(ScoredParameter):
         if run is not None:
             from distprune.wrappers import run_tensors
 
-            return run_tensors.run_as_sharded_tensor(self.label, run, accumulator)
-        tensor = self.shard.as_parameter_layout(accumulator)
+            return run_tensors.run_as_sharded_tensor(self.label, run, self.total)
+        tensor = self.shard.as_parameter_layout(self.total)
         if is_dtensor(tensor) and is_misplaced(self.label, tensor):
             raise NotImplementedError(
                 f"{self.label}: torch {torch.__version__} cannot save or load uneven shards that "
@@ -77,18 +94,18 @@ class Part(ScoredParameter):
             )
         return tensor
 
-    def loader(self, value: Any) -> Callable[[Tensor], object]:
-        """What copies a saved accumulator, in the form of :meth:`to_save` or whole, into another.
+    def loader(self, value: Any) -> Callable[[], object]:
+        """What copies a saved total, in the form of :meth:`to_save` or whole, into this one.
 
         Raises:
             ValueError: another shape or layout.
         """
-        label, shard, run = self.label, self.shard, self._run
+        label, shard, run, total = self.label, self.shard, self._run, self.total
         if not isinstance(value, Tensor):
             raise ValueError(f"{label}: the state has a {type(value).__name__}; expected a tensor.")
         if not _is_sharded_tensor(value):
             local_part(label, "the state", value, shard)
-            return lambda own: own.copy_(local_part(label, "the state", value, shard))
+            return lambda: total.copy_(local_part(label, "the state", value, shard))
         if run is None:
             raise ValueError(
                 f"{label}: the state has a ShardedTensor, and the parameter is not sharded into "
@@ -98,14 +115,14 @@ class Part(ScoredParameter):
         from distprune.wrappers import run_tensors
 
         run_tensors.check_boxes(label, run, value, shard.values)
-        return lambda own: run_tensors.load_run(label, run, value, own)
+        return lambda: run_tensors.load_run(label, run, value, total)
 
     @property
     def _run(self) -> ManagedRun | None:
         return self.shard.managed if isinstance(self.shard.managed, ManagedRun) else None
 
 
-def scored_parameters(parameters: Iterable[tuple[nn.Module, str]]) -> tuple[ScoredParameter, ...]:
+def scored_parameters(parameters: Iterable[tuple[nn.Module, str]]) -> tuple[Part, ...]:
     """The parameters of some pairs, each once.
 
     Raises:
@@ -119,25 +136,24 @@ def scored_parameters(parameters: Iterable[tuple[nn.Module, str]]) -> tuple[Scor
             "select(model) lists them."
         )
     reader = ShardReader()
-    scored: dict[Hashable, ScoredParameter] = {}
+    scored: dict[Hashable, Part] = {}
     for position, pair in enumerate(parameters):
-        checked_pair(pair, f"parameters[{position}]")
+        module, name = checked_pair(pair, f"parameters[{position}]")
         label = label_of(pair, position)
         key = getattr(pair, "fqn", None) or f"parameters[{len(scored)}]"
-        parameter = ScoredParameter(pair, label, key)
-        part = parameter.read(reader)
-        if part.shard.values.is_complex():
+        shard = reader.read(module, name, label)
+        if shard.values.is_complex():
             raise NotImplementedError(
-                f"{label}: dtype {part.shard.values.dtype} is complex; expected a real parameter."
+                f"{label}: dtype {shard.values.dtype} is complex; expected a real parameter."
             )
-        check_trainable(part.shard)
-        scored.setdefault(part.shard.key, parameter)
+        check_trainable(shard)
+        scored.setdefault(shard.key, Part(pair, label, key, shard))
     if not scored:
         raise ValueError("parameters is empty; expected at least one (module, name) pair.")
-    keys = [parameter.key for parameter in scored.values()]
-    twice = [key for key in keys if keys.count(key) > 1] if len(set(keys)) < len(keys) else []
-    if twice:
-        raise ValueError(f"{twice[0]} is the name of two parameters; expected unique names.")
+    counts = Counter(part.key for part in scored.values())
+    (key, count), *_ = counts.most_common(1)
+    if count > 1:
+        raise ValueError(f"{key} is the name of two parameters; expected unique names.")
     return tuple(scored.values())
 
 

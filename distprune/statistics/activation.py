@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -58,7 +57,7 @@ class Totals:
     squares: Tensor
 
 
-class ActivationStatistics(Statistics[LayerInputs]):
+class ActivationStatistics(Statistics[LayerInputs], Collector):
     """Sums of the inputs of layers over calibration data, from which Wanda and others are made.
 
     statistics = ActivationStatistics(prune.select(model))
@@ -136,13 +135,14 @@ class ActivationStatistics(Statistics[LayerInputs]):
                 facts=[("allow_empty", str(patterns))],
             )
 
-        super().__init__(world(group), arguments, _known_layout, LayerInputs)
+        Statistics.__init__(self, world(group), arguments, _known_layout, LayerInputs)
+        Collector.__init__(self)
         self._communicator.run(self._check_patterns)
-        self._collector = self._new_collector()
         self._mode = "one_pass"
+        self._prepare()
 
-    def _new_collector(self) -> Collector:
-        return Collector()
+    def _prepare(self) -> None:
+        """Make what a subclass keeps besides."""
 
     @property
     def mode(self) -> Mode:
@@ -177,24 +177,8 @@ class ActivationStatistics(Statistics[LayerInputs]):
                 "these statistics are sequential: the inputs of one pass would mix with those of "
                 "pruned blocks. Expected new ActivationStatistics for each."
             )
-        with self._communicator.raising_everywhere(), self._collector.collecting(self._local):
+        with self._communicator.raising_everywhere(), self._collecting(self._local):
             yield
-
-    def batch(self, attention_mask: Tensor | None = None) -> AbstractContextManager[None]:
-        """One batch, without its padding: a context around its forward, or its forwards.
-
-        Args:
-            attention_mask: bool or integers [batch, tokens] of this rank's batch, 0 = padding.
-                Layers may see [batch, tokens, features] or [batch * tokens, features]. None: all
-                tokens count.
-
-        Raises:
-            ValueError: a DTensor, another dtype or shape; in the forward, a layer whose input does
-                not fit.
-            NotImplementedError: in the forward, a convolution, or fused experts if only a part of
-                the batch is padding.
-        """
-        return self._collector.batch(attention_mask)
 
     def num_tokens(self, parameters: Pairs | None = None) -> dict[str, int | tuple[int, ...]]:
         """How many tokens each parameter has seen, by its name. Collective.
@@ -403,7 +387,7 @@ class ActivationStatistics(Statistics[LayerInputs]):
         return factored.wanda(parameter.layout, squares, self._count(parameter))
 
     def _check_ready(self) -> None:
-        if self._collector.has_failed:
+        if self._has_failed:
             raise RuntimeError(
                 "a forward raised while statistics were collected, so that it is not known "
                 "which inputs count; expected new statistics, collected again."
@@ -440,7 +424,7 @@ class ActivationStatistics(Statistics[LayerInputs]):
         rank = self._communicator.rank
 
         def pack() -> list[Tensor]:
-            peers = peers_of(self._collector.same_tokens, rank)
+            peers = peers_of(self._same_tokens, rank)
             return [_packed(parameter, peers, rank) for parameter in parameters]
 
         found = self._sum_over_ranks(parameters, pack)

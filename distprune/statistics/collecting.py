@@ -68,16 +68,12 @@ class Met:
 
 
 class Collector:
-    """Adds up what layers are called with.
-
-    Attributes:
-        same_tokens: ranks that run the model on the same tokens as this one, as the inputs tell.
-        has_failed: whether a forward, or a batch, has raised.
-    """
+    """Adds up what layers are called with; a part of :class:`ActivationStatistics`."""
 
     def __init__(self) -> None:
-        self.same_tokens: set[tuple[int, ...]] = set()
-        self.has_failed = False
+        # Ranks that run the model on the same tokens as this one, as the inputs of layers tell.
+        self._same_tokens: set[tuple[int, ...]] = set()
+        self._has_failed = False  # a forward, or a batch, has raised
         # Of the present batch: bool [batch, tokens] without padding, and how many are True.
         self._keep: Tensor | None = None
         self._num_kept = 0
@@ -87,7 +83,7 @@ class Collector:
         self._is_on = False
 
     @contextlib.contextmanager
-    def collecting(self, parameters: Sequence[LayerInputs]) -> Iterator[None]:
+    def _collecting(self, parameters: Sequence[LayerInputs]) -> Iterator[None]:
         """Collect while the context is open: no gradients, compiled models run uncompiled.
 
         Raises:
@@ -114,7 +110,7 @@ class Collector:
             with calls, torch.no_grad(), _uncompiled():
                 yield
         finally:
-            self.has_failed |= self._num_open > 0
+            self._has_failed |= self._num_open > 0
             for handle in handles:
                 handle.remove()
             while self._running:  # of a forward that was interrupted
@@ -123,8 +119,20 @@ class Collector:
             self._is_on = False
 
     @contextlib.contextmanager
-    def batch(self, attention_mask: Tensor | None) -> Iterator[None]:
-        """One batch, without its padding; see ActivationStatistics.batch."""
+    def batch(self, attention_mask: Tensor | None = None) -> Iterator[None]:
+        """One batch, without its padding: a context around its forward, or its forwards.
+
+        Args:
+            attention_mask: bool or integers [batch, tokens] of this rank's batch, 0 = padding.
+                Layers may see [batch, tokens, features] or [batch * tokens, features]. None: all
+                tokens count.
+
+        Raises:
+            ValueError: a DTensor, another dtype or shape; in the forward, a layer whose input does
+                not fit.
+            NotImplementedError: in the forward, a convolution, or fused experts if only a part of
+                the batch is padding.
+        """
         before = self._keep
         if attention_mask is not None:
             dtype, shape = attention_mask.dtype, tuple(attention_mask.shape)
@@ -142,19 +150,19 @@ class Collector:
         try:
             yield
         except BaseException:  # some of its forwards may have counted
-            self.has_failed = True
+            self._has_failed = True
             raise
         finally:
             self._keep = before
 
-    def add(self, parameter: LayerInputs, met: Met) -> None:
+    def _add(self, parameter: LayerInputs, met: Met) -> None:
         """Add what the weight of a parameter was multiplied with."""
         if met.convolution is None:
             parameter.add(met.part, met.num_tokens, sums_of_rows(met.values, met.keep))
         else:
             parameter.add(met.part, *sums_of_windows(met.values, met.convolution))
 
-    def prepared(self, value: Tensor, feature_dim: int) -> Tensor:
+    def _prepared(self, value: Tensor, feature_dim: int) -> Tensor:
         """The input of a layer, with all features that a sum needs of it on this rank."""
         return value
 
@@ -238,7 +246,7 @@ class Collector:
                 "expected batches without padding and without attention_mask, or this "
                 "parameter left out."
             )
-        value = self.prepared(value, feature_dim)
+        value = self._prepared(value, feature_dim)
         keep = None if self._keep is None else self._keep.to(value.device)
         part, values, keep = read_input(label, value, weight, keep, feature_dim)
         if convolution is None:
@@ -247,7 +255,7 @@ class Collector:
                 num_tokens = len(rows)
             else:  # a DTensor has some of the tokens, and a device would wait for their number
                 num_tokens = int(keep.sum()) if is_dtensor(value) else self._num_kept
-            self.add(parameter, Met(part, rows, keep, num_tokens))
+            self._add(parameter, Met(part, rows, keep, num_tokens))
         else:
             is_whole = values.shape[-spatial:] == value.shape[-spatial:]
             if not is_whole or len(part.features) != value.shape[feature_dim]:
@@ -257,9 +265,9 @@ class Collector:
                 )
             images = values if value.ndim == spatial + 2 else values.unsqueeze(0)
             part = replace(part, features=range(layout.num_inputs))
-            self.add(parameter, Met(part, images, convolution=convolution))
+            self._add(parameter, Met(part, images, convolution=convolution))
         if part.token_ranks is not None:
-            self.same_tokens.add(part.token_ranks)
+            self._same_tokens.add(part.token_ranks)
 
     def _add_expert(self, parameter: LayerInputs, expert: int, rows: Tensor) -> None:
         """Add the rows [tokens, inputs] that came to one of fused experts."""
@@ -272,7 +280,7 @@ class Collector:
         if len(rows):
             part = Part(range(expert * num_inputs, (expert + 1) * num_inputs))
             with _computing(rows):
-                self.add(parameter, Met(part, rows.detach(), num_tokens=len(rows)))
+                self._add(parameter, Met(part, rows.detach(), num_tokens=len(rows)))
 
 
 def _checked_input(label: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:

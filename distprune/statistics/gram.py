@@ -22,7 +22,7 @@ from distprune.base.pruned_form import is_dtensor
 from distprune.ranks.collectives import Communicator, with_whole_dim
 from distprune.shards.factored import FactoredScores
 from distprune.statistics.activation import ActivationStatistics
-from distprune.statistics.collecting import Collector, LayerInputs, Met
+from distprune.statistics.collecting import LayerInputs, Met
 from distprune.statistics.input_parts import product_of_rows, products_of_windows
 from distprune.statistics.layers import WeightLayout
 from distprune.statistics.parameters import Pairs, peers_of
@@ -41,112 +41,6 @@ class LocalGram:
     is_plain: bool
     matrices: dict[int, Tensor] = field(default_factory=dict)
     parameters: set[LayerInputs] = field(default_factory=set)
-
-
-class GramCollector(Collector):
-    """Adds up x x^T beside the sums of :class:`Collector`; see [Note: shared inputs].
-
-    Args:
-        rank: this one. Of ranks that are known to have the same tokens, the first adds products.
-    """
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self._rank = rank
-        self._grams: dict[LayerInputs, LocalGram] = {}
-        # The last rows, whose product is not added yet, and the parameters that have met them.
-        self._last: tuple[Met, list[LayerInputs]] | None = None
-
-    @contextlib.contextmanager
-    def collecting(self, parameters: Sequence[LayerInputs]) -> Iterator[None]:
-        """Collect while the context is open; see :meth:`Collector.collecting`."""
-        with super().collecting(parameters):
-            yield
-            self._add_last()
-
-    def gram_of(self, parameter: LayerInputs) -> LocalGram | None:
-        """The sums of a parameter; None if this rank has none that count."""
-        gram = self._grams.get(parameter)
-        if gram is None or not gram.is_plain:
-            return gram
-        return gram if peers_of(self.same_tokens, self._rank)[0] == self._rank else None
-
-    def forget(self, parameter: LayerInputs) -> None:
-        """Drop the sums of a parameter; they are freed if no other one shares them."""
-        gram = self._grams.pop(parameter, None)
-        if gram is not None:
-            gram.parameters.remove(parameter)
-
-    def prepared(self, value: Tensor, feature_dim: int) -> Tensor:
-        # Products of two features need both on one rank: row-wise layers have a part of them.
-        return with_whole_dim(value, feature_dim % value.ndim) if is_dtensor(value) else value
-
-    def add(self, parameter: LayerInputs, met: Met) -> None:
-        super().add(parameter, met)
-        if met.part.token_ranks is not None and met.part.token_ranks[0] != self._rank:
-            return
-        if met.convolution is not None:
-            with _full_precision():
-                products = products_of_windows(met.values.detach(), met.convolution)
-            self._add_products([parameter], dict(enumerate(products)), is_plain=True)
-            return
-        rows = met.values.detach()
-        rows = rows if met.keep is None else rows[met.keep]
-        if self._last is not None:
-            last, parameters = self._last
-            if (
-                parameter not in parameters
-                and _identity(last) == _identity(met)
-                and last.values.dtype == rows.dtype
-                and torch.equal(last.values, rows)
-            ):
-                parameters.append(parameter)
-                return
-            self._add_last()
-        # A copy: the model may change its own tensor in place before it is multiplied.
-        self._last = Met(met.part, rows.clone() if met.keep is None else rows), [parameter]
-
-    def _add_last(self) -> None:
-        last, self._last = self._last, None
-        if last is not None:
-            met, parameters = last
-            number, is_plain = _identity(met)
-            with torch.inference_mode(False), torch.no_grad(), _full_precision():
-                product = product_of_rows(met.values)
-                self._add_products(parameters, {number: product}, is_plain=is_plain)
-
-    def _add_products(
-        self, parameters: list[LayerInputs], products: dict[int, Tensor], *, is_plain: bool
-    ) -> None:
-        """Add products to the sums of the parameters that have met the same rows.
-
-        Raises:
-            NotImplementedError: plain inputs and DTensors for one parameter.
-        """
-        # Parameters that have shared their sums until now, and go on to share them.
-        sharing: dict[LocalGram | None, set[LayerInputs]] = {}
-        for parameter in parameters:
-            sharing.setdefault(self._grams.get(parameter), set()).add(parameter)
-        for number_of_gram, (gram, group) in enumerate(sharing.items()):
-            if gram is None:
-                gram = LocalGram(is_plain)
-            elif gram.is_plain != is_plain:
-                raise NotImplementedError(
-                    f"{next(iter(group)).label}: its layer was called with a plain tensor and "
-                    "with a DTensor; expected one of them in all calls, as it is not known which "
-                    "ranks have the tokens of the plain one."
-                )
-            elif gram.parameters != group:  # the others have not met these rows
-                gram.parameters -= group
-                gram = LocalGram(is_plain, {n: m.clone() for n, m in gram.matrices.items()})
-            gram.parameters |= group
-            self._grams |= dict.fromkeys(group, gram)
-            for number, product in products.items():
-                if number in gram.matrices:
-                    gram.matrices[number] += product.to(gram.matrices[number].device)
-                else:
-                    is_last = number_of_gram == len(sharing) - 1
-                    gram.matrices[number] = product if is_last else product.clone()
 
 
 def _identity(met: Met) -> tuple[int, bool]:
@@ -222,11 +116,11 @@ class GramMatrices(ActivationStatistics):
     A file has the activation statistics without the matrices.
     """
 
-    _collector: GramCollector
-
-    def _new_collector(self) -> GramCollector:
+    def _prepare(self) -> None:
+        self._grams: dict[LayerInputs, LocalGram] = {}
         self._blocks: dict[LayerInputs, GramBlock] = {}
-        return GramCollector(self._communicator.rank)
+        # The last rows, whose product is not added yet, and the parameters that have met them.
+        self._last: tuple[Met, list[LayerInputs]] | None = None
 
     def num_bytes(self, parameters: Pairs | None = None) -> int:
         """Bytes of the matrices of some parameters, by default of all, if none is shared. Local.
@@ -329,7 +223,7 @@ class GramMatrices(ActivationStatistics):
         Their sums stay, and so the scores of :class:`ActivationStatistics`.
         """
         for position in self._positions_of(parameters):
-            self._collector.forget(self._local[position])
+            self._forget(self._local[position])
             self._blocks.pop(self._local[position], None)
 
     def blocks(self, parameters: Pairs | None = None) -> list[tuple[list[str], GramBlock]]:
@@ -357,7 +251,7 @@ class GramMatrices(ActivationStatistics):
             numbers = []
             first: dict[object, str] = {}  # the first parameter of each sum, and of each block
             for parameter in asked:
-                gram, block = self._collector.gram_of(parameter), self._blocks.get(parameter)
+                gram, block = self._gram_of(parameter), self._blocks.get(parameter)
                 mine = [first.setdefault(each, parameter.label) for each in (gram, block) if each]
                 which = gram is not None, block is not None
                 layout = parameter.layout
@@ -380,7 +274,7 @@ class GramMatrices(ActivationStatistics):
         communicator, layout = self._communicator, group[0].layout
         num, size = layout.num_matrices, layout.matrix_shape[1]
         height = -(-size // communicator.size)
-        gram, before = self._collector.gram_of(group[0]), self._blocks.get(group[0])
+        gram, before = self._gram_of(group[0]), self._blocks.get(group[0])
         matrices = {} if gram is None else gram.matrices
         # Others that go on adding to these matrices.
         is_shared = gram is not None and not gram.parameters <= set(group)
@@ -414,8 +308,99 @@ class GramMatrices(ActivationStatistics):
         block = rows[0].unsqueeze(0) if num == 1 else torch.stack(rows)
         made = GramBlock(size, block if before is None else block + before.rows)
         for parameter in group:
-            self._collector.forget(parameter)
+            self._forget(parameter)
             self._blocks[parameter] = made
+
+    @contextlib.contextmanager
+    def _collecting(self, parameters: Sequence[LayerInputs]) -> Iterator[None]:
+        with super()._collecting(parameters):
+            yield
+            self._add_last()
+
+    def _gram_of(self, parameter: LayerInputs) -> LocalGram | None:
+        """The sums of a parameter; None if this rank has none that count."""
+        gram, rank = self._grams.get(parameter), self._communicator.rank
+        if gram is None or not gram.is_plain:
+            return gram
+        return gram if peers_of(self._same_tokens, rank)[0] == rank else None
+
+    def _forget(self, parameter: LayerInputs) -> None:
+        """Drop the sums of a parameter; they are freed if no other one shares them."""
+        gram = self._grams.pop(parameter, None)
+        if gram is not None:
+            gram.parameters.remove(parameter)
+
+    def _prepared(self, value: Tensor, feature_dim: int) -> Tensor:
+        # Products of two features need both on one rank: row-wise layers have a part of them.
+        return with_whole_dim(value, feature_dim % value.ndim) if is_dtensor(value) else value
+
+    def _add(self, parameter: LayerInputs, met: Met) -> None:
+        super()._add(parameter, met)
+        ranks = met.part.token_ranks
+        if ranks is not None and ranks[0] != self._communicator.rank:
+            return  # the first of ranks that are known to have the same tokens adds products
+        if met.convolution is not None:
+            with _full_precision():
+                products = products_of_windows(met.values.detach(), met.convolution)
+            self._add_products([parameter], dict(enumerate(products)), is_plain=True)
+            return
+        rows = met.values.detach()
+        rows = rows if met.keep is None else rows[met.keep]
+        if self._last is not None:
+            last, parameters = self._last
+            if (
+                parameter not in parameters
+                and _identity(last) == _identity(met)
+                and last.values.dtype == rows.dtype
+                and torch.equal(last.values, rows)
+            ):
+                parameters.append(parameter)
+                return
+            self._add_last()
+        # A copy: the model may change its own tensor in place before it is multiplied.
+        self._last = Met(met.part, rows.clone() if met.keep is None else rows), [parameter]
+
+    def _add_last(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            met, parameters = last
+            number, is_plain = _identity(met)
+            with torch.inference_mode(False), torch.no_grad(), _full_precision():
+                product = product_of_rows(met.values)
+                self._add_products(parameters, {number: product}, is_plain=is_plain)
+
+    def _add_products(
+        self, parameters: list[LayerInputs], products: dict[int, Tensor], *, is_plain: bool
+    ) -> None:
+        """Add products to the sums of the parameters that have met the same rows.
+
+        Raises:
+            NotImplementedError: plain inputs and DTensors for one parameter.
+        """
+        # Parameters that have shared their sums until now, and go on to share them.
+        sharing: dict[LocalGram | None, set[LayerInputs]] = {}
+        for parameter in parameters:
+            sharing.setdefault(self._grams.get(parameter), set()).add(parameter)
+        for number_of_gram, (gram, group) in enumerate(sharing.items()):
+            if gram is None:
+                gram = LocalGram(is_plain)
+            elif gram.is_plain != is_plain:
+                raise NotImplementedError(
+                    f"{next(iter(group)).label}: its layer was called with a plain tensor and "
+                    "with a DTensor; expected one of them in all calls, as it is not known which "
+                    "ranks have the tokens of the plain one."
+                )
+            elif gram.parameters != group:  # the others have not met these rows
+                gram.parameters -= group
+                gram = LocalGram(is_plain, {n: m.clone() for n, m in gram.matrices.items()})
+            gram.parameters |= group
+            self._grams |= dict.fromkeys(group, gram)
+            for number, product in products.items():
+                if number in gram.matrices:
+                    gram.matrices[number] += product.to(gram.matrices[number].device)
+                else:
+                    is_last = number_of_gram == len(sharing) - 1
+                    gram.matrices[number] = product if is_last else product.clone()
 
 
 def with_damping(gram: Tensor, damping: float, dtype: torch.dtype) -> tuple[Tensor, float]:

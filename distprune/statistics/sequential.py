@@ -105,7 +105,7 @@ def prune_sequentially(
         last = max((number for number, parameters in enumerate(of_block) if parameters), default=-1)
         for number, parameters in enumerate(of_block[: last + 1]):
             if parameters:
-                with statistics._collector.collecting(parameters):
+                with statistics._collecting(parameters):
                     for position, batch in enumerate(batches):
                         if passes is not None:
                             passes.collect(number, position)
