@@ -14,7 +14,7 @@ from distprune.base.float_formats import PLAIN_FLOATS
 from distprune.files.checkpoints.checkpoint import Checkpoint, OtherFile, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskFile, mask_layout, open_masks
-from distprune.files.errors import CheckpointError, headline, shown
+from distprune.files.errors import CheckpointError
 from distprune.files.output import resolve_destination
 from distprune.files.planning import source_facts
 from distprune.files.reports import Record, RunFacts, as_json, identity_of, summed
@@ -42,17 +42,21 @@ class Application:
             both, and where the masks are.
 
     Raises:
-        CheckpointError: either is malformed, or they do not fit; all problems.
+        CheckpointError: either is malformed, or they do not fit.
     """
 
     def __init__(self, masks: str | Path, source: str | Path) -> None:
         self.masks: MaskFile = open_masks(masks)
         self.checkpoint: Checkpoint = open_checkpoint(source)
         by_name = {entry.name: entry for entry in self.checkpoint.tensors}
-        problems = _mismatches(self.masks, by_name)
-        if problems:
-            details = shown(problems, "more do not fit.")
-            raise CheckpointError(headline(f"{masks} on {source}", problems), details)
+        for name, shape in self.masks.shapes.items():
+            entry = by_name.get(name)
+            if entry is None or entry.shape != shape or entry.dtype not in PLAIN_FLOATS:
+                has = "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+                raise CheckpointError(
+                    f"{masks} has a mask {list(shape)} of {name}, and {source} has {has} of this "
+                    "name; expected a plain float of this shape."
+                )
         self.entries: Sequence[TensorEntry] = [by_name[name] for name in self.masks.shapes]
         self._folder = os.path.abspath(masks)
         facts = {
@@ -149,17 +153,3 @@ class Application:
             "run": asdict(run),
         }
         return as_json(report), recipe.encode(), {}
-
-
-def _mismatches(masks: MaskFile, entries: dict[str, TensorEntry]) -> list[str]:
-    """Why masks cannot be applied to tensors, a sentence for each mask."""
-    problems = []
-    for name, shape in masks.shapes.items():
-        entry = entries.get(name)
-        if entry is None:
-            problems.append(f"the checkpoint has no tensor {name}.")
-        elif entry.shape != shape:
-            problems.append(f"tensor {name} is {list(entry.shape)}, but its mask {list(shape)}.")
-        elif entry.dtype not in PLAIN_FLOATS:
-            problems.append(f"tensor {name} is {entry.dtype}; expected a plain float.")
-    return problems

@@ -62,17 +62,3 @@ def explained(error: BaseException) -> FilesError | None:
 def _lacks_memory(error: BaseException) -> bool:
     """Whether an allocation failed, in Python or in torch."""
     return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-
-
-def headline(subject: str, problems: Sequence[str]) -> str:
-    """The headline of an error with problems: "SRC has 2 problems:"."""
-    return f"{subject} has {len(problems)} problem{'s' if len(problems) != 1 else ''}:"
-
-
-MAX_PROBLEMS = 12  # that an error shows
-
-
-def shown(problems: Sequence[str], rest: str = "more tensors.") -> list[str]:
-    """The first of many problems, and how many more there are: "3 more tensors."."""
-    num_more = len(problems) - MAX_PROBLEMS
-    return [*problems[:MAX_PROBLEMS], *([f"{num_more} {rest}"] if num_more > 0 else [])]

@@ -1,11 +1,8 @@
-"""The numbers of a checkpoint's tensors: zeros, N:M patterns; compared with another's.
-
-Zeros, NaN and infinities are counted in integers, booleans, complex numbers, and floats of 8 and 4
-bits as well, which other commands do not read.
-"""
+"""The numbers of a checkpoint's tensors: zeros, N:M patterns; compared with another's."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +12,7 @@ from distprune.base.blocks import Layout
 from distprune.base.float_formats import PLAIN_FLOATS
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.checkpoints.header import TensorEntry
-from distprune.files.disk.access import read_into
+from distprune.files.disk.access import read_into, slabs
 from distprune.files.layouts import Layouts, UnknownLayout
 
 
@@ -29,8 +26,7 @@ class TensorFacts:
         num_nan, num_inf: NaN and infinities.
         num_groups: by pattern (n, m), the groups of m neighbours along the input dimension. A
             pattern is missing if m does not divide the inputs or their dimension is not known.
-        num_kept: by pattern, the groups with at most n nonzero numbers. Groups are counted in plain
-            floats of 16 bits and more only.
+        num_kept: by pattern, the groups with at most n nonzero numbers.
     """
 
     entry: TensorEntry
@@ -59,54 +55,52 @@ def inspect(
         CheckpointError: a file cannot be read, or has become shorter.
         SelectionError: ``input_dims`` do not fit.
 
-    Cost: one read of these tensors; about 50 MB of memory, or a few rows of a matrix whose groups
+    Cost: one read of these tensors; the memory of a slab, or of a few rows of a matrix whose groups
     span several rows.
     """
     layouts = Layouts(checkpoint, input_dims)
-    scanner = Scanner(on_bytes)
     for entry in checkpoint.tensors:
         facts = TensorFacts(entry)
-        if entry.dtype in PLAIN_FLOATS:
-            _inspect(facts, scanner, _layout(layouts, entry), patterns)
-        else:
+        form = PLAIN_FLOATS.get(entry.dtype)
+        if form is None:
             facts.num_zero = None
             on_bytes(entry.nbytes)
+            yield facts
+            continue
+        try:
+            layout = layouts.of(entry)
+        except UnknownLayout:
+            if layouts.is_given(entry):
+                raise
+            layout = Layout(1, 1)
+        fitting = [(n, m) for n, m in patterns if entry.numel and layout.inputs % m == 0]
+        for n, m in fitting:
+            facts.num_groups[n, m], facts.num_kept[n, m] = entry.numel // m, 0
+        # Slabs hold whole groups: the lengths of groups divide the inputs, as does their lcm.
+        block = layout.stride * math.lcm(*(m for _, m in fitting)) if fitting else 1
+        num_zero = 0
+        for raw in _slabs(entry, form.num_bytes, block, on_bytes):
+            magnitudes = form.magnitudes(raw)
+            num_zero += int(np.count_nonzero(magnitudes == 0))
+            facts.num_inf += int(np.count_nonzero(magnitudes == form.bits(form.inf)))
+            facts.num_nan += int(np.count_nonzero(magnitudes > form.bits(form.inf)))
+            for n, m in fitting:
+                groups = (magnitudes != 0).reshape(-1, m, layout.stride)
+                num_kept = np.count_nonzero(groups.sum(1, dtype=np.int32) <= n)
+                facts.num_kept[n, m] += int(num_kept)
+        facts.num_zero = num_zero
         yield facts
 
 
-def _layout(layouts: Layouts, entry: TensorEntry) -> Layout | None:
-    try:
-        return layouts.of(entry)
-    except UnknownLayout:
-        if layouts.is_given(entry):
-            raise
-        return None
-
-
-def _inspect(
-    facts: TensorFacts,
-    scanner: Scanner,
-    layout: Layout | None,
-    patterns: Iterable[tuple[int, int]],
-) -> None:
-    entry, form = facts.entry, PLAIN_FLOATS[facts.entry.dtype]
-    fitting: list[tuple[int, int]] = []
-    stride = 1
-    if layout is not None and entry.numel:
-        fitting = [(n, m) for n, m in patterns if layout.inputs % m == 0]
-        stride = layout.stride
-    for n, m in fitting:
-        facts.num_groups[n, m], facts.num_kept[n, m] = entry.numel // m, 0
-    # Chunks hold complete groups: the lengths of groups divide the inputs, as does their lcm.
-    group = stride * int(np.lcm.reduce([1, *(m for _, m in fitting)])) if fitting else 1
-    for chunk in scanner.chunks(entry, form.num_bytes * max(group, 1)):
-        magnitudes = form.magnitudes(chunk)
-        facts.num_zero = (facts.num_zero or 0) + int(np.count_nonzero(magnitudes == 0))
-        facts.num_inf += int(np.count_nonzero(magnitudes == form.bits(form.inf)))
-        facts.num_nan += int(np.count_nonzero(magnitudes > form.bits(form.inf)))
-        for n, m in fitting:
-            num_nonzero = (magnitudes != 0).reshape(-1, m, stride).sum(1, dtype=np.int32)
-            facts.num_kept[n, m] += int(np.count_nonzero(num_nonzero <= n))
+def _slabs(
+    entry: TensorEntry, itemsize: int, block: int, on_bytes: Callable[[int], None]
+) -> Iterator[np.ndarray]:
+    """The bytes of a tensor, slab by slab, as ``slabs`` divides it: uint8."""
+    for run in slabs(entry.nbytes // itemsize, itemsize, block):
+        raw = np.empty(len(run) * itemsize, np.uint8)
+        read_into(entry.path, entry.start + run.start * itemsize, raw.data)
+        on_bytes(len(raw))
+        yield raw
 
 
 @dataclass(frozen=True)
@@ -152,11 +146,10 @@ def compare(
     Raises:
         CheckpointError: a file cannot be read, or has become shorter.
 
-    Cost: one read of each; about 50 MB of memory.
+    Cost: one read of each; the memory of a slab.
     """
     ours = {entry.name: entry for entry in first.tensors}
     theirs = {entry.name: entry for entry in second.tensors}
-    one, two = Scanner(on_bytes), Scanner(on_bytes)
     for name, entry in ours.items():
         other = theirs.get(name)
         if other is None:
@@ -165,30 +158,28 @@ def compare(
             described = (f"{each.dtype} {list(each.shape)}" for each in (entry, other))
             yield TensorDifference(name, problem="; ".join(described))
         else:
-            yield _compare(one, two, entry, other)
+            yield _compare(entry, other, on_bytes)
     for name in theirs:
         if name not in ours:
             yield TensorDifference(name, problem="only in the second")
 
 
 def _compare(
-    one: Scanner, two: Scanner, entry: TensorEntry, other: TensorEntry
+    first: TensorEntry, second: TensorEntry, on_bytes: Callable[[int], None]
 ) -> TensorDifference:
-    form = PLAIN_FLOATS.get(entry.dtype)
-    differing, both, first, second = 0, 0, 0, 0
-    for ours, theirs in zip(one.chunks(entry), two.chunks(other), strict=True):
+    form = PLAIN_FLOATS.get(first.dtype)
+    itemsize = first.nbytes // first.numel if first.numel else 1
+    if itemsize * first.numel != first.nbytes:  # numbers of less than a byte
+        itemsize = 1
+    counts = np.zeros(4, dtype=np.int64)
+    both = (_slabs(entry, itemsize, 1, on_bytes) for entry in (first, second))
+    for ours, theirs in zip(*both, strict=True):
+        differs = (ours != theirs).reshape(-1, itemsize).any(1)
+        counts[0] += np.count_nonzero(differs)
         if form is not None:
-            is_zero, is_zero_there = form.magnitudes(ours) == 0, form.magnitudes(theirs) == 0
-            ours, theirs = ours.view(form.bits), theirs.view(form.bits)
-            both += int(np.count_nonzero(is_zero & is_zero_there))
-            first += int(np.count_nonzero(is_zero & ~is_zero_there))
-            second += int(np.count_nonzero(~is_zero & is_zero_there))
-        elif entry.numel and entry.nbytes % entry.numel == 0:
-            width = entry.nbytes // entry.numel
-            ours, theirs = ours.reshape(-1, width), theirs.reshape(-1, width)
-        differs = ours != theirs
-        differing += int(np.count_nonzero(differs.any(1) if differs.ndim > 1 else differs))
-    return TensorDifference(entry.name, entry.numel, differing, both, first, second)
+            one, two = form.magnitudes(ours) == 0, form.magnitudes(theirs) == 0
+            counts[1:] += [np.count_nonzero(z) for z in (one & two, one & ~two, two & ~one)]
+    return TensorDifference(first.name, first.numel, *counts.tolist())
 
 
 def compare_metadata(
@@ -213,39 +204,3 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
         for key, value in file.metadata.items():
             values.setdefault(key, set()).add(value)
     return {key: tuple(sorted(texts)) for key, texts in values.items()}
-
-
-_CHUNK = 4 << 20  # bytes
-
-
-class Scanner:
-    """Reads tensors.
-
-    Args:
-        on_bytes: called with numbers of bytes that were read.
-    """
-
-    def __init__(self, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> None:
-        self._on_bytes = on_bytes
-        self._buffer = np.empty(_CHUNK, np.uint8)
-
-    def chunks(self, entry: TensorEntry, multiple: int = 16) -> Iterator[np.ndarray]:
-        """The bytes of a tensor, in order: uint8, each chunk valid until the next one.
-
-        Args:
-            entry: of the tensor.
-            multiple: chunks, except the last, have a multiple of so many bytes; the buffer grows
-                if it is smaller than one multiple.
-
-        Raises:
-            CheckpointError: the file cannot be read, or has become shorter.
-        """
-        step = max(_CHUNK // multiple, 1) * multiple
-        for start in range(entry.start, entry.stop, step):
-            stop = min(start + step, entry.stop)
-            if stop - start > len(self._buffer):
-                self._buffer = np.empty(stop - start, np.uint8)
-            chunk = self._buffer[: stop - start]
-            read_into(entry.path, start, chunk.data)
-            self._on_bytes(stop - start)
-            yield chunk

@@ -34,7 +34,7 @@ from distprune.files.checkpoints.statistics_file import (
     read_gradient_statistics,
     read_statistics,
 )
-from distprune.files.errors import CheckpointError, SelectionError, headline, shown
+from distprune.files.errors import CheckpointError, SelectionError
 
 Stored = StoredStatistics | StoredGradients
 
@@ -128,7 +128,7 @@ def match_statistics(
         of_gradients: whether the file has statistics of gradients, and not of activations.
 
     Raises:
-        SelectionError: a tensor has no statistics, or those of another weight; names all.
+        SelectionError: a tensor has no statistics, or those of another weight; names the first.
         CheckpointError: the file cannot be read, or is malformed.
 
     Cost: two reads of the file, and as much memory.
@@ -141,29 +141,21 @@ def match_statistics(
     # Of each matrix of an expert, how many experts have a tensor of it.
     counts = Counter(map(_matrix_of_experts, names))
     needed: dict[str, Stored] = {}
-    problems = []
     for entry, layout in tensors:
         origin = next((o for o in origins_of(entry.name) if renamed(o.parameter) in stored), None)
         if origin is None:
-            problems.append(
-                f"{entry.name} has no statistics; calibrate a model with this layer, or exclude "
-                "the tensor."
+            raise SelectionError(
+                f"{path} has no statistics of {entry.name}, but of {listed(list(stored))}; "
+                "calibrate a model with this layer, or exclude the tensor."
             )
-            continue
         label = renamed(origin.parameter)
         matrix = _matrix_of_experts(entry.name)
         num_experts = 1 if matrix is None else counts[matrix]
         found = _statistics_of(entry, origin, stored[label], num_experts)
         if found is None:
-            problems.append(_other_weight(entry, label, stored[label].layout, num_experts))
-        elif problem := _misfit(entry, layout, found):
-            problems.append(problem)
-        else:
-            needed[entry.name] = found
-    if problems:
-        names_of_all = listed(list(stored)) or "nothing"
-        details = [*shown(problems), f"It has statistics of {names_of_all}."]
-        raise SelectionError(headline(f"the file of statistics {path}", problems), details)
+            raise SelectionError(_other_weight(entry, label, stored[label].layout, num_experts))
+        _check_dims(entry, layout, found)
+        needed[entry.name] = found
     own = {renamed(origin.parameter) for name in names for origin in origins_of(name)}
     others = [label for label in stored if label not in own]
     return TensorStatistics(path, digest.hexdigest(), mode, needed, _warnings(path, needed, others))
@@ -221,20 +213,19 @@ def _other_weight(entry: TensorEntry, label: str, stored: WeightLayout, num_expe
     )
 
 
-def _misfit(entry: TensorEntry, layout: Layout | None, stored: Stored) -> str:
-    """Why statistics of a weight of this shape are those of another one; "" if they fit."""
+def _check_dims(entry: TensorEntry, layout: Layout | None, stored: Stored) -> None:
+    """Raise SelectionError if the inputs of a weight are along another dimension."""
     if isinstance(stored, StoredGradients):
-        return ""  # which of its dimensions are called inputs makes no difference
+        return  # which of its dimensions are called inputs makes no difference
     dims = list(range(1, len(entry.shape)))
     if stored.layout.kind in _INPUT_DIMS:
         dims = [_INPUT_DIMS[stored.layout.kind]]
     if layout is not None and layout != layout_along(entry.name, entry.shape, dims):
-        return (
+        raise SelectionError(
             f"{entry.name}: its statistics say that the inputs are along the dimensions {dims} "
             f"({stored.layout.kind}), and the selection says otherwise; correct input_dims "
             "(--input-dim)."
         )
-    return ""
 
 
 def _warnings(

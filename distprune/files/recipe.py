@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from distprune.base.schedules import OneShot
-from distprune.files.errors import SelectionError, headline
+from distprune.files.errors import SelectionError
 from distprune.files.text import yaml_text
 from distprune.recipes import RecipeError
 from distprune.recipes.request import FOR_MODELS, Request
@@ -38,7 +38,7 @@ class FileRecipe(Request):
         try:
             super().__post_init__()
         except RecipeError as error:
-            subject = headline("the recipe", error.problems)
+            subject = f"the recipe has {len(error.problems)} problem(s):"
             raise SelectionError(subject, error.problems) from error
 
     @classmethod
@@ -47,7 +47,7 @@ class FileRecipe(Request):
         cls._refuse_what_models_have([values, *parts], where)
         if len(parts) > MAX_GROUPS:
             problems = [f"there are {len(parts)} groups; expected at most {MAX_GROUPS}."]
-            raise SelectionError(headline("the recipe", problems), problems)
+            raise SelectionError("the recipe has a problem:", problems)
         is_random = any(part["score"] == "random" for part in parts)
         for part in parts:
             if part["schedule"] is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from distprune.base.blocks import Layout
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
-from distprune.files.errors import CheckpointError, SelectionError, headline, shown
+from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.recipes import BUDGET_FROM_STATISTICS, ELEMENTWISE
 
@@ -209,28 +209,22 @@ def find_scores(path: str, tensors: Sequence[TensorEntry]) -> GivenScores:
 
     Raises:
         SelectionError: a tensor has no scores, or scores of another shape or of no floating-point
-            dtype; names all.
+            dtype; names the first.
         CheckpointError: the scores are malformed.
     """
     from distprune.base.float_formats import PLAIN_FLOATS  # numpy comes with it
 
     checkpoint = open_checkpoint(path)
     found = {entry.name: entry for entry in checkpoint.tensors}
-    problems = []
     for tensor in tensors:
         scores = found.get(tensor.name)
         if scores is None:
-            problems.append(f"{tensor.name} has no scores; add them, or exclude the tensor.")
-        elif scores.shape != tensor.shape:
-            problems.append(
-                f"{tensor.name}: its scores have the shape {list(scores.shape)}; expected that of "
-                f"the tensor, {list(tensor.shape)}."
+            raise SelectionError(
+                f"{path} has no scores of {tensor.name}; add them, or exclude the tensor."
             )
-        elif scores.dtype not in PLAIN_FLOATS:
-            problems.append(
-                f"{tensor.name}: its scores are {scores.dtype}; expected one of "
-                f"{', '.join(PLAIN_FLOATS)}."
+        if scores.shape != tensor.shape or scores.dtype not in PLAIN_FLOATS:
+            raise SelectionError(
+                f"the scores of {tensor.name} in {path} are {scores.dtype} {list(scores.shape)}; "
+                f"expected {list(tensor.shape)}, of one of {', '.join(PLAIN_FLOATS)}."
             )
-    if problems:
-        raise SelectionError(headline(f"the scores in {path}", problems), shown(problems))
     return GivenScores(checkpoint, {tensor.name: found[tensor.name] for tensor in tensors})

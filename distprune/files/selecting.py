@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from distprune.base.amount import CEILING, FLOOR, Bounded, to_bounds, violated_bound
-from distprune.base.blocks import Layout
 from distprune.base.float_formats import PLAIN_FLOATS
 from distprune.base.selecting import ADAPTER, reason_of_shape, reason_to_keep
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.checkpoints.header import TensorEntry
-from distprune.files.errors import MAX_PROBLEMS, SelectionError, headline, shown
-from distprune.files.layouts import Layouts, UnknownLayout, matched
+from distprune.files.errors import SelectionError
+from distprune.files.layouts import Layouts, NoMatch, matched
 from distprune.files.recipe import FileRecipe
 
 _ADAPTER_CONFIG = "adapter_config.json"
-# Elements between neighbours along the inputs: a pass has a counter for each.
-_MAX_STRIDE = 1 << 22
+_MAX_WARNINGS = 12  # about tensors that are left alone
 
 
 class Verdict(NamedTuple):
@@ -60,41 +58,35 @@ def select_tensors(checkpoint: Checkpoint, recipe: FileRecipe) -> Selection:
     """Decide for every tensor whether it is pruned, and in which group.
 
     Raises:
-        SelectionError: with every problem of every group: an ``include``, an ``also`` or an
-            ``input_dims`` that matches nothing, a selected tensor that is no plain float or does
-            not fit the pattern, inputs along an unknown dimension, tied weights stored twice, an
-            adapter that the recipe does not name, nothing selected; or tensors that are in two
-            groups. An ``exclude`` that matches nothing is a warning.
+        SelectionError: an ``include``, an ``also`` or an ``input_dims`` matches nothing, a selected
+            tensor is no plain float or does not fit the pattern, its inputs are along an unknown
+            dimension, tied weights are stored twice, the recipe does not name the factors of an
+            adapter, nothing is selected, or a tensor is in two groups; the first problem. An
+            ``exclude`` that matches nothing is a warning.
     """
-    subject = f"the selection in {checkpoint.folder}"
-    problems: list[str] = []
     warnings: list[str] = []
     by_group = []
     for number, part in enumerate(recipe.parts):
         where = f"groups[{number}]: " if recipe.groups else ""
-        verdicts, own_problems, own_warnings = _select(checkpoint, part)
+        try:
+            verdicts, own_warnings = _select(checkpoint, part)
+        except SelectionError as error:
+            text = f"the selection in {checkpoint.folder}: {where}{error}"
+            raise SelectionError(text) from error
         by_group.append(verdicts)
-        problems += [where + problem for problem in own_problems]
         warnings += [where + warning for warning in own_warnings]
-    if problems:
-        raise SelectionError(headline(subject, problems), problems)
     groups = tuple([v.entry for v in verdicts if v.is_pruned] for verdicts in by_group)
-    if not recipe.groups:
-        return Selection(tuple(by_group[0]), groups, tuple(warnings))
-    merged = [_merged(of_tensor, problems) for of_tensor in zip(*by_group, strict=True)]
-    if problems:
-        details = shown(problems, "more tensors are in two groups.")
-        raise SelectionError(headline(subject, problems), details)
-    return Selection(tuple(merged), groups, tuple(warnings))
+    verdicts = by_group[0] if not recipe.groups else list(map(_merged, *by_group))
+    return Selection(tuple(verdicts), groups, tuple(warnings))
 
 
-def _merged(verdicts: Sequence[Verdict], problems: list[str]) -> Verdict:
-    """The verdict on a tensor from those of all groups; a problem if it is in two."""
+def _merged(*verdicts: Verdict) -> Verdict:
+    """The verdict on a tensor from those of all groups."""
     entry = verdicts[0].entry
     numbers = [number for number, verdict in enumerate(verdicts) if verdict.is_pruned]
     if len(numbers) > 1:
         where = " and ".join(f"groups[{number}]" for number in numbers)
-        problems.append(
+        raise SelectionError(
             f"tensor {entry.name} is in {where}; expected every tensor in one group at most, as "
             "each has a budget of its own. Exclude it from the others."
         )
@@ -105,16 +97,18 @@ def _merged(verdicts: Sequence[Verdict], problems: list[str]) -> Verdict:
     return Verdict(entry, False, common if common not in ("", "not included") else "in no group")
 
 
-def _select(
-    checkpoint: Checkpoint, recipe: FileRecipe
-) -> tuple[list[Verdict], list[str], list[str]]:
-    """Verdicts on all tensors by a recipe without groups; problems, and warnings."""
+def _select(checkpoint: Checkpoint, recipe: FileRecipe) -> tuple[list[Verdict], list[str]]:
+    """Verdicts on all tensors by a recipe without groups; and warnings."""
     names = [entry.name for entry in checkpoint.tensors]
-    problems: list[str] = []
-    unmatched: list[str] = []
-    included = matched("include", recipe.include or (), names, problems)
-    also = matched("also", recipe.also, names, problems)
-    excluded = matched("exclude", recipe.exclude, names, unmatched)
+    included = matched("include", recipe.include or (), names)
+    also = matched("also", recipe.also, names)
+    excluded: set[str] = set()
+    warnings = []
+    for pattern in recipe.exclude:
+        try:
+            excluded |= matched("exclude", (pattern,), names)
+        except NoMatch as error:
+            warnings.append(str(error))
     verdicts = []
     has_include, of_shapes = recipe.include is not None, {}
     named = included if has_include else also
@@ -132,89 +126,62 @@ def _select(
                 reason = reason_to_keep(entry.name, entry.shape, entry.dtype)
         verdicts.append(Verdict(entry, not reason, reason))
     selected = [verdict.entry for verdict in verdicts if verdict.is_pruned]
-    problems += _adapter_problems(checkpoint, recipe, verdicts)
-    bad = _entry_problems(checkpoint, selected, recipe)
-    problems += shown(bad, "more tensors have the same problems.")
-    problems += _tied_problems(checkpoint, selected)
-    if not selected and not problems:
-        reasons = sorted({verdict.reason for verdict in verdicts})
-        problems.append(
-            f"nothing is selected: the {len(verdicts)} tensors are left out as "
-            f"{'; '.join(reasons)}."
+    if not has_include and not also:
+        _refuse_adapter(checkpoint, verdicts)
+    _check_entries(checkpoint, selected, recipe)
+    _check_tied(checkpoint, selected)
+    if not selected:
+        reasons = "; ".join(sorted({verdict.reason for verdict in verdicts}))
+        raise SelectionError(
+            f"nothing is selected: the {len(verdicts)} tensors are left out as {reasons}."
         )
-    if problems:  # what is no error by itself may be the cause of one
-        return verdicts, [*problems, *unmatched], []
     left_out = [
         f"also: {verdict.entry.name} is left alone all the same: {verdict.reason}."
         for verdict in verdicts
         if verdict.entry.name in also and verdict.reason not in ("", "excluded")
     ]
-    return verdicts, [], [*unmatched, *left_out[:MAX_PROBLEMS]]
+    return verdicts, [*warnings, *left_out[:_MAX_WARNINGS]]
 
 
-def _entry_problems(
+def _check_entries(
     checkpoint: Checkpoint, selected: Iterable[TensorEntry], recipe: FileRecipe
-) -> list[str]:
-    """Problems of single tensors; tensors of several layers share a sentence."""
-    problems: dict[str, None] = {}
-    try:
-        layouts = Layouts(checkpoint, recipe.input_dims)
-    except SelectionError as error:
-        return [str(error)]
-    needs_input_dim = recipe.needs_input_dim
+) -> None:
+    """Raise SelectionError if a tensor cannot be pruned by the recipe."""
+    layouts = Layouts(checkpoint, recipe.input_dims)
     for entry in selected:
         if entry.dtype not in PLAIN_FLOATS:
-            problem = (
+            raise SelectionError(
                 f"tensor {entry.name} is {entry.dtype}; expected one of "
                 f"{', '.join(PLAIN_FLOATS)}. Dequantise the checkpoint, or exclude the tensor."
             )
-            problems[problem] = None
-        elif needs_input_dim:
-            try:
-                layout = layouts.of(entry)
-            except UnknownLayout as error:
-                problems[str(error)] = None
-            else:
-                wrong = _layout_problem(entry, layout, recipe)
-                problems |= {} if wrong is None else {wrong: None}
-    return list(problems)
+        if recipe.needs_input_dim:
+            name = f"tensor {entry.name}"
+            misfit = recipe.group_rule.misfit(name, entry.shape, layouts.of(entry))
+            if misfit is not None:
+                raise SelectionError(misfit)
 
 
-def _layout_problem(entry: TensorEntry, layout: Layout, recipe: FileRecipe) -> str | None:
-    if layout.columns > 1 and layout.stride > _MAX_STRIDE:
-        return (
-            f"tensor {entry.name} {list(entry.shape)} has {layout.stride} elements between "
-            f"neighbouring inputs; expected {_MAX_STRIDE} at most. Exclude it."
-        )
-    return recipe.group_rule.misfit(f"tensor {entry.name}", entry.shape, layout)
-
-
-def _adapter_problems(
-    checkpoint: Checkpoint, recipe: FileRecipe, verdicts: Sequence[Verdict]
-) -> list[str]:
-    """An adapter has factors of an update, not weights of a layer: pruning it is hardly meant."""
-    if recipe.include is not None or recipe.also:
-        return []
+def _refuse_adapter(checkpoint: Checkpoint, verdicts: Sequence[Verdict]) -> None:
+    """Raise SelectionError for an adapter, which has factors of an update, not weights."""
     is_folder = any(other.name == _ADAPTER_CONFIG for other in checkpoint.others) and all(
         file.name.startswith("adapter_model") for file in checkpoint.files
     )
     has_factors = any(verdict.reason == ADAPTER for verdict in verdicts)
     if is_folder or (has_factors and not any(verdict.is_pruned for verdict in verdicts)):
         sign = f" ({_ADAPTER_CONFIG})" if is_folder else " (names such as lora_A)"
-        return [
+        raise SelectionError(
             f"the checkpoint is an adapter{sign}: its tensors are factors of an update, and "
             "pruning them is seldom meant. Merge it into its model and prune that, or name the "
             "tensors to prune with include."
-        ]
-    return []
+        )
 
 
-def _tied_problems(checkpoint: Checkpoint, selected: Iterable[TensorEntry]) -> list[str]:
-    """A tied embedding and head are one tensor in the model; stored twice, they would differ."""
+def _check_tied(checkpoint: Checkpoint, selected: Iterable[TensorEntry]) -> None:
+    """Raise SelectionError if a head and an embedding, which a model ties, would differ."""
     text = checkpoint.config.get("text_config")
     configs = [checkpoint.config, text if isinstance(text, dict) else {}]
     if not any(config.get("tie_word_embeddings") is True for config in configs):
-        return []
+        return
     names = [entry.name for entry in checkpoint.tensors]
     heads = [n for n in names if re.search(r"(^|\.)(lm_head|embed_out)\.", n)]
     inputs = [
@@ -222,12 +189,11 @@ def _tied_problems(checkpoint: Checkpoint, selected: Iterable[TensorEntry]) -> l
     ]
     pruned = {entry.name for entry in selected} & {*heads, *inputs}
     if heads and inputs and pruned:
-        names_of_both = " and ".join(sorted(pruned))
-        return [
+        both = " and ".join(sorted(pruned))
+        raise SelectionError(
             f"config.json ties {inputs[0]} and {heads[0]} (tie_word_embeddings), but both are "
-            f"stored, and a model loads one of them for both. Exclude {names_of_both}."
-        ]
-    return []
+            f"stored, and a model loads one of them for both. Exclude {both}."
+        )
 
 
 def limits_of(
