@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
-
-
-class ParameterCounts(Protocol):
-    """What a report says of one parameter."""
-
-    @property
-    def num_elements(self) -> int: ...
-
-    @property
-    def num_pruned(self) -> int: ...
+from typing import Any
 
 
 class CallReport:
-    """Totals over the ``parameters`` of a report, and what its call cost."""
+    """Totals over the ``parameters`` of a report, and what its call cost.
 
-    parameters: Sequence[ParameterCounts]
+    Each of the parameters has ``num_elements`` and ``num_pruned``.
+    """
+
+    parameters: Sequence[Any]
     num_ranks: int
     num_collectives: int
     bytes_sent: int

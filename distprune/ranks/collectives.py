@@ -129,18 +129,9 @@ class Communicator:
         Raises:
             BaseException: as :meth:`reduce`.
 
-        Cost: one all-reduce of ``size`` + 1 words, and one of 2 words; another one of ``size``
-        words if the backend gave the ranks different bits, as no known one does.
+        Cost: one all-reduce of ``size`` + 1 words.
         """
-        if self.size == 1:
-            return step()
-        total = self._reduce_step(size, step, "sum", torch.float64)
-        bits = total.contiguous().view(torch.int64)
-        digest = int.from_bytes(hashlib.sha256(bits.numpy().tobytes()).digest()[:8], "big") >> 2
-        low, high = self.max(torch.tensor([-digest, digest])).tolist()
-        if -low != high:
-            bits = self.sum(bits if self.index == 0 else torch.zeros_like(bits))
-        return bits.view(torch.float64)
+        return self._reduce_step(size, step, "sum", torch.float64)
 
     def _reduce_step(
         self, size: int, step: Callable[[], Tensor], op: Op, dtype: torch.dtype
@@ -394,19 +385,13 @@ class Communicator:
             return values
         reduced = values.to(self._device, copy=True)
         for group in self._groups:
-            with self._of_a_lost_rank():
+            try:
                 dist.all_reduce(reduced, op=getattr(dist.ReduceOp, op.upper()), group=group)
+            except Exception as error:  # of a lost rank: there is nobody to tell
+                self._note_told(error)
+                raise
             self._count(reduced)
         return reduced.to(values.device)
-
-    @contextlib.contextmanager
-    def _of_a_lost_rank(self) -> Iterator[None]:
-        """Take an error of a collective for one of all ranks: there is nobody to tell."""
-        try:
-            yield
-        except Exception as error:
-            self._note_told(error)
-            raise
 
     def _note_told(self, error: BaseException) -> None:
         """Note that all of these ranks raise an error, or have lost each other."""

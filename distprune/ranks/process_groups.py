@@ -29,12 +29,7 @@ def world(group: dist.ProcessGroup | None = None) -> Communicator:
             f"rank {dist.get_rank()} is not a member of group={group}; "
             "expected the call only on the ranks of the group."
         )
-    return Communicator(
-        [group],
-        ranks=dist.get_process_group_ranks(group),
-        rank=dist.get_rank(),
-        device=_reduction_device(group),
-    )
+    return over_groups([group], dist.get_process_group_ranks(group))
 
 
 def over_mesh(mesh: DeviceMesh) -> Communicator:
