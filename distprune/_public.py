@@ -25,7 +25,8 @@ from distprune.api.mask_files import load_masks as load_masks
 from distprune.api.mask_files import save_masks as save_masks
 from distprune.api.select import select as select
 from distprune.api.wrap_later import masks_aside as masks_aside
-from distprune.api.wrap_later import shard_masks as shard_masks
+from distprune.api.zeros import hold_zeros as hold_zeros
+from distprune.api.zeros import keep_pruned_values as keep_pruned_values
 from distprune.base import amount as _amount
 from distprune.base.naming import NamedParameter as NamedParameter
 from distprune.call.report import ChannelGroupReport as ChannelGroupReport

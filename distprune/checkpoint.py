@@ -36,9 +36,16 @@ from distprune.base.pruned_form import (
     name_of_pruned_mask,
     name_of_pruned_orig,
     orig_key,
+    stored_key,
 )
 from distprune.masks.checks import check_ties, check_writable
-from distprune.masks.hook import find_hook, pruned_parameters, put_records, records_of
+from distprune.masks.hook import (
+    find_hook,
+    holds_zeros,
+    pruned_parameters,
+    put_records,
+    records_of,
+)
 from distprune.methods.builtin import Identity
 from distprune.ranks.process_groups import is_distributed, world
 from distprune.shards.parameters import all_places, by_parameter
@@ -61,7 +68,7 @@ __all__ = [
 _MODEL, _OPTIMIZER, _PRUNER, _RECORDS = "model", "optimizer", "pruner", "masks"
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-Unmasked = Literal["error", "keep", "ones"]
+Unmasked = Literal["error", "keep"]
 
 
 class Stateful(Protocol):
@@ -97,8 +104,9 @@ def get_state_dict(
         {"model": ..., "optimizer": ..., "pruner": ..., "masks": ...}, without what was not given.
         "masks" is the record of the masks for ``verify``, as JSON, if anything is pruned. Tensors
         are references, not copies, sharded as they are in the model. Keys are those of the
-        unwrapped model ("layers.0.weight_orig", "layers.0.weight_mask"): no prefix of DDP,
-        FSDP, activation checkpointing or ``torch.compile``.
+        unwrapped model ("layers.0.weight", "layers.0.weight_mask"; of a plain parameter
+        "layers.0.weight_orig"): no prefix of DDP, FSDP, activation checkpointing or
+        ``torch.compile``.
 
     Raises:
         NotImplementedError: see :func:`check_writable`, on every rank.
@@ -136,8 +144,7 @@ def load(
         optimizers: of its parameters, made before or after pruning; as many as were saved.
         pruner: restores its saved state.
         unmasked: what to do with a parameter that is pruned in the model and dense in the
-            checkpoint: "error"; "keep" its mask on the loaded weights (rewinding); "ones" for a
-            mask of ones.
+            checkpoint: "error", or "keep" its mask on the loaded weights (rewinding).
         storage_reader: for checkpoints that are not in files.
         group: the ranks that load together; every rank by default.
 
@@ -175,30 +182,25 @@ def load(
     check_writable(model, group=group)
     prepare_for_load(model, keys, group=group)
 
-    as_saved = {orig_key(name): name for name in dense}
     state = _get_state_dict(model, optimizers, pruner)
+    pruned = _pruned_here(model)
+    names = {stored_key(name, state[_MODEL]): stored_key(name, keys) for name in pruned}
     kept = {mask_key(name): state[_MODEL].pop(mask_key(name)) for name in dense}
     if has_records:
         state[_RECORDS] = ""
-    _rename(state, as_saved)
+    _rename(state, names)
     state_dict_loader.load(
         state,
         checkpoint_id=checkpoint_id,
         storage_reader=storage_reader,
         process_group=group,
     )
-    _rename(state, {saved: name for name, saved in as_saved.items()})
+    _rename(state, {saved: name for name, saved in names.items()})
     state[_MODEL].update(kept)
     _set_state_dict(model, optimizers, pruner, state)
     before = records_of(model)
     records = json.loads(state[_RECORDS]) if has_records else {}
-    records |= {name: before[name] for name in dense if name in before}
-    if unmasked == "ones":
-        masks = _pruned_here(model)
-        for name in dense:
-            masks[name].fill_(1)
-            records[name] = [0, 0]
-    put_records(model, records)
+    put_records(model, records | {name: before[name] for name in dense if name in before})
 
 
 def _contents_for(
@@ -210,35 +212,40 @@ def _contents_for(
         The keys of the model's state dict; the parameters that are pruned in the model and dense in
         the checkpoint; and whether the records of the masks were saved.
     """
-    if unmasked not in ("error", "keep", "ones"):
-        raise ValueError(f"unmasked={unmasked!r}; expected 'error', 'keep' or 'ones'.")
+    if unmasked not in ("error", "keep"):
+        raise ValueError(f"unmasked={unmasked!r}; expected 'error' or 'keep'.")
     entries = reader.read_metadata().state_dict_metadata
     prefix = _MODEL + "."
     keys = [key.removeprefix(prefix) for key in entries if key.startswith(prefix)]
-    dense = [name for name in _pruned_here(model) if name in keys]
+    dense = [name for name in _pruned_here(model) if name in keys and mask_key(name) not in keys]
     if dense and unmasked == "error":
         raise ValueError(
             f"{', '.join(dense)}: pruned in the model and dense in the checkpoint; expected "
             "both pruned or both dense. Pass unmasked='keep' to put the masks in force on the "
-            "loaded weights, unmasked='ones' to start unpruned, or remove() the pruning first."
+            "loaded weights, or remove() the pruning first."
         )
     return keys, dense, _RECORDS in entries
 
 
 def prepare_for_load(
-    model: nn.Module, keys: Iterable[str], *, group: ProcessGroup | None = None
-) -> None:
+    model: nn.Module, state: Mapping[str, Any] | Iterable[str], *, group: ProcessGroup | None = None
+) -> dict[str, Any]:
     """Give a mask of ones to every parameter that is pruned in a state dict and not in a model.
 
     For a state dict that :func:`load` cannot read: a consolidated one, of this library or of a
     model pruned by ``torch.nn.utils.prune``. ``model.load_state_dict`` or ``set_model_state_dict``
-    can load it then, because they load into existing tensors only. Collective over ``group``.
+    can load what is returned, because they load into existing tensors only. Collective over
+    ``group``.
 
     Args:
         model: wrapped or not; parameters that are pruned already do not change.
-        keys: a state dict, or its keys, without wrapper prefixes. Parameters that the
+        state: a state dict, or its keys, without wrapper prefixes. Parameters that the
             model does not have are ignored (those of another pipeline stage, for example).
         group: as in ``global_unstructured``.
+
+    Returns:
+        The state dict with the names of the model: values of a pruned parameter are ``weight_orig``
+        on a plain module, ``weight`` where it is sharded. Of keys, {name in the model: key}.
 
     Raises:
         ValueError: FSDP shards a tied parameter that is pruned under some of its names only.
@@ -247,14 +254,21 @@ def prepare_for_load(
     Cost: memory for the masks; a few small all-reduces.
     """
     communicator = world(group)
+    values: dict[str, Any] = {}
     pairs: list[NamedParameter] = []
 
     def count_pairs() -> Tensor:
-        pairs.extend(to_be_masked(model, keys))
+        values.update(state if isinstance(state, Mapping) else {key: key for key in state})
+        pairs.extend(to_be_masked(model, values))
         return torch.tensor([len(pairs)])
 
     if int(communicator.max(communicator.run(count_pairs))[0]):
         global_unstructured(pairs, Identity, group=group)
+    names = {}
+    for name, module, hook in pruned_parameters(model):
+        is_held = holds_zeros(module, hook._tensor_name)
+        names[stored_key(name, values)] = name if is_held else orig_key(name)
+    return {names.get(key, key): value for key, value in values.items()}
 
 
 def _pruned_here(model: nn.Module) -> dict[str, Tensor]:
@@ -320,11 +334,15 @@ def to_be_masked(model: nn.Module, keys: Iterable[str]) -> list[NamedParameter]:
     path_of = {id(module): path for path, module in named_modules(model)}
     pairs = []
     for places in _pruned_places(model, keys):
-        fresh = [place for place in places if find_hook(*place) is None]
+        fresh = [
+            place
+            for place in places
+            if find_hook(*place) is None and mask_key(place[1]) not in place[0]._buffers
+        ]
         record = managed.get((id(places[0][0]), places[0][1]))
         for owner, name in record.owners if record is not None and fresh else ():
             fqn = full_name(path_of.get(id(owner), ""), name)
-            if fqn in keys:
+            if stored_key(fqn, keys) in keys and mask_key(fqn) not in keys:
                 raise ValueError(
                     f"{fresh[0].fqn} is pruned in the state dict, and {fqn}, to which it is tied, "
                     "is not; expected the same mask under both names, because FSDP masks the "
@@ -390,7 +408,8 @@ def _pruned_places(model: nn.Module, keys: set[str]) -> list[list[NamedParameter
 def fold(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The state dict of the dense model with the zeros in its weights.
 
-    ``x_orig`` and ``x_mask`` become ``x``: what ``remove`` would have left, pruned elements +0.
+    ``x_orig`` and ``x_mask``, or ``x`` and ``x_mask`` of shards, become ``x``: what ``remove``
+    would have left, pruned elements +0.
 
     Args:
         state_dict: that of a pruned model: whole tensors or DTensors. It does not change.
@@ -402,7 +421,8 @@ def fold(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """
     folded = {}
     for key, value in state_dict.items():
-        if name_of_pruned_mask(key, state_dict) is not None:
+        masked = name_of_pruned_mask(key, state_dict)
+        if masked is not None and value.shape == state_dict[stored_key(masked, state_dict)].shape:
             continue
         name = name_of_pruned_orig(key, state_dict)
         if name is not None:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from distprune.api.chosen_masks import StateRule, get_masks, set_masks
 from distprune.api.global_mask import global_mask
-from distprune.base.mask_values import write_product
+from distprune.base.mask_values import zero_pruned
 from distprune.base.naming import Pair, checked_pair, label_of, unwrap
-from distprune.base.pruned_form import local_tensor, name_without_orig
+from distprune.base.pruned_form import local_tensor
 from distprune.call.report import MaskUpdateReport
 from distprune.call.request import ParameterArguments
 from distprune.call.run import count_live
@@ -173,8 +173,8 @@ Places = list[tuple[nn.Module, str]]
 def dense_gradients(parameters: nn.Module | Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
     """Let ``.grad`` of pruned parameters have the gradients of pruned elements, too.
 
-    Inside, the forward uses the masked weights, bit for bit, as outside. The backward gives
-    ``weight_orig.grad`` (under FSDP its shard) the gradient of the loss with respect to the masked
+    Inside, the forward uses the masked weights, bit for bit, as outside. The backward gives the
+    parameter's ``.grad`` (that of its shard) the gradient of the loss with respect to the masked
     weight, at pruned places too: a straight-through estimator. On leaving, also by an error,
     ``.grad`` is masked, so leave before the optimizer's step::
 
@@ -235,8 +235,7 @@ def _pruned_places(parameters: nn.Module | Iterable[tuple[nn.Module, str]]) -> P
             continue
         managed = reader.managed(*place)
         owners = [] if managed is None else managed.owners
-        tied = [(owner, name_without_orig(name)) for owner, name in owners]
-        for module, name in (place, *present.tied_places, *tied):
+        for module, name in (place, *present.tied_places, *owners):
             places[id(unwrap(module)), name] = unwrap(module), name
     return [place for place in places.values() if find_hook(*place) is not None]
 
@@ -279,6 +278,6 @@ def _mask_gradients(places: Places) -> None:
             continue
         done.add(shard.key)
         if shard.mask.dtype == torch.bool:
-            write_product(gradient, shard.mask.to(gradient.device), out=gradient)
+            zero_pruned(gradient, shard.mask.to(gradient.device))
         else:
             gradient.mul_(shard.mask.to(gradient.device, gradient.dtype))

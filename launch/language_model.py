@@ -129,13 +129,15 @@ class LanguageModel:
         elif scope in ("uniform", "erk"):
             keywords = {"amount": getattr(budgets, scope)(self.parameters, sparsity)}
         torch.manual_seed(self.settings.seed)
-        report = prune.global_unstructured(
-            self.parameters,
-            prune.RandomUnstructured if criterion == "random" else prune.L1Unstructured,
-            self._scores[criterion],
-            **keywords,
-        )
-        return report, None if grams is None else prune.reconstruct(self.parameters, grams)
+        with prune.keep_pruned_values():
+            report = prune.global_unstructured(
+                self.parameters,
+                prune.RandomUnstructured if criterion == "random" else prune.L1Unstructured,
+                self._scores[criterion],
+                **keywords,
+            )
+            moved = None if grams is None else prune.reconstruct(self.parameters, grams)
+        return report, moved
 
     def prune_in_rounds(
         self, criterion: str, sparsities: list[float]

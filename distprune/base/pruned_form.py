@@ -1,12 +1,13 @@
 """The pruned form of a parameter: the names under which it is kept, and the masked value.
 
-A module whose parameter ``weight`` is pruned has, as in ``torch.nn.utils.prune``:
+A plain module whose parameter ``weight`` is pruned has, as in ``torch.nn.utils.prune``:
 
     weight_orig    the Parameter, unmasked           orig_key("weight")
     weight_mask    a buffer, 1 or True = keep        mask_key("weight")
     weight         the product of both               masked_product(original, mask)
 
-State dicts have the first two, with the module's path in front. Every other module takes these
+State dicts have the first two, with the module's path in front. Where the parameter is sharded,
+``weight`` is the Parameter, with zeros, beside ``weight_mask``. Every other module takes these
 names from here. Importing this module does not import torch.
 """
 
@@ -49,6 +50,12 @@ def name_without_orig(key: str) -> str:
     return key.removesuffix(_ORIG)
 
 
+def stored_key(name: str, keys: Container[str]) -> str:
+    """The key of the values of the pruned parameter ``name``: ``name_orig`` if there is one."""
+    original = orig_key(name)
+    return original if original in keys else name
+
+
 def name_of_pruned_orig(key: str, keys: Container[str]) -> str | None:
     """The parameter's name if ``key`` is its ``_orig`` and ``keys`` has its mask; else None."""
     name = name_of_orig(key)
@@ -56,16 +63,15 @@ def name_of_pruned_orig(key: str, keys: Container[str]) -> str | None:
 
 
 def name_of_pruned_mask(key: str, keys: Container[str]) -> str | None:
-    """The parameter's name if ``key`` is its mask and ``keys`` has its ``_orig``; else None."""
+    """The parameter's name if ``key`` is its mask and ``keys`` has its values; else None."""
     name = name_of_mask(key)
-    return name if name is not None and orig_key(name) in keys else None
+    return name if name is not None and stored_key(name, keys) in keys else None
 
 
 def masked_product(original: Tensor, mask: Tensor) -> Tensor:
     """``mask * original`` in the dtype of ``original``, as ``torch.nn.utils.prune`` computes it.
 
-    Pruned elements keep their sign (-0.0), and inf becomes NaN. Where memory matters,
-    `base.mask_values.write_product`` writes the same values without temporaries.
+    Pruned elements keep their sign (-0.0), and inf becomes NaN.
     """
     if is_dtensor(mask) and not is_dtensor(original):
         # transformers registers local tensors while the experts of an expert-parallel model run.

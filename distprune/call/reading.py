@@ -16,7 +16,7 @@ from distprune.call.request import (
     Fact,
     ParameterArguments,
 )
-from distprune.masks.checks import check_binary, check_idle, check_owners, check_state
+from distprune.masks.checks import check_idle, check_state
 from distprune.ranks.collectives import Communicator
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import Shard
@@ -102,18 +102,14 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Sha
 def _read_one(reader: ShardReader, module: nn.Module, name: str, label: str) -> Shard:
     """Read a parameter at one place, if it can be pruned there as it is now."""
     check_state(module, name)
-    shard = read_at_rest(reader, module, name, label)
-    if shard.is_sharded and shard.mask is not None and reader.has_whole_mask(module, name):
-        check_binary(shard.mask, label)
-    return shard
+    return read_at_rest(reader, module, name, label)
 
 
 def read_at_rest(reader: ShardReader, module: nn.Module, name: str, label: str) -> Shard:
-    """Read a parameter; raise if a wrapper uses it now, or if its names are pruned differently."""
+    """Read a parameter; raise if a forward or a backward of it is running."""
     shard = reader.read(module, name, label)
-    if shard.managed is not None:
+    if shard.is_sharded:
         check_idle(module, label)
-        check_owners(shard.managed.owners, name)
     return shard
 
 

@@ -28,7 +28,7 @@ from distprune.call.request import (
     PruningCall,
 )
 from distprune.call.segments import agree_on_segments
-from distprune.masks.attach import Transaction, mask_dtype
+from distprune.masks.attach import Prepared, commit, mask_dtype, prepare
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import MaskRecord, PruningHook
 from distprune.ranks.collectives import Communicator
@@ -210,22 +210,21 @@ def attach_masks(
     Cost: one write of the masks; an all-reduce of 32 bytes per parameter, of counts, fingerprints,
     and whether replicas have the same masks.
     """
-    transaction = Transaction()
+    prepared: list[Prepared] = []
     hooks: list[list[PruningHook]] = [[] for _ in targets]
     rank = communicator.rank
     specs: dict[object, Any] = {}
 
-    def finish_and_attach() -> Tensor:
+    def finish_and_prepare() -> Tensor:
         local = decision.finish()
         parts = fingerprint_parts(targets, local.masks)
         for target, local_mask, of_target in zip(targets, local.masks, hooks, strict=True):
             mask = target.as_parameter_layout(local_mask, specs)
-            for module, name in target.places:
-                hook = arguments.make_hook(module, name)
-                transaction.attach(module, name, hook, mask, target.managed)
-                if target.is_tied and target.managed is None:
+            of_target += [arguments.make_hook(*place) for place in target.places]
+            prepared.append(prepare(target.places, of_target, mask, target.managed))
+            if target.is_tied:
+                for hook in of_target:
                     hook.tied_places = target.places
-                of_target.append(hook)
         rows = []
         for target, pruned, part in zip(targets, local.num_pruned, parts, strict=True):
             is_first = target.replica == 0 and is_on_rank(target, rank)
@@ -233,13 +232,9 @@ def attach_masks(
             rows.append([pruned, part if is_first else 0, *of_replica])
         return torch.tensor(rows, dtype=torch.int64).view(-1)
 
-    try:
-        shared = communicator.reduce(4 * len(targets), finish_and_attach).view(-1, 4).tolist()
-        _check_replicas(targets, shared)
-    except BaseException:  # also of the network: another rank may be gone
-        transaction.rollback()
-        raise
-    transaction.commit()
+    shared = communicator.reduce(4 * len(targets), finish_and_prepare).view(-1, 4).tolist()
+    _check_replicas(targets, shared)
+    commit(prepared)
     for position, (target, of_target) in enumerate(zip(targets, hooks, strict=True)):
         pruned, fingerprint, *_ = shared[position]
         for hook in of_target:

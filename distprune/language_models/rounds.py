@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from distprune.api.global_unstructured import global_unstructured
+from distprune.api.zeros import keep_pruned_values
 from distprune.base.naming import Pair
 from distprune.call.report import PruningReport
 from distprune.call.request import ParameterArguments
@@ -118,6 +119,7 @@ def prune_in_rounds(
         grams = GramMatrices(pairs, allow_empty="*") if update else None
         if grams is not None:
             calibrate(model, windows, grams, batch_size=batch_size, progress=progress)
-        pruning = global_unstructured(pairs, L1Unstructured, scores, amount=amount)
-        moved = None if grams is None else reconstruct(pairs, grams, damping=damping)
+        with keep_pruned_values():
+            pruning = global_unstructured(pairs, L1Unstructured, scores, amount=amount)
+            moved = None if grams is None else reconstruct(pairs, grams, damping=damping)
         yield Round(number, sparsity, pruning, moved)

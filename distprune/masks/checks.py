@@ -9,7 +9,6 @@ The installed torch.distributed.checkpoint would misplace some shards; these are
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from distprune.base.naming import Pair, registered_parameters
+from distprune.base.naming import registered_parameters
 from distprune.base.pruned_form import (
     is_dtensor,
     local_tensor,
@@ -26,10 +25,9 @@ from distprune.base.pruned_form import (
     name_without_orig,
     orig_key,
 )
-from distprune.masks.hook import PruningHook, find_hook, hooks_on, new_modules
+from distprune.masks.hook import PruningHook, find_hook
 from distprune.ranks.process_groups import world
 from distprune.wrappers.dtensor import doubtful_box
-from distprune.wrappers.masked_value import shard_mask_key
 from distprune.wrappers.wrapper import managed_parameters
 
 if TYPE_CHECKING:
@@ -37,10 +35,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _CALL = nn.Module._call_impl.__code__
-# By id of a parameter, modules on which it was pruned; some may be gone, or have another one now.
-_pruned_on: dict[int, set[weakref.ref[nn.Module]]] = {}
-_LEAST_SWEPT = 1 << 10
-_swept = _LEAST_SWEPT  # entries at which those of the past are forgotten
 
 
 def check_state(module: nn.Module, name: str) -> None:
@@ -71,8 +65,7 @@ def check_state(module: nn.Module, name: str) -> None:
 def check_idle(module: nn.Module, label: str) -> None:
     """Raise inside a backward, or inside a forward of the module or of one that contains it.
 
-    For parameters that FSDP gathers: their gathered copy was made with the present mask, and
-    FSDP expects it unchanged.
+    For sharded parameters: a gathered copy, or the graph, has the values under the present mask.
 
     Raises:
         RuntimeError: names the parameter and what is running.
@@ -91,7 +84,7 @@ def check_idle(module: nn.Module, label: str) -> None:
         frame = frame.f_back
     if running is not None:
         raise RuntimeError(
-            f"{label} is sharded by FSDP, and {running} is running, which has gathered it; "
+            f"{label} is sharded, and {running} is running, which has read it; "
             "expected a call between two steps, such as after optimizer.step(), and none from a "
             "hook of a module or of a tensor."
         )
@@ -132,19 +125,16 @@ def check_removable(module: nn.Module, name: str) -> None:
 
     Raises:
         RuntimeError: see :func:`check_state`.
-        ValueError: the parameter is tied, and has another mask under another name. One parameter
-            can have the zeros of one mask only.
+        ValueError: the parameter was pruned as one with its other names, and has another mask there
+            by now. One parameter can have the zeros of one mask only.
     """
     check_state(module, name)
+    present = find_hook(module, name)
+    places = () if present is None else present.tied_places
     parameter = module._parameters.get(orig_key(name))
-    if parameter is None or shard_mask_key(name) in module.__dict__:
-        return
-    mask = module._buffers[mask_key(name)]
-    for other, other_name in _pruned_places(parameter):
-        if not _is_same(mask, other._buffers.get(mask_key(other_name))):
-            raise _different(
-                f"{type(module).__name__}.{name}", f"{type(other).__name__}.{other_name}"
-            )
+    if parameter is not None:
+        tied = [(m, n) for m, n in places if m._parameters.get(orig_key(n)) is parameter]
+        _check_equal([(f"{type(m).__name__}.{n}", m, n) for m, n in [(module, name), *tied]])
 
 
 def check_ties(model: nn.Module) -> None:
@@ -170,25 +160,6 @@ def check_ties(model: nn.Module) -> None:
         _check_equal(tied)
 
 
-def check_owners(owners: Sequence[Pair], name: str) -> None:
-    """Raise if a tied parameter that FSDP masks as one has different masks under its names.
-
-    That happens if it was pruned on a plain module, and wrapped afterwards.
-
-    Args:
-        owners: (module, registered name) pairs, from the wrapper's record.
-
-    Raises:
-        ValueError: names both.
-    """
-    if len(owners) < 2:
-        return
-    places = [(module, name_without_orig(registered)) for module, registered in owners]
-    if any(shard_mask_key(name) in module.__dict__ for module, _ in places):
-        return
-    _check_equal([(f"{type(module).__name__}.{n}", module, n) for module, n in places])
-
-
 def _check_equal(tied: Sequence[tuple[str, nn.Module, str]]) -> None:
     if len(tied) < 2:
         return
@@ -208,38 +179,6 @@ def _different(label: str, other: str) -> ValueError:
         "own. Prune all names together (select lists them as one), or give each name the other's "
         "mask too, by custom_from_mask: then both have the zeros of both."
     )
-
-
-def _pruned_places(parameter: Tensor) -> list[Pair]:
-    """Every (module, name) in this process under which a plain parameter is pruned."""
-    for module in new_modules():
-        for hook in hooks_on(module):
-            original = module._parameters.get(orig_key(hook._tensor_name))
-            if original is not None:
-                _pruned_on.setdefault(id(original), set()).add(weakref.ref(module))
-    if len(_pruned_on) > _swept:
-        _forget_past()
-    modules = [reference() for reference in _pruned_on.get(id(parameter), ())]
-    return [
-        (module, hook._tensor_name)
-        for module in modules
-        if module is not None
-        for hook in hooks_on(module)
-        if module._parameters.get(orig_key(hook._tensor_name)) is parameter
-    ]
-
-
-def _forget_past() -> None:
-    """Drop the entries of parameters that no module has any more."""
-    global _swept
-    for key, references in list(_pruned_on.items()):
-        modules = [reference() for reference in references]
-        if not any(
-            module is not None and any(id(each) == key for each in module._parameters.values())
-            for module in modules
-        ):
-            del _pruned_on[key]
-    _swept = max(_LEAST_SWEPT, 2 * len(_pruned_on))
 
 
 def _is_same(mask: Tensor | None, other: Tensor | None) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,13 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from distprune.base.naming import Pair, full_name, named_modules
-from distprune.base.pruned_form import is_dtensor, lost_mask, mask_key, masked_product, orig_key
+from distprune.base.pruned_form import lost_mask, mask_key, masked_product, orig_key
 from distprune.wrappers import masked_value
-from distprune.wrappers.masked_value import ShardMask
-from distprune.wrappers.wrapper import active_ddp, ignore_buffers, is_managed
-
-# Modules that got a hook, or were copied with one, and that new_modules has not yielded yet.
-_bound: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+from distprune.wrappers.held import Held, find_held
+from distprune.wrappers.wrapper import active_ddp, ignore_buffers, managed_parameters
 
 
 class MaskRecord(NamedTuple):
@@ -47,31 +43,34 @@ class PruningHook:
     tied_places: tuple[tuple[nn.Module, str], ...] = ()
     # The module that has the hook; not pickled, but set again at the next forward.
     _module_ref: weakref.ref[nn.Module] | None = None
-    # id of the ``_orig`` parameter at the last forward; a new id means that the module was wrapped
-    # since. None: the user has been warned.
-    _last_original_id: int | None = 0
     # The DDP wrapper that already ignores the mask.
     _ddp_ref: weakref.ref[nn.Module] | None = None
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        """Recompute ``module.<name>`` before forward, as torch does."""
+        """Before forward: recompute ``module.<name>``, as torch does, or hold zeros on shards."""
         name = self._tensor_name
-        is_live = masked_value.is_live(module, name)
-        if torch.compiler.is_compiling():
-            if not is_live:
+        if is_compiling := torch.compiler.is_compiling():
+            is_plain = orig_key(name) in module._parameters
+        else:
+            is_plain = not holds_zeros(module, name)
+        if not is_plain:
+            if not is_compiling:
+                held = find_held(module, name) or hold_again(module, name)
+                held.before_forward()
+        elif is_compiling:
+            if not masked_value.is_live(module, name):
                 _exempt_masks_from_ddp()
                 setattr(module, name, self.apply_mask(module))
-            return
-        if module._buffers.get(mask_key(name)) is None:
-            raise lost_mask(module, name)
-        if is_live:
-            shard_mask = module.__dict__.get(masked_value.shard_mask_key(name))
-            if shard_mask is not None:
-                _check_attached(module, name, shard_mask)
-            return
-        self._before_forward(module)
-        masked_value.release_graph(module, name)
-        masked_value.assign(module, name, self.apply_mask(module))
+        else:
+            if module._buffers.get(mask_key(name)) is None:
+                raise lost_mask(module, name)
+            if masked_value.is_live(module, name):
+                return
+            if self._module_ref is None or self._module_ref() is not module:
+                self.register_module(module)
+            _exempt_masks_from_ddp(self)
+            masked_value.release_graph(module, name)
+            masked_value.assign(module, name, self.apply_mask(module))
 
     def apply_mask(self, module: nn.Module) -> Tensor:
         """The product of mask and original parameter, in the parameter's dtype.
@@ -93,7 +92,8 @@ class PruningHook:
     def refresh_product(self, module: nn.Module) -> None:
         """Compute ``module.<name>`` anew if the module keeps it, and not only its factors."""
         name = self._tensor_name
-        if isinstance(module.__dict__.get(name), Tensor) and not masked_value.is_live(module, name):
+        is_kept = isinstance(module.__dict__.get(name), Tensor)
+        if is_kept and not masked_value.is_live(module, name) and not holds_zeros(module, name):
             setattr(module, name, self.apply_mask(module))
 
     @property
@@ -102,46 +102,11 @@ class PruningHook:
         return getattr(self.apply_mask, "__func__", None) is PruningHook.apply_mask
 
     def register_module(self, module: nn.Module) -> None:
-        """Remember the module, for :meth:`__deepcopy__` and :func:`new_modules`."""
+        """Remember the module, for :meth:`__deepcopy__`."""
         self._module_ref = weakref.ref(module)
-        _bound.add(module)
-
-    def _before_forward(self, module: nn.Module) -> None:
-        if self._module_ref is None or self._module_ref() is not module:
-            self.register_module(module)
-        original = module._parameters.get(orig_key(self._tensor_name))
-        if self._last_original_id is not None and id(original) != self._last_original_id:
-            self._last_original_id = id(original)
-            _bound.add(module)
-            self._check_wrapping(module, original)
-        _exempt_masks_from_ddp(self)
-
-    def _check_wrapping(self, module: nn.Module, original: Tensor | None) -> None:
-        """Warn, or raise, if the module was wrapped after it had been pruned."""
-        name = self._tensor_name
-        label = f"{type(module).__name__}.{name}"
-        mask = module._buffers[mask_key(name)]
-        needs_sharding = False
-        if is_dtensor(original):
-            if not is_dtensor(mask):
-                raise RuntimeError(
-                    f"{label} was parallelised after it had been pruned, and its mask is whole; "
-                    "expected a mask that is sharded like the parameter. Call "
-                    "distprune.shard_masks(model) after parallelize_module."
-                )
-            needs_sharding = mask.placements != original.placements
-        if needs_sharding or is_managed(module, name):
-            # FSDP registers another tensor at every forward: warn only once.
-            self._last_original_id = None
-            warnings.warn(
-                f"{label} was wrapped after it had been pruned: its mask is whole on every rank, "
-                "and FSDP cannot free the masked weights. Call distprune.shard_masks(model) after "
-                "wrapping.",
-                stacklevel=2,
-            )
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_module_ref", "_ddp_ref", "_last_original_id")
+        own = ("_module_ref", "_ddp_ref")
         return {key: value for key, value in self.__dict__.items() if key not in own}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PruningHook:
@@ -167,6 +132,28 @@ class PruningHook:
         return clone
 
 
+def holds_zeros(module: nn.Module, name: str) -> bool:
+    """Whether the pruned parameter ``module.<name>`` has no product: its shards have zeros."""
+    parameters = module._parameters
+    return orig_key(name) not in parameters and (
+        name in parameters or find_held(module, name) is not None
+    )
+
+
+def forgets_pruned(module: nn.Module, name: str) -> bool:
+    """Whether the values under the mask of ``module.<name>`` are gone: zeros were written there."""
+    held = find_held(module, name)
+    return held is not None and held.is_zero
+
+
+def hold_again(module: nn.Module, name: str) -> Held:
+    """Hold the zeros of a copied module."""
+    record = managed_parameters(module).get((id(module), name))
+    held = Held([(module, name)], record)
+    held.attach()
+    return held
+
+
 def hooks_on(module: nn.Module) -> list[PruningHook]:
     """The pruning hooks of a module: one for each of its pruned parameters."""
     hooks = module._forward_pre_hooks.values()
@@ -183,12 +170,12 @@ def find_hook(module: nn.Module, name: str) -> PruningHook | None:
 
 def register(module: nn.Module, hook: PruningHook) -> None:
     """Register the hook of a parameter, in the place of the present one if there is one."""
-    present = find_hook(module, hook._tensor_name)
-    if present is None:
-        module.register_forward_pre_hook(hook)
-        return
-    hooks = module._forward_pre_hooks
-    hooks[next(key for key, each in hooks.items() if each is present)] = hook
+    for key, present in module._forward_pre_hooks.items():
+        if isinstance(present, PruningHook) and present._tensor_name == hook._tensor_name:
+            module._forward_pre_hooks[key] = hook
+            return
+    # Before the hooks of wrappers, which may gather what is to be zero.
+    module.register_forward_pre_hook(hook, prepend=holds_zeros(module, hook._tensor_name))
 
 
 def unregister(module: nn.Module, name: str) -> None:
@@ -205,18 +192,6 @@ def refresh_products(places: Iterable[Pair]) -> None:
         hook = find_hook(module, name)
         if hook is not None:
             hook.refresh_product(module)
-
-
-def new_modules() -> Iterator[nn.Module]:
-    """The modules that were bound to a hook since they were last yielded.
-
-    One is forgotten once the caller asks for the next. Copies get their attributes when all of them
-    have been copied; those without are still being made, or their copying has failed.
-    """
-    for module in list(_bound) if _bound else ():  # an empty set takes longer to walk than to ask
-        if "_forward_pre_hooks" in vars(module):
-            yield module
-            _bound.discard(module)
 
 
 def named_hooks(root: nn.Module) -> Iterator[tuple[str, str, PruningHook]]:
@@ -272,13 +247,3 @@ def _exempt_masks_from_ddp(hook: PruningHook | None = None) -> None:
 # runs code compiled for a first one is not exempted.) The decorator for this,
 # torch.compiler.assume_constant_result, imports Dynamo.
 _exempt_masks_from_ddp._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _check_attached(module: nn.Module, name: str, shard_mask: ShardMask) -> None:
-    if not shard_mask.is_attached():
-        raise RuntimeError(
-            f"the mask of {type(module).__name__}.{name} no longer acts: its sharded tensor was "
-            "replaced without FSDP2's knowledge, by .to() or to_empty() on a module that is not "
-            "an FSDPModule itself. Expected the call on the FSDP root; put the mask back with "
-            f"custom_from_mask(module, {name!r}, module.{mask_key(name)})."
-        )

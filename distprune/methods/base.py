@@ -25,9 +25,9 @@ from distprune.call.reading import read_at_rest
 from distprune.call.request import Decision, Fact, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters
 from distprune.masks import checks
-from distprune.masks.attach import Transaction, detach
+from distprune.masks.attach import commit, detach, prepare
 from distprune.masks.fingerprint import fingerprint_parts
-from distprune.masks.hook import MaskRecord, PruningHook, find_hook
+from distprune.masks.hook import MaskRecord, PruningHook, find_hook, holds_zeros
 from distprune.methods import ranking
 from distprune.selection.keys import Order
 from distprune.shards.checksum import checksums
@@ -207,14 +207,8 @@ class BasePruningMethod(PruningHook, ABC):
             default_mask = shard.mask.clone(memory_format=torch.contiguous_format)
             mask = combined_mask(method, scores, default_mask)
         hook = hook_with(module, name, method)
-        transaction = Transaction()
-        try:
-            transaction.attach(module, name, hook, mask.detach(), None)
-        except BaseException:  # an interrupt, too
-            transaction.rollback()
-            raise
-        transaction.commit()
         mask = mask.detach()
+        commit([prepare([(module, name)], [hook], mask, None)])
         num_pruned = int((mask == 0).sum())
         hook.record = MaskRecord(fingerprint_parts([shard], [mask])[0], num_pruned)
         return hook
@@ -288,13 +282,15 @@ class BasePruningMethod(PruningHook, ABC):
         with torch.inference_mode(False), torch.no_grad():
             shard = read_at_rest(reader, module, name, label)
             assert shard.mask is not None
-            if shard.is_sharded or self.multiplies:
+            if holds_zeros(module, name):
+                final = None
+            elif self.multiplies:
                 # +0 wherever the mask is 0, also where -0.0, inf or NaN stood.
                 final = shard.live_values()
                 zero_pruned(final, shard.mask)
             else:
                 final = self.apply_mask(module)
-            detach(module, name, final, shard.managed)
+            detach(module, name, final)
 
 
 class PruningContainer(BasePruningMethod):

@@ -15,7 +15,7 @@ from distprune.base.report_text import CallReport, table
 from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
-from distprune.masks.hook import refresh_products
+from distprune.masks.hook import forgets_pruned, refresh_products
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.reconstruction.solving import STEPS, Block, blocks_of, least_squares
@@ -117,8 +117,9 @@ def reconstruct(
 
     over all w that are zero where the mask in force is, for the inputs X of the calibration data.
     w0 is what the parameter holds, under the mask too (``weight_orig``): right after a pruning the
-    weights before it. Masks do not change. What is pruned becomes +0 in ``weight_orig``, so that a
-    second pruning and ``reconstruct`` begin with the weights that this one gave.
+    weights before it. Where parameters are sharded, both calls belong into
+    :func:`keep_pruned_values`. Masks do not change. What is pruned becomes +0, so that a second
+    pruning and ``reconstruct`` begin with the weights that this one gave.
 
     Any mask will do, and any wrapper: DDP, FSDP1, FSDP2, HSDP, tensor parallelism and their
     combinations give what one process gives, to 1e-5 of the layer's largest weight.
@@ -141,9 +142,9 @@ def reconstruct(
         ValueError: a parameter that is none of those of ``grams``; a damping or a number of steps
             out of range; with damping 0 a singular Gram matrix; weights that are not finite. On
             every rank; every parameter is as it was.
-        RuntimeError: Gram matrices that were forgotten.
-        NotImplementedError: dtypes other than real floating-point ones; parameters that DeepSpeed
-            or a registered layout pruned; as ``global_unstructured``.
+        RuntimeError: Gram matrices that were forgotten; a sharded parameter that was pruned outside
+            :func:`keep_pruned_values`.
+        NotImplementedError: dtypes other than real floating-point ones; as ``global_unstructured``.
 
     Cost: 2 x elements x inputs operations for each step, shared by the ranks. Memory for one
     matrix [inputs, inputs] and a copy of what this rank has of the parameters, for a moment.
@@ -374,12 +375,12 @@ def _known(
                 f"{target.name}: its dtype is {target.values.dtype}; expected a real "
                 "floating-point one."
             )
-        if target.forgets_pruned and target.mask is not None:
-            raise NotImplementedError(
-                f"{target.name}: its wrapper (DeepSpeed, or a registered layout) stores zeros "
-                "where it is pruned, so that the weights before the pruning are gone, which least "
-                "squares need; expected pruning and reconstruct() before that wrapper takes the "
-                "model, or under FSDP."
+        if forgets_pruned(*target.places[0]):
+            raise RuntimeError(
+                f"{target.name} is sharded, where a mask sets weights to zero for good, and least "
+                "squares need those before the pruning; expected both calls inside "
+                "`with distprune.keep_pruned_values():`, and no forward between them (which "
+                "DeepSpeed and registered layouts do not support)."
             )
     return grams.layouts_of([target.places[0] for target in targets])
 

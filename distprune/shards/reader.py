@@ -8,22 +8,21 @@ registered, which look like replicas.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distprune.base.naming import unwrap
-from distprune.base.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
+from distprune.base.pruned_form import is_dtensor, mask_key, orig_key
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import over_groups, over_mesh
 from distprune.shards.checksum import checksums
 from distprune.shards.geometry import memory_order, run_index_map, whole_index
 from distprune.shards.shard import Shard
+from distprune.wrappers.held import find_held
 from distprune.wrappers.managed import Managed, ManagedDTensor, ManagedRun
-from distprune.wrappers.masked_value import ShardMask, shard_mask_key
-from distprune.wrappers.wrapper import find_run, is_flattened, managed_parameters
+from distprune.wrappers.wrapper import find_run, is_flattened, is_managed, managed_parameters
 
 
 class ShardReader:
@@ -47,20 +46,21 @@ class ShardReader:
 
         Raises:
             NotImplementedError: the parameter belongs to an FSDP1 wrapper that is gone.
+            RuntimeError: it was pruned first and sharded second.
         """
-        record = _record_with_mask(module, name)
-        if record is not None:
-            return record
-        record = find_run(module, name)
-        if record is not None:
-            return record
+        _check_pruned_form(module, name)
+        held = find_held(module, name)
+        if held is not None and held.record is not None:
+            return held.record
+        run = find_run(module, name)
+        if run is not None:
+            return run
         if self._managed is None:
             self._managed = managed_parameters()
-        names = [(id(module), name), (id(module), orig_key(name))]
-        record = next(filter(None, map(self._managed.get, names)), None)
+        record = self._managed.get((id(module), name))
         if record is None and is_flattened(module, name):
             self._managed = managed_parameters(everywhere=True)
-            record = next(filter(None, map(self._managed.get, names)), None)
+            record = self._managed.get((id(module), name))
             if record is None:
                 raise NotImplementedError(
                     f"{type(module).__name__}.{name} is a piece of an FSDP1 flat parameter whose "
@@ -78,41 +78,13 @@ class ShardReader:
             NotImplementedError: a layout, dtype or wrapper that is not supported.
         """
         managed, mask = self.managed(module, name), module._buffers.get(mask_key(name))
-        if managed is None:
-            parameter = _registered(module, name, label)
-            is_sharded = is_dtensor(parameter)
-        else:
-            is_sharded = True
-            managed.check_fields()
-            if managed.unsupported:
-                raise NotImplementedError(f"{label}: {managed.unsupported}.")
-        whole_mask = None
-        if is_sharded and mask is not None and self.has_whole_mask(module, name):
-            whole_mask, mask = mask, None
+        if managed is not None and managed.unsupported:
+            raise NotImplementedError(f"{label}: {managed.unsupported}.")
         if isinstance(managed, ManagedRun):
-            shard = self._read_run(managed, label, mask)
-        elif isinstance(managed, ManagedDTensor):
-            shard = self.read_tensor(managed.sharded, label, mask, managed)
-        else:
-            shard = self.read_tensor(parameter, label, mask)
-        if whole_mask is None:
-            return shard
-        part = shard.slice_of(local_tensor(whole_mask))
-        return replace(shard, mask=part.to(shard.values.device))
-
-    def has_whole_mask(self, module: nn.Module, name: str) -> bool:
-        """Whether a mask is whole on this rank.
-
-        It is on plain modules, and on those that were pruned first and wrapped second.
-        """
-        mask = module._buffers.get(mask_key(name))
-        if mask is None or shard_mask_key(name) in module.__dict__:
-            return False
-        if not is_dtensor(mask):
-            return True
-        # parallelize_module makes replicated DTensors of the buffers that it finds.
-        parameter = module._parameters[orig_key(name)]
-        return is_dtensor(parameter) and mask.placements != parameter.placements
+            return self._read_run(managed, label, mask)
+        if isinstance(managed, ManagedDTensor):
+            return self.read_tensor(managed.sharded, label, mask, managed)
+        return self.read_tensor(_registered(module, name, label), label, mask)
 
     def _read_run(self, run: ManagedRun, label: str, mask: Tensor | None) -> Shard:
         """This rank's run of a parameter, whose mask is a run, too."""
@@ -201,8 +173,7 @@ class ShardReader:
         managed = self.managed(module, name)
         if isinstance(managed, ManagedRun):
             return over_groups(managed.groups, managed.ranks)
-        parameters = module._parameters
-        registered = parameters.get(name, parameters.get(orig_key(name)))
+        registered = module._parameters.get(name)
         parameter = managed.sharded if isinstance(managed, ManagedDTensor) else registered
         assert is_dtensor(parameter)
         return over_mesh(parameter.device_mesh)
@@ -210,8 +181,7 @@ class ShardReader:
 
 def is_sharded(module: nn.Module, name: str) -> bool:
     """Whether ``module.name`` is sharded, so that one rank alone cannot prune it."""
-    parameters = module._parameters
-    if any(is_dtensor(parameters.get(key)) for key in (name, orig_key(name))):
+    if is_dtensor(module._parameters.get(name)):
         return True
     return ShardReader().managed(module, name) is not None
 
@@ -273,16 +243,15 @@ def unflattened(label: str, what: str, tensor: Tensor, shard: Shard) -> Tensor:
     return tensor.view(shard.shape)
 
 
-def _record_with_mask(module: nn.Module, name: str) -> Managed | None:
-    """The wrapper's record of a pruned parameter, which its mask refers to."""
-    shard_mask: ShardMask | None = module.__dict__.get(shard_mask_key(name))
-    record = None if shard_mask is None else shard_mask.managed()
-    # The mask of a copied module refers to the original's.
-    if record is None or not any(
-        owner is module and registered == orig_key(name) for owner, registered in record.owners
-    ):
-        return None
-    return record
+def _check_pruned_form(module: nn.Module, name: str) -> None:
+    """Raise if a parameter in the pruned form of a plain module is sharded."""
+    original = module._parameters.get(orig_key(name), module.__dict__.get(orig_key(name)))
+    if original is not None and (is_dtensor(original) or is_managed(module, orig_key(name))):
+        raise RuntimeError(
+            f"{type(module).__name__}.{name} was pruned before it was sharded; expected a model "
+            "that is pruned after it was wrapped. Wrap it inside distprune.masks_aside(model), "
+            "which takes the masks off and puts them on again, sharded."
+        )
 
 
 def _registered(module: nn.Module, name: str, label: str) -> Tensor:

@@ -27,10 +27,8 @@ from torch import Tensor
 from distprune.base.naming import Pair
 from distprune.base.pruned_form import is_dtensor
 from distprune.shards.geometry import IndexMap
-from distprune.wrappers import deepspeed
 from distprune.wrappers.dtensor import Specs, laid_out_like
 from distprune.wrappers.managed import Managed
-from distprune.wrappers.stored_run import StoredRun
 
 if TYPE_CHECKING:  # importing DTensor costs more than all the rest
     from torch.distributed.device_mesh import DeviceMesh
@@ -112,13 +110,6 @@ class Shard:
     def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
         """The tensor registered with the optimizer; see :class:`managed.Managed`."""
         return (self.parameter, None) if self.managed is None else self.managed.optimizer_tensor
-
-    @property
-    def forgets_pruned(self) -> bool:
-        """Whether a mask makes values zero for good: stored_run.[Note: masks on stored values]."""
-        if self.managed is None:
-            return deepspeed.has_master(self.parameter)
-        return isinstance(self.managed, StoredRun)
 
     @property
     def numel(self) -> int:

@@ -48,7 +48,7 @@ from distprune.statistics.parameters import (
     difference_of,
     peers_of,
 )
-from distprune.wrappers.masked_value import shard_mask_key
+from distprune.wrappers.held import find_held
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -497,10 +497,10 @@ class GradientStatistics(Statistics[OfParameter], CollectsRankBatches):
         for target in targets:
             check_trainable(target)
             (module, name), *_ = target.places
-            if target.managed is not None and shard_mask_key(name) in module.__dict__:
+            if find_held(module, name) is not None:
                 raise NotImplementedError(
-                    f"{target.name} is pruned, and FSDP shows the gradients of its pruned "
-                    "elements too, which would count; expected a parameter that is not pruned. "
+                    f"{target.name} is pruned and sharded, where the gradients of pruned elements "
+                    "are seen too, which would count; expected a parameter that is not pruned. "
                     "Collect before you prune, or leave it out."
                 )
         sums = GradientSums(self._local, targets, self._group)

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from distprune.base.naming import full_name, named_modules
 from distprune.base.pruned_form import is_dtensor, mask_key, name_of_mask, orig_key
-from distprune.masks.hook import PruningHook, hooks_on
+from distprune.masks.hook import PruningHook, hold_again, holds_zeros, hooks_on
 from distprune.shards.reader import ShardReader
 from distprune.wrappers import masked_value
+from distprune.wrappers.held import find_held
 from distprune.wrappers.managed import Managed, ManagedDTensor, ManagedRun
-from distprune.wrappers.masked_value import ShardMask
+from distprune.wrappers.wrapper import is_managed
 
 
 @dataclass
@@ -55,10 +56,15 @@ class Place:
 
     @property
     def original(self) -> Any:
-        """The attribute that should be the unmasked parameter; None if it was deleted."""
-        key = orig_key(self.name)
+        """The attribute that should be the parameter; None if it was deleted."""
+        key = self.name if self.is_held else orig_key(self.name)
         registered = self.module._parameters.get(key)
         return self.module.__dict__.get(key) if registered is None else registered
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the mask acts by zeros in shards, and the parameter has its own name."""
+        return holds_zeros(self.module, self.name)
 
     @property
     def mask(self) -> Any:
@@ -95,8 +101,12 @@ def traces(module: nn.Module) -> list[str]:
 
 
 def _has_original(module: nn.Module, name: str) -> bool:
-    key = orig_key(name)
-    return key in module._parameters or isinstance(module.__dict__.get(key), Tensor)
+    if orig_key(name) in module._parameters:
+        return True
+    parameter, mask = module._parameters.get(name), module._buffers[mask_key(name)]
+    return find_held(module, name) is not None or (
+        is_dtensor(parameter) and is_dtensor(mask) and mask.dtype is torch.bool
+    )
 
 
 def _is_of_torch(module: nn.Module, name: str) -> bool:
@@ -110,41 +120,45 @@ def _is_of_torch(module: nn.Module, name: str) -> bool:
 
 def check(place: Place, reader: ShardReader, managed: Mapping[tuple[int, str], Managed]) -> None:
     """Add to a place's problems everything that keeps its mask from acting."""
-    module, name, original = place.module, place.name, orig_key(place.name)
+    module, name = place.module, place.name
     num_hooks = len(place.hooks)
     if not num_hooks:
         place.problems.append("its pruning hook is gone, so that nothing keeps the mask acting")
     elif num_hooks > 1:
         place.problems.append(f"it has {num_hooks} pruning hooks; expected one")
-    if module._parameters.get(name) is not None:
+    if not place.is_held and module._parameters.get(name) is not None:
         place.problems.append(
             f"another parameter is registered as {name}, in the place of the masked one"
         )
-    if not isinstance(place.original, Tensor):
-        place.fail(f"{original} is gone")
+    if not place.is_held and (is_dtensor(place.original) or is_managed(module, orig_key(name))):
+        place.fail(
+            "it was pruned before it was sharded, and its mask is whole; call masks_aside(model) "
+            "around the wrapping"
+        )
+        return
+    record = managed.get((id(module), name))
+    if record is None:
+        record = reader.managed(module, name)
+    if record is None and not isinstance(place.original, Tensor):
+        place.fail(f"{name if place.is_held else orig_key(name)} is gone")
     if not isinstance(place.mask, Tensor):
         place.fail(f"its mask, the buffer {mask_key(name)}, is gone")
     if not place.is_readable:
         return
-    record = managed.get((id(module), original), managed.get((id(module), name)))
-    if record is None:
-        record = reader.managed(module, name)
-    shard_mask = module.__dict__.get(masked_value.shard_mask_key(name))
-    if record is None:
-        _check_unmanaged(place, shard_mask)
-    elif shard_mask is None:
-        place.fail(
-            "it was wrapped after it had been pruned, and its mask is whole on every rank; call "
-            "shard_masks(model) after wrapping"
-        )
-    else:
-        _check_managed(place, record, shard_mask)
+    if place.is_held:
+        _check_held(place, record)
+        return
+    _check_layout(place, place.original)
+    if masked_value.must_be_live(module) and not masked_value.is_live(module, name):
+        place.problems.append(f"{name} is not computed when it is read, as it has to be here")
 
 
-def _check_managed(place: Place, record: Managed, shard_mask: ShardMask) -> None:
-    module, name, original = place.module, place.name, orig_key(place.name)
-    masked_record = shard_mask.managed()
-    if masked_record is None or masked_record.key != record.key:
+def _check_held(place: Place, record: Managed | None) -> None:
+    module, name = place.module, place.name
+    held = find_held(module, name) or hold_again(module, name)
+    if (None if held.record is None else held.record.key) != (
+        None if record is None else record.key
+    ):
         place.fail(
             "it was wrapped anew, and its mask acts on what the earlier wrapper had; call "
             "masks_aside(model) around the wrapping"
@@ -153,40 +167,31 @@ def _check_managed(place: Place, record: Managed, shard_mask: ShardMask) -> None
     replacement = record.plain_replacement if isinstance(record, ManagedDTensor) else None
     if replacement is not None:
         place.fail(
-            f"{original} was replaced by {_described(replacement)}, which its wrapper cannot "
-            "gather; load a state dict of DTensors, or without assign=True"
+            f"{name} was replaced by {_described(replacement)}, which its wrapper cannot gather; "
+            "load a state dict of DTensors, or without assign=True"
         )
         return
-    if not shard_mask.is_attached():
-        place.problems.append("its mask is not attached to the shard, which is gathered unmasked")
-    if not masked_value.is_live(module, name):
-        place.problems.append(f"the class of the module was changed, so that {name} is not masked")
-    if not record.has_registered(module, original):
-        place.fail(f"{original} was replaced by a parameter that the wrapper does not have")
-    _check_layout(place, _parameter_of(record), may_be_elsewhere=shard_mask.may_be_elsewhere)
-    problem = shard_mask.problem() if place.is_readable else None
-    if problem is not None:
-        place.problems.append(problem)
+    if record is not None and not record.has_registered(module, name):
+        place.fail(f"{name} was replaced by a parameter that the wrapper does not have")
+    parameter = place.original if record is None else _parameter_of(record)
+    # With CPU offload FSDP1 moves buffers to the accelerator for good, and parameters for use.
+    _check_layout(place, parameter, may_be_elsewhere=record is not None)
     if place.is_readable and place.mask.dtype is not torch.bool:
-        place.fail(f"its mask has dtype {place.mask.dtype}; expected torch.bool under FSDP")
+        place.fail(f"its mask has dtype {place.mask.dtype}; expected torch.bool on shards")
+    if not place.is_readable:
+        return
+    for stored, mask in held.stored():
+        number = int((stored[mask.to(stored.device) == 0] != 0).sum())
+        if number:
+            place.problems.append(f"{number} pruned elements are not zero in what the rank stores")
 
 
 def _parameter_of(record: Managed) -> Tensor:
-    """The unmasked parameter in the form that the wrapper shards: a DTensor or a run."""
+    """The parameter in the form that the wrapper shards: a DTensor or a run."""
     if isinstance(record, ManagedDTensor):
         return record.sharded
     assert isinstance(record, ManagedRun)
     return record.values
-
-
-def _check_unmanaged(place: Place, shard_mask: ShardMask | None) -> None:
-    module, name = place.module, place.name
-    if shard_mask is not None:
-        place.fail("the FSDP wrapper that its mask acted in does not have it any more")
-        return
-    _check_layout(place, place.original)
-    if masked_value.must_be_live(module, name) and not masked_value.is_live(module, name):
-        place.problems.append(f"{name} is not computed when it is read, as it has to be here")
 
 
 def _check_layout(place: Place, parameter: Tensor, *, may_be_elsewhere: bool = False) -> None:

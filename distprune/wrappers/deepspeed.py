@@ -10,7 +10,7 @@ optimizer steps, in fp32:
 
 Stages 1 and 2 leave the whole parameter on every rank, and cut what the optimizer steps.
 
-How a mask acts: stored_run.[Note: masks on stored values].
+Zeros are held in each copy of this rank: see ``held``.
 """
 
 from __future__ import annotations
@@ -19,25 +19,22 @@ import functools
 import sys
 import weakref
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distprune.base.mask_values import write_product
-from distprune.base.pruned_form import mask_key, name_without_orig, orig_key
+from distprune.base.mask_values import zero_pruned
+from distprune.base.pruned_form import mask_key
 from distprune.wrappers import private_fields
 from distprune.wrappers.masked_value import has_dense_gradient
-from distprune.wrappers.stored_run import (
-    Kept,
-    StoredMask,
-    StoredRun,
-    drop_masters,
-    keep_masters,
-)
+from distprune.wrappers.stored_run import StoredRun
 
-_MASKS = "_distprune_masks"
+if TYPE_CHECKING:
+    from distprune.wrappers.held import Held
+
+_HELD = "_distprune_held"
 
 
 def find(module: nn.Module, name: str) -> PartitionedParameter | None:
@@ -176,10 +173,10 @@ class PartitionedParameter(StoredRun):
         size = self.runs[self.groups[0].rank()][1]
         gradient: Tensor = optimizer.get_local_fp32_grad_for_param(self.parameter)
         gradient = gradient.view(-1)[:size].to(self.values.device) / self.loss_scale
-        name = name_without_orig(self.owners[0][1])
+        name = self.owners[0][1]
         mask = self.module._buffers.get(mask_key(name))
         if mask is not None and not has_dense_gradient(self.module, name):
-            write_product(gradient, mask != 0, out=gradient)
+            zero_pruned(gradient, mask.to(gradient.device))
         return gradient
 
     @property
@@ -192,29 +189,29 @@ class PartitionedParameter(StoredRun):
             self._optimizer._epilogue_ran_this_backward = False
             self._optimizer.micro_step_id = 0  # the next gradient is not added to this one
 
-    def mask_gradients_with(self, mask: StoredMask) -> None:
+    def hold(self, held: Held) -> None:
         """The norm by which gradients are clipped is that of the masked ones."""
         optimizer = self._optimizer
         if optimizer is not None:
-            optimizer.__dict__.setdefault(_MASKS, {})[id(self.parameter)] = mask
+            optimizer.__dict__.setdefault(_HELD, {})[id(self.parameter)] = held
             optimizer.__dict__["step"] = functools.partial(_step, weakref.ref(optimizer))
 
-    def stop_masking_gradients(self, mask: StoredMask) -> None:
+    def release(self, held: Held) -> None:
         optimizer = self._optimizer
-        masks = {} if optimizer is None else optimizer.__dict__.get(_MASKS, {})
-        if masks.get(id(self.parameter)) is mask:
-            del masks[id(self.parameter)]
-            if not masks:
-                for name in (_MASKS, "step"):
+        of_optimizer = {} if optimizer is None else optimizer.__dict__.get(_HELD, {})
+        if of_optimizer.get(id(self.parameter)) is held:
+            del of_optimizer[id(self.parameter)]
+            if not of_optimizer:
+                for name in (_HELD, "step"):
                     optimizer.__dict__.pop(name)
 
-    def mask_gradient(self, mask: StoredMask) -> None:
+    def mask_gradient(self, mask: Tensor) -> None:
         """Mask this rank's part of the reduced gradient, and of its norm, in place."""
         if not self.parameter.requires_grad:
             return
         size = self.runs[self.groups[0].rank()][1]
         gradient: Tensor = self._optimizer.get_local_fp32_grad_for_param(self.parameter).view(-1)
-        mask.mask_run(gradient[:size])
+        zero_pruned(gradient[:size], mask.to(gradient.device))
         self._optimizer.set_local_grad_for_param(gradient, self.parameter)
 
 
@@ -222,9 +219,9 @@ def _step(optimizer_ref: weakref.ref[Any], *args: Any, **kwargs: Any) -> Any:
     """ZeRO-3's step, of masked gradients."""
     optimizer = optimizer_ref()
     assert optimizer is not None  # it owns this function
-    for mask in optimizer.__dict__[_MASKS].values():
-        if not mask.has_dense_gradient:
-            mask.managed().mask_gradient(mask)
+    for held in optimizer.__dict__[_HELD].values():
+        if not held.has_dense_gradient:
+            held.record.mask_gradient(held.mask)
     return type(optimizer).step(optimizer, *args, **kwargs)
 
 
@@ -251,76 +248,19 @@ def _modules_by_parameter(root: nn.Module) -> dict[int, list[nn.Module]]:
     return _modules[root]
 
 
-# Not attributes of the modules, which are copied and pickled.
-_held: weakref.WeakKeyDictionary[nn.Module, dict[str, HeldMaster]] = weakref.WeakKeyDictionary()
-
-
-class HeldMaster(Kept):
-    """The mask of a parameter that every rank has, on the part that its optimizer steps here.
-
-    Args:
-        module, name: a place of the pruned parameter.
-    """
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module, self._name = weakref.ref(module), name
-
-    @property
-    def _parameter(self) -> Any:
-        module = self._module()
-        return None if module is None else module._parameters.get(orig_key(self._name))
-
-    @property
-    def masters(self) -> Sequence[Tensor]:
-        parameter = self._parameter
-        if parameter is None:  # no longer pruned
-            drop_masters(self)
-            return ()
-        return masters_of(parameter)
-
-    @property
-    def has_dense_gradient(self) -> bool:
-        module = self._module()
-        return module is not None and has_dense_gradient(module, self._name)
-
-    def mask_run(self, run: Tensor) -> None:
-        module, parameter = self._module(), self._parameter
-        mask = None if module is None else module._buffers.get(mask_key(self._name))
-        if mask is not None and parameter is not None:
-            first, size = _fragment(parameter)
-            run.masked_fill_((mask.reshape(-1)[first : first + size] == 0).to(run.device), 0)
-
-
 def has_master(parameter: Tensor | None) -> bool:
     """Whether an optimizer of ZeRO-1 or ZeRO-2 steps other memory than a parameter's."""
     return hasattr(parameter, "_hp_mapping")
 
 
-def masters_of(parameter: Any) -> Sequence[Tensor]:
-    """This rank's part of what ZeRO-1 or ZeRO-2 steps in the place of a parameter, 1-d."""
+def masters_of(parameter: Any) -> list[tuple[Tensor, slice]]:
+    """What ZeRO-1 or ZeRO-2 steps on this rank in the place of a part of a parameter, 1-d.
+
+    And where that part is in the parameter, row-major.
+    """
     mapping = getattr(parameter, "_hp_mapping", None)
-    return () if mapping is None else (mapping.hp_fragment.detach(),)
-
-
-def update_master(parameter: Any) -> None:
-    """Let the optimizer's part of a parameter follow a change of its values."""
-    for master in masters_of(parameter):
-        first, size = _fragment(parameter)
-        master.copy_(parameter.detach().reshape(-1)[first : first + size])
-
-
-def hold_master(module: nn.Module, name: str) -> None:
-    """Set the pruned elements of a parameter to +0 for good, wherever a rank stores them."""
-    parameter, mask = module._parameters[orig_key(name)], module._buffers[mask_key(name)]
-    assert parameter is not None and mask is not None
-    parameter.data.masked_fill_(mask == 0, 0)
-    update_master(parameter)
-    held = _held.setdefault(module, {})
-    held[name] = held.get(name) or HeldMaster(module, name)
-    keep_masters(held[name])
-
-
-def _fragment(parameter: Any) -> tuple[int, int]:
-    """(start, size) of the part of a parameter, row-major, that the optimizer of this rank has."""
-    address = parameter._hp_mapping.lp_fragment_address
-    return address.start, address.numel
+    if mapping is None:
+        return []
+    address = mapping.lp_fragment_address
+    part = slice(address.start, address.start + address.numel)
+    return [(mapping.hp_fragment.detach(), part)]

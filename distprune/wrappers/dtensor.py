@@ -7,23 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from distprune.base.pruned_form import is_dtensor
-
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-
-def rebind(parameter: Tensor, values: Tensor) -> None:
-    """Do ``parameter.data = values``, which has no effect on a DTensor, there too.
-
-    Args:
-        parameter: plain or a DTensor; it stays the same object.
-        values: of this rank, detached; not copied. Without elements they change nothing: outside
-            of its mesh a DTensor has another shape than a shard.
-    """
-    if not values.numel():
-        return
-    (parameter._local_tensor if is_dtensor(parameter) else parameter).data = values
 
 
 # DTensor's descriptions of layouts, to use again for tensors that are laid out alike.

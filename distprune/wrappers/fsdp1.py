@@ -7,30 +7,45 @@ even slice of it, so a rank has a *run* of a parameter's elements, in the order 
     flat parameter | a a a a a a a   b b b b b b b b b b   c c c | padding |
     slices         |   rank 0    |    rank 1   |   rank 2   |   rank 3     |
 
-How a mask acts on it, and masks in state dicts: fsdp1_mask.
+State dicts get the whole mask, or a shard of it that is laid out like the parameter's.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import math
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.fsdp import (
+    FlatParameter,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+)
+from torch.distributed.fsdp import _shard_utils as shard_utils
 from torch.distributed.fsdp._common_utils import HandleTrainingState
+from torch.distributed.tensor import DTensor
 
+from distprune.base import mask_bits
+from distprune.base.mask_values import zero_pruned
+from distprune.ranks.process_groups import over_groups
 from distprune.wrappers import private_fields
 from distprune.wrappers.managed import GradientSource, ManagedRun, padded_pieces
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+    from distprune.wrappers.held import Held
 
 
 _MANAGED = "_fsdp_flattened"
@@ -188,20 +203,28 @@ class FlatPiece(ManagedRun):
         views = [view for field in fields for view in getattr(flat_param, field, None) or ()]
         return any(registered is view for view in views)
 
-    def rename(self, old: str, new: str) -> None:
-        flat_param = self.handle.flat_param
-        infos, fqns = list(flat_param._param_infos), list(flat_param._fqns)
-        info = infos[self.number]
-        shared = []
-        for other in flat_param._shared_param_infos:
-            if other.prim_module is info.module and other.prim_param_name == old:
-                name = new if other.param_name == old else other.param_name
-                other = other._replace(param_name=name, prim_param_name=new)
-            shared.append(other)
-        infos[self.number] = info._replace(param_name=new)
-        fqns[self.number] = fqns[self.number].removesuffix(old) + new
-        flat_param._param_infos, flat_param._fqns = tuple(infos), tuple(fqns)
-        flat_param._shared_param_infos = tuple(shared)
+    def hold(self, held: Held) -> None:
+        self.free_gathered()
+        handle, wrapper = self.handle, self.wrapper
+        of_handle = handle.__dict__.setdefault(_HELD, {})
+        if not of_handle:
+            reference = weakref.ref(handle)
+            for name, function in _REPLACED.items():
+                handle.__dict__[name] = functools.partial(function, reference)
+            # Only after this FSDP1 has written what it loads into the shards.
+            register: Callable[[Any], Any] = wrapper.register_load_state_dict_post_hook
+            handle.__dict__[_LOADED] = register(functools.partial(_after_loading, reference))
+        of_handle[self.number] = held
+
+    def release(self, held: Held) -> None:
+        self.free_gathered()
+        own = self.handle.__dict__
+        if own.get(_HELD, {}).get(self.number) is held:
+            del own[_HELD][self.number]
+            if not own[_HELD]:
+                own.pop(_LOADED).remove()
+                for name in (*_REPLACED, _HELD):
+                    del own[name]
 
     @property
     def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
@@ -247,6 +270,50 @@ class FlatPiece(ManagedRun):
     def write(self, values: Tensor) -> None:
         self.values.copy_(values)
 
+    def mask_in_state_dict(self, run: Tensor) -> Any:
+        """In the form that FSDP1 was told to use in state dicts."""
+        wrapper, config = self.wrapper, self.wrapper._state_dict_config
+        if wrapper._state_dict_type == StateDictType.LOCAL_STATE_DICT:
+            return run
+        whole = whole_mask(self, run)
+        part: Tensor | ShardedTensor
+        if wrapper._state_dict_type == StateDictType.FULL_STATE_DICT:
+            if isinstance(config, FullStateDictConfig) and config.rank0_only and wrapper.rank:
+                return None
+            part = whole
+        elif wrapper._device_mesh is not None and getattr(config, "_use_dtensor", False):
+            part = shard_utils._create_chunk_dtensor(whole, wrapper.rank, wrapper._device_mesh)
+        else:
+            assert wrapper.process_group is not None
+            part = shard_utils._create_chunk_sharded_tensor(
+                whole,
+                wrapper.rank,
+                wrapper.world_size,
+                wrapper._device_handle.device_count(),
+                wrapper.process_group,
+            )
+        return part.cpu() if config.offload_to_cpu else part
+
+    def run_in_state_dict(self, saved: Any) -> Tensor:
+        size = self.values.numel()
+        is_local = self.wrapper._state_dict_type == StateDictType.LOCAL_STATE_DICT
+        expected = torch.Size((size,)) if is_local else self.shape
+        if torch.Size(saved.size()) != expected:
+            raise ValueError(
+                f"this rank's {size} elements of the mask, as LOCAL_STATE_DICT has them of a model "
+                "that is sharded in the same way"
+                if is_local
+                else f"the mask of a parameter of shape {tuple(expected)}"
+            )
+        if is_local:
+            run: Tensor = saved
+            return run
+        whole = saved if type(saved) is Tensor else _whole_of(saved, self)
+        in_memory = torch.empty_strided(self.shape, self.stride, dtype=torch.bool)
+        in_memory.copy_(whole != 0)
+        flat = in_memory.as_strided((self.shape.numel(),), (1,))
+        return flat[self.start : self.start + size]
+
 
 def is_summoned(handle: FlatParamHandle) -> bool:
     """Whether FSDP1 has gathered the flat parameter for state_dict or summon_full_params."""
@@ -258,6 +325,60 @@ def local_slice(handle: FlatParamHandle) -> Tensor:
     flat_param: Tensor = handle.flat_param
     local: Tensor = getattr(flat_param, "_local_shard", flat_param)
     return local.detach()
+
+
+_HELD, _LOADED = "_distprune_held", "_distprune_after_loading"
+
+
+def _zero(handle: FlatParamHandle) -> None:
+    for held in handle.__dict__[_HELD].values():
+        held.zero()
+
+
+def _after_loading(reference: weakref.ref[FlatParamHandle], *_: Any) -> None:
+    handle = reference()
+    if handle is not None:
+        _zero(handle)
+
+
+def _pre_unshard(reference: weakref.ref[FlatParamHandle]) -> bool:
+    """Set the pruned elements to zero before they are cast and gathered: the handle's own method.
+
+    Not before a backward, which gathers what its forward gathered.
+    """
+    handle = reference()
+    assert handle is not None  # it owns what calls this
+    has_changed = False
+    if handle._training_state != HandleTrainingState.BACKWARD_PRE:
+        if handle._use_orig_params and not (
+            handle._skip_writeback_check or handle._skipped_use_sharded_views
+        ):
+            has_changed = handle._writeback_orig_params()  # type: ignore[no-untyped-call]
+        _zero(handle)
+    return bool(type(handle).pre_unshard(handle)) or has_changed
+
+
+def _prepare_gradient_for_optim(reference: weakref.ref[FlatParamHandle]) -> None:
+    """Mask the reduced gradient before the handle's own method lets the optimizer see it."""
+    handle = reference()
+    assert handle is not None
+    for name in ("_saved_grad_shard", "_cpu_grad"):
+        gradient = getattr(handle.flat_param, name, None)
+        if gradient is None:
+            continue
+        for held in handle.__dict__[_HELD].values():
+            piece: FlatPiece = held.record
+            offset, size = piece.span
+            if size and not held.has_dense_gradient:
+                run = gradient[offset : offset + size]
+                zero_pruned(run, held.mask.to(run.device))
+    type(handle).prepare_gradient_for_optim(handle)  # type: ignore[no-untyped-call]
+
+
+_REPLACED: dict[str, Callable[..., Any]] = {
+    "pre_unshard": _pre_unshard,
+    "prepare_gradient_for_optim": _prepare_gradient_for_optim,
+}
 
 
 def managed_parameters(root: nn.Module | None = None) -> dict[tuple[int, str], FlatPiece]:
@@ -312,3 +433,39 @@ def _start_in_flat_parameter(piece: FlatPiece) -> int:
     is_padding = flat_param._is_padding_mask
     number = [place for place, padding in enumerate(is_padding) if not padding][piece.number]
     return sum(flat_param._numels_with_padding[:number])
+
+
+def whole_mask(piece: FlatPiece, run: Tensor) -> Tensor:
+    """The whole mask, bool, of the parameter's shape. Collective over the shards.
+
+    Args:
+        run: this rank's run of it.
+
+    Cost: one all-reduce of one bit per element.
+    """
+    flat = np.zeros(piece.shape.numel(), dtype=bool)
+    flat[piece.start : piece.start + run.numel()] = run.cpu().numpy()
+    joined = torch.from_numpy(_joined(flat, piece.groups[0]))
+    return joined.as_strided(piece.shape, piece.stride).contiguous().to(run.device)
+
+
+def _joined(flags: np.ndarray, group: ProcessGroup) -> np.ndarray:
+    """The union of the ranks' flags; no two ranks may set the same one."""
+    words = torch.from_numpy(mask_bits.pack_words(flags))
+    return mask_bits.unpack_words(over_groups([group]).sum(words).numpy(), len(flags))
+
+
+def _whole_of(value: DTensor | ShardedTensor, piece: FlatPiece) -> Tensor:
+    """A whole mask from the rows that each rank has of it, as FSDP1 shards state dicts."""
+    group, shape = piece.groups[0], piece.shape
+    rows = -(-shape[0] // group.size())
+    if isinstance(value, DTensor):
+        local = value.to_local()
+    else:
+        shards = value.local_shards()
+        local = shards[0].tensor if shards else torch.zeros(0, dtype=torch.bool)
+    flags = np.zeros((shape[0], shape.numel() // max(shape[0], 1)), dtype=bool)
+    first = min(rows * group.rank(), shape[0])
+    if local.numel():
+        flags[first : first + local.shape[0]] = (local != 0).cpu().reshape(local.shape[0], -1)
+    return torch.from_numpy(_joined(flags.reshape(-1), group)).view(shape)

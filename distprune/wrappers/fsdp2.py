@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -14,7 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    TrainingState,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
@@ -25,6 +30,8 @@ from distprune.wrappers.managed import GradientSource, ManagedDTensor, Receive, 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    from distprune.wrappers.held import Held
 
 
 @dataclass(frozen=True)
@@ -65,11 +72,6 @@ class ManagedParameter(ManagedDTensor):
 
     @property
     def unsupported(self) -> str | None:
-        if self.fsdp_param.offload_to_cpu and self.fsdp_param.device.type != "cpu":
-            return (
-                "its shards are offloaded to the CPU (CPUOffloadPolicy), from where FSDP2 "
-                "copies them without their all-gather extension; use no offload policy"
-            )
         return None
 
     def free_gathered(self) -> None:
@@ -91,11 +93,19 @@ class ManagedParameter(ManagedDTensor):
         is_shard = registered is self.fsdp_param.sharded_param
         return registered is not None and (is_shard or is_copy)
 
-    def rename(self, old: str, new: str) -> None:
-        info = self.fsdp_param._module_info
-        info.shared_param_names = [new if name == old else name for name in info.shared_param_names]
-        if info.param_name == old:
-            info.param_name = new
+    def hold(self, held: Held) -> None:
+        self.free_gathered()  # it was gathered without this mask
+        of_group = self.group.__dict__.setdefault(_HELD, {})
+        of_group[id(self.fsdp_param)] = held
+        self.group.__dict__["unshard"] = functools.partial(_unshard, weakref.ref(self.group))
+
+    def release(self, held: Held) -> None:
+        self.free_gathered()
+        of_group = self.group.__dict__.get(_HELD, {})
+        if of_group.get(id(self.fsdp_param)) is held:
+            del of_group[id(self.fsdp_param)]
+            if not of_group:
+                del self.group.__dict__[_HELD], self.group.__dict__["unshard"]
 
     @property
     def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
@@ -132,6 +142,30 @@ class ManagedParameter(ManagedDTensor):
         info = getattr(self.fsdp_param, "_module_info", None)
         objects = {"FSDPParam": self.fsdp_param, "FSDPParamGroup": self.group}
         private_fields.check("FSDP2", objects | {"ParamModuleInfo": info})
+
+
+_HELD = "_distprune_held"
+
+
+def _unshard(group_ref: weakref.ref[FSDPParamGroup], async_op: bool = False) -> None:
+    """Set the pruned elements of a group to zero, then gather it: FSDP2 calls it as its own.
+
+    Not before a backward, which gathers what its forward gathered.
+    """
+    group = group_ref()
+    assert group is not None  # it owns what calls this
+    state = group._training_state
+    if state != TrainingState.PRE_BACKWARD and not group.is_unsharded:
+        # In the stream that reads the shards, which has waited for the optimizer.
+        info = group.mesh_info
+        is_gathered = isinstance(info, FSDPMeshInfo) and info.shard_mesh_size > 1
+        stream = group.device_handle.current_stream()
+        if is_gathered:
+            stream, _ = group.comm_ctx.get_all_gather_streams(async_op, state)
+        with group.device_handle.stream(stream):
+            for held in group.__dict__[_HELD].values():
+                held.zero()
+    type(group).unshard(group, async_op)  # type: ignore[no-untyped-call]
 
 
 def managed_parameters() -> dict[tuple[int, str], ManagedParameter]:

@@ -1,4 +1,4 @@
-"""A wrapper's record of a parameter, and a mask at work on it: what the adapters have in common.
+"""A wrapper's record of a parameter, and where its gradients are: what the adapters have in common.
 
 FSDP1 and FSDP2 take parameters away from their modules: what is registered there changes
 between shard and gathered copy. Their adapters describe each such parameter as a
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -43,13 +43,15 @@ from distprune.ranks.collectives import resolved
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+    from distprune.wrappers.held import Held
+
 
 class Managed(ABC):
     """One parameter that a wrapper shards and gathers.
 
     Attributes:
-        persists_mask: whether the mask is an ordinary buffer of the state dict; if not, the
-            wrapper's :class:`~distprune.wrappers.masked_value.ShardMask` puts it there.
+        persists_mask: whether the mask is an ordinary buffer of the state dict; if not,
+            :class:`~distprune.wrappers.run_masks.MaskInStateDict` puts it there.
     """
 
     persists_mask: ClassVar[bool]
@@ -86,12 +88,19 @@ class Managed(ABC):
     def has_registered(self, module: nn.Module, name: str) -> bool:
         """Whether a module has this parameter under a name, or a copy or view that FSDP made."""
 
+    @property
     @abstractmethod
-    def rename(self, old: str, new: str) -> None:
-        """Make the wrapper register as ``new`` what it registers as ``old``.
+    def stored(self) -> Sequence[Tensor]:
+        """This rank's shard and all other copies that it keeps of it, each laid out like the mask.
 
-        The caller renames the parameter in the modules themselves.
+        They are zero where the parameter is pruned: see ``wrappers.held``.
         """
+
+    def hold(self, held: Held) -> None:  # noqa: B027
+        """Let zeros, and the gradient, be held where only the wrapper knows when."""
+
+    def release(self, held: Held) -> None:  # noqa: B027
+        """Undo :meth:`hold`."""
 
     @property
     @abstractmethod
@@ -144,6 +153,10 @@ class ManagedDTensor(Managed):
     def plain_replacement(self) -> Tensor | None:
         """The plain tensor that ``load_state_dict(assign=True)`` put in place of the DTensor."""
 
+    @property
+    def stored(self) -> Sequence[Tensor]:
+        return [self.sharded._local_tensor]
+
 
 class ManagedRun(Managed):
     """A parameter of which each rank has a run of elements, in the order of memory."""
@@ -163,7 +176,34 @@ class ManagedRun(Managed):
     @property
     @abstractmethod
     def values(self) -> Tensor:
-        """This rank's run, 1-d, a view of the unmasked shard."""
+        """This rank's run, 1-d, a view of what it stores."""
+
+    @property
+    def stored(self) -> Sequence[Tensor]:
+        return [self.values]
+
+    # The mask in state dicts: this rank's run, unless the wrapper has another form.
+
+    def mask_in_state_dict(self, run: Tensor) -> Any:
+        """What a state dict gets of a mask, given this rank's run; None: nothing, on this rank."""
+        return run
+
+    def run_in_state_dict(self, saved: Any) -> Tensor:
+        """This rank's run of what :meth:`mask_in_state_dict` returned.
+
+        Raises:
+            ValueError: of another form; says what was expected.
+        """
+        size = self.values.numel()
+        if saved.numel() == self.shape.numel() and saved.shape != (size,):
+            saved = saved.reshape(-1)[self.start : self.start + size]
+        if saved.shape != (size,):
+            raise ValueError(
+                f"{(size,)}, the run of this rank, as a model that is sharded in the same way "
+                f"saves it, or the whole mask, {tuple(self.shape)}"
+            )
+        run: Tensor = saved
+        return run
 
     @property
     @abstractmethod

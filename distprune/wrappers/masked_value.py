@@ -1,44 +1,25 @@
-"""How ``module.weight`` is computed: the masked product, with a dense gradient if that is wanted.
+"""How ``module.weight`` of a plain module is computed: the masked product, in a hook or when read.
 
-A value set before forward is not enough in two cases:
+``nn.MultiheadAttention`` reads ``out_proj.weight`` without calling ``out_proj``, so no hook on
+``out_proj`` ever runs. There the module gets a subclass of its class with a property, made once per
+class and set of names, as ``torch.nn.utils.parametrize`` does. Every other module keeps its class.
 
-- Under FSDP the registered parameter is swapped between shard and gathered copy
-  all the time; ``weight`` has to follow.
-- ``nn.MultiheadAttention`` reads ``out_proj.weight`` without calling ``out_proj``,
-  so no hook on ``out_proj`` ever runs.
-
-A class may also compute ``weight`` in a property of its own; then that gets the masked value.
-
-There the module gets a subclass of its class with a property, made once per class and set of
-names, as ``torch.nn.utils.parametrize`` does. Every other module keeps its class.
-
-A dense gradient leaves the value as it is, bit for bit; only the backward differs. On plain modules
-and under tensor parallelism it passes the gradient of ``mask * weight_orig`` on as it is. Under
-FSDP the mask is not part of the graph, and the adapters leave the gradient as it is (fsdp1_mask,
-fsdp2).
+A dense gradient leaves the value as it is, bit for bit; only the backward differs: it passes the
+gradient of ``mask * weight_orig`` on as it is. On sharded parameters ``held`` leaves the gradient
+as it is.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.utils.hooks import RemovableHandle
 
-from distprune.base.pruned_form import (
-    is_dtensor,
-    lost_mask,
-    mask_key,
-    masked_product,
-    name_without_orig,
-    orig_key,
-)
-from distprune.wrappers.managed import Managed, ManagedRun
+from distprune.base.pruned_form import mask_key, masked_product, orig_key
 
 _NAMES = "_distprune_live_names"
 _BASE = "_distprune_base"
@@ -55,15 +36,9 @@ def is_live(module: nn.Module, name: str) -> bool:
     return name in live_names(module)
 
 
-def must_be_live(module: nn.Module, name: str) -> bool:
-    """Whether ``module.<name>``, pruned outside FSDP2, has to be computed at each access."""
-    is_read_by_parent = isinstance(module, NonDynamicallyQuantizableLinear)
-    return is_read_by_parent or is_dtensor(module._parameters[orig_key(name)])
-
-
-def shard_mask_key(name: str) -> str:
-    """Attribute of a module under which a wrapper's ShardMask is kept."""
-    return f"_distprune_{name}_shard_mask"
+def must_be_live(module: nn.Module) -> bool:
+    """Whether ``module.<name>`` has to be computed when it is read: no hook runs before."""
+    return isinstance(module, NonDynamicallyQuantizableLinear)
 
 
 def make_live(module: nn.Module, name: str) -> None:
@@ -116,148 +91,6 @@ def release_graph(module: nn.Module, name: str) -> None:
         assign(module, name, kept.data)
 
 
-class ShardMask(ABC):
-    """The mask of one managed parameter at work.
-
-    Attributes:
-        may_be_elsewhere: whether the mask acts from another device than that of the parameter, too.
-    """
-
-    may_be_elsewhere: ClassVar[bool] = False
-
-    @abstractmethod
-    def attach(self) -> None:
-        """Let the next all-gather, and the gradient, see the mask."""
-
-    @abstractmethod
-    def detach(self) -> None:
-        """Undo :meth:`attach`."""
-
-    @abstractmethod
-    def is_attached(self) -> bool:
-        """Whether the mask still acts."""
-
-    def settle(self) -> None:  # noqa: B027
-        """Let the mask act for good, once no rank can fail any more."""
-
-    def problem(self) -> str | None:
-        """Why the mask, attached, does not act all the same; None if it does."""
-        return None
-
-    @abstractmethod
-    def value(self, module: nn.Module, name: str) -> Tensor:
-        """``module.<name>`` as the mask leaves it, in whatever state the wrapper has it."""
-
-    @abstractmethod
-    def managed(self) -> Managed | None:
-        """The wrapper's record of the parameter; None if the wrapper is gone."""
-
-    @property
-    @abstractmethod
-    def place(self) -> tuple[nn.Module, str]:
-        """The module and the name, without "_orig", of the parameter; the first if it is tied."""
-
-    @property
-    def buffer(self) -> Tensor:
-        """The mask as the module has it now: whatever is loaded into it or put in its place.
-
-        Raises:
-            RuntimeError: it is gone.
-        """
-        module, name = self.place
-        mask = module._buffers.get(mask_key(name))
-        if mask is None:
-            raise lost_mask(module, name)
-        return mask
-
-    @property
-    def has_dense_gradient(self) -> bool:
-        """Whether the gradient is not to be masked for now."""
-        return has_dense_gradient(*self.place)
-
-
-class RunMask(ShardMask):
-    """A mask of which each rank has a run; hooks of the modules put it into their state dicts."""
-
-    def __init__(self) -> None:
-        self._hooks: list[RemovableHandle] = []
-
-    @abstractmethod
-    def managed(self) -> ManagedRun: ...
-
-    @abstractmethod
-    def saved(self) -> Any:
-        """What a state dict gets of the mask now; None: nothing, on this rank."""
-
-    @abstractmethod
-    def load(self, value: Any) -> str:
-        """Take what :meth:`saved` returned, if it fits; else say what was expected."""
-
-    @property
-    def place(self) -> tuple[nn.Module, str]:
-        module, registered = self.managed().owners[0]
-        return module, name_without_orig(registered)
-
-    def attach(self) -> None:
-        for module, name in self.managed().owners:
-            key = mask_key(name_without_orig(name))
-            self._hooks += [
-                module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
-                    functools.partial(self._save, key)
-                ),
-                module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                    functools.partial(self._load, key)
-                ),
-            ]
-
-    def detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _save(
-        self, key: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
-    ) -> None:
-        found = self.saved()
-        if found is not None:
-            state_dict[prefix + key] = found
-
-    def _load(
-        self,
-        key: str,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        key = prefix + key
-        if key not in state_dict:
-            if strict:
-                missing_keys.append(key)
-            return
-        value = state_dict.pop(key)
-        if expected := self.load(value):
-            error_msgs.append(
-                f"size mismatch for {key}: the state dict has {tuple(value.size())}, expected "
-                f"{expected}."
-            )
-
-
-def masked_value(module: nn.Module, name: str) -> Tensor:
-    """The parameter as the mask leaves it, in whatever state a wrapper has it."""
-    shard_mask: ShardMask | None = module.__dict__.get(shard_mask_key(name))
-    if shard_mask is not None:
-        return shard_mask.value(module, name)
-    original = module._parameters[orig_key(name)]
-    mask = module._buffers[mask_key(name)]
-    assert original is not None and mask is not None
-    return product(module, name, original, mask)
-
-
 def base_class(module: nn.Module) -> type:
     """The class of a module before :func:`make_live`."""
     base: type = getattr(type(module), _BASE, type(module))
@@ -275,29 +108,15 @@ def _live_class(base: type, names: tuple[str, ...]) -> type:
         "__reduce_ex__": _reduce,
     }
     for name in names:
-        computed = own_property(base, name)
-        attributes[name] = (
-            _live_value(name) if computed is None else _computed_value(name, computed)
-        )
-    if hasattr(base, "_orig_cls_mro_index"):  # where FSDPModule.__new__ finds the user's class
-        attributes["_orig_cls_mro_index"] = base._orig_cls_mro_index + 1
+        attributes[name] = _live_value(name)
     return type(base.__name__, (base,), attributes)
 
 
-@functools.cache
 def _live_value(name: str) -> property:
-    """One for all classes: a list of experts may have hundreds of names."""
-
     def get(module: nn.Module) -> Tensor:
-        return masked_value(module, name)
-
-    return property(get, _refuse)
-
-
-def _computed_value(name: str, computed: property) -> property:
-    def get(module: nn.Module) -> Tensor:
-        result: Tensor = computed.__get__(_WithValue(module, name, masked_value(module, name)))
-        return result
+        original, mask = module._parameters[orig_key(name)], module._buffers[mask_key(name)]
+        assert original is not None and mask is not None
+        return product(module, name, original, mask)
 
     return property(get, _refuse)
 
@@ -309,17 +128,6 @@ def own_property(cls: type, name: str) -> property | None:
     """
     value = inspect.getattr_static(cls, name, None)
     return value if isinstance(value, property) else None
-
-
-class _WithValue:
-    """A module whose registered parameter is another tensor: what its own property reads."""
-
-    def __init__(self, module: nn.Module, name: str, value: Tensor) -> None:
-        self._module = module
-        self._parameters = {**module._parameters, name: value}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 def _refuse(module: nn.Module, value: Any) -> None:

@@ -1,8 +1,7 @@
 """The private fields and functions of torch that distprune relies on: one table.
 
-The adapters of this package check it before they read a parameter, and ``distprune selftest``
-compares all of the table with the torch that is installed. A field that a new torch renames or
-drops is then named, wherever it is noticed first.
+``distprune selftest`` compares the table with the torch that is installed. A field that a new torch
+renames or drops is then named.
 """
 
 from __future__ import annotations
@@ -24,16 +23,14 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
     "FSDP2": {
         "FSDPParam": (
             "_module_info", "sharded_param", "sharded_state", "mesh_info",
-            "post_forward_mesh_info", "padded_sharded_param_size",
-            "init_unsharded_param", "_get_grad_inner_tensor",
-            "_init_extensions", "fsdp_placement", "reset_sharded_param", "offload_to_cpu",
-            "device", "unsharded_accumulated_grad", "to_sharded", "to_unsharded",
-            "to_sharded_post_forward",
+            "padded_sharded_param_size", "init_unsharded_param", "_get_grad_inner_tensor",
+            "fsdp_placement", "reset_sharded_param", "unsharded_accumulated_grad",
         ),
         "ParamModuleInfo": ("module", "param_name", "shared_modules", "shared_param_names"),
         "FSDPParamGroup": (
             "fsdp_params", "_to_sharded", "wait_for_unshard", "_partial_reduce_output",
-            "_reset_sharded_params",
+            "_reset_sharded_params", "unshard", "is_unsharded", "mesh_info", "device_handle",
+            "comm_ctx", "_training_state",
         ),
         "FSDPState": ("_fsdp_param_groups or _fsdp_param_group",),
     },
@@ -44,12 +41,12 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "FlatParamHandle": (
             "flat_param", "process_group", "uses_sharded_strategy", "_training_state",
-            "_all_gather_flat_param", "prepare_gradient_for_optim",
+            "pre_unshard", "_use_orig_params", "_writeback_orig_params", "_skip_writeback_check",
+            "_skipped_use_sharded_views", "prepare_gradient_for_optim",
             "needs_unshard", "reshard", "post_reshard",
-            "_free_unsharded_flat_param",
         ),
         "FlatParameter": (
-            "_param_infos", "_shared_param_infos", "_fqns", "_shapes", "_strides",
+            "_param_infos", "_shared_param_infos", "_shapes", "_strides",
             "_contiguities", "_shard_param_infos", "_param_extensions", "_params",
             "_shared_params",
             "_is_padding_mask", "_numels_with_padding",

@@ -1,118 +1,24 @@
 """Parameters of which each rank stores a run, gathered by code that distprune need not know.
 
 DeepSpeed's ZeRO-3 is one such wrapper (see ``deepspeed``), and others are registered through
-:mod:`distprune.layouts`. What they have in common is here: defaults for their records, and how a
-mask acts on what is stored.
-
-[Note: masks on stored values] Nothing says when such a wrapper gathers a parameter, or from which
-of its copies. So the mask acts on what is stored: pruned elements are +0 in the run itself, and in
-every other copy that a rank has of it, such as the fp32 one that an optimizer steps (the master).
-From then on the gradient of each master is masked before its optimizer steps it, and the master
-after the step, whatever the optimizer does (momentum, weight decay). What was pruned is lost, and
-not only hidden as under the other wrappers.
+:mod:`distprune.layouts`. Nothing says when such a wrapper gathers a parameter, or from which of its
+copies, so zeros are held in the run itself and in every other copy that a rank has of it, such as
+the fp32 one that an optimizer steps (the master). See ``held``.
 """
 
 from __future__ import annotations
 
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.utils.hooks import RemovableHandle
 
-from distprune.base.pruned_form import local_tensor, orig_key
 from distprune.wrappers.managed import GradientSource, ManagedRun, padded_pieces
-from distprune.wrappers.masked_value import RunMask
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-
-class Kept(ABC):
-    """One mask, and the tensors that it keeps at zero."""
-
-    @property
-    @abstractmethod
-    def masters(self) -> Sequence[Tensor]:
-        """Views of what the optimizer steps; none if the mask is gone."""
-
-    @property
-    @abstractmethod
-    def has_dense_gradient(self) -> bool:
-        """Whether the gradient is not to be masked for now."""
-
-    @abstractmethod
-    def mask_run(self, run: Tensor) -> None:
-        """Set the pruned elements of a tensor like a master to +0, in place."""
-
-
-# They live as long as their modules.
-_kept: weakref.WeakSet[Kept] = weakref.WeakSet()
-_handles: list[RemovableHandle] = []
-# By their memory: masters, and the masks that act on them. Only while an optimizer steps.
-_by_memory: dict[int, list[tuple[Tensor, Kept]]] = {}
-
-
-def keep_masters(kept: Kept) -> None:
-    """Mask the gradient before, and the masters after, every step from now on."""
-    _kept.add(kept)
-    if not _handles:
-        _handles.append(register_optimizer_step_pre_hook(_before))
-        _handles.append(register_optimizer_step_post_hook(_after))
-
-
-def drop_masters(kept: Kept) -> None:
-    """Undo :func:`keep_masters`. A second call does nothing."""
-    _kept.discard(kept)
-
-
-@torch.no_grad()
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # Masters move: some wrappers take them to the host between steps.
-    _by_memory.clear()
-    for kept in list(_kept):
-        for master in filter(Tensor.numel, kept.masters):
-            _by_memory.setdefault(_storage_of(master), []).append((master, kept))
-    if not _kept:
-        while _handles:
-            _handles.pop().remove()
-    for stepped, master, kept in _stepped_by(optimizer):
-        gradient = stepped.grad
-        if gradient is not None and not kept.has_dense_gradient:
-            first = master.storage_offset() - stepped.storage_offset()
-            kept.mask_run(gradient.view(-1)[first : first + master.numel()])
-
-
-@torch.no_grad()
-def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for _, master, kept in _stepped_by(optimizer):
-        kept.mask_run(master)
-    _by_memory.clear()
-
-
-def _stepped_by(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor, Kept]]:
-    """What an optimizer steps now, and the masters in it with their masks."""
-    for group in optimizer.param_groups:
-        for stepped in group["params"]:
-            for master, kept in _by_memory.get(_storage_of(stepped), ()):
-                yield stepped, master, kept
-
-
-def _storage_of(tensor: Tensor) -> int:
-    """Identifies the memory of a tensor, or of what a DTensor holds; 0 if it has none."""
-    try:
-        address: int = local_tensor(tensor).untyped_storage()._cdata
-        return address
-    except (NotImplementedError, RuntimeError):  # sparse
-        return 0
 
 
 class StoredRun(ManagedRun):
@@ -213,8 +119,9 @@ class StoredRun(ManagedRun):
     def has_registered(self, module: nn.Module, name: str) -> bool:
         return module._parameters.get(name) is self.parameter
 
-    def rename(self, old: str, new: str) -> None:
-        """By default only modules know the name."""
+    @property
+    def stored(self) -> Sequence[Tensor]:
+        return [self.values, *self.masters]
 
     @property
     def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
@@ -246,12 +153,6 @@ class StoredRun(ManagedRun):
         It is called on every rank, in the same order, after values have changed.
         """
 
-    def mask_gradients_with(self, mask: StoredMask) -> None:
-        """Mask the reduced gradient, too, wherever it is used before an optimizer steps it."""
-
-    def stop_masking_gradients(self, mask: StoredMask) -> None:
-        """Undo :meth:`mask_gradients_with`."""
-
 
 class WholeGradient(GradientSource):
     """A parameter that is whole while a backward passes it: see managed.[Note: hooks on leaves].
@@ -279,75 +180,3 @@ class WholeGradient(GradientSource):
         for piece, (start, size) in zip(pieces, runs, strict=True):
             piece[:size] = flat[start : start + size]
         return pieces
-
-
-class StoredMask(RunMask, Kept):
-    """The mask of one parameter at work: see [Note: masks on stored values].
-
-    Args:
-        run: the parameter.
-    """
-
-    def __init__(self, run: StoredRun) -> None:
-        super().__init__()
-        self._run = run
-
-    def managed(self) -> StoredRun:
-        return self._run
-
-    def attach(self) -> None:
-        super().attach()
-        self._run.mask_gradients_with(self)
-        keep_masters(self)
-
-    def detach(self) -> None:
-        super().detach()
-        self._run.stop_masking_gradients(self)
-        drop_masters(self)
-
-    def is_attached(self) -> bool:
-        return bool(self._hooks)
-
-    def settle(self) -> None:
-        for stored in (self._run.values, *self._run.masters):
-            self.mask_run(stored)
-        self._run.gather_again()
-
-    def problem(self) -> str | None:
-        copies = {"what the rank stores": [self._run.values], "a master": self._run.masters}
-        for where, tensors in copies.items():
-            for stored in tensors:
-                number = int((stored[self.buffer == 0] != 0).sum())
-                if number:
-                    return f"{number} pruned elements are not zero in {where}"
-        return None
-
-    def value(self, module: nn.Module, name: str) -> Tensor:
-        value: Tensor = getattr(module, orig_key(name))
-        return value
-
-    def mask_run(self, run: Tensor) -> None:
-        """Set the pruned elements of a tensor like this rank's run to +0, in place."""
-        run.masked_fill_((self.buffer == 0).to(run.device), 0)
-
-    # What the steps of optimizers need.
-
-    @property
-    def masters(self) -> Sequence[Tensor]:
-        return self._run.masters or (self._run.values,)
-
-    # State dicts get this rank's run of the mask, as they get what else it stores.
-    def saved(self) -> Tensor:
-        return self.buffer
-
-    def load(self, value: Tensor) -> str:
-        mask = self.buffer
-        if value.numel() == self._run.shape.numel() and value.shape != mask.shape:
-            value = value.reshape(-1)[self._run.start : self._run.start + mask.numel()]
-        if value.shape != mask.shape:
-            return (
-                f"{tuple(mask.shape)}, the run of this rank, as a model that is sharded in the "
-                f"same way saves it, or the whole mask, {tuple(self._run.shape)}"
-            )
-        mask.copy_(value != 0)
-        return ""

@@ -1,4 +1,4 @@
-"""Every parameter that a wrapper manages, and the mask that acts on it: the choice of adapter."""
+"""Every parameter that a wrapper manages: the choice of adapter."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from distprune.base.pruned_form import orig_key
 from distprune.wrappers import deepspeed, masked_value
 from distprune.wrappers.managed import Managed
-from distprune.wrappers.stored_run import StoredMask, StoredRun
+from distprune.wrappers.stored_run import StoredRun
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -44,22 +43,6 @@ def managed_parameters(
     return records
 
 
-def masked_by(managed: Managed) -> masked_value.ShardMask:
-    """The object that lets a mask act on a managed parameter; :meth:`attach` it.
-
-    The mask is what the module has as its buffer, laid out like this rank's shard: a DTensor under
-    FSDP2, a run anywhere else.
-    """
-    if isinstance(managed, StoredRun):
-        return StoredMask(managed)
-    from distprune.wrappers import fsdp1, fsdp1_mask, fsdp2, fsdp2_mask
-
-    if isinstance(managed, fsdp1.FlatPiece):
-        return fsdp1_mask.FlatMask(managed)
-    assert isinstance(managed, fsdp2.ManagedParameter)
-    return fsdp2_mask.DTensorMask(managed)
-
-
 def plain_class(module: nn.Module) -> type:
     """The class of a module before FSDP2 or a mask gave it a subclass of it."""
     base = masked_value.base_class(module)
@@ -81,17 +64,16 @@ def is_managed(module: nn.Module, name: str) -> bool:
         return False
     from distprune.wrappers import fsdp2
 
-    names = (name, orig_key(name))
-    return is_flattened(module, name) or any(fsdp2.is_managed(module, key) for key in names)
+    return is_flattened(module, name) or fsdp2.is_managed(module, name)
 
 
 def is_flattened(module: nn.Module, name: str) -> bool:
-    """Whether FSDP1 manages a parameter, pruned or not."""
+    """Whether FSDP1 manages a parameter."""
     if "torch.distributed.fsdp" not in sys.modules:
         return False
     from distprune.wrappers.fsdp1 import is_managed
 
-    return is_managed(module, name) or is_managed(module, orig_key(name))
+    return is_managed(module, name)
 
 
 def is_flat(tensor: Tensor) -> bool:
@@ -136,13 +118,12 @@ finders: list[Finder] = [deepspeed.find]
 
 
 def find_run(module: nn.Module, name: str) -> StoredRun | None:
-    """The record of a parameter, pruned or not; None if no finder knows it."""
-    for key in (orig_key(name), name):
-        if key in module._parameters:
-            for finder in finders:
-                record = finder(module, key)
-                if record is not None:
-                    return record
+    """The record of a parameter; None if no finder knows it."""
+    if name in module._parameters:
+        for finder in finders:
+            record = finder(module, name)
+            if record is not None:
+                return record
     return None
 
 
@@ -150,8 +131,6 @@ def runs_below(root: nn.Module) -> Iterator[tuple[tuple[int, str], StoredRun]]:
     """Every record below a model, by (id(module), registered name)."""
     for module in root.modules():
         for name in module._parameters:
-            for finder in finders:
-                record = finder(module, name)
-                if record is not None:
-                    yield (id(module), name), record
-                    break
+            record = find_run(module, name)
+            if record is not None:
+                yield (id(module), name), record

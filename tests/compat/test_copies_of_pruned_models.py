@@ -177,33 +177,3 @@ class TestHalfMadeCopies:
         other = prune.l1_unstructured(linear(), "weight", 0.5)
         prune.remove(other, "weight")
         assert kept.__traceback__ is not None and not prune.is_pruned(other)
-
-    def test_no_module_is_forgotten(self):
-        # Several pairs, because the modules are visited in the order of a set.
-        kept, pairs = [], []
-        for _ in range(20):
-            first, second = linear(), linear()
-            second.weight = first.weight
-            pairs.append((first, second))
-            prune.l1_unstructured(first, "weight", 3)
-            prune.random_unstructured(second, "weight", 3)
-            kept.append(fail_to_copy(pruned_once()[0]))
-        for first, second in pairs:
-            for module in (first, second):
-                with pytest.raises(ValueError, match="pruned differently"):
-                    prune.remove(module, "weight")
-        assert len(kept) == 20
-
-    def test_copies_of_tied_modules_are_known_before_their_first_forward(self):
-        model = nn.Sequential(linear(), linear())
-        model[1].weight = model[0].weight
-        prune.l1_unstructured(model[0], "weight", 3)
-        prune.random_unstructured(model[1], "weight", 3)
-        with torch.no_grad():
-            [layer(torch.ones(1, 6)) for layer in model]
-        kept = fail_to_copy(pruned_once()[0])
-        clone = copy.deepcopy(model)
-        for layer in clone:
-            with pytest.raises(ValueError, match="pruned differently"):
-                prune.remove(layer, "weight")
-        assert kept.__traceback__ is not None

@@ -55,7 +55,7 @@ def traffic_of_rows(wrapping: str, dtype: str):
     targets = prune.select(model, names="weight", everything=True)
     with Traffic() as traffic:
         report = prune.global_unstructured(targets, prune.L1Unstructured, scope="row", amount=0.5)
-    cut = model.l2.weight_orig.to_local()
+    cut = model.l2.weight.to_local()
     return traffic.calls, report.num_collectives, report.bytes_sent, cut.numel() * cut.itemsize
 
 

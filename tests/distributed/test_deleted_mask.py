@@ -29,7 +29,6 @@ def problems(wrapping: str, how: str) -> list[str]:
         "prune one": lambda: prune.l1_unstructured(layer, "weight", 0.1),
         "prune all": lambda: prune.global_unstructured(others, prune.L1Unstructured, amount=0.1),
         "remove": lambda: prune.remove(layer, "weight"),
-        "shard_masks": lambda: prune.shard_masks(model),
         "forward": lambda: model(torch.ones(2, 6)),
     }
     wrong = []

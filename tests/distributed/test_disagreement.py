@@ -216,7 +216,7 @@ def differences_with_pruned_nan(wrapping: str) -> list[str]:
     scores = [dense.get_parameter(name) for name in NAMES]
     prune.global_unstructured(targets, prune.L1Unstructured, amount=0.5)
     for module, name in targets:
-        mask, orig = getattr(module, name + "_mask"), getattr(module, name + "_orig")
+        mask, orig = getattr(module, name + "_mask"), wrappings.stored(module, name)
         wrappings.local(orig)[wrappings.local(mask) == 0] = torch.nan
     prune.global_unstructured(targets, prune.L1Unstructured, amount=0.5)
     keeps = reference.prune(scores, 0.5, reference.prune(scores, 0.5))

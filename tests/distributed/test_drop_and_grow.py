@@ -113,8 +113,10 @@ def differences(wrapping: str, num_steps: int, interval: int) -> list[str]:
         if wrong:
             return wrong
     for name, whole in single.weights.items():
-        held = wrappings.shard(sharded.model, name, sharded.indices)
-        part = wrappings.my_part(whole, sharded.indices[name])
+        mask = single.masks.get(name, torch.ones_like(whole))
+        keep = wrappings.my_part(mask, sharded.indices[name])
+        held = wrappings.shard(sharded.model, name, sharded.indices).view(keep.shape) * keep
+        part = wrappings.my_part(whole, sharded.indices[name]) * keep
         if not torch.equal(held.view(part.shape), part):
             wrong.append(f"{name}: {held} is not {part}")
     if not prune.verify(sharded.model).ok or num_grown < max(1, num_steps // 10):

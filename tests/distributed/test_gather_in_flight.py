@@ -32,8 +32,7 @@ def inputs():
 
 
 def has_gather_in_flight(layer):
-    known = managed_parameters()
-    record = known.get((id(layer), "weight")) or known[id(layer), "weight_orig"]
+    record = managed_parameters()[id(layer), "weight"]
     return record.group._all_gather_result is not None
 
 

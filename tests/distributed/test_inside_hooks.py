@@ -16,9 +16,9 @@ from helpers.comparisons import assert_nothing_wrong_on
 from helpers.models import EVEN_HIDDEN, Net, fill
 from helpers.sampling import every
 
-SHARDED = ["fsdp2-2", "fsdp2_root-2", "fsdp1-2", "fsdp1_flat-2", "hsdp-2x2"]
+SHARDED = ["fsdp2-2", "fsdp2_root-2", "fsdp1-2", "fsdp1_flat-2", "hsdp-2x2", "tp-2"]
 HOOKS = ["forward pre-hook", "forward hook", "backward hook", "gradient hook"]
-CALLS = ["global", "single", "remove", "shard_masks"]
+CALLS = ["global", "single", "remove"]
 
 
 def call(what: str, model: nn.Module) -> None:
@@ -30,8 +30,6 @@ def call(what: str, model: nn.Module) -> None:
             prune.l1_unstructured(unwrap(inner.l1), "weight", 0.5)
         case "remove":
             prune.remove(unwrap(inner.l2), "weight")
-        case "shard_masks":
-            prune.shard_masks(model)
 
 
 def in_hook(where: str, layer: nn.Module, action) -> None:
@@ -55,9 +53,6 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def refused(wrapping: str, where: str, what: str) -> list[str]:
     model = fill(Net(), "normal", "float32")
-    if what == "shard_masks":  # pruned first
-        for layer in model.children():
-            prune.l1_unstructured(layer, "weight", 0.3)
     model = wrappings.wrap(model, wrapping)
     inner = wrappings.unwrapped(model)
     if what == "remove":
@@ -140,7 +135,7 @@ def right(wrapping: str, where: str, what: str) -> list[str]:
 
 @pytest.mark.parametrize("what", ["global", "single", "remove"])
 @pytest.mark.parametrize("where", HOOKS)
-@pytest.mark.parametrize("wrapping", ["ddp-2", "tp-2"])
+@pytest.mark.parametrize("wrapping", ["ddp-2"])
 def test_right_elsewhere(wrapping, where, what):
     assert_nothing_wrong_on(wrapping, right, where, what)
 

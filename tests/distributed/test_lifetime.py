@@ -53,8 +53,8 @@ def gradient_masks() -> int:
         prune.l1_unstructured(model.l1, "weight", 0.1)
         prune.remove(model.l1, "weight")
     prune.l1_unstructured(model.l1, "weight", 0.1)
-    assert isinstance(model.l1.weight_orig, torch.nn.Parameter)
-    return len(model.l1.weight_orig._post_accumulate_grad_hooks)
+    assert isinstance(model.l1.weight, torch.nn.Parameter)
+    return len(model.l1.weight._post_accumulate_grad_hooks)
 
 
 def test_hooks_do_not_pile_up():

@@ -1,10 +1,8 @@
-"""What FSDP gathers, and the gradient it leaves, have the bits of the product on one process.
+"""What FSDP gathers, and the gradient it leaves, have the bits of one process with zeros.
 
-With -0.0, NaN and infinities, where a product is no select, and with a float16 policy, where a
-pruned weight would overflow if it were rounded before it is masked.
+With -0.0, NaN and infinities, which become +0 under the mask, and with a float16 policy, where a
+pruned weight would overflow if it were rounded before it is zeroed.
 """
-
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ import torch.nn.utils.prune as torch_prune
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 import distprune as prune
-from distprune.base import mask_values
 from distprune.base.naming import named_modules
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong_on
@@ -62,12 +59,6 @@ def one_nan(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differences(wrapping: str, policy: str) -> list[str]:
-    """With chunks so small that these shards have several."""
-    with mock.patch.multiple(mask_values, _SMALL=0, _CHUNK=8):
-        return differences_of_a_step(wrapping, policy)
-
-
-def differences_of_a_step(wrapping: str, policy: str) -> list[str]:
     dtype, options = POLICIES[policy], {}
     if policy != "float32":
         is_fsdp1 = wrappings.kind_of(wrapping).startswith("fsdp1")
@@ -94,13 +85,14 @@ def differences_of_a_step(wrapping: str, policy: str) -> list[str]:
     wrong = []
     for name in LAYERS:
         layer = dense.get_submodule(name)
-        expected = (layer.weight_mask * layer.weight_orig.detach()).to(dtype)
+        pruned = layer.weight_mask == 0
+        expected = layer.weight_orig.detach().masked_fill(pruned, 0).to(dtype)
         if not torch.equal(bits(gathered[name]), bits(expected)):
             wrong.append(f"gathered {name}.weight")
-        # As one process computes it: the gradient of the rounded product, then the mask.
+        # As one process computes it: the gradient of the rounded weight, then the mask.
         weight = expected.requires_grad_()
         F.linear(x[:, : layer.in_features].to(dtype), weight).sum().backward()
-        masked = weight.grad.float() * layer.weight_mask
+        masked = weight.grad.float().masked_fill(pruned, 0)
         found = wrappings.gradient(model, f"{name}.weight", indices)
         part = wrappings.my_part(masked, indices[f"{name}.weight"])
         # The sum over the ranks may turn a NaN into another one.

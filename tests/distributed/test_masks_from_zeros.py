@@ -86,7 +86,7 @@ def zeros_after_training(wrapping: str) -> list[str]:
     wrong = wrong_masks(model, keeps, indices)
     for name in keeps:
         module = wrappings.unwrapped(model).get_submodule(name.partition(".")[0])
-        before = wrappings.local(module.weight_orig).flatten()
+        before = wrappings.local(wrappings.stored(module, "weight")).flatten()
         prune.remove(module, "weight")
         after, keep = (
             wrappings.local(module.weight).flatten(),

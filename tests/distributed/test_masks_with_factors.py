@@ -48,30 +48,6 @@ def test_refused_by_one_rank(only_on):
     assert_nothing_wrong(run_ranks(refused, 2, "fsdp2-2", 0.5, only_on))
 
 
-def wrapped_afterwards(wrapping: str, what: str) -> list[str]:
-    model = fill(Net(EVEN_HIDDEN), "normal", "float32")
-    prune.custom_from_mask(model.l2, "weight", factors((5, 12)))
-    model = wrappings.wrap(model, wrapping)
-    layer = unwrap(wrappings.unwrapped(model).l2)
-    before = snapshot(model)
-    try:
-        if what == "shard_masks":
-            prune.shard_masks(model)
-        else:
-            prune.l1_unstructured(layer, "weight", 0.5)
-    except ValueError as error:
-        wrong = changes(before, snapshot(model))
-        return wrong + [str(error)] * (not re.search(r"weight(.|\n)*0\.5", str(error)))
-    return ["nothing was raised"]
-
-
-@pytest.mark.parametrize("what", ["shard_masks", "pruned again"])
-@pytest.mark.parametrize("wrapping", ["fsdp2-2", "fsdp1-2"])
-def test_wrapped_afterwards(wrapping, what):
-    # A factor that lies on one rank's shard only is told by all of them.
-    assert_nothing_wrong(run_ranks(wrapped_afterwards, 2, wrapping, what))
-
-
 def as_in_torch(wrapping: str) -> list[str]:
     mine, of_torch = (fill(Net(), "normal", "float32") for _ in range(2))
     prune.custom_from_mask(mine.l2, "weight", factors((5, 10)))
@@ -97,23 +73,16 @@ class Damped(prune.L1Unstructured):
         return original * (mask + 0.1 * (1 - mask))
 
 
-def damped(wrapping: str, what: str) -> list[str]:
-    model = fill(Net(EVEN_HIDDEN), "normal", "float32")
-    if what == "shard_masks":
-        Damped.apply(model.l2, "weight", 0.5)
-    model = wrappings.wrap(model, wrapping)
+def damped() -> list[str]:
+    model = wrappings.wrap(fill(Net(EVEN_HIDDEN), "normal", "float32"), "fsdp2-2")
     before = snapshot(model)
     try:
-        if what == "shard_masks":
-            prune.shard_masks(model)
-        else:
-            Damped.apply(unwrap(wrappings.unwrapped(model).l2), "weight", 0.5)
+        Damped.apply(unwrap(wrappings.unwrapped(model).l2), "weight", 0.5)
     except NotImplementedError as error:
         wrong = changes(before, snapshot(model))
         return wrong + [str(error)] * ("Damped has an apply_mask" not in str(error))
     return ["nothing was raised"]
 
 
-@pytest.mark.parametrize("what", ["shard_masks", "applied"])
-def test_an_apply_mask_of_its_own_is_refused_on_shards(what):
-    assert_nothing_wrong(run_ranks(damped, 2, "fsdp2-2", what))
+def test_an_apply_mask_of_its_own_is_refused_on_shards():
+    assert_nothing_wrong(run_ranks(damped, 2))

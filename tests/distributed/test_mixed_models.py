@@ -18,6 +18,7 @@ from distprune.testing import run_ranks
 from helpers import reference
 from helpers.comparisons import assert_nothing_wrong
 from helpers.models import Net, fill, fqns, target
+from helpers.wrappings import stored
 
 NAMES = ["l1.weight", "l2.weight", "l3.weight", "l1.bias", "l3.bias"]
 
@@ -191,7 +192,7 @@ def calls_with_tensors_of_a_mesh() -> list[str]:
     compare([getattr(m, f"{n}_mask") for m, n in targets], keeps, "importance_scores")
     with prune.dense_gradients(targets):
         for module, name in targets:
-            parameter = getattr(module, f"{name}_orig")
+            parameter = stored(module, name)
             parameter.grad = torch.ones_like(parameter)
         rigl_step(targets, fraction=0.2)
     prune.verify(model)

@@ -104,9 +104,10 @@ def replaced(kind: str) -> tuple[list, list]:
     assert prune.verify(model, pipeline_parallel=True).ok
     after = []
     for pair, mask in zip(chosen, prune.get_masks(chosen), strict=True):
-        original = pair[0].weight_orig
+        original = wrappings.stored(*pair)
         momentum = optimizer.state[original]["momentum_buffer"]
-        parts = [wrappings.local(t.detach()).clone() for t in (mask, original, momentum)]
+        values = original.detach() * mask
+        parts = [wrappings.local(t.detach()).clone() for t in (mask, values, momentum)]
         after.append((pair.fqn, *parts))
     return after, [(p.name, p.num_grown, p.num_dropped) for p in report.parameters]
 

@@ -58,8 +58,9 @@ def reconstruct_on(wrapping: str, damping: float) -> list[str]:
     )  # fmt: skip
     masks = {name: target(single, name)[0].weight_mask for name in LAYERS}
     right = expected(seeded(Net(sizes)), masks, inputs.flatten(0, 1), damping)
-    prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.5)
-    report = prune.reconstruct(parameters, grams, damping=damping, steps=60)
+    with prune.keep_pruned_values():
+        prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.5)
+        report = prune.reconstruct(parameters, grams, damping=damping, steps=60)
     wrong = []
     for name, entry in zip(LAYERS, report.parameters, strict=True):
         own = wrappings.shard(model, name, indices).double().view(-1)
@@ -91,6 +92,8 @@ def values_after_an_error(wrapping: str) -> list[str]:
     grams = GramMatrices(parameters)
     with grams.collecting():
         model(torch.ones(2, sizes[0]))
+    context = prune.keep_pruned_values()
+    context.__enter__()
     prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.5)
     before = [wrappings.shard(model, name, indices).clone() for name in LAYERS]
     right, calls = reconstructing.least_squares, []
@@ -109,7 +112,8 @@ def values_after_an_error(wrapping: str) -> list[str]:
                 return [str(error)]
         else:
             return ["nothing was raised"]
-    after = [wrappings.shard(model, name, indices) for name in LAYERS]
+    after = [wrappings.shard(model, name, indices).clone() for name in LAYERS]
+    context.__exit__(None, None, None)
     return [
         f"{name} has changed"
         for name, old, new in zip(LAYERS, before, after, strict=True)

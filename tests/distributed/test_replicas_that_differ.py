@@ -60,7 +60,7 @@ def wrong_with_exchanged_shards(what: str) -> list[str]:
     model = wrappings.wrap(fill(Net(EVEN), "normal", "float32"), "hsdp-2x2")
     if what != "values":
         prune.l1_unstructured(model.l1, "weight", 0.4)
-    parameter = model.l1.weight if what == "values" else model.l1.weight_orig
+    parameter = model.l1.weight
     local = wrappings.local(parameter if what == "values" else model.l1.weight_mask)
     shards = [torch.empty_like(local) for _ in range(2)]
     dist.all_gather(shards, local, group=parameter.device_mesh.get_group(1))

@@ -39,8 +39,7 @@ def values_at(step: int, name: str) -> torch.Tensor:
 @torch.no_grad()
 def optimizer_step(model, indices, step: int) -> None:
     for name, (module, parameter) in zip(NAMES, targets_of(model), strict=True):
-        pruned = parameter + "_mask" in module._buffers
-        held = wrappings.local(getattr(module, parameter + "_orig" if pruned else parameter))
+        held = wrappings.local(wrappings.stored(module, parameter))
         held.copy_(wrappings.my_part(values_at(step, name), indices[name]))
 
 

@@ -39,7 +39,7 @@ def states(optimizer, model, name: str, indices) -> dict[str, Tensor]:
     path, _, parameter = name.rpartition(".")
     module = wrappings.unwrapped(model).get_submodule(path)
     if wrappings.kept_by_name(module):
-        trained = unwrap(module)._parameters[parameter + "_orig"]
+        trained = wrappings.stored(unwrap(module), parameter)
         state = optimizer.state.get(trained, {})
         return {key: wrappings.local(value).clone() for key, value in state.items()}
     state = optimizer.state.get(module._handle.flat_param, {})
@@ -85,6 +85,8 @@ class Case:
     def differences(self, when: str) -> list[str]:
         wrong = wrong_masks(self.model, self.masks, self.indices, when)
         for name, whole in self.whole.items():
+            if wrappings.is_sharded(self.wrapping, name):
+                whole.mul_(self.masks[name])
             held = wrappings.shard(self.model, name, self.indices)
             part = wrappings.my_part(whole, self.indices[name])
             if not torch.equal(held.view(part.shape), part):

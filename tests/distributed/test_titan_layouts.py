@@ -97,7 +97,8 @@ def differences(layout: str) -> list[str]:
         for number, (name, index) in enumerate(zip(NAMES, indices, strict=True)):
             value, keep = values[number], keeps[number]
             value -= 0.05 * 2 * (value * keep - targets[number]) * keep
-            mask, held = (local(getattr(model, name + end)) for end in ("_mask", "_orig"))
+            value *= keep
+            mask, held = local(getattr(model, name + "_mask")), local(getattr(model, name))
             if not torch.equal(mask, keep.view(-1)[index]):
                 wrong.append(f"step {step}: the mask of {name}")
             if not torch.allclose(held, value.view(-1)[index], rtol=0, atol=1e-6):

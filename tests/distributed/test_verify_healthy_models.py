@@ -108,12 +108,8 @@ def test_nothing_is_found_however_it_was_pruned(wrapping):
 def wrapped_afterwards(wrapping: str) -> list[str]:
     model = fill(Net(wrappings.runnable_sizes(wrapping)), "normal", "float32")
     report = prune_all(model)
-    if wrappings.kind_of(wrapping) in ("tp", "fsdp2_tp"):
-        with prune.masks_aside(model):
-            model = wrappings.wrap(model, wrapping)
-    else:
+    with prune.masks_aside(model):
         model = wrappings.wrap(model, wrapping)
-        prune.shard_masks(model)
     wrong = found(model, "wrapped", report)
     train(model)
     return wrong + found(model, "trained", report)

@@ -90,7 +90,7 @@ def change_a_weight(model, kind):
 
 
 def values_of_weight(model) -> Tensor:
-    return values(inner(model, "l1").weight_orig).view(-1)
+    return values(wrappings.stored(inner(model, "l1"), "weight")).view(-1)
 
 
 def replace_submodule(model, kind):
@@ -100,13 +100,14 @@ def replace_submodule(model, kind):
 def replace_parameter(model, kind):
     module = inner(model, "l1")
     if kind == "fsdp1_flat":  # what is there is a view of memory that was freed
-        module._parameters["weight_orig"] = nn.Parameter(torch.ones(6, 6))
+        module._parameters["weight"] = nn.Parameter(torch.ones(6, 6))
         return
-    module._parameters["weight_orig"] = nn.Parameter(module.weight_orig.detach().clone())
+    module._parameters["weight"] = nn.Parameter(module.weight.detach().clone())
 
 
 def assign_whole(model, kind):
-    state = {name: torch.ones(6, 6) for name in ("weight_orig", "weight_mask")}
+    names = ("weight_orig" if kind in ("plain", "ddp") else "weight", "weight_mask")
+    state = {name: torch.ones(6, 6) for name in names}
     if kind in ("plain", "ddp"):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         state = {name: distribute_tensor(t, mesh, [Replicate()]) for name, t in state.items()}
@@ -119,7 +120,7 @@ def assign_whole_mask(model, kind):
 
 
 def wrap_anew(model, kind):
-    """A model that was pruned first and wrapped second, without shard_masks."""
+    """A model that was pruned first and wrapped second, without masks_aside."""
     plain = fill(Net(SIZES), "normal", "float32")
     prune.global_unstructured(prune.select(plain), prune.L1Unstructured, amount=0.5)
     if kind != "tp":
@@ -157,7 +158,7 @@ def write_to_product(model, kind):
 def share(model, kind):
     module, other = inner(model, "l1"), inner(model, "l3")
     prune.remove(other, "weight")
-    shared = module._parameters.get("weight_orig", module.__dict__.get("weight_orig"))
+    shared = wrappings.stored(module, "weight")
     other._parameters.pop("weight", None)
     other._parameters["weight"] = shared
 
@@ -166,7 +167,7 @@ def nan_under_the_mask(model, kind):
     module = inner(model, "l1")
     mask = values(module.weight_mask)
     with torch.no_grad():
-        values(module.weight_orig)[mask == 0] = torch.nan
+        values(wrappings.stored(module, "weight"))[mask == 0] = torch.nan
 
 
 EVERYWHERE = [  # on every wrapper

@@ -2,7 +2,6 @@
 
 import copy
 import re
-import warnings
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import distprune as prune
+from distprune.base.naming import unwrap
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, wrong_masks
@@ -69,32 +69,20 @@ def problems(wrapping: str, how: str) -> list[str]:
     indices = wrappings.local_indices(Net(), wrapping)
     hooks = [pruning_hooks(target(model, name)[0]) for name in NAMES]
     wrong = []
-    if how == "put aside":
-        with prune.masks_aside(model):
-            wrong += ["still pruned inside"] * prune.is_pruned(model)
-            model = wrappings.wrap(model, wrapping)
-    else:
+    with prune.masks_aside(model):
+        wrong += ["still pruned inside"] * prune.is_pruned(model)
         model = wrappings.wrap(model, wrapping)
-        if how == "pruned again":
-            targets = [target(wrappings.unwrapped(model), name) for name in NAMES]
-            prune.global_unstructured(targets, prune.L1Unstructured, amount=0)
-        elif (num := prune.shard_masks(model)) != 3:
-            wrong.append(f"{num} masks were sharded")
-        if prune.shard_masks(model) != 0:
-            wrong.append("sharded twice")
     wrong += wrong_masks(model, keeps, indices, how)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wrong += train(model, dense, 3, how)
+    wrong += train(model, dense, 3, how)
     # Nothing whole is left on a rank: neither masks nor products.
     for module in wrappings.unwrapped(model).modules():
         for name, held in [*module._buffers.items(), *module.__dict__.items()]:
             whole = isinstance(held, torch.Tensor) and not isinstance(held, DTensor)
-            if whole and held.numel() >= 60 and "_orig" not in name and name != "_flat_param":
+            if whole and held.numel() >= 60 and name not in ("weight", "_flat_param"):
                 wrong.append(f"a whole tensor is left: {name} {tuple(held.shape)}")
     layers = [target(wrappings.unwrapped(model), name)[0] for name in NAMES]
     layers = [getattr(layer, "_fsdp_wrapped_module", layer) for layer in layers]
-    if how != "pruned again" and [pruning_hooks(layer) for layer in layers] != hooks:
+    if [pruning_hooks(layer) for layer in layers] != hooks:
         wrong.append("other hooks")
     for layer in layers:
         prune.remove(layer, "weight")
@@ -103,46 +91,44 @@ def problems(wrapping: str, how: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("how", ["sharded", "after a forward", "put aside", "pruned again"])
+@pytest.mark.parametrize("how", ["put aside", "after a forward"])
 @pytest.mark.parametrize("wrapping", SHARDED)
 def test_prune_then_wrap(wrapping, how):
     assert_nothing_wrong_on(wrapping, problems, how)
 
 
-def without_the_call(wrapping: str) -> list[str]:
-    """Training is right, and a warning tells what to do."""
-    model, dense, _ = pruned()
+def without_masks_aside(wrapping: str) -> list[str]:
+    """Pruning, verify and remove say what to do."""
+    model, _, _ = pruned()
     model = wrappings.wrap(model, wrapping)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        wrong = train(model, dense, 3, "not sharded")
-    texts = [str(each.message) for each in caught]
-    is_told = any("shard_masks" in text for text in texts)
-    if is_told != (wrappings.kind_of(wrapping) != "ddp"):
-        wrong.append(f"warnings: {texts}")
+    layer = unwrap(target(wrappings.unwrapped(model), NAMES[0])[0])
+    calls = {
+        "prune": lambda: prune.l1_unstructured(layer, "weight", 0.1),
+        "remove": lambda: prune.remove(layer, "weight"),
+        "verify": lambda: prune.verify(model),
+    }
+    wrong = []
+    for what, call in calls.items():
+        try:
+            call()
+            wrong.append(f"{what}: nothing was raised")
+        except (RuntimeError, prune.VerificationError) as error:
+            wrong += [f"{what}: {error}"] * ("masks_aside" not in str(error))
     return wrong
 
 
-@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-2", "fsdp1-2", "fsdp1_flat-2"])
-def test_a_forgotten_call_is_no_wrong_model(wrapping):
-    assert_nothing_wrong_on(wrapping, without_the_call)
+@pytest.mark.parametrize("wrapping", ["fsdp2-2", "fsdp1-2", "fsdp1_flat-2"])
+def test_a_model_that_was_pruned_before_it_was_sharded(wrapping):
+    assert_nothing_wrong_on(wrapping, without_masks_aside)
 
 
-def tensor_parallel(how: str) -> list[str]:
+def tensor_parallel() -> list[str]:
     model, dense, keeps = pruned(sizes=EVEN_HIDDEN)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-    plan = {"l1": ColwiseParallel()}
-    if how == "put aside":
-        plan["l2"] = RowwiseParallel()
-        with prune.masks_aside(model):
-            parallelize_module(model, mesh, plan)
-    else:
-        plan["l1"] = ColwiseParallel(output_layouts=torch.distributed.tensor.Replicate())
+    plan = {"l1": ColwiseParallel(), "l2": RowwiseParallel()}
+    with prune.masks_aside(model):
         parallelize_module(model, mesh, plan)
-        with pytest.warns(UserWarning, match="weight was wrapped after(.|\n)*shard_masks"):
-            model(torch.ones(2, 6))
-        assert prune.shard_masks(model) == 1
-    wrong = train(model, dense, 3, how)
+    wrong = train(model, dense, 3, "tensor-parallel")
     for name in plan:
         mask = target(model, f"{name}.weight")[0].weight_mask
         if not isinstance(mask, DTensor):
@@ -152,9 +138,8 @@ def tensor_parallel(how: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("how", ["put aside", "column-wise"])
-def test_tensor_parallelism_after_pruning(how):
-    assert_nothing_wrong(run_ranks(tensor_parallel, 2, how))
+def test_tensor_parallelism_after_pruning():
+    assert_nothing_wrong(run_ranks(tensor_parallel, 2))
 
 
 class Tied(nn.Module):
@@ -167,7 +152,7 @@ class Tied(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
-def tied(wrapping: str, aside: bool) -> list[str]:
+def tied(wrapping: str) -> list[str]:
     model = fill(Tied(), "normal", "float32")
     dense = copy.deepcopy(model)
     own = torch.distributed.new_subgroups(1)[0]
@@ -175,13 +160,8 @@ def tied(wrapping: str, aside: bool) -> list[str]:
     keep = model.a.weight_mask.clone()
     for layer in (dense.a, dense.b):
         torch_prune.custom_from_mask(layer, "weight", keep)
-    if aside:
-        with prune.masks_aside(model):
-            model = wrappings.wrap(model, wrapping)
-    else:
+    with prune.masks_aside(model):
         model = wrappings.wrap(model, wrapping)
-        if wrapping != "ddp-2":
-            prune.shard_masks(model)
     x = torch.ones(2, 6)
     wrong = [] if torch.allclose(model(x), dense(x), atol=1e-6) else ["outputs"]
     for module, name in prune.select(model):
@@ -190,10 +170,9 @@ def tied(wrapping: str, aside: bool) -> list[str]:
     return wrong + ([] if torch.allclose(model(x), dense(x), atol=1e-6) else ["after remove"])
 
 
-@pytest.mark.parametrize("aside", [False, True])
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2_root-2", "fsdp1_root-2"])
-def test_tied_parameters(wrapping, aside):
-    assert_nothing_wrong(run_ranks(tied, 2, wrapping, aside))
+def test_tied_parameters(wrapping):
+    assert_nothing_wrong(run_ranks(tied, 2, wrapping))
 
 
 def refused() -> str:

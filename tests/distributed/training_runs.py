@@ -42,15 +42,16 @@ class Run:
         self.pruner.step()
 
     def parts(self) -> Part:
-        """(values, indices) of what this rank holds of every parameter and mask."""
+        """(masked values, indices) of what this rank holds of every parameter; and masks."""
         modules, parts = dict(named_modules(self.model)), {}
         for name, indices in self.indices.items():
             path, _, parameter = name.rpartition(".")
             mask = modules[path]._buffers.get(parameter + "_mask")
             held = wrappings.shard(self.model, name, self.indices).clone()
-            parts[name if mask is None else name + "_orig"] = held, indices
             if mask is not None:
                 parts[name + "_mask"] = wrappings.local(mask).clone(), indices
+                held *= wrappings.local(mask)
+            parts[name] = held, indices
         return parts
 
     def compare(self, full: dict[str, Tensor], when: str, exact: bool) -> list[str]:

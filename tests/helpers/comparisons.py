@@ -77,7 +77,7 @@ def snapshot(model: nn.Module) -> dict[str, object]:
         state[f"{name} values"] = _bytes(local(parameter).clone())
         # Not their numbers: a hook that was taken off and put back has another one.
         hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-        state[f"{name} hooks"] = [(hook.__qualname__, id(hook.__self__)) for hook in hooks]
+        state[f"{name} hooks"] = [getattr(hook, "args", hook) for hook in hooks]
     for name, buffer in model.named_buffers():
         state[f"{name} values"] = _bytes(local(buffer))
     return state

@@ -152,6 +152,17 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def is_sharded(wrapping: str, name: str) -> bool:
+    """Whether zeros are held in a parameter of a Net: tensor parallelism leaves l3 plain."""
+    kind = kind_of(wrapping)
+    return name.startswith(("l1.", "l2.")) if kind == "tp" else kind not in ("plain", "ddp")
+
+
+def stored(module: nn.Module, name: str) -> Tensor:
+    """The parameter that a module registers: ``name_orig`` of a pruned plain one, else ``name``."""
+    return getattr(module, name + "_orig" if hasattr(module, name + "_orig") else name)
+
+
 def shard(
     model: nn.Module, name: str, indices: dict[str, Tensor], as_dtensor: bool = False
 ) -> Tensor:
@@ -164,8 +175,7 @@ def shard(
     path, _, parameter = name.rpartition(".")
     module = unwrapped(model).get_submodule(path)
     if kept_by_name(module):
-        pruned = hasattr(module, parameter + "_orig")
-        held = getattr(module, parameter + "_orig" if pruned else parameter).detach()
+        held = stored(module, parameter).detach()
         return held if as_dtensor else local(held)
     flat = module._handle.flat_param
     return _piece_of_flat(getattr(flat, "_local_shard", flat).detach(), name, indices)
@@ -177,8 +187,7 @@ def gradient(model: nn.Module, name: str, indices: dict[str, Tensor]) -> Tensor:
     module = unwrapped(model).get_submodule(path)
     if not kept_by_name(module):
         return _piece_of_flat(module._handle.flat_param.grad, name, indices)
-    pruned = hasattr(module, parameter + "_orig")
-    parameter = getattr(module, parameter + "_orig" if pruned else parameter)
+    parameter = stored(module, parameter)
     if isinstance(parameter, DTensor):
         return local(parameter.grad.redistribute(placements=parameter.placements))
     if not parameter.numel():  # FSDP1 makes no gradient of what it has not

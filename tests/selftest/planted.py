@@ -45,11 +45,12 @@ def swap_ties(stack):
     prune = distprune.global_unstructured
 
     def changed(parameters, *args, **kwargs):
+        before = [getattr(module, name).detach().clone() for module, name in parameters]
         report = prune(parameters, *args, **kwargs)
-        for module, name in parameters:
+        for (module, name), values in zip(parameters, before, strict=True):
             mask = getattr(module, name + "_mask")
             if hasattr(mask, "to_local"):
-                swap(mask.to_local(), getattr(module, name + "_orig").to_local())
+                swap(mask.to_local(), values.to_local())
         return report
 
     stack.enter_context(mock.patch.object(distprune, "global_unstructured", changed))
@@ -71,24 +72,17 @@ def one_too_many(stack):
 
 
 def idle_mask(stack):
-    """The mask is registered and does not act in the all-gather."""
-    keep = lambda local, mask, out: out.copy_(local)  # noqa: E731
-    replace(stack, "distprune.wrappers.fsdp2_mask", "write_product", keep)
+    """The mask is registered, and nothing is zeroed."""
+    replace(stack, "distprune.wrappers.held", "Held.zero", lambda self: None)
 
 
 def dense_gradient(stack):
-    replace(
-        stack,
-        "distprune.wrappers.fsdp2_mask",
-        "DTensorMask._mask_gradient",
-        lambda self, p: None,
-    )
+    replace(stack, "distprune.wrappers.held", "_on_gradient", lambda held, parameter: None)
 
 
 def dense_master(stack):
     """The mask of ZeRO-3 does not act on what the ranks store."""
-    ignore = lambda self, run: None  # noqa: E731
-    replace(stack, "distprune.wrappers.stored_run", "StoredMask.mask_run", ignore)
+    replace(stack, "distprune.wrappers.held", "zero_pruned", lambda values, mask: None)
 
 
 def much_traffic(stack):

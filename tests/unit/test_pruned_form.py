@@ -47,7 +47,7 @@ def test_the_patterns_see_what_they_look_for():
 
 
 def test_no_other_module_spells_the_pruned_form():
-    """Use orig_key, mask_key and their inverses; masked_product, write_product and is_dtensor."""
+    """Use orig_key, mask_key and their inverses; masked_product and is_dtensor."""
     wrong = []
     for path in FILES:
         source = path.read_text()

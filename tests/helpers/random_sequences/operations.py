@@ -107,11 +107,6 @@ class Run(SideBySide):
         # Ranks of different meshes, and replicas, do not agree on a seed: see README.
         return expect, seeded(seed, prune.random_unstructured, *self.target(name), amount)
 
-    def is_sharded(self, name: str) -> bool:
-        if self.kind == "tp":
-            return name.startswith(("l1.", "l2."))
-        return self.kind not in ("plain", "ddp")
-
     def norm_channels(
         self, name: str, amount: Any, dim: int, n: float, scores: dict[str, Any] | None
     ) -> Both:
@@ -256,7 +251,7 @@ class Run(SideBySide):
             fresh = self.filled(seed)
             for name in dense:
                 (keep,) = reference.prune([fresh.get_parameter(name)], 0.5)
-                self.oracle.masks[name] = keep if unmasked == "keep" else torch.ones_like(keep)
+                self.oracle.masks[name] = keep
 
         def act() -> None:
             path = self.folder / f"{self.plan.seed}-{self.num_saved}"
@@ -299,7 +294,7 @@ class Run(SideBySide):
         every_rank_has_rows = all(-(-length // size) * (size - 1) < length for length in lengths)
         return every_rank_has_rows or not wrapping.startswith("fsdp1")
 
-    def wrap_pruned(self, wrapping: str, how: str) -> Both:
+    def wrap_pruned(self, wrapping: str) -> Both:
         """Wrap a plain model that already has the values and masks of the oracle."""
 
         def act() -> None:
@@ -307,16 +302,8 @@ class Run(SideBySide):
             for name, mask in self.oracle.masks.items():
                 for module, leaf in places(model, name):
                     prune.custom_from_mask(module, leaf, mask)
-            if how == "masks_aside":
-                with prune.masks_aside(model):
-                    model = wrappings.wrap(model, wrapping)
-            else:
+            with prune.masks_aside(model):
                 model = wrappings.wrap(model, wrapping)
-                found = prune.shard_masks(model)
-                is_sharded = wrappings.kind_of(wrapping) not in ("plain", "ddp")
-                expected = len(self.oracle.masks) * is_sharded
-                if found != expected and self.plan.family != "tied":
-                    self.wrong.append(f"{found} masks were sharded, not {expected}")
             self.take(model, wrapping)
             if self.kind == "ddp" and not DDP_REMOVES_BEFORE_A_FORWARD:
                 self.compare_outputs(self.plan.seed, torch.no_grad())
@@ -344,7 +331,8 @@ class Run(SideBySide):
     def compare_whole(self, state: dict[str, Tensor]) -> None:
         masks = self.oracle.masks
         for name in self.indices:
-            key = name + "_orig" if name in masks else name
+            is_renamed = name in masks and not self.is_sharded(name)
+            key = name + "_orig" if is_renamed else name
             if not torch.equal(state[key], self.oracle.value(name)):
                 self.wrong.append(f"{key} in the whole state dict")
             if name in masks and not torch.equal(state[name + "_mask"].bool(), masks[name]):

@@ -277,14 +277,12 @@ class _Drawing:
         return {
             "wrapping": self.wrapping(),
             "pruned": pruned,
-            "unmasked": self.random.choice(["error", "keep", "ones"]),
+            "unmasked": self.random.choice(["error", "keep"]),
             "seed": self.number(),
         }
 
     def wrap_pruned(self) -> dict[str, Any]:
-        wrapping = self.wrapping()
-        ways = ["masks_aside"] if wrappings.kind_of(wrapping) in _TP_KINDS else _WAYS
-        return {"wrapping": wrapping, "how": self.random.choice(ways)}
+        return {"wrapping": self.wrapping()}
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -300,7 +298,6 @@ class _Drawing:
         return {"kind": self.random.choice(list(MISTAKES)), "name": name}
 
 
-_WAYS = ["masks_aside", "shard_masks"]
 _WEIGHTS = {
     "global_l1": 7,
     "global_random": 2,

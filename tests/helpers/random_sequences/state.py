@@ -88,12 +88,14 @@ class SideBySide:
         before, error, refused, counts, report = {}, None, None, None, None
         try:
             counts = expect()
+            self.zero_pruned()
         except Refused as expected:
             refused = expected.kind
             self.reshard()
             before = snapshot(self.model)
         try:
             report = act()
+            self.zero_pruned()
         except Exception as raised:
             error = raised
         if error is not None and refused is None:
@@ -113,6 +115,15 @@ class SideBySide:
                 self.compare_outputs(self.plan.seed, torch.no_grad())
             agreed(None, self.wrong)
         return self.wrong
+
+    def is_sharded(self, name: str) -> bool:
+        return wrappings.is_sharded(self.wrapping, name)
+
+    def zero_pruned(self) -> None:
+        """Where the model holds zeros, the oracle's values are zero under its masks, too."""
+        for name, keep in self.oracle.masks.items():
+            if self.is_sharded(name):
+                self.oracle.value(name).masked_fill_(~keep, 0)
 
     def reshard(self) -> None:
         """Let FSDP2 replace gathered parameters with its shards."""

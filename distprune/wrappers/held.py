@@ -1,0 +1,305 @@
+"""Held zeros: how a mask acts on a sharded parameter.
+
+The parameter keeps its name and its object, and what the mask prunes is 0 in what each rank stores:
+
+- when the mask is put on, and after ``load_state_dict``;
+- before each gather (FSDP1, FSDP2) or forward (any other), so that no other write can bring pruned
+  elements back;
+- after each step of an optimizer of torch, whatever it does (momentum, weight decay);
+- before a state dict is taken.
+
+The reduced gradient is masked too, before it is clipped or stepped, so that norms and momenta are
+those of the masked model.
+
+[Note: no new version] Zeros are written through ``.data``. Under tensor parallelism autograd saves
+the shard itself in a forward, and a second forward may come before the first backward.
+
+[Note: ownership] A module owns its :class:`Held`. Tensors refer to it weakly: a cycle through a
+tensor's hook is not seen by the garbage collector.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from distprune.base.mask_values import zero_pruned
+from distprune.base.naming import Pair
+from distprune.base.pruned_form import is_dtensor, local_tensor, lost_mask, mask_key
+from distprune.wrappers import deepspeed
+from distprune.wrappers.managed import Managed
+from distprune.wrappers.masked_value import has_dense_gradient
+from distprune.wrappers.stored_run import StoredRun
+
+_ATTRIBUTE = "_distprune_held"
+
+
+class _OfModule(dict[str, "Held"]):
+    """What a module holds, by names of parameters. A copy of the module begins with nothing."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[_OfModule], tuple[()]]:
+        return _OfModule, ()
+
+
+class _OfTensor(list["weakref.ref[Held]"]):
+    """What is held in a parameter. A copy of the parameter begins with nothing.
+
+    An attribute of it: torch cannot swap tensors, as ``.to()`` does, that have weak references.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[_OfTensor], tuple[()]]:
+        return _OfTensor, ()
+
+
+def find_held(module: nn.Module, name: str) -> Held | None:
+    """What holds the zeros of ``module.<name>``; None if it is plain, not pruned, or a copy."""
+    of_module: dict[str, Held] = module.__dict__.get(_ATTRIBUTE, {})
+    return of_module.get(name)
+
+
+class Held:
+    """The zeros of one sharded parameter.
+
+    Args:
+        places: every (module, name) of the parameter; each has the mask as its buffer.
+        record: the wrapper's record of it; None under tensor parallelism and ZeRO-1 and -2.
+
+    Attributes:
+        is_zero: whether the values under the present mask are gone.
+    """
+
+    def __init__(self, places: Sequence[Pair], record: Managed | None) -> None:
+        self._places = [(weakref.ref(module), name) for module, name in places]
+        self.record = record
+        self.is_zero = False
+        self._handle: RemovableHandle | None = None
+
+    @property
+    def places(self) -> list[Pair]:
+        """Every (module, name) that is still there."""
+        return [(module, n) for ref, n in self._places if (module := ref()) is not None]
+
+    @property
+    def mask(self) -> Tensor:
+        """This rank's part of the mask that the module has now, whoever put it there.
+
+        Raises:
+            RuntimeError: it is gone.
+        """
+        module, name = self.places[0]
+        mask = module._buffers.get(mask_key(name))
+        if mask is None:
+            raise lost_mask(module, name)
+        return _local(mask)
+
+    @property
+    def has_dense_gradient(self) -> bool:
+        """Whether the gradient is not to be masked for now."""
+        return has_dense_gradient(*self.places[0])
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the mask acts on the parameter that the module has now."""
+        return find_held(*self.places[0]) is self
+
+    def stored(self) -> list[tuple[Tensor, Tensor]]:
+        """What this rank stores of the parameter, and the part of the mask of each.
+
+        Raises:
+            RuntimeError: the mask is gone, or not laid out like the parameter.
+        """
+        mask = self.mask
+        if self.record is not None:
+            pairs = [(values, mask) for values in self.record.stored]
+        else:
+            pairs = [(_local(self._present), mask)]
+            for master, run in deepspeed.masters_of(self._present):
+                pairs.append((master, mask.reshape(-1)[run]))
+        for values, part in pairs:
+            if values.shape != part.shape and values.numel():
+                module, name = self.places[0]
+                raise RuntimeError(
+                    f"the mask of {type(module).__name__}.{name} was replaced by one of shape "
+                    f"{tuple(part.shape)} on this rank; expected {tuple(values.shape)}, laid out "
+                    "like the parameter. Pass a whole mask to custom_from_mask."
+                )
+        return [(values, part) for values, part in pairs if values.numel()]
+
+    def zero(self) -> None:
+        """Write +0 wherever the mask is 0, in all that this rank stores. Local.
+
+        Cost: a read of the mask and a write of the values.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self._follow()
+            for values, mask in self.stored():
+                zero_pruned(values.data, mask.to(values.device))
+        self.is_zero = True
+
+    def before_forward(self) -> None:
+        """Zero what no gather zeroes, before a forward reads it."""
+        if self.record is None or isinstance(self.record, StoredRun):
+            self.zero()
+
+    def attach(self) -> None:
+        """Hold zeros from now on. A second call does nothing."""
+        for module, name in self.places:
+            module.__dict__.setdefault(_ATTRIBUTE, _OfModule())[name] = self
+        if self.record is not None:
+            self.record.hold(self)
+        self._follow()
+
+    def detach(self) -> None:
+        """Undo :meth:`attach`."""
+        for module, name in self.places:
+            del module.__dict__[_ATTRIBUTE][name]
+            if not module.__dict__[_ATTRIBUTE]:
+                del module.__dict__[_ATTRIBUTE]
+        if self.record is not None:
+            self.record.release(self)
+        if self._handle is not None:
+            self._handle.remove()
+        others = getattr(self._present, _ATTRIBUTE, _OfTensor())
+        others[:] = [other for other in others if other() not in (None, self)]
+        _in_memory.discard(self)
+
+    @property
+    def _present(self) -> Tensor:
+        """What an optimizer gets of the parameter."""
+        if self.record is not None:
+            return self.record.optimizer_tensor[0]
+        module, name = self.places[0]
+        parameter = module._parameters[name]
+        assert parameter is not None
+        return parameter
+
+    def _follow(self) -> None:
+        """Turn to the parameter that ``load_state_dict(assign=True)`` put in place, if it did."""
+        present = self._present
+        if any(other() is self for other in getattr(present, _ATTRIBUTE, ())):
+            return
+        if not isinstance(present, nn.Parameter):
+            return  # transformers registers local tensors while the experts of a layer run
+        if not _handles:
+            _handles.append(register_optimizer_step_pre_hook(_before_step))
+            _handles.append(register_optimizer_step_post_hook(_after_step))
+        present.__dict__.setdefault(_ATTRIBUTE, _OfTensor()).append(weakref.ref(self))
+        if isinstance(self.record, StoredRun) or deepspeed.has_master(present):
+            _in_memory.add(self)  # what an optimizer steps in its place is another tensor
+        if is_dtensor(present):
+            requires_grad = present.requires_grad  # a frozen one may be trained later
+            present.requires_grad_(True)
+            hook = functools.partial(_on_gradient, weakref.ref(self))
+            register: Callable[[Any], RemovableHandle] = present.register_post_accumulate_grad_hook
+            self._handle = register(hook)
+            present.requires_grad_(requires_grad)
+
+
+@torch.no_grad()
+def _on_gradient(reference: weakref.ref[Held], parameter: Tensor) -> None:
+    """Mask a gradient that has just been accumulated; FSDP2 calls this once it is reduced."""
+    held, gradient = reference(), parameter.grad
+    if held is None or held.has_dense_gradient or gradient is None:
+        return
+    mask = held.mask
+    if _local(gradient).shape != mask.shape:  # tensor parallelism left it in other placements
+        assert is_dtensor(gradient) and is_dtensor(parameter)
+        parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+    zero_pruned(_local(gradient), mask.to(gradient.device))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The memory of this rank, no operation of autograd."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor.data
+
+
+# [Note: steps] An optimizer is asked what it steps. Most parameters say who holds zeros in them.
+# Those of which a wrapper steps another copy, which may move, are found by its memory.
+_in_memory: weakref.WeakSet[Held] = weakref.WeakSet()
+_by_memory: dict[int, list[tuple[Tensor, Tensor, Held]]] = {}  # only while an optimizer steps
+_handles: list[RemovableHandle] = []
+
+
+@torch.no_grad()
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Mask the gradients of copies, which autograd does not know."""
+    _by_memory.clear()
+    for held in list(_in_memory):
+        for master, mask in held.stored():
+            _by_memory.setdefault(_storage_of(master), []).append((master, mask, held))
+    for stepped in _stepped_by(optimizer) if _by_memory else ():
+        for master, mask, held in _by_memory.get(_storage_of(stepped), ()):
+            if stepped.grad is not None and not held.has_dense_gradient:
+                first = master.storage_offset() - stepped.storage_offset()
+                run = stepped.grad.view(-1)[first : first + master.numel()]
+                zero_pruned(run, mask.reshape(-1).to(run.device))
+
+
+@torch.no_grad()
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for stepped in _stepped_by(optimizer):
+        for reference in getattr(stepped, _ATTRIBUTE, ()):
+            held = reference()
+            if held is not None:
+                held.zero()
+        for master, mask, _ in _by_memory.get(_storage_of(stepped), ()) if _by_memory else ():
+            zero_pruned(master.data, mask.to(master.device))
+    _by_memory.clear()
+
+
+def _stepped_by(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """Identifies the memory of a tensor, or of what a DTensor holds; 0 if it has none."""
+    try:
+        address: int = local_tensor(tensor).untyped_storage()._cdata
+        return address
+    except (NotImplementedError, RuntimeError):  # sparse
+        return 0
+
+
+_kept: list[Held] | None = None  # those whose zeros a context puts off
+
+
+def zero_new(held: Held) -> None:
+    """Let a new mask act on what is stored, now or after :func:`putting_off_zeros`."""
+    held.is_zero = False
+    if _kept is None or held in _in_memory:  # copies would have to be brought up to date
+        _zero_and_gather(held)
+    else:
+        _kept.append(held)
+
+
+def _zero_and_gather(held: Held) -> None:
+    held.zero()
+    if isinstance(held.record, StoredRun):
+        held.record.gather_again()
+
+
+@contextmanager
+def putting_off_zeros() -> Iterator[None]:
+    """Let new masks act at the end of the context, on whatever is not zero by then."""
+    global _kept
+    outer, _kept = _kept, []
+    try:
+        yield
+    finally:
+        kept, _kept = _kept, outer
+        for held in kept:
+            if not held.is_zero and held.places and held.is_attached:
+                _zero_and_gather(held)
