@@ -19,7 +19,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,9 @@ from torch import Tensor, nn
 from distprune.base.mask_values import zero_pruned
 from distprune.base.pruned_form import mask_key
 from distprune.wrappers import private_fields
+from distprune.wrappers.managed import HoldsZeros
 from distprune.wrappers.masked_value import has_dense_gradient
 from distprune.wrappers.stored_run import StoredRun
-
-if TYPE_CHECKING:
-    from distprune.wrappers.held import Held
 
 _HELD = "_distprune_held"
 
@@ -189,14 +187,14 @@ class PartitionedParameter(StoredRun):
             self._optimizer._epilogue_ran_this_backward = False
             self._optimizer.micro_step_id = 0  # the next gradient is not added to this one
 
-    def hold(self, held: Held) -> None:
+    def hold(self, held: HoldsZeros) -> None:
         """The norm by which gradients are clipped is that of the masked ones."""
         optimizer = self._optimizer
         if optimizer is not None:
             optimizer.__dict__.setdefault(_HELD, {})[id(self.parameter)] = held
             optimizer.__dict__["step"] = functools.partial(_step, weakref.ref(optimizer))
 
-    def release(self, held: Held) -> None:
+    def release(self, held: HoldsZeros) -> None:
         optimizer = self._optimizer
         of_optimizer = {} if optimizer is None else optimizer.__dict__.get(_HELD, {})
         if of_optimizer.get(id(self.parameter)) is held:

@@ -40,12 +40,10 @@ from distprune.base import mask_bits
 from distprune.base.mask_values import zero_pruned
 from distprune.ranks.process_groups import over_groups
 from distprune.wrappers import private_fields
-from distprune.wrappers.managed import GradientSource, ManagedRun, padded_pieces
+from distprune.wrappers.managed import GradientSource, HoldsZeros, ManagedRun, padded_pieces
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParamHandle
-
-    from distprune.wrappers.held import Held
 
 
 _MANAGED = "_fsdp_flattened"
@@ -203,7 +201,7 @@ class FlatPiece(ManagedRun):
         views = [view for field in fields for view in getattr(flat_param, field, None) or ()]
         return any(registered is view for view in views)
 
-    def hold(self, held: Held) -> None:
+    def hold(self, held: HoldsZeros) -> None:
         self.free_gathered()
         handle, wrapper = self.handle, self.wrapper
         of_handle = handle.__dict__.setdefault(_HELD, {})
@@ -216,7 +214,7 @@ class FlatPiece(ManagedRun):
             handle.__dict__[_LOADED] = register(functools.partial(_after_loading, reference))
         of_handle[self.number] = held
 
-    def release(self, held: Held) -> None:
+    def release(self, held: HoldsZeros) -> None:
         self.free_gathered()
         own = self.handle.__dict__
         if own.get(_HELD, {}).get(self.number) is held:

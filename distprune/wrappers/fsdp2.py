@@ -25,13 +25,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from distprune.wrappers import private_fields
-from distprune.wrappers.managed import GradientSource, ManagedDTensor, Receive, padded_pieces
+from distprune.wrappers.managed import (
+    GradientSource,
+    HoldsZeros,
+    ManagedDTensor,
+    Receive,
+    padded_pieces,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    from distprune.wrappers.held import Held
 
 
 @dataclass(frozen=True)
@@ -93,13 +97,13 @@ class ManagedParameter(ManagedDTensor):
         is_shard = registered is self.fsdp_param.sharded_param
         return registered is not None and (is_shard or is_copy)
 
-    def hold(self, held: Held) -> None:
+    def hold(self, held: HoldsZeros) -> None:
         self.free_gathered()  # it was gathered without this mask
         of_group = self.group.__dict__.setdefault(_HELD, {})
         of_group[id(self.fsdp_param)] = held
         self.group.__dict__["unshard"] = functools.partial(_unshard, weakref.ref(self.group))
 
-    def release(self, held: Held) -> None:
+    def release(self, held: HoldsZeros) -> None:
         self.free_gathered()
         of_group = self.group.__dict__.get(_HELD, {})
         if of_group.get(id(self.fsdp_param)) is held:

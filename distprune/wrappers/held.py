@@ -38,7 +38,9 @@ from torch.utils.hooks import RemovableHandle
 from distprune.base.mask_values import zero_pruned
 from distprune.base.naming import Pair
 from distprune.base.pruned_form import is_dtensor, local_tensor, lost_mask, mask_key
+from distprune.ranks.collectives import resolved
 from distprune.wrappers import deepspeed
+from distprune.wrappers.dtensor import laid_out_like
 from distprune.wrappers.managed import Managed
 from distprune.wrappers.masked_value import has_dense_gradient
 from distprune.wrappers.stored_run import StoredRun
@@ -216,7 +218,8 @@ def _on_gradient(reference: weakref.ref[Held], parameter: Tensor) -> None:
     mask = held.mask
     if _local(gradient).shape != mask.shape:  # tensor parallelism left it in other placements
         assert is_dtensor(gradient) and is_dtensor(parameter)
-        parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+        local = resolved(gradient, parameter.placements)
+        parameter.grad = gradient = laid_out_like(parameter, local, {})
     zero_pruned(_local(gradient), mask.to(gradient.device))
 
 

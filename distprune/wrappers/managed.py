@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,22 @@ from distprune.ranks.collectives import resolved
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-    from distprune.wrappers.held import Held
+
+class HoldsZeros(Protocol):
+    """What a wrapper needs of ``held.Held``."""
+
+    record: Any
+
+    @property
+    def mask(self) -> Tensor:
+        """This rank's part of the mask."""
+
+    @property
+    def has_dense_gradient(self) -> bool:
+        """Whether the gradient is not to be masked for now."""
+
+    def zero(self) -> None:
+        """Write +0 wherever the mask is 0."""
 
 
 class Managed(ABC):
@@ -96,10 +111,10 @@ class Managed(ABC):
         They are zero where the parameter is pruned: see ``wrappers.held``.
         """
 
-    def hold(self, held: Held) -> None:  # noqa: B027
+    def hold(self, held: HoldsZeros) -> None:  # noqa: B027
         """Let zeros, and the gradient, be held where only the wrapper knows when."""
 
-    def release(self, held: Held) -> None:  # noqa: B027
+    def release(self, held: HoldsZeros) -> None:  # noqa: B027
         """Undo :meth:`hold`."""
 
     @property

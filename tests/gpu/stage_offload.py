@@ -130,14 +130,14 @@ def train(
     model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer, targets: Any
 ) -> tuple[int, int]:
     """A step; how many pruned elements, and how many others, it changed on this rank."""
-    values = [getattr(module, name + "_orig").detach().clone() for module, name in targets]
+    values = [getattr(module, name).detach().clone() for module, name in targets]
     optimizer.zero_grad()
     model(x).square().sum().backward()
     optimizer.step()
     moved = trained = 0
     for (module, name), old in zip(targets, values, strict=True):
         mask = mask_of(module, name).to(old.device)
-        differs = getattr(module, name + "_orig").detach().view(-1) != old.view(-1)
+        differs = getattr(module, name).detach().view(-1) != old.view(-1)
         moved += int((differs & ~mask).sum())
         trained += int((differs & mask).sum())
     return moved, trained

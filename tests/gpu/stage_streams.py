@@ -106,7 +106,7 @@ def hold_up(device: torch.device) -> None:
 
 
 def parameter(layer: nn.Module, kind: str) -> nn.Parameter:
-    found: nn.Parameter = layer.weight if kind == DENSE else layer.weight_orig
+    found: nn.Parameter = getattr(layer, "weight_orig", layer.weight)
     return found
 
 

@@ -157,7 +157,7 @@ def masked(model: nn.Module) -> Iterator[tuple[nn.Module, DTensor, DTensor]]:
     """Modules with a mask, the sharded weight, and the mask."""
     for module in model.modules():
         if "weight_mask" in module._buffers:
-            yield module, module.weight_orig, module.weight_mask
+            yield module, module.weight, module.weight_mask
 
 
 def trained_loss(model: nn.Module, tokens: Tensor) -> float:

@@ -76,7 +76,7 @@ def watch(trainer, wrong):
 
     def watched():
         pairs = pruner.parameters
-        values = [whole(getattr(module, name + "_orig")) for module, name in pairs]
+        values = [whole(getattr(module, name)) for module, name in pairs]
         keeps = [whole(getattr(module, name + "_mask")) != 0 for module, name in pairs]
         report = step()
         if report is not None:

@@ -22,9 +22,9 @@ OURS = {
     "StructuredReport", "VerificationError", "VerificationReport", "VerifiedParameter",
     "budgets", "checkpoint", "criteria",
     "dense_gradients", "dynamic", "get_masks", "global_mask", "global_structured",
-    "load_masks", "masks_aside", "masks_from_zeros", "reconstruct",
-    "save_masks", "schedule", "select", "set_masks",
-    "shard_masks", "statistics", "verify",
+    "hold_zeros", "keep_pruned_values", "load_masks", "masks_aside", "masks_from_zeros",
+    "reconstruct", "save_masks", "schedule", "select", "set_masks",
+    "statistics", "verify",
 }  # fmt: skip
 
 

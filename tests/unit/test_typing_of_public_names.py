@@ -117,7 +117,7 @@ prune.checkpoint.load("folder", model, unmasked="ignore")  # E: incompatible typ
 dense: dict[str, Any] = prune.checkpoint.fold(model.state_dict())
 with prune.masks_aside(model):
     pass
-num_sharded: int = prune.shard_masks(model)
+prune.hold_zeros(model)
 """,
 }
 ERROR = re.compile(r"^(\w+)\.py:(\d+): error: (.*)$", re.MULTILINE)
