@@ -7,8 +7,8 @@ parameter, and a finder, which makes it of a module and a name::
     distprune.layouts.register(lambda module, name: MyRun(...) if ... else None)
 
 From then on every pruning call, ``verify``, ``remove``, masks in files and the statistics of such
-parameters give what one process would. How a mask acts there is said in
-``stored_run.[Note: masks on stored values]``. docs/layouts.md has a whole example.
+parameters give what one process would. Zeros are held there as on every sharded parameter: see
+``wrappers.held``. docs/layouts.md has a whole example.
 """
 
 from distprune.wrappers.stored_run import StoredRun
@@ -21,10 +21,9 @@ def register(finder: Finder) -> None:
     """Ask a finder for every parameter from now on. Call it on every rank.
 
     Args:
-        finder: gets a module and a name that it registers (``weight``, and ``weight_orig`` once it
-            is pruned); returns the record of that parameter, or None if it is none of its kind. It
-            should be quick: it is asked for each parameter of each call. The first finder that
-            returns a record is believed.
+        finder: gets a module and a name that it registers; returns the record of that parameter,
+            or None if it is none of its kind. It should be quick: it is asked for each parameter of
+            each call. The first finder that returns a record is believed.
 
     Raises:
         TypeError: not callable.

@@ -119,7 +119,7 @@ def set_masks(
             only changes by "reset".
         grown: the value that an element has after it has grown: "zero" as in RigL, or "keep", the
             unmasked value in ``<name>_orig``, which is the one that it had when it was dropped, but
-            for what weight decay has made of it since.
+            for what weight decay has made of it since; zero where parameters are sharded.
         group: the ranks that take part; every rank by default.
         pipeline_parallel: the ranks hold different parts of one model, and each passes the
             parameters, masks and optimizer of its own part (there may be none). Parameters need

@@ -149,8 +149,8 @@ def remove(module: ModuleT, name: str) -> ModuleT:
     """Make the pruning of ``module.<name>`` final: an ordinary parameter with zeros in it.
 
     Local on every rank. The parameter keeps its identity, so optimizers go on. If it is tied,
-    its zeros are those of all its names from then on, as in torch. Also as in torch, it gets other
-    memory, so that tensors taken before keep their values; FSDP's shards are written to instead.
+    its zeros are those of all its names from then on, as in torch. Also as in torch, a plain one
+    gets other memory, so that tensors taken before keep their values; shards have their zeros.
 
     Args:
         module: owns the parameter; changed in place.
@@ -160,9 +160,9 @@ def remove(module: ModuleT, name: str) -> ModuleT:
         The module.
 
     Raises:
-        ValueError: the parameter is not pruned; or it is tied, and pruned differently under
-            another name, whose zeros would be lost. Nothing has changed then.
-        RuntimeError: the mask was deleted; or FSDP shards the parameter, and a forward or a
+        ValueError: the parameter is not pruned; or it was pruned as one with its other names, and
+            has another mask there by now. Nothing has changed then.
+        RuntimeError: the mask was deleted; or the parameter is sharded, and a forward or a
             backward of it is running.
     """
     owner = unwrap(module)

@@ -45,7 +45,7 @@ class StoredRun(ManagedRun):
     @property
     @abstractmethod
     def owners(self) -> list[tuple[nn.Module, str]]:
-        """Every (module, name) that has the parameter, by the names that are registered now."""
+        """Every (module, name) that has the parameter."""
 
     @property
     @abstractmethod
