@@ -19,7 +19,7 @@ from distprune.base.pruned_form import is_dtensor, mask_key, name_of_mask, orig_
 from distprune.masks.hook import PruningHook, hold_again, holds_zeros, hooks_on
 from distprune.shards.reader import ShardReader
 from distprune.wrappers import masked_value
-from distprune.wrappers.held import find_held
+from distprune.wrappers.held import find_held, held_names
 from distprune.wrappers.managed import Managed, ManagedDTensor, ManagedRun
 from distprune.wrappers.wrapper import is_managed
 
@@ -96,7 +96,7 @@ def traces(module: nn.Module) -> list[str]:
         name = name_of_mask(key)
         if name is not None and _has_original(module, name) and not _is_of_torch(module, name):
             names[name] = None
-    names |= dict.fromkeys(masked_value.live_names(module))
+    names |= dict.fromkeys((*masked_value.live_names(module), *held_names(module)))
     return list(names)
 
 

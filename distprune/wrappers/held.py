@@ -71,6 +71,11 @@ def find_held(module: nn.Module, name: str) -> Held | None:
     return of_module.get(name)
 
 
+def held_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters of a module whose zeros are held."""
+    return tuple(module.__dict__.get(_ATTRIBUTE, ()))
+
+
 class Held:
     """The zeros of one sharded parameter.
 
