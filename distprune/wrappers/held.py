@@ -208,6 +208,11 @@ class Held:
         if is_dtensor(present):
             requires_grad = present.requires_grad  # a frozen one may be trained later
             present.requires_grad_(True)
+            if self._handle is not None:
+                self._handle.remove()
+            hooks = present._post_accumulate_grad_hooks
+            if hooks is not None:  # a swap of tensors has left them without effect
+                present._post_accumulate_grad_hooks = hooks
             hook = functools.partial(_on_gradient, weakref.ref(self))
             register: Callable[[Any], RemovableHandle] = present.register_post_accumulate_grad_hook
             self._handle = register(hook)
