@@ -23,7 +23,7 @@ ROOMS = {
     "call": (1068, 8),
     "checkpoint.py": (294, 1),
     "cli": (2153, 15),
-    "criteria": (623, 5),
+    "criteria": (598, 5),
     "dynamic.py": (159, 1),
     "files": (3876, 31),
     "integrations": (1025, 7),
@@ -38,16 +38,16 @@ ROOMS = {
     "schedule": (344, 2),
     "selection": (3624, 22),
     "selftest.py": (299, 1),
-    "shards": (1209, 10),
+    "shards": (1208, 10),
     "statistics": (1716, 10),
     "streaming": (1211, 9),
     "testing.py": (246, 1),
     "verification": (723, 5),
     "wrappers": (1715, 13),
 }
-TOTAL = (28544, 210)
+TOTAL = (28518, 210)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 42612, "launch": 966}
+FOLDERS = {"tests": 42606, "launch": 966}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, get_args
 import torch
 from torch import Tensor, nn
 
-from distprune.criteria.base import Criterion, Unit
+from distprune.criteria.base import Criterion, Unit, is_finite
 from distprune.ranks.collectives import Communicator, sum_of_pieces
 from distprune.ranks.process_groups import over_groups, world
 from distprune.shards.gradients import (
@@ -52,20 +52,15 @@ class RankBatchSums(RankBatches):
 
     Args:
         leaves: where the gradients come from.
-        totals: by position, the sums so far, fp32, like this rank's part of the parameter.
-        labels: by position.
+        parts: by position, the parameters with their totals so far.
         power: of the moment.
     """
 
     def __init__(
-        self,
-        leaves: Sequence[LocalGradients],
-        totals: Sequence[Tensor],
-        labels: Sequence[str],
-        power: Power,
+        self, leaves: Sequence[LocalGradients], parts: Sequence[Part], power: Power
     ) -> None:
-        super().__init__(leaves, labels, power)
-        self._totals = totals
+        super().__init__(leaves, [part.label for part in parts], power)
+        self._parts = parts
         self._order = hashlib.sha256()
 
     def begin(self) -> None:
@@ -73,10 +68,10 @@ class RankBatchSums(RankBatches):
         for leaf in self._gradients:
             if any(group.rank() for group in leaf.source.replica_groups):
                 for position in leaf.runs:
-                    self._totals[position].zero_()
+                    self._parts[position].total.zero_()
 
-    def finish(self, communicator: Communicator, facts: Sequence[tuple[str, str]]) -> list[float]:
-        """Add up the sums over the ranks that have the same elements.
+    def finish(self, communicator: Communicator, facts: Sequence[tuple[str, str]]) -> None:
+        """Add up sums and weights over the ranks that have the same elements.
 
         Collective over ``communicator``, and over the groups of the leaves.
 
@@ -84,28 +79,23 @@ class RankBatchSums(RankBatches):
             communicator: the ranks of the call.
             facts: what must be equal on all of them.
 
-        Returns:
-            By position, the weight of the batches of all ranks that have the parameter.
-
         Raises:
             RuntimeError: what went wrong in a batch, on any rank.
             ValueError: a sum that is not finite, with the parameter's name.
         """
         communicator.run(self._check, lambda _: facts)
         self._check_order(communicator)
-        weights: dict[tuple[ProcessGroup, ...], float] = {}
-        by_position: dict[int, float] = {}
+        weight = torch.tensor([self.weight], dtype=torch.float64)
+        weights: dict[tuple[ProcessGroup, ...], float] = {(): self.weight}
         for leaf in self._gradients:
-            groups = leaf.data_groups
+            groups, replicas = leaf.data_groups, leaf.source.replica_groups
             if groups not in weights:
-                weights[groups] = self._summed_weight(groups)
-            replicas = leaf.source.replica_groups
-            if any(group.size() > 1 for group in replicas):
-                summing = over_groups(replicas)
-                for position in leaf.runs:
-                    summing.sum_floats(self._totals[position])
-            by_position.update(dict.fromkeys(leaf.runs, weights[groups]))
-        return [by_position[position] for position in range(len(self._labels))]
+                weights[groups] = float(over_groups(groups).reduce_floats(1, lambda: weight))
+            summing = over_groups(replicas) if replicas else None
+            for position in leaf.runs:
+                if summing is not None:  # does nothing for one rank
+                    summing.sum_floats(self._parts[position].total)
+                self._parts[position].weight += weights[groups]
 
     def _add(self, number: int, gradient: Tensor, factor: float) -> None:
         leaf = self._gradients[number]
@@ -113,7 +103,7 @@ class RankBatchSums(RankBatches):
         if group is None:
             (position,) = leaf.runs
             if factor:
-                add_moment(self._totals[position], gradient, self._power, factor)
+                add_moment(self._parts[position].total, gradient, self._power, factor)
             return
         # All ranks that share the leaf sum up here, also a rank whose factor is 0.
         self._order.update(number.to_bytes(4, "big"))
@@ -125,44 +115,33 @@ class RankBatchSums(RankBatches):
             pieces.zero_()  # not by a product: inf * 0 is NaN
         own = sum_of_pieces(pieces, group)
         for position, run in leaf.runs.items():
-            total = self._totals[position]
+            total = self._parts[position].total
             total.view(-1).add_(own[run].to(total.device))
 
     def _check(self) -> None:
         if self.problem is not None:
             raise self.problem
-        for leaf in self._gradients:
-            for position in leaf.runs:
-                if not bool(self._totals[position].isfinite().all()):
-                    raise ValueError(
-                        f"{self._labels[position]}: the sum of |gradient|^{self._power} is not "
-                        "finite; expected finite gradients. Under fp16 a smaller loss scale avoids "
-                        "an overflow; nothing is updated, so a fixed scale will do."
-                    )
+        for part in self._parts:
+            if not is_finite(part.total):
+                raise ValueError(
+                    f"{part.label}: the sum of |gradient|^{self._power} is not finite; expected "
+                    "finite gradients. Under fp16 a smaller loss scale avoids an overflow; nothing "
+                    "is updated, so a fixed scale will do."
+                )
 
     def _check_order(self, communicator: Communicator) -> None:
         """Raise unless the ranks of each shard group got gradients of the same leaves in turn."""
         digest = int.from_bytes(self._order.digest()[:7], "big")
-        is_same_order = True
-        for group in dict.fromkeys(leaf.source.shard_group for leaf in self._gradients):
-            if group is not None:
-                high = over_groups([group]).max(torch.tensor([digest, -digest])).tolist()
-                is_same_order &= high[0] == -high[1]
-
-        def check() -> None:
-            if not is_same_order:
-                raise RuntimeError(
-                    "the gradients of sharded parameters came in different orders on the ranks; "
-                    "expected the same model, and the same path through it, on every rank."
-                )
-
-        communicator.run(check)
-
-    def _summed_weight(self, groups: tuple[ProcessGroup, ...]) -> float:
-        weight = torch.tensor([self.weight], dtype=torch.float64)
-        return (
-            float(over_groups(groups).reduce_floats(1, lambda: weight)) if groups else self.weight
-        )
+        groups = dict.fromkeys(leaf.source.shard_group for leaf in self._gradients)
+        both = torch.tensor([digest, -digest])
+        found = [over_groups([group]).max(both) for group in groups if group is not None]
+        error = None
+        if any(int(largest.sum()) for largest in found):
+            error = RuntimeError(
+                "the gradients of sharded parameters came in different orders on the ranks; "
+                "expected the same model, and the same path through it, on every rank."
+            )
+        communicator.agree(error=error)
 
 
 class GradientMoment(Criterion):
@@ -263,11 +242,9 @@ class GradientMoment(Criterion):
             made[0].begin()
 
         def finish(sums: RankBatchSums) -> None:
-            weights = sums.finish(communicator, self._facts())
+            sums.finish(communicator, self._facts())
             own = torch.tensor([sums.num_batches, sums.weight], dtype=torch.float64)
             num_batches, weight = communicator.reduce_floats(2, lambda: own).tolist()
-            for part, added in zip(self._scored, weights, strict=True):
-                part.weight += added
             self.num_updates += int(num_batches)
             self.total_weight += weight
             self._is_incomplete = False
@@ -324,12 +301,8 @@ class GradientMoment(Criterion):
                     "where the gradients of single ranks are not seen; expected "
                     'unit="global_batch".'
                 )
-        sums = RankBatchSums(
-            unaveraged_gradients([part.shard for part in parts], self._group),
-            [part.total for part in parts],
-            [part.label for part in parts],
-            self._power,
-        )
+        leaves = unaveraged_gradients([part.shard for part in parts], self._group)
+        sums = RankBatchSums(leaves, parts, self._power)
         made.append(sums)
         sums.attach()
 

@@ -130,11 +130,6 @@ def scored_parameters(parameters: Iterable[tuple[nn.Module, str]]) -> tuple[Part
         ValueError: no parameters, a frozen one, or two of one name.
         NotImplementedError: a complex parameter; a layout or wrapper that is not supported.
     """
-    if isinstance(parameters, nn.Module) or not isinstance(parameters, Iterable):
-        raise TypeError(
-            f"parameters is a {type(parameters).__name__}; expected (module, name) pairs, as "
-            "select(model) lists them."
-        )
     reader = ShardReader()
     scored: dict[Hashable, Part] = {}
     for position, pair in enumerate(parameters):

@@ -190,8 +190,7 @@ class CollectsRankBatches:
         sums = self._sums
         if sums is None:
             raise RuntimeError(
-                "batch() outside of calibrating(); expected `with ....calibrating():` around the "
-                "loop."
+                "batch() outside of calibrating(); expected the loop inside of calibrating()."
             )
         with sums.batch(checked_weight(weight), checked_loss_scale(loss_scale)):
             yield

@@ -263,7 +263,7 @@ def test_what_is_sent(wrapping):
     for sent, (num_inputs, num_outputs) in run_ranks(traffic, 2, wrapping):
         assert sent["collecting"] == 0
         flags = 40 + 8 * 2 * 3  # an agreement, and two words per parameter
-        new = 8 * (2 * num_inputs + 3 * 3 + 1) + 16
+        new = 8 * (2 * num_inputs + 3 * 3 + 1)
         assert sent["wanda"] == flags + new
         assert sent["stade"] == flags  # nothing is new
         others = sent["ria"] - flags - 2 * 8 * (num_inputs + num_outputs + 1)
