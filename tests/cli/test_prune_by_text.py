@@ -40,7 +40,7 @@ def test_one_line_scores_moves_and_measures(run, made, tmp_path):
     report = json.loads((out / "distprune" / "report.json").read_text())
     assert report["inputs"]["update"]["perplexity"] == {"before": before, "after": after}
     card = (out / "README.md").read_text()
-    assert f"from {before:.4g} to {after:.4g}" in card and "its quality was not" not in card
+    assert f"from {before:.4g} to {after:.4g}" in card and "was not measured" not in card
     assert run("verify", out, "--against", model).code == 0
     again = run("prune", model, out, *OPTIONS, "--text", text, "--eval", held_out, "--json", "-q")
     assert again.code == 0 and again.json["inputs"] == report["inputs"]
@@ -78,7 +78,7 @@ def test_scores_of_single_weights(run, made, tmp_path):
         "--keep-scores", kept,
     )  # fmt: skip
     assert done.code == 0 and "score taylor" in done.err, done.err
-    assert "of `prune --text --keep-scores`" in (out / "README.md").read_text()
+    assert "verify DST --against SRC --scores SCORES" in (out / "README.md").read_text()
     done = run("verify", out, "--against", model)
     assert done.code == 1 and "--keep-scores" in done.err
     assert run("verify", out, "--against", model, "--scores", kept).code == 0

@@ -206,7 +206,7 @@ def prune_files(source, folder, calls, statistics, gradients, scores, chunk):
                 call.get("amount"),
                 exclude=(f"{EXCLUDED}*", "*.bias"),
                 include=("layers.*",),
-                input_dims={"layers.1.weight": 0},
+                input_dims={"layers.1.weight": 0, "layers.3.weight": (1, 2)},
                 **keywords,
             )
             plan = planning.plan(source, recipe)
