@@ -31,8 +31,6 @@ from distprune.base import amount as _amount
 from distprune.base.naming import NamedParameter as NamedParameter
 from distprune.call.report import ChannelGroupReport as ChannelGroupReport
 from distprune.call.report import MaskLoadingReport as MaskLoadingReport
-from distprune.call.report import MaskUpdate as MaskUpdate
-from distprune.call.report import MaskUpdateReport as MaskUpdateReport
 from distprune.call.report import ParameterReport as ParameterReport
 from distprune.call.report import PruningReport as PruningReport
 from distprune.call.report import StructuredReport as StructuredReport

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from distprune.api.chosen_masks import StateRule, get_masks, set_masks
+from distprune.api.chosen_masks import get_masks, set_masks
 from distprune.api.global_mask import global_mask
 from distprune.base.mask_values import zero_pruned
 from distprune.base.naming import Pair, checked_pair, label_of, unwrap
 from distprune.base.pruned_form import local_tensor
-from distprune.call.report import MaskUpdateReport
+from distprune.call.report import PruningReport
 from distprune.call.request import ParameterArguments
 from distprune.call.run import count_live
 from distprune.masks.hook import find_hook, pruned_parameters
@@ -41,9 +41,8 @@ def rigl_step(
     fraction: float,
     *,
     optimizer: Any = None,
-    state: StateRule = "zero",
     group: ProcessGroup | None = None,
-) -> MaskUpdateReport:
+) -> PruningReport:
     """Update masks as RigL does, over all ranks. Collective.
 
     Of each parameter the smallest unpruned weights are dropped, and as many elements that are
@@ -64,7 +63,7 @@ def rigl_step(
         parameters: (module, name) pairs, as ``select`` lists them: pruned ones (by an "erk" budget
             and ``RandomUnstructured``, say); on any wrapper.
         fraction: the share of each parameter's unpruned elements to drop, in [0, 1].
-        optimizer, state, group: as for :func:`set_masks`.
+        optimizer, group: as for :func:`set_masks`.
 
     Returns:
         A report with the numbers of dropped and grown elements; the same on every rank. Each
@@ -81,7 +80,7 @@ def rigl_step(
 
     Source: Evci et al., arXiv 1911.11134.
     """
-    return _drop_and_grow(parameters, fraction, _gradients, optimizer, state, group)
+    return _drop_and_grow(parameters, fraction, _gradients, optimizer, group)
 
 
 def set_step(
@@ -89,9 +88,8 @@ def set_step(
     fraction: float,
     *,
     optimizer: Any = None,
-    state: StateRule = "zero",
     group: ProcessGroup | None = None,
-) -> MaskUpdateReport:
+) -> PruningReport:
     """Update masks as SET does, over all ranks. Collective.
 
     It is :func:`rigl_step` with growth at random among the pruned elements of each parameter.
@@ -101,7 +99,7 @@ def set_step(
 
     Source: Mocanu et al., arXiv 1707.04780.
     """
-    return _drop_and_grow(parameters, fraction, lambda pairs: "random", optimizer, state, group)
+    return _drop_and_grow(parameters, fraction, lambda pairs: "random", optimizer, group)
 
 
 def cosine_fraction(step: int, last_step: int, first: float = 0.3) -> float:
@@ -122,9 +120,8 @@ def _drop_and_grow(
     fraction: float,
     growth: Callable[[list[Pair]], Any],
     optimizer: Any,
-    state: StateRule,
     group: ProcessGroup | None,
-) -> MaskUpdateReport:
+) -> PruningReport:
     pairs: list[Pair] = []
 
     def arguments() -> ParameterArguments:
@@ -144,7 +141,7 @@ def _drop_and_grow(
         grown = global_mask(pairs, num_dropped, scores=scores, candidates=kept, group=group).masks
         for mask, others in zip(grown, free, strict=True):
             local_tensor(mask).logical_or_(others.logical_not_())
-    return set_masks(pairs, grown, optimizer=optimizer, state=state, group=group)
+    return set_masks(pairs, grown, optimizer=optimizer, group=group)
 
 
 def _gradients(pairs: list[Pair]) -> list[Tensor]:

@@ -37,7 +37,7 @@ def acdc_phase(pairs: Pairs, k: int, optimizer: Optimizer, *, is_sparse: bool) -
         masks = prune.global_mask(pairs, k).masks
     else:
         masks = [torch.ones_like(mask) for mask in prune.get_masks(pairs)]
-    prune.set_masks(pairs, masks, optimizer=optimizer, state="zero", grown="zero")
+    prune.set_masks(pairs, masks, optimizer=optimizer)
 
 
 class ADMM:

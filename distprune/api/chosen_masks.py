@@ -10,29 +10,20 @@ distprune.masks_from_zeros(model)  # train: what is zero now stays zero
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from distprune.base.memory import on_host
-from distprune.base.naming import (
-    NamedParameter,
-    Pair,
-    checked_pair,
-    is_pair,
-    label_of,
-    tied_places,
-    unwrap,
-)
+from distprune.base.naming import NamedParameter, Pair, checked_pair, label_of, tied_places, unwrap
 from distprune.base.pruned_form import is_dtensor, local_tensor
 from distprune.base.report_text import listed
 from distprune.base.selecting import reason_of_shape
 from distprune.call.reading import read_parameters
-from distprune.call.report import MaskUpdate, MaskUpdateReport, PruningReport
+from distprune.call.report import PruningReport
 from distprune.call.request import (
     Decision,
     LocalMasks,
@@ -45,17 +36,14 @@ from distprune.masks.checks import check_binary
 from distprune.masks.hook import refresh_products
 from distprune.methods.base import elementwise_decision
 from distprune.methods.builtin import hook_for_chosen_mask
-from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
+from distprune.shards.checksum import checksums
 from distprune.shards.parameters import find_places
-from distprune.shards.reader import ShardReader
+from distprune.shards.reader import ShardReader, local_part, unflattened
 from distprune.shards.shard import Shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-StateRule = Literal["zero", "keep", "reset"]
 
 
 def get_masks(parameters: Iterable[Pair]) -> list[Tensor]:
@@ -89,90 +77,72 @@ def get_masks(parameters: Iterable[Pair]) -> list[Tensor]:
 
 def set_masks(
     parameters: Iterable[Pair],
-    masks: Sequence[Tensor] | Mapping[Any, Tensor],
+    masks: Sequence[Tensor],
     *,
     optimizer: Any = None,
-    state: StateRule = "zero",
-    grown: Literal["zero", "keep"] = "zero",
     group: ProcessGroup | None = None,
     pipeline_parallel: bool = False,
-) -> MaskUpdateReport:
+) -> PruningReport:
     """Replace the masks of parameters: elements may be dropped, and grow again. Collective.
 
     For methods that change their masks while they train (RigL, SET, AC/DC). On every wrapper the
     new masks act as those of any pruning, checkpoints hold them, and ``verify`` knows them. A
     parameter that is not pruned yet becomes so. However often the masks change, the pruning
     container gets one entry. Call it between a backward and the next forward: instead of
-    ``optimizer.step()``, as RigL, or after it.
+    ``optimizer.step()``, as RigL, or after it. An element that grows has the value 0.
 
     Args:
         parameters: (module, name) pairs, as ``select`` lists them; the same on every rank.
-        masks: for each of them a mask, True (or 1) = keep: a sequence in their order, or a mapping
-            from pairs or full names. Each is laid out like its parameter, as those of
-            :func:`global_mask` and :func:`get_masks` are, or whole and equal on all ranks.
+        masks: for each of them a mask, True (or 1) = keep. Each is laid out like its parameter, as
+            those of :func:`global_mask` and :func:`get_masks` are, or whole and equal on all ranks.
         optimizer: what trains them: a torch.optim.Optimizer, or a wrapper around one, as accelerate
-            has it. Without it, its state stays as it is.
-        state: what becomes of the optimizer's state (momenta, squared gradients): "zero" sets it to
-            zero where an element was dropped or has grown; "keep" leaves it; "reset" forgets the
-            whole state, with the number of steps, of each parameter of which an element was
-            dropped or has grown. State that is not per element ("step", the factors of Adafactor)
-            only changes by "reset".
-        grown: the value that an element has after it has grown: "zero" as in RigL, or "keep", the
-            unmasked value in ``<name>_orig``, which is the one that it had when it was dropped, but
-            for what weight decay has made of it since; zero where parameters are sharded.
+            has it. Its state (momenta, squared gradients) becomes zero where an element was dropped
+            or has grown; what is not per element ("step", the factors of Adafactor) stays. Without
+            it, the state stays as it is.
         group: the ranks that take part; every rank by default.
         pipeline_parallel: the ranks hold different parts of one model, and each passes the
             parameters, masks and optimizer of its own part (there may be none). Parameters need
             full names, which join them, as for :func:`global_unstructured`.
 
     Returns:
-        A report with the numbers of dropped and grown elements; the same on every rank.
+        A report with the numbers of dropped (``num_pruned_now``) and grown elements; the same on
+        every rank.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, masks for other parameters, values other
-            than 0 and 1, replicas that would get different masks, an optimizer without one of
-            the parameters. On every rank; nothing has changed then.
+            than 0 and 1, ranks that pass different masks, an optimizer without one of the
+            parameters. On every rank; nothing has changed then.
         RuntimeError: under FSDP, inside a forward or a backward.
-        NotImplementedError: a layout or wrapper that is not supported; "reset" under FSDP1 without
-            ``use_orig_params``, where all parameters of a module share one state.
+        NotImplementedError: a layout or wrapper that is not supported.
 
-    Cost: a read and a write of the masks, and with state one of it; memory for 2 or 3 bytes per
-    element for a moment. Four all-reduces, about 100 bytes per parameter.
+    Cost: a read and a write of the masks, and with an optimizer one of its state; memory for 2 or 3
+    bytes per element for a moment. Five all-reduces, about 120 bytes per parameter.
 
     Source: RigL, Evci et al., arXiv 1911.11134; SET, Mocanu et al., arXiv 1707.04780.
     """
-    pairs: list[Pair] = []
-    method = _GivenMasks(pairs, optimizer, state, grown)
+    method = _GivenMasks(optimizer)
 
     def make_arguments() -> PruningArguments:
-        pairs.extend(parameters)
+        method.read(parameters, masks)
+        is_given = "per part" if pipeline_parallel else str(optimizer is not None)
         return PruningArguments(
-            parameters=pairs,
+            parameters=method.pairs,
             method=method,
             make_hook=partial(hook_for_chosen_mask, reuse=True),
-            importance_scores=_by_pair(pairs, masks),
-            scores_name="masks",
             pipeline_parallel=pipeline_parallel,
-            facts=[
-                ("optimizer", _given(optimizer, pipeline_parallel)),
-                ("state", _checked("state", state, ("zero", "keep", "reset"))),
-                ("grown", _checked("grown", grown, ("zero", "keep"))),
-            ],
+            facts=[("an optimizer is given", is_given)],
         )
 
     report = prune_parameters(make_arguments, world(group))
-    with torch.inference_mode(False):
-        method.change_values()
-    return MaskUpdateReport(
-        tuple(
-            MaskUpdate(p.name, p.num_elements, p.num_pruned, num_grown, num_dropped)
-            for p, (num_grown, num_dropped) in zip(report.parameters, method.counts, strict=True)
-        ),
-        report.num_ranks,
-        report.num_collectives,
-        report.bytes_sent,
-        report.seconds,
+    with torch.inference_mode(False), torch.no_grad():
+        for tensor, where in method.zeroed:
+            tensor.masked_fill_(where.to(tensor.device), 0)
+        refresh_products(method.places)
+    entries = (
+        replace(entry, num_pruned_now=num_dropped, num_grown=num_grown)
+        for entry, (num_grown, num_dropped) in zip(report.parameters, method.counts, strict=True)
     )
+    return replace(report, method="set_masks", parameters=tuple(entries))
 
 
 @dataclass
@@ -180,142 +150,112 @@ class _GivenMasks:
     """Decides for given masks; see request.DecidesMasks.
 
     Attributes:
+        optimizer: as for :func:`set_masks`.
         pairs: the caller's.
-        optimizer, state, grown: as for :func:`set_masks`.
+        masks: the caller's, by key of the parameter.
         counts: the numbers of (grown, dropped) elements of every parameter, once it has decided ...
         zeroed: ... and what is to be done on this rank when the masks are attached: tensors, N-d
-            views, and where they become zero, ...
-        forgotten: ... the parameters whose state the optimizer forgets ...
+            views, and where they become zero ...
         places: ... and every (module, name) of the parameters that changed.
     """
 
-    pairs: Sequence[Pair]
     optimizer: Any
-    state: str
-    grown: str
-    counts: list[tuple[int, int]] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
+    masks: dict[Hashable, Tensor] = field(default_factory=dict)
+    counts: list[list[int]] = field(default_factory=list)
     zeroed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    forgotten: list[Tensor] = field(default_factory=list)
     places: list[Pair] = field(default_factory=list)
 
-    # The masks stand for the scores: those of replicas are compared.
-    READS_VALUES = True
+    READS_VALUES = False
+
+    def read(self, parameters: Iterable[Pair], masks: Sequence[Tensor]) -> None:
+        """Read the arguments of :func:`set_masks`. Local."""
+        reader = ShardReader()
+        self.pairs.extend(parameters)
+        if len(masks) != len(self.pairs):
+            raise ValueError(
+                f"{len(masks)} masks for {len(self.pairs)} parameters; expected one for each."
+            )
+        for position, (pair, mask) in enumerate(zip(self.pairs, masks, strict=True)):
+            key, _ = reader.identity(*checked_pair(pair, f"parameters[{position}]"))
+            if not isinstance(mask, Tensor):
+                raise TypeError(f"masks[{position}] is a {type(mask).__name__}; expected a tensor.")
+            known = self.masks.setdefault(key, mask)
+            if known is not mask and not torch.equal(local_tensor(known), local_tensor(mask)):
+                raise ValueError(
+                    f"{label_of(pair, position)} is tied, and has different masks under its names; "
+                    "expected equal ones."
+                )
 
     def decide(self, call: PruningCall) -> Decision:
         masks: list[Tensor] = []
         changes: list[tuple[Tensor, Tensor]] = []
-        rows: list[list[int]] = []  # this rank's numbers of grown and dropped elements
+        own: list[list[int]] = []  # this rank's numbers of grown and dropped elements
 
-        def compare() -> Tensor:
+        def read() -> Tensor:
+            numbers = []
             for position, shard in enumerate(call.shards):
-                new = call.scores[position]
-                if new is None:  # a parameter of another part of a pipeline: no elements
-                    new = shard.values
-                assert isinstance(new, Tensor)
-                check_binary(new, shard.name)
-                keep, before = new != 0, call.start_mask(position) != 0
+                keep, number = self._own_part(shard)
+                before = call.start_mask(position) != 0
                 changes.append((keep & ~before, before & ~keep))
-                masks.append(shard.new_mask(call.mask_dtypes[position]).copy_(new))
                 counted = slice(shard.counted.start, shard.counted.stop)
-                rows.append([int(shard.flat(c)[counted].sum()) for c in changes[-1]])
-            return torch.tensor(rows, dtype=torch.int64).view(-1)
+                own.append([int(shard.flat(change)[counted].sum()) for change in changes[-1]])
+                masks.append(shard.new_mask(call.mask_dtypes[position]).copy_(keep))
+                numbers.append((_NONE, _NONE) if number is None else (number, -number))
+            return torch.tensor(numbers, dtype=torch.int64).view(-1)
 
-        shared = call.communicator.reduce(2 * len(call.shards), compare)
-        self.counts = [(grown, dropped) for grown, dropped in shared.view(-1, 2).tolist()]
+        # Ranks slice whole masks, which must be the same ones.
+        largest = call.communicator.reduce(2 * len(call.shards), read, "max").view(-1, 2).tolist()
+        for shard, (high, low) in zip(call.shards, largest, strict=True):
+            if high != -low and high != _NONE:
+                raise ValueError(
+                    f"{shard.name}: the ranks pass different masks; expected masks laid out like "
+                    "the parameter, or whole ones that are equal on all ranks."
+                )
+        total = call.communicator.reduce(2 * len(own), lambda: torch.tensor(own).view(-1))
+        self.counts = total.view(-1, 2).tolist()
 
         def finish() -> LocalMasks:
             self._prepare(call.shards, changes)
-            return LocalMasks(masks, [dropped - grown for grown, dropped in rows])
+            return LocalMasks(masks, [dropped - grown for grown, dropped in own])
 
         return Decision(finish)
+
+    def _own_part(self, shard: Shard) -> tuple[Tensor, int | None]:
+        """This rank's part of a new mask, bool, and a checksum of 62 bits if the mask is whole."""
+        mask = self.masks.get(shard.key)
+        if mask is None:  # a parameter of another part of a pipeline: no elements
+            return shard.values != 0, None
+        part = local_part(shard.name, "masks", unflattened(shard.name, "masks", mask, shard), shard)
+        check_binary(part, shard.name)
+        is_whole = part.shape != mask.shape and not is_dtensor(mask)
+        return part != 0, checksums([mask != 0])[0] >> 2 if is_whole else None
 
     def _prepare(self, shards: Sequence[Shard], changes: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Local: everything that may fail, before a mask is attached."""
         reader = ShardReader()
         places: dict[Hashable, list[Pair]] = {}
         for pair in self.pairs:
-            identity, _ = reader.identity(unwrap(pair[0]), pair[1])
-            places.setdefault(identity, []).extend(tied_places(pair))
-        for shard, (has_grown, dropped), counts in zip(shards, changes, self.counts, strict=True):
+            key, _ = reader.identity(unwrap(pair[0]), pair[1])
+            places.setdefault(key, []).extend(tied_places(pair))
+        for shard, (grown, dropped), counts in zip(shards, changes, self.counts, strict=True):
             if shard.key not in places or not any(counts):
                 continue
             self.places += places[shard.key]
-            if self.grown == "zero":
-                self.zeroed.append((shard.values, has_grown))
-            if self.optimizer is None or self.state == "keep":
+            self.zeroed.append((shard.values, grown))
+            if self.optimizer is None:
                 continue
-            parameter, span = shard.optimizer_tensor
+            parameter, _ = shard.optimizer_tensor
             known = any(p is parameter for g in self.optimizer.param_groups for p in g["params"])
             if not known and parameter.requires_grad:
                 raise ValueError(
                     f"{shard.name} is none of the optimizer's parameters; expected the optimizer "
                     "that trains it, made after the model was wrapped."
                 )
-            if self.state == "zero":
-                changed = has_grown | dropped
-                self.zeroed += [(state, changed) for state in _states(self.optimizer, shard)]
-            elif span is not None:
-                raise NotImplementedError(
-                    f"{shard.name}: FSDP1 without use_orig_params has one optimizer state for "
-                    "all parameters of a wrapped module, so state='reset' would reset "
-                    "others too; expected state='zero', or use_orig_params=True."
-                )
-            else:
-                self.forgotten.append(parameter)
-
-    def change_values(self) -> None:
-        """Make the changes, in place; nothing here can fail for want of memory."""
-        with torch.no_grad():
-            for tensor, where in self.zeroed:
-                tensor.masked_fill_(where.to(tensor.device), 0)
-        for parameter in self.forgotten:  # the next step begins as the first one does
-            self.optimizer.state.pop(parameter, None)
-        refresh_products(self.places)
+            self.zeroed += [(state, grown | dropped) for state in _states(self.optimizer, shard)]
 
 
-def _by_pair(pairs: Sequence[Pair], masks: Any) -> dict[Pair, Tensor]:
-    """The masks by (module, name)."""
-    places = [checked_pair(pair, f"parameters[{i}]") for i, pair in enumerate(pairs)]
-    if isinstance(masks, Mapping):
-        own: dict[Any, Pair] = {
-            pair.fqn: pair for pair in pairs if isinstance(pair, NamedParameter)
-        }
-        own |= {(id(module), name): p for (module, name), p in zip(places, pairs, strict=True)}
-        found: dict[Pair, Any] = {}
-        for key, mask in masks.items():
-            pair = own.get((id(unwrap(key[0])), key[1]) if is_pair(key) else key)
-            if pair is None:
-                raise ValueError(
-                    f"masks has the key {key!r:.100}, which is none of the parameters; expected "
-                    "their full names, or the (module, name) pairs themselves."
-                )
-            found[pair[0], pair[1]] = mask
-    else:
-        if len(masks) != len(pairs):
-            raise ValueError(
-                f"masks has {len(masks)} elements, for {len(pairs)} parameters; expected one each."
-            )
-        found = {(pair[0], pair[1]): mask for pair, mask in zip(pairs, masks, strict=True)}
-    for position, pair in enumerate(pairs):
-        mask = found.get((pair[0], pair[1]))
-        if not isinstance(mask, Tensor):
-            what = "no mask" if mask is None else f"a {type(mask).__name__} for a mask"
-            raise ValueError(
-                f"{label_of(pair, position)} has {what}; expected a tensor for every parameter."
-            )
-    return found
-
-
-def _given(optimizer: Any, pipeline_parallel: bool) -> str:
-    if pipeline_parallel:
-        return "that of each part"  # which may have no parameters, and so none
-    return "none" if optimizer is None else "given"
-
-
-def _checked(what: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ValueError(f"{what}={value!r}; expected one of {', '.join(map(repr, allowed))}.")
-    return value
+_NONE = -(2**63)
 
 
 def _states(optimizer: Any, shard: Shard) -> list[Tensor]:
@@ -333,13 +273,8 @@ def _states(optimizer: Any, shard: Shard) -> list[Tensor]:
     return [tensor for tensor in found if tensor.shape == shard.values.shape]
 
 
-_CHUNK = 1 << 22  # elements
-
-Pairs = list[tuple[nn.Module, str]]
-
-
 def masks_from_zeros(
-    parameters: nn.Module | Iterable[tuple[nn.Module, str]],
+    parameters: nn.Module | Iterable[Pair],
     *,
     all_zero: Literal["error", "leave", "prune"] = "error",
     group: ProcessGroup | None = None,
@@ -375,21 +310,29 @@ def masks_from_zeros(
     is_model = isinstance(parameters, nn.Module)
 
     def make_arguments() -> ParameterArguments:
+        if all_zero not in ("error", "leave", "prune"):
+            raise ValueError(f"all_zero={all_zero!r}; expected 'error', 'leave' or 'prune'.")
+        pairs: Iterable[Pair] = parameters  # type: ignore[assignment]
+        if isinstance(parameters, nn.Module):
+            pairs = find_places(parameters, lambda place: not reason_of_shape(place.shape))
         return ParameterArguments(
-            parameters=_pairs_of(parameters, all_zero),
-            facts=[("all_zero", str(all_zero)), ("a model is given", str(is_model))],
+            parameters=pairs,
+            facts=[("all_zero", all_zero), ("a model is given", str(is_model))],
             pipeline_parallel=pipeline_parallel,
         )
 
+    def count(targets: Sequence[Shard]) -> Tensor:
+        return torch.tensor([_count(target) for target in targets], dtype=torch.int64).view(-1)
+
     with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
         _, targets = read_parameters(make_arguments, communicator)
-        counts = _count(targets, communicator)
-    chosen: Pairs = []
+        counts = communicator.reduce(2 * len(targets), lambda: count(targets)).view(-1, 2).tolist()
+    chosen: list[Pair] = []
     num_found, entire = 0, []
-    for target, (new, old) in zip(targets, counts, strict=True):
-        if not new or (is_model and not target.values.is_floating_point()):
+    for target, (num_left, num_live) in zip(targets, counts, strict=True):
+        if num_left == num_live or (is_model and not target.values.is_floating_point()):
             continue
-        if new + old == target.numel and all_zero != "prune":
+        if not num_left and all_zero != "prune":
             entire.append(target.name)
             continue
         num_found += 1
@@ -420,6 +363,16 @@ def masks_from_zeros(
     )
 
 
+def _count(shard: Shard) -> tuple[int, int]:
+    """Of what this rank counts: unpruned elements that are not zero, and unpruned ones."""
+    counted = slice(shard.counted.start, shard.counted.stop)
+    values = shard.flat_values[counted]
+    if shard.flat_mask is None:
+        return int(values.count_nonzero()), values.numel()
+    live = shard.flat_mask[counted] != 0
+    return int((live & (values != 0)).count_nonzero()), int(live.count_nonzero())
+
+
 class _Zeros:
     """Decides on masks by the values alone; see request.DecidesMasks."""
 
@@ -427,37 +380,3 @@ class _Zeros:
 
     def decide(self, call: PruningCall) -> Decision:
         return elementwise_decision(call, lambda values, ones: values != 0)
-
-
-def _pairs_of(parameters: nn.Module | Iterable[tuple[nn.Module, str]], all_zero: str) -> Pairs:
-    if all_zero not in ("error", "leave", "prune"):
-        raise ValueError(f"all_zero={all_zero!r}; expected 'error', 'leave' or 'prune'.")
-    if isinstance(parameters, nn.Module):
-        model = parameters
-        return list(find_places(model, lambda place: not reason_of_shape(place.shape)))
-    return list(parameters)
-
-
-def _count(targets: list[Shard], communicator: Communicator) -> list[list[int]]:
-    """Per parameter: zeros that are not pruned yet, and pruned elements; over all ranks."""
-
-    def count() -> Tensor:
-        parts = [count for target in targets for count in _count_local(target)]
-        return torch.tensor(on_host(parts), dtype=torch.int64)
-
-    return communicator.reduce(2 * len(targets), count).view(-1, 2).tolist()
-
-
-def _count_local(shard: Shard) -> tuple[Tensor, Tensor]:
-    values, mask = shard.flat_values, shard.flat_mask
-    new = torch.zeros((), dtype=torch.int64, device=values.device)
-    old = torch.zeros_like(new)
-    for start in range(shard.counted.start, shard.counted.stop, _CHUNK):
-        span = slice(start, min(start + _CHUNK, shard.counted.stop))
-        is_zero = values[span] == 0
-        if mask is not None:
-            is_pruned = mask[span] == 0
-            old += is_pruned.sum()
-            is_zero &= ~is_pruned
-        new += is_zero.sum()
-    return new, old

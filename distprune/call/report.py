@@ -9,10 +9,11 @@ collapsed before.
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from distprune.base.amount import collapsed, is_nearly_empty
 from distprune.base.report_text import CallReport, listed, share, table
@@ -33,6 +34,7 @@ class ParameterReport:
             and earlier prunings change it. With the scope "layer" or "row", or a pattern N:M, the
             sparsity before it is rounded to counts.
         min_sparsity, max_sparsity: its floor and ceiling, rounded to whole elements; None without.
+        num_grown: pruned by earlier calls, and not any more: ``set_masks`` alone does that.
     """
 
     name: str
@@ -43,28 +45,17 @@ class ParameterReport:
     wanted: float | None = None
     min_sparsity: float | None = None
     max_sparsity: float | None = None
+    num_grown: int = 0
 
     @property
     def num_pruned(self) -> int:
         """Pruned elements after this call."""
-        return self.num_pruned_before + self.num_pruned_now
+        return self.num_pruned_before + self.num_pruned_now - self.num_grown
 
     @property
     def sparsity(self) -> float:
         """Share of pruned elements, in [0, 1]."""
         return share(self.num_pruned, self.num_elements)
-
-    @property
-    def wanted_text(self) -> str:
-        """The sparsity that was asked for, or its bounds; empty if the ranking was free."""
-        if self.wanted is not None:
-            return f"{self.wanted:.2%}"
-        low, high = self.min_sparsity, self.max_sparsity
-        if low is not None and high is not None:
-            return f"{low:.2%} to {high:.2%}" if low < high else f"{low:.2%}"
-        if low is not None:
-            return f"at least {low:.2%}"
-        return "" if high is None else f"at most {high:.2%}"
 
 
 @dataclass(frozen=True)
@@ -110,6 +101,11 @@ class PruningReport(CallReport):
         """Elements that this call pruned."""
         return sum(entry.num_pruned_now for entry in self.parameters)
 
+    @property
+    def num_grown(self) -> int:
+        """Elements that were pruned before this call, and are not any more."""
+        return sum(entry.num_grown for entry in self.parameters)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the totals and sparsities written out."""
         totals = "num_elements", "num_pruned_before", "num_pruned_now", "num_pruned", "sparsity"
@@ -125,12 +121,17 @@ class PruningReport(CallReport):
         JSON has no NaN or infinity; an infinite threshold becomes a string.
         """
         data = self.to_dict()
-        if isinstance(data["threshold"], float) and abs(data["threshold"]) == float("inf"):
-            data["threshold"] = str(data["threshold"])
+        if self.threshold is not None and math.isinf(self.threshold):
+            data["threshold"] = str(self.threshold)
         return json.dumps(data, allow_nan=False, **options)
 
     def __str__(self) -> str:
-        lines = [*self._table(), "; ".join([*self._facts(), *self._cost()])]
+        amount = "" if self.amount is None else f", amount={self.amount}"
+        facts = [f"{self.method}{amount}"]
+        if self.threshold is not None:
+            ties = f" ({self.num_ties_pruned:,} of {self.num_ties:,} ties pruned)"
+            facts.append(f"threshold {self.threshold:.6g}{ties if self.num_ties > 1 else ''}")
+        lines = [*self._table(), "; ".join([*facts, *self._cost()])]
         if self.collapsed:
             lines.append(f"nearly empty: {', '.join(self.collapsed)}")
         return "\n".join(lines)
@@ -143,20 +144,17 @@ class PruningReport(CallReport):
             _counts("before", [entry.num_pruned_before for entry in entries]),
             _counts("now", [entry.num_pruned_now for entry in entries]),
         ]
-        if any(entry.wanted_text for entry in entries):
-            columns.append(("wanted", [entry.wanted_text for entry in entries], ""))
-        columns.append(_sparsities(entries, self.sparsity))
-        if any(entry.held_at for entry in entries):
-            columns.append(("held at", [entry.held_at or "" for entry in entries], ""))
+        if self.num_grown:
+            columns.append(_counts("grown", [entry.num_grown for entry in entries]))
+        for heading, cells in (
+            ("wanted", [_wanted(entry) for entry in entries]),
+            ("sparsity", [f"{entry.sparsity:.2%}" for entry in entries]),
+            ("held at", [entry.held_at or "" for entry in entries]),
+        ):
+            if any(cells):
+                total = f"{self.sparsity:.2%}" if heading == "sparsity" else ""
+                columns.append((heading, cells, total))
         return _table(columns)
-
-    def _facts(self) -> list[str]:
-        amount = "" if self.amount is None else f", amount={self.amount}"
-        facts = [f"{self.method}{amount}"]
-        if self.threshold is not None:
-            ties = f" ({self.num_ties_pruned:,} of {self.num_ties:,} ties pruned)"
-            facts.append(f"threshold {self.threshold:.6g}{ties if self.num_ties > 1 else ''}")
-        return facts
 
 
 @dataclass(frozen=True)
@@ -173,17 +171,6 @@ class MaskLoadingReport(PruningReport):
     missing_keys: tuple[str, ...] = ()
     unexpected_keys: tuple[str, ...] = ()
     mismatched_keys: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        lines = [super().__str__()]
-        for what, keys in (
-            ("parameters without a mask", self.missing_keys),
-            ("masks without a parameter", self.unexpected_keys),
-            ("masks of another shape", self.mismatched_keys),
-        ):
-            if keys:
-                lines.append(f"{len(keys)} {what}: {listed(keys, 3)}")
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -214,18 +201,13 @@ class ChannelGroupReport:
         """Share of pruned channels, in [0, 1]."""
         return share(self.num_pruned, self.num_channels)
 
-    @property
-    def num_removable(self) -> int:
-        """Elements of all pruned channels: the number that removing these channels would save."""
-        return self.num_pruned * self.channel_size
-
 
 @dataclass(frozen=True)
 class StructuredReport(PruningReport):
     """What ``global_structured`` did. ``print`` it on one rank; it is the same on all.
 
     It has everything of a :class:`PruningReport`, whose counts are of elements. ``threshold`` and
-    ties are of channels, and ``collapsed`` has names of groups.
+    ties are of channels.
 
     Attributes:
         groups: an entry for each group, in the caller's order.
@@ -234,116 +216,21 @@ class StructuredReport(PruningReport):
     groups: tuple[ChannelGroupReport, ...] = ()
 
     @property
-    def num_channels(self) -> int:
-        """Channels of all groups."""
-        return sum(group.num_channels for group in self.groups)
-
-    @property
-    def num_channels_pruned(self) -> int:
-        """Channels of which nothing is left: they could be removed."""
-        return sum(group.num_pruned for group in self.groups)
-
-    @property
-    def num_channels_pruned_now(self) -> int:
-        """Channels that this call pruned."""
-        return sum(group.num_pruned_now for group in self.groups)
-
-    @property
     def num_removable(self) -> int:
         """Elements of all pruned channels: the number that removing these channels would save."""
-        return sum(group.num_removable for group in self.groups)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, with the totals and sparsities written out."""
-        totals = "num_channels", "num_channels_pruned", "num_channels_pruned_now", "num_removable"
-        of_group = "num_pruned", "sparsity", "num_removable"
-        return {
-            **super().to_dict(),
-            "groups": [_plain(group, *of_group) for group in self.groups],
-            **{name: getattr(self, name) for name in totals},
-        }
+        return sum(group.num_pruned * group.channel_size for group in self.groups)
 
     def _table(self) -> list[str]:
         groups = self.groups
-        sparsity = share(self.num_channels_pruned, self.num_channels)
+        removable = [group.num_pruned * group.channel_size for group in groups]
         return _table([
             ("group", [group.name for group in groups], "total"),
             _counts("channels", [group.num_channels for group in groups]),
             _counts("before", [group.num_pruned_before for group in groups]),
             _counts("now", [group.num_pruned_now for group in groups]),
-            _sparsities(groups, sparsity),
-            _counts("removable elements", [group.num_removable for group in groups]),
+            ("sparsity", [f"{group.sparsity:.2%}" for group in groups], f"{self.sparsity:.2%}"),
+            _counts("removable elements", removable),
         ])  # fmt: skip
-
-    def _facts(self) -> list[str]:
-        method, *others = super()._facts()
-        removable = share(self.num_removable, self.num_elements)
-        return [method, f"{removable:.2%} of {self.num_elements:,} elements could be removed",
-                *others]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class MaskUpdate:
-    """One parameter, whole, each element counted once.
-
-    Attributes:
-        name: fully qualified if the parameter came from ``select``.
-        num_elements: the elements of the whole parameter.
-        num_pruned: pruned elements, now.
-        num_grown: elements that were pruned before, and are not now ...
-        num_dropped: ... and the other way round.
-    """
-
-    name: str
-    num_elements: int
-    num_pruned: int
-    num_grown: int
-    num_dropped: int
-
-    @property
-    def sparsity(self) -> float:
-        """Share of pruned elements, in [0, 1]."""
-        return share(self.num_pruned, self.num_elements)
-
-
-@dataclass(frozen=True)
-class MaskUpdateReport(CallReport):
-    """What ``set_masks`` did. ``print`` it on one rank; it is the same on all.
-
-    Attributes:
-        parameters: an entry for each parameter, in the caller's order.
-        num_ranks: the ranks that took part.
-        num_collectives: all-reduces, and exchanges of cut rows, that this rank took part in.
-        bytes_sent: the payload of these, per rank.
-        seconds: wall time on this rank.
-    """
-
-    parameters: tuple[MaskUpdate, ...]
-    num_ranks: int
-    num_collectives: int
-    bytes_sent: int
-    seconds: float
-
-    @property
-    def num_grown(self) -> int:
-        """Elements of all parameters that were pruned before, and are not now."""
-        return sum(entry.num_grown for entry in self.parameters)
-
-    @property
-    def num_dropped(self) -> int:
-        """Elements of all parameters that are pruned now, and were not before."""
-        return sum(entry.num_dropped for entry in self.parameters)
-
-    def __str__(self) -> str:
-        entries = self.parameters
-        columns = [
-            ("parameter", [entry.name for entry in entries], "total"),
-            _counts("elements", [entry.num_elements for entry in entries]),
-            _counts("dropped", [entry.num_dropped for entry in entries]),
-            _counts("grown", [entry.num_grown for entry in entries]),
-            _sparsities(entries, self.sparsity),
-        ]
-        return "\n".join([*_table(columns), "; ".join(self._cost())])
 
 
 def _plain(value: Any, *properties: str) -> dict[str, Any]:
@@ -355,17 +242,18 @@ def _plain(value: Any, *properties: str) -> dict[str, Any]:
 Column = tuple[str, list[str], str]
 
 
-class _HasSparsity(Protocol):
-    @property
-    def sparsity(self) -> float: ...
+def _wanted(entry: ParameterReport) -> str:
+    """The sparsity that was asked for, or its bounds; empty if the ranking was free."""
+    if entry.wanted is not None:
+        return f"{entry.wanted:.2%}"
+    low, high = entry.min_sparsity, entry.max_sparsity
+    if low is None and high is None:
+        return ""
+    return f"{low or 0:.2%} to {1 if high is None else high:.2%}"
 
 
 def _counts(heading: str, numbers: Sequence[int]) -> Column:
     return heading, [f"{number:,}" for number in numbers], f"{sum(numbers):,}"
-
-
-def _sparsities(entries: Sequence[_HasSparsity], total: float) -> Column:
-    return "sparsity", [f"{entry.sparsity:.2%}" for entry in entries], f"{total:.2%}"
 
 
 def _table(columns: Sequence[Column]) -> list[str]:
@@ -373,13 +261,10 @@ def _table(columns: Sequence[Column]) -> list[str]:
     return table(headings, list(zip(*cells, strict=True)), totals)
 
 
-_SHOWN = 5
-
-
 def find_collapsed(
     entries: Sequence[ParameterReport], shapes: Sequence[Sequence[int]]
 ) -> tuple[str, ...]:
-    """The names of the parameters that a call has emptied.
+    """The names of the parameters that a call has emptied, and nobody asked for it.
 
     Args:
         entries: the entries of all parameters of the call.
@@ -387,41 +272,26 @@ def find_collapsed(
     """
     emptied = collapsed([(entry.num_elements, entry.num_pruned) for entry in entries])
     return tuple(
-        entries[position].name
-        for position in emptied
-        if _is_new(entries[position], shapes[position])
+        entry.name
+        for entry, shape in ((entries[i], shapes[i]) for i in emptied)
+        if len(shape) >= 2
+        and entry.held_at is None
+        and entry.wanted is None
+        and (entry.min_sparsity or 0) < 0.99
+        and not is_nearly_empty(entry.num_elements, entry.num_pruned_before)
     )
 
 
 def warn_of_collapse(report: PruningReport) -> None:
     """Warn of the collapsed parameters of a report, where the caller of the caller stands."""
-    if not report.collapsed:
-        return
-    entries = {entry.name: entry for entry in report.parameters}
-    shown = [
-        f"{name} (now {entries[name].sparsity:.2%} pruned, of {entries[name].num_elements:,} "
-        "elements)"
-        for name in report.collapsed[:_SHOWN]
-    ]
-    if len(report.collapsed) > _SHOWN:
-        shown.append(f"and {len(report.collapsed) - _SHOWN} more")
-    few = "this parameter" if len(report.collapsed) == 1 else "these parameters"
-    warnings.warn(
-        f"the ranking over all parameters has left hardly anything of {', '.join(shown)}, where "
-        f"{report.sparsity:.2%} of all elements are pruned: the scores of {few} are smaller than "
-        "those of the others, and the model may be useless. Compare the parameters by "
-        "normalize='rms', divide the amount among them (budgets.uniform), or bound what each may "
-        "lose by max_sparsity=.",
-        stacklevel=3,
-    )
-
-
-def _is_new(entry: ParameterReport, shape: Sequence[int]) -> bool:
-    """Whether a parameter that has collapsed did so by this call, and nobody asked for it."""
-    return (
-        len(shape) >= 2
-        and entry.held_at is None
-        and entry.wanted is None
-        and (entry.min_sparsity is None or entry.min_sparsity < 0.99)
-        and not is_nearly_empty(entry.num_elements, entry.num_pruned_before)
-    )
+    if report.collapsed:
+        sparsity = {entry.name: entry.sparsity for entry in report.parameters}
+        shown = listed(f"{name} ({sparsity[name]:.2%} pruned)" for name in report.collapsed)
+        warnings.warn(
+            f"the ranking over all parameters has left hardly anything of {shown}, where "
+            f"{report.sparsity:.2%} of all elements are pruned: their scores are smaller than "
+            "those of the others, and the model may be useless. Compare the parameters by "
+            "normalize='rms', divide the amount among them (budgets.uniform), or bound what each "
+            "may lose by max_sparsity=.",
+            stacklevel=3,
+        )

@@ -18,11 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distprune.base.amount import Amount
 from distprune.base.mask_values import zero_pruned
 from distprune.base.naming import NamedParameter, unwrap
 from distprune.call.reading import read_at_rest
-from distprune.call.request import Decision, Fact, PruningArguments, PruningCall
+from distprune.call.request import Decision, Fact, LocalMasks, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters
 from distprune.masks import checks
 from distprune.masks.attach import commit, detach, prepare
@@ -36,38 +35,21 @@ from distprune.shards.reader import ShardReader, is_sharded
 
 def combined_mask(method: BasePruningMethod, t: Tensor, mask: Tensor) -> Tensor:
     """A method's mask on what an earlier mask leaves, and zeros elsewhere; dtype of ``t``."""
-    new_mask = mask.to(dtype=t.dtype, copy=True)
-    kind = method.PRUNING_TYPE
-    if kind == "unstructured":
-        where: Any = mask == 1
-    elif kind == "structured":
-        if not hasattr(method, "dim"):
-            raise AttributeError(
-                "Pruning methods of PRUNING_TYPE 'structured' need a 'dim' attribute; "
-                f"{type(method).__name__} has none."
-            )
-        if not isinstance(method.dim, numbers.Integral):
-            raise TypeError(
-                f"dim={method.dim!r} is a {type(method.dim).__name__}; expected an int."
-            )
-        dim = int(method.dim)
-        dim += t.dim() if dim < 0 else 0
-        if not 0 <= dim < t.dim():
-            raise IndexError(
-                f"dim={method.dim} is out of range for a tensor of shape {tuple(t.shape)}."
-            )
-        where = [slice(None)] * t.dim()
-        where[dim] = mask.sum(dim=[other for other in range(t.dim()) if other != dim]) != 0
-        where = tuple(where)
-    elif kind == "global":
-        where = (slice(None),) * t.dim()
-    else:
+    where: Any = (slice(None),) * t.dim()
+    if method.PRUNING_TYPE == "unstructured":
+        where = mask == 1
+    elif method.PRUNING_TYPE == "structured":
+        # An AttributeError, a TypeError or an IndexError of a wrong ``dim``, as in torch.
+        dim = range(t.dim())[method.dim]  # type: ignore[attr-defined]
+        others = [other for other in range(t.dim()) if other != dim]
+        where = (*where[:dim], mask.sum(dim=others) != 0)
+    elif method.PRUNING_TYPE != "global":
         raise ValueError(
-            f"PRUNING_TYPE {kind!r} is not recognised; expected 'unstructured', 'structured' or "
-            "'global'."
+            f"PRUNING_TYPE {method.PRUNING_TYPE!r} is not recognised; expected 'unstructured', "
+            "'structured' or 'global'."
         )
-    mask_inside = method.compute_mask(t[where], default_mask=mask[where])
-    new_mask[where] = mask_inside.to(dtype=new_mask.dtype)
+    new_mask = mask.to(dtype=t.dtype, copy=True)
+    new_mask[where] = method.compute_mask(t[where], default_mask=mask[where]).to(t.dtype)
     return new_mask
 
 
@@ -100,9 +82,12 @@ class BasePruningMethod(PruningHook, ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        inherits_mask = getattr(cls.compute_mask, "__isabstractmethod__", False)
-        if cls.DISTRIBUTED == "scores" and inherits_mask:
+        is_abstract = getattr(cls.compute_mask, "__isabstractmethod__", False)
+        if cls.DISTRIBUTED == "scores" and is_abstract:
             cls.compute_mask = _mask_from_scores  # type: ignore[method-assign]
+        elif "compute_mask" in vars(cls) and "decide" not in vars(cls):
+            # The decision of a parent belongs to the mask of that parent.
+            cls.decide = BasePruningMethod.decide  # type: ignore[method-assign]
 
     @abstractmethod
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
@@ -132,8 +117,8 @@ class BasePruningMethod(PruningHook, ABC):
         if self.DISTRIBUTED == "elementwise":
             return elementwise_decision(call, self.compute_mask)
         if self.DISTRIBUTED == "scores":
-            amount, compute_scores = _scoring(self)
-            return ranking.rank(call, amount, ranking.by_function(compute_scores))
+            by_score = ranking.by_function(self.compute_scores)  # type: ignore[attr-defined]
+            return ranking.rank(call, self.amount, by_score)  # type: ignore[attr-defined]
         if self.DISTRIBUTED is not None:
             raise ValueError(
                 f"{type(self).__name__}.DISTRIBUTED={self.DISTRIBUTED!r}; expected "
@@ -331,7 +316,7 @@ class PruningContainer(BasePruningMethod):
     def register_module(self, module: nn.Module) -> None:
         super().register_module(module)
         # A schedule leaves one method a hundred times: see builtin.hook_for_chosen_mask.
-        for method in {id(method): method for method in self._pruning_methods}.values():
+        for method in dict.fromkeys(self._pruning_methods):
             method.register_module(module)
 
     def __len__(self) -> int:
@@ -355,45 +340,27 @@ class PruningContainer(BasePruningMethod):
 
 
 def hook_with(module: nn.Module, name: str, method: BasePruningMethod) -> BasePruningMethod:
-    """The method alone, or a container of what is registered already and the method.
-
-    A new container, so that nothing has changed if the pruning fails after all.
-    """
+    """The method alone, or a new container of what is registered already and the method."""
     present = find_hook(module, name)
-    return method if present is None else joined(present, method)
-
-
-def joined(earlier: PruningHook, method: BasePruningMethod) -> PruningContainer:
-    """A container of the methods that a hook stands for, and another one."""
-    assert isinstance(earlier, BasePruningMethod)
+    if present is None:
+        return method
+    assert isinstance(present, BasePruningMethod)
     # Not one by one: they have been checked, and may be many.
-    past = earlier._pruning_methods if isinstance(earlier, PruningContainer) else (earlier,)
+    past = present._pruning_methods if isinstance(present, PruningContainer) else (present,)
     container = PruningContainer()
-    container._tensor_name = method._tensor_name
+    container._tensor_name = name
     container._pruning_methods = (*past, method)
     return container
 
 
-def _scoring(method: BasePruningMethod) -> tuple[Amount, Callable[[Tensor], Tensor]]:
-    """The amount of a method with ``DISTRIBUTED = "scores"``, and its function of scores."""
-    missing = [name for name in ("amount", "compute_scores") if not hasattr(method, name)]
-    if missing:
-        raise AttributeError(
-            f"{type(method).__name__} has DISTRIBUTED='scores', and no {' and no '.join(missing)}; "
-            "expected an attribute amount and a method compute_scores(t), elementwise on a 1-d "
-            "chunk of values."
-        )
-    return method.amount, method.compute_scores  # type: ignore[attr-defined]
-
-
-def _mask_from_scores(self: BasePruningMethod, t: Tensor, default_mask: Tensor) -> Tensor:
+def _mask_from_scores(self: Any, t: Tensor, default_mask: Tensor) -> Tensor:
     """``compute_mask`` of a method with ``DISTRIBUTED = "scores"`` that has none of its own."""
-    amount, compute_scores = _scoring(self)
 
     def score(t: Tensor) -> Tensor:
-        return compute_scores(t.reshape(-1)).view(t.shape)
+        scores: Tensor = self.compute_scores(t.reshape(-1)).view(t.shape)
+        return scores
 
-    return ranking.without_lowest(t, default_mask, amount, Order.ASCENDING, score)
+    return ranking.without_lowest(t, default_mask, self.amount, Order.ASCENDING, score)
 
 
 def describe_argument(value: Any) -> str:
@@ -446,47 +413,23 @@ def whole_decision(call: PruningCall, compute_mask: ComputeMask) -> Decision:
         compute_mask: gets the live scores of all parameters, 1-d, in the caller's
             order, row-major, and a mask of ones.
 
-    Raises:
-        ValueError: the ranks came to different masks.
-
     Cost: memory for all scores.
     """
-    communicator = call.communicator
-    numbers = range(len(call.shards))
-    scores = [call.score_or_value(position).reshape(-1) for position in numbers]
-    masks = [None if shard.mask is None else shard.mask.reshape(-1) for shard in call.shards]
-    pruned: list[Tensor] = []
 
-    def decide() -> Tensor:
-        live = [
-            torch.ones(s.shape, dtype=torch.bool, device=s.device) if m is None else m == 1
-            for s, m in zip(scores, masks, strict=True)
-        ]
-        competing = torch.cat([s[flags] for s, flags in zip(scores, live, strict=True)])
-        chosen = compute_mask(competing, torch.ones_like(competing))
-        if chosen.shape != competing.shape:
+    def finish() -> LocalMasks:
+        live = [call.start_mask(position) == 1 for position in range(len(call.shards))]
+        scores = torch.cat([call.score_or_value(i)[flags] for i, flags in enumerate(live)])
+        chosen = compute_mask(scores, torch.ones_like(scores))
+        if chosen.shape != scores.shape:
             raise ValueError(
                 f"compute_mask returned shape {tuple(chosen.shape)} for scores of shape "
-                f"{tuple(competing.shape)}; expected a mask of the same shape."
+                f"{tuple(scores.shape)}; expected a mask of the same shape."
             )
-        pieces = torch.split(chosen, [int(flags.sum()) for flags in live])
-        for flags, piece in zip(live, pieces, strict=True):
-            pruned.append(torch.zeros_like(flags))  # bool, flat
-            pruned[-1][flags] = piece == 0
-        digests = torch.tensor(checksums(pruned))
-        return torch.cat([digests, ~digests])
+        parts = torch.split(chosen, [int(flags.sum()) for flags in live])
 
-    highest, lowest = communicator.reduce(2 * len(scores), decide, "max").chunk(2)
-    if not torch.equal(highest, ~lowest):
-        name = call.shards[int((highest != ~lowest).nonzero()[0])].name
-        raise ValueError(
-            f"{name}: the ranks computed different masks. Expected a method that gives every "
-            "rank the same mask for the same scores; one that draws random numbers needs the "
-            "same seed on all ranks."
-        )
+        def prune(position: int, mask: Tensor) -> None:
+            mask[live[position]] = (parts[position] != 0).to(mask.dtype)
 
-    def prune(position: int, mask: Tensor) -> None:
-        shard = call.shards[position]
-        mask.masked_fill_(shard.slice_of(pruned[position].view(shard.shape)), 0)
+        return call.changed_masks(prune)
 
-    return Decision(lambda: call.changed_masks(prune))
+    return Decision(finish)

@@ -6,32 +6,30 @@ import math
 import numbers
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from distprune.base.amount import Amount, checked_count, resolve_count, validate_amount
 from distprune.base.pruned_form import local_tensor, mask_key
-from distprune.call.request import Decision, LocalMasks, PruningCall
+from distprune.call.request import Decision, Fact, LocalMasks, PruningCall
 from distprune.masks.checks import check_binary
 from distprune.masks.hook import find_hook
 from distprune.methods import ranking
-from distprune.methods.base import BasePruningMethod, PruningContainer, joined
+from distprune.methods.base import BasePruningMethod, PruningContainer, hook_with
 from distprune.methods.channels import (
-    ChannelRows,
     ChannelSlice,
-    count_live_of_channels,
-    cut_channels,
+    channel_sizes,
     joint_norms,
-    masks_without,
+    live_channels,
+    lowest_channels,
+    prune_channels,
 )
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import is_distributed
 from distprune.selection.keys import Order
 from distprune.shards.reader import local_part, whole_checksum
 from distprune.shards.shard import Shard
-
-# Since 2.14 torch's pruning computes norms with torch.linalg: no n=None, and "fro" for any shape.
-USES_VECTOR_NORM = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 
 
 class Identity(BasePruningMethod):
@@ -57,48 +55,8 @@ class Identity(BasePruningMethod):
         return super().apply(module, name)
 
 
-class RandomUnstructured(BasePruningMethod):
-    """Prunes elements at random.
-
-    On unsharded parameters of one process the random numbers are torch's, from
-    the same seed. On sharded parameters, or with a process group, they are a
-    function of a seed, drawn from torch's generator on the leading rank, and of
-    the element's global index: the same mask on any sharding.
-
-    Args:
-        amount: a fraction of what is unpruned in [0, 1], or a count.
-    """
-
-    PRUNING_TYPE = "unstructured"
-    READS_VALUES = False
-
-    def __init__(self, amount: Amount) -> None:
-        validate_amount(amount)
-        self.amount = amount
-
-    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
-        """Zero the elements of ``k`` largest random numbers."""
-        return ranking.without_lowest(
-            t, default_mask, self.amount, Order.DESCENDING, torch.rand_like
-        )
-
-    def decide(self, call: PruningCall) -> Decision:
-        # Torch's own numbers go with torch's own arguments.
-        is_torch = not call.is_limited and call.is_local and not is_distributed()
-        if type(self).compute_mask is not RandomUnstructured.compute_mask or is_torch:
-            return super().decide(call)
-        return ranking.rank(call, self.amount, ranking.AT_RANDOM)
-
-    @classmethod
-    def apply(cls, module: nn.Module, name: str, amount: Amount) -> BasePruningMethod:  # type: ignore[override]
-        """Prune ``module.<name>`` at random; see :meth:`BasePruningMethod.apply`."""
-        return super().apply(module, name, amount=amount)
-
-
 class _Ranked(BasePruningMethod):
     """What methods have in common that prune the elements that come first in an order.
-
-    Each has a constructor of its own: Python names it when an argument is missing.
 
     Attributes:
         RANKING: how elements are ordered, within one parameter and across several.
@@ -106,16 +64,18 @@ class _Ranked(BasePruningMethod):
     """
 
     PRUNING_TYPE = "unstructured"
-    RANKING: ClassVar[ranking.ByScore]
-    amount: Amount
+    RANKING: ClassVar[ranking.ByScore | ranking.AtRandom]
+
+    def __init__(self, amount: Amount) -> None:
+        validate_amount(amount)
+        self.amount = amount
 
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
         """Zero the ``k`` elements of ``t`` that come first; NaN rank last, as in torch."""
+        assert isinstance(self.RANKING, ranking.ByScore)
         return ranking.without_lowest(t, default_mask, self.amount, self.RANKING.order)
 
     def decide(self, call: PruningCall) -> Decision:
-        if type(self).compute_mask is not _Ranked.compute_mask:
-            return super().decide(call)
         return ranking.rank(call, self.amount, self.RANKING)
 
 
@@ -128,10 +88,6 @@ class L1Unstructured(_Ranked):
 
     IGNORES_SIGN = True
     RANKING = ranking.BY_MAGNITUDE
-
-    def __init__(self, amount: Amount) -> None:
-        validate_amount(amount)
-        self.amount = amount
 
     @classmethod
     def apply(  # type: ignore[override]
@@ -158,10 +114,6 @@ class LowestScore(_Ranked):
 
     RANKING = ranking.BY_SIGNED_SCORE
 
-    def __init__(self, amount: Amount) -> None:
-        validate_amount(amount)
-        self.amount = amount
-
     @classmethod
     def apply(  # type: ignore[override]
         cls, module: nn.Module, name: str, amount: Amount, importance_scores: Tensor
@@ -177,6 +129,39 @@ class LowestScore(_Ranked):
                 "the parameter's shape, because LowestScore never ranks values."
             )
         return super().apply(module, name, amount=amount, importance_scores=importance_scores)
+
+
+class RandomUnstructured(_Ranked):
+    """Prunes elements at random.
+
+    On unsharded parameters of one process the random numbers are torch's, from
+    the same seed. On sharded parameters, or with a process group, they are a
+    function of a seed, drawn from torch's generator on the leading rank, and of
+    the element's global index: the same mask on any sharding.
+
+    Args:
+        amount: a fraction of what is unpruned in [0, 1], or a count.
+    """
+
+    READS_VALUES = False
+    RANKING = ranking.AT_RANDOM
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """Zero the elements of ``k`` largest random numbers."""
+        return ranking.without_lowest(
+            t, default_mask, self.amount, Order.DESCENDING, torch.rand_like
+        )
+
+    def decide(self, call: PruningCall) -> Decision:
+        # Torch's own numbers go with torch's own arguments.
+        if not call.is_limited and call.is_local and not is_distributed():
+            return BasePruningMethod.decide(self, call)
+        return super().decide(call)
+
+    @classmethod
+    def apply(cls, module: nn.Module, name: str, amount: Amount) -> BasePruningMethod:  # type: ignore[override]
+        """Prune ``module.<name>`` at random; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(module, name, amount=amount)
 
 
 class RandomStructured(BasePruningMethod):
@@ -197,28 +182,25 @@ class RandomStructured(BasePruningMethod):
 
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
         """Zero the channels of ``k`` smallest random numbers."""
-        channel_dim = checked_dim(t, self.dim)
-        k = checked_count(self.amount, t.shape[channel_dim])
-        if not k:
+        dim = checked_dim(t, self.dim)
+        if not checked_count(self.amount, t.shape[dim]):
             return default_mask
-        return _without_lowest(t, channel_dim, torch.rand(t.shape[channel_dim]), k, default_mask)
+        return _without_lowest(t, dim, torch.rand(t.shape[dim]), self.amount, default_mask)
 
     def decide(self, call: PruningCall) -> Decision:
-        if type(self).compute_mask is not RandomStructured.compute_mask:
-            return super().decide(call)
         part = ChannelSlice(0, call.shards[0], checked_dim(call.shards[0], self.dim))
-        num_live = count_live_of_channels([part], _sizes(part), call.communicator)
-        live = num_live > 0
-        num_live_channels = int(live.sum())
-        scores = torch.zeros(part.num_channels, dtype=torch.float32)
-        if resolve_count(self.amount, num_live_channels):
+        live = live_channels([part], channel_sizes([[part]]), call.communicator)
+        num_live = int(live.sum())
+        scores = np.zeros(part.num_channels)
+        if resolve_count(self.amount, num_live):
             # Every rank draws from torch's CPU generator as one process does; the leader's are
             # taken.
             drawn = call.communicator.leader_of(
-                num_live_channels, lambda: torch.rand(num_live_channels).view(torch.int32).long()
+                num_live, lambda: torch.rand(num_live).view(torch.int32).long()
             )
-            scores[live] = drawn.int().view(torch.float32)
-        return _without_lowest_of(call, part, scores, num_live, self.amount)
+            scores[live] = drawn.int().view(torch.float32).numpy()
+        chosen = lowest_channels(scores, live, self.amount)
+        return Decision(prune_channels(call, [part], chosen))
 
     @classmethod
     def apply(  # type: ignore[override]
@@ -236,8 +218,7 @@ class LnStructured(BasePruningMethod):
 
     Args:
         amount: a fraction of the channels in [0, 1], or a count.
-        n: order of the norm, as in ``torch.norm``. None is 2 before torch 2.14, and a TypeError
-            since, as in torch's own pruning.
+        n: order of the norm, as in ``torch.norm``; None is 2.
         dim: the channels' dimension.
     """
 
@@ -251,46 +232,34 @@ class LnStructured(BasePruningMethod):
 
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
         """Zero the ``k`` channels of smallest norm."""
-        channel_dim = checked_dim(t, self.dim)
-        k = checked_count(self.amount, t.shape[channel_dim])
-        norms = compute_norm(t, self.n, channel_dim)
-        if not k:
-            return default_mask
-        return _without_lowest(t, channel_dim, norms, k, default_mask)
+        dim = checked_dim(t, self.dim)
+        k = checked_count(self.amount, t.shape[dim])
+        norms = compute_norm(t, self.n, dim)
+        return _without_lowest(t, dim, norms, k, default_mask) if k else default_mask
 
     def decide(self, call: PruningCall) -> Decision:
-        if type(self).compute_mask is not LnStructured.compute_mask:
-            return super().decide(call)
         shard = call.shards[0]
         part = ChannelSlice(0, shard, checked_dim(shard, self.dim))
         order = norm_order(self.n)
-        if order is None:
+        scores = call.score_or_value(0)
+        if order is None or not scores.dtype.is_floating_point:
             raise NotImplementedError(
-                f"{shard.name}: n={self.n!r} is not supported on a sharded parameter; expected a "
-                "number, +-inf included."
+                f"{shard.name}: n={self.n!r} of {scores.dtype} is not supported on a sharded "
+                "parameter; expected a number, +-inf included, and scores of floating point."
             )
-        dtype = call.score_or_value(0).dtype
-        if not dtype.is_floating_point:
-            raise NotImplementedError(
-                f"{shard.name}: scores of dtype {dtype}; expected floating point."
-            )
-
-        def read() -> ChannelRows:
-            given = call.scores[0] is not None
-            scores = call.score_or_value(0) if given else shard.live_values()
-            return part.counted_rows(scores.detach())
-
-        rows = call.communicator.run(read)
-        sizes = _sizes(part)
-        norms = joint_norms([lambda: rows], order, sizes, call.communicator).to(dtype)
+        mask = shard.mask if call.scores[0] is None else None
+        sizes = channel_sizes([[part]])
+        rows = call.communicator.run(lambda: part.counted_rows(scores, mask))
+        norms = joint_norms([lambda: rows], order, sizes, call.communicator).to(scores.dtype)
         if norms.isnan().any():
             raise ValueError(
                 f"{shard.name}: the scores of channels "
                 f"{norms.isnan().nonzero().squeeze(1).tolist()} along dim {self.dim} contain NaN; "
                 "expected numbers."
             )
-        num_live = count_live_of_channels([part], sizes, call.communicator)
-        return _without_lowest_of(call, part, norms, num_live, self.amount)
+        live = live_channels([part], sizes, call.communicator)
+        chosen = lowest_channels(norms.double().numpy(), live, self.amount)
+        return Decision(prune_channels(call, [part], chosen))
 
     @classmethod
     def apply(  # type: ignore[override]
@@ -321,37 +290,23 @@ class CustomFromMask(BasePruningMethod):
     READS_VALUES = False
 
     def __init__(self, mask: Tensor | None) -> None:
-        # None: a global pruning chose the mask, and the module's buffer is the only copy.
+        # None: a global pruning, or set_masks, chose it, and the module's buffer is the only copy.
         self._mask = mask
-        self._is_in_buffer = mask is None
 
     @property
     def mask(self) -> Tensor:
         """The given mask; after a global pruning, the mask that is in force on the module."""
         if self._mask is not None:
             return self._mask
-        module = self._module_ref() if self._module_ref is not None else None
+        module = None if self._module_ref is None else self._module_ref()
         if module is None:
             raise RuntimeError("the module that held this mask is gone.")
         mask = module._buffers[mask_key(self._tensor_name)]
         assert mask is not None
         return mask
 
-    def register_module(self, module: nn.Module) -> None:
-        super().register_module(module)
-        if self._is_in_buffer:
-            self._mask = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        if self._mask is None and self._module_ref is not None:
-            state["_mask"] = self.mask  # stored once, with the buffer
-        return state
-
     @classmethod
-    def describe_arguments(
-        cls, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[tuple[str, str]]:
+    def describe_arguments(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Fact]:
         """Not the mask: a rank may give its part only. ``decide`` compares whole ones."""
         return super().describe_arguments((), {})
 
@@ -363,20 +318,33 @@ class CustomFromMask(BasePruningMethod):
         return default_mask * self.mask.to(dtype=default_mask.dtype)
 
     def decide(self, call: PruningCall) -> Decision:
-        shard = call.shards[0]
+        part = call.communicator.run(
+            lambda: part_of_mask(self.mask, call.shards[0]), lambda made: [made[1]]
+        )[0]
 
-        def check() -> None:
-            # Torch multiplies factors in; a mask on shards only says what is kept.
-            if shard.is_sharded:
-                check_binary(local_tensor(self.mask), shard.name)
+        def prune(position: int, mask: Tensor) -> None:
+            mask.mul_(part.to(mask.dtype))
 
-        call.communicator.run(check)
-        return fixed_mask_decision(call, self.mask)
+        return Decision(lambda: call.changed_masks(prune))
 
     @classmethod
     def apply(cls, module: nn.Module, name: str, mask: Tensor) -> BasePruningMethod:  # type: ignore[override]
         """Prune ``module.<name>`` by a mask; see :meth:`BasePruningMethod.apply`."""
         return super().apply(module, name, mask=mask)
+
+
+def part_of_mask(mask: Tensor, shard: Shard) -> tuple[Tensor, Fact]:
+    """This rank's part of a mask of 0 and 1, and what must be equal on all ranks. Local.
+
+    Raises:
+        TypeError, ValueError: no tensor, another shape or layout than the parameter's, or, on a
+            sharded parameter, other values than 0 and 1.
+    """
+    part = local_part(shard.name, "mask", mask, shard)
+    if shard.is_sharded:
+        # Torch multiplies factors in; a mask on shards only says what is kept.
+        check_binary(local_tensor(mask), shard.name)
+    return part, (f"checksum of the mask of {shard.name}", whole_checksum(mask != 0, shard))
 
 
 def hook_for_chosen_mask(module: nn.Module, name: str, *, reuse: bool = False) -> BasePruningMethod:
@@ -391,43 +359,12 @@ def hook_for_chosen_mask(module: nn.Module, name: str, *, reuse: bool = False) -
     """
     hook = find_hook(module, name)
     last = hook[-1] if isinstance(hook, PruningContainer) and len(hook) else hook
-    if type(last) is not CustomFromMask or not last._is_in_buffer:
-        last = CustomFromMask(None)
-        last._tensor_name = name
-    elif reuse:
+    if type(last) is CustomFromMask and last._mask is None:
         assert isinstance(hook, BasePruningMethod)
-        return hook
-    return last if hook is None else joined(hook, last)
-
-
-def fixed_mask_decision(call: PruningCall, whole: Tensor) -> Decision:
-    """Prune one parameter where a mask is 0; values other than 0 and 1 are multiplied in."""
-    shard = call.shards[0]
-
-    def digest_of(part: Tensor) -> list[tuple[str, str]]:
-        # Every rank slices its own copy of a whole mask: they have to be the same one.
-        return [("checksum of the mask", whole_checksum(whole != 0, shard))]
-
-    part = call.communicator.run(lambda: local_part(shard.name, "mask", whole, shard), digest_of)
-
-    def prune(position: int, mask: Tensor) -> None:
-        mask.mul_(part.to(mask.dtype))
-
-    return Decision(lambda: call.changed_masks(prune))
-
-
-def _sizes(part: ChannelSlice) -> Tensor:
-    return torch.full((part.num_channels,), part.channel_size)
-
-
-def _without_lowest_of(
-    call: PruningCall, part: ChannelSlice, scores: Tensor, num_live: Tensor, amount: Amount
-) -> Decision:
-    """Prune the channels of the lowest scores among those of which something is left."""
-    cut = cut_channels(
-        scores.double().numpy(), num_live.numpy(), [part.num_channels], amount, "channels", None
-    )
-    return Decision(lambda: masks_without(call, [part], torch.from_numpy(cut.dropped)))
+        return hook if reuse else hook_with(module, name, last)
+    chosen = CustomFromMask(None)
+    chosen._tensor_name = name
+    return hook_with(module, name, chosen)
 
 
 def checked_dim(t: Tensor | Shard, dim: int) -> int:
@@ -468,57 +405,31 @@ def validate_dim(t: Tensor | Shard, dim: int) -> None:
 
 
 def norm_order(n: object) -> float | None:
-    """The order of a norm that is a sum over elements; None if ``n`` names a norm of matrices.
-
-    Raises:
-        TypeError: ``n`` is None where torch's own pruning refuses it; before, None meant 2.
-    """
+    """The order of a norm that is a sum over elements; None if ``n`` names a norm of matrices."""
     if n is None:
-        if USES_VECTOR_NORM:
-            raise TypeError(
-                f"n=None: torch {torch.__version__} takes no None for the order of a norm; "
-                "expected a number. Pass n=2, which None meant before torch 2.14."
-            )
         return 2.0
     return float(n) if isinstance(n, numbers.Real) and not math.isnan(n) else None
 
 
 def compute_norm(t: Tensor, n: Any, dim: int) -> Tensor:
-    """The L_n norm of every channel of a whole tensor, in its dtype, [t.shape[dim]].
-
-    Orders that are not a number mean what they mean in the installed torch's pruning.
-
-    Raises:
-        TypeError: ``n`` is None and torch is 2.14 or later, or ``n`` is of no known kind.
-    """
-    channel_dim = dim % t.ndim
+    """The L_n norm of every channel of a whole tensor, in its dtype, [t.shape[dim]]."""
+    dim %= t.ndim
     order = norm_order(n)
-    if order is not None and t.is_floating_point():
-        num_channels = t.shape[channel_dim]
-        rows = ChannelRows(t.detach().movedim(channel_dim, 0), torch.arange(num_channels))
-        sizes = torch.full((num_channels,), t.numel() // max(num_channels, 1))
-        exact_norms = joint_norms([lambda: rows], order, sizes, Communicator(()))
-        return exact_norms.to(device=t.device, dtype=t.dtype)
-    dims = [other for other in range(t.ndim) if other != channel_dim]
-    norms: Tensor
-    if not USES_VECTOR_NORM:
-        norms = torch.norm(t, p=n, dim=dims)
-    elif n == "nuc" or (n == "fro" and len(dims) == 2):
-        matrix_dims = dims if len(dims) == 2 else (-2, -1)
-        norms = torch.linalg.matrix_norm(t, ord=n, dim=matrix_dims)
-    else:
-        norms = torch.linalg.vector_norm(t, ord=2 if n == "fro" else n, dim=dims)
-    return norms
+    if order is None or not t.is_floating_point():
+        by_torch: Tensor = torch.norm(
+            t, p=n, dim=[other for other in range(t.ndim) if other != dim]
+        )
+        return by_torch
+    rows = t.detach().movedim(dim, 0), torch.arange(t.shape[dim]), None
+    sizes = torch.full((t.shape[dim],), t.numel() // max(t.shape[dim], 1))
+    return joint_norms([lambda: rows], order, sizes, Communicator(())).to(t.device, t.dtype)
 
 
 def _without_lowest(
-    t: Tensor, channel_dim: int, scores: Tensor, k: int, default_mask: Tensor
+    t: Tensor, dim: int, scores: Tensor, amount: Amount, default_mask: Tensor
 ) -> Tensor:
-    """A mask without the ``k`` channels of the lowest scores; NaN rank last, as in torch."""
+    """A mask without the channels of the lowest scores; NaN rank last, as in torch."""
     keep = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
-    ranking.zero_lowest(keep, scores, k, Order.MAGNITUDE)
-    mask = torch.zeros_like(t)
-    where: list[Any] = [slice(None)] * t.dim()
-    where[channel_dim] = keep.to(t.device)
-    mask[tuple(where)] = 1
-    return mask.mul_(default_mask.to(dtype=mask.dtype))
+    ranking.zero_lowest(keep, scores, resolve_count(amount, len(keep)), Order.MAGNITUDE)
+    shape = [-1 if other == dim else 1 for other in range(t.dim())]
+    return (keep.to(t.device).view(shape) * default_mask).to(t.dtype)

@@ -51,7 +51,7 @@ class TestRefusals:
     def test_keywords_that_the_method_does_not_accept(self, method):
         module = linear()
         before = snapshot(module)
-        with pytest.raises(TypeError, match=method):
+        with pytest.raises(TypeError, match=r"ammount|no arguments"):
             prune.global_unstructured([(module, "weight")], getattr(prune, method), ammount=0.5)
         assert snapshot(module) == before
 

@@ -1,7 +1,5 @@
 """Dense gradients of tied weights, and in loops of movement pruning."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -10,8 +8,8 @@ import distprune as prune
 from distprune.base.naming import unwrap
 from distprune.testing import run_ranks
 from helpers import criteria_runs as runs
-from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong_on, wrong_masks
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong_on
 
 
 class TiedNet(nn.Module):
@@ -106,50 +104,6 @@ def test_movement_in_a_training_loop(wrapping):
     num_elements = sum(runs.integer_net(wrapping).get_parameter(n).numel() for n in runs.WEIGHTS)
     for found in run_ranks(movement_in_training, wrappings.world_size(wrapping), wrapping):
         assert found == (round(0.6 * num_elements), True, 10)
-
-
-def differences_of_movement_pruning(wrapping: str) -> list[str]:
-    """Masks are the top of all scores at every step, so that pruned elements return."""
-    dense = runs.integer_net(wrapping)
-    indices = wrappings.local_indices(dense, wrapping)
-    model = wrappings.wrap(copy.deepcopy(dense), wrapping)
-    pairs = runs.named_targets(model, runs.WEIGHTS)
-    weights = [dense.get_parameter(name).detach().clone() for name in runs.WEIGHTS]
-    total = [torch.zeros_like(weight) for weight in weights]
-    masks = [torch.ones_like(weight, dtype=torch.bool) for weight in weights]
-    num_elements = sum(weight.numel() for weight in weights)
-    movement, wrong, num_grown = prune.criteria.Movement(pairs), [], 0
-    for step, batch in enumerate(runs.batches(dense, 4)):
-        with torch.no_grad():
-            leaves = [dense.get_parameter(name) for name in runs.WEIGHTS]
-            for leaf, weight, mask in zip(leaves, weights, masks, strict=True):
-                leaf.copy_(weight * mask)
-        gradients = torch.autograd.grad(runs.loss(dense, *batch), leaves)
-        for score, weight, gradient in zip(total, weights, gradients, strict=True):
-            score -= weight * gradient
-        with prune.dense_gradients(model):
-            runs.backward(model, batch, *wrappings.data_rank(wrapping))
-            movement.update()
-        model.zero_grad()
-        num_pruned = num_elements * (step + 1) // 8
-        before, masks = masks, reference.prune(total, num_pruned, key=lambda score: score + 0.0)
-        num_grown += sum(int((b < a).sum()) for b, a in zip(before, masks, strict=True))
-        chosen = prune.global_mask(
-            pairs,
-            num_elements - num_pruned,
-            scores=list(movement.scores().values()),
-            signed=True,
-        )
-        prune.set_masks(pairs, chosen.masks, grown="keep")
-        expected = dict(zip(runs.WEIGHTS, masks, strict=True))
-        wrong += wrong_masks(model, expected, indices, f"step {step}")
-    return wrong + ([] if num_grown else ["no element has returned"])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp2-3", "fsdp2_tp-2x2"])
-def test_movement_pruning_as_in_the_paper(wrapping):
-    assert_nothing_wrong_on(wrapping, differences_of_movement_pruning)
 
 
 def test_global_mask_refuses_signed_scores_without_the_sign():

@@ -82,7 +82,7 @@ class Sharded:
         self.model = wrappings.wrap(copy.deepcopy(self.dense), wrapping)
         self.optimizer = Signs(self.model.parameters())
         self.pairs = runs.named_targets(self.model, WEIGHTS)
-        prune.set_masks(self.pairs, self.masks)
+        prune.set_masks(self.pairs, list(self.masks.values()))
         batches = runs.batches(self.dense, BATCHES)
         self.batches = [tuple(t.double() for t in batch) for batch in batches]
 
@@ -146,7 +146,7 @@ def masks_of_set(wrapping: str) -> list[Tensor]:
         sharded.optimizer.zero_grad()
         if step % 3 == 0:
             report = dynamic.set_step(sharded.pairs, 0.3, optimizer=sharded.optimizer)
-            assert report.num_grown == report.num_dropped > 0
+            assert report.num_grown == report.num_pruned_now > 0
     held = prune.get_masks(sharded.pairs)
     return [(wrappings.local(mask), sharded.indices[name])
             for mask, name in zip(held, WEIGHTS, strict=True)]  # fmt: skip

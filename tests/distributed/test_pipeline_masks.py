@@ -99,7 +99,7 @@ def replaced(kind: str) -> tuple[list, list]:
         optimizer.step()
     prune.global_unstructured(chosen, prune.L1Unstructured, amount=0.4, pipeline_parallel=True)
     wanted = wanted_masks()
-    given = {pair.fqn: wanted[pair.fqn] for pair in chosen}
+    given = [wanted[pair.fqn] for pair in chosen]
     report = prune.set_masks(chosen, given, optimizer=optimizer, pipeline_parallel=True)
     assert prune.verify(model, pipeline_parallel=True).ok
     after = []
@@ -109,7 +109,7 @@ def replaced(kind: str) -> tuple[list, list]:
         values = original.detach() * mask
         parts = [wrappings.local(t.detach()).clone() for t in (mask, values, momentum)]
         after.append((pair.fqn, *parts))
-    return after, [(p.name, p.num_grown, p.num_dropped) for p in report.parameters]
+    return after, [(p.name, p.num_grown, p.num_pruned_now) for p in report.parameters]
 
 
 @pytest.mark.parametrize("kind", ["plain-2", "whole-2", "uneven-3", "fsdp2-4", "tp-4"])

@@ -75,10 +75,9 @@ class Case:
         self.optimizer.zero_grad()
 
     def replace(self, masks: dict[str, Tensor], **options):
-        report = prune.set_masks(self.pairs, masks, **options)
-        if options.get("grown", "zero") == "zero":
-            for name, mask in masks.items():
-                self.whole[name][mask & ~self.masks[name]] = 0
+        report = prune.set_masks(self.pairs, list(masks.values()), **options)
+        for name, mask in masks.items():
+            self.whole[name][mask & ~self.masks[name]] = 0
         self.masks = masks
         return report
 
@@ -108,26 +107,20 @@ class Case:
 def differences_of_updates(wrapping: str, kind: str) -> list[str]:
     case = Case(wrapping, kind)
     wrong = case.differences("first masks")
-    for turn, (state, grown) in enumerate(
-        [("zero", "zero"), ("keep", "keep"), ("zero", "keep"), ("reset", "zero")]
-    ):
-        if state == "reset" and "flat" in wrapping:
-            continue
+    for turn, state in enumerate(["zero", "keep", "zero"]):
         case.step(turn)
         before = {name: states(case.optimizer, case.model, name, case.indices) for name in WEIGHTS}
         old, new = case.masks, random_masks(case.dense, 2 + turn, 0.3 + 0.1 * turn)
         new["l3.weight"] = old["l3.weight"]  # nothing changes there
-        report = case.replace(new, optimizer=case.optimizer, state=state, grown=grown)
+        report = case.replace(new, optimizer=case.optimizer if state == "zero" else None)
         for entry in report.parameters:
             mask, earlier = new[entry.name], old[entry.name]
             expected = (int((mask & ~earlier).sum()), int((earlier & ~mask).sum()))
-            if (entry.num_grown, entry.num_dropped) != expected:
+            if (entry.num_grown, entry.num_pruned_now) != expected:
                 wrong.append(f"{entry} is not {expected}")
         for name in WEIGHTS:
             after = states(case.optimizer, case.model, name, case.indices)
             changed = wrappings.my_part(new[name] ^ old[name], case.indices[name])
-            if state == "reset" and name != "l3.weight":
-                before[name] = {}
             if list(after) != list(before[name]):
                 wrong.append(f"{state} {name}: {list(after)}")
             for key, value in after.items():
@@ -136,7 +129,7 @@ def differences_of_updates(wrapping: str, kind: str) -> list[str]:
                     earlier = earlier.masked_fill(changed.view(earlier.shape), 0)
                 if not torch.equal(value, earlier):
                     wrong.append(f"{state} {name} {key}: {value} is not {earlier}")
-        wrong += case.differences(f"{state}, {grown}")
+        wrong += case.differences(state)
     for pair in case.pairs:
         hook = find_hook(unwrap(pair[0]), pair[1])
         if isinstance(hook, prune.PruningContainer):
@@ -158,7 +151,7 @@ def differences_in_the_form_of_masks(wrapping: str) -> list[str]:
     prune.set_masks(case.pairs, held)
     wrong = case.differences("the same masks")
     found = prune.global_mask(case.pairs, 40)
-    prune.set_masks(case.pairs, dict(zip(case.pairs, found.masks, strict=True)))
+    prune.set_masks(case.pairs, found.masks)
     if [m.tolist() for m in map(wrappings.local, prune.get_masks(case.pairs))] != [
         m.tolist() for m in map(wrappings.local, found.masks)
     ]:
@@ -171,9 +164,6 @@ def differences_in_the_form_of_masks(wrapping: str) -> list[str]:
         prune.global_unstructured(case.pairs, prune.L1Unstructured, amount=5)
     if prune.verify(case.model).num_pruned != sum(w.numel() for w in case.whole.values()) - 35:
         wrong.append("another number after a pruning")
-    case.masks = {name: torch.zeros_like(mask) for name, mask in case.masks.items()}
-    dense = {name: torch.ones_like(mask) for name, mask in case.masks.items()}
-    case.replace(dense, grown="keep")
     return wrong
 
 
@@ -216,26 +206,20 @@ def refused(wrapping: str, what: str) -> tuple[str, str, list[str]]:
         case "differ":
             masks["l2.weight"] = masks["l2.weight"] ^ (rank == 1)
         case "missing":
-            del masks["l2.weight"]
-        case "unknown":
-            masks["l9.weight"] = masks["l1.weight"]
+            masks["l2.weight"] = None
         case "shape":
             masks["l2.weight"] = masks["l2.weight"][:2]
         case "values":
             masks["l2.weight"] = masks["l2.weight"] * 0.5
         case "optimizer":
             options["optimizer"] = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-        case "state":
-            options["state"] = "forget"
         case "one rank":
-            options["grown"] = "keep" if rank else "zero"
-        case "shared state":
-            options |= {"optimizer": case.optimizer, "state": "reset"}
+            options["optimizer"] = case.optimizer if rank else None
         case "list":
-            masks = list(masks.values())[:2]
+            del masks["l2.weight"]
     before = snapshot(case.model)
     try:
-        prune.set_masks(pairs, masks, **options)
+        prune.set_masks(pairs, list(masks.values()), **options)
     except Exception as error:
         return type(error).__name__, str(error), changes(before, snapshot(case.model))
     return "nothing", "", []
@@ -243,14 +227,12 @@ def refused(wrapping: str, what: str) -> tuple[str, str, list[str]]:
 
 REFUSED = {
     "differ": ("ValueError", "l2.weight"),
-    "missing": ("ValueError", "l2.weight has no mask"),
-    "unknown": ("ValueError", "masks has the key 'l9.weight'"),
+    "missing": ("TypeError", "masks[1] is a NoneType"),
     "shape": ("ValueError", "l2.weight: masks has shape (2, "),
     "values": ("ValueError", "l2.weight: its mask has the value 0.5"),
     "optimizer": ("ValueError", "l1.weight is none of the optimizer's parameters"),
-    "state": ("ValueError", "state='forget'; expected one of 'zero', 'keep', 'reset'"),
-    "one rank": ("ValueError", "grown"),
-    "list": ("ValueError", "masks has 2 elements, for 3 parameters"),
+    "one rank": ("ValueError", "an optimizer is given"),
+    "list": ("ValueError", "2 masks for 3 parameters"),
 }
 
 
@@ -260,8 +242,3 @@ def test_refused_on_all_ranks(wrapping, what):
     for kind, text, changed in run_ranks(refused, 2, wrapping, what):
         expected, part = REFUSED[what]
         assert (kind, changed) == (expected, []) and part in text, (kind, text)
-
-
-def test_a_state_that_parameters_share_cannot_be_reset():
-    for kind, text, changed in run_ranks(refused, 2, "fsdp1_flat-2", "shared state"):
-        assert kind == "NotImplementedError" and "use_orig_params" in text and changed == []

@@ -9,7 +9,6 @@ import torch.nn.utils.prune as torch_prune
 from torch.distributed.tensor import DTensor
 
 import distprune as prune
-from distprune.methods.builtin import USES_VECTOR_NORM
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, wrong_masks
@@ -78,7 +77,6 @@ def other_norm_differences(wrapping: str) -> list[str]:
     model, dense, indices = start(wrapping)
     layer = wrappings.unwrapped(model).l2
     refused = {"fro": NotImplementedError, "nuc": NotImplementedError}
-    refused |= {None: TypeError} if USES_VECTOR_NORM else {}
     wrong = []
     for n, kind in refused.items():
         try:

@@ -28,7 +28,7 @@ def check(tensors, masks, k, floors, ceilings):
     model = nn.ParameterList(tensors)
     pairs = [(model, str(i)) for i in range(len(tensors))]
     if masks is not None:
-        prune.set_masks(pairs, masks, grown="keep")
+        prune.set_masks(pairs, masks)
     limits = [dict(zip(pairs, given, strict=True)) for given in (floors, ceilings)]
     call = functools.partial(
         prune.global_unstructured, pairs, prune.L1Unstructured, amount=k,

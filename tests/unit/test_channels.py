@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune.methods.channels import ChannelRows, joint_norms
+from distprune.methods.channels import joint_norms
 from distprune.ranks.collectives import Communicator
 from distprune.shards.geometry import Split, dim_coordinates
 from helpers.sampling import num_examples
@@ -17,9 +17,8 @@ NORMS = (0, 0.5, 1, 2, 2.5, 3, -1, math.inf, -math.inf)
 
 
 def channel_norms(rows, n, channel_of_row, num_channels, channel_size, communicator):
-    part = ChannelRows(rows, channel_of_row)
     sizes = torch.full((num_channels,), channel_size)
-    return joint_norms([lambda: part], n, sizes, communicator)
+    return joint_norms([lambda: (rows, channel_of_row, None)], n, sizes, communicator)
 
 
 def norms_over(values, dim, n, split_dim, size):

@@ -17,7 +17,7 @@ TORCH = {
 }  # fmt: skip
 OURS = {
     "ChannelGroup", "ChannelGroupReport", "ChannelPart", "FactoredScores", "GlobalMask",
-    "LowestScore", "MaskLoadingReport", "MaskUpdate", "MaskUpdateReport", "NamedParameter",
+    "LowestScore", "MaskLoadingReport", "NamedParameter",
     "ParameterReport", "PruningReport", "ReconstructedParameter", "ReconstructionReport",
     "StructuredReport", "VerificationError", "VerificationReport", "VerifiedParameter",
     "budgets", "checkpoint", "criteria",

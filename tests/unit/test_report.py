@@ -50,11 +50,18 @@ def test_what_was_wanted_stands_beside_what_was_achieved():
         "layers.0.weight          1,000     100  400  62.50%    50.00%  max_sparsity",
         "head.weight      3,000,000,000       0    1             0.00%",
     ]
-    texts = [
-        replace(first, wanted=None, min_sparsity=low, max_sparsity=high).wanted_text
-        for low, high in ((None, 0.5), (0.25, None), (0.25, 0.5), (0.5, 0.5), (None, None))
+    bounded = replace(first, wanted=None, held_at=None, max_sparsity=0.5, num_grown=20)
+    lines = str(replace(REPORT, parameters=(bounded,))).split("\n")
+    assert lines[0].split() == [
+        "parameter",
+        "elements",
+        "before",
+        "now",
+        "grown",
+        "wanted",
+        "sparsity",
     ]
-    assert texts == ["at most 50.00%", "at least 25.00%", "25.00% to 50.00%", "50.00%", ""]
+    assert lines[2].endswith("20  0.00% to 50.00%    48.00%")
 
 
 def test_collapsed_parameters_have_a_line():
@@ -68,7 +75,7 @@ def test_json():
     assert data["parameters"][0] == {
         "name": "layers.0.weight", "num_elements": 1000, "num_pruned_before": 100,
         "num_pruned_now": 400, "held_at": None, "num_pruned": 500, "sparsity": 0.5,
-        "wanted": None, "min_sparsity": None, "max_sparsity": None,
+        "wanted": None, "min_sparsity": None, "max_sparsity": None, "num_grown": 0,
     }  # fmt: skip
     assert data["num_pruned_now"] == 401 and data["threshold"] == 0.25
     infinite = PruningReport(**{**vars(REPORT), "threshold": math.inf})
