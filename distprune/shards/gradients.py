@@ -169,10 +169,11 @@ def _replicas_of(shard: Shard, group: ProcessGroup | None) -> tuple[ProcessGroup
     """The data-parallel ranks of a parameter that no FSDP manages."""
     if not is_distributed():
         return ()
+    every = group if group is not None else dist.group.WORLD
+    assert every is not None  # is_distributed
     if shard.ranks is None:
-        return (group if group is not None else _world(),)
-    mesh = set(shard.ranks)
-    ranks = set(dist.get_process_group_ranks(group if group is not None else _world()))
+        return (every,)
+    mesh, ranks = set(shard.ranks), set(dist.get_process_group_ranks(every))
     if ranks <= mesh and (ranks == mesh or group is None):
         return ()
     if group is None:
@@ -188,11 +189,4 @@ def _replicas_of(shard: Shard, group: ProcessGroup | None) -> tuple[ProcessGroup
             f"{sorted(ranks & mesh)}; expected the data-parallel ranks, which have the same part "
             "of the parameter as this rank: gradients of different parts are never added up."
         )
-    assert group is not None
-    return (group,)
-
-
-def _world() -> ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None  # is_distributed
-    return group
+    return (every,)
