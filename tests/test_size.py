@@ -38,14 +38,14 @@ ROOMS = {
     "schedule": (344, 2),
     "selection": (3624, 22),
     "selftest.py": (299, 1),
-    "shards": (1208, 10),
+    "shards": (1199, 10),
     "statistics": (1716, 10),
     "streaming": (1211, 9),
     "testing.py": (246, 1),
     "verification": (723, 5),
     "wrappers": (1715, 13),
 }
-TOTAL = (27986, 210)
+TOTAL = (27977, 210)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 42338, "launch": 966}
 NO_CODE = {

@@ -285,25 +285,3 @@ def replica_of(
             replica = replica * mesh_shape[axis] + (coordinate[axis] if coordinate else 0)
             num_replicas *= mesh_shape[axis]
     return replica, num_replicas
-
-
-def local_part(name: str, what: str, tensor: DTensor, shard: Shard) -> Tensor:
-    """This rank's part of a mask or of scores given as a DTensor.
-
-    Raises:
-        ValueError: laid out differently from the parameter.
-    """
-    if (
-        tensor.shape != shard.shape
-        or tensor.device_mesh != shard.mesh
-        or tuple(tensor.placements) != shard.placements
-    ):
-        raise ValueError(
-            f"{name}: {what} is a DTensor of shape {tuple(tensor.shape)} with "
-            f"{tensor.placements} on {tensor.device_mesh}; expected shape {tuple(shard.shape)} "
-            f"with {shard.placements} on {shard.mesh}, as the parameter. "
-            "Redistribute it, or pass the full tensor."
-        )
-    local = _local(tensor)
-    # Outside of the mesh, where DTensor has one dimension only.
-    return local if local.numel() else local.new_empty(shard.values.shape)

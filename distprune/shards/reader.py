@@ -193,9 +193,18 @@ def local_part(label: str, what: str, tensor: Tensor, shard: Shard) -> Tensor:
         ValueError: a shape or a layout other than the parameter's.
     """
     if is_dtensor(tensor):
-        from distprune.shards import dtensor
-
-        return dtensor.local_part(label, what, tensor, shard)
+        laid_out = tensor.shape, tensor.device_mesh, tuple(tensor.placements)
+        if laid_out != (shard.shape, shard.mesh, shard.placements):
+            raise ValueError(
+                f"{label}: {what} is a DTensor of shape {tuple(tensor.shape)} with "
+                f"{tensor.placements} on {tensor.device_mesh}; expected shape {tuple(shard.shape)} "
+                f"with {shard.placements} on {shard.mesh}, as the parameter. "
+                "Redistribute it, or pass the full tensor."
+            )
+        with torch.no_grad():
+            local = tensor.to_local().detach()
+        # Outside of the mesh, where DTensor has one dimension only.
+        return local if local.numel() else local.new_empty(shard.values.shape)
     if tensor.shape == shard.shape:
         return shard.slice_of(tensor.detach()).to(shard.values.device)
     if shard.is_run and tensor.shape == shard.values.shape:
