@@ -39,8 +39,7 @@ def as_markdown() -> str:
 
 
 def main() -> None:
-    # Before the command line is imported: rich and typer read these once.
-    os.environ |= {"COLUMNS": str(WIDTH), "TERMINAL_WIDTH": str(WIDTH), "NO_COLOR": "1"}
+    os.environ |= {"COLUMNS": str(WIDTH), "NO_COLOR": "1"}
     sys.stdout.write(as_markdown())
 
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
+from pydantic import Field
 
 from distprune.cli import process
 from distprune.cli.console import Meter, Terminal, count, counted, percent, share_text
-from distprune.cli.describing import discard_unfinished, show_counts, tell, values_of_files
+from distprune.cli.describing import discard_unfinished, note_files, show_counts, values_of_files
 from distprune.cli.options import (
-    Destination,
+    Options,
     OutputOptions,
-    Source,
-    Timeout,
     WritingOptions,
-    argument,
-    takes_options,
+    command,
+    destination,
+    made,
+    source,
 )
 from distprune.files.text import format_size
 
@@ -28,31 +29,24 @@ if TYPE_CHECKING:
     from distprune.files.inspecting import TensorDifference
 
 
-@takes_options
-def apply(
-    masks: Annotated[
-        Path, argument("MASKS", "A pruned checkpoint, or what distprune.save_masks wrote.")
-    ],
-    source: Source,
-    destination: Destination,
-    *,
-    writing: WritingOptions,
-    output: OutputOptions,
-) -> None:
-    """Write a copy of a checkpoint with zeros where the masks of another one are zero.
+@command("apply", WritingOptions, OutputOptions)
+@click.argument("masks", metavar="MASKS", type=Path)
+@source
+@destination
+def apply(context: click.Context, masks: Path, source: Path, destination: Path) -> None:
+    """Write a copy of a checkpoint SRC with zeros where the masks of another one are zero.
+
+    MASKS is a pruned checkpoint, or what distprune.save_masks wrote.
 
     The masked tensors must have the names and shapes of those in SRC; values and dtypes may differ.
     Everything else is copied as it is. DST/distprune holds the masks and the report. After an
-    interruption of any kind, the same command continues where the last one stopped. -v lists the
-    tensors.
+    interruption the same command continues.
 
-    [bold]Examples[/bold]
-
-      distprune apply Llama-3.2-1B-50 Llama-3.2-1B-Instruct Instruct-50
-
-      distprune apply masks-of-my-run my-model my-model-pruned
+    \b
+    distprune apply Llama-3.2-1B-50 Llama-3.2-1B-Instruct Instruct-50
     """
-    terminal = output.terminal(is_leader=process.is_leader())
+    output, writing = made(context, OutputOptions), made(context, WritingOptions)
+    terminal = output.terminal()
     if writing.discard:
         discard_unfinished(terminal, destination)
         return
@@ -64,11 +58,11 @@ def apply(
 
     with process.on_ranks(writing.timeout, find) as application:
         checkpoint = application.checkpoint
-        tell(terminal, checkpoint)
+        note_files(terminal, checkpoint)
         with Meter(terminal) as meter:
             report = application.write(
                 destination,
-                progress=meter,
+                progress=meter.files,
                 replace=writing.force,
                 tell=terminal.note,
             )
@@ -88,43 +82,37 @@ def apply(
     )
 
 
-@takes_options
-def verify(
-    pruned: Annotated[Path, argument("DST", "What prune wrote, with masks.")],
-    against: Annotated[Path, typer.Option("--against", metavar="SRC", help="Its source.")],
-    scores: Annotated[
-        Path | None,
-        typer.Option(
-            "--scores",
-            metavar="FOLDER",
-            help="The scores that it was ranked by, if they were given.",
-        ),
-    ] = None,
-    *,
-    timeout: Timeout = 600.0,
-    output: OutputOptions,
-) -> None:
+class VerifyingOptions(Options):
+    """The options of verify alone."""
+
+    scores: Path | None = Field(
+        default=None, description="Scores that it was ranked by, if they were given."
+    )
+    timeout: float = Field(
+        default=600.0, ge=1, description="Seconds after which a silent rank is lost (600)."
+    )
+
+
+@command("verify", VerifyingOptions, OutputOptions)
+@click.argument("pruned", metavar="DST", type=Path)
+@click.option("--against", metavar="SRC", type=Path, required=True, help="Its source.")
+def verify(context: click.Context, pruned: Path, against: Path) -> None:
     """Check a pruned checkpoint against its source, byte by byte.
 
-    DST must have the files that prune writes and no others. Every byte that was not pruned must
-    equal that of the source, exactly as many elements must be pruned as the recipe says, and none
-    of them may come after a kept one in the order of scores. Every number of the report is derived
-    again. Of a pruning in rounds the order is not known, and not compared; everything else is. If
-    anything is wrong, it is listed and the exit code is 3. -v lists every tensor with its
-    sparsity.
+    The source is ranked again by the recipe: the masks must be the same, and every byte that was
+    not pruned must equal that of the source. If anything is wrong, it is listed, and the exit code
+    is 3. The order of a pruning in rounds is not known, and not compared.
 
-    [bold]Examples[/bold]
-
-      distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B
-
-      torchrun --nproc-per-node 4 -m distprune verify DST --against SRC
+    \b
+    distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B
     """
+    output, given = made(context, OutputOptions), made(context, VerifyingOptions)
     from distprune.files.reports import read_report
     from distprune.files.verifying import verify as check
 
-    terminal = output.terminal(is_leader=process.is_leader())
-    with process.process_group(timeout), Meter(terminal) as meter:
-        result = check(pruned, against, scores=scores, progress=meter)
+    terminal = output.terminal()
+    with process.process_group(given.timeout), Meter(terminal) as meter:
+        result = check(pruned, against, scores=given.scores, progress=meter.files)
     if output.as_json:
         terminal.json({"is_good": result.is_good, **asdict(result)})
     elif result.is_good:
@@ -146,35 +134,24 @@ def verify(
         for problem in result.problems:
             terminal.text(problem)
     if not result.is_good:
-        raise typer.Exit(process.DIFFERENT)
+        context.exit(process.DIFFERENT)
 
 
-@takes_options
-def diff(
-    first: Annotated[Path, argument("A", "A checkpoint.")],
-    second: Annotated[Path, argument("B", "Another one.")],
-    exit_code: Annotated[
-        bool,
-        typer.Option(
-            "--exit-code",
-            help=f"Exit with {process.DIFFERENT} if there is a difference, else with 0.",
-        ),
-    ] = False,
-    *,
-    output: OutputOptions,
-) -> None:
+@command("diff", OutputOptions)
+@click.argument("first", metavar="A", type=Path)
+@click.argument("second", metavar="B", type=Path)
+@click.option("--exit-code", is_flag=True, help="Exit with 3 if there is a difference.")
+def diff(context: click.Context, first: Path, second: Path, exit_code: bool) -> None:
     """Compare two checkpoints tensor by tensor: values, and which elements are zero.
 
     Names, shapes, dtypes and the metadata of the headers are compared too. The tensors may be in
     different files; files without weights are not compared. Tensors that are equal bit for bit are
     listed only with -v.
 
-    [bold]Examples[/bold]
-
-      distprune diff Llama-3.2-1B-50 Llama-3.2-1B-50-tuned
-
-      distprune diff --exit-code A B && echo equal
+    \b
+    distprune diff Llama-3.2-1B-50 Llama-3.2-1B-50-tuned
     """
+    output = made(context, OutputOptions)
     from distprune.files.checkpoints.checkpoint import open_checkpoint
     from distprune.files.inspecting import compare, compare_metadata
 
@@ -189,9 +166,9 @@ def diff(
         texts = {key: {"first": one, "second": two} for key, (one, two) in metadata.items()}
         terminal.json({"are_equal": are_equal, "metadata": texts, "tensors": values})
     else:
-        _show_differences(terminal, tensors, metadata, with_equal=output.verbose > 0)
+        _show_differences(terminal, tensors, metadata, with_equal=output.verbose)
     if exit_code and not are_equal:
-        raise typer.Exit(process.DIFFERENT)
+        context.exit(process.DIFFERENT)
 
 
 def _show_differences(

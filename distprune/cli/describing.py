@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from distprune.cli.console import Terminal, count, counted, percent, share_text
 from distprune.files.text import format_size
+from distprune.recipes import GroupRecipe
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.checkpoints.checkpoint import Checkpoint
     from distprune.files.planning import Plan
-    from distprune.files.recipe import FileRecipe
 
 
-def tell(terminal: Terminal, checkpoint: Checkpoint) -> None:
+def note_files(terminal: Terminal, checkpoint: Checkpoint) -> None:
     """Write to stderr where the checkpoint was found and which files are not copied."""
     if checkpoint.note:
         terminal.note(checkpoint.note)
@@ -108,7 +108,7 @@ def summary(plan: Plan, *, has_amount: bool = True) -> str:
     )
 
 
-def ranking_text(recipe: FileRecipe) -> str:
+def ranking_text(recipe: GroupRecipe) -> str:
     """How the tensors of a recipe without groups are ranked."""
     if recipe.pattern is not None:
         return f"keeping {recipe.pattern}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import click
+from pydantic import Field
 
 from distprune.base.blocks import parse_pattern
 from distprune.cli.console import (
@@ -17,57 +19,50 @@ from distprune.cli.console import (
     without_numbers,
 )
 from distprune.cli.describing import ranking_text
-from distprune.cli.options import (
-    OutputOptions,
-    Source,
-    dims_by_pattern,
-    option,
-    takes_options,
-)
+from distprune.cli.options import Options, OutputOptions, command, dims_by_pattern, made, source
 from distprune.files.errors import FilesError, SelectionError
 from distprune.files.text import role_of
+from distprune.recipes import Recipe
 
 if TYPE_CHECKING:
     from distprune.files.inspecting import TensorFacts
-    from distprune.files.recipe import FileRecipe
 
 
-@dataclass(frozen=True)
-class InspectOptions:
+class InspectOptions(Options):
     """What to look for, and where it is written."""
 
-    pattern: list[str] = option(
-        "N:M patterns to look for; repeatable.", ("2:4",), metavar="N:M", show_default="2:4"
+    patterns: tuple[str, ...] = Field(
+        default=("2:4",), description="N:M pattern to look for (2:4). Repeat it for more."
     )
-    input_dim: list[str] | None = option(
-        "The dimension of the inputs of tensors, from 0: '*.c_fc.weight=0'; by default as in the "
-        "recipe that SRC was pruned by, if any. Repeat it for more.",
-        metavar="PATTERN=DIM",
+    input_dims: tuple[str, ...] = Field(
+        default=(),
+        description="PATTERN=DIM: the dimension of the inputs, from 0, as '*.c_fc.weight=0' (that "
+        "in the recipe of SRC).",
     )
-    plot: Path | None = option(
-        "Draw the sparsity by layer and kind of weight (needs matplotlib).",
-        metavar="FILE.png|svg|pdf",
+    plot: Path | None = Field(
+        default=None,
+        description="Picture (png, svg, pdf) of the sparsity by layer and kind of weight.",
     )
 
 
-@takes_options
-def inspect(source: Source, given: InspectOptions, *, output: OutputOptions) -> None:
+@command("inspect", InspectOptions, OutputOptions)
+@source
+def inspect(context: click.Context, source: Path) -> None:
     """Show the sparsity of each tensor, and the share of its groups that follow an N:M pattern.
 
     Reads all weights once. Names that differ only in numbers share a line; -v lists every tensor.
     The last line is the total of all floats.
 
-    [bold]Examples[/bold]
-
-      distprune inspect Llama-3.2-1B-2of4 --pattern 2:4 --pattern 4:8
-
-      distprune inspect Llama-3.2-1B-50 --plot sparsity.png
+    \b
+    distprune inspect Llama-3.2-1B-2of4 --pattern 2:4 --pattern 4:8
+    distprune inspect Llama-3.2-1B-50 --plot sparsity.png
     """
+    output, given = made(context, OutputOptions), made(context, InspectOptions)
     from distprune.files.checkpoints.checkpoint import open_checkpoint
     from distprune.files.inspecting import inspect as inspect_tensors
 
     try:
-        patterns = {parse_pattern(text): text for text in given.pattern}
+        patterns = {parse_pattern(text): text for text in given.patterns}
     except ValueError as error:
         raise SelectionError(f"--pattern: {error}.") from error
     if given.plot is not None:
@@ -76,7 +71,7 @@ def inspect(source: Source, given: InspectOptions, *, output: OutputOptions) -> 
         plotting.check(given.plot)
     checkpoint = open_checkpoint(source)  # nothing is copied
     recipe = _recipe_of(source)
-    input_dims = _input_dims(recipe, given.input_dim)
+    input_dims = _input_dims(recipe, given.input_dims)
     terminal = output.terminal()
     with Meter(terminal) as meter:
         reading = meter.reading(checkpoint.num_bytes)
@@ -94,18 +89,18 @@ def inspect(source: Source, given: InspectOptions, *, output: OutputOptions) -> 
         terminal.json(
             {
                 "source": str(source),
-                "recipe": None if recipe is None else recipe.as_mapping(),
+                "recipe": None if recipe is None else recipe.as_values(),
                 "tensors": [_tensor_values(tensor, patterns) for tensor in facts],
             }
         )
     else:
-        _show_table(terminal, facts, patterns, one_by_one=output.verbose > 0)
+        _show_table(terminal, facts, patterns, one_by_one=output.verbose)
         if recipe is not None:
             how = "; ".join(dict.fromkeys(ranking_text(part) for part in recipe.parts))
             terminal.text(f"Pruned by distprune, {how}.")
 
 
-def _recipe_of(source: Path) -> FileRecipe | None:
+def _recipe_of(source: Path) -> Recipe | None:
     """What a checkpoint was pruned by; None if it was not, or not by a recipe."""
     from distprune.files.reports import read_report, recipe_of
 
@@ -115,13 +110,13 @@ def _recipe_of(source: Path) -> FileRecipe | None:
         return None
 
 
-def _input_dims(recipe: FileRecipe | None, options: list[str] | None) -> Sequence[Any]:
+def _input_dims(recipe: Recipe | None, options: Sequence[str]) -> Sequence[Any]:
     """What ``--input-dim`` says, or what the recipe said that a checkpoint was pruned by."""
     if options:
         return list(dims_by_pattern(options).items())
     if recipe is None:
         return ()
-    return [pair for part in recipe.parts for pair in part.input_dims]
+    return [pair for part in recipe.parts for pair in part.input_dims.items()]
 
 
 def _floats(facts: list[TensorFacts]) -> list[TensorFacts]:

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import typer
+import click
+from pydantic import Field
 
 from distprune.cli import process
 from distprune.cli.console import Meter, Terminal, count, counted, time_text
-from distprune.cli.options import (
-    AsJson,
-    OutputOptions,
-    Timeout,
-    argument,
-    option,
-    same_option,
-    takes_options,
-)
-from distprune.files.errors import (
-    CheckpointError,
-    FilesError,
-    OutputError,
-    RanksError,
-    SelectionError,
-    TextError,
-    explained,
-)
+from distprune.cli.options import Options, command, made
+from distprune.cli.process import translated
+from distprune.files.errors import CheckpointError, OutputError, SelectionError, TextError
 from distprune.files.text import format_size
 
 if TYPE_CHECKING:  # torch comes with it
@@ -43,110 +29,98 @@ if TYPE_CHECKING:  # torch comes with it
     from distprune.language_models import PerplexityReport, TokenWindows
 
 
-_DTYPES = ("float32", "bfloat16", "float16")
-_WRAPS = ("none", "ddp", "fsdp2", "tp", "fsdp2_tp", "stream")
+Dtype = Literal["float32", "bfloat16", "float16"]
+model_argument = click.argument("model", metavar="MODEL", type=Path)
 
 
-@dataclass(frozen=True)
-class ModelOptions:
+class ModelOptions(Options):
     """The options of both commands."""
 
-    model: Annotated[
-        Path,
-        argument(
-            "MODEL",
-            "A folder with a language model as transformers saves it, or the name of a model that "
-            "is in the local Hugging Face cache (org/name).",
-        ),
-    ]
-    texts: list[Path] | None = option("Text in UTF-8. Repeat it for more.", metavar="FILE")
-    length: int = option("Tokens of a window.", 1024, min=2)
-    limit: int | None = option("Windows that are read of each text, at most.", min=1)
-    batch_size: int = option("Windows that each process runs at a time.", 1, min=1)
-    dtype: str | None = option(
-        "Of the weights in memory (that of the model).", metavar="|".join(_DTYPES)
+    texts: tuple[Path, ...] = Field(default=(), description="Text in UTF-8. Repeat it for more.")
+    length: int = Field(default=1024, ge=2, description="Tokens of a window (1024).")
+    limit: int | None = Field(
+        default=None, ge=1, description="Windows that are read of each text, at most (all)."
     )
-    device: str | None = option(
-        "Where it runs (an accelerator, if there is one).", metavar="cpu|cuda"
+    batch_size: int = Field(
+        default=1, ge=1, description="Windows that each process runs at a time (1)."
     )
-    wrap: str | None = option(
-        f"How several processes hold the model: {', '.join(_WRAPS)} (fsdp2, so that none "
-        "holds all of it). With stream each has one decoder layer at a time (eval only).",
-        metavar="WRAP",
+    dtype: Dtype | None = Field(
+        default=None, description="dtype of the loaded weights (the model's)."
     )
-    mesh: str | None = option(
-        "With fsdp2_tp: data-parallel and tensor-parallel processes, as in 2x4.", metavar="DPxTP"
+    device: str | None = Field(
+        default=None, description="cpu or cuda (an accelerator, if there is one)."
     )
-    tokenizer: Path | None = option("Its tokenizer (that in MODEL).", metavar="FOLDER")
-    timeout: Timeout = 600.0
-    as_json: AsJson = False
-    quiet: bool = same_option(OutputOptions, "quiet")
-
-    def check(self) -> None:
-        """Check what needs no torch."""
-        missing = [
-            name for name in ("transformers", "safetensors") if not importlib.util.find_spec(name)
-        ]
-        if missing:
-            raise SelectionError(
-                f"this command needs {' and '.join(missing)}: pip install "
-                "'distprune[cli,language-models]'"
-            )
-        for name, value, allowed in [
-            ("--dtype", self.dtype, _DTYPES),
-            ("--wrap", self.wrap, _WRAPS),
-        ]:
-            if value is not None and value not in allowed:
-                raise SelectionError(f"{name} {value}: expected {', '.join(allowed)}.")
-        if (self.wrap == "fsdp2_tp") != (self.mesh is not None):
-            raise SelectionError("--mesh and --wrap fsdp2_tp go together; expected both or none.")
-        self.mesh_sizes()
-        from distprune.files.checkpoints.locating import locate
-
-        locate(self.model)
+    wrap: Literal["none", "ddp", "fsdp2", "tp", "fsdp2_tp", "stream"] | None = Field(
+        default=None,
+        description="How several processes hold the model: none, ddp, fsdp2 (the default), tp, "
+        "fsdp2_tp; stream: one decoder layer at a time (eval only).",
+    )
+    mesh: str | None = Field(
+        default=None,
+        pattern="^[1-9][0-9]*x[1-9][0-9]*$",
+        description="With fsdp2_tp: data-parallel and tensor-parallel processes, as in 2x4.",
+    )
+    tokenizer: Path | None = Field(default=None, description="Its tokenizer (that in MODEL).")
+    timeout: float = Field(
+        default=600.0, ge=1, description="Seconds after which a silent rank is lost (600)."
+    )
+    as_json: bool = Field(default=False, description="Write one JSON document to stdout.")
+    quiet: bool = Field(default=False, description="Write only errors to stderr.")
 
     def mesh_sizes(self) -> tuple[int, ...] | None:
         """The value of ``--mesh``."""
-        if self.mesh is None:
-            return None
-        sizes = self.mesh.split("x")
-        if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
-            raise SelectionError(f"--mesh {self.mesh}: expected DPxTP, such as 2x4.")
-        return tuple(map(int, sizes))
+        if (self.wrap == "fsdp2_tp") != (self.mesh is not None):
+            raise SelectionError("--mesh and --wrap fsdp2_tp go together; expected both or none.")
+        return None if self.mesh is None else tuple(map(int, self.mesh.split("x")))
 
-    def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer; transformers says nothing but errors from now on."""
-        from transformers.utils import logging
 
-        from distprune import language_models
+def need_libraries(model: Path) -> None:
+    """Raise a FilesError if there is no such model, or no library that runs it."""
+    missing = [name for name in ("transformers", "safetensors") if not find_spec(name)]
+    if missing:
+        raise SelectionError(
+            f"this command needs {' and '.join(missing)}: pip install "
+            "'distprune[cli,language-models]'"
+        )
+    from distprune.files.checkpoints.locating import locate
 
-        quiet: Any = logging  # without types
-        quiet.set_verbosity_error()
-        quiet.disable_progress_bar()
-        return language_models.load_tokenizer(self.tokenizer or self.model)
+    locate(model)
 
-    def kind_of_device(self) -> str:
-        """ "cpu", or the kind of an accelerator; this rank's is the current one afterwards."""
-        import torch
 
-        found = torch.accelerator.current_accelerator(check_available=True)
-        kind = self.device or ("cpu" if found is None else found.type)
-        if kind == "cpu":
-            return kind
-        if found is None or kind != found.type:
-            has = "none" if found is None else found.type
-            raise SelectionError(
-                f"--device {kind}: expected cpu, or the accelerator of this machine ({has})."
-            )
-        place = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
-        count = torch.accelerator.device_count()
-        if place >= count:
-            raise SelectionError(
-                f"--device {kind}: process {place} has none, there are {count}; expected as many "
-                "processes as devices, or --device cpu."
-            )
-        torch.accelerator.set_device_index(place)
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """A tokenizer; transformers writes nothing but errors from now on."""
+    from transformers.utils import logging
+
+    from distprune import language_models
+
+    quiet: Any = logging  # without types
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+    return language_models.load_tokenizer(folder)
+
+
+def kind_of_device(asked: str | None) -> str:
+    """ "cpu", or the kind of an accelerator; this rank's is the current one afterwards."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = asked or ("cpu" if accelerator is None else accelerator.type)
+    if kind == "cpu":
         return kind
+    if accelerator is None or kind != accelerator.type:
+        has = "none" if accelerator is None else accelerator.type
+        raise SelectionError(
+            f"--device {kind}: expected cpu, or the accelerator of this machine ({has})."
+        )
+    place = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+    num_devices = torch.accelerator.device_count()
+    if place >= num_devices:
+        raise SelectionError(
+            f"--device {kind}: process {place} has none, there are {num_devices}; expected as many "
+            "processes as devices, or --device cpu."
+        )
+    torch.accelerator.set_device_index(place)
+    return kind
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
@@ -169,6 +143,7 @@ class Opened:
 
     Attributes:
         options: what was asked for.
+        folder: of the model.
         model: None: it is streamed.
         windows: None without a text.
         wrap, device: how the model is wrapped, and the kind of device that it is on.
@@ -176,6 +151,7 @@ class Opened:
     """
 
     options: ModelOptions
+    folder: Path
     terminal: Terminal
     model: nn.Module | None
     tokenizer: PreTrainedTokenizerBase
@@ -193,7 +169,7 @@ class Opened:
             from distprune import streaming
 
             asked = dtype_named(self.options.dtype)
-            dtype = asked or streaming.computing_dtype(self.options.model)
+            dtype = asked or streaming.computing_dtype(self.folder)
         return {
             "dtype": str(dtype).removeprefix("torch."),
             "wrap": self.wrap,
@@ -209,16 +185,18 @@ def _text_of_run(facts: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def opened(options: ModelOptions) -> Iterator[Opened]:
+def opened(options: ModelOptions, folder: Path) -> Iterator[Opened]:
     """Load the model and the windows of all texts on every rank. Collective."""
-    terminal = Terminal(options.as_json, -1 if options.quiet else 0, is_leader=process.is_leader())
-    kind = options.kind_of_device()
+    need_libraries(folder)
+    mesh = options.mesh_sizes()
+    terminal = Terminal(options.as_json, options.quiet)
+    kind = kind_of_device(options.device)
     with process.process_group(options.timeout, backend_of(kind)):
         with translated(CheckpointError):
             from distprune import language_models
             from distprune.ranks.process_groups import world
 
-            tokenizer = options.load_tokenizer()
+            tokenizer = load_tokenizer(options.tokenizer or folder)
         windows = None
         if options.texts:
             with translated(TextError):
@@ -237,91 +215,66 @@ def opened(options: ModelOptions) -> Iterator[Opened]:
                 None
                 if wrap == "stream"
                 else language_models.load_sharded(
-                    options.model,
+                    folder,
                     wrap=wrap,
-                    mesh=options.mesh_sizes(),
+                    mesh=mesh,
                     dtype=dtype_named(options.dtype),
                     device=kind if kind == "cpu" else None,
                 )
             )
         began = time.monotonic()
-        yield Opened(options, terminal, model, tokenizer, windows, wrap, kind, num_ranks, began)
+        yield Opened(
+            options, folder, terminal, model, tokenizer, windows, wrap, kind, num_ranks, began
+        )
 
 
-@contextlib.contextmanager
-def translated(kind: type[FilesError]) -> Iterator[None]:
-    """Give errors of the library, which are Python's, the exit codes of the command line."""
-    try:
-        yield
-    except FilesError:
-        raise
-    except (ValueError, NotImplementedError) as error:
-        raise kind(str(error)) from error
-    except ImportError as error:
-        raise SelectionError(str(error)) from error
-    except RuntimeError as error:
-        if process.is_rank() and explained(error) is None:
-            raise RanksError(
-                f"a rank failed, was lost, or did not answer in time ({error})."
-            ) from error
-        raise
+class EvaluationOptions(ModelOptions):
+    """The options of eval."""
+
+    generate: tuple[str, ...] = Field(
+        default=(),
+        description="Print how the model goes on with this text, by its likeliest tokens. Repeat "
+        "it for more.",
+    )
 
 
-@takes_options
-def evaluate(
-    given: ModelOptions,
-    generate: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--generate",
-            metavar="TEXT",
-            help="Print how the model goes on with this text, by its likeliest tokens. Repeat it "
-            "for more.",
-        ),
-    ] = None,
-) -> None:
+@command("eval", EvaluationOptions)
+@model_argument
+def evaluate(context: click.Context, model: Path) -> None:
     """Measure the perplexity of texts under a language model, before or after pruning.
 
     Each text is cut into windows that do not overlap; what is left at its end is dropped. If the
     tokenizer puts a bos token in front of texts, each window begins with one. Processes
     share the windows, and the numbers do not depend on how many there are (but for rounding, with
-    tp). Numbers of other lengths, texts or tokenizers do not compare. With --generate, with or
-    without texts, the model goes on with a sentence. It needs the extra language-models.
+    tp). Numbers of other lengths, texts or tokenizers do not compare.
 
-    [bold]Examples[/bold]
-
-      distprune eval Llama-3.2-1B-50 --text held-out.txt
-
-      distprune eval Llama-3.2-1B-50 --generate "The capital of France is"
-
-      distprune eval Llama-3.2-1B --text a.txt --text b.txt --limit 100 --json
-
-      torchrun --nproc-per-node 8 -m distprune eval Llama-3-70B --text test.txt
-
-      distprune eval Llama-3-70B --text test.txt --wrap stream
+    \b
+    distprune eval Llama-3.2-1B-50 --text held-out.txt
+    distprune eval Llama-3.2-1B-50 --generate "The capital of France is"
+    torchrun --nproc-per-node 8 -m distprune eval Llama-3-70B --text test.txt
     """
-    if not (given.texts or generate):
+    given = made(context, EvaluationOptions)
+    if not (given.texts or given.generate):
         raise SelectionError("nothing to evaluate; expected --text FILE, or --generate TEXT.")
-    if generate and given.wrap == "stream":
+    if given.generate and given.wrap == "stream":
         raise SelectionError(
             "--generate with --wrap stream would read the whole model for every token; expected "
             "another --wrap, or --text alone."
         )
-    given.check()
-    with opened(given) as run, translated(CheckpointError), Meter(run.terminal) as meter:
+    with opened(given, model) as run, translated(CheckpointError), Meter(run.terminal) as meter:
         from distprune.language_models.evaluating import continued
 
         report = None if run.windows is None else _perplexity(run, run.windows, meter)
-        model: Any = run.model  # it is not streamed, if there are texts
+        loaded: Any = run.model  # it is not streamed, if it goes on with texts
         generated = [
-            {"text": text, "continuation": continued(model, run.tokenizer, text)}
-            for text in generate or []
+            {"text": text, "continuation": continued(loaded, run.tokenizer, text)}
+            for text in given.generate
         ]
         facts = run.facts()
     if given.as_json:
         measured = {} if report is None else report.as_values()
-        told = {"generated": generated} if generate else {}
-        run.terminal.json({"model": str(given.model), **measured, **told, **facts})
+        told = {"generated": generated} if generated else {}
+        run.terminal.json({"model": str(model), **measured, **told, **facts})
         return
     if report is not None:
         _show(run.terminal, report)
@@ -341,7 +294,7 @@ def _perplexity(run: Opened, windows: TokenWindows, meter: Meter) -> PerplexityR
     from distprune import streaming
 
     return streaming.perplexity(
-        given.model,
+        run.folder,
         windows,
         batch_size=given.batch_size,
         dtype=dtype_named(given.dtype),
@@ -359,44 +312,41 @@ def _show(terminal: Terminal, report: PerplexityReport) -> None:
     terminal.table(("text", *numbers), rows, right=numbers)
 
 
-@dataclass(frozen=True)
-class CalibrationOptions:
-    """The options of calibrate alone."""
+class CalibrationOptions(ModelOptions):
+    """The options of calibrate."""
 
-    out: Path = option(
-        "The statistics; an existing file is replaced when everything is done.",
-        MISSING,
-        metavar="FILE.safetensors",
-        show_default=False,
+    samples: int | None = Field(
+        default=None, ge=1, description="Take so many windows, drawn at random (all)."
     )
-    samples: int | None = option(
-        "Take so many windows, drawn at random (all that are read).", min=1
+    seed: int = Field(default=0, description="Random seed for --samples (0).")
+    include: tuple[str, ...] = Field(
+        default=(),
+        description="Layers whose whole name matches a glob, or an expression after re: (all but "
+        "the head). Repeat it for more.",
     )
-    seed: int = option("Of --samples.", 0)
-    include: list[str] | None = option(
-        "Linear layers and fused experts whose whole name matches a glob, or an "
-        "expression after re:. Repeat it for more. Without it: all but the head.",
-        metavar="PATTERN",
+    exclude: tuple[str, ...] = Field(
+        default=(), description="Leave out layers that match. Repeat it for more."
     )
-    exclude: list[str] | None = option(
-        "Leave out layers that match. Repeat it for more.", metavar="PATTERN"
+    allow_empty: tuple[str, ...] = Field(
+        default=(),
+        description="Layers to which no token need come, such as experts. Repeat it for more.",
     )
-    allow_empty: list[str] | None = option(
-        "Layers to which no token need come, such as experts. Repeat it for more.",
-        metavar="PATTERN",
-    )
-    gradients: bool = option(
-        "Statistics of the gradients of the loss, for score fisher, in place of those of "
-        "activations. A batch of one process is a unit.",
-        False,
+    gradients: bool = Field(
+        default=False,
+        description="Statistics of gradients, for score fisher, in place of those of activations.",
     )
 
 
-@takes_options
-def calibrate(
-    given: ModelOptions,
-    own: CalibrationOptions,
-) -> None:
+@command("calibrate", CalibrationOptions)
+@model_argument
+@click.option(
+    "--out",
+    metavar="FILE.safetensors",
+    type=Path,
+    required=True,
+    help="The statistics; an existing file is replaced when everything is done.",
+)
+def calibrate(context: click.Context, model: Path, out: Path) -> None:
     """Run text through a language model, and write statistics of what its layers are called with.
 
     For each input of each linear layer, and of each of fused experts: the sums of x and of x
@@ -409,18 +359,16 @@ def calibrate(
     weights over all batches, from which score fisher is made. A backward follows each forward, and
     gradients take as much memory as the model; a batch counts by its number of windows.
 
-    [bold]Examples[/bold]
-
-      distprune calibrate MODEL --text train.txt --samples 64 --out s.safetensors
-
-      distprune calibrate MODEL --text a.txt --out g.safetensors --gradients
+    \b
+    distprune calibrate MODEL --text train.txt --samples 64 --out s.safetensors
+    distprune calibrate MODEL --text a.txt --out g.safetensors --gradients
     """
+    given = made(context, CalibrationOptions)
     if not given.texts:
         raise SelectionError("nothing to run; expected --text FILE.")
-    given.check()
-    if not own.out.absolute().parent.is_dir():
-        raise OutputError(f"{own.out}: its folder does not exist; expected one that does.")
-    if own.gradients and own.allow_empty:
+    if not out.absolute().parent.is_dir():
+        raise OutputError(f"{out}: its folder does not exist; expected one that does.")
+    if given.gradients and given.allow_empty:
         raise SelectionError(
             "--allow-empty has no effect with --gradients, where any layer may have none; leave it "
             "out."
@@ -429,7 +377,7 @@ def calibrate(
         raise SelectionError(
             "--wrap stream is for eval; `distprune prune --text` collects statistics so."
         )
-    with opened(given) as run:
+    with opened(given, model) as run:
         import distprune as prune
         from distprune import language_models
         from distprune.language_models.calibrating import without_statistics
@@ -437,19 +385,15 @@ def calibrate(
         terminal, windows = run.terminal, run.windows
         assert run.model is not None and windows is not None
         with translated(SelectionError):
-            if own.samples is not None:
-                windows = windows.sample(own.samples, seed=own.seed)
-            layers = language_models.linear_layers(
-                run.model, own.include or None, own.exclude or ()
-            )
+            if given.samples is not None:
+                windows = windows.sample(given.samples, seed=given.seed)
+            layers = language_models.linear_layers(run.model, given.include or None, given.exclude)
             statistics = (
                 prune.statistics.GradientStatistics(layers)
-                if own.gradients
-                else prune.statistics.ActivationStatistics(
-                    layers, allow_empty=own.allow_empty or ()
-                )
+                if given.gradients
+                else prune.statistics.ActivationStatistics(layers, allow_empty=given.allow_empty)
             )
-        unseen = [] if own.gradients else without_statistics(run.model)
+        unseen = [] if given.gradients else without_statistics(run.model)
         if unseen:
             terminal.note(
                 f"Warning: no statistics of {counted(len(unseen), 'weight')} whose inputs are not "
@@ -463,21 +407,21 @@ def calibrate(
                 batch_size=given.batch_size,
                 progress=meter.windows,
             )
-            statistics.save(own.out)
+            statistics.save(out)
         facts = run.facts()
     num_tokens = windows.tokens.numel()
     if given.as_json:
         terminal.json(
             {
-                "model": str(given.model),
-                "out": str(own.out),
+                "model": str(model),
+                "out": str(out),
                 "mode": getattr(statistics, "mode", "gradients"),
                 "texts": [str(text) for text in given.texts],
                 "length": given.length,
                 "num_windows": len(windows),
                 "num_tokens": num_tokens,
-                "samples": own.samples,
-                "seed": None if own.samples is None else own.seed,
+                "samples": given.samples,
+                "seed": None if given.samples is None else given.seed,
                 "num_layers": len(layers),
                 "layers": [layer.fqn for layer in layers],
                 "without_statistics": unseen,
@@ -486,7 +430,7 @@ def calibrate(
         )
     elif terminal.is_leader:
         terminal.text(
-            f"{own.out}: statistics of {counted(len(layers), 'layer')} over {count(num_tokens)} "
-            f"tokens in {counted(len(windows), 'window')}, {format_size(own.out.stat().st_size)}. "
+            f"{out}: statistics of {counted(len(layers), 'layer')} over {count(num_tokens)} "
+            f"tokens in {counted(len(windows), 'window')}, {format_size(out.stat().st_size)}. "
             f"{_text_of_run(facts)}"
         )

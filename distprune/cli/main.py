@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
+
+from distprune.files.errors import SelectionError, explained
+from distprune.files.text import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit."""
-    from distprune.cli import process
-
-    if arguments is not None:
-        sys.exit(process.run(arguments, _run))
-    process.end_on_signals()
-    process.leave(process.run(sys.argv[1:], _run))
-
-
-def _run(arguments: Sequence[str]) -> int | None:
-    if arguments[:1] == ["selftest"]:  # without typer and rich, which may be missing
-        from distprune.cli import selftest
-
-        return selftest.main(arguments[1:])
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for encodings that lack characters
     try:
-        from distprune.cli import app
-    except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
-            raise
-        from distprune.files.errors import SelectionError
+        if arguments[:1] == ["selftest"]:  # without click and rich, which may be missing
+            from distprune.cli import selftest
 
+            sys.exit(selftest.main(arguments[1:]))
+        _run(arguments)
+    except Exception as error:
+        explanation = explained(error)
+        if explanation is None:
+            raise
+        # An indent shows that a line continues the message: names may have line breaks.
+        text = str(explanation).replace("\n  - ", "\n- ").replace("\n", "\n  ")
+        print("distprune:", "\n".join(map(printable, text.split("\n"))), file=sys.stderr)
+        sys.exit(explanation.exit_code)
+
+
+def _run(arguments: Sequence[str]) -> None:
+    try:
+        from distprune.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("click", "rich", "pydantic", "yaml"):
+            raise
         raise SelectionError(
             f"the command line needs {error.name}: pip install 'distprune[cli]' (only selftest "
             "works without)"
         ) from error
-    app.run(arguments)
-    return None
+    app(args=list(arguments), prog_name="distprune")

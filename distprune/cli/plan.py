@@ -6,27 +6,27 @@ import math
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from distprune.base.garbage import without_garbage_collection
 from distprune.base.mask_bits import num_bytes_of
 from distprune.cli import process
 from distprune.cli.console import Terminal, count, percent, shape_text, without_numbers
-from distprune.cli.describing import ranking_text, show_warnings, summary, tell, values_of_files
-from distprune.cli.options import (
-    OutputOptions,
-    RecipeName,
-    RecipeOptions,
-    Source,
-    argument,
-    takes_options,
+from distprune.cli.describing import (
+    note_files,
+    ranking_text,
+    show_warnings,
+    summary,
+    values_of_files,
 )
-from distprune.cli.pruning_by_text import TextOptions, cost_by_text, described_cost, with_score
+from distprune.cli.options import ESSENTIAL, OutputOptions, command, made, recipe_option, source
+from distprune.cli.pruning_by_text import TextOptions, chosen_recipe, cost_by_text, cost_text
 from distprune.files.errors import OutputError
 from distprune.files.output import folder_bytes, free_bytes, partial_folders
 from distprune.files.text import format_size
+from distprune.recipes import Recipe
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan, PlannedTensor
@@ -47,7 +47,7 @@ def show(
         action = f"keep: {reason}"
         if not reason:
             known = [number for number in numbers if number is not None]
-            action = f"prune {count(sum(known))}" if len(known) == len(numbers) else "prune"
+            action = f"prune {sum(known):,}" if len(known) == len(numbers) else "prune"
             action += f", group {group}" if len(plan.groups) > 1 else ""
         elements = len(numbers) * math.prod(shape)
         rows.append((name, count(len(numbers)), dtype, shape_text(shape), count(elements), action))
@@ -87,7 +87,7 @@ def as_values(plan: Plan, has_amount: bool) -> dict[str, Any]:
     to_prune = {name: _count(tensor) if has_amount else None for name, tensor in planned.items()}
     return {
         "source": plan.checkpoint.folder,
-        "recipe": plan.recipe.as_mapping() if has_amount else None,
+        "recipe": plan.recipe.as_values() if has_amount else None,
         "digest": plan.digest if has_amount else None,
         "warnings": list(plan.warnings),
         "num_elements": plan.num_elements,
@@ -167,68 +167,54 @@ def _sidecar_bytes(plan: Plan) -> int:
     return masks * plan.recipe.masks + 2 * names
 
 
-@takes_options
+@command("plan", Recipe, TextOptions, OutputOptions, first=ESSENTIAL)
+@source
+@click.argument("destination", metavar="[DST]", type=Path, required=False)
+@recipe_option
 @without_garbage_collection()
 def plan(
-    source: Source,
-    destination: Annotated[
-        Path | None,
-        argument(
-            "DST",
-            "Where prune will write, to check that there is enough space. Nothing is written now.",
-        ),
-    ] = None,
-    recipe: RecipeName = None,
-    *,
-    by_text: TextOptions,
-    options: RecipeOptions,
-    output: OutputOptions,
+    context: click.Context, source: Path, destination: Path | None, recipe: str | None
 ) -> None:
     """Show what would be pruned, what would not and why, and the disk space that is needed.
 
     Reads headers alone; writes nothing. Without a sparsity, a pattern or a recipe, it shows the
-    default selection. Names that differ only in numbers share a line; -v lists every tensor. With
-    --text, it says what memory and disk that takes, too. The exit code is 1 if there is not enough
-    space at DST.
+    default selection. Names that differ only in numbers share a line; -v lists every tensor. The
+    exit code is 1 if there is not enough space at DST.
 
-    [bold]Examples[/bold]
-
-      distprune plan Llama-3.2-1B
-
-      distprune plan Llama-3.2-1B Llama-3.2-1B-50 --sparsity 0.5
-
-      distprune plan Llama-3.2-1B -r semi_structured_2_4 --exclude "*.up_proj.*"
-
-      distprune plan Llama-3-70B -s 0.6 --text train.txt --length 2048
+    \b
+    distprune plan Llama-3.2-1B Llama-3.2-1B-50 -s 0.5
+    distprune plan Llama-3.2-1B -r semi_structured_2_4 --exclude "*.up_proj.*"
+    distprune plan Llama-3-70B -s 0.6 --text train.txt --length 2048
     """
     from distprune.files.planning import plan as make_plan
 
-    # Without an amount there is still a selection.
+    output, by_text = made(context, OutputOptions), made(context, TextOptions)
     by_text.check()
-    amounts = (recipe, options.sparsity, options.pattern)
-    has_amount = any(amount is not None for amount in amounts)
-    asked = vars(options) | ({} if has_amount else {"sparsity": 0.0})
-    chosen = with_score(recipe, asked, by_text)
-    text_cost = cost_by_text(source, chosen, by_text) if by_text.text else None
+    # Without an amount there is still a selection.
+    has_amount = recipe is not None or not {"sparsity", "pattern"}.isdisjoint(context.obj[Recipe])
+    if not has_amount:
+        context.obj[Recipe]["sparsity"] = 0.0
+    chosen = chosen_recipe(context, recipe, by_text)
+    text_cost = cost_by_text(source, chosen, by_text) if by_text.texts else None
     awaits = text_cost is not None and chosen.statistics is None
-    made = make_plan(source, chosen, awaits_statistics=awaits)
-    cost = estimate(made, destination, 0 if text_cost is None else text_cost.disk)
+    plan = make_plan(source, chosen, awaits_statistics=awaits)
+    cost = estimate(plan, destination, 0 if text_cost is None else text_cost.disk)
     terminal = output.terminal()
-    tell(terminal, made.checkpoint)
-    show_warnings(terminal, made)
-    values = as_values(made, has_amount)
+    note_files(terminal, plan.checkpoint)
+    show_warnings(terminal, plan)
+    values = as_values(plan, has_amount)
     if output.as_json:
         values["cost"] = cost
         if text_cost is not None:
             values["cost_by_text"] = asdict(text_cost)
         terminal.json(values)
     else:
-        show(terminal, made, values, one_by_one=output.verbose > 0, has_amount=has_amount)
+        show(terminal, plan, values, one_by_one=output.verbose, has_amount=has_amount)
         if text_cost is not None:
-            terminal.text(described_cost(text_cost))
+            terminal.text(cost_text(text_cost))
         _show_cost(terminal, cost, destination)
     if cost["fits"] is False:
-        raise typer.Exit(process.FAILURE)
+        context.exit(process.FAILURE)
 
 
 def _show_cost(terminal: Terminal, cost: dict[str, Any], destination: Path | None) -> None:

@@ -4,146 +4,103 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from distprune.cli import describing, process
-from distprune.cli.console import (
-    Meter,
-    Terminal,
-    count,
-    counted,
-    percent,
-    share_text,
-    time_text,
-)
+from distprune.cli.console import Meter, Terminal, counted, percent, share_text, time_text
 from distprune.cli.options import (
-    Destination,
+    ESSENTIAL,
     OutputOptions,
-    RecipeName,
-    RecipeOptions,
-    Source,
     WritingOptions,
-    takes_options,
+    command,
+    destination,
+    made,
+    recipe_option,
+    source,
 )
-from distprune.cli.pruning_by_text import TextOptions, prune_by_text, with_score
+from distprune.cli.pruning_by_text import TextOptions, chosen_recipe, prune_by_text
 from distprune.files.text import format_size
+from distprune.recipes import GroupRecipe, Recipe
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan
-    from distprune.files.recipe import FileRecipe
     from distprune.files.reports import GroupReport, Report
 
 
-@takes_options
-def prune(
-    source: Source,
-    destination: Destination,
-    recipe: RecipeName = None,
-    *,
-    by_text: TextOptions,
-    options: RecipeOptions,
-    masks: Annotated[
-        bool | None, typer.Option("--masks/--no-masks", help="Whether to write the masks (yes).")
-    ] = None,
-    card: Annotated[
-        bool | None,
-        typer.Option(
-            "--card/--no-card",
-            help="Whether README.md describes the pruning (yes) or is a copy of SRC's.",
-        ),
-    ] = None,
-    writing: WritingOptions,
-    output: OutputOptions,
-) -> None:
+@command("prune", Recipe, TextOptions, WritingOptions, OutputOptions, first=ESSENTIAL)
+@source
+@destination
+@recipe_option
+def prune(context: click.Context, source: Path, destination: Path, recipe: str | None) -> None:
     """Write a pruned copy of a checkpoint; the same to the byte on any number of processes.
 
-    Files, headers and the index stay as they are; only the bytes of pruned elements change, to
-    zero. DST/distprune holds the masks, the recipe and the report, and README.md describes the
-    pruning above the text of the source's README.md. With --text, a language model is pruned by
-    gradients on the text, and its kept weights move. After an interruption of any kind, the same
-    command continues where the last one stopped; with --discard it removes the unfinished result
-    instead. If this command has finished DST before, it changes nothing; --force replaces what
-    another one has finished there.
+    Only the bytes of pruned elements change, to zero; DST/distprune holds masks, recipe and report.
+    With --text, gradients on the text rank the weights of a language model, and its kept weights
+    move. After an interruption the same command continues.
 
-    [bold]Examples[/bold]
-
-      distprune prune Llama-3.2-1B Llama-3.2-1B-50 --sparsity 0.5
-
-      distprune prune SRC DST -s 0.6 --text train.txt --eval held-out.txt
-
-      distprune prune Llama-3.2-1B Llama-2of4 -r semi_structured_2_4
-
-      distprune prune SRC DST -r wanda_row_50 --statistics stats.safetensors
-
-      torchrun --nproc-per-node 8 -m distprune prune SRC DST -s 0.5 --scope row
+    \b
+    distprune prune Llama-3.2-1B Llama-3.2-1B-50 -s 0.5
+    distprune prune SRC DST -s 0.6 --text train.txt --eval held-out.txt
+    torchrun --nproc-per-node 8 -m distprune prune SRC DST -r semi_structured_2_4
     """
-    terminal = output.terminal(is_leader=process.is_leader())
+    output, writing = made(context, OutputOptions), made(context, WritingOptions)
+    by_text = made(context, TextOptions)
+    terminal = output.terminal()
     if writing.discard:
         describing.discard_unfinished(terminal, destination)
         return
     by_text.check()
-
-    def make_recipe() -> FileRecipe:
-        return with_score(recipe, vars(options) | {"masks": masks, "card": card}, by_text)
-
-    if by_text.text:
-        report, plan_of_text = prune_by_text(
-            terminal, source, destination, make_recipe, by_text, writing
-        )
-        _conclude(terminal, report, plan_of_text, destination)
+    if by_text.texts:
+        chosen = chosen_recipe(context, recipe, by_text)
+        report, plan = prune_by_text(terminal, source, destination, chosen, by_text, writing)
+        _show(terminal, report, plan, destination, with_tensors=output.verbose)
         return
 
     def make_plan() -> Plan:
         from distprune.files import planning
 
-        return planning.plan(source, make_recipe())
+        return planning.plan(source, chosen_recipe(context, recipe, by_text))
 
     with process.on_ranks(writing.timeout, make_plan) as plan:
         from distprune.files import pruning
 
-        describing.tell(terminal, plan.checkpoint)
+        describing.note_files(terminal, plan.checkpoint)
         describing.show_warnings(terminal, plan)
         terminal.note(describing.summary(plan))
         with Meter(terminal) as meter:
             report = pruning.prune(
                 plan,
                 destination,
-                progress=meter,
+                progress=meter.files,
                 replace=writing.force,
                 tell=terminal.note,
             )
-    _conclude(terminal, report, plan, destination)
+    _show(terminal, report, plan, destination, with_tensors=output.verbose)
 
 
-def _conclude(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> None:
+def _show(
+    terminal: Terminal, report: Report, plan: Plan, destination: Path, *, with_tensors: bool
+) -> None:
     """Say what was done, on the first rank."""
     if not terminal.is_leader:
         return
+    from distprune.base.memory import peak_rss_bytes
     from distprune.files.reports.building import advice_about
 
-    for warning in report.warnings:
-        terminal.note(f"Warning: {warning}")
-    if advice := advice_about(plan, report.tensors):
-        terminal.note(f"Warning: {advice}")
-    _show(terminal, report, plan, destination)
-
-
-def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> None:
-    from distprune.base.memory import peak_rss_bytes
-
+    for warning in (*report.warnings, advice_about(plan, report.tensors)):
+        if warning:
+            terminal.note(f"Warning: {warning}")
     if terminal.as_json:
         terminal.json(json.loads(report.to_json()) | describing.values_of_files(plan.checkpoint))
         return
-    if terminal.verbosity > 0:
+    if with_tensors:
         _show_tensors(terminal, report)
-    terminal.text(
-        f"Pruned {share_text(report.num_pruned, report.num_elements)} in "
-        f"{counted(len(report.tensors), 'tensor')}."
-    )
+    num_tensors = counted(len(report.tensors), "tensor")
+    terminal.text(f"Pruned {share_text(report.num_pruned, report.num_elements)} in {num_tensors}.")
     for group in report.groups:
-        if text := _describe_group(report, group, plan.groups[group.index].recipe):
+        if text := _group_text(report, group, plan.groups[group.index].recipe):
             terminal.text(text)
     num_limited = sum(tensor.held_at is not None for tensor in report.tensors)
     if num_limited:
@@ -170,24 +127,20 @@ def _show_tensors(terminal: Terminal, report: Report) -> None:
     describing.show_counts(terminal, rows, ("divisor", "cut at") if is_normalized else ())
 
 
-def _describe_group(report: Report, group: GroupReport, recipe: FileRecipe) -> str:
+def _group_text(report: Report, group: GroupReport, recipe: GroupRecipe) -> str:
     """The sparsity of a group, if there are several; the threshold and its ties, if it has one."""
     texts = []
     if len(report.groups) > 1:
         texts.append(
-            f"Group {group.index}: {count(group.num_pruned)} of {count(group.num_elements)} "
+            f"Group {group.index}: {group.num_pruned:,} of {group.num_elements:,} "
             f"({percent(group.num_pruned, group.num_elements)})."
         )
     if group.threshold is not None:
-        limits = {tensor.held_at for tensor in report.tensors if tensor.group == group.index}
-        is_limited = bool(limits - {None})
-        is_magnitude = recipe.ranks_magnitudes and recipe.normalize is None
+        is_magnitude = recipe.ranks_magnitudes and recipe.divisor is None
         what = "magnitude" if is_magnitude else "score"
-        threshold = "Threshold of the ranking" if is_limited else f"Largest pruned {what}"
-        ties = f"{count(group.num_ties or 0)} elements of this {what}"
-        ties += " and within limits" if is_limited else ""
         texts.append(
-            f"{threshold}: {group.threshold:.6g}{recipe.by_divisor('times the')}; "
-            f"{count(group.num_ties_pruned or 0)} of {ties} were pruned."
+            f"Largest pruned {what}: {group.threshold:.6g}{recipe.by_divisor('times the')}; "
+            f"{group.num_ties_pruned or 0:,} of {group.num_ties or 0:,} elements of this {what} "
+            "were pruned."
         )
     return " ".join(texts)

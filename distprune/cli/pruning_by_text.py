@@ -2,120 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+from pydantic import Field
 
 from distprune.cli import process
 from distprune.cli.console import Meter, Terminal
 from distprune.cli.language_models import (
-    ModelOptions,
+    Dtype,
     backend_of,
     dtype_named,
-    translated,
+    kind_of_device,
+    load_tokenizer,
+    need_libraries,
 )
-from distprune.cli.options import WritingOptions, name_of, option, resolve, same_option
+from distprune.cli.options import Options, WritingOptions, option_name, recipe_of
+from distprune.cli.process import translated
 from distprune.files.errors import SelectionError, TextError
-from distprune.files.recipe import FileRecipe
 from distprune.files.text import format_size
+from distprune.recipes import Recipe
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan
     from distprune.files.reports import Report
     from distprune.streaming import StreamCost
 
-_UPDATES = {"least-squares": "least_squares", "none": "none"}
 
-
-@dataclass(frozen=True)
-class TextOptions:
+class TextOptions(Options):
     """The options of pruning by text."""
 
-    PANEL = "Language models: prune by text"
-
-    text: list[Path] | None = option(
-        "Text in UTF-8, such as the model was trained on. Scores come from gradients on "
-        "it (fisher, unless --score says otherwise), and kept weights move so that the outputs "
-        "of their layers change least. The model may be larger than memory. Repeat it for "
-        "more.",
-        metavar="FILE",
+    texts: tuple[Path, ...] = Field(
+        default=(), description="UTF-8 text: its gradients rank weights; kept ones move."
     )
-    windows: int = option("Windows of text, drawn at random.", 32, min=1)
-    length: int = same_option(ModelOptions, "length")
-    update: str | None = option(
-        "What moves the kept weights (least-squares).", metavar="least-squares|none"
+    eval_texts: tuple[Path, ...] = Field(
+        default=(), description="Held-out text: perplexity before and after."
     )
-    round_shares: list[float] | None = option(
-        "Prune to this sparsity first, with an update of its own, as in --round 0.35 "
-        "--round 0.5 -s 0.6: it loses less, and takes longer.",
-        metavar="SHARE",
+    eval_windows: int | None = Field(
+        default=None, ge=1, description="Windows of each held-out text (all)."
     )
-    eval_text: list[Path] | None = option(
-        "Held-out text: its perplexity before and after comes into the report and the "
-        "card. Repeat it for more.",
-        metavar="FILE",
+    windows: int = Field(default=32, ge=1, description="Windows of text, drawn at random (32).")
+    length: int = Field(default=1024, ge=2, description="Tokens of a window (1024).")
+    batch_size: int = Field(default=1, ge=1, description="Windows at a time of each process (1).")
+    update: Literal["least-squares", "none"] = Field(
+        default="least-squares", description="What moves kept weights."
     )
-    eval_windows: int | None = option(
-        "Windows that are read of each held-out text, at most (all).", min=1
+    rounds: tuple[float, ...] = Field(
+        default=(), description="Prune to this sparsity first. Repeat it."
     )
-    batch_size: int = same_option(ModelOptions, "batch_size")
-    dtype: str | None = same_option(ModelOptions, "dtype")
-    device: str | None = same_option(ModelOptions, "device")
-    tokenizer: Path | None = same_option(ModelOptions, "tokenizer")
-    keep_scores: Path | None = option(
-        "Where the scores of single weights (taylor, elementwise_fisher) stay. "
-        "verify needs them, and --scores FOLDER ranks by them again.",
-        metavar="FOLDER",
+    keep_scores: Path | None = Field(
+        default=None, description="Folder for the scores of taylor and the like."
     )
+    dtype: Dtype | None = Field(
+        default=None, description="dtype of the loaded weights (the model's)."
+    )
+    device: str | None = Field(default=None, description="cpu or cuda (an accelerator, if any).")
+    tokenizer: Path | None = Field(default=None, description="Its tokenizer (that in SRC).")
 
     def check(self) -> None:
-        """Check what needs no file.
+        """Raise SelectionError for an option that has no effect without ``--text``."""
+        if self.model_fields_set and not self.texts:
+            names = ", ".join(map(option_name, sorted(self.model_fields_set)))
+            raise SelectionError(f"{names} have no effect without --text; add it, or leave it out.")
 
-        Raises:
-            SelectionError: for a wrong value, or one that has no effect without --text.
-        """
-        changed = [f.name for f in fields(self) if getattr(self, f.name) not in (f.default, [])]
-        if changed and not self.text:
-            name = name_of(changed[0])
-            raise SelectionError(f"{name} has no effect without --text; add it, or leave this out.")
-        if self.update is not None and self.update not in _UPDATES:
-            raise SelectionError(f"--update {self.update}: expected {', '.join(_UPDATES)}.")
-
-    def of_model(self, source: Path) -> ModelOptions:
-        """What these options say of the model and all texts, checked."""
-        texts = [*(self.text or []), *(self.eval_text or [])]
-        model = ModelOptions(
-            source,
-            texts,
-            self.length,
-            dtype=self.dtype,
-            device=self.device,
-            tokenizer=self.tokenizer,
-        )
-        model.check()
-        return model
-
-    def of_streaming(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """Arguments of all functions of ``streaming``."""
         return {
-            "update": _UPDATES[self.update or "least-squares"],
+            "update": self.update.replace("-", "_"),
             "batch_size": self.batch_size,
             "dtype": dtype_named(self.dtype),
         }
 
 
-def with_score(name: str | None, options: dict[str, Any], given: TextOptions) -> FileRecipe:
-    """The recipe; with text, it ranks by gradients what it would rank by magnitude."""
-    chosen = resolve(name, options)
-    if given.text and not (options.get("score") or chosen.groups) and chosen.ranks_magnitudes:
-        chosen = resolve(name, options | {"score": "fisher"})
-    return chosen
+def chosen_recipe(context: click.Context, name: str | None, by_text: TextOptions) -> Recipe:
+    """The recipe of a command; with text, gradients rank the weights unless it says otherwise."""
+    return recipe_of(context, name, {"score": "fisher"} if by_text.texts else {})
 
 
-def cost_by_text(source: Path, recipe: FileRecipe, given: TextOptions) -> StreamCost:
+def cost_by_text(source: Path, recipe: Recipe, given: TextOptions) -> StreamCost:
     """What pruning by text takes beside what pruning takes."""
-    replace(given, eval_text=None).of_model(source)
+    need_libraries(source)
     with translated(SelectionError):
         from distprune import streaming
 
@@ -124,12 +91,12 @@ def cost_by_text(source: Path, recipe: FileRecipe, given: TextOptions) -> Stream
             recipe,
             given.windows,
             given.length,
-            num_evaluated=given.windows if given.eval_text else 0,
-            **given.of_streaming(),
+            num_evaluated=given.windows if given.eval_texts else 0,
+            **given.arguments(),
         )
 
 
-def described_cost(cost: StreamCost) -> str:
+def cost_text(cost: StreamCost) -> str:
     """The cost in a sentence."""
     memory = ", ".join(f"{name} {format_size(size)}" for name, size in cost.memory.items())
     return (
@@ -143,55 +110,51 @@ def prune_by_text(
     terminal: Terminal,
     source: Path,
     destination: Path,
-    make_recipe: Callable[[], FileRecipe],
+    recipe: Recipe,
     given: TextOptions,
     writing: WritingOptions,
 ) -> tuple[Report, Plan]:
     """Prune on this rank; see ``streaming.prune_folder``."""
-    model = given.of_model(source)
-    recipe = make_recipe()
-    kind = model.kind_of_device()
-    with process.resumable(), process.process_group(writing.timeout, backend_of(kind)):
+    need_libraries(source)
+    kind = kind_of_device(given.device)
+    with process.process_group(writing.timeout, backend_of(kind)):
         with translated(SelectionError):
             from distprune import language_models, streaming
 
-            tokenizer = model.load_tokenizer()
+            tokenizer = load_tokenizer(given.tokenizer or source)
         with translated(TextError):
             read = language_models.read_windows
-            windows = read(tokenizer, given.text or [], given.length).sample(given.windows)
+            windows = read(tokenizer, given.texts, given.length).sample(given.windows)
             evaluation = None
-            if given.eval_text:
+            if given.eval_texts:
                 limit = given.eval_windows
-                evaluation = read(tokenizer, given.eval_text, given.length, limit=limit)
-        terminal.note(_told(recipe, windows.tokens.shape, given))
+                evaluation = read(tokenizer, given.eval_texts, given.length, limit=limit)
+        update = "" if given.update == "none" else ", then least squares for the kept weights"
+        score = recipe.score_text if not recipe.groups else "the scores of the recipe"
+        num, length = windows.tokens.shape
+        terminal.note(f"{num:,} windows of {length:,} tokens: score {score}{update}.")
         with translated(SelectionError), Meter(terminal) as meter:
-            made = streaming.prune_folder(
+            pruned = streaming.prune_folder(
                 source,
                 destination,
                 recipe,
                 windows,
                 evaluation=evaluation,
-                rounds=given.round_shares or (),
+                rounds=given.rounds,
                 device=kind,
                 progress=meter.windows,
-                progress_of_files=meter,
+                progress_of_files=meter.files,
                 keep_scores=given.keep_scores,
                 replace=writing.force,
                 tell=terminal.note,
-                **given.of_streaming(),
+                **given.arguments(),
             )
-    if terminal.is_leader and made.before is not None and made.after is not None:
+    if pruned.before is not None and pruned.after is not None:
         terminal.note(
-            f"Perplexity of the held-out text: {made.before:.2f} before, {made.after:.2f} after."
+            f"Perplexity of the held-out text: {pruned.before:.2f} before, {pruned.after:.2f} "
+            "after."
         )
     from distprune.files.planning import plan
 
     # What scores were made from is not asked again.
-    return made.report, plan(source, recipe, awaits_statistics=True)
-
-
-def _told(recipe: FileRecipe, shape: Sequence[int], given: TextOptions) -> str:
-    """What is going to be done, in a sentence."""
-    update = "" if given.update == "none" else ", then least squares for the kept weights"
-    score = recipe.score_text if not recipe.groups else "the scores of the recipe"
-    return f"{shape[0]:,} windows of {shape[1]:,} tokens: score {score}{update}."
+    return pruned.report, plan(source, recipe, awaits_statistics=True)

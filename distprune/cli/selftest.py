@@ -1,6 +1,6 @@
 """``distprune selftest``: whether what distprune promises holds on this machine.
 
-It is what a user runs first, so it needs neither typer nor rich: torch and numpy only.
+It is what a user runs first, so it needs neither click nor rich: torch and numpy only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         device, note = selftest.join(options.timeout, cpu=options.cpu, share=options.share)
     except (RuntimeError, ValueError) as error:
-        raise RanksError(f"the ranks did not meet: {error}") from error
+        raise RanksError(f"could not initialise the process group: {error}") from error
     is_first = torch.distributed.get_rank() == 0
     warnings.simplefilter("ignore")
 
@@ -55,14 +55,14 @@ def main(arguments: Sequence[str]) -> int:
 
     report = selftest.run(device, note, options.timeout, say)
     if options.as_json and is_first:
-        process.write_document(json.dumps(report, indent=2))
+        print(json.dumps(report, indent=2))
     if report["ended"]:
         # The group's other ranks may be gone: nothing may wait for them.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(process.FAILURE)
     torch.distributed.destroy_process_group()
-    return process.OK if report["holds"] else process.FAILURE
+    return 0 if report["holds"] else process.FAILURE
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,10 +2,10 @@
 
     from distprune.files.planning import plan  # headers only
     from distprune.files.pruning import prune  # streams, ranks, writes
-    from distprune.files.recipe import FileRecipe
+    from distprune.recipes import Recipe
     from distprune.files.verifying import verify
 
-    prune(plan("Llama-3-8B", FileRecipe(sparsity=0.5)), "Llama-3-8B-sparse")
+    prune(plan("Llama-3-8B", Recipe(sparsity=0.5)), "Llama-3-8B-sparse")
 
 One module for each command: ``planning``, ``pruning``, ``applying``, ``verifying``, ``inspecting``
 (which also compares two checkpoints). They are made of modules and rooms, each of which imports

@@ -23,7 +23,6 @@ from distprune.files.reading import Source
 from distprune.files.selecting import check_budget
 from distprune.files.team import Team
 from distprune.ranks.collectives import Communicator
-from distprune.recipes import BUDGET_FROM_STATISTICS
 from distprune.selection.candidates import PartCut, Ranked
 from distprune.selection.normalizing import Scored, divisors_of
 from distprune.selection.passes import scan
@@ -111,8 +110,8 @@ def find_cuts(team: Team, source: Source, known: Any = None) -> Cuts:
             parts = [source.scored(position, share) for position, share in shares]
             counts = _count_nan(team, source, group, parts)
             numbers = [size - nan for size, nan in zip(sizes, counts, strict=True)]
-            if group.recipe.normalize is not None:
-                divisors[members] = divisors_of(parts, group.recipe.normalize, numbers, team)
+            if group.recipe.divisor is not None:
+                divisors[members] = divisors_of(parts, group.recipe.divisor, numbers, team)
             ranked = _ranked(source, group.first, parts, sizes, team, divisors[members])
             k = group.num_to_prune
             selection: Selection | None
@@ -190,7 +189,7 @@ def _limits(
     counts = tuple(tensor.num_to_prune for tensor in tensors if tensor.num_to_prune is not None)
     if group.recipe.budget is None:  # scope "layer"
         return Limits(counts, counts), [None] * len(counts)
-    if group.recipe.budget == BUDGET_FROM_STATISTICS:
+    if group.recipe.budget == "owl":
         entries = [tensor.entry for tensor in tensors]
         scores = [
             source.outlier_scores(position, part.counted)
@@ -272,7 +271,7 @@ def _errors_of_files(plan: Plan) -> Iterator[None]:
         if what == "divisor":
             raise CheckpointError(str(error)) from None
         recipes = [plan.tensors[position].recipe for position in positions]
-        if not any(recipe.normalize for recipe in recipes):
+        if not any(recipe.divisor for recipe in recipes):
             raise CheckpointError(
                 f"elements of {', '.join(names)} are not finite; the score 'ria' and the budget "
                 "'owl' need sums of all of them. Repair the checkpoint, or exclude the tensor."

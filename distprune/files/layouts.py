@@ -162,7 +162,7 @@ def _unknown(entry: TensorEntry, types: set[str], why: str) -> UnknownLayout:
     return UnknownLayout(
         f"{pattern_of(entry.name)} {list(entry.shape)} ({family}): its input dimension is not "
         f"known, because {why}. Give it with --input-dim '{pattern_of(entry.name)}=DIM', "
-        f"or in a recipe with select.input_dims; DIM is {forms}."
+        f"or in a recipe with input_dims; DIM is {forms}."
     )
 
 

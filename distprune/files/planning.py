@@ -26,9 +26,10 @@ from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, OtherFil
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.errors import SelectionError
 from distprune.files.layouts import Layouts
-from distprune.files.recipe import STORED_STATISTICS, FileRecipe
 from distprune.files.scoring import KeptValues, ScoreInputs, find_inputs
 from distprune.files.selecting import Verdict, bounded_of, limits_of, select_tensors
+from distprune.recipes import GroupRecipe, Recipe
+from distprune.recipes.recipe import STORED_STATISTICS
 
 STATISTICS_FILE = f"{SIDECAR}/{STORED_STATISTICS}"  # of a result whose scores need them
 CARD_FILE = "README.md"  # the model card of a result, which is not that of its source
@@ -53,7 +54,7 @@ class PlannedTensor(NamedTuple):  # which is made in a third of the time of a fr
     """
 
     entry: TensorEntry
-    recipe: FileRecipe
+    recipe: GroupRecipe
     group: int
     layout: Layout | None
     offset: int
@@ -75,7 +76,7 @@ class PlannedGroup:
         has_limits: whether the limits of a tensor may decide how much it loses.
     """
 
-    recipe: FileRecipe
+    recipe: GroupRecipe
     first: int
     last: int
     num_elements: int
@@ -106,7 +107,7 @@ class Plan:
     """
 
     checkpoint: Checkpoint
-    recipe: FileRecipe
+    recipe: Recipe
     verdicts: tuple[Verdict, ...]
     tensors: tuple[PlannedTensor, ...]
     groups: tuple[PlannedGroup, ...]
@@ -137,7 +138,7 @@ class Plan:
 @without_garbage_collection()
 def plan(
     source: str | Path,
-    recipe: FileRecipe,
+    recipe: Recipe,
     *,
     values: KeptValues | None = None,
     awaits_statistics: bool = False,
@@ -162,7 +163,7 @@ def plan(
     tensors: list[PlannedTensor] = []
     groups: list[PlannedGroup] = []
     for entries, part in zip(selection.groups, recipe.parts, strict=True):
-        layouts = Layouts(checkpoint, part.input_dims)
+        layouts = Layouts(checkpoint, part.input_dims.items())
         try:
             planned, group = _plan_group(entries, part, layouts, len(groups), len(tensors))
         except SelectionError as error:
@@ -189,7 +190,7 @@ def plan(
 
 
 def _plan_group(
-    entries: list[TensorEntry], recipe: FileRecipe, layouts: Layouts, number: int, first: int
+    entries: list[TensorEntry], recipe: GroupRecipe, layouts: Layouts, number: int, first: int
 ) -> tuple[list[PlannedTensor], PlannedGroup]:
     entries = sorted(entries, key=lambda entry: (natural_key(entry.name), entry.name))
     num_elements = sum(entry.numel for entry in entries)
@@ -227,7 +228,7 @@ def _plan_group(
     return tensors, PlannedGroup(recipe, first, last, num_elements, num_to_prune, has_limits)
 
 
-def digest_of(checkpoint: Checkpoint, recipe: FileRecipe, inputs: Mapping[str, Any]) -> str:
+def digest_of(checkpoint: Checkpoint, recipe: Recipe, inputs: Mapping[str, Any]) -> str:
     """Of everything that decides the output: recipe, names, sizes, headers and times of change.
 
     Args:
@@ -235,7 +236,7 @@ def digest_of(checkpoint: Checkpoint, recipe: FileRecipe, inputs: Mapping[str, A
         recipe: its paths do not count.
         inputs: :meth:`ScoreInputs.facts` of what scores are made from.
     """
-    facts: dict[str, Any] = {"version": _VERSION, "recipe": recipe.as_stored().as_fields()}
+    facts: dict[str, Any] = {"version": _VERSION, "recipe": recipe.as_stored().as_values()}
     facts |= source_facts(checkpoint)
     if inputs:
         facts["inputs"] = inputs
@@ -264,7 +265,7 @@ def _bytes_of_group(plan: Plan, group: PlannedGroup) -> int:
     recipe = group.recipe
     if recipe.score == "random":
         return 0
-    num_reads = 1 + 2 * (recipe.normalize is not None)
+    num_reads = 1 + 2 * (recipe.divisor is not None)
     entries = [tensor.entry for tensor in plan.tensors[group.first : group.last]]
     if recipe.reads_scores:
         if plan.inputs.given is None:  # the plan awaits them, in 32 bits

@@ -149,7 +149,7 @@ def _complete(source: Source, cuts: Cuts, records: Sequence[Record], run: RunFac
 
 def _facts(plan: Plan, target: Path) -> list[tuple[str, str]]:
     """What has to be the same on all ranks, by what a user would call it."""
-    recipe = [(f"recipe.{field}", repr(value)) for field, value in plan.recipe.as_fields().items()]
+    recipe = [(f"recipe.{field}", repr(value)) for field, value in plan.recipe.as_values().items()]
     sources = [
         (f"source {file.name!a}", f"{file.size} bytes, header {file.header_crc:08x}")
         for file in plan.checkpoint.files

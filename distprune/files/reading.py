@@ -19,8 +19,8 @@ from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.statistics_file import StoredSums
 from distprune.files.disk.access import fill, opened, read_into
 from distprune.files.planning import Plan
-from distprune.files.recipe import FileRecipe
 from distprune.files.team import Team
+from distprune.recipes import GroupRecipe
 from distprune.selection.candidates import Candidates, KeySource
 from distprune.selection.keys import (
     RANDOM_KEYS,
@@ -244,12 +244,12 @@ def _whole(shape: Sequence[int]) -> IndexMap:
     return IndexMap(tuple(map(range, shape)), strides, 0, dims=tuple(range(len(shape))))
 
 
-def _key_ranges(recipe: FileRecipe, dtypes: list[torch.dtype]) -> list[KeyRange]:
+def _key_ranges(recipe: GroupRecipe, dtypes: list[torch.dtype]) -> list[KeyRange]:
     """The keys of scores of these dtypes, which are the tensors of a group."""
     if recipe.score == "random":
         return [RANDOM_KEYS] * len(dtypes)
     common = functools.reduce(torch.promote_types, dtypes)
-    if recipe.normalize is not None:
+    if recipe.divisor is not None:
         common = torch.promote_types(common, torch.float32)
     return [key_range(common, Order.MAGNITUDE)] * len(dtypes)
 

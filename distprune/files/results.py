@@ -122,7 +122,7 @@ def prune_task(plan: Plan, *, replaces: bool = False) -> Task:
         values=inputs.values,
         replaces=replaces,
         inputs=[
-            *(part.statistics for part in plan.recipe.parts if part.statistics is not None),
+            *([] if plan.recipe.statistics is None else [plan.recipe.statistics]),
             *(file.path for file in given),
         ],
     )

@@ -17,8 +17,8 @@ from distprune.base.blocks import Layout
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.errors import CheckpointError, SelectionError
-from distprune.files.recipe import FileRecipe
-from distprune.recipes import BUDGET_FROM_STATISTICS, ELEMENTWISE
+from distprune.recipes import GroupRecipe, Recipe
+from distprune.recipes.recipe import ELEMENTWISE
 
 if TYPE_CHECKING:  # numpy comes with it
     from distprune.files.matching import TensorStatistics
@@ -91,7 +91,7 @@ class ScoreInputs:
         return facts
 
 
-def _without_file(part: FileRecipe) -> str:
+def _without_file(part: GroupRecipe) -> str:
     """What to do where the recipe names no statistics."""
     need = f"score {part.score}" if part.needs_statistics else f"budget {part.budget}"
     if part.needs_statistics and part.reads_gradients:
@@ -105,7 +105,7 @@ def _without_file(part: FileRecipe) -> str:
     )
 
 
-def check_scores(recipe: FileRecipe, made: Collection[str] = ()) -> None:
+def check_scores(recipe: Recipe, made: Collection[str] = ()) -> None:
     """Raise SelectionError if a score needs scores of single weights, and nothing says where.
 
     Args:
@@ -124,11 +124,11 @@ def check_scores(recipe: FileRecipe, made: Collection[str] = ()) -> None:
         )
 
 
-def are_of_gradients(parts: Iterable[FileRecipe]) -> bool:
+def are_of_gradients(parts: Iterable[GroupRecipe]) -> bool:
     """Whether the statistics that parts of a recipe need are of gradients; all need one kind."""
     needs: dict[bool, str] = {}
     for part in parts:
-        of_activations = not part.reads_gradients or part.budget == BUDGET_FROM_STATISTICS
+        of_activations = not part.reads_gradients or part.budget == "owl"
         if part.needs_statistics:
             needs.setdefault(part.reads_gradients, f"score {part.score}")
         if of_activations:
@@ -142,8 +142,8 @@ def are_of_gradients(parts: Iterable[FileRecipe]) -> bool:
 
 
 def find_inputs(
-    recipe: FileRecipe,
-    tensors: Sequence[tuple[FileRecipe, TensorEntry, Layout | None]],
+    recipe: Recipe,
+    tensors: Sequence[tuple[GroupRecipe, TensorEntry, Layout | None]],
     names: Collection[str],
 ) -> ScoreInputs:
     """Find what the scores of some tensors are made from.

@@ -18,7 +18,7 @@ from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.errors import SelectionError
 from distprune.files.layouts import Layouts, NoMatch, matched
-from distprune.files.recipe import FileRecipe
+from distprune.recipes import GroupRecipe, Recipe
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _MAX_WARNINGS = 12  # about tensors that are left alone
@@ -54,16 +54,21 @@ class Selection:
     warnings: tuple[str, ...]
 
 
-def select_tensors(checkpoint: Checkpoint, recipe: FileRecipe) -> Selection:
+def select_tensors(checkpoint: Checkpoint, recipe: Recipe) -> Selection:
     """Decide for every tensor whether it is pruned, and in which group.
 
     Raises:
-        SelectionError: an ``include``, an ``also`` or an ``input_dims`` matches nothing, a selected
-            tensor is no plain float or does not fit the pattern, its inputs are along an unknown
-            dimension, tied weights are stored twice, the recipe does not name the factors of an
-            adapter, nothing is selected, or a tensor is in two groups; the first problem. An
-            ``exclude`` that matches nothing is a warning.
+        SelectionError: the recipe has keys of models, a pattern of ``include``, ``also`` or
+            ``input_dims`` matches nothing, a selected tensor is no plain float or does not fit the
+            pattern, its inputs are along an unknown dimension, tied weights are stored twice, the
+            recipe does not name the factors of an adapter, nothing is selected, or a tensor is in
+            two groups; the first problem. An ``exclude`` that matches nothing is a warning.
     """
+    if any(part.schedule is not None or part.names is not None for part in recipe.parts):
+        raise SelectionError(
+            "the recipe has schedule or names, which are for models; expected sparsity or pattern, "
+            "because a checkpoint is pruned at once, and include, which matches names of tensors."
+        )
     warnings: list[str] = []
     by_group = []
     for number, part in enumerate(recipe.parts):
@@ -97,7 +102,7 @@ def _merged(*verdicts: Verdict) -> Verdict:
     return Verdict(entry, False, common if common not in ("", "not included") else "in no group")
 
 
-def _select(checkpoint: Checkpoint, recipe: FileRecipe) -> tuple[list[Verdict], list[str]]:
+def _select(checkpoint: Checkpoint, recipe: GroupRecipe) -> tuple[list[Verdict], list[str]]:
     """Verdicts on all tensors by a recipe without groups; and warnings."""
     names = [entry.name for entry in checkpoint.tensors]
     included = matched("include", recipe.include or (), names)
@@ -144,10 +149,10 @@ def _select(checkpoint: Checkpoint, recipe: FileRecipe) -> tuple[list[Verdict], 
 
 
 def _check_entries(
-    checkpoint: Checkpoint, selected: Iterable[TensorEntry], recipe: FileRecipe
+    checkpoint: Checkpoint, selected: Iterable[TensorEntry], recipe: GroupRecipe
 ) -> None:
     """Raise SelectionError if a tensor cannot be pruned by the recipe."""
-    layouts = Layouts(checkpoint, recipe.input_dims)
+    layouts = Layouts(checkpoint, recipe.input_dims.items())
     for entry in selected:
         if entry.dtype not in PLAIN_FLOATS:
             raise SelectionError(
@@ -197,7 +202,7 @@ def _check_tied(checkpoint: Checkpoint, selected: Iterable[TensorEntry]) -> None
 
 
 def limits_of(
-    entries: Sequence[TensorEntry], recipe: FileRecipe, num_to_prune: int
+    entries: Sequence[TensorEntry], recipe: GroupRecipe, num_to_prune: int
 ) -> list[tuple[int, int]]:
     """How many elements of each tensor have to be pruned at least, and at most.
 
@@ -222,7 +227,7 @@ def limits_of(
     return list(zip(bounds.lowest, bounds.highest, strict=True))
 
 
-def check_budget(num_to_prune: int, lowest: int, highest: int, recipe: FileRecipe) -> None:
+def check_budget(num_to_prune: int, lowest: int, highest: int, recipe: GroupRecipe) -> None:
     """Raise SelectionError if the limits of all tensors together do not allow for the number."""
     violated = violated_bound(num_to_prune, lowest, highest)
     budget = f"sparsity {recipe.sparsity} prunes {num_to_prune:,} elements"

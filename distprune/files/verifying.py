@@ -17,7 +17,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ from distprune.files.errors import (
 from distprune.files.lowest import LowestElements
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
 from distprune.files.reading import Source
-from distprune.files.recipe import FileRecipe
 from distprune.files.reports import REPORT_FILE, identity_of, read_report, recipe_of
 from distprune.files.results import (
     RECIPE_FILE,
@@ -57,6 +56,7 @@ from distprune.files.team import Progress, Team
 from distprune.files.text import printable
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
+from distprune.recipes import Recipe
 
 _COPIED = 8 << 20  # bytes that are compared at a time
 
@@ -381,10 +381,10 @@ def _file_problem(path: Path, size: int | None) -> str:
         return f"cannot be read: {error.strerror}."
 
 
-def _located(recipe: FileRecipe, folder: Path, scores: str | Path | None) -> FileRecipe:
+def _located(recipe: Recipe, folder: Path, scores: str | Path | None) -> Recipe:
     """The recipe of a result with the paths of what its scores were made from."""
     if recipe.statistics is not None:
-        recipe = replace(recipe, statistics=str(folder / STATISTICS_FILE))
+        recipe = recipe.model_copy(update={"statistics": str(folder / STATISTICS_FILE)})
     if recipe.scores is None and scores is None:
         return recipe
     if recipe.scores is None:
@@ -395,7 +395,7 @@ def _located(recipe: FileRecipe, folder: Path, scores: str | Path | None) -> Fil
             "them, or a copy of them (--scores FOLDER). `distprune prune --text` keeps those that "
             "it makes with --keep-scores."
         )
-    return replace(recipe, scores=str(scores))
+    return recipe.model_copy(update={"scores": str(scores)})
 
 
 def _misfit(folder: str | Path, source: str | Path, error: FilesError) -> CheckpointError:

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -23,9 +23,11 @@ from distprune.criteria.base import Criterion
 from distprune.criteria.gradient_moment import GradientMoment
 from distprune.masks.hook import put_records, records_of
 from distprune.ranks.process_groups import world
-from distprune.recipe import Recipe, load_recipe
 from distprune.schedule.pruner import ScheduledPruner
 from distprune.verification.verifying import verify
+
+if TYPE_CHECKING:  # it needs pydantic
+    from distprune.recipes import Recipe
 
 Pairs = Sequence[tuple[nn.Module, str]]
 MakeCriterion = Callable[[Pairs], Criterion]
@@ -67,8 +69,12 @@ class PlannedPruning:
         verify_every: int | None = None,
     ) -> None:
         if isinstance(plan, str | Path):
+            from distprune.recipes import load_recipe
+
             plan = load_recipe(plan)
-        if not isinstance(plan, Schedule | Recipe) and not callable(plan):
+        # Only a recipe has a course.
+        self._course = plan if isinstance(plan, Schedule) else getattr(plan, "course", None)
+        if self._course is None and not callable(plan):
             raise TypeError(
                 f"plan is a {type(plan).__name__}; expected a schedule such as "
                 "distprune.schedule.Cubic(...), a recipe, its path, or a function of the model "
@@ -98,7 +104,7 @@ class PlannedPruning:
             raise ValueError(
                 f"verify_every={verify_every!r}; expected a number of steps >= 1, or None."
             )
-        self._plan = plan
+        self._plan: Any = plan
         self._select = functools.partial(
             select, include=include, exclude=exclude, types=types, names=names
         )
@@ -137,8 +143,6 @@ class PlannedPruning:
         return pruner
 
     def _made_for(self, model: nn.Module) -> tuple[ScheduledPruner, Criterion | None]:
-        if isinstance(self._plan, Recipe):
-            return self._plan.pruner(model), None
         if isinstance(self._plan, Schedule):
             pairs = self._select(model)
             if self._make_criterion is None:
@@ -151,6 +155,8 @@ class PlannedPruning:
                 importance_scores=criterion.scores,
             )
             return pruner, criterion
+        if self._course is not None:
+            return ScheduledPruner.from_recipe(model, self._plan), None
         pruner = self._plan(model)
         if not isinstance(pruner, ScheduledPruner):
             raise TypeError(f"plan returned a {type(pruner).__name__}; expected a ScheduledPruner.")
@@ -179,8 +185,7 @@ class PlannedPruning:
 
     def _warn_of_end(self, num_steps: int, logger: logging.Logger) -> None:
         """Warn if training ends before the schedule does."""
-        schedule = self._plan.course if isinstance(self._plan, Recipe) else self._plan
-        if not isinstance(schedule, Schedule):
+        if (schedule := self._course) is None:
             return
         end, reached = schedule.ends_at, schedule.sparsity_at(num_steps - 1)
         if end is not None and reached < end:

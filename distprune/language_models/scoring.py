@@ -16,7 +16,6 @@ from distprune.language_models.calibrating import calibrate
 from distprune.language_models.running import Report
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.process_groups import world
-from distprune.recipes import ELEMENTWISE, FROM_STATISTICS
 from distprune.shards.parameters import Scores
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
@@ -25,7 +24,8 @@ from distprune.statistics.gram import GramMatrices
 Collected = TypeVar("Collected", ActivationStatistics, GradientStatistics)
 
 # Those of recipes that need text, and that of SparseGPT, which needs whole Gram matrices.
-SCORES = (*FROM_STATISTICS, *ELEMENTWISE, "obs")
+_ELEMENTWISE = ("taylor", "elementwise_fisher")
+SCORES = ("wanda", "stade", "ria", "fisher", *_ELEMENTWISE, "obs")
 
 
 def elementwise_criterion(score: str, parameters: Iterable[Pair]) -> GradientMoment:
@@ -97,7 +97,7 @@ class TextScores:
         """
         if score not in SCORES:
             raise ValueError(f"score={score!r}; expected one of {', '.join(SCORES)}.")
-        if score not in ELEMENTWISE:
+        if score not in _ELEMENTWISE:
             name = {"fisher": "gradients", "obs": "grams"}.get(score, "statistics")
             found: Scores = getattr(getattr(self, name), score)()
             return found

@@ -8,10 +8,12 @@ from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from distprune.api.global_unstructured import global_arguments
 from distprune.api.local import remove
+from distprune.api.select import select
 from distprune.base.amount import (
     FLOOR,
     Amount,
@@ -27,13 +29,20 @@ from distprune.base.exact_sums import Normalization, check_normalization
 from distprune.base.naming import Pair, checked_pair, label_of, tied_places, unwrap
 from distprune.base.schedules import Schedule
 from distprune.call.report import ParameterReport, PruningReport, warn_of_collapse
-from distprune.call.request import InputDims, ParameterArguments, PruningArguments
+from distprune.call.request import (
+    Decision,
+    InputDims,
+    ParameterArguments,
+    PruningArguments,
+    PruningCall,
+)
 from distprune.call.run import Counted, count_live, prune_parameters
 from distprune.call.segments import to_rule
 from distprune.masks.checks import check_removable
 from distprune.masks.hook import find_hook
 from distprune.methods.base import BasePruningMethod
-from distprune.methods.builtin import L1Unstructured
+from distprune.methods.builtin import L1Unstructured, RandomUnstructured
+from distprune.methods.ranking import AT_RANDOM, rank
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.selection.within_bounds import limits_for
@@ -44,6 +53,9 @@ from distprune.verification.verifying import verify_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Self
+
+    from distprune.recipes import Recipe
 
 
 class ScheduledPruner:
@@ -175,6 +187,61 @@ class ScheduledPruner:
         self._bounds: Bounds | None = None
         if not pipeline_parallel:
             self._settle(self._bounded())
+
+    @classmethod
+    def from_recipe(
+        cls, model: nn.Module, recipe: Recipe, *, group: ProcessGroup | None = None
+    ) -> Self:
+        """A pruner of the parameters of a model that a recipe selects. Changes nothing yet.
+
+        Args:
+            model: plain, or wrapped in anything that distprune supports.
+            recipe: a recipe; random scores start from its seed at every step, so that a resumed run
+                continues as if it had not stopped.
+            group: the ranks that take part; every rank by default.
+
+        Raises:
+            ValueError: a pattern matches nothing; the recipe has keys that are for checkpoints
+                only.
+        """
+        values = recipe.model_dump()
+        only: dict[str, Any] = {"groups": (), "statistics": None, "scores": None}
+        only |= {"nan": "error", "masks": True, "card": True}
+        names = [key for key, default in only.items() if values[key] != default]
+        names += [f"score {recipe.score!r}"] * (recipe.score not in ("magnitude", "random"))
+        names += ["budget 'owl'"] * (recipe.budget == "owl")
+        if names:
+            raise ValueError(
+                f"the recipe has {', '.join(names)}; expected none of that for a model, because "
+                "it says what to do with a checkpoint. `distprune prune` prunes checkpoints."
+            )
+        bounds: dict[str, Any] = {}
+        if recipe.has_limits:
+            bounds = {"min_sparsity": recipe.min_sparsity, "max_sparsity": recipe.max_sparsity}
+        if recipe.budget is not None:
+            from distprune import budgets
+
+            rule = budgets.erk if recipe.budget == "erk" else budgets.uniform
+            bounds = {"budget": partial(rule, **bounds)}
+        is_random = recipe.score == "random"
+        return cls(
+            select(
+                model,
+                recipe.include,
+                recipe.exclude,
+                names=recipe.names,
+                also=recipe.also,
+                min_ndim=recipe.min_ndim,
+            ),
+            recipe.course,
+            pruning_method=_seeded_random(recipe.seed or 0) if is_random else L1Unstructured,
+            group=group,
+            normalize=recipe.divisor,
+            **bounds,
+            scope=recipe.scope,
+            pattern=recipe.pattern,
+            input_dims=recipe.input_dims,
+        )
 
     def step(self) -> PruningReport | None:
         """Prune if a pruning is due after this step of the optimizer.
@@ -492,3 +559,21 @@ def with_floors(report: PruningReport) -> PruningReport:
         for entry in report.parameters
     )
     return replace(report, parameters=tuple(entries))
+
+
+def _seeded_random(seed: int) -> type[BasePruningMethod]:
+    """RandomUnstructured that starts from the seed at every step.
+
+    An element's score is then the same at every step: the elements pruned earlier have the lowest
+    scores.
+    """
+
+    class SeededRandom(RandomUnstructured):
+        def decide(self, call: PruningCall) -> Decision:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                return rank(call, self.amount, AT_RANDOM)
+
+    # Ranks compare the names of their methods.
+    SeededRandom.__qualname__ = f"SeededRandom(seed={seed})"
+    return SeededRandom

@@ -1,11 +1,11 @@
 """Prune language models that are larger than memory by text, one decoder layer at a time.
 
     from distprune import language_models, streaming
-    from distprune.files.recipe import FileRecipe
+    from distprune.recipes import Recipe
 
     tokenizer = language_models.load_tokenizer("Llama-3-8B")
     windows = language_models.read_windows(tokenizer, ["train.txt"], 2048).sample(32)
-    recipe = FileRecipe(sparsity=0.6, score="fisher")
+    recipe = Recipe(sparsity=0.6, score="fisher")
     streaming.prune_folder("Llama-3-8B", "Llama-3-8B-60", recipe, windows)
 
 The command ``distprune prune SRC DST --text FILE`` does this. It needs the extra

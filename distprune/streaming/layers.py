@@ -21,9 +21,9 @@ from distprune._transformers.table import SavedMasks, as_saved
 from distprune.base.naming import NamedParameter, named_modules
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import SelectionError
-from distprune.files.recipe import FileRecipe
 from distprune.files.selecting import select_tensors
 from distprune.language_models.calibrating import decoder_blocks
+from distprune.recipes import Recipe
 from distprune.streaming.reading import (
     TensorReader,
     TensorSource,
@@ -186,7 +186,7 @@ class StoredLayers:
         NotImplementedError: transformers computes with a tensor when it loads or saves it.
     """
 
-    def __init__(self, streamed: StreamedModel, recipe: FileRecipe) -> None:
+    def __init__(self, streamed: StreamedModel, recipe: Recipe) -> None:
         groups = zip(recipe.parts, select_tensors(streamed.checkpoint, recipe).groups, strict=True)
         # By the names of pruned tensors, what ranks them.
         self._scores = {entry.name: part.score for part, entries in groups for entry in entries}

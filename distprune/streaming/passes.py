@@ -26,7 +26,6 @@ from distprune.files.checkpoints.statistics_file import (
 from distprune.files.disk.access import write_atomically
 from distprune.files.planning import Plan, plan
 from distprune.files.pruning import RankedMasks
-from distprune.files.recipe import FileRecipe
 from distprune.files.scoring import KeptValues
 from distprune.files.team import Team
 from distprune.language_models.running import Reporter
@@ -34,6 +33,7 @@ from distprune.language_models.scoring import elementwise_criterion
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
+from distprune.recipes import Recipe
 from distprune.reconstruction.reconstructing import ReconstructedParameter, reconstruct
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
@@ -67,7 +67,7 @@ class Passes:
     before: float | None
     communicator: Communicator = field(default_factory=world)
 
-    def run(self, told: Mapping[str, Any]) -> tuple[FileRecipe, KeptValues]:
+    def run(self, told: Mapping[str, Any]) -> tuple[Recipe, KeptValues]:
         """Score, rank, and update the layers. Collective.
 
         Args:
@@ -206,7 +206,7 @@ class Passes:
 
         self.work.on_first_rank(write)
 
-    def _with_statistics(self) -> FileRecipe:
+    def _with_statistics(self) -> Recipe:
         """The recipe with the statistics of all layers in one file."""
         settings, work = self.settings, self.work
         if not (settings.collects_gradients or settings.collects_activations):
@@ -227,9 +227,9 @@ class Passes:
         if work.get("statistics") is None:
             work.on_first_rank(merge)
             work.record("statistics", True)
-        return settings.recipe.replaced(statistics=str(path))
+        return settings.recipe.model_copy(update={"statistics": str(path)})
 
-    def _with_scores(self, recipe: FileRecipe) -> FileRecipe:
+    def _with_scores(self, recipe: Recipe) -> Recipe:
         """The recipe with the folder of the scores of single weights."""
         settings, place = self.settings, self.work.scores
         if not settings.elementwise:
@@ -244,7 +244,7 @@ class Passes:
         if self.work.get("scores") is None:
             self.work.on_first_rank(write_index)
             self.work.record("scores", True)
-        return recipe.replaced(scores=str(place))
+        return recipe.model_copy(update={"scores": str(place)})
 
     def _masks(self, planned: Plan) -> RankedMasks:
         cuts = self.work.get("cuts")

@@ -25,7 +25,6 @@ from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.output import check_place, check_taken, locked, resolve_destination
 from distprune.files.planning import STATISTICS_FILE, plan
 from distprune.files.pruning import prune as prune_files
-from distprune.files.recipe import FileRecipe
 from distprune.files.reports import REPORT_FILE, Report, read_report
 from distprune.files.scoring import check_scores
 from distprune.files.team import Progress
@@ -34,7 +33,8 @@ from distprune.language_models.running import Report as ReportProgress
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
-from distprune.recipes import ELEMENTWISE
+from distprune.recipes import Recipe
+from distprune.recipes.recipe import ELEMENTWISE
 from distprune.streaming.cost import StreamCost, cost_of
 from distprune.streaming.layers import StoredLayers, StreamedModel
 from distprune.streaming.passes import Passes
@@ -62,7 +62,7 @@ class PrunedFolder:
 def prune_folder(
     source: str | Path,
     destination: str | Path,
-    recipe: FileRecipe,
+    recipe: Recipe,
     windows: TokenWindows,
     *,
     update: Update = "least_squares",
@@ -180,7 +180,7 @@ def prune_folder(
         is_last = number == len(rounds)
         of_round = settings
         if not is_last:
-            step = recipe.replaced(sparsity=sparsity, masks=False, card=False)
+            step = recipe.model_copy(update={"sparsity": sparsity, "masks": False, "card": False})
             held_out = None if number else evaluation
             of_round = dataclasses.replace(
                 settings, recipe=step, evaluation=held_out, keep_scores=None, replace=False
@@ -188,7 +188,7 @@ def prune_folder(
         if number and settings.collects_gradients:
             dense = str(places[number - 1] / STATISTICS_FILE)
             of_round = dataclasses.replace(
-                of_round, recipe=of_round.recipe.replaced(statistics=dense)
+                of_round, recipe=of_round.recipe.model_copy(update={"statistics": dense})
             )
         if rounds:
             settings.tell(f"Round {number + 1} of {len(rounds) + 1}: {sparsity:.0%}.")
@@ -288,7 +288,7 @@ def _pruned_once(
 
 def estimate(
     source: str | Path,
-    recipe: FileRecipe,
+    recipe: Recipe,
     num_windows: int,
     length: int,
     *,

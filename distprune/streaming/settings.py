@@ -12,12 +12,12 @@ import torch
 from distprune._version import __version__
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.planning import source_facts
-from distprune.files.recipe import FileRecipe
 from distprune.files.scoring import are_of_gradients
 from distprune.files.team import Progress
 from distprune.language_models.running import Report
 from distprune.language_models.text import TokenWindows
-from distprune.recipes import ELEMENTWISE
+from distprune.recipes import GroupRecipe, Recipe
+from distprune.recipes.recipe import ELEMENTWISE
 
 Update = Literal["least_squares", "none"]
 _CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ class Settings:
         device: where layers run.
     """
 
-    recipe: FileRecipe
+    recipe: Recipe
     windows: TokenWindows
     evaluation: TokenWindows | None = None
     update: Update = "least_squares"
@@ -90,7 +90,7 @@ class Settings:
         texts = {"windows": self.windows, "evaluation": self.evaluation}
         return {
             **source_facts(checkpoint),
-            "recipe": self.recipe.as_stored().as_fields(),
+            "recipe": self.recipe.as_stored().as_values(),
             **{name: w.digests() for name, w in texts.items() if w is not None},
             "update": self.update,
             "damping": self.damping,
@@ -100,7 +100,7 @@ class Settings:
         }
 
     @property
-    def _measured(self) -> list[FileRecipe]:
+    def _measured(self) -> list[GroupRecipe]:
         return [part for part in self.recipe.parts if part.reads_statistics]
 
     @property

@@ -43,14 +43,14 @@ def prune(source: Path, destination: Path, limit: int, dtype: str, include: list
     import torch
 
     from distprune import streaming
-    from distprune.files.recipe import FileRecipe
     from distprune.language_models import TokenWindows
+    from helpers.recipes import raw_recipe
 
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, 1000, (WINDOWS, LENGTH), generator=generator)
     text_of = torch.zeros(WINDOWS, dtype=torch.int64)
     windows = TokenWindows(("random",), tokens, text_of, has_bos=False)
-    recipe = FileRecipe(
+    recipe = raw_recipe(
         sparsity=0.5, score="fisher", normalize=None, include=tuple(include) or None
     )
     options: Any = {

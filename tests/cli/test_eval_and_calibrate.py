@@ -9,13 +9,11 @@ from safetensors.torch import load_file
 
 import distprune as prune
 from distprune.cli import language_models
-from distprune.cli.console import describe_windows
 from distprune.files.checkpoints.statistics_file import (
     read_gradient_statistics,
     read_statistics,
 )
 from distprune.language_models import (
-    RunProgress,
     calibrate,
     linear_layers,
     load_tokenizer,
@@ -206,7 +204,7 @@ def test_what_is_wrong_is_said_with_an_exit_code(run, made, tmp_path):
         (1, ["eval", model, "--text", tmp_path / "no.txt", *length], "no.txt cannot be read"),
         (1, ["eval", tmp_path / "nothing", "--text", text, *length], "nothing"),
         (1, ["eval", model, "--text", text, "--length", "65"], "the model has 64 positions"),
-        (2, ["eval", model, "--text", text, "--dtype", "int8"], "--dtype int8: expected float32"),
+        (2, ["eval", model, "--text", text, "--dtype", "int8"], "'int8' is not one of 'float32'"),
         (2, ["eval", model, "--text", text, "--wrap", "tp", *length], "there is one process"),
         (2, ["eval", model, "--text", text, "--mesh", "2x2"], "--mesh and --wrap fsdp2_tp"),
         (2, ["eval", model, "--text", text, "--device", "abacus"], "--device abacus: expected"),
@@ -222,7 +220,7 @@ def test_what_is_wrong_is_said_with_an_exit_code(run, made, tmp_path):
         done = run(*arguments, "--json")
         assert done.code == code, (arguments, done.err)
         assert message in done.err.replace("\n", " "), done.err
-        assert done.json["exit_code"] == code
+        assert done.out == ""
     assert not out.exists()
 
 
@@ -242,7 +240,7 @@ def test_a_model_without_tokenizer_or_with_nan(run, made):
 
 
 def test_without_the_extra_it_says_what_to_install(run, made, monkeypatch):
-    monkeypatch.setattr(language_models.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(language_models, "find_spec", lambda name: None)
     done = run("eval", made[0], "--text", made[1])
     assert done.code == 2 and "pip install 'distprune[cli,language-models]'" in done.err
 
@@ -260,16 +258,8 @@ def test_an_interrupted_calibration_leaves_the_old_file(made, tmp_path):
         process.communicate(timeout=3)
     process.send_signal(signal.SIGTERM)
     written, err = process.communicate(timeout=100)
-    assert process.returncode == 143, err
-    assert json.loads(written)["exit_code"] == 143 and out.read_text() == "old"
+    assert (process.returncode, written) == (-signal.SIGTERM, ""), err
+    assert out.read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         ["model", "a.txt", "b.txt", "stats.safetensors"]
     )
-
-
-def test_progress_says_what_is_left():
-    state = RunProgress("evaluate", 12, 128, 4.0)
-    assert describe_windows(state) == "12 of 128 windows, 3/s, 0:00:39 left"
-    assert describe_windows(RunProgress("evaluate", 0, 128, 0.0)) == "0 of 128 windows"
-    streamed = RunProgress("prune", 1200, 9000, 0.0, "forwards of a layer")
-    assert describe_windows(streamed) == "1,200 of 9,000 forwards of a layer"

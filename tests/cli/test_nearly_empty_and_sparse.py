@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from distprune.files import planning, pruning
-from distprune.files.recipe import FileRecipe
 from distprune.files.reports import read_report
 from distprune.files.verifying import verify
 from distprune.testing import run_ranks
+from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import save, tree_digest
 
 
@@ -54,10 +54,10 @@ def test_a_tensor_that_collapses_in_spite_of_its_divisor(run, tmp_path):
 @pytest.mark.parametrize(
     "recipe",
     [
-        FileRecipe(0.995),
-        FileRecipe(0.995, "layer"),
-        FileRecipe(0.5, "layer"),
-        FileRecipe(groups=(FileRecipe(1.0, include=("pooler*",)),)),
+        raw_recipe(0.995),
+        raw_recipe(0.995, "layer"),
+        raw_recipe(0.5, "layer"),
+        raw_recipe(groups=(raw_recipe(1.0, include=("pooler*",)),)),
     ],
 )
 def test_nothing_is_said_where_so_much_was_asked_for(tensors, tmp_path, recipe):
@@ -70,7 +70,7 @@ def test_of_many_tensors_the_first_are_named(tmp_path):
     tensors = {f"a.{i}.weight": torch.randn(8, 8) / 1e6 for i in range(9)}
     tensors["b.weight"] = torch.randn(40, 40)
     source = save(tmp_path / "source", tensors)
-    (warning,) = pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "out").warnings
+    (warning,) = pruning.prune(planning.plan(source, raw_recipe(0.5)), tmp_path / "out").warnings
     assert "a.0.weight (100.00 % of 64 elements)" in warning and "a.5.weight" not in warning
     assert "4 more lose more than 99 %" in warning
 
@@ -82,11 +82,11 @@ def prune_here(source, target, recipe):
 @pytest.mark.parametrize(
     "recipe",
     [
-        FileRecipe(0.5),
-        FileRecipe(0.5, "layer"),
-        FileRecipe(0.5, "row"),
-        FileRecipe(pattern="2:4"),
-        FileRecipe(0.5, score="random"),
+        raw_recipe(0.5),
+        raw_recipe(0.5, "layer"),
+        raw_recipe(0.5, "row"),
+        raw_recipe(pattern="2:4"),
+        raw_recipe(0.5, score="random"),
     ],
 )
 def test_a_source_that_is_sparse_already(tmp_path, recipe):

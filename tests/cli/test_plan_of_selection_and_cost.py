@@ -5,7 +5,7 @@ import torch
 
 from distprune.cli import plan as plan_command
 from distprune.files.planning import plan
-from distprune.files.recipe import FileRecipe
+from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import save, tree_digest
 
 
@@ -56,7 +56,7 @@ def test_the_bytes_are_those_that_prune_needs(run, source, tmp_path, monkeypatch
 
 
 def test_what_an_interrupted_run_left_is_not_needed_again(source, tmp_path):
-    made = plan(source, FileRecipe(0.5))
+    made = plan(source, raw_recipe(0.5))
     whole = plan_command.estimate(made, tmp_path / "out[1]")["missing_bytes"]
     part = tmp_path / "out[1].partial" / "distprune"
     part.mkdir(parents=True)
@@ -69,15 +69,15 @@ def test_what_an_interrupted_run_left_is_not_needed_again(source, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "dtypes", "passes"),
     [
-        (FileRecipe(0.5, normalize="rms"), "BF16", 3),
-        (FileRecipe(0.5, normalize="rms"), "F32", 3),
-        (FileRecipe(0.5, normalize="l2"), "F64", 3),
-        (FileRecipe(0.5), "BF16", 1),
-        (FileRecipe(0.5), "BF16 F16", 1),
-        (FileRecipe(0.5), "F32 F64", 1),
-        (FileRecipe(0.5, scope="row"), "F32", 0),
-        (FileRecipe(pattern="2:4"), "F32", 0),
-        (FileRecipe(0.5, score="random"), "F32", 0),
+        (raw_recipe(0.5, normalize="rms"), "BF16", 3),
+        (raw_recipe(0.5, normalize="rms"), "F32", 3),
+        (raw_recipe(0.5, normalize="l2"), "F64", 3),
+        (raw_recipe(0.5), "BF16", 1),
+        (raw_recipe(0.5), "BF16 F16", 1),
+        (raw_recipe(0.5), "F32 F64", 1),
+        (raw_recipe(0.5, scope="row"), "F32", 0),
+        (raw_recipe(pattern="2:4"), "F32", 0),
+        (raw_recipe(0.5, score="random"), "F32", 0),
     ],
 )
 def test_bytes_that_are_read_to_find_the_threshold(tmp_path, recipe, dtypes, passes):

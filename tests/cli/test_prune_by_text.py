@@ -95,7 +95,7 @@ def test_what_is_wrong_is_said_before_the_work(run, made, tmp_path):
         (["--text", short], 1, "expected a number from 1 to"),
         (["--text", tmp_path / "none.txt"], 1, "cannot be read"),
         (["--text", text, "--round", "0.6"], 2, "rising ones below the sparsity"),
-        (["--text", text, "--update", "adam"], 2, "expected least-squares, none"),
+        (["--text", text, "--update", "adam"], 2, "is not one of 'least-squares', 'none'"),
         (["--text", text, "--also", "lm_head.weight"], 2, "is in no decoder layer"),
     ]
     for options, code, expected in cases:

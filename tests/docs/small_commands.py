@@ -4,7 +4,7 @@ import contextlib
 import shutil
 
 from distprune.cli.main import main
-from distprune.recipe import shipped_recipes
+from distprune.recipes import shipped_recipes
 from helpers.tiny_language_model import save_tiny_llama, write_text
 
 MODELS = (

@@ -12,20 +12,12 @@ ROOT = Path(__file__).parents[2]
 DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
 OPTION = """
 from torch import nn
-from distprune.files.errors import SelectionError
-from distprune.files.recipe import FileRecipe
-from distprune.recipe import parse_recipe
-mapping = {"version": 2, "sparsity": 0.5, "verify_every": 3}
-recipe = parse_recipe(mapping)
-assert parse_recipe(recipe.as_mapping()) == recipe and recipe.verify_every == 3
-assert recipe.pruner(nn.Linear(4, 4))._verify_every == 3
-assert "verify_every" not in FileRecipe(0.5).as_fields()
-try:
-    FileRecipe.parse(mapping)
-except SelectionError as error:
-    assert "has verify_every, which a checkpoint has no use for" in str(error)
-else:
-    raise AssertionError("no error")
+from distprune.recipes import Recipe
+from distprune.schedule import ScheduledPruner
+recipe = Recipe(sparsity=0.5, verify_every=3)
+assert recipe.as_values()["verify_every"] == 3
+assert ScheduledPruner.from_recipe(nn.Linear(4, 4), recipe)._verify_every == 3
+assert "verify_every" not in Recipe(sparsity=0.5).as_values()
 """
 SCORE = """
 import torch

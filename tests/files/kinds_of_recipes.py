@@ -2,19 +2,19 @@
 
 import torch
 
-from distprune.files.recipe import FileRecipe
+from helpers.recipes import raw_recipe
 
 RECIPES = {
-    "global": FileRecipe(0.5),
-    "normalised": FileRecipe(0.5, normalize="rms"),
-    "layer": FileRecipe(0.5, "layer"),
-    "row": FileRecipe(0.4, "row"),
-    "pattern": FileRecipe(pattern="2:4"),
-    "random": FileRecipe(0.5, score="random", seed=3),
-    "random rows": FileRecipe(0.5, "row", score="random"),
-    "nothing": FileRecipe(0.0),
-    "everything": FileRecipe(1.0),
-    "chosen": FileRecipe(0.3, include=("re:.*[abc].weight",), exclude=("b.*",), nan="keep"),
+    "global": raw_recipe(0.5),
+    "normalised": raw_recipe(0.5, normalize="rms"),
+    "layer": raw_recipe(0.5, "layer"),
+    "row": raw_recipe(0.4, "row"),
+    "pattern": raw_recipe(pattern="2:4"),
+    "random": raw_recipe(0.5, score="random", seed=3),
+    "random rows": raw_recipe(0.5, "row", score="random"),
+    "nothing": raw_recipe(0.0),
+    "everything": raw_recipe(1.0),
+    "chosen": raw_recipe(0.3, include=("re:.*[abc].weight",), exclude=("b.*",), nan="keep"),
 }
 
 

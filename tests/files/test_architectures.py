@@ -14,9 +14,9 @@ import torch
 
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
-from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify
 from helpers.architecture_checkpoints import ARCHITECTURES, in_the_cache
+from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import load
 
 transformers = pytest.importorskip("transformers")
@@ -60,7 +60,7 @@ def test_there_are_24_checkpoints_of_20_architectures():
 
 def plan_for(architecture, source, way):
     uneven = architecture.not_by_four if way == "2:4" else ()
-    return plan(source, FileRecipe(**RECIPES[way], exclude=uneven))
+    return plan(source, raw_recipe(**RECIPES[way], exclude=uneven))
 
 
 # The oracle.

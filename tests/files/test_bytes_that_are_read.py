@@ -7,9 +7,9 @@ from distprune.files import planning, pruning, reading
 from distprune.files.cuts import find_cuts
 from distprune.files.planning import bytes_to_count
 from distprune.files.reading import Source
-from distprune.files.recipe import FileRecipe
 from distprune.files.team import Team
 from helpers import tiny_checkpoints
+from helpers.recipes import raw_recipe
 from helpers.small_chunks import small_chunks
 from helpers.virtual_ranks import run_virtual_ranks
 
@@ -58,7 +58,7 @@ def test_the_search_reads_no_more_than_it_has_to(
 ):
     tensors = weights(dtype)
     source = tiny_checkpoints.save(tmp_path / "source", tensors)
-    plan = planning.plan(source, FileRecipe(0.5, **RECIPES[recipe]))
+    plan = planning.plan(source, raw_recipe(0.5, **RECIPES[recipe]))
 
     def find(communicator):
         return find_cuts(Team(communicator), Source(plan))
@@ -94,7 +94,7 @@ def weights(dtype):
 def test_what_a_pruning_reads_in_all(tmp_path, num_read, fields, of_bf16, of_fp32, dtype):
     """The search and the write; a change of these numbers has to be meant."""
     source = tiny_checkpoints.save(tmp_path / "source", weights(dtype))
-    recipe = FileRecipe(**{"sparsity": 0.5, "masks": False, **fields})
+    recipe = raw_recipe(**{"sparsity": 0.5, "masks": False, **fields})
     pruning.prune(planning.plan(source, recipe), tmp_path / "target")
     assert sum(num_read) == (of_bf16 if dtype is BF16 else of_fp32)
 
@@ -116,5 +116,5 @@ def test_16_bits_are_read_to_count_and_to_write(tmp_path, monkeypatch, num_read,
     small_chunks(monkeypatch, 24)
     tensors = {f"{n}.weight": (torch.arange(800).view(20, 40) % 9 + 1).bfloat16() for n in "ab"}
     source = tiny_checkpoints.save(tmp_path / "source", tensors)
-    pruning.prune(planning.plan(source, FileRecipe(**fields)), tmp_path / "target")
+    pruning.prune(planning.plan(source, raw_recipe(**fields)), tmp_path / "target")
     assert sum(num_read) == reads * 2 * 2 * 20 * 40

@@ -11,8 +11,8 @@ from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import CheckpointError
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
-from distprune.files.recipe import FileRecipe
 from helpers import tiny_checkpoints
+from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import file_bytes
 
 INDEX = "model.safetensors.index.json"
@@ -127,7 +127,7 @@ def test_a_file_without_a_config_is_the_whole_checkpoint(tmp_path):
     (tmp_path / "diary.txt").write_text("private")
     for name in ("other.safetensors", "lora.safetensors"):
         (tmp_path / name).write_bytes(file_bytes(ONE))
-    made = plan(tmp_path / "lora.safetensors", FileRecipe(0.5, masks=False))
+    made = plan(tmp_path / "lora.safetensors", raw_recipe(0.5, masks=False))
     assert "so it is the whole checkpoint" in made.checkpoint.note
     prune(made, tmp_path / "target")  # beside it, but not inside of what it is
     folder = tmp_path / "target"
@@ -154,7 +154,7 @@ def test_what_is_copied(single, tmp_path):
         (single / name).parent.mkdir(exist_ok=True)
         (single / name).write_text(name)
     os.mkfifo(single / "pipe")
-    report = prune(plan(single, FileRecipe(0.5)), tmp_path / "target")
+    report = prune(plan(single, raw_recipe(0.5)), tmp_path / "target")
     assert set(report.copied) == {*COPIED, "config.json", "tokenizer.json"}
     assert {name for name, _ in report.skipped} == {*LEFT_OUT, ".git", "distprune", "pipe"}
     for name in COPIED:
@@ -180,7 +180,7 @@ def test_a_name_is_what_huggingface_hub_has_of_its_main_branch(single, tmp_path,
     found = open_checkpoint("org/na.me-1")
     assert found.folder == str(model / "snapshots" / "a1")
     assert found.note == f"org/na.me-1 is {found.folder}."
-    prune(plan("org/na.me-1", FileRecipe(0.5)), tmp_path / "target")
+    prune(plan("org/na.me-1", raw_recipe(0.5)), tmp_path / "target")
     assert not any(path.is_symlink() for path in (tmp_path / "target").rglob("*"))
     # A path comes before a name.
     tiny_checkpoints.save(tmp_path / "org" / "na.me-1", {"other.weight": torch.ones(8, 8)})

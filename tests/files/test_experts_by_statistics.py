@@ -16,7 +16,7 @@ from distprune.files.checkpoints.statistics_file import (
 )
 from distprune.files.errors import SelectionError
 from distprune.files.reading import Source
-from distprune.files.recipe import FileRecipe
+from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import save
 
 E, INNER, H = 3, 10, 12
@@ -52,7 +52,7 @@ def plan_of(tmp_path, tensors, statistics, **more):
     folder = tmp_path / str(len(list(tmp_path.iterdir())))
     source = save(folder / "source", tensors)
     write_statistics(folder / "statistics", "one_pass", statistics)
-    recipe = FileRecipe(0.5, score="wanda", statistics=str(folder / "statistics"), **more)
+    recipe = raw_recipe(0.5, score="wanda", statistics=str(folder / "statistics"), **more)
     return planning.plan(source, recipe)
 
 

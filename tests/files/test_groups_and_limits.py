@@ -7,9 +7,9 @@ import torch
 
 from distprune.files import planning, pruning, verifying
 from distprune.files.errors import SelectionError
-from distprune.files.recipe import FileRecipe
 from distprune.files.reports import read_report
 from helpers import file_oracle, tiny_checkpoints
+from helpers.recipes import raw_recipe
 from helpers.sampling import every
 from helpers.small_chunks import small_chunks
 from helpers.tiny_checkpoints import load
@@ -49,7 +49,7 @@ def save(folder, tensors):
 
 
 def part(sparsity, include, exclude=(), **more):
-    return FileRecipe(sparsity, include=(include,), exclude=exclude, **more)
+    return raw_recipe(sparsity, include=(include,), exclude=exclude, **more)
 
 
 FIRST = ("*.layers.0.*",)
@@ -63,7 +63,7 @@ GROUPS = {
         part(0.37, "*q_proj*"),
         part(0.5, "*k_proj*", scope="layer"),
         part(0.25, "*o_proj*", scope="row"),
-        FileRecipe(pattern="2:4", include=("*gate_proj*",)),
+        raw_recipe(pattern="2:4", include=("*gate_proj*",)),
         part(0.61, "*up_proj*", score="random"),
         part(0.8, "*down_proj*", FIRST, min_sparsity=0.3, max_sparsity=0.9),
     ),
@@ -91,7 +91,7 @@ def wanted(tensors, recipe):
         ]  # fmt: skip
         masks |= file_oracle.masks(
             tensors, names, sparsity=group.sparsity, scope=group.scope, pattern=group.pattern,
-            seed=group.seed,
+            seed=(recipe.seed or 0) if group.score == "random" else None,
             limits=(group.min_sparsity, group.max_sparsity) if group.has_limits else None,
         )  # fmt: skip
     return masks
@@ -129,7 +129,7 @@ def test_groups_equal_the_oracle(tmp_path, kind, which, small_pieces):
     tensors = llama(kind)
     source = save(tmp_path / "source", tensors)
     seed = 5 if which != "kinds" else None
-    recipe = FileRecipe(groups=GROUPS[which], seed=seed)
+    recipe = raw_recipe(groups=GROUPS[which], seed=seed)
     report = check(tensors, recipe, source, tmp_path / "target")
     assert report.threshold is None and len(report.groups) == len(recipe.groups)
     if which == "kinds":
@@ -147,7 +147,7 @@ def test_limits_equal_the_oracle(tmp_path, kind, ties, monkeypatch):
     turn = list(DTYPES).index(kind) + ties
     for number, (sparsity, low, high) in every(4, enumerate(LIMITS), turn):
         more = {"score": "random", "seed": 7} if number % 4 == 3 else {}
-        recipe = FileRecipe(sparsity, min_sparsity=low, max_sparsity=high, **more)
+        recipe = raw_recipe(sparsity, min_sparsity=low, max_sparsity=high, **more)
         report = check(tensors, recipe, source, tmp_path / str(number))
         for tensor in report.tensors:
             if recipe.has_limits and tensor.limits is not None:
@@ -161,7 +161,7 @@ def test_nan_are_kept_within_limits_or_refused(tmp_path, small_pieces):
     name = "model.layers.1.mlp.up_proj.weight"
     tensors[name].view(-1)[3:50] = float("nan")
     source = save(tmp_path / "source", tensors)
-    recipe = FileRecipe(0.7, max_sparsity=0.8, nan="keep")
+    recipe = raw_recipe(0.7, max_sparsity=0.8, nan="keep")
     pruning.prune(planning.plan(source, recipe), tmp_path / "a")
     # As if they were the largest, and the ceiling that of the numbers where it is lower.
     large = {n: t.where(~t.isnan(), float("inf")) for n, t in tensors.items()}
@@ -169,10 +169,10 @@ def test_nan_are_kept_within_limits_or_refused(tmp_path, small_pieces):
     assert int((~masks[name]).sum()) <= tensors[name].numel() - 47
     file_oracle.check(source, tmp_path / "a", masks, load)
     with pytest.raises(SelectionError, match="145 are no NaN"):
-        recipe = FileRecipe(0.9, min_sparsity=0.8, nan="keep")
+        recipe = raw_recipe(0.9, min_sparsity=0.8, nan="keep")
         pruning.prune(planning.plan(source, recipe), tmp_path / "b")
     # All that is no NaN goes, and not one NaN.
-    recipe = FileRecipe(0.98404, min_sparsity=0.7, nan="keep")
+    recipe = raw_recipe(0.98404, min_sparsity=0.7, nan="keep")
     report = pruning.prune(planning.plan(source, recipe), tmp_path / "c")
     assert {t.name: t.num_pruned for t in report.tensors}[name] == 145
     assert load(tmp_path / "c")[name].isnan().sum() == 47
@@ -182,23 +182,23 @@ def test_nan_are_kept_within_limits_or_refused(tmp_path, small_pieces):
     ("recipe", "texts"),
     [
         (
-            FileRecipe(groups=(part(0.5, "*mlp*"), part(0.5, "*up_proj*"))),
+            raw_recipe(groups=(part(0.5, "*mlp*"), part(0.5, "*up_proj*"))),
             ["layers.0.mlp.up_proj.weight is in groups[0] and groups[1]"],
         ),
         (
-            FileRecipe(groups=(part(0.5, "*mlp*"), part(0.5, "no"))),
+            raw_recipe(groups=(part(0.5, "*mlp*"), part(0.5, "no"))),
             ["groups[1]: include: 'no' matches none"],
         ),
         (
-            FileRecipe(0.5, max_sparsity=0.4),
+            raw_recipe(0.5, max_sparsity=0.4),
             ["sparsity 0.5 prunes 1,472 elements", "max_sparsity 0.4", "leaves 1,160"],
         ),
         (
-            FileRecipe(groups=(part(0.5, "*mlp*"), part(0.5, "*k_proj*", min_sparsity=0.52))),
+            raw_recipe(groups=(part(0.5, "*mlp*"), part(0.5, "*k_proj*", min_sparsity=0.52))),
             ["groups[1]: sparsity 0.5 prunes 64 elements", "min_sparsity 0.52", "needs 68"],
         ),
         (
-            FileRecipe(0.5, min_sparsity=0.499, max_sparsity=0.4999),
+            raw_recipe(0.5, min_sparsity=0.499, max_sparsity=0.4999),
             ["down_proj.weight: min_sparsity asks for at least 96 pruned elements of 192"],
         ),
     ],

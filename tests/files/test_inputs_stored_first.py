@@ -11,9 +11,9 @@ from distprune.files.checkpoints.mask_files import open_masks, read_keep
 from distprune.files.errors import SelectionError
 from distprune.files.inspecting import inspect
 from distprune.files.layouts import Layouts
-from distprune.files.recipe import FileRecipe
 from distprune.selection import cpu
 from helpers import file_oracle, tiny_checkpoints
+from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import load
 
 WAYS = [
@@ -98,7 +98,7 @@ def test_equals_the_oracle_of_the_transpose(tmp_path, case, sizes):
     source = tiny_checkpoints.save(tmp_path / "source", tensors, config=config)
     for which, way in enumerate(WAYS):
         target = tmp_path / f"target{which}"
-        plan = planning.plan(source, FileRecipe(**way, include=("*",), exclude=("*.bias",)))
+        plan = planning.plan(source, raw_recipe(**way, include=("*",), exclude=("*.bias",)))
         report = pruning.prune(plan, target)
         masks = expected(tensors, turned, way)
         file_oracle.check(source, target, masks, load)
@@ -111,7 +111,7 @@ def test_inspect_counts_along_the_inputs(tmp_path):
     # No zeros of its own, and every 2:4 along the outputs holds by chance only.
     tensors = {name: tensor.abs() + 1 for name, tensor in tensors.items()}
     source = tiny_checkpoints.save(tmp_path / "source", tensors, config=config)
-    recipe = FileRecipe(pattern="2:4", include=("*.weight",))
+    recipe = raw_recipe(pattern="2:4", include=("*.weight",))
     pruning.prune(planning.plan(source, recipe), tmp_path / "a")
     facts = {f.entry.name: f for f in inspect(open_checkpoint(tmp_path / "a"), [(2, 4), (3, 8)])}
     for name in turned:
@@ -129,12 +129,12 @@ def test_verify_finds_a_result_along_the_wrong_dimension(tmp_path, way, sizes):
     tensors, _, config = CASES["gpt_oss"]
     source = tiny_checkpoints.save(tmp_path / "source", tensors, config=config)
     wrong = {**way, "input_dims": {"*.experts.*": 2}}
-    pruning.prune(planning.plan(source, FileRecipe(**wrong)), tmp_path / "a")
+    pruning.prune(planning.plan(source, raw_recipe(**wrong)), tmp_path / "a")
     assert verifying.verify(tmp_path / "a", source).problems == ()
     report = tmp_path / "a" / "distprune" / "report.json"
     values = json.loads(report.read_text())
-    assert values["recipe"]["input_dims"] == [["*.experts.*", [2]]]
-    values["recipe"]["input_dims"] = []
+    assert values["recipe"]["input_dims"] == {"*.experts.*": [2]}
+    values["recipe"]["input_dims"] = {}
     report.write_text(json.dumps(values))
     found = verifying.verify(tmp_path / "a", source)
     assert any("experts" in problem for problem in found.problems)
@@ -157,14 +157,14 @@ def test_what_is_not_known_is_refused_and_can_be_said(tmp_path, name, shape, con
     source = tiny_checkpoints.save(tmp_path / "source", tensors, config={"x": 0, **config})
     for way in ({"pattern": "2:4"}, {"sparsity": 0.5, "scope": "row"}):
         with pytest.raises(SelectionError, match=r"its input dimension is not\s+known") as error:
-            planning.plan(source, FileRecipe(**way))
+            planning.plan(source, raw_recipe(**way))
         assert "--input-dim" in str(error.value) and "input_dims" in str(error.value)
     for scope in ("global", "layer"):
-        planning.plan(source, FileRecipe(0.5, scope))
+        planning.plan(source, raw_recipe(0.5, scope))
     (facts,) = [f for f in inspect(open_checkpoint(source)) if f.entry.name == name]
     assert facts.num_groups == {}
     for dim in (len(shape) - 1, len(shape) - 2, -1, -2):
-        recipe = FileRecipe(pattern="2:4", input_dims={name: dim, "*" + name: dim})
+        recipe = raw_recipe(pattern="2:4", input_dims={name: dim, "*" + name: dim})
         turned = (
             {n for n in tensors if n.endswith(name)} if dim % len(shape) < len(shape) - 1 else ()
         )
@@ -172,7 +172,7 @@ def test_what_is_not_known_is_refused_and_can_be_said(tmp_path, name, shape, con
         pruning.prune(planning.plan(source, recipe), target)
         file_oracle.check(source, target, expected(tensors, turned, WAYS[0]), load)
         assert verifying.verify(target, source).problems == ()
-        given = list(inspect(open_checkpoint(target), input_dims=recipe.input_dims))
+        given = list(inspect(open_checkpoint(target), input_dims=recipe.input_dims.items()))
         assert all(f.num_kept[2, 4] == f.num_groups[2, 4] == f.entry.numel // 4 for f in given)
 
 
@@ -198,7 +198,7 @@ def test_layouts_that_are_known(tmp_path, name, shape, model_type, layout):
 
 
 def plan_row(source):
-    return planning.plan(source, FileRecipe(0.5, "row")).tensors
+    return planning.plan(source, raw_recipe(0.5, "row")).tensors
 
 
 def test_transposed_convolutions(tmp_path, sizes):
@@ -208,7 +208,7 @@ def test_transposed_convolutions(tmp_path, sizes):
     turned = {"up.conv.weight": tensors["up.conv.weight"].transpose(0, 1).contiguous()}
     for way in (WAYS[0], WAYS[3]):
         target = tmp_path / way.get("pattern", "row")
-        recipe = FileRecipe(**way, input_dims={"up.conv": (0, 2)})
+        recipe = raw_recipe(**way, input_dims={"up.conv": (0, 2)})
         pruning.prune(planning.plan(source, recipe), target)
         masks = file_oracle.masks(turned, list(turned), **way)
         masks = {name: mask.transpose(0, 1).contiguous() for name, mask in masks.items()}
@@ -222,11 +222,11 @@ def test_transposed_convolutions(tmp_path, sizes):
         assert verifying.verify(target, source).problems == ()
 
 
-@pytest.mark.parametrize("dims", [3, -4, (), (1, 0), (0, 1), (2, 2), (0, 3)])
+@pytest.mark.parametrize("dims", [3, -4, (1, 0), (0, 1), (2, 2), (0, 3)])
 def test_dimensions_that_are_none(tmp_path, dims):
     source = tiny_checkpoints.save(tmp_path / "source", {"a.experts.w": ties(2, 4, 4)})
     with pytest.raises(SelectionError, match="input_dims"):
-        planning.plan(source, FileRecipe(0.5, "row", input_dims={"*.w": dims}))
+        planning.plan(source, raw_recipe(0.5, "row", input_dims={"*.w": dims}))
 
 
 def test_scalars_and_vectors_have_a_layout(tmp_path):
@@ -240,7 +240,7 @@ def test_scalars_and_vectors_have_a_layout(tmp_path):
 def test_masks_of_interleaved_groups_lie_in_the_order_of_the_tensor(tmp_path, sizes):
     tensors, _, config = CASES["gpt2"]
     source = tiny_checkpoints.save(tmp_path / "source", tensors, config=config)
-    pruning.prune(planning.plan(source, FileRecipe(pattern="2:4")), tmp_path / "a")
+    pruning.prune(planning.plan(source, raw_recipe(pattern="2:4")), tmp_path / "a")
     masks, name = open_masks(tmp_path / "a"), "h.0.mlp.c_fc.weight"
     keep = read_keep(masks, name, 0, tensors[name].numel()).reshape(tensors[name].shape)
     assert (keep.reshape(6, 4, 32).sum(1) == 2).all()

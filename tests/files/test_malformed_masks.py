@@ -9,7 +9,7 @@ from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
 from distprune.files.errors import CheckpointError
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
-from distprune.files.recipe import FileRecipe
+from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import encode, save
 
 BAD = [None, -1, "x", [[]], [-4, -4, 3], ["4", 4], [[4], 4], {"a": "x"}, 2**70]
@@ -19,7 +19,7 @@ BAD = [None, -1, "x", [[]], [-4, -4, 3], ["4", 4], [[4], 4], {"a": "x"}, 2**70]
 def pruned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("masks")
     source = save(folder / "source", {"a.weight": torch.randn(4, 4)})
-    prune(plan(source, FileRecipe(0.5)), folder / "pruned")
+    prune(plan(source, raw_recipe(0.5)), folder / "pruned")
     return folder / "pruned"
 
 

@@ -13,10 +13,11 @@ import distprune
 from distprune.files import planning, pruning
 from distprune.files.checkpoints.mask_files import open_masks, read_keep
 from distprune.files.errors import CheckpointError
-from distprune.files.recipe import FileRecipe
-from distprune.recipe import parse_recipe
+from distprune.recipes import Recipe
+from distprune.schedule import ScheduledPruner
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
+from helpers.recipes import raw_recipe
 
 
 def make_model(dtype):
@@ -44,33 +45,32 @@ def masks_of_recipes(dtype, mappings):
     """In the library, by pruners that recipes made."""
     model = make_model(dtype)
     for mapping in mappings:
-        parse_recipe(mapping).pruner(model).step()
+        ScheduledPruner.from_recipe(model, Recipe(**mapping)).step()
     parameters = [(n, m) for n, m in model.named_modules() if hasattr(m, "weight_mask")]
     return {f"{name}.weight": module.weight_mask.bool() for name, module in parameters}
 
 
 def test_groups_of_a_checkpoint_are_recipes_of_a_model(tmp_path):
     groups = [
-        {"select": {"include": "layers.[0-4]"}, "sparsity": 0.5, "limits": {"max_sparsity": 0.6}},
-        {"select": {"include": "re:layers[.][56].*"}, "sparsity": 0.25, "score": "random"},
-        {"select": {"include": "layers.[789]"}, "sparsity": 0.75},
+        {"include": "layers.[0-4]", "sparsity": 0.5, "max_sparsity": 0.6},
+        {"include": "re:layers[.][56].*", "sparsity": 0.25, "score": "random"},
+        {"include": "layers.[789]", "sparsity": 0.75, "normalize": "none"},
     ]
     state = {name: tensor.detach() for name, tensor in make_model("mixed").state_dict().items()}
     source = tiny_checkpoints.save(tmp_path / "source", state)
-    recipe = FileRecipe.parse({"version": 1, "seed": 3, "groups": groups})
+    recipe = Recipe(seed=3, groups=groups)
     pruning.prune(planning.plan(source, recipe), tmp_path / "target")
     found = masks_of(tmp_path / "target")
     seeds = [{}, {"seed": 3}, {}]  # of the random scores alone
-    recipes = [{"version": 1} | of | group for of, group in zip(seeds, groups, strict=True)]
+    recipes = [of | group for of, group in zip(seeds, groups, strict=True)]
     (wanted,) = run_ranks(masks_of_recipes, 1, "mixed", recipes)
     assert len(found) == 10 and found.keys() == wanted.keys()
     assert all(found[name].equal(keep) for name, keep in wanted.items())
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_recipe_of_each_version(tmp_path, version):
-    """Version 1 ranks raw magnitudes, as it did before there was another version."""
-    mapping = {"version": version, "sparsity": 0.5, "select": {"include": "layers.[0-3]*"}}
+@pytest.mark.parametrize("normalize", [None, "none"])
+def test_one_recipe_with_and_without_a_normalization(tmp_path, normalize):
+    mapping = {"sparsity": 0.5, "include": "layers.[0-3]*", "normalize": normalize}
     torch.manual_seed(0)
     sizes = itertools.pairwise([7, 12, 16, 9, 24, 5])
     model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(*size) for size in sizes)})
@@ -78,10 +78,10 @@ def test_a_recipe_of_each_version(tmp_path, version):
         layer.weight = nn.Parameter(torch.randn_like(layer.weight) * 3.0 ** (2 - which))
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     source = tiny_checkpoints.save(tmp_path / "source", state)
-    recipe = FileRecipe.parse(mapping)
-    assert recipe.normalize == (None if version == 1 else "rms")
+    recipe = Recipe(**mapping)
+    assert recipe.divisor == ("rms" if normalize is None else None)
     report = pruning.prune(planning.plan(source, recipe), tmp_path / "target")
-    parse_recipe(mapping).pruner(model).step()
+    ScheduledPruner.from_recipe(model, Recipe(**mapping)).step()
     wanted = {
         f"{name}.weight": module.weight_mask.bool()
         for name, module in model.named_modules()
@@ -91,7 +91,7 @@ def test_a_recipe_of_each_version(tmp_path, version):
     assert found.keys() == wanted.keys() and len(found) == 4
     assert all(found[name].equal(keep) for name, keep in wanted.items())
     sparsities = [tensor.sparsity for tensor in report.tensors]
-    assert (max(sparsities) > 0.9) == (version == 1)
+    assert (max(sparsities) > 0.9) == (normalize == "none")
 
 
 @pytest.mark.parametrize("normalize", ["rms", "l2", "mean"])
@@ -115,7 +115,7 @@ def test_multiples_of_one_another_are_pruned_alike(tmp_path, dtype, exponent, no
         distprune.select(model), distprune.L1Unstructured, amount=0.5, normalize=normalize
     )
     source = tiny_checkpoints.save(tmp_path / "source", weights)
-    pruning.prune(planning.plan(source, FileRecipe(0.5, normalize=normalize)), tmp_path / "target")
+    pruning.prune(planning.plan(source, raw_recipe(0.5, normalize=normalize)), tmp_path / "target")
     found = masks_of(tmp_path / "target")
     for name, layer in model.items():
         assert torch.equal(layer.weight_mask.bool(), values > 6)
@@ -135,4 +135,4 @@ def test_fp64_that_cannot_be_divided_exactly_is_refused_by_name(tmp_path, value)
     assert not hasattr(model[0], "weight_mask")
     source = tiny_checkpoints.save(tmp_path / "source", {"0.weight": weight})
     with pytest.raises(CheckpointError, match=text):
-        pruning.prune(planning.plan(source, FileRecipe(0.5, normalize="l2")), tmp_path / "target")
+        pruning.prune(planning.plan(source, raw_recipe(0.5, normalize="l2")), tmp_path / "target")

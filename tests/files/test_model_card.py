@@ -5,8 +5,8 @@ import torch
 
 import distprune
 from distprune.files import planning, pruning, verifying
-from distprune.files.recipe import FileRecipe
 from distprune.files.reports import model_card
+from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import save
 
 CARD = """---
@@ -41,7 +41,7 @@ def source_of(path, card=CARD, tensors=MADE, **config):
     return source
 
 
-def prune(source, target, recipe=FileRecipe(0.5)):  # noqa: B008
+def prune(source, target, recipe=raw_recipe(0.5)):  # noqa: B008
     pruning.prune(planning.plan(source, recipe), target)
     found = (target / "README.md").read_bytes()
     assert verifying.verify(target, source).problems == ()
@@ -101,9 +101,9 @@ def test_a_source_without_metadata(tmp_path, card):
 
 def test_no_card_copies_that_of_the_source(tmp_path):
     source = source_of(tmp_path / "source")
-    assert prune(source, tmp_path / "out", FileRecipe(0.5, card=False)) == CARD.encode()
+    assert prune(source, tmp_path / "out", raw_recipe(0.5, card=False)) == CARD.encode()
     bare = source_of(tmp_path / "bare", None)
-    pruning.prune(planning.plan(bare, FileRecipe(0.5, card=False)), tmp_path / "plain")
+    pruning.prune(planning.plan(bare, raw_recipe(0.5, card=False)), tmp_path / "plain")
     assert not (tmp_path / "plain" / "README.md").exists()
 
 
@@ -111,7 +111,7 @@ def test_what_can_be_no_card_is_copied(tmp_path, monkeypatch):
     source = source_of(tmp_path / "source", None)
     (source / "README.md").mkdir()
     (source / "README.md" / "a.txt").write_text("a")
-    pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "out")
+    pruning.prune(planning.plan(source, raw_recipe(0.5)), tmp_path / "out")
     assert (tmp_path / "out" / "README.md" / "a.txt").read_text() == "a"
     monkeypatch.setattr(planning, "MAX_CARD_BYTES", len(CARD) - 1)
     large = source_of(tmp_path / "large")
@@ -121,7 +121,7 @@ def test_what_can_be_no_card_is_copied(tmp_path, monkeypatch):
 def test_a_result_pruned_again_has_one_card_over_the_other(tmp_path):
     source = source_of(tmp_path / "source")
     first = prune(source, tmp_path / "first")
-    again = prune(tmp_path / "first", tmp_path / "second", FileRecipe(0.75))
+    again = prune(tmp_path / "first", tmp_path / "second", raw_recipe(0.75))
     values, text = metadata(again)
     assert values["tags"] == ["llama", "pruned", "sparse"]
     assert "exactly 96 of 128" in text and text.endswith(metadata(first)[1].lstrip("\n"))

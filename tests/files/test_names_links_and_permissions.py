@@ -11,9 +11,9 @@ from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import CheckpointError, OutputError
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
-from distprune.files.recipe import FileRecipe
 from helpers import tiny_checkpoints
 from helpers.permissions import without_root_privileges
+from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import tree_digest
 
 # Links
@@ -32,11 +32,11 @@ def test_a_link_is_read_like_what_it_points_to(source, name, tmp_path):
     (source / "extra").mkdir()
     (source / "extra" / "a.txt").write_text("a")
     (source / "merges.txt").write_text("b")
-    prune(plan(source, FileRecipe(0.5)), tmp_path / "expected")
+    prune(plan(source, raw_recipe(0.5)), tmp_path / "expected")
     (source / name).rename(tmp_path / "elsewhere")
     (tmp_path / "between").symlink_to(tmp_path / "elsewhere")
     (source / name).symlink_to("../between")
-    prune(plan(source, FileRecipe(0.5)), tmp_path / "target")
+    prune(plan(source, raw_recipe(0.5)), tmp_path / "target")
     result, expected = (
         tree_digest(tmp_path / folder, leave_out=["distprune/report.json"])
         for folder in ("target", "expected")
@@ -68,9 +68,9 @@ def test_copies_take_the_permissions_of_the_source(source, tmp_path, umask, how)
     source.chmod(0o750)
     target = tmp_path / "target"
     if how == "prune":
-        prune(plan(source, FileRecipe(0.5)), target)
+        prune(plan(source, raw_recipe(0.5)), target)
     else:
-        prune(plan(source, FileRecipe(0.5)), tmp_path / "masks")
+        prune(plan(source, raw_recipe(0.5)), tmp_path / "masks")
         Application(tmp_path / "masks", source).write(target)
     found = modes(target)
     assert {name: found[name] for name in modes(source)} == {
@@ -92,7 +92,7 @@ def refuse(source):
 @pytest.fixture(params=["prune", "apply"])
 def write(request, source, tmp_path):
     """Write a result to a place; it raises OutputError, and leaves nothing."""
-    made = plan(source, FileRecipe(0.5))
+    made = plan(source, raw_recipe(0.5))
     prune(made, tmp_path / "masks")
     application = Application(tmp_path / "masks", source)
 
@@ -137,7 +137,7 @@ def test_names_in_the_source_that_are_no_utf_8(source, tmp_path):
     name = os.fsdecode(b"caf\xe9")
     (source / name).mkdir()
     (source / name / name).write_text("x")
-    report = prune(plan(source, FileRecipe(0.5)), tmp_path / "target")
+    report = prune(plan(source, raw_recipe(0.5)), tmp_path / "target")
     assert f"{name}/{name}" in report.copied
     assert (tmp_path / "target" / name / name).read_text() == "x"
 
@@ -146,7 +146,7 @@ def test_names_in_the_source_that_are_no_utf_8(source, tmp_path):
 def test_a_whole_source_whose_name_is_no_utf_8(source, tmp_path):
     odd = tmp_path / os.fsdecode(b"mod\xe9le")
     source.rename(odd)
-    assert plan(odd, FileRecipe(0.5)).num_to_prune == 32
+    assert plan(odd, raw_recipe(0.5)).num_to_prune == 32
 
 
 @pytest.mark.parametrize("goal", ["self", "..", "nowhere"])

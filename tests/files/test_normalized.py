@@ -7,9 +7,9 @@ import torch
 
 from distprune.files import cuts, planning, pruning, verifying
 from distprune.files.errors import CheckpointError, NaNError
-from distprune.files.recipe import FileRecipe
 from distprune.files.reports import read_report
 from helpers import file_oracle, tiny_checkpoints
+from helpers.recipes import raw_recipe
 from helpers.sampling import every
 from helpers.tiny_checkpoints import load, tree_digest
 
@@ -81,7 +81,7 @@ def test_equals_the_oracle(tmp_path, kind, has_ties, small_pieces):
     for normalize in STATISTICS:
         for sparsity in every(2, (0.5, 0.93), turn + STATISTICS.index(normalize)):
             target = tmp_path / f"{normalize}{sparsity}"
-            recipe = FileRecipe(sparsity, normalize=normalize)
+            recipe = raw_recipe(sparsity, normalize=normalize)
             report = check(tensors, recipe, source, target)
             for tensor in report.tensors:
                 assert tensor.divisor == file_oracle.divisor_of(tensors[tensor.name], normalize)
@@ -100,18 +100,18 @@ def test_equals_the_oracle(tmp_path, kind, has_ties, small_pieces):
 def test_limits_bound_the_normalised_ranking(tmp_path, kind, limits, small_pieces):
     tensors = weights(kind)
     source = save(tmp_path / "source", tensors)
-    recipe = FileRecipe(0.5, normalize="rms", min_sparsity=limits[0], max_sparsity=limits[1])
+    recipe = raw_recipe(0.5, normalize="rms", min_sparsity=limits[0], max_sparsity=limits[1])
     check(tensors, recipe, source, tmp_path / "target")
 
 
 def test_groups_normalise_or_not(tmp_path, small_pieces):
     tensors = weights("mixed")
     source = save(tmp_path / "source", tensors)
-    recipe = FileRecipe(
+    recipe = raw_recipe(
         groups=(
-            FileRecipe(0.5, include=("layers.1*",), normalize="mean", max_sparsity=0.7),
-            FileRecipe(0.4, include=("layers.2*",)),
-            FileRecipe(0.25, include=("layers.9*",), scope="layer"),
+            raw_recipe(0.5, include=("layers.1*",), normalize="mean", max_sparsity=0.7),
+            raw_recipe(0.4, include=("layers.2*",)),
+            raw_recipe(0.25, include=("layers.9*",), scope="layer"),
         )
     )
     check(tensors, recipe, source, tmp_path / "target")
@@ -126,7 +126,7 @@ def test_many_small_numbers_tie_after_the_multiplication(tmp_path, small_pieces)
     tensors["layers.1.weight"][0, 1] = 2.5
     source = tiny_checkpoints.save(tmp_path / "source", tensors)
     for number, sparsity in enumerate((0.2, 0.4, 0.55, 0.7)):
-        recipe = FileRecipe(sparsity, normalize="l2")
+        recipe = raw_recipe(sparsity, normalize="l2")
         report = check(tensors, recipe, source, tmp_path / f"target{number}")
     magnitudes = tensors["layers.1.weight"].unique()
     scores = file_oracle.normalized(tensors["layers.1.weight"], "l2").unique()
@@ -137,7 +137,7 @@ def test_many_small_numbers_tie_after_the_multiplication(tmp_path, small_pieces)
 def test_keys_around_the_cut_that_do_not_fit_are_counted(tmp_path, monkeypatch, kind, small_pieces):
     tensors = weights(kind)
     source = save(tmp_path / "source", tensors)
-    recipe = FileRecipe(0.5, normalize="rms", max_sparsity=0.6)
+    recipe = raw_recipe(0.5, normalize="rms", max_sparsity=0.6)
     check(tensors, recipe, source, tmp_path / "kept")
     for limit in (0, 7):
         monkeypatch.setattr(cuts, "_MOST_COLLECTED", limit)
@@ -146,9 +146,9 @@ def test_keys_around_the_cut_that_do_not_fit_are_counted(tmp_path, monkeypatch, 
 
 
 GROUPS = (
-    FileRecipe(0.5, include=("layers.1*",), normalize="mean", max_sparsity=0.7),
-    FileRecipe(0.4, include=("layers.2*",)),
-    FileRecipe(0.25, include=("layers.9*",), normalize="rms"),
+    raw_recipe(0.5, include=("layers.1*",), normalize="mean", max_sparsity=0.7),
+    raw_recipe(0.4, include=("layers.2*",)),
+    raw_recipe(0.25, include=("layers.9*",), normalize="rms"),
 )
 
 
@@ -158,9 +158,9 @@ def test_numbers_that_have_no_statistic(tmp_path, small_pieces):
     broken.view(-1)[3:5] = float("nan")
     source = save(tmp_path / "source", tensors)
     with pytest.raises(NaNError, match="NaN in layers"):
-        pruning.prune(planning.plan(source, FileRecipe(0.5, normalize="rms")), tmp_path / "target")
+        pruning.prune(planning.plan(source, raw_recipe(0.5, normalize="rms")), tmp_path / "target")
     report = pruning.prune(
-        planning.plan(source, FileRecipe(0.5, normalize="rms", nan="keep")), tmp_path / "target"
+        planning.plan(source, raw_recipe(0.5, normalize="rms", nan="keep")), tmp_path / "target"
     )
     by_name = {tensor.name: tensor for tensor in report.tensors}
     assert by_name["layers.10.weight"].num_nan == 2
@@ -168,6 +168,6 @@ def test_numbers_that_have_no_statistic(tmp_path, small_pieces):
     assert verifying.verify(tmp_path / "target", source).problems == ()
     broken.view(-1)[3:5] = torch.tensor([1.0, float("-inf")])
     source = save(tmp_path / "infinite", tensors)
-    recipe = FileRecipe(0.5, normalize="rms", nan="keep")
+    recipe = raw_recipe(0.5, normalize="rms", nan="keep")
     with pytest.raises(CheckpointError, match=r"infinite elements in layers.10.weight; .* no rms"):
         pruning.prune(planning.plan(source, recipe), tmp_path / "other")

@@ -8,8 +8,8 @@ import torch
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import SelectionError
 from distprune.files.planning import plan
-from distprune.files.recipe import FileRecipe
 from distprune.files.selecting import select_tensors
+from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import save
 
 HEAD = "the output head"
@@ -45,7 +45,7 @@ PRUNED = [
 def test_names(tmp_path):
     tensors = {name: torch.ones(4, 4) for name in [*KEPT, *PRUNED]}
     source = save(tmp_path / "source", tensors)
-    verdicts = select_tensors(open_checkpoint(source), FileRecipe(0.5)).verdicts
+    verdicts = select_tensors(open_checkpoint(source), raw_recipe(0.5)).verdicts
     found = {verdict.entry.name: verdict.reason for verdict in verdicts}
     assert {name: found[name] for name in KEPT} == KEPT
     assert {name: found[name] for name in PRUNED} == dict.fromkeys(PRUNED, "")
@@ -70,12 +70,12 @@ def test_shapes(tmp_path, shape, reason):
     source = save(
         tmp_path / "source", {"a.weight": torch.ones(shape), "b.weight": torch.ones(4, 4)}
     )
-    verdicts = select_tensors(open_checkpoint(source), FileRecipe(0.5)).verdicts
+    verdicts = select_tensors(open_checkpoint(source), raw_recipe(0.5)).verdicts
     assert [each.reason for each in verdicts] == [reason, ""]
     # Named one by one they are pruned; the number of dimensions is asked for on its own.
     for recipe in ({"include": ("*",)}, {"also": ("a",)}):
         verdicts = select_tensors(
-            open_checkpoint(source), FileRecipe(0.5, min_ndim=1, **recipe)
+            open_checkpoint(source), raw_recipe(0.5, min_ndim=1, **recipe)
         ).verdicts
         assert [each.reason for each in verdicts] == ["", ""]
 
@@ -99,17 +99,17 @@ def make_adapter(folder, tensors=ADAPTER):
 def test_an_adapter_is_refused_unless_it_is_asked_for(tmp_path, tensors):
     source = make_adapter(tmp_path / "source", tensors)
     with pytest.raises(SelectionError) as error:
-        plan(source, FileRecipe(0.5))
+        plan(source, raw_recipe(0.5))
     problem = str(error.value)
     assert "is an adapter (adapter_config.json)" in problem and "Merge it into its model" in problem
-    assert plan(source, FileRecipe(0.5, include=("*",))).num_elements > 0
+    assert plan(source, raw_recipe(0.5, include=("*",))).num_elements > 0
 
 
 def test_factors_without_a_config_are_refused_too(tmp_path):
     source = save(tmp_path / "source", ADAPTER)
     with pytest.raises(SelectionError, match=r"is an adapter \(names such as lora_A\)"):
-        plan(source, FileRecipe(0.5))
-    assert plan(source, FileRecipe(0.5, also=("*.lora_?",))).num_elements == 32
+        plan(source, raw_recipe(0.5))
+    assert plan(source, raw_recipe(0.5, also=("*.lora_?",))).num_elements == 32
 
 
 def test_a_model_with_adapters_inside_is_pruned_without_them(tmp_path):
@@ -117,16 +117,16 @@ def test_a_model_with_adapters_inside_is_pruned_without_them(tmp_path):
         tmp_path / "source", ADAPTER | {"layers.0.q_proj.base_layer.weight": torch.ones(8, 8)}
     )
     (source / "adapter_config.json").write_text("{}")
-    assert plan(source, FileRecipe(0.5)).num_elements == 64
+    assert plan(source, raw_recipe(0.5)).num_elements == 64
 
 
 def test_an_exclude_that_matches_nothing_is_a_warning(tmp_path):
     source = save(tmp_path / "source", {"a.weight": torch.ones(4, 4)})
-    found = plan(source, FileRecipe(0.5, exclude=("lm_head", "re:b.*")))
+    found = plan(source, raw_recipe(0.5, exclude=("lm_head", "re:b.*")))
     assert [warning.split(" matches")[0] for warning in found.warnings] == [
         "exclude: 'lm_head'",
         "exclude: 're:b.*'",
     ]
-    assert plan(source, FileRecipe(0.5)).warnings == ()
+    assert plan(source, raw_recipe(0.5)).warnings == ()
     with pytest.raises(SelectionError, match="include: 'b' matches none"):
-        plan(source, FileRecipe(0.5, include=("b",), exclude=("c",)))
+        plan(source, raw_recipe(0.5, include=("b",), exclude=("c",)))

@@ -7,10 +7,10 @@ import torch
 
 from distprune.files import cuts, planning, pruning, reading, verifying
 from distprune.files.errors import CheckpointError, FilesError, SelectionError
-from distprune.files.recipe import FileRecipe
 from distprune.files.reports import read_report
 from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints
+from helpers.recipes import raw_recipe
 from helpers.sampling import every
 from helpers.tiny_checkpoints import load, tree_digest
 
@@ -69,7 +69,7 @@ def expected(tensors, way, names=SELECTED):
 
 def check(tensors, source, target, way):
     """Prune, and compare everything with the oracle."""
-    plan = planning.plan(source, FileRecipe(**way))
+    plan = planning.plan(source, raw_recipe(**way))
     report = pruning.prune(plan, target)
     masks = expected(tensors, way)
     file_oracle.check(source, target, masks, load)
@@ -106,7 +106,7 @@ def test_keys_that_do_not_fit_into_memory(tmp_path, monkeypatch, kind, small_pie
 
 def prune_here(source, target, way):
     """On every rank of a group."""
-    plan = planning.plan(source, FileRecipe(**way))
+    plan = planning.plan(source, raw_recipe(**way))
     return pruning.prune(plan, target).num_pruned
 
 
@@ -118,13 +118,13 @@ def test_convolutions_and_experts_have_their_inputs_where_they_are(tmp_path, sma
     }
     source = tiny_checkpoints.save(tmp_path / "source", tensors)
     dims = {"mlp.experts.*": 2}
-    pruning.prune(planning.plan(source, FileRecipe(pattern="1:4", input_dims=dims)), tmp_path / "a")
+    pruning.prune(planning.plan(source, raw_recipe(pattern="1:4", input_dims=dims)), tmp_path / "a")
     masks = file_oracle.masks(tensors, ["conv.weight"], pattern="1:4")
     flat = tensors["mlp.experts.up_proj"].flatten(0, 1)
     stacked = file_oracle.masks({"m": flat}, ["m"], pattern="1:4")["m"]
     masks["mlp.experts.up_proj"] = stacked.reshape(3, 5, 8)
     file_oracle.check(source, tmp_path / "a", masks, load)
-    pruning.prune(planning.plan(source, FileRecipe(0.5, "row", input_dims=dims)), tmp_path / "b")
+    pruning.prune(planning.plan(source, raw_recipe(0.5, "row", input_dims=dims)), tmp_path / "b")
     masks = file_oracle.masks(tensors, ["conv.weight"], sparsity=0.5, scope="row")
     rows = file_oracle.masks({"m": flat}, ["m"], sparsity=0.5, scope="row")["m"]
     masks["mlp.experts.up_proj"] = rows.reshape(3, 5, 8)
@@ -136,7 +136,7 @@ def test_nothing_and_everything(tmp_path, sparsity):
     source = tiny_checkpoints.save(tmp_path / "source", KINDS["mixed"])
     for scope in ("global", "layer", "row"):
         way = {"sparsity": sparsity, "scope": scope}
-        pruning.prune(planning.plan(source, FileRecipe(**way)), tmp_path / scope)
+        pruning.prune(planning.plan(source, raw_recipe(**way)), tmp_path / scope)
         file_oracle.check(source, tmp_path / scope, expected(KINDS["mixed"], way), load)
 
 
@@ -151,13 +151,13 @@ def test_nan_is_refused_by_name_or_kept(tmp_path, scope):
         assert all(kind == "NaNError" and SELECTED[1] in words for kind, words in text)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     way = {"sparsity": 0.5, "scope": scope}
-    report = pruning.prune(planning.plan(source, FileRecipe(**way, nan="keep")), tmp_path / "b")
+    report = pruning.prune(planning.plan(source, raw_recipe(**way, nan="keep")), tmp_path / "b")
     # Without NaN, which rank last.
     large = {name: t.where(~t.isnan(), float("inf")) for name, t in tensors.items()}
     file_oracle.check(source, tmp_path / "b", expected(large, way), load)
     assert {t.name: t.num_nan for t in report.tensors if t.num_nan} == {SELECTED[1]: 3}
     with pytest.raises(SelectionError, match="NaN"):
-        pruning.prune(planning.plan(source, FileRecipe(1.0, scope, nan="keep")), tmp_path / "c")
+        pruning.prune(planning.plan(source, raw_recipe(1.0, scope, nan="keep")), tmp_path / "c")
 
 
 def refused(source, target, way):
@@ -180,7 +180,7 @@ def test_everything_else_is_copied_or_reported(tmp_path):
     (source / "link").symlink_to(source / "extra", target_is_directory=True)
     old = os.umask(0o027)
     try:
-        report = pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "target")
+        report = pruning.prune(planning.plan(source, raw_recipe(0.5)), tmp_path / "target")
     finally:
         os.umask(old)
     target = tmp_path / "target"
@@ -192,7 +192,7 @@ def test_everything_else_is_copied_or_reported(tmp_path):
     assert not (target / "pytorch_model.bin").exists()
     modes = {path.stat().st_mode & 0o777 for path in target.rglob("*") if path.is_file()}
     assert modes == {0o640}
-    assert "\nsparsity: 0.5\n" in (target / "distprune" / "recipe.yaml").read_text()
+    assert "sparsity: 0.5\n" in (target / "distprune" / "recipe.yaml").read_text()
     assert read_report(target) == report
     names = sorted(path.name for path in (target / "distprune").iterdir())
     assert names == ["masks.safetensors", "recipe.yaml", "report.json"]
@@ -200,8 +200,8 @@ def test_everything_else_is_copied_or_reported(tmp_path):
 
 def test_masks_can_be_left_out(tmp_path):
     source = tiny_checkpoints.save(tmp_path / "source", KINDS["bf16"])
-    pruning.prune(planning.plan(source, FileRecipe(0.5, masks=False)), tmp_path / "a")
-    pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "b")
+    pruning.prune(planning.plan(source, raw_recipe(0.5, masks=False)), tmp_path / "a")
+    pruning.prune(planning.plan(source, raw_recipe(0.5)), tmp_path / "b")
     assert not (tmp_path / "a" / "distprune" / "masks.safetensors").exists()
     same = {(tmp_path / x / "model.safetensors").read_bytes() for x in "ab"}
     assert len(same) == 1
@@ -220,5 +220,5 @@ def test_weights_that_change_while_they_are_counted_are_an_error(tmp_path, monke
 
     monkeypatch.setattr(reading, "read_into", changing)
     with pytest.raises(CheckpointError, match="The weights changed while they were read"):
-        pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "target")
+        pruning.prune(planning.plan(source, raw_recipe(0.5)), tmp_path / "target")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -22,17 +22,17 @@ from distprune.files.errors import (
     RanksError,
 )
 from distprune.files.output import discard, locked
-from distprune.files.recipe import FileRecipe
 from distprune.testing import RankError, run_ranks
 from helpers.disk_crashes import Steps, disk_is_full, kill_self, run_forked
+from helpers.recipes import raw_recipe
 from helpers.sampling import THOROUGH, every
 from helpers.tiny_checkpoints import encode, save, tree_digest
 
 RUN = ("distprune/report.json",)
 WAYS = {
-    "global": FileRecipe(0.5),
-    "layer": FileRecipe(0.5, "layer"),
-    "pattern": FileRecipe(pattern="2:4"),
+    "global": raw_recipe(0.5),
+    "layer": raw_recipe(0.5, "layer"),
+    "pattern": raw_recipe(pattern="2:4"),
     "apply": None,
 }
 
@@ -353,7 +353,7 @@ def test_ranks_that_were_called_differently(source, tmp_path):
 
 
 def called_differently(source, target):
-    plan = planning.plan(source, FileRecipe(0.5 if dist.get_rank() == 0 else 0.25))
+    plan = planning.plan(source, raw_recipe(0.5 if dist.get_rank() == 0 else 0.25))
     with pytest.raises(RanksError) as error:
         pruning.prune(plan, target)
     return str(error.value)

@@ -12,10 +12,10 @@ import test_normalized
 import test_pruning
 
 from distprune.files import planning, pruning, verifying
-from distprune.files.recipe import FileRecipe
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
 from helpers.disk_crashes import Steps, kill_self, run_forked
+from helpers.recipes import raw_recipe
 from helpers.sampling import every
 from helpers.small_chunks import small_chunks
 from helpers.tiny_checkpoints import tree_digest
@@ -39,17 +39,17 @@ def sources(folder):
     }
     turned = test_inputs_stored_first.WAYS
     recipes = {
-        "plain": [FileRecipe(**way) for way in test_pruning.WAYS[:6]],
+        "plain": [raw_recipe(**way) for way in test_pruning.WAYS[:6]],
         "llama": [
-            *(FileRecipe(groups=budgets.GROUPS[name], seed=5) for name in ("all ways", "limits")),
-            FileRecipe(0.5, min_sparsity=0.4, max_sparsity=0.6),
+            *(raw_recipe(groups=budgets.GROUPS[name], seed=5) for name in ("all ways", "limits")),
+            raw_recipe(0.5, min_sparsity=0.4, max_sparsity=0.6),
         ],
         "scales": [
-            FileRecipe(0.5, normalize="rms", max_sparsity=0.8),
-            FileRecipe(0.5, normalize="l2"),
-            FileRecipe(groups=test_normalized.GROUPS),
+            raw_recipe(0.5, normalize="rms", max_sparsity=0.8),
+            raw_recipe(0.5, normalize="l2"),
+            raw_recipe(groups=test_normalized.GROUPS),
         ],
-        "turned": [FileRecipe(**turned[which]) for which in (0, 3)],
+        "turned": [raw_recipe(**turned[which]) for which in (0, 3)],
     }
     return [(made[kind], recipe) for kind, of_kind in recipes.items() for recipe in of_kind]
 
@@ -90,7 +90,7 @@ def made_of_groups(folder):
         budgets.part(0.7, "*mlp*", max_sparsity=0.75),
     )
     source = budgets.save(folder / "source", budgets.llama("mixed"))
-    return source, FileRecipe(groups=groups)
+    return source, raw_recipe(groups=groups)
 
 
 def prune(source, target, recipe):

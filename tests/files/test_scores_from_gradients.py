@@ -19,8 +19,8 @@ from distprune.files.checkpoints.statistics_file import (
     write_statistics,
 )
 from distprune.files.errors import CheckpointError, SelectionError
-from distprune.files.recipe import FileRecipe
 from helpers import tiny_checkpoints
+from helpers.recipes import raw_recipe
 
 E, INNER, H = 3, 10, 12
 LAYER = "model.layers.0.mlp.experts"
@@ -54,7 +54,7 @@ def test_experts_of_their_own_tensors_have_the_scores_of_the_parameter(tmp_path,
     )
     for folder, state in (("merged", merged), ("one_each", one_each)):
         source = tiny_checkpoints.save(tmp_path / folder, state)
-        recipe = FileRecipe(
+        recipe = raw_recipe(
             0.5, score="fisher", statistics=statistics, include=("*experts*",), input_dims={"*": -1}
         )
         pruning.prune(planning.plan(source, recipe), tmp_path / f"{folder}_pruned")
@@ -74,7 +74,7 @@ def plan_with(tmp_path, statistics, **more):
     selection = {"include": ("layers.*",), "exclude": (f"{EXCLUDED}*", "*.bias")}
     return planning.plan(
         source,
-        FileRecipe(
+        raw_recipe(
             0.5, statistics=statistics, input_dims={"layers.1.weight": 0}, **selection, **more
         ),
     )

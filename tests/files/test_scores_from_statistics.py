@@ -19,11 +19,11 @@ from distprune.files.checkpoints.statistics_file import (
     write_statistics,
 )
 from distprune.files.reading import Source
-from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify
 from distprune.statistics import ActivationStatistics, GradientStatistics
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
+from helpers.recipes import raw_recipe
 from helpers.sampling import every
 from helpers.small_chunks import small_chunks
 
@@ -202,7 +202,8 @@ def prune_files(source, folder, calls, statistics, gradients, scores, chunk):
                 keywords["statistics"] = statistics
             if call["score"] == "fisher":
                 keywords["statistics"] = gradients
-            recipe = FileRecipe(
+            keywords = {key: value for key, value in keywords.items() if value is not None}
+            recipe = raw_recipe(
                 call.get("amount"),
                 exclude=(f"{EXCLUDED}*", "*.bias"),
                 include=("layers.*",),
@@ -266,7 +267,7 @@ def test_scores_are_those_of_the_model_to_the_bit(tmp_path, dtype, score):
     statistics = str(make_statistics(tmp_path / "statistics.safetensors"))
     live = getattr(ActivationStatistics.load(statistics, selected(model)), score)()
     excluded = (f"{EXCLUDED}*", "*.bias")
-    recipe = FileRecipe(
+    recipe = raw_recipe(
         0.5, score=score, statistics=statistics, include=("layers.*",), exclude=excluded
     )
     plan = planning.plan(source, recipe)

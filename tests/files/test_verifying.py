@@ -16,13 +16,13 @@ from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoints.header import read_header
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
 from distprune.files.errors import CheckpointError, FilesError
-from distprune.files.recipe import FileRecipe
 from distprune.files.reports import REPORT_FILE, parse_report, read_report
 from distprune.files.results import RECIPE_FILE
 from distprune.files.verifying import verify
 from distprune.ranks.process_groups import world
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
+from helpers.recipes import raw_recipe
 from helpers.sampling import THOROUGH, every
 from helpers.small_chunks import small_chunks
 
@@ -245,7 +245,7 @@ def test_two_exchanged_ties(tmp_path, monkeypatch, scope, apart):
     small_chunks(monkeypatch, 24)
     ones = {f"{n}.weight": torch.ones(20, 20).bfloat16() for n in "ab"}
     source = tiny_checkpoints.save(tmp_path / "source", ones)
-    pruning.prune(planning.plan(source, FileRecipe(0.25, scope)), tmp_path / "target")
+    pruning.prune(planning.plan(source, raw_recipe(0.25, scope)), tmp_path / "target")
     bits = Bits(source, tmp_path / "target")
     last = {"global": 199, "layer": 99}[scope]
     for index in (last, last + apart):
@@ -263,11 +263,11 @@ def test_an_exchange_in_a_group(tmp_path, change):
     weights["a.1.weight"] += 50 if change == "limit" else 1
     source = tiny_checkpoints.save(tmp_path / "source", weights)
     groups = (
-        FileRecipe(0.5, include=("a*",), max_sparsity=0.8 if change == "limit" else 1.0),
-        FileRecipe(0.25, include=("b*",)),
+        raw_recipe(0.5, include=("a*",), max_sparsity=0.8 if change == "limit" else 1.0),
+        raw_recipe(0.25, include=("b*",)),
     )
     target = tmp_path / "target"
-    pruning.prune(planning.plan(source, FileRecipe(groups=groups)), target)
+    pruning.prune(planning.plan(source, raw_recipe(groups=groups)), target)
     pair = {
         "within": ("a.0.weight", "a.0.weight"),
         "between": ("a.0.weight", "b.weight"),
@@ -384,7 +384,7 @@ def test_a_random_pruning_that_says_it_is_one_by_magnitude(tmp_path, claimed):
     """Masks and weights fit together, and the report has another recipe."""
     source = tiny_checkpoints.save(tmp_path / "source", tensors([torch.bfloat16]))
     told = RECIPES[claimed]
-    done = FileRecipe(told.sparsity, told.scope, pattern=told.pattern, score="random", seed=1)
+    done = raw_recipe(told.sparsity, told.scope, pattern=told.pattern, score="random", seed=1)
     pruning.prune(planning.plan(source, done), tmp_path / "target")
     assert verify(tmp_path / "target", source).is_good
     path = tmp_path / "target" / REPORT_FILE
@@ -421,7 +421,7 @@ def test_a_name_of_a_file_that_no_json_can_hold(tmp_path):
     """Names that are not UTF-8 come through the report."""
     source = tiny_checkpoints.save(tmp_path / "source", {"a.weight": torch.randn(4, 6)})
     (source / "caf\udce9 \x1b[2J").write_text("x")
-    pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "target")
+    pruning.prune(planning.plan(source, raw_recipe(0.5)), tmp_path / "target")
     assert verify(tmp_path / "target", source).is_good
     (tmp_path / "target" / "caf\udce9 \x1b[2J").write_text("xx")
     (problem,) = verify(tmp_path / "target", source).problems
@@ -433,7 +433,7 @@ def test_a_threshold_that_json_has_no_number_for(tmp_path, scope):
     """The largest magnitude that went is infinite: the report stays JSON for every program."""
     values = torch.tensor([[1.0, float("inf")], [float("-inf"), 2.0]])
     source = tiny_checkpoints.save(tmp_path / "source", {"a.weight": values})
-    report = pruning.prune(planning.plan(source, FileRecipe(1.0, scope)), tmp_path / "target")
+    report = pruning.prune(planning.plan(source, raw_recipe(1.0, scope)), tmp_path / "target")
     assert report.threshold is None and report.tensors[0].threshold is None
 
     def refuse(constant):
@@ -488,7 +488,7 @@ def make(tmp_path):
         names = list(weights)
         parts = ({n: weights[n] for n in names[:4]}, {n: weights[n] for n in names[4:]})
         tiny_checkpoints.save(source, *parts)
-        pruning.prune(planning.plan(source, FileRecipe(**way)), tmp_path / name)
+        pruning.prune(planning.plan(source, raw_recipe(**way)), tmp_path / name)
         return source, tmp_path / name
 
     return make

@@ -18,16 +18,17 @@ from distprune.files.checkpoints.statistics_file import (
 )
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
-from distprune.files.recipe import FileRecipe
+from distprune.recipes import Recipe
 from distprune.testing import run_ranks
 from golden import corpus
 from helpers.architecture_checkpoints import ARCHITECTURES, Architecture
+from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import DTYPES, load, save
 
 BY_NAME = {each.name: each for each in ARCHITECTURES}
 NUM_RANKS = (1, 3)
 BOUNDS = {"min_sparsity": 0.3, "max_sparsity": 0.6}
-# Arguments of FileRecipe. "groups", "statistics" and "scores" are filled in by recipe_of.
+# Keys of recipes. "groups", "statistics" and "scores" are filled in by recipe_of.
 REQUESTS: dict[str, dict[str, Any]] = {
     "global": {"sparsity": 0.5},
     "rms": {"sparsity": 0.5, "normalize": "rms"},
@@ -81,7 +82,7 @@ class Source:
     def __init__(self, architecture: Architecture, folder: Path) -> None:
         self.architecture = architecture
         self.folder = architecture.make(folder / architecture.name)
-        tensors = [tensor.entry for tensor in plan(self.folder, FileRecipe(0.5)).tensors]
+        tensors = [tensor.entry for tensor in plan(self.folder, raw_recipe(0.5)).tensors]
         self.names = [tensor.name for tensor in tensors]
         generator = torch.Generator().manual_seed(7)
         scores = {}
@@ -104,7 +105,7 @@ class Source:
         squares = (np.arange(num_inputs) * 53 + len(name)) % 211 + 10.0
         return StoredStatistics(WeightLayout(layout, tuple(shape)), 300, sums, squares)
 
-    def recipe_of(self, request: str) -> FileRecipe:
+    def recipe_of(self, request: str) -> Recipe:
         arguments = dict(REQUESTS[request])
         if "pattern" in arguments:
             arguments["exclude"] = self.architecture.not_by_four
@@ -117,7 +118,7 @@ class Source:
                 {**group, "include": tuple(self.names[number::3])}
                 for number, group in enumerate(arguments["groups"])
             ]
-        return FileRecipe(**arguments)
+        return raw_recipe(**arguments)
 
     def digest(self) -> str:
         return corpus.hash_of_tensors(all_tensors(self.folder))
@@ -142,7 +143,7 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def prune_here(source: Path, recipes: dict[str, FileRecipe], target: Path) -> list[str]:
+def prune_here(source: Path, recipes: dict[str, Recipe], target: Path) -> list[str]:
     """Carry out each request on this rank; return the hash of each report."""
     facts = []
     for request, recipe in recipes.items():

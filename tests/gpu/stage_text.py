@@ -22,8 +22,8 @@ from stage import NotTried, Stage, main
 
 from distprune import streaming
 from distprune.files.checkpoints.header import make_header
-from distprune.files.recipe import FileRecipe
 from distprune.language_models import TokenWindows
+from helpers.recipes import raw_recipe
 
 SMALL = 4e7  # bytes of bfloat16
 
@@ -82,7 +82,7 @@ def prune(
     source: Path, target: Path, windows: TokenWindows, score: str, update: Any, stage: Stage,
     resident: bool | None, progress: Any = None,
 ) -> None:  # fmt: skip
-    recipe = FileRecipe(sparsity=0.6, score=score, normalize=None)
+    recipe = raw_recipe(sparsity=0.6, score=score, normalize=None)
     told: list[str] = []
     options: dict[str, Any] = {"update": update, "device": stage.device, "resident": resident}
     streaming.prune_folder(

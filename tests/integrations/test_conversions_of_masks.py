@@ -13,7 +13,7 @@ from transformers import core_model_loading as loading
 import distprune as prune
 from distprune._transformers.table import MOVING_OPERATIONS
 from distprune.files import planning, pruning
-from distprune.files.recipe import FileRecipe
+from helpers.recipes import raw_recipe
 
 
 def index(*shape: int, start: int = 0) -> torch.Tensor:
@@ -111,7 +111,7 @@ class AddOne(loading.ConversionOps):
 @pytest.fixture
 def folder(tmp_path):
     source = renamed_families.save("llama", tmp_path / "source")
-    recipe = FileRecipe(0.5, include=("*.weight",))
+    recipe = raw_recipe(0.5, include=("*.weight",))
     pruning.prune(planning.plan(source, recipe), tmp_path / "pruned")
     return tmp_path / "pruned"
 
@@ -156,7 +156,7 @@ def masks_of(model):
 def test_renamings_that_the_user_gave(tmp_path):
     source = renamed_families.save("llama", tmp_path / "source")
     source = renamed(source, tmp_path / "renamed", ".mlp.", ".ffn.")
-    pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "pruned")
+    pruning.prune(planning.plan(source, raw_recipe(0.5)), tmp_path / "pruned")
     model = hf.LlamaForCausalLM.from_pretrained(
         tmp_path / "pruned", key_mapping={r"\.ffn\.": ".mlp."}
     )
@@ -174,7 +174,7 @@ def test_two_masks_for_one_parameter(tmp_path):
     name = "model.layers.0.mlp.up_proj.weight"
     state["model.layers.0.ffn.up_proj.weight"] = state[name].flip(0).contiguous()
     save_file(state, source / "model.safetensors", metadata={"format": "pt"})
-    pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "pruned")
+    pruning.prune(planning.plan(source, raw_recipe(0.5)), tmp_path / "pruned")
     mapping = {r"\.ffn\.": ".mlp."}
     model = hf.LlamaForCausalLM.from_pretrained(tmp_path / "pruned", key_mapping=mapping)
     zero = model.get_parameter(name).detach() == 0
@@ -191,7 +191,7 @@ def test_a_renaming_that_depends_on_a_tensor_without_a_mask(tmp_path):
     source = renamed_families.save("llama", tmp_path / "new")
     source = renamed(source, tmp_path / "a", "gate_proj", "a_proj")
     source = renamed(source, tmp_path / "old", "up_proj", "gate_proj")
-    recipe = FileRecipe(0.5, exclude=("*.a_proj.*",))
+    recipe = raw_recipe(0.5, exclude=("*.a_proj.*",))
     pruning.prune(planning.plan(source, recipe), tmp_path / "pruned")
     model = renamed_families.make("llama")
     model._weight_conversions = [

@@ -12,10 +12,10 @@ from distprune.files.inspecting import inspect
 from distprune.files.layouts import Layouts
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
-from distprune.files.recipe import FileRecipe
 from distprune.files.selecting import select_tensors
 from distprune.files.verifying import verify
 from helpers import file_oracle
+from helpers.recipes import raw_recipe
 from helpers.sampling import every
 from helpers.tiny_checkpoints import load
 from helpers.tiny_transformers import FAMILIES, save_tiny, tiny_model
@@ -44,7 +44,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_pruned_by_default(saved, family):
-    verdicts = select_tensors(open_checkpoint(saved(family)), FileRecipe(0.5)).verdicts
+    verdicts = select_tensors(open_checkpoint(saved(family)), raw_recipe(0.5)).verdicts
     matrices = [verdict for verdict in verdicts if len(verdict.entry.shape) > 1]
     pruned = {kind(verdict.entry.name) for verdict in matrices if verdict.is_pruned}
     kept = {kind(verdict.entry.name) for verdict in matrices if not verdict.is_pruned}
@@ -84,7 +84,7 @@ def test_layouts_are_those_of_the_modules(saved, family):
 @pytest.mark.parametrize("family", every(2, BY_ORACLE))
 def test_prunes_along_the_inputs(saved, tmp_path, family, way):
     source = saved(family)
-    made = plan(source, FileRecipe(**way))
+    made = plan(source, raw_recipe(**way))
     prune(made, tmp_path / "out")
     tensors = load(source)
     names = [tensor.entry.name for tensor in made.tensors]

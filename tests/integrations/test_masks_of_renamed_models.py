@@ -15,14 +15,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import distprune as prune
 from distprune.files import applying, planning, pruning
 from distprune.files.checkpoints.mask_files import open_masks
-from distprune.files.recipe import FileRecipe
 from distprune.testing import run_ranks
+from helpers.recipes import raw_recipe
 from helpers.sampling import every
 
 # Everything that has a dimension, so that nothing is spared by the default selection.
-EVERYTHING = FileRecipe(0.5, include=("*",), min_ndim=1)
+EVERYTHING = raw_recipe(0.5, include=("*",), min_ndim=1)
 # Matrices alone, and not all of them: some tensors that are merged have no mask.
-SOME = FileRecipe(0.5, include=("*",), exclude=("re:.*(experts.1.|.q_|query|layers.0.|h.0.).*",))
+SOME = raw_recipe(0.5, include=("*",), exclude=("re:.*(experts.1.|.q_|query|layers.0.|h.0.).*",))
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_a_head_of_another_size_is_reported(pruned):
 
 @pytest.mark.parametrize("family", ["mixtral", "vit", "gpt2"])
 def test_the_zeros_that_were_loaded_are_the_masks(pruned, family):
-    folder, cls = pruned(family, FileRecipe(0.5)), renamed_families.FAMILIES[family][0]
+    folder, cls = pruned(family, raw_recipe(0.5)), renamed_families.FAMILIES[family][0]
     model, other = cls.from_pretrained(folder), cls.from_pretrained(folder)
     by_name, by_value = prune.load_masks(model, folder), prune.masks_from_zeros(other)
     assert by_name.parameters == by_value.parameters and by_name.num_pruned
@@ -169,7 +169,7 @@ def test_the_zeros_that_were_loaded_are_the_masks(pruned, family):
 
 
 def test_chosen_parameters_alone_get_masks(pruned):
-    folder = pruned("llama", FileRecipe(0.5, exclude=("*k_proj*",)))
+    folder = pruned("llama", raw_recipe(0.5, exclude=("*k_proj*",)))
     model = hf.LlamaForCausalLM.from_pretrained(folder)
     chosen = prune.select(model, include="*.q_proj")
     report = prune.load_masks(model, folder, parameters=chosen)

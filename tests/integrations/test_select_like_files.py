@@ -7,10 +7,11 @@ from torch import nn
 
 import distprune as prune
 from distprune.files.checkpoints.checkpoint import open_checkpoint
-from distprune.files.recipe import FileRecipe
 from distprune.files.selecting import select_tensors
-from distprune.recipe import parse_recipe
+from distprune.recipes import Recipe
+from distprune.schedule import ScheduledPruner
 from helpers.architecture_checkpoints import ARCHITECTURES
+from helpers.recipes import raw_recipe
 from helpers.sampling import every
 from helpers.tiny_transformers import FAMILIES, tiny_model
 
@@ -104,7 +105,7 @@ def check_like_files(model, folder):
         for module, name in prune.select(model):
             getattr(module, name).zero_()
     model.save_pretrained(folder)
-    verdicts = select_tensors(open_checkpoint(folder), FileRecipe(sparsity=0.5)).verdicts
+    verdicts = select_tensors(open_checkpoint(folder), raw_recipe(sparsity=0.5)).verdicts
     weights = load_file(folder / "model.safetensors")
     zero = {name for name, weight in weights.items() if weight.ndim > 1 and not weight.any()}
     assert zero == {verdict.entry.name for verdict in verdicts if verdict.is_pruned}
@@ -128,7 +129,7 @@ def test_nets_for_images(net, tmp_path):
     model = net()
     assert names(prune.select(model)) == NETS[net]
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    verdicts = select_tensors(open_checkpoint(tmp_path), FileRecipe(sparsity=0.5)).verdicts
+    verdicts = select_tensors(open_checkpoint(tmp_path), raw_recipe(sparsity=0.5)).verdicts
     pruned = {verdict.entry.name for verdict in verdicts if verdict.is_pruned}
     assert pruned == set(NETS[net])
 
@@ -145,13 +146,13 @@ SELECTS = {
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("select", SELECTS)
 def test_a_recipe_selects_the_same_of_a_model_and_its_files(family, select, tmp_path):
-    mapping = {"version": 2, "sparsity": 0.5, "select": SELECTS[select]}
-    recipe = parse_recipe(mapping)
+    mapping = {"sparsity": 0.5, **SELECTS[select]}
+    recipe = Recipe(**mapping)
     model = tiny_model(family)
     model.save_pretrained(tmp_path)
-    found = select_tensors(open_checkpoint(tmp_path), FileRecipe.parse(mapping))
+    found = select_tensors(open_checkpoint(tmp_path), Recipe(**mapping))
     entries = {entry.name for entry in found.groups[0]}
-    assert entries and set(names(recipe.pruner(model).parameters)) == entries
+    assert entries and set(names(ScheduledPruner.from_recipe(model, recipe).parameters)) == entries
 
 
 def test_experts_are_selected_and_routers_are_not():

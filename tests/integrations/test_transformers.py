@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import distprune as prune
 from distprune.integrations.transformers import PruningCallback
-from distprune.recipe import parse_recipe
+from distprune.recipes import Recipe
 from distprune.schedule import Cubic, OneShot, ScheduledPruner
 from distprune.testing import run_ranks
 
@@ -141,9 +141,9 @@ def test_the_saved_model_is_plain_and_its_history_has_the_sparsity(tmp_path):
 
 
 def test_recipes_and_functions(tmp_path):
-    recipe = parse_recipe({"version": 1, "sparsity": 0.5, "select": {"exclude": "lm_head"}})
+    recipe = Recipe(**{"sparsity": 0.5, "exclude": "lm_head"})
     file = tmp_path / "recipe.yaml"
-    file.write_text("version: 1\nsparsity: 0.5\nselect: {exclude: lm_head}\n")
+    file.write_text("sparsity: 0.5\nexclude: lm_head\n")
 
     def make(model):
         return ScheduledPruner(prune.select(model), OneShot(0, 0.5))
@@ -166,7 +166,7 @@ def test_what_cannot_work_is_refused_at_the_start(tmp_path, caplog):
     with pytest.raises(TypeError, match="plan is a float"):
         PruningCallback(0.5)
     with pytest.raises(TypeError, match="go with a schedule"):
-        PruningCallback(parse_recipe({"version": 1, "sparsity": 0.5}), exclude="lm_head")
+        PruningCallback(Recipe(**{"sparsity": 0.5}), exclude="lm_head")
     callback = PruningCallback(SCHEDULE)
     for options, text in (
         ({"load_best_model_at_end": True, "save_strategy": "best"}, "load_best_model"),

@@ -19,10 +19,10 @@ from distprune.files.checkpoints.statistics_file import (
     write_statistics,
 )
 from distprune.files.matching import Origin, origins_of
-from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify
 from distprune.language_models import linear_layers
 from distprune.statistics import ActivationStatistics
+from helpers.recipes import raw_recipe
 from helpers.sampling import every
 from helpers.tiny_transformers import save_tiny, tiny_model
 
@@ -89,7 +89,7 @@ def pruned_on_disk(source, folder, path, call):
     """The folder, pruned without the model."""
     recipe = {key: value for key, value in call.items() if key != "amount"}
     recipe["statistics"] = str(path)
-    plan = planning.plan(source, FileRecipe(call.get("amount"), **recipe))
+    plan = planning.plan(source, raw_recipe(call.get("amount"), **recipe))
     return plan, pruning.prune(plan, folder)
 
 

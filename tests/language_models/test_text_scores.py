@@ -6,7 +6,7 @@ import torch
 import distprune as prune
 from distprune import criteria, language_models, statistics
 from distprune.language_models import TextScores, scoring
-from distprune.recipes import FROM_GRADIENTS, FROM_STATISTICS
+from distprune.recipes.recipe import FROM_GRADIENTS, FROM_STATISTICS
 from distprune.testing import run_ranks
 
 

@@ -23,7 +23,7 @@ NOT_SOURCES = shutil.ignore_patterns(
 # What the library does not need: an installation without extras lacks these.
 EXTRAS = (
     "accelerate", "hypothesis", "matplotlib", "pydantic", "pytest", "rich", "safetensors",
-    "transformers", "typer", "yaml",
+    "click", "transformers", "yaml",
 )  # fmt: skip
 PRUNE = """
 import sys

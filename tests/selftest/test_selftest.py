@@ -40,7 +40,7 @@ def end_of(process):
 # None of these is there; the self-test must not mind.
 WITHOUT_EXTRAS = """
 import sys
-for name in ("typer", "rich", "yaml", "safetensors", "transformers", "deepspeed", "pytest"):
+for name in ("click", "rich", "yaml", "safetensors", "transformers", "deepspeed", "pytest"):
     sys.modules[name] = None
 from distprune.cli.main import main
 main(["selftest", *sys.argv[1:]])

@@ -11,18 +11,18 @@ from safetensors.torch import load_file, save_file
 import distprune as prune
 from distprune import criteria, language_models, streaming
 from distprune.files.errors import OutputError, SelectionError
-from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify
 from distprune.testing import run_ranks
+from helpers.recipes import raw_recipe
 from helpers.streaming import killed_after, other_files, tokens, weights_of
 from helpers.tiny_language_model import save_tiny_llama
 from helpers.tiny_transformers import save_tiny
 
-TAYLOR = FileRecipe(sparsity=0.5, score="taylor", normalize=None)
-BOTH = FileRecipe(
+TAYLOR = raw_recipe(sparsity=0.5, score="taylor", normalize=None)
+BOTH = raw_recipe(
     groups=(
-        TAYLOR.replaced(include=("*self_attn*",)),
-        TAYLOR.replaced(score="elementwise_fisher", exclude=("*self_attn*",)),
+        TAYLOR.model_copy(update={"include": ("*self_attn*",)}),
+        TAYLOR.model_copy(update={"score": "elementwise_fisher", "exclude": ("*self_attn*",)}),
     )
 )
 
@@ -121,7 +121,7 @@ def test_ranks_add_up_what_their_windows_gave(llama, tmp_path):
 
 def test_kept_scores_rank_again(llama, tmp_path):
     """Without a backward; and where they are not kept, they are gone."""
-    recipe = TAYLOR.replaced(scores=str(llama / "kept"))
+    recipe = TAYLOR.model_copy(update={"scores": str(llama / "kept")})
     windows = tokens(6, seed=1, vocabulary=200)
     source, out = llama / "source", tmp_path / "out"
     streaming.prune_folder(source, out, recipe, windows, update="none")
@@ -133,7 +133,7 @@ def test_kept_scores_rank_again(llama, tmp_path):
         streaming.prune_folder(source, tmp_path / "a", recipe, windows, keep_scores=tmp_path / "b")
     with pytest.raises(OutputError, match="free name for the scores"):
         run(llama, tmp_path / "out", keep_scores=llama / "kept")
-    given = TAYLOR.replaced(score="given")
+    given = TAYLOR.model_copy(update={"score": "given"})
     with pytest.raises(SelectionError, match="score given needs scores"):
         streaming.prune_folder(source, tmp_path / "a", given, windows)
 

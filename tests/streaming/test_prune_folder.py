@@ -13,17 +13,17 @@ from distprune import language_models, streaming
 from distprune.files import output
 from distprune.files.checkpoints.header import read_header
 from distprune.files.errors import OutputError, SelectionError
-from distprune.files.recipe import FileRecipe
 from distprune.files.reports import read_report
 from distprune.files.verifying import verify
 from distprune.statistics import GradientStatistics, GramMatrices
 from distprune.testing import run_ranks
+from helpers.recipes import raw_recipe
 from helpers.sampling import every
 from helpers.streaming import killed_after, other_files, tokens, weights_of
 from helpers.tiny_language_model import save_tiny_llama, write_text
 from helpers.tiny_transformers import save_tiny
 
-RECIPE = FileRecipe(sparsity=0.5, score="fisher", normalize=None)
+RECIPE = raw_recipe(sparsity=0.5, score="fisher", normalize=None)
 FAMILIES = [
     "llama", "mistral", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3",
 ]  # fmt: skip
@@ -154,7 +154,7 @@ def test_too_little_memory_is_an_error_before_the_work(llama, tmp_path, monkeypa
 
 
 def test_tensors_outside_of_the_layers_are_refused(llama, tmp_path):
-    recipe = RECIPE.replaced(also=("lm_head.weight",))
+    recipe = RECIPE.model_copy(update={"also": ("lm_head.weight",)})
     with pytest.raises(SelectionError, match=r"lm_head\.weight is in no decoder layer"):
         streaming.prune_folder(llama / "source", tmp_path / "out", recipe, tokens(2, 1))
 
@@ -186,7 +186,7 @@ def test_verify_finds_a_changed_kept_weight(llama, tmp_path):
 @pytest.mark.parametrize("score", ["wanda", "magnitude"])
 def test_other_scores_and_no_update(llama, tmp_path, score):
     """Statistics of activations as the whole model has them; without an update no weight moves."""
-    recipe = FileRecipe(score=score, pattern="2:4")
+    recipe = raw_recipe(score=score, pattern="2:4")
     windows = tokens(6, seed=1, vocabulary=200)
     made = streaming.prune_folder(
         llama / "source", tmp_path / "out", recipe, windows, update="none"
@@ -251,7 +251,7 @@ def test_rounds_go_on_from_the_round_before(llama, tmp_path):
     windows, source, statistics = tokens(6, seed=1, vocabulary=200), llama / "source", None
     for number, sparsity in enumerate([0.2, 0.3, 0.5]):
         step = tmp_path / f"step{number}"
-        recipe = RECIPE.replaced(sparsity=sparsity, statistics=statistics)
+        recipe = RECIPE.model_copy(update={"sparsity": sparsity, "statistics": statistics})
         streaming.prune_folder(source, step, recipe, windows)
         statistics = str(step / "distprune" / "statistics.safetensors")  # of the dense model
         source = step

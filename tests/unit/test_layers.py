@@ -29,8 +29,8 @@ ROOMS = {
     },
     "verification": {"base", "ranks", "wrappers", "shards", "masks", "call"},
     "schedule": {
-        "base", "ranks", "shards", "selection", "masks", "call", "methods", "api",
-        "verification",
+        "base", "ranks", "budgets", "shards", "selection", "masks", "call", "methods", "api",
+        "recipes", "verification",
     },
     "criteria": {"base", "ranks", "wrappers", "shards", "masks", "call", "methods"},
     "statistics": {
@@ -40,13 +40,12 @@ ROOMS = {
     "checkpoint": {"base", "ranks", "wrappers", "shards", "masks", "methods", "api"},
     "layouts": {"wrappers"},
     "dynamic": {"base", "ranks", "wrappers", "shards", "masks", "call", "api"},
-    "recipe": {"recipes", "budgets", "call", "methods", "api", "schedule"},
     "integrations": {
         "base", "ranks", "wrappers", "masks", "call", "methods", "api", "verification",
-        "schedule", "checkpoint", "criteria", "recipe", "files",
+        "schedule", "checkpoint", "criteria", "recipes", "files",
     },
     "language_models": {
-        "base", "ranks", "wrappers", "_transformers", "recipes", "shards", "call", "checkpoint",
+        "base", "ranks", "wrappers", "_transformers", "shards", "call", "checkpoint",
         "methods", "api", "files", "criteria", "statistics", "reconstruction",
     },
     "streaming": {
@@ -62,14 +61,13 @@ ROOMS = {
     "testing": set(),
     "selftest": {"base", "wrappers", ""},
     "cli": {
-        "base", "ranks", "files", "recipe", "recipes", "selftest", "language_models", "streaming",
-        "",
+        "base", "ranks", "files", "recipes", "selftest", "language_models", "streaming", "",
     },
     "__main__": {"cli"},
 }  # fmt: skip
 # The rooms of ``files``: each may import those before it. Its commands come last.
 FILES_ROOMS = [
-    "text", "errors", "team", "disk", "recipe", "checkpoints", "layouts", "selecting",
+    "text", "errors", "team", "disk", "checkpoints", "layouts", "selecting",
     "matching", "scoring", "planning", "reading", "cuts", "rewriting", "lowest",
     "reports", "output", "results",
 ]  # fmt: skip

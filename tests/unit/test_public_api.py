@@ -72,7 +72,7 @@ def loaded(*names):
 from distprune import *
 print(loaded("torch", "accelerate", "transformers", "yaml", "pydantic", "pytest"))
 print([m for m in loaded("distprune") if m.split(".")[1:2] in (["testing"], ["integrations"])])
-import distprune.testing, distprune.recipe, distprune.integrations.accelerate
+import distprune.testing, distprune.integrations.accelerate
 print(loaded("accelerate", "transformers", "yaml", "pydantic", "pytest"))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -85,8 +85,8 @@ def test_the_bare_import_does_not_load_torch():
 import sys
 import distprune
 assert "torch" not in sys.modules
-from distprune.recipe import parse_recipe
-parse_recipe({"version": 1, "sparsity": 0.5})
+from distprune.recipes import Recipe
+Recipe(sparsity=0.5)
 assert "torch" not in sys.modules
 assert distprune.schedule.ScheduledPruner.__module__ == "distprune.schedule.pruner"
 assert distprune._compute_norm and "torch" in sys.modules

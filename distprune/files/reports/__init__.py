@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint
 from distprune.files.checkpoints.header import load_json
-from distprune.files.errors import CheckpointError, SelectionError
-from distprune.files.recipe import FileRecipe
-from distprune.files.text import printable
+from distprune.files.errors import CheckpointError
+from distprune.recipes import Recipe
+from distprune.recipes.loading import make_recipe
 
 REPORT_FILE = f"{SIDECAR}/report.json"
 
@@ -236,7 +236,7 @@ def parse_report(text: str | bytes, path: str = REPORT_FILE) -> Report:
         ) from None
 
 
-def recipe_of(report: Report, folder: str) -> FileRecipe:
+def recipe_of(report: Report, folder: str) -> Recipe:
     """The recipe in a report.
 
     Args:
@@ -246,14 +246,7 @@ def recipe_of(report: Report, folder: str) -> FileRecipe:
     Raises:
         CheckpointError: the recipe is invalid.
     """
-    unknown = set(report.recipe) - {field.name for field in fields(FileRecipe)}
-    if unknown:
-        raise CheckpointError(
-            f"the recipe in {folder}/{REPORT_FILE} has an unknown field {printable(min(unknown))}."
-        )
     try:
-        return FileRecipe(**report.recipe)
-    except (SelectionError, TypeError, ValueError, RecursionError, OverflowError) as error:
-        raise CheckpointError(
-            f"the recipe in {folder}/{REPORT_FILE} is invalid: {error}."
-        ) from error
+        return make_recipe(report.recipe, f"the recipe in {folder}/{REPORT_FILE}")
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error

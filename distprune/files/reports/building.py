@@ -62,7 +62,7 @@ def make_report(source: Source, cuts: Cuts, records: Sequence[Record], run: RunF
     sums = [(int(p), crc) for record in records for p, crc in record.get("values", {}).items()]
     return Report(
         digest=plan.digest,
-        recipe=plan.recipe.as_stored().as_fields(),
+        recipe=plan.recipe.as_stored().as_values(),
         num_elements=plan.num_elements,
         num_pruned=sum(group.num_pruned for group in groups),
         **{name: getattr(only, name, None) for name in _OF_GROUP},
@@ -188,7 +188,7 @@ def _emptied(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
     """A warning about tensors that lost nearly all: raw weights, or what a ranking has emptied."""
     recipes = [group.recipe for group in plan.groups]
     are_weights = all(recipe.score in ("magnitude", "random") for recipe in recipes)
-    if are_weights and all(each.normalize is None and each.budget is None for each in recipes):
+    if are_weights and all(each.divisor is None and each.budget is None for each in recipes):
         emptied, lost, what = _nearly_empty(plan, tensors), "lose{} more than 99 %", "weights"
     else:
         emptied, lost = _of_collapsed(plan, tensors), "keep{} at most 1 %"
@@ -198,7 +198,7 @@ def _emptied(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
     return [
         f"{_shown(emptied)} {lost.format('s' if len(emptied) == 1 else '')}, because the {what} "
         f"are smaller than those of the other tensors. The model may be useless; "
-        "limits.max_sparsity (--max-sparsity) bounds what a single tensor loses, and exclude "
+        "max_sparsity (--max-sparsity) bounds what a single tensor loses, and exclude "
         "leaves it alone."
     ]
 
