@@ -54,7 +54,7 @@ def _local(model: nn.Module, key: str = "weight") -> list[np.ndarray]:
     """Copies of this rank's parts of the weights, or of tensors beside them; 1-d."""
     found = []
     for layer in _layers(model):
-        tensor = getattr(layer, key)
+        tensor = getattr(layer, key if hasattr(layer, key) else "weight")
         part: Any = getattr(tensor, "ds_tensor", None)  # what ZeRO-3 leaves of it here, with zeros
         if part is None:
             part = local_tensor(tensor.detach())
@@ -298,7 +298,7 @@ def check_training(case: Case) -> Iterator[str]:
     for number, (whole, keep, own) in enumerate(trained):
         is_held = not hasattr(_layers(model)[number], orig_key("weight"))
         values = np.where(keep, whole, 0) if is_held else whole
-        held = _local(model, "weight" if is_held else orig_key("weight"))[number]
+        held = _local(model, orig_key("weight"))[number]
         yield from _far(f"the weight of layer {number} after a step", held, values[own])
     with torch.no_grad():
         yield from _far("the output after a step", model(mine), dense(batch)[first : first + 4])

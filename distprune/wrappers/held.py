@@ -197,7 +197,7 @@ class Held:
         present = self._present
         if any(other() is self for other in getattr(present, _ATTRIBUTE, ())):
             return
-        if not isinstance(present, nn.Parameter):
+        if self.record is None and not isinstance(present, nn.Parameter):
             return  # transformers registers local tensors while the experts of a layer run
         if not _handles:
             _handles.append(register_optimizer_step_pre_hook(_before_step))
@@ -205,6 +205,10 @@ class Held:
         present.__dict__.setdefault(_ATTRIBUTE, _OfTensor()).append(weakref.ref(self))
         if isinstance(self.record, StoredRun) or deepspeed.has_master(present):
             _in_memory.add(self)  # what an optimizer steps in its place is another tensor
+        if self.record is None and deepspeed.has_master(present) and present.requires_grad:
+            # DeepSpeed reduces it as it comes; masked first, the sum is masked.
+            hook_on: Callable[[Any], RemovableHandle] = present.register_hook
+            self._handle = hook_on(functools.partial(_masked, weakref.ref(self)))
         if is_dtensor(present):
             requires_grad = present.requires_grad  # a frozen one may be trained later
             present.requires_grad_(True)
@@ -231,6 +235,14 @@ def _on_gradient(reference: weakref.ref[Held], parameter: Tensor) -> None:
         local = resolved(gradient, parameter.placements)
         parameter.grad = gradient = laid_out_like(parameter, local, {})
     zero_pruned(_local(gradient), mask.to(gradient.device))
+
+
+def _masked(reference: weakref.ref[Held], gradient: Tensor) -> Tensor | None:
+    """The gradient of a whole parameter without what is pruned; None: as it is."""
+    held = reference()
+    if held is None or held.has_dense_gradient:
+        return None
+    return gradient.masked_fill(held.mask.logical_not(), 0)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -116,7 +116,8 @@ def whole(engine, name: str) -> Tensor:
     """A parameter of the forward, whole."""
     import deepspeed
 
-    parameter = engine.module.get_parameter(name)
+    named = dict(engine.module.named_parameters())  # a frozen one of stage 1 is plain
+    parameter = named[name if name in named else name + "_orig"]
     with deepspeed.zero.GatheredParameters([parameter]):
         return parameter.detach().clone()
 

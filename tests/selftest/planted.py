@@ -76,10 +76,6 @@ def idle_mask(stack):
     replace(stack, "distprune.wrappers.held", "Held.zero", lambda self: None)
 
 
-def dense_gradient(stack):
-    replace(stack, "distprune.wrappers.held", "_on_gradient", lambda held, parameter: None)
-
-
 def dense_master(stack):
     """The mask of ZeRO-3 does not act on what the ranks store."""
     replace(stack, "distprune.wrappers.held", "zero_pruned", lambda values, mask: None)
@@ -138,7 +134,7 @@ def one_rank_raises(stack):
 FAULTS = {
     each.__name__: each
     for each in (
-        swap_ties, one_too_many, idle_mask, dense_gradient, dense_master, much_traffic,
+        swap_ties, one_too_many, idle_mask, dense_master, much_traffic,
         uncompared_amounts, changed_before_agreed, renamed_field,
         lost_function, one_rank_raises,
     )

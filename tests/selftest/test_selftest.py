@@ -138,7 +138,6 @@ FOUND = [
     ("swap_ties", "FSDP2", "masks", "tied values, amount"),
     ("one_too_many", "plain", "masks", "elements were pruned, expected"),
     ("idle_mask", "FSDP2", "training", "the output differs from the reference"),
-    ("dense_gradient", "FSDP2", "training", "the weight of layer 0 after a step differs"),
     ("dense_master", "ZeRO-3", "training", "the weight of layer 0 after a step differs"),
     ("much_traffic", "DDP", "traffic", "expected at most 256 kB"),
     ("uncompared_amounts", "DDP", "all or none", "RuntimeError"),
