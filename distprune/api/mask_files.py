@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -25,7 +25,7 @@ from distprune._transformers.loading import (
 )
 from distprune._transformers.table import SavedMasks, as_saved
 from distprune.base import mask_bits
-from distprune.base.naming import NamedParameter, checked_pair, label_of
+from distprune.base.naming import NamedParameter
 from distprune.base.report_text import listed
 from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
@@ -50,7 +50,7 @@ from distprune.masks.hook import find_hook
 from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
-from distprune.shards.parameters import Place, all_places, by_parameter, find_places
+from distprune.shards.parameters import all_places, by_parameter, find_places
 from distprune.shards.shard import Shard
 
 if TYPE_CHECKING:
@@ -208,7 +208,6 @@ def load_masks(
     model: nn.Module,
     folder: str | os.PathLike[str],
     *,
-    parameters: Iterable[tuple[nn.Module, str]] | None = None,
     strict: bool = True,
     group: ProcessGroup | None = None,
     pipeline_parallel: bool = False,
@@ -226,11 +225,8 @@ def load_masks(
         model: plain or wrapped in anything that distprune supports; a stage, with
             ``pipeline_parallel``.
         folder: what ``distprune prune`` or :func:`save_masks` wrote, on every rank's disk.
-        parameters: (module, name) pairs, as ``select`` lists them, that are to get a mask; masks
-            of other parameters are left out. Every parameter that has one, by default.
-        strict: raise if a mask fits no parameter, or if one of ``parameters`` has no mask. If
-            not, the report lists them; and such parameters stay as they are. (A fine-tuned model
-            has another head than the checkpoint.)
+        strict: raise if a mask fits no parameter. If not, the report lists them; and such
+            parameters stay as they are. (A fine-tuned model has another head than the checkpoint.)
         group: the ranks that take part; every rank by default.
         pipeline_parallel: the ranks hold different parts of the model.
 
@@ -253,7 +249,7 @@ def load_masks(
     communicator = world(group)
     with communicator.exclusively():
         method = communicator.run(
-            lambda: MasksFromFile(model, folder, parameters, strict, pipeline_parallel),
+            lambda: MasksFromFile(model, folder, strict, pipeline_parallel),
             lambda made: [("crc32 of the masks", str(made.crc)), ("strict", str(strict))],
         )
     report = prune_parameters(
@@ -277,8 +273,7 @@ class MasksFromFile:
     """Which masks go where, on this rank; decides by reading them: see request.DecidesMasks.
 
     Args:
-        model, folder, given, strict, pipeline_parallel: as for ``load_masks``; ``given`` are its
-            ``parameters``.
+        model, folder, strict, pipeline_parallel: as for ``load_masks``.
 
     Raises:
         ValueError: what there is to say under ``strict``; or no mask fits.
@@ -298,7 +293,6 @@ class MasksFromFile:
         self,
         model: nn.Module,
         folder: str | os.PathLike[str],
-        given: Iterable[tuple[nn.Module, str]] | None,
         strict: bool,
         pipeline_parallel: bool,
     ) -> None:
@@ -315,23 +309,21 @@ class MasksFromFile:
             others=_names_of_checkpoint(folder) if masks.header_crcs else (),
         )
         self.unexpected: Mapping[str, str] = self.matching.unexpected
-        asked = None if given is None else _keys_of(given, places)
-        wanted = (place for place in places if asked is None or place.key in asked)
         self.parameters: list[NamedParameter] = []
         # The masks of each parameter, by its full name: a tied one may have several.
         self._sources: dict[str, list[MaskSource]] = {}
         missing = []
-        for of_one in by_parameter(wanted).values():
+        for of_one in by_parameter(places).values():
             named = [place for place in of_one if place.pair.fqn in self.matching.sources]
             if named:
                 fqn = named[0].pair.fqn
                 self.parameters.append(named[0].with_all(of_one))
                 self._sources[fqn] = [self.matching.sources[place.pair.fqn] for place in named]
-            elif asked is not None or sum(size > 1 for size in of_one[0].shape) > 1:
+            elif sum(size > 1 for size in of_one[0].shape) > 1:
                 missing.append(of_one[0].pair.fqn)
         self.missing = tuple(missing)
         if strict:
-            self._check([] if asked is None else missing)
+            self._check()
         if not self.parameters and not pipeline_parallel:
             raise self._unexpected_error(self.matching.unexpected | self.matching.mismatched)
 
@@ -374,7 +366,7 @@ class MasksFromFile:
                 )
         mask.mul_(shard.slice_of(whole).to(mask.device, mask.dtype).view(mask.shape))
 
-    def _check(self, missing: Sequence[str]) -> None:
+    def _check(self) -> None:
         """Raise ValueError for what does not fit, under ``strict``."""
         matching, folder = self.matching, self._folder
         if matching.unexpected and not self._is_joined:
@@ -386,11 +378,6 @@ class MasksFromFile:
                 f"{folder} have another shape than the model's parameters; expected the model that "
                 f"the masks are for. {_NOT_STRICT}"
             )
-        if missing:
-            raise ValueError(
-                f"{folder} has no mask of {len(missing)} of the given parameters: "
-                f"{listed(missing, 8)}. {_NOT_STRICT}"
-            )
 
     def _unexpected_error(self, names: Mapping[str, str]) -> ValueError:
         shown = listed((f"{n} ({why})" if why else n for n, why in names.items()), 8)
@@ -399,21 +386,6 @@ class MasksFromFile:
             "Expected a model that the checkpoint is for, or the part of yours that is one "
             f"(load_masks(model.backbone, ...)). {_NOT_STRICT}"
         )
-
-
-def _keys_of(parameters: Iterable[tuple[nn.Module, str]], places: Sequence[Place]) -> set[Hashable]:
-    key_of = {(id(place.pair[0]), place.pair[1]): place.key for place in places}
-    keys = set()
-    for position, pair in enumerate(parameters):
-        module, name = checked_pair(pair, f"parameters[{position}]")
-        key = key_of.get((id(module), name))
-        if key is None:
-            raise ValueError(
-                f"parameters[{position}] is {label_of(pair)}, which the model does not have; "
-                "expected (module, name) pairs of its parameters, as select(model) lists them."
-            )
-        keys.add(key)
-    return keys
 
 
 def _names_of_checkpoint(folder: str | os.PathLike[str]) -> list[str]:

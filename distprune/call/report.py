@@ -162,8 +162,8 @@ class MaskLoadingReport(PruningReport):
     """What ``load_masks`` did, and what did not fit, in the words of ``load_state_dict``.
 
     Attributes:
-        missing_keys: parameters that got no mask: of those that were asked for; or, if none were,
-            of two or more dimensions (many are dense on purpose: embeddings, heads).
+        missing_keys: parameters of two or more dimensions that got no mask (many are dense on
+            purpose: embeddings, heads).
         unexpected_keys: masks that no parameter is for, by their names in the file.
         mismatched_keys: masks of another shape than their parameters have.
     """
