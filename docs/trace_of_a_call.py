@@ -5,7 +5,7 @@ python docs/trace_of_a_call.py
 One gloo rank, on the CPU. A profile function sees every call of a function of distprune; what is
 printed is included by docs/one_call.md. The build of the documentation runs it (hooks.py).
 
-A kernel is a function of ``distprune/selection/cpu.py``: the code that touches elements. Frames of
+A kernel is a function of ``distprune/ranking/cpu.py``: the code that touches elements. Frames of
 torch and of the standard library are not counted, and neither are comprehensions, which Python 3.12
 and later run without a frame of their own.
 """
@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 import distprune as prune
 
 PACKAGE = Path(prune.__file__).parent
-KERNELS = "selection/cpu.py"
+KERNELS = "ranking/cpu.py"
 ENTRY = "global_unstructured"
 COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>"}
 

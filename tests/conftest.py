@@ -23,8 +23,7 @@ if not any(argument.startswith("--device") for argument in sys.argv):
 # Folders and files whose tests take long; of their matrices, a sample runs by default.
 SAMPLED = (
     "distributed", "files", "golden", "integrations", "cli", "launch", "language_models",
-    "selftest", "streaming", "test_blocks", "test_fingerprint", "test_many_ranks", "test_selection",
-    "test_triton_kernels",
+    "selftest", "streaming", "test_blocks", "test_fingerprint", "test_many_ranks", "test_ranking",
 )  # fmt: skip
 # Of wrappings, tests of the contract run on every kind, or with every number of processes; others
 # on one that holds tensors and on one that holds DTensors, which are others in each test.
@@ -41,10 +40,6 @@ import torch  # noqa: E402
 
 from distprune.testing import preload  # noqa: E402
 from helpers.sampling import THOROUGH, axes, covering, num_processes  # noqa: E402
-
-# Triton reads this when it is imported: where nothing compiles its kernels, they are interpreted.
-if not (torch.cuda.is_available() or torch.xpu.is_available()):
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Imported once, in the process that the ranks are forked from.
 preload(

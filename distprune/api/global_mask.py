@@ -23,17 +23,13 @@ from distprune.call.replicas import agree_on_copies, count_live_and_compare
 from distprune.methods.ranking import (
     Keys,
     agree_on_seed,
-    random_keys,
     score_keys,
     scores_or_values,
 )
+from distprune.ranking.keys import Order, key_range
+from distprune.ranking.ranking import Ranking
+from distprune.ranking.scores import ScoreSource, random_keys
 from distprune.ranks.process_groups import world
-from distprune.selection.candidates import PartCut, Ranked, candidates_of
-from distprune.selection.keys import RANDOM_KEYS, Order, key_range
-from distprune.selection.passes import write_masks
-from distprune.selection.scores import ScoreSource
-from distprune.selection.search import select_lowest
-from distprune.selection.within_bounds import Limits, select_within
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import memory_order
 from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
@@ -188,35 +184,31 @@ def global_mask(
         if pipeline_parallel or any(s.mask is not None or s.num_replicas > 1 for s in shards):
             num_live = count_live_and_compare(targets, not is_random, communicator)
         if is_random:
-            made: Keys = RANDOM_KEYS, random_keys(shards, agree_on_seed(communicator))
+            made: Keys = random_keys(shards, agree_on_seed(communicator))
         else:
             made = score_keys([source for source, _ in prepared], order)
-        keys, sources = made
         totals = num_live if each else [sum(num_live)]
         for count, total in zip(counts, totals, strict=True):
             if not 0 <= count <= total:
                 raise ValueError(
                     f"k is {count:,}, and {total:,} elements compete; expected 0 <= k <= {total:,}."
                 )
-        parts = candidates_of(shards, sources)
         flat = [shard.flat(mask) for shard, (_, mask) in zip(shards, prepared, strict=True)]
-        labels = [target.name for target in targets]
-        ranked = Ranked(parts, labels, num_live, keys, communicator)
+        ranking = Ranking(shards, made, num_live, communicator)
         first = counts  # how many come before the cut
         if largest:
             first = [total - count for total, count in zip(totals, counts, strict=True)]
-        if each:
-            selection = None
-            cuts, _ = select_within(ranked, sum(first), Limits(tuple(first), tuple(first)))
-        else:
-            selection = select_lowest(ranked, first[0], drafts=flat)
-            cuts = [PartCut(position, selection.cut) for position in range(len(parts))]
+        positions = range(len(shards))
+        segments = [[position] for position in positions] if each else [positions]
+        cuts = ranking.cut(segments, first, drafts=flat)
+        of_shards = [(cuts[i] if each else cuts[0]).at(i) for i in positions]
 
         def finish() -> dict[Hashable, Tensor]:
-            write_masks(parts, cuts, flat, None if selection is None else selection.drafted)
+            ranking.write(of_shards, flat)
             if not largest:  # written is what comes after the cut, among the candidates
-                for part, mask in zip(parts, flat, strict=True):
-                    mask.logical_not_() if part.live is None else mask.logical_xor_(part.live)
+                for shard, mask in zip(shards, flat, strict=True):
+                    live = shard.flat_mask
+                    mask.logical_not_() if live is None else mask.logical_xor_(live)
             return {
                 shard.key: shard.as_parameter_layout(mask)
                 for shard, (_, mask) in zip(shards, prepared, strict=True)
@@ -226,10 +218,10 @@ def global_mask(
     masks = {key: written[target.key] for key, target in own.items()}
     threshold: float | None = None
     num_ties = num_before = 0
-    if selection is not None:
-        num_ties, num_before = selection.num_ties, selection.num_ties_pruned
+    if not each:
+        num_ties, num_before = cuts[0].num_ties, cuts[0].num_ties_pruned
         if num_ties and not is_random:
-            threshold = keys.score_of(selection.cut.threshold)
+            threshold = ranking.keys.score_of(cuts[0].threshold)
     return GlobalMask(
         masks if isinstance(tensors, Mapping) else list(masks.values()),
         threshold,

@@ -12,19 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune.base import exact_sums, memory
+from distprune.base import exact_sums
 from distprune.base.memory import Count, Scratch
 from distprune.base.naming import UnfitScores
+from distprune.ranking.sums import Scored, grid_sums, largest_scores, per_chunk
 from distprune.ranks.collectives import Communicator
-from distprune.selection.normalizing import (
-    Scored,
-    grid_sums,
-    largest_scores,
-    live_array,
-    live_flags,
-    per_chunk,
-)
-from distprune.selection.scores import widened
 
 OWL_MULTIPLE = 5.0  # by default, an outlier is above so many times the mean of its block
 # Up to the first number in a name: "model.layers.3." of "model.layers.3.mlp.up_proj.weight".
@@ -107,18 +99,12 @@ def outlier_ratios(
 
 
 def _count_above(threshold: float, part: Scored, span: range, scratch: Scratch) -> Count:
-    """Live |scores| above a number of float64."""
-    scores = part.scores.load(span.start, span.stop, scratch)
-    if not memory.takes_numpy(part.device):
-        above = scores.double().abs() > threshold
-        live = live_flags(part, span)
-        return (above if live is None else above & live).sum()
-    wide = widened(scores, scratch, part.dtype)
-    limit = wide.dtype.type(threshold)
+    """Live |scores| above a number of float64, which is not negative."""
+    magnitudes = part.magnitudes(span, scratch)
+    if isinstance(magnitudes, Tensor):
+        return (magnitudes > threshold).sum()
+    limit = magnitudes.dtype.type(threshold)
     if limit > threshold:  # rounded up: what lies above the next number below lies above the limit
-        limit = np.nextafter(limit, wide.dtype.type(0))
-    magnitudes = np.abs(wide, out=scratch.array("magnitudes", wide.size, wide.dtype))
-    above = np.greater(magnitudes, limit, out=scratch.array("above", wide.size, bool))
-    if part.live is not None:
-        above &= live_array(part.live, span, scratch)
+        limit = np.nextafter(limit, magnitudes.dtype.type(0))
+    above = np.greater(magnitudes, limit, out=scratch.array("above", magnitudes.size, bool))
     return int(np.count_nonzero(above))

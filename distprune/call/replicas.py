@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from distprune.base.selecting import natural_key
+from distprune.ranking.chunks import count_live
 from distprune.ranks.collectives import Communicator
-from distprune.selection.passes import count_each_live
 from distprune.shards.checksum import at_position, checksums, replicas_agree
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import run_index_map
@@ -120,7 +120,7 @@ def count_live_and_compare(
     """
 
     def count_own() -> list[int]:
-        return count_each_live(
+        return count_live(
             [target.flat_mask for target in targets], [target.counted for target in targets]
         )
 

@@ -13,10 +13,10 @@ from distprune.base.amount import Amount, Bounds, Sparsities, SparsityBound
 from distprune.base.blocks import BlockRule
 from distprune.base.exact_sums import Normalization
 from distprune.masks.hook import PruningHook
+from distprune.ranking.chunks import count_live
+from distprune.ranking.in_blocks import BlockedParameter
+from distprune.ranking.scores import scores_in_memory
 from distprune.ranks.collectives import Communicator
-from distprune.selection.block_cuts import BlockedParameter
-from distprune.selection.passes import count_live
-from distprune.selection.scores import scores_in_memory
 from distprune.shards.factored import FactoredScores
 from distprune.shards.parameters import Scores
 from distprune.shards.shard import Shard
@@ -116,10 +116,10 @@ class PruningCall:
         for position, shard in enumerate(self.shards):
             mask = self.start_mask(position)
             flat = shard.flat(mask)
-            num_live = count_live(flat, shard.counted)
+            (num_live,) = count_live([flat], [shard.counted])
             change(position, mask)
             masks.append(mask)
-            num_pruned.append(num_live - count_live(flat, shard.counted))
+            num_pruned.append(num_live - count_live([flat], [shard.counted])[0])
         return LocalMasks(masks, num_pruned)
 
 

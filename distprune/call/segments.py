@@ -20,8 +20,8 @@ from distprune.base.blocks import BlockRule, Layout, Scope, layout_along, parse_
 from distprune.base.naming import plain_key
 from distprune.base.selecting import matcher
 from distprune.call.request import ONE_SEGMENT, InputDims, PruningArguments, Segments
+from distprune.ranking.in_blocks import BlockedParameter
 from distprune.ranks.collectives import Communicator
-from distprune.selection.block_cuts import BlockedParameter
 from distprune.shards.shard import Shard
 
 _TURNED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

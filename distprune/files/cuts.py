@@ -1,6 +1,6 @@
 """Where the rankings of a plan are cut: the exact selection of live models, over stored numbers.
 
-The ranks share the elements of each group evenly, and exchange what ``selection`` exchanges.
+The ranks share the elements of each group evenly, and exchange what ``ranking`` exchanges.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from distprune.base.amount import bound_met
+from distprune.base.memory import Scratch
 from distprune.base.naming import UnfitScores
 from distprune.budgets.lines import divided, exact_number, owl_lines
 from distprune.budgets.outliers import OWL_MULTIPLE, block_of, outlier_ratios
@@ -22,13 +24,12 @@ from distprune.files.planning import Plan, PlannedGroup, bytes_to_count
 from distprune.files.reading import Source
 from distprune.files.selecting import check_budget
 from distprune.files.team import Team
+from distprune.ranking.descent import ChangedError
+from distprune.ranking.ranking import Cut, ShardCut
+from distprune.ranking.scores import widened
+from distprune.ranking.sums import Scored, divisors_of, per_chunk
+from distprune.ranking.within_bounds import Limits, cut_within
 from distprune.ranks.collectives import Communicator
-from distprune.selection.candidates import PartCut, Ranked
-from distprune.selection.normalizing import Scored, divisors_of
-from distprune.selection.passes import scan
-from distprune.selection.radix import ChangedError
-from distprune.selection.search import Selection, select_lowest
-from distprune.selection.within_bounds import Limits, select_within
 
 # Keys of a process, of about 12 bytes each.
 _MOST_COLLECTED = 3 << 20
@@ -62,7 +63,7 @@ class Cuts:
     """
 
     groups: tuple[GroupCut | None, ...]
-    tensors: tuple[PartCut | None, ...]
+    tensors: tuple[ShardCut | None, ...]
     num_nan: Mapping[str, int]
     divisors: tuple[float | None, ...]
 
@@ -96,7 +97,7 @@ def find_cuts(team: Team, source: Source, known: Any = None) -> Cuts:
         earlier: Cuts = TypeAdapter(Cuts).validate_python(known)
         return earlier
     cuts: list[GroupCut | None] = [None] * len(plan.groups)
-    of_tensors: list[PartCut | None] = [None] * len(plan.tensors)
+    of_tensors: list[ShardCut | None] = [None] * len(plan.tensors)
     divisors: list[float | None] = [None] * len(plan.tensors)
     num_nan: dict[str, int] = {}
     for number, group in enumerate(plan.groups):
@@ -112,21 +113,26 @@ def find_cuts(team: Team, source: Source, known: Any = None) -> Cuts:
             numbers = [size - nan for size, nan in zip(sizes, counts, strict=True)]
             if group.recipe.divisor is not None:
                 divisors[members] = divisors_of(parts, group.recipe.divisor, numbers, team)
-            ranked = _ranked(source, group.first, parts, sizes, team, divisors[members])
+            ranked = source.ranking(
+                range(group.first, group.last),
+                divisors[members],
+                [part.shard.counted for part in parts],
+                team,
+                _MOST_COLLECTED * team.size,
+            )
             k = group.num_to_prune
-            selection: Selection | None
+            common: Cut | None
             if not group.recipe.is_global or group.has_limits or group.recipe.budget is not None:
                 limits, bounds = _limits(source, group, parts, numbers, team)
-                found, selection = select_within(ranked, k, limits)
+                found, common = cut_within(ranked, k, limits)
                 if bounds is not None:
                     found = [replace(cut, bound=at) for cut, at in zip(found, bounds, strict=True)]
                 of_tensors[members] = found
             else:
-                selection = select_lowest(ranked, k)
-                of_tensors[members] = [PartCut(i, selection.cut) for i in range(len(parts))]
-        if selection is not None and group.num_to_prune:
-            ties = selection.num_ties, selection.num_ties_pruned
-            cuts[number] = GroupCut(selection.cut.threshold, *ties)
+                (common,) = ranked.cut([range(len(parts))], [k])
+                of_tensors[members] = [common.at(i) for i in range(len(parts))]
+        if common is not None and group.num_to_prune:
+            cuts[number] = GroupCut(common.threshold, common.num_ties, common.num_ties_pruned)
         num_nan |= {part.name: nan for part, nan in zip(parts, counts, strict=True) if nan}
     return Cuts(tuple(cuts), tuple(of_tensors), num_nan, tuple(divisors))
 
@@ -139,29 +145,6 @@ def nan_error(plan: Plan, positions: Sequence[int]) -> NaNError:
         f"NaN in {'the scores of ' if are_given else ''}{names}; a NaN has no place in a ranking. "
         f"Repair the {'scores' if are_given else 'checkpoint'}, exclude the tensor, or keep NaN as "
         "they are (nan: keep)."
-    )
-
-
-def _ranked(
-    source: Source,
-    first: int,
-    parts: Sequence[Scored],
-    sizes: Sequence[int],
-    communicator: Communicator,
-    divisors: Sequence[float | None],
-) -> Ranked:
-    """Tensors from a position on, by scores that may be divided, as selection ranks them."""
-    return Ranked(
-        [
-            source.part(position, divisor, part.counted)
-            for position, (part, divisor) in enumerate(zip(parts, divisors, strict=True), first)
-        ],
-        [part.name for part in parts],
-        sizes,
-        source.key_ranges[first],
-        communicator,
-        refuse_nan=source.plan.recipe.nan == "error",
-        most_collected=_MOST_COLLECTED * communicator.size,
     )
 
 
@@ -192,7 +175,7 @@ def _limits(
     if group.recipe.budget == "owl":
         entries = [tensor.entry for tensor in tensors]
         scores = [
-            source.outlier_scores(position, part.counted)
+            source.outlier_scores(position, part.shard.counted)
             for position, part in enumerate(parts, group.first)
         ]
         names = [entry.name for entry in entries]
@@ -213,18 +196,15 @@ def _count_nan(
     plan = source.plan
     if plan.recipe.nan != "keep" or group.recipe.score == "random":
         return [0] * len(parts)
-    largest = source.key_ranges[group.first].largest_number
-    raw = [
-        source.part(position, None, part.counted)
-        for position, part in enumerate(parts, group.first)
-    ]
+
+    def count_nan(part: Scored, span: range, scratch: Scratch) -> int:
+        scores = part.scores.load(span.start, span.stop, scratch)
+        return int(np.count_nonzero(np.isnan(widened(scores, scratch, part.dtype))))
 
     def count() -> Tensor:
-        return torch.tensor([row[0] for row in scan(raw, [largest], None).counts])
+        return torch.tensor([sum(chunks) for chunks in per_chunk(parts, [count_nan] * len(parts))])
 
-    numbers = team.reduce(len(parts), count).tolist()
-    sizes = [tensor.entry.numel for tensor in plan.tensors[group.first : group.last]]
-    num_nan = [size - number for size, number in zip(sizes, numbers, strict=True)]
+    num_nan = team.reduce(len(parts), count).tolist()
     _check_numbers(plan, group, num_nan)
     return num_nan
 

@@ -12,7 +12,9 @@ from distprune.files.disk.access import slabs
 from distprune.files.errors import SelectionError
 from distprune.files.reading import Source
 from distprune.files.rewriting import Counts, Piece
-from distprune.selection import cpu
+from distprune.ranking.chunks import Chunk
+from distprune.ranking.lowest import lowest_of
+from distprune.ranks.collectives import Communicator
 
 
 class LowestElements:
@@ -41,17 +43,20 @@ class LowestElements:
             CheckpointError: the source cannot be read, or has changed.
         """
         tensor, values = self._plan.tensors[position], self._source.values[position]
-        part = self._source.part(position, self._cuts.divisors[position])
+        divisors = [self._cuts.divisors[position]]
+        ranking = self._source.ranking([position], divisors, None, Communicator(()))
         cut, blocks = self._cuts.tensors[position], tensor.blocks
         band = 1 if blocks is None else blocks.band
         for run in slabs(tensor.entry.numel, values.dtype.itemsize, band):
             with values.holding(run.start, run.stop) as bits:
                 if blocks is None:
                     assert cut is not None  # it is ranked as a whole
-                    keep = cpu.kept_at(part, run, cut.position, cut.cut, self._scratch)
+                    chunk = Chunk([(0, run.start, run.stop)], True)
+                    keep = ranking.kept(chunk, [cut], self._scratch)
                 else:
-                    keys: Array = part.keys.load(run.start, run.stop, self._scratch).values.numpy()
-                    lowest = cpu.lowest_of(blocks, keys, self._scratch)
+                    loaded = ranking.sources[0].load(run.start, run.stop, self._scratch)
+                    keys: Array = loaded.values.numpy()
+                    lowest = lowest_of(blocks, keys, self._scratch)
                     self._count_nan(position, counts, keys, lowest)
                     keep = ~lowest
             yield Piece(run.start, bits, keep)

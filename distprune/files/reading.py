@@ -1,4 +1,4 @@
-"""The selected tensors of a plan as selection ranks them: parts with keys read on demand."""
+"""The selected tensors of a plan as they are ranked: keys are read on demand."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from distprune.files.disk.access import fill, opened, read_into
 from distprune.files.planning import Plan
 from distprune.files.team import Team
 from distprune.recipes import GroupRecipe
-from distprune.selection.candidates import Candidates, KeySource
-from distprune.selection.keys import (
-    RANDOM_KEYS,
-    KeyRange,
-    Order,
+from distprune.ranking.chunks import Part
+from distprune.ranking.keys import RANDOM_KEYS, KeyRange, Order, key_range
+from distprune.ranking.ranking import Ranking
+from distprune.ranking.scores import (
+    FactorScores,
+    KeySource,
     RandomKeys,
+    ScaledScores,
     ScoreKeys,
-    key_range,
+    ScoreSource,
+    terms_on,
 )
-from distprune.selection.matrix_sums import Summed, magnitude_sums, matrices_of
-from distprune.selection.normalizing import Scored
-from distprune.selection.scores import FactorScores, ScaledScores, ScoreSource, terms_on
+from distprune.ranking.sums import Scored, Summed, magnitude_sums, matrices_of
+from distprune.ranks.collectives import Communicator
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import IndexMap
@@ -42,7 +44,7 @@ _MOST_SUMS = 1 << 20  # that are added up at a time; each takes some 50 bytes un
 
 
 class FileValues:
-    """The elements of a stored tensor as a source of scores: see ``selection.scores.ScoreSource``.
+    """The elements of a stored tensor as a source of scores: see ``ranking.scores.ScoreSource``.
 
     Args:
         entry: of the tensor.
@@ -51,9 +53,10 @@ class FileValues:
 
     # Progress is reported.
     is_thread_safe = False
-    is_in_memory = False
+    device = torch.device("cpu")
 
     def __init__(self, entry: TensorEntry, did: Callable[[int], None]) -> None:
+        self.size = entry.numel
         self._path = entry.path
         self._start = entry.start
         self._did = did
@@ -182,39 +185,55 @@ class Source:
             share: the elements that this rank counts.
             scores: other ones than those that it is ranked by.
         """
-        name, keeps_nan = self.plan.tensors[position].entry.name, self.plan.recipe.nan == "keep"
-        return Scored(name, scores or self.scores[position], None, share, CPU, keeps_nan)
+        keeps_nan = self.plan.recipe.nan == "keep"
+        return Scored(self._part(position, share), scores or self.scores[position], keeps_nan)
 
     def outlier_scores(self, position: int, share: range) -> Scored:
         """The same of the scores whose outliers OWL counts: Wanda's, whatever is ranked."""
         return self.scored(position, share, self._factored(position, "wanda"))
 
-    def part(
+    def ranking(
         self,
-        position: int,
-        divisor: float | None = None,
-        counted: range | None = None,
-    ) -> Candidates:
-        """A tensor as selection sees it.
+        positions: Sequence[int],
+        divisors: Sequence[float | None],
+        shares: Sequence[range] | None,
+        ranks: Communicator,
+        most_collected: int | None = None,
+    ) -> Ranking:
+        """Tensors with keys of one range, by scores that may be divided.
 
         Args:
-            divisor: what its scores are divided by; None: nothing.
-            counted: the elements that this rank counts; None: all.
+            positions: of the tensors.
+            divisors: what the scores of each are divided by; None: nothing.
+            shares: the elements of each that this rank counts; None: all.
+            ranks: the ranks that rank them.
+            most_collected: as for ``Ranking``.
         """
-        tensor = self.plan.tensors[position]
-        size = tensor.entry.numel
-        index = _whole((size,))
-        keys: KeySource
-        if tensor.recipe.score == "random":
-            keys = RandomKeys(self._seed, tensor.offset, index, CPU)
-        else:
+        keys, parts, sizes = self.key_ranges[positions[0]], [], []
+        sources: list[KeySource] = []
+        for number, position in enumerate(positions):
+            tensor, divisor = self.plan.tensors[position], divisors[number]
+            sizes.append(tensor.entry.numel)
+            share = range(sizes[-1]) if shares is None else shares[number]
+            parts.append(self._part(position, share))
+            if tensor.recipe.score == "random":
+                index = parts[-1].index
+                sources.append(RandomKeys(self._seed, tensor.offset, index, sizes[-1], CPU))
+                continue
             scores = self.scores[position]
             if divisor is not None:
                 dtype = torch.promote_types(scores.dtype, torch.float32)
                 scores = ScaledScores(scores, scale_of(divisor, dtype))
-            keys = ScoreKeys(scores, self.key_ranges[position])
-        counted = range(size) if counted is None else counted
-        return Candidates(keys, None, index, counted, size, size, CPU)
+            sources.append(ScoreKeys(scores, keys))
+        refuses = self.plan.recipe.nan == "error"
+        return Ranking(
+            parts, (keys, sources), sizes, ranks,
+            refuse_nan=refuses, most_collected=most_collected,
+        )  # fmt: skip
+
+    def _part(self, position: int, share: range) -> Part:
+        entry = self.plan.tensors[position].entry
+        return Part(entry.name, entry.numel, _whole((entry.numel,)), share)
 
     def _factored(self, position: int, score: str) -> ScoreSource:
         """The scores of a tensor that are made of its weights and of statistics."""

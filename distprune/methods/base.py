@@ -28,7 +28,7 @@ from distprune.masks.attach import commit, detach, prepare
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import MaskRecord, PruningHook, find_hook, holds_zeros
 from distprune.methods import ranking
-from distprune.selection.keys import Order
+from distprune.ranking.keys import Order
 from distprune.shards.checksum import checksums
 from distprune.shards.reader import ShardReader, is_sharded
 

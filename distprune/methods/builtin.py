@@ -25,9 +25,9 @@ from distprune.methods.channels import (
     lowest_channels,
     prune_channels,
 )
+from distprune.ranking.keys import Order
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import is_distributed
-from distprune.selection.keys import Order
 from distprune.shards.reader import local_part, whole_checksum
 from distprune.shards.shard import Shard
 

@@ -11,23 +11,24 @@ from torch import Tensor
 
 from distprune.base.amount import Amount, Bounds, checked_count
 from distprune.base.hashing import draw_seed
+from distprune.base.memory import Scratch
 from distprune.call.request import Decision, LocalMasks, PruningCall
-from distprune.ranks.collectives import Communicator
-from distprune.selection.candidates import Candidates, KeySource, PartCut, Ranked, candidates_of
-from distprune.selection.in_blocks import prune_in_blocks
-from distprune.selection.keys import (
-    RANDOM_KEYS,
-    KeyRange,
-    Order,
-    RandomKeys,
+from distprune.ranking.chunks import Chunk, Part, operations_on
+from distprune.ranking.in_blocks import prune_in_blocks
+from distprune.ranking.keys import RANDOM_KEYS, KeyRange, Order, key_range
+from distprune.ranking.ranking import Cut, Ranking
+from distprune.ranking.scores import (
+    ComputedScores,
+    FactorScores,
+    KeySource,
     ScoreKeys,
-    key_range,
+    ScoreSource,
+    TensorScores,
+    random_keys,
 )
-from distprune.selection.normalizing import Scored, normalized
-from distprune.selection.passes import write_keep, write_masks
-from distprune.selection.scores import ComputedScores, FactorScores, ScoreSource, TensorScores
-from distprune.selection.search import Selection, select_lowest
-from distprune.selection.within_bounds import limits_for, select_within
+from distprune.ranking.sums import Scored, normalized
+from distprune.ranking.within_bounds import cut_within, limits_for
+from distprune.ranks.collectives import Communicator
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import dim_coordinates, index_map
 from distprune.shards.shard import Shard
@@ -62,7 +63,7 @@ class ByScore:
         # Where parameters are segments of their own, a factor changes nothing.
         if call.normalize is not None and call.segments.compares_parameters:
             scored = call.communicator.run(
-                lambda: list(map(Scored.of_shard, call.shards, self.make_scores(call)))
+                lambda: list(map(Scored, call.shards, self.make_scores(call)))
             )
             sources = normalized(scored, call.normalize, call.num_live, call.communicator)
         return lambda: score_keys(
@@ -99,22 +100,12 @@ class AtRandom:
                 f"normalize={call.normalize!r} of random scores has no meaning; expected None."
             )
         seed = agree_on_seed(call.communicator)
-        return lambda: (RANDOM_KEYS, random_keys(call.shards, seed))
+        return lambda: random_keys(call.shards, seed)
 
 
 def agree_on_seed(communicator: Communicator) -> int:
     """A number that ranks draw from torch's default CPU generator: the leader's. Collective."""
     return int(communicator.leader_of(1, draw_seed)[0])
-
-
-def random_keys(shards: Sequence[Shard], seed: int) -> list[KeySource]:
-    """Keys that are a function of the seed and of the place among all elements."""
-    sources: list[KeySource] = []
-    offset = 0
-    for shard in shards:
-        sources.append(RandomKeys(seed, offset, shard.index, shard.values.device))
-        offset += shard.numel
-    return sources
 
 
 def scores_or_values(
@@ -200,52 +191,50 @@ def rank(call: PruningCall, amount: Amount, ranking: ByScore | AtRandom) -> Deci
     """
     make_keys = ranking.prepare(call)
 
-    def prepare() -> tuple[KeyRange, list[Candidates], list[Tensor], list[Tensor]]:
-        keys, sources = make_keys()
-        parts = candidates_of(call.shards, sources)
+    def prepare() -> tuple[Keys, list[Tensor], list[Tensor]]:
+        keys = make_keys()
         # All memory of the result is taken before anything is ranked.
         masks = [
             shard.new_mask(dtype)
             for shard, dtype in zip(call.shards, call.mask_dtypes, strict=True)
         ]
         flat = [shard.flat(mask) for shard, mask in zip(call.shards, masks, strict=True)]
-        return keys, parts, masks, flat
+        return keys, masks, flat
 
-    keys, parts, masks, flat = call.communicator.run(
-        prepare, lambda made: [("dtype of the scores", str(made[0].value_dtype))]
+    keys, masks, flat = call.communicator.run(
+        prepare, lambda made: [("dtype of the scores", str(made[0][0].value_dtype))]
     )
-    names = [shard.name for shard in call.shards]
-    ranked = Ranked(parts, names, call.num_live, keys, call.communicator)
+    ranked = Ranking(call.shards, keys, call.num_live, call.communicator)
+    positions = range(len(call.shards))
     if call.segments.blocks is not None:
         num_pruned = prune_in_blocks(ranked, call.segments.blocks, flat)
         return Decision(
             lambda: LocalMasks(masks, num_pruned),
-            bound_of=[None] * len(names),
+            bound_of=[None] * len(positions),
             wanted=call.segments.wanted,
         )
     k, bounds = divide(call, amount)
-    selection: Selection | None
+    common: Cut | None
     if bounds is None:
-        selection = select_lowest(ranked, k, drafts=flat)
-        cuts = [PartCut(position, selection.cut) for position in range(len(parts))]
+        (common,) = ranked.cut([positions], [k], drafts=flat)
+        cuts = [common.at(position) for position in positions]
     else:
         limits = limits_for(k, bounds, [shard.numel for shard in call.shards], call.num_live)
-        cuts, selection = select_within(ranked, k, limits)
-    drafted = None if selection is None else selection.drafted
+        cuts, common = cut_within(ranked, k, limits, drafts=flat)
 
     def finish() -> LocalMasks:
-        return LocalMasks(masks, write_masks(parts, cuts, flat, drafted))
+        return LocalMasks(masks, ranked.write(cuts, flat))
 
     is_decided = call.segments.counts is not None
     bound_of = [None if is_decided else cut.bound for cut in cuts]
     decision = Decision(finish, bound_of=bound_of, wanted=call.segments.wanted)
-    if keys is RANDOM_KEYS or selection is None or not k:
+    if ranked.keys is RANDOM_KEYS or common is None or not k:
         return decision
     return replace(
         decision,
-        threshold=keys.score_of(selection.cut.threshold),
-        num_ties=selection.num_ties,
-        num_ties_pruned=selection.num_ties_pruned,
+        threshold=ranked.keys.score_of(common.threshold),
+        num_ties=common.num_ties,
+        num_ties_pruned=common.num_ties_pruned,
     )
 
 
@@ -276,19 +265,18 @@ def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
     flat = scores.detach().reshape(-1)
     if flat.is_complex():
         flat = flat.abs()
-    keys = key_range(flat.dtype, order)
-    part = Candidates(
-        ScoreKeys(TensorScores(flat), keys),
-        None,
-        index_map(flat.shape, dim_coordinates(flat.shape, ()), [0]),
-        range(flat.numel()),
-        flat.numel(),
-        flat.numel(),
-        flat.device,
+    keys, size = key_range(flat.dtype, order), flat.numel()
+    index = index_map(flat.shape, dim_coordinates(flat.shape, ()), [0])
+    alone = Ranking(
+        [Part("scores", size, index, range(size))],
+        (keys, [ScoreKeys(TensorScores(flat), keys)]),
+        [size],
+        Communicator(()),
+        refuse_nan=False,
     )
-    alone = Ranked([part], ["scores"], [flat.numel()], keys, Communicator(()), refuse_nan=False)
-    selection = select_lowest(alone, k)
-    write_keep(part, 0, selection.cut, mask.view(-1), mask.view(-1))
+    (cut,) = alone.cut([[0]], [k])
+    stay = alone.kept(Chunk([(0, 0, size)], True), [cut.at(0)], Scratch())
+    operations_on(flat.device).store(mask.view(-1), mask.view(-1), stay)
 
 
 def divide(call: PruningCall, amount: Amount) -> tuple[int, Bounds | None]:

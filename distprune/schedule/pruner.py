@@ -43,9 +43,9 @@ from distprune.masks.hook import find_hook
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured, RandomUnstructured
 from distprune.methods.ranking import AT_RANDOM, rank
+from distprune.ranking.within_bounds import limits_for
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
-from distprune.selection.within_bounds import limits_for
 from distprune.shards.parameters import Scores
 from distprune.shards.reader import ShardReader
 from distprune.verification.report import VerificationReport

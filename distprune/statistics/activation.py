@@ -19,10 +19,9 @@ from distprune.budgets.outliers import OWL_MULTIPLE, block_of
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.statistics_file import StoredStatistics, read_statistics
+from distprune.ranking.scores import FactorScores, ScoreSource, TensorScores
+from distprune.ranking.sums import Scored, Summed, magnitude_sums
 from distprune.ranks.process_groups import world
-from distprune.selection.matrix_sums import Summed, magnitude_sums
-from distprune.selection.normalizing import Scored
-from distprune.selection.scores import FactorScores, ScoreSource, TensorScores
 from distprune.shards import factored
 from distprune.shards.factored import POWER_OF_RIA, FactoredScores
 from distprune.shards.shard import Shard
@@ -274,7 +273,7 @@ class ActivationStatistics(Statistics[LayerInputs], Collector):
             targets = [target for target in self._targets() if target.name in layouts]
             weights = [
                 Summed.of(
-                    Scored.of_shard(target, TensorScores(target.flat_values)),
+                    Scored(target, TensorScores(target.flat_values)),
                     target.index,
                     layouts[target.name],
                     is_here=bool(target.places),
@@ -329,7 +328,7 @@ class ActivationStatistics(Statistics[LayerInputs], Collector):
                 if target.places:
                     scores = self._wanda(parameter)
                     source = FactorScores.of_shard(target, scores, are_signed=True)
-                parts.append(Scored.of_shard(target, source))
+                parts.append(Scored(target, source))
             labels = [target.name for target in targets]
             ratios = outliers.outlier_ratios(
                 parts,

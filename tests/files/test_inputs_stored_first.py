@@ -11,7 +11,7 @@ from distprune.files.checkpoints.mask_files import open_masks, read_keep
 from distprune.files.errors import SelectionError
 from distprune.files.inspecting import inspect
 from distprune.files.layouts import Layouts
-from distprune.selection import cpu
+from distprune.ranking import lowest
 from helpers import file_oracle, tiny_checkpoints
 from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import load
@@ -87,7 +87,7 @@ def expected(tensors, turned, way):
 def sizes(request, monkeypatch):
     """With blocks that fit into memory, and with none that does."""
     if request.param == "in stripes":
-        monkeypatch.setattr(cpu, "_STRIPE", 24)
+        monkeypatch.setattr(lowest, "_STRIPE", 24)
     if request.param == "in pieces":
         request.getfixturevalue("small_pieces")
 

@@ -1,6 +1,6 @@
 """Masks that are decided on the device equal those that are decided on the CPU, bit for bit.
 
-In both forms of the functions for devices, each on its own copy of a model; the CPU's path is the
+Each on its own copy of a model; the CPU's path is the
 reference, which the tests compare with an oracle.
 """
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.utils.prune as torch_prune
-from forms import each_form, interpret_without_gpu
 from stage import Stage, main
 from torch import Tensor, nn
 
@@ -85,7 +84,7 @@ CASES: dict[str, tuple[Callable[[Pairs], Any], ...]] = {
 
 
 def small_layers(stage: Stage) -> None:
-    """Every case on every kind of data, in both forms."""
+    """Every case on every kind of data."""
     data = DATA[1:2] if stage.quick else DATA
     for dtype in DTYPES:
         for kind in data:
@@ -95,7 +94,7 @@ def small_layers(stage: Stage) -> None:
 
 
 def many_chunks(stage: Stage) -> None:
-    """Matrices of many blocks, tiles and chunks."""
+    """Matrices of many chunks."""
     sizes = [(64, 70), (129, 13)] if stage.quick else [(8192, 11008), (4097, 4099), (1, 70_001)]
     chosen = {name: CASES[name] for name in ("magnitude", "random", "divided by the rms")}
     for dtype in DTYPES:
@@ -128,19 +127,18 @@ def random_numbers_of_torch(stage: Stage) -> None:
     So its masks are those of torch's own pruning on the same device, and not those of a CPU.
     """
     theirs, mine = (each.RandomUnstructured for each in (torch_prune, distprune))
-    for form_name in each_form(stage):
-        torch.manual_seed(0)
-        model = nn.ModuleList([nn.Linear(67, 101), nn.Conv2d(13, 5, 3), nn.Embedding(97, 31)])
-        other = copy.deepcopy(model.to(stage.device))
-        for call in range(2):
-            for layers, module, method in ((model, distprune, mine), (other, torch_prune, theirs)):
-                torch.manual_seed(7 + call)
-                pairs = [(layer, "weight") for layer in layers]
-                module.global_unstructured(pairs, method, amount=0.4)
-            pairs_of_layers = zip(model, other, strict=True)
-            wrong = sum(int((a.weight_mask != b.weight_mask).sum()) for a, b in pairs_of_layers)
-            what = f"{form_name}, call {call}: the masks are those of torch.nn.utils.prune"
-            stage.check(what, wrong == 0, f"{wrong} elements differ")
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(67, 101), nn.Conv2d(13, 5, 3), nn.Embedding(97, 31)])
+    other = copy.deepcopy(model.to(stage.device))
+    for call in range(2):
+        for layers, module, method in ((model, distprune, mine), (other, torch_prune, theirs)):
+            torch.manual_seed(7 + call)
+            pairs = [(layer, "weight") for layer in layers]
+            module.global_unstructured(pairs, method, amount=0.4)
+        pairs_of_layers = zip(model, other, strict=True)
+        wrong = sum(int((a.weight_mask != b.weight_mask).sum()) for a, b in pairs_of_layers)
+        what = f"call {call}: the masks are those of torch.nn.utils.prune"
+        stage.check(what, wrong == 0, f"{wrong} elements differ")
 
 
 def compare(
@@ -149,14 +147,13 @@ def compare(
     """Run cases on copies of a model on the CPU and on the device, and compare masks."""
     for name, calls in cases.items():
         expected = list(after_each(model, torch.device("cpu"), calls))
-        for form_name in each_form(stage):
-            found = list(after_each(model, stage.device, calls))
-            what = f"{name}, {form_name}, {about}"
-            if isinstance(expected[-1], str) or isinstance(found[-1], str):
-                stage.check(what, found[-1] == expected[-1], f"{expected[-1]} / {found[-1]}")
-                continue
-            differing = differences(found, expected)
-            stage.check(what, differing == 0, f"{differing} elements differ")
+        found = list(after_each(model, stage.device, calls))
+        what = f"{name}, {about}"
+        if isinstance(expected[-1], str) or isinstance(found[-1], str):
+            stage.check(what, found[-1] == expected[-1], f"{expected[-1]} / {found[-1]}")
+            continue
+        differing = differences(found, expected)
+        stage.check(what, differing == 0, f"{differing} elements differ")
 
 
 def after_each(
@@ -191,5 +188,4 @@ def differences(found: list[list[Tensor]], expected: list[list[Tensor]]) -> int:
 
 
 if __name__ == "__main__":
-    interpret_without_gpu()
     main(small_layers, dtypes_together, random_numbers_of_torch, many_chunks)

@@ -13,7 +13,6 @@ from typing import Any
 import device_clock
 import torch
 from device_clock import copy_bandwidth, timed
-from forms import FORMS, TRITON, each_form, form, interpret_without_gpu
 from llama_shapes import check_cut, weights
 from measuring import Table
 from stage import Stage, main
@@ -43,31 +42,22 @@ def bfloat16_random(stage: Stage) -> None:
 
 
 def measure(stage: Stage, dtype: torch.dtype, **options: Any) -> None:
-    """Both forms on the same weights: the masks are checked, and must be equal."""
+    """Seconds, bandwidth and memory; the masks are checked."""
     bandwidth = copy_bandwidth(stage.device, 1 << (16 if stage.quick else 32))
     tensors = as_many_as_fit(dtype, stage)
     n = sum(each.numel() for each in tensors.values())
     must_move = n * (1 if options else dtype.itemsize + 1)
     title = f"{n / 1e9:.3g} billion {dtype} elements, {len(tensors)} matrices, half of them kept"
-    columns = ["", "first s", "median s", "ns/element", "share of copy", "extra B/element"]
-    rows: list[list[Any]] = []
-    masks: list[Tensor] = []
-    for name in each_form(stage, FORMS[::-1]):
-        found, first, times, extra = run_all(stage, tensors, n, options)
-        median = statistics.median(times)
-        rows.append([
-            name, first, median, 1e9 * median / n, must_move / median / bandwidth,
-            (extra - n) / n,
-        ])  # fmt: skip
-        stage.table(Table(title, columns, rows, notes=NOTES))
-        stage.figure(f"{name}: seconds", median, "s")
-        if not options:
-            wrong = check_cut(list(tensors.values()), found, n // 2)
-            stage.check(f"{name}: exactly the largest are kept", wrong is None, wrong or "")
-        if masks:
-            same = all(torch.equal(a, b) for a, b in zip(masks, found, strict=True))
-            stage.check("both forms give the same masks, bit for bit", same)
-        masks = found
+    columns = ["first s", "median s", "ns/element", "share of copy", "extra B/element"]
+    found, first, times, extra = run_all(stage, tensors, n, options)
+    median = statistics.median(times)
+    share = must_move / median / bandwidth
+    rows = [[first, median, 1e9 * median / n, share, (extra - n) / n]]
+    stage.table(Table(title, columns, rows, notes=NOTES))
+    stage.figure("seconds", median, "s")
+    if not options:
+        wrong = check_cut(list(tensors.values()), found, n // 2)
+        stage.check("exactly the largest are kept", wrong is None, wrong or "")
 
 
 NOTES = [
@@ -138,16 +128,13 @@ def whole_call(stage: Stage) -> None:
         "prune": lambda: distprune.global_unstructured(pairs, distprune.L1Unstructured, amount=0.5),
         "remove": lambda: [distprune.remove(module, "weight") for module in modules],
     }
-    name = TRITON if stage.device.type != "cpu" else FORMS[0]
-    with form(name, stage.device):
-        for what, call in runs.items():
-            run = timed(stage.device, call)
-            stage.figure(f"{what}: seconds (of {n / 1e9:.3g} billion)", run.seconds, "s")
-            stage.figure(f"{what}: peak extra B/element", run.peak_extra_bytes / n)
+    for what, call in runs.items():
+        run = timed(stage.device, call)
+        stage.figure(f"{what}: seconds (of {n / 1e9:.3g} billion)", run.seconds, "s")
+        stage.figure(f"{what}: peak extra B/element", run.peak_extra_bytes / n)
     zeros = sum(int((module.weight == 0).sum()) for module in modules)
     stage.check("half of all elements are zero", zeros == round(0.5 * n), f"{zeros} of {n}")
 
 
 if __name__ == "__main__":
-    interpret_without_gpu()
     main(copy, bfloat16_by_magnitude, float32_by_magnitude, bfloat16_random, whole_call)

@@ -5,8 +5,8 @@ from fractions import Fraction
 
 import torch
 
+from distprune.base.hashing import hash_keys
 from distprune.base.selecting import natural_key
-from distprune.selection.keys import hash_keys
 from helpers.reference import num_to_prune, prune, prune_bounded
 
 

@@ -1,7 +1,7 @@
 """Read and rank files in many small chunks, as large checkpoints are."""
 
 from distprune.files.disk import access
-from distprune.selection import cpu
+from distprune.ranking import cpu
 
 
 def small_chunks(monkeypatch, elements):

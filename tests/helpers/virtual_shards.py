@@ -4,9 +4,8 @@ import math
 
 import torch
 
-from distprune.selection.candidates import Candidates
-from distprune.selection.keys import ScoreKeys
-from distprune.selection.scores import TensorScores
+from distprune.ranking.chunks import Part
+from distprune.ranking.scores import ScoreKeys, TensorScores
 from distprune.shards.geometry import Split, dim_coordinates, index_map
 
 
@@ -64,32 +63,26 @@ def layout(kind: str, shape: tuple[int, ...], size: int, rank: int):
 LAYOUTS = ("rows", "columns", "replicated", "owned by the last", "strided", "hybrid", "grid")
 
 
-def candidates(whole, live, kind, common, size, rank):
-    """This rank's shard of a tensor, and a function that cuts the same shard out of a mask."""
+def part_of(whole, live, kind, common, size, rank, name="tensor"):
+    """This rank's part of a tensor, its keys, and a function that cuts it out of a mask."""
     cut = layout(kind, whole.shape, size, rank)
     splits, replica, num_replicas = cut if cut[0] is not None else ([], 0, 1)
     coordinates = dim_coordinates(whole.shape, splits)
     if cut[0] is None:
         coordinates = tuple(rows[:0] for rows in coordinates)
 
-    def part(tensor):
+    def local(tensor):
         for dim, rows in enumerate(coordinates):
             tensor = tensor.narrow(dim, rows.start, len(rows))
         return tensor.reshape(-1)
 
-    flat = part(whole)
+    flat = local(whole)
     n = flat.numel()
     index = index_map(whole.shape, coordinates, range(whole.ndim))
     counted = range(n * replica // num_replicas, n * (replica + 1) // num_replicas)
+    mask = None if live is None else local(live)
     return (
-        Candidates(
-            ScoreKeys(TensorScores(flat), common),
-            None if live is None else part(live),
-            index,
-            counted,
-            n,
-            whole.numel(),
-            flat.device,
-        ),
-        part,
+        Part(name, whole.numel(), index, counted, mask),
+        ScoreKeys(TensorScores(flat), common),
+        local,
     )

@@ -9,8 +9,8 @@ import distprune as prune
 from distprune.base import memory
 from distprune.base.blocks import Blocks
 from distprune.base.memory import Scratch
-from distprune.selection import block_cuts, cpu, kernels
-from distprune.selection.cpu import lowest_of
+from distprune.ranking import chunks, cpu, in_blocks
+from distprune.ranking.lowest import lowest_of
 from helpers import reference
 from helpers.models import values
 
@@ -30,13 +30,13 @@ def how(request, monkeypatch, device):
     if device.type != "cpu" and request.param in ("small chunks", "threads", "other device"):
         pytest.skip("is about a CPU")
     if request.param == "no block fits":
-        monkeypatch.setattr(block_cuts, "_MAX_BAND", 1)
-        monkeypatch.setattr(block_cuts, "_CHUNK", 7)
+        monkeypatch.setattr(in_blocks, "_MAX_BAND", 1)
+        monkeypatch.setattr(in_blocks, "_CHUNK", 7)
     elif request.param == "small chunks":
         monkeypatch.setattr(cpu, "CHUNK_BYTES", 240)
     elif request.param == "threads":
         monkeypatch.setattr(cpu, "CHUNK_BYTES", 240)
-        monkeypatch.setattr(kernels, "num_threads", lambda num_bytes, num_chunks: 3)
+        monkeypatch.setattr(chunks, "num_threads", lambda num_bytes, num_chunks: 3)
     elif request.param == "other device":
         monkeypatch.setattr(memory, "takes_numpy", lambda device: False)
     return request.param

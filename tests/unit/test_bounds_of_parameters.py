@@ -12,7 +12,7 @@ from torch import nn
 
 import distprune as prune
 from distprune.base.amount import Bounded, to_bounds
-from distprune.selection import within_bounds
+from distprune.ranking import ranking
 from helpers import reference
 from helpers.models import Net, fill
 from helpers.sampling import num_examples
@@ -98,7 +98,7 @@ def test_more_elements_than_are_collected_outright():
 
 
 def test_searches_in_batches(monkeypatch):
-    monkeypatch.setattr(within_bounds, "_STORED", 100)
+    monkeypatch.setattr(ranking, "_STORED", 100)
     check(scaled(12, 0.1, 10), None, 180, [0.5] * 12, [0.5] * 12)
 
 

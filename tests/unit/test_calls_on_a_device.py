@@ -1,11 +1,10 @@
 """Calls on a device: what they find, and how often they make the host wait.
 
-A CPU stands for the device. Triton's kernels are interpreted.
+A CPU stands for the device.
 """
 
 import contextlib
 import math
-import os
 from collections import Counter
 from unittest import mock
 
@@ -14,18 +13,13 @@ import torch
 from torch import nn
 
 import distprune
-from distprune.selection import passes
+from distprune.ranking.chunks import count_live
 from helpers.rehearsal import as_on_device
 
 FEW, MANY = 10, 20
-# Methods of tensors on a device that wait for it.
-WAITS = ("tolist", "item", "cpu", "numpy", "__int__", "__bool__", "__float__", "nonzero")
-
-
-def interpreted():
-    pytest.importorskip("triton")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton compiles here, and does not interpret")
+# Methods of tensors on a device that wait for it; not int(), which fingerprints take of numbers on
+# the host.
+WAITS = ("tolist", "item", "cpu", "numpy", "__bool__", "__float__", "nonzero")
 
 
 def waits_of(call):
@@ -60,9 +54,8 @@ def prune(model):
 
 @pytest.mark.parametrize("call", ["first pruning", "second pruning", "verify"])
 def test_waits_do_not_grow_with_the_number_of_parameters(call):
-    interpreted()
     found = {}
-    with as_on_device(triton=True):
+    with as_on_device():
         for number in (FEW, FEW, MANY):  # the first fills caches
             model = model_of(number)
             if call != "first pruning":
@@ -137,21 +130,17 @@ def outcome(model):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_verify_finds_what_it_finds_on_a_cpu(mutation, dtype):
-    interpreted()
     model = healthy(dtype)
     with torch.no_grad():
         mutation(model)
     expected = outcome(model)
     assert expected[0] == (mutation in (MUTATIONS[0], infinite_kept))
-    for triton in (False, True):
-        with as_on_device(triton=triton):
-            assert outcome(model) == expected
+    with as_on_device():
+        assert outcome(model) == expected
 
 
-@pytest.mark.parametrize("triton", [False, True])
-def test_masks_written_on_a_device_verify_on_a_cpu(triton):
-    interpreted()
-    with as_on_device(triton=triton):
+def test_masks_written_on_a_device_verify_on_a_cpu():
+    with as_on_device():
         model = healthy(torch.float32)
     assert distprune.verify(model).ok
     records = [model[name]._forward_pre_hooks for name in ("linear", "conv", "other")]
@@ -172,6 +161,6 @@ def test_live_elements_of_what_a_rank_counts(dtype):
         len(part) if mask is None else int((mask[part.start : part.stop] == 1).sum())
         for mask, part in zip(masks, counted, strict=True)
     ]
-    assert passes.count_each_live(masks, counted) == expected
-    with as_on_device(triton=False):
-        assert passes.count_each_live(masks, counted) == expected
+    assert count_live(masks, counted) == expected
+    with as_on_device():
+        assert count_live(masks, counted) == expected

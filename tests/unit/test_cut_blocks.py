@@ -8,16 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distprune.base.blocks import BlockRule, Layout, layout_along
+from distprune.ranking import in_blocks
+from distprune.ranking.in_blocks import BlockedParameter, prune_in_blocks
+from distprune.ranking.keys import Order, key_range
+from distprune.ranking.ranking import Ranking
 from distprune.ranks.collectives import Communicator
-from distprune.selection import block_cuts, cut_blocks
-from distprune.selection.block_cuts import BlockedParameter
-from distprune.selection.candidates import Ranked
-from distprune.selection.in_blocks import prune_in_blocks
-from distprune.selection.keys import Order, key_range
 from helpers import reference
 from helpers.sampling import num_examples
 from helpers.virtual_ranks import run_virtual_ranks
-from helpers.virtual_shards import KINDS, LAYOUTS, candidates, fill
+from helpers.virtual_shards import KINDS, LAYOUTS, fill, part_of
 
 
 def blocked(rule: BlockRule, shape: tuple[int, ...], dims: tuple[int, ...]) -> BlockedParameter:
@@ -46,17 +45,16 @@ def check(tensors, masks, parameters, layouts, size) -> list[int]:
     ]
 
     def on_rank(communicator: Communicator):
-        both = [
-            candidates(tensor, mask, layout, common, size, communicator.index)
+        several = [
+            part_of(tensor, mask, layout, common, size, communicator.index)
             for tensor, mask, layout in zip(tensors, masks, layouts, strict=True)
         ]
-        parts = [part for part, _ in both]
-        outs = [torch.full((part.num_local,), 7.0) for part in parts]
-        names = [f"tensor {i}" for i in range(len(parts))]
-        ranked = Ranked(parts, names, num_live, common, communicator)
-        numbers = prune_in_blocks(ranked, parameters, outs)
-        for i, (_, cut) in enumerate(both):
-            assert torch.equal(outs[i], cut(expected[i]).float()), (i, layouts[i])
+        parts, sources, cutters = zip(*several, strict=True)
+        outs = [torch.full((source.size,), 7.0) for source in sources]
+        ranking = Ranking(parts, (common, sources), num_live, communicator)
+        numbers = prune_in_blocks(ranking, parameters, outs)
+        for i, cutter in enumerate(cutters):
+            assert torch.equal(outs[i], cutter(expected[i]).float()), (i, layouts[i])
         return numbers, communicator.num_collectives
 
     found = run_virtual_ranks(on_rank, size)
@@ -94,9 +92,9 @@ def test_equal_to_a_sort_of_each_block(data):
         parameters.append(blocked(rule, tuple(shape), dims))
         layouts.append(draw(st.sampled_from(LAYOUTS)))
     with (
-        mock.patch.object(cut_blocks, "_MOST", draw(st.sampled_from([1, 16, 1 << 20]))),
-        mock.patch.object(block_cuts, "_CHUNK", draw(st.sampled_from([5, 1 << 18]))),
-        mock.patch.object(block_cuts, "_MAX_BAND", draw(st.sampled_from([1, 1 << 22]))),
+        mock.patch.object(in_blocks, "_MOST", draw(st.sampled_from([1, 16, 1 << 20]))),
+        mock.patch.object(in_blocks, "_CHUNK", draw(st.sampled_from([5, 1 << 18]))),
+        mock.patch.object(in_blocks, "_MAX_BAND", draw(st.sampled_from([1, 1 << 22]))),
     ):
         check(tensors, masks, parameters, layouts, size)
 
@@ -111,6 +109,6 @@ def test_a_batch_takes_one_collective_whatever_the_ranks(size):
 
 
 def check_with(most: int, tensor: torch.Tensor, own: BlockedParameter, size: int) -> int:
-    with mock.patch.object(cut_blocks, "_MOST", most):
+    with mock.patch.object(in_blocks, "_MOST", most):
         (number,) = {*check([tensor], [None], [own], ["columns"], size)}
     return number

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from distprune.base import exact_sums
 from distprune.base.memory import Runs, Scratch
-from distprune.selection.scores import ScaledScores, TensorScores
+from distprune.ranking.scores import ScaledScores, TensorScores
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=50)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import distprune as prune
 from distprune.base.memory import Runs, Scratch
-from distprune.selection.scores import FactorScores, ScaledScores, TensorScores
+from distprune.ranking.scores import FactorScores, ScaledScores, TensorScores
 from distprune.shards.geometry import Split, dim_coordinates, index_map, run_index_map
 from distprune.shards.shard import Shard
 

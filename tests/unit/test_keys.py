@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from distprune.selection.keys import RANDOM_KEYS, Order, hash_keys, key_range, to_keys
+from distprune.base.hashing import hash_keys
+from distprune.ranking.keys import RANDOM_KEYS, Order, key_range, to_keys
 
 
 @pytest.mark.parametrize("numpy", [True, False])
@@ -16,7 +17,7 @@ def test_every_16_bit_float(dtype, order, numpy, monkeypatch):
     monkeypatch.setattr("distprune.base.memory.takes_numpy", lambda device: numpy)
     scores = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     common = key_range(dtype, order)
-    keys = to_keys(scores, common).long()
+    keys = to_keys(scores, common).values.long()
     assert keys.min() >= common.low and keys.max() <= common.high
     assert torch.equal(keys == common.high, scores.isnan())
     values = scores.double()[~scores.isnan()]
@@ -36,7 +37,7 @@ def test_denormals_are_distinct_even_when_they_are_flushed(flush):
     torch.set_flush_denormal(flush)
     try:
         scores = torch.tensor([1, 2, 3], dtype=torch.int32).view(torch.float32)
-        assert to_keys(scores, common).tolist() == [1, 2, 3]
+        assert to_keys(scores, common).values.tolist() == [1, 2, 3]
     finally:
         torch.set_flush_denormal(False)
 
@@ -49,7 +50,7 @@ def test_a_key_shows_its_score():
             (Order.DESCENDING, 0.25, 0.25), (Order.MAGNITUDE, math.inf, math.inf),
         ]:  # fmt: skip
             common = key_range(dtype, order)
-            key = int(to_keys(torch.tensor([score], dtype=dtype), common)[0])
+            key = int(to_keys(torch.tensor([score], dtype=dtype), common).values[0])
             assert common.score_of(key) == shown
 
 

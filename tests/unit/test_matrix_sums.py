@@ -6,15 +6,14 @@ from fractions import Fraction
 import pytest
 import torch
 
-from distprune.selection import matrix_sums
-from distprune.selection.matrix_sums import Summed, magnitude_sums
-from distprune.selection.normalizing import Scored
-from distprune.selection.scores import TensorScores
+from distprune.ranking import sums as module
+from distprune.ranking.chunks import Part
+from distprune.ranking.scores import TensorScores
+from distprune.ranking.sums import Scored, Summed, magnitude_sums
 from distprune.shards.geometry import IndexMap, MatrixRun
 from distprune.statistics.layers import WeightLayout
 from helpers.virtual_ranks import run_virtual_ranks
 
-CPU = torch.device("cpu")
 LAYOUTS = [
     WeightLayout("linear", (7, 12)),
     WeightLayout("conv1d_of_transformers", (12, 7)),
@@ -53,8 +52,9 @@ def sums(layout, values, mask, num_ranks=1):
         first, last = (
             values.numel() * (communicator.index + more) // communicator.size for more in (0, 1)
         )
-        part = Scored("w", TensorScores(values.view(-1)), mask.view(-1), range(first, last), CPU)
-        weight = Summed(part, matrix, places, (layout.num_inputs, layout.num_outputs))
+        part = Part("w", values.numel(), index, range(first, last), mask.view(-1))
+        scored = Scored(part, TensorScores(values.view(-1)))
+        weight = Summed(scored, matrix, places, (layout.num_inputs, layout.num_outputs))
         return magnitude_sums([weight, weight], communicator)
 
     (found, again), *others = run_virtual_ranks(add_up, num_ranks)
@@ -83,7 +83,7 @@ def test_sums_are_exact_and_have_no_order(layout, dtype, monkeypatch):
             assert error <= largest[place] * count[place] / 2**36
             assert (of_kind[place] == 0) == (total == 0)
     assert all(map(torch.equal, found, sums(layout, values, mask, num_ranks=3)))
-    monkeypatch.setattr(matrix_sums.memory, "takes_numpy", lambda device: False)
+    monkeypatch.setattr(module.memory, "takes_numpy", lambda device: False)
     assert all(map(torch.equal, found, sums(layout, values, mask)))
 
 

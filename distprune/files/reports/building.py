@@ -21,7 +21,7 @@ from distprune.files.reports import (
     summed,
 )
 from distprune.files.text import format_percent
-from distprune.selection.keys import KeyRange
+from distprune.ranking.keys import KeyRange
 
 # What a report knows of a group from the ranking alone.
 _OF_GROUP = ("threshold", "threshold_bits", "num_ties", "num_ties_pruned")
@@ -97,7 +97,7 @@ def _found(
         key, held_at = None, None
         is_alone = tensor.num_to_prune is not None or tensor.recipe.budget is not None
         if cut is not None and (cut.bound or is_alone):
-            key, held_at = cut.cut.threshold if num_pruned[position] else None, cut.bound
+            key, held_at = cut.threshold if num_pruned[position] else None, cut.bound
         of_tensors.append(
             {
                 "num_nan": num_nan[position],

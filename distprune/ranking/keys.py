@@ -4,7 +4,7 @@
 the order of the numbers. So |x| becomes a key by clearing the sign bit: -0.0
 equals 0.0, denormals stay distinct whatever the flush-to-zero mode, and inf is
 the largest number. All NaN share one key above inf, where torch.topk has them.
-Comparing keys as integers is the only comparison that selection ever makes.
+Ranking compares keys as integers, and makes no other comparison.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from torch import Tensor
 
 from distprune.base import memory
 from distprune.base.float_formats import PLAIN_FLOATS, FloatFormat
-from distprune.base.hashing import LARGEST_HASH, hash_in_place, hash_keys
-from distprune.base.memory import INTEGERS, SERIAL, Array, Runs, Scratch
-from distprune.selection.scores import ScoreSource
-from distprune.shards.geometry import IndexMap
+from distprune.base.hashing import LARGEST_HASH
+from distprune.base.memory import INTEGERS, Array, Scratch
 
 
 class Order(Enum):
@@ -55,8 +53,8 @@ class KeyRange:
         dtype: of the keys.
         low, high: smallest and largest key, NaN's included.
         largest_number: the largest key that is not NaN's.
-        is_float: whether scores can be NaN.
         value_dtype: of the scores, to show a key as a score.
+        order: of the scores.
     """
 
     dtype: torch.dtype
@@ -68,6 +66,7 @@ class KeyRange:
 
     @property
     def is_float(self) -> bool:
+        """Whether scores can be NaN."""
         return self.high > self.largest_number
 
     def score_of(self, key: int) -> float:
@@ -79,6 +78,9 @@ class KeyRange:
         magnitude = torch.tensor(abs(key), dtype=self.dtype).view(self.value_dtype).item()
         negative = key > 0 if self.order is Order.DESCENDING else key < 0
         return -magnitude if negative and key != 0 else magnitude
+
+
+RANDOM_KEYS = KeyRange(torch.int64, 0, LARGEST_HASH, LARGEST_HASH, torch.int64, Order.ASCENDING)
 
 
 def key_range(dtype: torch.dtype, order: Order) -> KeyRange:
@@ -108,104 +110,33 @@ class Keys(NamedTuple):
 
     Attributes:
         values: 1-d, of the dtype of their range; valid until the same scratch is used again.
-        highest: no key exceeds it.
+        may_have_nan: False if none of them is NaN's.
     """
 
     values: Tensor
-    highest: int
+    may_have_nan: bool
 
 
-class ScoreKeys:
-    """Keys of scores.
-
-    Args:
-        scores: of a local shard.
-        common: the range of the call, possibly of a wider dtype than the scores:
-            mixed lists are compared after promotion, which is exact.
-    """
-
-    def __init__(self, scores: ScoreSource, common: KeyRange) -> None:
-        self.scores = scores
-        self.common = common
-        self.dtype = common.dtype
-        self.is_thread_safe = scores.is_thread_safe
-
-    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
-        """Keys of positions [start, stop)."""
-        return keys_in(self.scores.load(start, stop, scratch), self.common, scratch)
-
-    def gather(self, runs: Runs) -> Tensor:
-        """Keys of some runs of elements: a new tensor."""
-        return to_keys(self.scores.gather(runs), self.common)
-
-
-class RandomKeys:
-    """Random keys that are a function of (seed, global index) and of nothing else.
-
-    Args:
-        seed: agreed by all ranks.
-        offset: global index, over the list of parameters, of this parameter's first element.
-        index: from local positions to indices in the parameter.
-        device: of the keys.
-    """
-
-    is_thread_safe = True
-    dtype = torch.int64
-
-    def __init__(self, seed: int, offset: int, index: IndexMap, device: torch.device) -> None:
-        self.seed = seed
-        self.offset = offset
-        self.index = index
-        self._device = device
-
-    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
-        if not memory.takes_numpy(self._device):
-            positions = torch.arange(start, stop, device=self._device)
-            return Keys(self._at(positions), RANDOM_KEYS.high)
-        scratch = scratch or Scratch()
-        keys = scratch.array("keys", stop - start, np.int64)
-        for first in range(start, stop, SERIAL):
-            last = min(first + SERIAL, stop)
-            indices = self.index(torch.arange(first, last)).numpy()
-            np.add(indices, self.offset, out=keys[first - start : last - start])
-        hash_in_place(keys, self.seed, scratch)
-        return Keys(torch.from_numpy(keys), RANDOM_KEYS.high)
-
-    def gather(self, runs: Runs) -> Tensor:
-        return self._at(runs.positions(self._device))
-
-    def _at(self, positions: Tensor) -> Tensor:
-        return hash_keys(self.index(positions) + self.offset, self.seed)
-
-
-RANDOM_KEYS = KeyRange(torch.int64, 0, LARGEST_HASH, LARGEST_HASH, torch.int64, Order.ASCENDING)
-
-
-def to_keys(scores: Tensor, common: KeyRange) -> Tensor:
-    """Keys of scores: see [Note: keys]. A new tensor of ``common.dtype``."""
-    return keys_in(scores, common, None).values
-
-
-def keys_in(scores: Tensor, common: KeyRange, scratch: Scratch | None) -> Keys:
-    """Keys of scores: see [Note: keys]. In scratch memory, if there is some."""
+def to_keys(scores: Tensor, common: KeyRange, scratch: Scratch | None = None) -> Keys:
+    """Keys of scores, 1-d: see [Note: keys]. In scratch memory, if there is some."""
     if not common.is_float:
         keys = scores.to(common.dtype, copy=True)
         if common.order is Order.MAGNITUDE:
             keys.abs_()
         elif common.order is Order.DESCENDING:
             keys.neg_()
-        return Keys(keys, common.high)
+        return Keys(keys, False)
     bits = scores.to(common.value_dtype).contiguous().view(common.dtype)
     if memory.takes_numpy(bits.device):
-        return _float_keys_on_cpu(bits.numpy(), common, scratch or Scratch())
+        return _float_keys(bits.numpy(), common, scratch or Scratch())
     keys = torch.bitwise_and(bits, torch.iinfo(common.dtype).max).clamp_(max=common.high)
     if common.order is not Order.MAGNITUDE:
         negative = bits < 0 if common.order is Order.ASCENDING else bits > 0
         keys = torch.where(negative & (keys <= common.largest_number), -keys, keys)
-    return Keys(keys, common.high)
+    return Keys(keys, True)
 
 
-def _float_keys_on_cpu(bits: Array, common: KeyRange, scratch: Scratch) -> Keys:
+def _float_keys(bits: Array, common: KeyRange, scratch: Scratch) -> Keys:
     """The same operations by numpy, which has no OpenMP barrier per small call."""
     integer = bits.dtype.type
     negative = None
@@ -214,21 +145,9 @@ def _float_keys_on_cpu(bits: Array, common: KeyRange, scratch: Scratch) -> Keys:
     # Scores that were computed lie in the same memory.
     keys = scratch.array("keys", bits.size, bits.dtype)
     np.bitwise_and(bits, integer((1 << (8 * bits.itemsize - 1)) - 1), out=keys)
-    highest = int(keys.max(initial=0))
-    if highest > common.largest_number:  # seldom: finding out is cheaper than clamping all
+    has_nan = int(keys.max(initial=0)) > common.largest_number
+    if has_nan:  # seldom: finding out takes less time than clamping all
         np.minimum(keys, integer(common.high), out=keys)
-        highest = common.high
     if negative is not None:
         np.negative(keys, out=keys, where=negative & (keys <= integer(common.largest_number)))
-    return Keys(torch.from_numpy(keys), highest)
-
-
-def replace_dead(keys: Array, live: Array, key: int, scratch: Scratch) -> None:
-    """Set the keys of what does not compete, by integer operations: a masked copy takes longer."""
-    integer = keys.dtype.type
-    dead = scratch.array("dead", keys.size, keys.dtype)
-    np.subtract(live, integer(1), out=dead)  # all bits are 1 where an element does not compete
-    keys |= dead
-    if key != -1:
-        dead &= integer(~key)
-        keys ^= dead
+    return Keys(torch.from_numpy(keys), has_nan)

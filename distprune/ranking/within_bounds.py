@@ -1,4 +1,4 @@
-"""Exact selection with floors and ceilings per parameter, over all ranks.
+"""Exact ranking with floors and ceilings per parameter, over all ranks.
 
 The result is the cut of the total order at which sum_i clamp(c_i, low_i, high_i) = k, where
 c_i is how many live elements of parameter i lie before the cut, and low_i and high_i are how
@@ -18,16 +18,13 @@ all ranks share.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distprune.base.amount import CEILING, FLOOR, Bounds, violated_bound
-from distprune.selection.bracket import COLLECT_ALL, sample_size
-from distprune.selection.candidates import Candidates, PartCut, Ranked
-from distprune.selection.search import Selection, search_lowest, search_together, select_lowest
+from torch import Tensor
 
-# Keys that searches side by side may store, over all ranks.
-_STORED = 1 << 24
+from distprune.base.amount import CEILING, FLOOR, Bounds, violated_bound
+from distprune.ranking.ranking import Cut, Ranking, ShardCut
 
 
 @dataclass(frozen=True)
@@ -68,48 +65,50 @@ def limits_for(
     return limits
 
 
-def select_within(ranked: Ranked, k: int, limits: Limits) -> tuple[list[PartCut], Selection | None]:
+def cut_within(
+    ranking: Ranking, k: int, limits: Limits, drafts: Sequence[Tensor] | None = None
+) -> tuple[list[ShardCut], Cut | None]:
     """Choose exactly ``k`` elements in total order, each parameter within its limits. Collective.
 
     Args:
-        ranked, k: as for ``select_lowest``.
+        ranking: what is ranked.
+        k: elements before the cut, 0 <= k <= sum(ranking.num_live).
         limits: as :func:`limits_for` makes it.
+        drafts: as for ``Ranking.cut``.
 
     Returns:
-        The cut of every parameter; and the selection among the parameters that no bound decided:
-        None if there are none, or if nothing is pruned of them.
+        The cut of every parameter; and the cut of the parameters that no bound decided: None if
+        there are none, or if nothing is pruned of them.
 
     Raises:
         ValueError: a live score is NaN; names its parameters.
 
-    Cost: a selection among all parameters; one more among those that are left for each round of
-    [Note: active set]; and one in each parameter that a bound decides, side by side, in batches
-    that store at most some 16 million keys in all. If the limits of all parameters are exact
-    counts, there are no rounds.
+    Cost: a ranking of all parameters; one more of those that are left for each round of
+    [Note: active set]; and one of each parameter that a bound decides, side by side. If the limits
+    of all parameters are exact counts, there are no rounds.
     """
-    free, left = list(range(len(ranked.parts))), k
+    free, left = list(range(len(ranking.shards))), k
     bound_of: dict[int, tuple[str, int]] = {}
-    selection: Selection | None = None
-    is_decided = limits.lowest == limits.highest  # by a budget: no cut is common
-    if is_decided:
+    common: Cut | None = None
+    if limits.lowest == limits.highest:  # by a budget: no cut is common
         free, left = [], 0
         bound_of = {i: (FLOOR, count) for i, count in enumerate(limits.lowest)}
-    while free and selection is None:
-        # The first round reads everything.
-        some = ranked.only(free, refuse_nan=ranked.refuse_nan and not bound_of)
-        found = select_lowest(some, left, count_each=True)
-        decided = _beyond_limits(free, found.num_before, limits, left)
+    while free and common is None:
+        (cut,) = ranking.cut([free], [left], count_each=True)
+        decided = _beyond_limits(free, cut.num_before, limits, left)
         if not decided:
-            selection = found
+            common = cut
         bound_of |= decided
         free = [i for i in free if i not in decided]
         left -= sum(count for _, count in decided.values())
-    counts = {i: count for i, (_, count) in bound_of.items()}
-    alone = _search_each(ranked, counts, refuse_nan=ranked.refuse_nan and is_decided)
-    cuts = {i: PartCut(0, own.cut, bound_of[i][0]) for i, own in alone.items()}
-    if selection is not None:
-        cuts |= {i: PartCut(position, selection.cut) for position, i in enumerate(free)}
-    return [cuts[i] for i in range(len(ranked.parts))], selection if left else None
+    counts = [count for _, count in bound_of.values()]
+    alone = ranking.cut([[i] for i in bound_of], counts, drafts=drafts)
+    cuts = {
+        i: cut.at(i, bound) for (i, (bound, _)), cut in zip(bound_of.items(), alone, strict=True)
+    }
+    if common is not None:
+        cuts |= {i: common.at(i) for i in free}
+    return [cuts[i] for i in range(len(ranking.shards))], common if left else None
 
 
 def _beyond_limits(
@@ -131,31 +130,3 @@ def _beyond_limits(
     if total == k:
         return floors | ceilings
     return floors if total > k else ceilings
-
-
-def _search_each(
-    ranked: Ranked, counts: Mapping[int, int], *, refuse_nan: bool
-) -> dict[int, Selection]:
-    """The cuts of parameters that are ranked by themselves, after so many elements. Collective."""
-    found: dict[int, Selection] = {}
-    for batch in _batches(ranked.parts, list(counts)):
-        searches = [
-            search_lowest(ranked.only([i], refuse_nan=refuse_nan), counts[i]) for i in batch
-        ]
-        found |= zip(batch, search_together(searches, ranked.communicator), strict=True)
-    return found
-
-
-def _batches(parts: Sequence[Candidates], positions: Sequence[int]) -> Iterator[list[int]]:
-    """Cut a list of parameters into those whose searches run side by side; one at least."""
-    batch: list[int] = []
-    size = 0.0
-    for i in positions:
-        stored = min(parts[i].numel, max(COLLECT_ALL, 2 * sample_size(parts[i].numel)))
-        if batch and size + stored > _STORED:
-            yield batch
-            batch, size = [], 0.0
-        batch.append(i)
-        size += stored
-    if batch:
-        yield batch

@@ -1,4 +1,4 @@
-"""Selection over virtual ranks equals a sort, for any data, layout and number of ranks."""
+"""A ranking over virtual ranks equals a sort, for any data, layout and number of ranks."""
 
 import math
 from itertools import product
@@ -9,74 +9,80 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distprune.ranking import ranking as module
+from distprune.ranking.keys import Order, key_range
+from distprune.ranking.ranking import COLLECT_ALL, Ranking
 from distprune.ranks.collectives import Communicator
-from distprune.selection.bracket import COLLECT_ALL
-from distprune.selection.candidates import MOST_ELEMENTS, PartCut, Ranked
-from distprune.selection.keys import Order, key_range
-from distprune.selection.passes import finish_drafts, write_keep, write_masks
-from distprune.selection.search import select_lowest
 from helpers import reference
 from helpers.sampling import num_examples
 from helpers.virtual_ranks import run_virtual_ranks
-from helpers.virtual_shards import KINDS, LAYOUTS, candidates, fill
+from helpers.virtual_shards import KINDS, LAYOUTS, fill, part_of
 
 DRAFT_DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float64, torch.complex128)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check(tensors, masks, amount, layouts, size, *, device, max_collectives=32):
+def check(
+    tensors, masks, amounts, layouts, size, *, device, segments=None, most=None, max_collectives=32
+):
+    """Masks, counts and number of collectives, with drafts and without.
+
+    Args:
+        amounts: one of each segment; a segment is a list of positions, by default all.
+        most: keys that may be collected.
+    """
+    segments = segments or [range(len(tensors))]
     dtype = tensors[0].dtype
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
     common = key_range(dtype, Order.MAGNITUDE)
-    expected = reference.prune(tensors, amount, masks)
     num_live = [t.numel() if masks is None else int(masks[i].sum()) for i, t in enumerate(tensors)]
-    k = reference.num_to_prune(amount, sum(num_live))
+    expected, counts = [None] * len(tensors), []
+    for segment, amount in zip(segments, amounts, strict=True):
+        own = None if masks is None else [masks[i] for i in segment]
+        kept = reference.prune([tensors[i] for i in segment], amount, own)
+        for i, keep in zip(segment, kept, strict=True):
+            expected[i] = keep
+        counts.append(reference.num_to_prune(amount, sum(num_live[i] for i in segment)))
     tensors = [tensor.to(device) for tensor in tensors]
     masks = None if masks is None else [mask.to(device) for mask in masks]
     expected = [keep.to(device) for keep in expected]
+    gone = [n - int(keep.sum()) for n, keep in zip(num_live, expected, strict=True)]
 
     def on_rank(communicator: Communicator):
-        both = [
-            candidates(
+        several = [
+            part_of(
                 tensor, None if masks is None else masks[i], layouts[i], common, size,
                 communicator.index,
             )
             for i, tensor in enumerate(tensors)
         ]  # fmt: skip
-        parts = [part for part, _ in both]
-        names = [f"tensor {i}" for i in range(len(tensors))]
-        # Masks of any dtype, drafted during the read, and written anew.
-        drafts = [
-            torch.full(cut(tensor).shape, 7, device=device).to(DRAFT_DTYPES[i % len(DRAFT_DTYPES)])
-            for i, (tensor, (_, cut)) in enumerate(zip(tensors, both, strict=True))
-        ]
-        ranked = Ranked(parts, names, num_live, common, communicator)
-        selection = select_lowest(ranked, k, drafts=drafts, count_each=True)
-        pruned_before = [n - int(keep.sum()) for n, keep in zip(num_live, expected, strict=True)]
-        assert selection.num_before == pruned_before
-        finished = [None] * len(parts)
-        if selection.drafted is not None:
-            finished = finish_drafts(selection.drafted, parts, selection.cut, drafts)
-        num_pruned = 0
-        for i, (part, cut) in enumerate(both):
-            fresh = masks is None
-            whole = torch.full(cut(tensors[i]).shape, 7.0, device=device)
-            out = whole if fresh else cut(masks[i]).float()
-            count = write_keep(part, i, selection.cut, out, None if fresh else out)
-            assert torch.equal(out, cut(expected[i]).float()), (i, layouts[i])
-            assert finished[i] in (count, None)
-            if finished[i] is not None:
-                assert torch.equal(drafts[i].float(), out), (i, layouts[i])
-            num_pruned += count
-        cuts = [PartCut(i, selection.cut) for i in range(len(parts))]
-        assert sum(write_masks(parts, cuts, drafts, selection.drafted)) == num_pruned
-        for i, draft in enumerate(drafts):
-            assert torch.equal(draft.to(torch.float64), both[i][1](expected[i]).double())
-        return num_pruned, communicator.num_collectives
+        parts, sources, cutters = zip(*several, strict=True)
+        ranking = Ranking(parts, (common, sources), num_live, communicator, most_collected=most)
+        for drafted in (True, False):
+            # Masks of any dtype, drafted during the read, or written anew.
+            outs = [
+                torch.full((source.size,), 7, device=device).to(DRAFT_DTYPES[i % len(DRAFT_DTYPES)])
+                for i, source in enumerate(sources)
+            ]
+            cuts = ranking.cut(
+                segments, counts, drafts=outs if drafted else None, count_each=drafted
+            )
+            each = [None] * len(tensors)
+            for cut, segment in zip(cuts, segments, strict=True):
+                if drafted:
+                    assert list(cut.num_before) == [gone[i] for i in segment]
+                for i in segment:
+                    each[i] = cut.at(i)
+            if drafted:
+                calls = communicator.num_collectives
+            numbers = ranking.write(each, outs)
+            for out, cutter, keep in zip(outs, cutters, expected, strict=True):
+                assert torch.equal(out.to(torch.float64), cutter(keep).double())
+        return numbers, calls
 
     results = run_virtual_ranks(on_rank, size)
-    assert sum(pruned for pruned, _ in results) == k
+    assert [sum(numbers) for numbers in zip(*(n for n, _ in results), strict=True)] == gone
     assert len({calls for _, calls in results}) == 1
     assert results[0][1] <= max_collectives
 
@@ -100,12 +106,26 @@ def test_any_data_on_any_layout(device, data):
     masks = None
     if data.draw(st.booleans(), "pruned already"):
         masks = [torch.rand(shape, generator=generator) > 0.4 for shape in shapes]
-    live = sum(t.numel() if masks is None else int(masks[i].sum()) for i, t in enumerate(tensors))
-    amount = data.draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]) | st.integers(0, live), "amount")
+    owners = [data.draw(st.integers(0, 2)) for _ in shapes]
+    segments = [[i for i, own in enumerate(owners) if own == each] for each in sorted({*owners})]
+    amounts = []
+    for segment in segments:
+        live = sum(tensors[i].numel() if masks is None else int(masks[i].sum()) for i in segment)
+        amounts.append(
+            data.draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]) | st.integers(0, live), "amount")
+        )
     layouts = [data.draw(st.sampled_from(LAYOUTS)) for _ in shapes]
-    most = data.draw(st.sampled_from([0, 40, MOST_ELEMENTS]), "elements of a small part")
-    with mock.patch("distprune.selection.candidates.MOST_ELEMENTS", most):
-        check(tensors, masks, amount, layouts, size, device=device)
+    serial = data.draw(st.sampled_from([0, 40, 1 << 15]), "elements of a small part")
+    collected = data.draw(st.sampled_from([10, COLLECT_ALL]), "elements that are collected")
+    most = data.draw(st.sampled_from([None, 20]), "most collected")
+    with (
+        mock.patch("distprune.ranking.chunks.SERIAL", serial),
+        mock.patch.object(module, "COLLECT_ALL", collected),
+    ):
+        check(
+            tensors, masks, amounts, layouts, size,
+            device=device, segments=segments, most=most, max_collectives=200,
+        )  # fmt: skip
 
 
 @settings(max_examples=num_examples(200), deadline=None, derandomize=True)
@@ -129,8 +149,8 @@ def test_more_elements_than_are_collected_outright(kind, dtype, numpy, amount, m
     """The sampled bracket: three ranks, a size at which it is used, all data from easy to nasty."""
     numpy = numpy and device.type == "cpu"
     monkeypatch.setattr("distprune.base.memory.takes_numpy", lambda device: numpy)
-    for kernels in ("cpu", "device"):
-        monkeypatch.setattr(f"distprune.selection.{kernels}.CHUNK_BYTES", 1 << 15)
+    for operations in ("cpu", "device"):
+        monkeypatch.setattr(f"distprune.ranking.{operations}.CHUNK_BYTES", 1 << 15)
     generator = torch.Generator().manual_seed(5)
     shapes = [(211, 307), (5000,), (97, 101)]
     assert sum(map(math.prod, shapes)) > COLLECT_ALL
@@ -144,20 +164,21 @@ def test_more_elements_than_are_collected_outright(kind, dtype, numpy, amount, m
     else:
         tensors = [fill(kind, s, generator) for s in shapes]
     tensors = [tensor.to(dtype) for tensor in tensors]
-    check(tensors, None, amount, ["rows", "replicated", "columns"], 3, device=device)
+    check(tensors, None, [amount], ["rows", "replicated", "columns"], 3, device=device)
 
 
 def test_a_bracket_that_misses_costs_time_only(monkeypatch, device):
     """Brackets far too narrow: more rounds, the same masks."""
-    monkeypatch.setattr("distprune.selection.bracket._SIGMAS", 0.01)
-    for name in ("kth_key.COLLECT_ALL", "bracket.COLLECT_ALL", "search._KEPT"):
-        monkeypatch.setattr(f"distprune.selection.{name}", 50)
+    monkeypatch.setattr(module, "_SIGMAS", 0.01)
+    monkeypatch.setattr(module, "COLLECT_ALL", 50)
     generator = torch.Generator().manual_seed(5)
     for dtype in (torch.float32, torch.float64):
         tensors = [torch.randn(300, 70, generator=generator).to(dtype), torch.randn(99, 11)]
         for amount in (0.02, 0.5, 0.97):
             layouts = ["rows", "columns"]
-            check(tensors, None, amount, layouts, 2, device=device, max_collectives=100)
+            check(tensors, None, [amount], layouts, 2, device=device, max_collectives=100)
+            each = {"segments": [[0], [1]], "max_collectives": 200}
+            check(tensors, None, [amount, 0.5], layouts, 2, device=device, **each)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -166,11 +187,9 @@ def test_equal_scores_are_cut_after_the_last_element_of_a_parameter(
     num_pruned, size, monkeypatch, device
 ):
     """So many ties that they are found by reading again, cut at and beside the end of a layer."""
-    for name in ("kth_key.COLLECT_ALL", "bracket.COLLECT_ALL", "search._KEPT"):
-        monkeypatch.setattr(f"distprune.selection.{name}", 300)
+    monkeypatch.setattr(module, "COLLECT_ALL", 300)
     layers = [torch.full((20, 20), 0.25), torch.full((400,), 0.25)]
-    layouts = ["rows", "rows"]
-    check(layers, None, num_pruned, layouts, size, device=device, max_collectives=64)
+    check(layers, None, [num_pruned], ["rows", "rows"], size, device=device, max_collectives=64)
 
 
 def test_nan_raises_on_every_rank_and_names_its_parameter():
@@ -180,11 +199,14 @@ def test_nan_raises_on_every_rank_and_names_its_parameter():
 
     def on_rank(communicator):
         parts = [
-            candidates(tensor, None, "rows", common, 3, communicator.index)[0]
-            for tensor in (torch.ones(4, 2), whole)
+            part_of(tensor, None, "rows", common, 3, communicator.index, name)
+            for tensor, name in ((torch.ones(4, 2), "left"), (whole, "right"))
         ]
-        with pytest.raises(ValueError, match=r"right \(1 of 12\)") as caught:
-            select_lowest(Ranked(parts, ["left", "right"], [8, 12], common, communicator), 3)
+        keys = common, [source for _, source, _ in parts]
+        ranking = Ranking([part for part, _, _ in parts], keys, [8, 12], communicator)
+        for count in (0, 3):
+            with pytest.raises(ValueError, match=r"right \(1 of 12\)") as caught:
+                ranking.cut([[0, 1]], [count])
         assert "left" not in str(caught.value)
         return str(caught.value)
 
@@ -195,20 +217,19 @@ def test_a_pruned_nan_does_not_compete():
     whole = torch.tensor([math.nan, 3.0, 1.0, 2.0])
     live = torch.tensor([False, True, True, True])
     common = key_range(torch.float32, Order.MAGNITUDE)
-    part, _ = candidates(whole, live, "rows", common, 1, 0)
-    selection = select_lowest(Ranked([part], ["w"], [3], common, Communicator(())), 1)
-    mask = live.float()
-    assert write_keep(part, 0, selection.cut, mask, mask) == 1
+    part, source, _ = part_of(whole, live, "rows", common, 1, 0)
+    ranking = Ranking([part], (common, [source]), [3], Communicator(()))
+    (cut,) = ranking.cut([[0]], [1])
+    mask = torch.empty(4)
+    assert ranking.write([cut.at(0)], [mask]) == [1]
     assert mask.tolist() == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
-    "k, kept", [(2, [1, 0, 1, 0, 1]), (4, [0, 0, 1, 0, 0]), (3, [0, 0, 1, 0, 1])]
+    "k, kept", [(2, [1, 0, 1, 0, 1]), (4, [0, 0, 0, 0, 1]), (3, [0, 0, 1, 0, 1])]
 )
 def test_nan_rank_last_by_index_where_they_are_allowed(k, kept):
     scores = torch.tensor([math.nan, 1.0, math.nan, -2.0, math.nan])
-    if k == 4:
-        kept = [0, 0, 0, 0, 1]
     from distprune.methods.ranking import zero_lowest
 
     mask = torch.ones(5)

@@ -1,0 +1,396 @@
+"""Where the keys of a local shard come from, chunk by chunk: tensors, functions, small factors.
+
+A :class:`ScoreSource` reads or computes scores, and :class:`ScoreKeys` makes keys of them;
+:class:`RandomKeys` are hashes of indices. Nothing here stores a score per element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distprune.base import memory
+from distprune.base.exact_sums import product_dtype, scale_scores
+from distprune.base.hashing import hash_in_place, hash_keys
+from distprune.base.memory import SERIAL, Array, Runs, Scratch
+from distprune.ranking.keys import RANDOM_KEYS, KeyRange, Keys, to_keys
+from distprune.shards.factored import FactoredScores
+from distprune.shards.geometry import Block, IndexMap, MatrixRun
+from distprune.shards.shard import Shard
+
+# The array that scores are computed in: keys are made of them in place, see keys.to_keys.
+_USE = "keys"
+
+
+class ScoreSource(Protocol):
+    """Scores of one local shard.
+
+    Attributes:
+        dtype: of the scores.
+        size: how many there are.
+        device: of the scores.
+        is_thread_safe: whether several threads may load chunks at a time.
+    """
+
+    dtype: torch.dtype
+    size: int
+    device: torch.device
+    is_thread_safe: bool
+
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
+        """Scores of flat positions [start, stop), 1-d; valid until the scratch is used again."""
+        ...
+
+    def gather(self, runs: Runs) -> Tensor:
+        """Scores of some runs of elements, 1-d: a new tensor."""
+        ...
+
+
+class KeySource(Protocol):
+    """Keys of one local shard; attributes and methods as those of :class:`ScoreSource`."""
+
+    dtype: torch.dtype
+    size: int
+    device: torch.device
+    is_thread_safe: bool
+
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys: ...
+
+    def gather(self, runs: Runs) -> Tensor: ...
+
+
+class TensorScores:
+    """The elements of a flat tensor.
+
+    Args:
+        scores: 1-d, contiguous.
+    """
+
+    is_thread_safe = True
+
+    def __init__(self, scores: Tensor) -> None:
+        self.scores = scores.detach()
+        self.dtype, self.size, self.device = scores.dtype, scores.numel(), scores.device
+
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
+        if start == 0 and stop >= self.size:  # a slice costs as much as comparing 4096 elements
+            return self.scores
+        return self.scores[start:stop]
+
+    def gather(self, runs: Runs) -> Tensor:
+        return runs.of(self.scores)
+
+
+class ComputedScores:
+    """Scores that a user's function computes from flat values.
+
+    Args:
+        values: 1-d.
+        function: elementwise.
+        dtype: of what the function returns.
+    """
+
+    is_thread_safe = False  # it calls a user's function
+
+    def __init__(
+        self, values: Tensor, function: Callable[[Tensor], Tensor], dtype: torch.dtype
+    ) -> None:
+        self._values, self._function = values, function
+        self.dtype, self.size, self.device = dtype, values.numel(), values.device
+
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
+        return self._function(self._values[start:stop]).detach()
+
+    def gather(self, runs: Runs) -> Tensor:
+        return self._function(runs.of(self._values)).detach()
+
+
+class FactorScores:
+    """Scores |w| * m: m is a sum of products of small factors.
+
+    Args:
+        values: the elements w.
+        matrix: how they lie in the matrices that the factors broadcast to.
+        make_terms: returns the terms of m, each a list of factors
+            [matrices or 1, rows or 1, columns or 1] of the dtype of the scores.
+        are_signed: whether the order of signed scores matters. If only that of |score| does, the
+            scores are w * m, which saves a pass.
+    """
+
+    def __init__(
+        self,
+        values: ScoreSource,
+        matrix: MatrixRun,
+        make_terms: Callable[[], list[list[Tensor]]],
+        *,
+        are_signed: bool,
+    ) -> None:
+        self.dtype = torch.promote_types(values.dtype, torch.float32)
+        self.size, self.device = values.size, values.device
+        self.is_thread_safe = values.is_thread_safe
+        self._are_signed = are_signed
+        self._values = values
+        self._matrix = matrix
+        self._make_terms = make_terms
+
+    @classmethod
+    def of_shard(cls, shard: Shard, factored: FactoredScores, *, are_signed: bool) -> FactorScores:
+        """The scores of ``FactoredScores`` for a local shard.
+
+        Raises:
+            NotImplementedError: values that are no floating-point numbers.
+        """
+        if not shard.values.dtype.is_floating_point:
+            raise NotImplementedError(
+                f"{shard.name}: FactoredScores of values of dtype {shard.values.dtype}; expected "
+                "floating point."
+            )
+        dtype = torch.promote_types(shard.values.dtype, torch.float32)
+        matrix = MatrixRun.of(shard.index, [factor for term in factored.terms for factor in term])
+        terms = terms_on(matrix, factored, shard.shape, shard.values.device, dtype)
+        values = TensorScores(shard.flat(shard.values))
+        return cls(values, matrix, lambda: terms, are_signed=are_signed)
+
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
+        scratch = scratch or Scratch()
+        values = self._values.load(start, stop, scratch)
+        if not memory.takes_numpy(self.device):
+            return self._at(values, torch.arange(start, stop, device=values.device))
+        terms = self._make_terms()
+        scores = _float_array(scratch, values.numel(), self.dtype)
+        weights = widened(values, scratch, self.dtype)
+        if self._are_signed:
+            weights = np.abs(weights, out=scratch.array("magnitudes", weights.size, weights.dtype))
+        for block in self._matrix.blocks(start, stop):
+            shape = (block.rows.stop - block.rows.start, block.columns.stop - block.columns.start)
+            out = scores[block.start : block.stop].reshape(shape)
+            factors = [[slice_of(factor, block) for factor in term] for term in terms]
+            own = weights[block.start : block.stop].reshape(shape)
+            total = _product(factors[0], out)
+            for term in factors[1:]:
+                term_out = scratch.array("term", out.size, out.dtype).reshape(out.shape)
+                total = np.add(total, _product(term, term_out), out=out)
+            np.multiply(own, total, out=out)
+        return torch.from_numpy(scores)
+
+    def gather(self, runs: Runs) -> Tensor:
+        values = self._values.gather(runs)
+        return self._at(values, runs.positions(values.device))
+
+    def _at(self, values: Tensor, positions: Tensor) -> Tensor:
+        """The scores of values at some positions."""
+        if not values.numel():  # then a factor may have no elements to index
+            return values.to(self.dtype)
+        places = self._matrix.places(positions)
+        multiplier: Tensor | float = 0.0
+        for number, term in enumerate(self._make_terms()):
+            product: Tensor | None = None
+            for factor in term:
+                part = factor_at(factor, places)
+                product = part if product is None else product * part
+            assert product is not None
+            multiplier = multiplier + product if number else product
+        return multiplier * (values.abs() if self._are_signed else values).to(self.dtype)
+
+
+class ScaledScores:
+    """Scores of another source times a number, rounded once to float32 or float64.
+
+    Args:
+        scores: floating point.
+        scale: ``exact_sums.scale_of`` the dtype of the result.
+    """
+
+    def __init__(self, scores: ScoreSource, scale: float) -> None:
+        self._scores, self._scale = scores, scale
+        self.dtype = torch.promote_types(scores.dtype, torch.float32)
+        self.size, self.device = scores.size, scores.device
+        self.is_thread_safe = scores.is_thread_safe
+
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
+        scores = self._scores.load(start, stop, scratch)
+        if not memory.takes_numpy(self.device):
+            return self._scaled(scores)
+        scratch = scratch or Scratch()
+        out = _float_array(scratch, scores.numel(), self.dtype)
+        wide = widened(scores, scratch, self.dtype)
+        return torch.from_numpy(scale_scores(wide, self._scale, out))
+
+    def gather(self, runs: Runs) -> Tensor:
+        return self._scaled(self._scores.gather(runs))
+
+    def _scaled(self, scores: Tensor) -> Tensor:
+        product = scores.to(product_dtype(self._scale, self.dtype)) * self._scale
+        return product.to(self.dtype)
+
+
+class ScoreKeys:
+    """Keys of scores.
+
+    Args:
+        scores: of a local shard.
+        common: the range of the call, possibly of a wider dtype than the scores:
+            mixed lists are compared after promotion, which is exact.
+    """
+
+    def __init__(self, scores: ScoreSource, common: KeyRange) -> None:
+        self.scores, self.common = scores, common
+        self.dtype, self.size, self.device = common.dtype, scores.size, scores.device
+        self.is_thread_safe = scores.is_thread_safe
+
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
+        return to_keys(self.scores.load(start, stop, scratch), self.common, scratch)
+
+    def gather(self, runs: Runs) -> Tensor:
+        return to_keys(self.scores.gather(runs), self.common).values
+
+
+class RandomKeys:
+    """Random keys that are a function of (seed, global index) and of nothing else.
+
+    Args:
+        seed: agreed by all ranks.
+        offset: global index, over the list of parameters, of this parameter's first element.
+        index: from local positions to indices in the parameter.
+        size: local elements.
+        device: of the keys.
+    """
+
+    is_thread_safe = True
+    dtype = torch.int64
+
+    def __init__(
+        self, seed: int, offset: int, index: IndexMap, size: int, device: torch.device
+    ) -> None:
+        self.size, self.device = size, device
+        self._seed, self._offset, self._index = seed, offset, index
+
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
+        if not memory.takes_numpy(self.device):
+            return Keys(self._at(torch.arange(start, stop, device=self.device)), False)
+        scratch = scratch or Scratch()
+        keys = scratch.array(_USE, stop - start, np.int64)
+        for first in range(start, stop, SERIAL):
+            last = min(first + SERIAL, stop)
+            indices = self._index(torch.arange(first, last)).numpy()
+            np.add(indices, self._offset, out=keys[first - start : last - start])
+        hash_in_place(keys, self._seed, scratch)
+        return Keys(torch.from_numpy(keys), False)
+
+    def gather(self, runs: Runs) -> Tensor:
+        return self._at(runs.positions(self.device))
+
+    def _at(self, positions: Tensor) -> Tensor:
+        return hash_keys(self._index(positions) + self._offset, self._seed)
+
+
+def random_keys(shards: Sequence[Shard], seed: int) -> tuple[KeyRange, list[KeySource]]:
+    """Keys that are a function of the seed and of the place among all elements of the list."""
+    sources: list[KeySource] = []
+    offset = 0
+    for shard in shards:
+        values = shard.values
+        sources.append(RandomKeys(seed, offset, shard.index, values.numel(), values.device))
+        offset += shard.numel
+    return RANDOM_KEYS, sources
+
+
+def load_joined(
+    sources: Sequence[KeySource], spans: Sequence[tuple[int, int]], scratch: Scratch
+) -> Keys:
+    """Keys of a span of each of several shards, one after the other."""
+    if len(sources) == 1:
+        return sources[0].load(*spans[0], scratch)
+    if all(isinstance(s, ScoreKeys) and isinstance(s.scores, TensorScores) for s in sources):
+        scores = [s.scores.load(*span) for s, span in zip(sources, spans, strict=True)]  # type: ignore[attr-defined]
+        return to_keys(torch.cat(scores), sources[0].common, scratch)  # type: ignore[attr-defined]
+    several = []
+    may_have_nan = False
+    for source, span in zip(sources, spans, strict=True):
+        keys = source.load(*span, scratch)
+        several.append(keys.values.clone())  # the scratch is used again
+        may_have_nan |= keys.may_have_nan
+    return Keys(torch.cat(several), may_have_nan)
+
+
+def scores_in_memory(shard: Shard, factored: FactoredScores) -> Tensor:
+    """Factored scores as a tensor of the local shape, for methods that do not read in chunks."""
+    source = FactorScores.of_shard(shard, factored, are_signed=True)
+    flat = source.load(0, shard.values.numel())
+    ordered = [shard.values.shape[dim] for dim in shard.order]
+    inverse = sorted(range(len(shard.order)), key=shard.order.__getitem__)
+    return flat.view(ordered).permute(inverse)
+
+
+def terms_on(
+    matrix: MatrixRun,
+    factored: FactoredScores,
+    shape: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[list[Tensor]]:
+    """The terms of scores of a parameter of that shape, as :class:`FactorScores` takes them.
+
+    Of a term, the factors are multiplied in advance whose product is no larger than they are.
+    """
+    terms = []
+    for term in factored.terms:
+        first, *others = [matrix.matrix_of(f.detach().to(device, dtype), shape) for f in term]
+        while others:
+            sizes = [max(pair) for pair in zip(first.shape, others[0].shape, strict=True)]
+            if sizes not in (list(first.shape), list(others[0].shape)):
+                break
+            first = first * others.pop(0)
+        terms.append([first, *others])
+    return terms
+
+
+def widened(scores: Tensor, scratch: Scratch, dtype: torch.dtype) -> Array:
+    """Floating-point scores on a CPU as float32 or float64, exactly; a view where they are that."""
+    if scores.dtype is dtype:
+        wide: Array = scores.numpy()
+        return wide
+    if scores.dtype is torch.bfloat16 and dtype is torch.float32:
+        # The upper half of a float32; numpy has no such dtype.
+        bits = scratch.array("wide", scores.numel(), np.uint32)
+        np.left_shift(scores.view(torch.uint16).numpy(), 16, out=bits, dtype=np.uint32)
+        upper: Array = bits.view(np.float32)
+        return upper
+    if scores.dtype is torch.bfloat16:
+        scores = scores.float()
+    converted = scratch.array("wide", scores.numel(), np.dtype(f"float{8 * dtype.itemsize}"))
+    np.copyto(converted, scores.numpy())
+    return converted
+
+
+def slice_of(factor: Tensor, block: Block) -> Array:
+    """The part of a factor that meets a block: [rows or 1, columns or 1]."""
+    matrix = block.matrix if factor.shape[0] > 1 else 0
+    rows = block.rows if factor.shape[1] > 1 else slice(None)
+    columns = block.columns if factor.shape[2] > 1 else slice(None)
+    part: Array = factor[matrix, rows, columns].numpy()
+    return part
+
+
+def factor_at(factor: Tensor, places: tuple[Tensor | int, Tensor, Tensor]) -> Tensor:
+    """The elements of a factor at matrices, rows and columns: 1-d, or of one element."""
+    return factor[tuple(p if size > 1 else 0 for p, size in zip(places, factor.shape, strict=True))]
+
+
+def _float_array(scratch: Scratch, size: int, dtype: torch.dtype) -> Array:
+    """Scratch memory for scores, where keys can be made of them in place."""
+    integer = np.dtype(f"int{8 * dtype.itemsize}")
+    array: Array = scratch.array(_USE, size, integer).view(f"float{8 * dtype.itemsize}")
+    return array
+
+
+def _product(factors: list[Array], out: Array) -> Array:
+    """The product of factors that broadcast to ``out``, written there; of one, itself."""
+    product = factors[0]
+    for factor in factors[1:]:
+        product = np.multiply(product, factor, out=out)
+    return product

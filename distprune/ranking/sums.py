@@ -1,0 +1,398 @@
+"""Exact sums of scores, the same on every sharding: normalisation, and sums of rows and columns.
+
+A normalisation divides the scores of each parameter by their rms, l2 norm or mean, which makes
+parameters of different scales comparable in one ranking. Inside a parameter the order stays, but
+for scores that become equal by rounding. Each sum has a grid of its own, 2**-36 of the largest term
+in it: see exact_sums.[Note: grid].
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distprune.base import exact_sums, memory
+from distprune.base.blocks import WeightLayout
+from distprune.base.exact_sums import GRID_BITS, Normalization
+from distprune.base.mask_values import is_one
+from distprune.base.memory import Array, Count, Scratch, on_host
+from distprune.base.naming import UnfitScores
+from distprune.ranking.chunks import Elements, call_all, num_threads, operations_on, spans_of
+from distprune.ranking.scores import ScaledScores, ScoreSource, factor_at, slice_of, widened
+from distprune.ranks.collectives import Communicator
+from distprune.shards.geometry import IndexMap, MatrixRun
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One rank's part of one parameter, and its scores.
+
+    Attributes:
+        shard: whose live elements count.
+        scores: of its flat local elements.
+        keeps_nan: whether NaN are left out of sums, because they are kept.
+    """
+
+    shard: Elements
+    scores: ScoreSource
+    keeps_nan: bool = False
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.shard.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the normalised scores."""
+        return torch.promote_types(self.scores.dtype, torch.float32)
+
+    def magnitudes(self, span: range, scratch: Scratch) -> Array | Tensor:
+        """|score| of the live elements of a span, 0 for the others and for NaN that are kept.
+
+        Of the dtype of the normalised scores, an array on a CPU; float64 on a device.
+        """
+        scores = self.scores.load(span.start, span.stop, scratch)
+        live = self.shard.flat_mask
+        live = None if live is None else live[span.start : span.stop]
+        if not memory.takes_numpy(self.scores.device):
+            found = scores.double().abs()
+            return found if live is None else found.where(live == 1, 0.0)
+        wide = widened(scores, scratch, self.dtype)
+        out = scratch.array("magnitudes", wide.size, wide.dtype)
+        np.abs(wide, out=out)
+        if live is not None:
+            out[~is_one(live, out=scratch.array("live", live.numel(), bool))] = 0
+        if self.keeps_nan:
+            out[np.isnan(out)] = 0
+        return out
+
+
+# From a part and a chunk of it to a number.
+Measure = Callable[[Scored, range, Scratch], Count]
+
+
+def per_chunk(parts: Sequence[Scored], measures: Sequence[Measure]) -> list[list[int]]:
+    """Per part, a number of each chunk of the elements that this rank counts."""
+    numbers: list[list[int]] = [[] for _ in parts]
+    found = _visit(parts, lambda i, span, scratch: (i, measures[i](parts[i], span, scratch)), 1)
+    values = on_host([number for _, number in found])
+    for (position, _), value in zip(found, values, strict=True):
+        numbers[position].append(value)
+    return numbers
+
+
+def _visit(
+    parts: Sequence[Scored],
+    call: Callable[[int, range, Scratch], tuple[int, Count]],
+    scale: int,
+) -> list[tuple[int, Count]]:
+    """Call a function for each chunk of the elements that this rank counts."""
+    calls, num_bytes = [], 0
+    for i, part in enumerate(parts):
+        most = operations_on(part.scores.device).CHUNK_BYTES // (scale * part.dtype.itemsize)
+        for span in spans_of(part.shard.counted, most):
+            calls.append(partial(call, i, span))
+            num_bytes += len(span) * scale * part.dtype.itemsize
+    are_safe = all(
+        part.scores.is_thread_safe and memory.takes_numpy(part.scores.device) for part in parts
+    )
+    return call_all(calls, num_threads(num_bytes, len(calls)) if are_safe else 1)
+
+
+def normalized(
+    parts: Sequence[Scored],
+    normalize: Normalization,
+    num_live: Sequence[int],
+    ranks: Communicator,
+) -> list[ScoreSource]:
+    """The scores of all parameters, each divided by its statistic. Collective.
+
+    Args, raises and cost: as :func:`divisors_of`.
+    """
+    divisors = divisors_of(parts, normalize, num_live, ranks)
+    return [
+        ScaledScores(part.scores, exact_sums.scale_of(divisor, part.dtype))
+        for part, divisor in zip(parts, divisors, strict=True)
+    ]
+
+
+def divisors_of(
+    parts: Sequence[Scored],
+    normalize: Normalization,
+    num_live: Sequence[int],
+    ranks: Communicator,
+) -> list[float]:
+    """The statistic that the scores of each parameter are divided by. Collective.
+
+    Args:
+        parts: this rank's part of every parameter; the same list on all ranks.
+        normalize: "rms", "l2" or "mean", over the live elements of the whole parameter.
+        num_live: live elements of every whole parameter.
+        ranks: the ranks that have the parts.
+
+    Raises:
+        ValueError: a live score is infinite; names its parameter.
+        ValueError: a statistic is too small or too large for float64; names its parameter.
+        NotImplementedError: scores that are no floating-point numbers. On every rank.
+
+    Cost: two reads of the scores; all-reduces of 8 and of 16 bytes per parameter.
+    """
+    what = f"normalize={normalize!r}"
+    largest = largest_scores(parts, what, ranks, ", or normalize=None")
+    # NaN is not above 0 either: the ranking itself refuses it, by the name of the parameter.
+    exponents = [exact_sums.exponent_of(value) if value > 0 else None for value in largest]
+    totals = grid_sums(parts, exponents, exact_sums.power_of(normalize), ranks)
+    divisors = []
+    for part, total, exponent, number in zip(parts, totals, exponents, num_live, strict=True):
+        divisors.append(exact_sums.statistic(normalize, total, exponent or 0, number))
+        exact_sums.check_divisor(divisors[-1], normalize, part.name)
+    return divisors
+
+
+def largest_scores(
+    parts: Sequence[Scored], what: str, ranks: Communicator, way_out: str = ""
+) -> list[float]:
+    """The largest live |score| of each parameter over all ranks; NaN if there is one. Collective.
+
+    Args:
+        parts: this rank's part of every parameter; the same list on all ranks.
+        what: the argument that needs it, for messages.
+        ranks: the ranks that have the parts.
+        way_out: how to do without finite scores, for messages.
+
+    Raises:
+        ValueError: a live score is infinite; names its parameter.
+        NotImplementedError: scores that are no floating-point numbers. On every rank.
+
+    Cost: a read of the scores; an all-reduce of 8 bytes per parameter.
+    """
+
+    def largest_bits(part: Scored, span: range, scratch: Scratch) -> Count:
+        found = part.magnitudes(span, scratch).max()
+        if isinstance(found, Tensor):
+            return found.view(torch.int64)
+        return int(np.float64(found).view(np.int64))
+
+    def find_largest() -> Tensor:
+        for part in parts:
+            if not part.scores.dtype.is_floating_point:
+                raise NotImplementedError(
+                    f"{part.name}: {what} of scores of dtype {part.scores.dtype}; expected "
+                    "floating point."
+                )
+        found = per_chunk(parts, [largest_bits] * len(parts))
+        values = [max(chunks, default=0) for chunks in found]
+        return torch.tensor(values, dtype=torch.int64)
+
+    # The bits of non-negative float64 numbers are in their order; those of NaN are above inf's.
+    bits = ranks.reduce(len(parts), find_largest, "max")
+    largest: list[float] = bits.view(torch.float64).tolist()
+    infinite = [p.name for p, value in zip(parts, largest, strict=True) if math.isinf(value)]
+    if infinite:
+        have = "has" if len(infinite) == 1 else "have"
+        raise UnfitScores(
+            f"{', '.join(infinite)} {have} infinite scores, so {what} has no meaning; "
+            f"expected finite scores{way_out}.",
+            "infinite",
+            infinite,
+        )
+    return largest
+
+
+def grid_sums(
+    parts: Sequence[Scored],
+    exponents: Sequence[int | None],
+    power: Literal[1, 2],
+    ranks: Communicator,
+) -> list[int]:
+    """Exact sums of |score|**power of each parameter over all ranks. Collective.
+
+    Args:
+        parts: this rank's part of every parameter; the same list on all ranks.
+        exponents: of the grid of each; None: the sum is 0. See exact_sums.[Note: grid].
+        power: 1 or 2.
+        ranks: the ranks that have the parts.
+
+    Cost: a read of the scores; an all-reduce of 16 bytes per parameter.
+    """
+
+    def grid_sum(exponent: int | None, part: Scored, span: range, scratch: Scratch) -> Count:
+        if exponent is None:
+            return 0
+        magnitudes = part.magnitudes(span, scratch)
+        if isinstance(magnitudes, Tensor):
+            return exact_sums.grid_sum_on_device(magnitudes, exponent, power)
+        return exact_sums.grid_sum(magnitudes, exponent, power, scratch)
+
+    def add_up() -> Tensor:
+        found = per_chunk(parts, [partial(grid_sum, exponent) for exponent in exponents])
+        return torch.tensor([exact_sums.to_words(sum(chunks)) for chunks in found]).view(-1)
+
+    words = ranks.reduce(2 * len(parts), add_up).view(-1, 2).tolist()
+    return [exact_sums.from_words(high, low) for high, low in words]
+
+
+@dataclass(frozen=True)
+class Summed:
+    """One rank's part of a weight, and the sums that its elements belong to.
+
+    Attributes:
+        part: whose scores are the elements w.
+        matrix: how they lie in matrices.
+        places: of each kind of sum, int64 [matrices or 1, rows or 1, columns or 1]: the number of
+            the sum that an element belongs to; empty if nothing is counted here.
+        sizes: how many sums of each kind there are.
+    """
+
+    part: Scored
+    matrix: MatrixRun
+    places: Sequence[Tensor]
+    sizes: Sequence[int]
+
+    @classmethod
+    def of(
+        cls, part: Scored, index: IndexMap, layout: WeightLayout, *, is_here: bool = True
+    ) -> Summed:
+        """The sums over the outputs, of each input, and over the inputs, of each output.
+
+        Args:
+            index: of the part.
+            layout: of the whole weight.
+            is_here: False if no element of it is.
+        """
+        matrix, places = matrices_of(index, layout, is_here=is_here)
+        return cls(part, matrix, places, (layout.num_inputs, layout.num_outputs))
+
+
+def matrices_of(
+    index: IndexMap, layout: WeightLayout, *, is_here: bool = True
+) -> tuple[MatrixRun, list[Tensor]]:
+    """How a part lies in matrices, and the numbers of the input and of the output there."""
+    numbers = [
+        layout.of_inputs(torch.arange(layout.num_inputs).view(layout.input_shape)),
+        layout.of_outputs(torch.arange(layout.num_outputs)),
+    ]
+    matrix = MatrixRun.of(index, numbers if is_here else ())
+    return matrix, [matrix.matrix_of(each, layout.shape) for each in numbers if is_here]
+
+
+def magnitude_sums(weights: Sequence[Summed], ranks: Communicator) -> list[list[Tensor]]:
+    """Sum |w| of the live elements. Collective.
+
+    Args:
+        weights: this rank's part of every weight; the same list on all ranks.
+        ranks: the ranks that have the parts.
+
+    Returns:
+        Per weight and kind of sum, fp64 [size]; bit-equal on all ranks and on every sharding.
+
+    Raises:
+        ValueError: an element is NaN or infinite; names its weight. On every rank.
+
+    Cost: two reads of the weights; two all-reduces of 8 bytes per sum.
+    """
+    sizes = [size for weight in weights for size in weight.sizes]
+    bits = ranks.reduce(sum(sizes), lambda: _reduced(weights, None), "max")
+    largest = bits.view(torch.float64)
+    for what, is_wrong in (("nan", torch.isnan), ("infinite", torch.isinf)):
+        flags = _per_weight(is_wrong(largest), weights)
+        names = [
+            weight.part.name
+            for weight, own in zip(weights, flags, strict=True)
+            if any(bool(each.any()) for each in own)
+        ]
+        if names:
+            text = "the sum of its magnitudes is not finite; expected finite weights."
+            raise UnfitScores(f"{', '.join(names)}: {text}", what, names)
+    exponents = torch.frexp(largest).exponent
+    each = _per_weight(exponents, weights)
+    sums = ranks.reduce(sum(sizes), lambda: _reduced(weights, each)).double()
+    for scale in _powers(exponents - GRID_BITS):
+        sums *= scale
+    return _per_weight(sums, weights)
+
+
+def _per_weight(values: Tensor, weights: Sequence[Summed]) -> list[list[Tensor]]:
+    parts = iter(torch.split(values, [size for weight in weights for size in weight.sizes]))
+    return [[next(parts) for _ in weight.sizes] for weight in weights]
+
+
+def _reduced(weights: Sequence[Summed], exponents: list[list[Tensor]] | None) -> Tensor:
+    """This rank's largest bits of |w|, or with exponents the sums in units of the grid: int64."""
+    outs = [
+        [torch.zeros(n, dtype=torch.int64, device=w.part.scores.device) for n in w.sizes]
+        for w in weights
+    ]
+    lock = threading.Lock()
+
+    def visit(i: int, span: range, scratch: Scratch) -> tuple[int, Count]:
+        weight, own = weights[i], None if exponents is None else exponents[i]
+        magnitudes = weight.part.magnitudes(span, scratch)
+        if isinstance(magnitudes, Tensor):
+            _add_on_device(weight, span, magnitudes, own, outs[i])
+            return i, 0
+        for block in weight.matrix.blocks(span.start, span.stop):
+            shape = (block.rows.stop - block.rows.start, block.columns.stop - block.columns.start)
+            values = magnitudes[block.start : block.stop].reshape(shape)
+            for kind, places in enumerate(weight.places):
+                place = slice_of(places, block)
+                axes = tuple(axis for axis in (0, 1) if place.shape[axis] == 1)
+                if own is None:
+                    found = values.max(axis=axes, keepdims=True).astype(np.float64).view(np.int64)
+                    combine: Callable[..., None] = np.maximum.at
+                else:
+                    terms = _on_grid(values, own[kind].numpy()[place], scratch)
+                    found, combine = terms.sum(axis=axes, keepdims=True), np.add.at
+                with lock:
+                    combine(outs[i][kind].numpy(), place, found)
+        return i, 0
+
+    _visit([weight.part for weight in weights], visit, 2)
+    results = [each.cpu() for own in outs for each in own]
+    return torch.cat(results) if results else torch.zeros(0).long()
+
+
+def _on_grid(values: Array, exponents: Array, scratch: Scratch) -> Array:
+    """Magnitudes as whole numbers of units of the grid of their sum: int64."""
+    terms = scratch.array("terms", values.size, np.float64).reshape(values.shape)
+    first, second = _powers(torch.from_numpy(GRID_BITS - exponents))
+    np.multiply(values, first.numpy(), out=terms)
+    np.multiply(terms, second.numpy(), out=terms)
+    np.rint(terms, out=terms)
+    return terms.astype(np.int64)
+
+
+def _powers(exponents: Tensor) -> tuple[Tensor, Tensor]:
+    """Two powers of two whose product is 2**exponent, which by itself might overflow: float64."""
+    half = exponents.long() // 2
+    first, second = (((each + 1023) << 52) for each in (half, exponents.long() - half))
+    return first.view(torch.float64), second.view(torch.float64)
+
+
+def _add_on_device(
+    weight: Summed,
+    span: range,
+    magnitudes: Tensor,
+    exponents: list[Tensor] | None,
+    out: list[Tensor],
+) -> None:
+    """What the loop over blocks does, by torch operations."""
+    device = magnitudes.device
+    at = weight.matrix.places(torch.arange(span.start, span.stop, device=device))
+    for kind, places in enumerate(weight.places):
+        place = factor_at(places.to(device), at).expand(magnitudes.shape)
+        if exponents is None:
+            out[kind].scatter_reduce_(0, place, magnitudes.view(torch.int64), "amax")
+        else:
+            first, second = _powers(GRID_BITS - exponents[kind].to(device)[place])
+            terms = (magnitudes * first * second).round_()
+            out[kind].index_add_(0, place, terms.long())
