@@ -20,7 +20,6 @@ from distprune.files.checkpoints.statistics_file import StoredSums
 from distprune.files.disk.access import fill, opened, read_into
 from distprune.files.planning import Plan
 from distprune.files.team import Team
-from distprune.recipes import GroupRecipe
 from distprune.ranking.chunks import Part
 from distprune.ranking.keys import RANDOM_KEYS, KeyRange, Order, key_range
 from distprune.ranking.ranking import Ranking
@@ -35,6 +34,7 @@ from distprune.ranking.scores import (
 )
 from distprune.ranking.sums import Scored, Summed, magnitude_sums, matrices_of
 from distprune.ranks.collectives import Communicator
+from distprune.recipes import GroupRecipe
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import IndexMap
