@@ -141,9 +141,9 @@ def test_the_saved_model_is_plain_and_its_history_has_the_sparsity(tmp_path):
 
 
 def test_recipes_and_functions(tmp_path):
-    recipe = Recipe(**{"sparsity": 0.5, "exclude": "lm_head"})
+    recipe = Recipe(sparsity=0.5, exclude="lm_head", normalize="none")
     file = tmp_path / "recipe.yaml"
-    file.write_text("sparsity: 0.5\nexclude: lm_head\n")
+    file.write_text("sparsity: 0.5\nexclude: lm_head\nnormalize: none\n")
 
     def make(model):
         return ScheduledPruner(prune.select(model), OneShot(0, 0.5))
