@@ -17,7 +17,7 @@ ROOMS = {
     "_public.py": (61, 1),
     "_transformers": (487, 4),
     "_version.py": (1, 1),
-    "api": (1363, 10),
+    "api": (1362, 10),
     "base": (1118, 15),
     "budgets": (276, 3),
     "call": (987, 8),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification": (723, 5),
     "wrappers": (1723, 13),
 }
-TOTAL = (25308, 198)
+TOTAL = (25307, 198)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 40774, "launch": 966}
+FOLDERS = {"tests": 40754, "launch": 966}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -187,7 +186,7 @@ def global_arguments(
         )
     if amount is not None or pattern is not None:
         # A mapping or a pattern gives the total, and the method's own amount is not used.
-        of_method = amount if isinstance(amount, numbers.Number) else 0
+        of_method = 0 if amount is None or isinstance(amount, Mapping) else amount
         kwargs = {"amount": of_method, **kwargs}
     method = pruning_method(**kwargs)
     kind = getattr(method, "PRUNING_TYPE", None)

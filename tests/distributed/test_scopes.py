@@ -117,28 +117,3 @@ def test_equal_to_one_process(wrapping):
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.FSDP2_DIM1))
 def test_shards_of_columns(wrapping):
     assert_nothing_wrong_on(wrapping, differences, LinearNet, CASES)
-
-
-def pruned_before_it_is_sharded(wrapping: str) -> list[str]:
-    """The mask in force is a whole one, of the weight's dtype, until new masks are written."""
-    call = {"pattern": "2:4"}
-    alone, sharded = (fill(LinearNet(), "normal", "float32", 3) for _ in range(2))
-    indices = wrappings.local_indices(alone, wrapping)
-    names = [name for name in fqns(alone) if fits(alone.get_parameter(name).shape, name, call)]
-    scores = {name: alone.get_parameter(name).detach().clone() for name in names}
-    keeps = {}
-    for name in names:
-        module, own = target(sharded, name)
-        prune.l1_unstructured(module, own, amount=0.2)
-        keeps[name] = getattr(module, own + "_mask").bool()
-    sharded = wrappings.wrap(sharded, wrapping)
-    pairs = [target(wrappings.unwrapped(sharded), name) for name in names]
-    prune.global_unstructured(pairs, prune.L1Unstructured, **call)
-    keeps = expected_masks(scores, call, keeps)
-    assert any(not keep.all() for keep in keeps.values())
-    return wrong_masks(sharded, keeps, indices)
-
-
-@pytest.mark.parametrize("wrapping", ["fsdp2-1", "fsdp2-2"])
-def test_pruned_before_it_is_sharded(wrapping):
-    assert_nothing_wrong_on(wrapping, pruned_before_it_is_sharded)

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import distprune as prune
-from distprune.language_models import loading
 from distprune.reconstruction.solving import blocks_of
 from distprune.shards.reader import ShardReader
 from distprune.testing import run_ranks
@@ -214,12 +213,8 @@ def folded(make):
         with torch.no_grad():
             local(sharded.weight).copy_(which), plain.weight.copy_(index_of(shape))
     shard = ShardReader().read(sharded, "weight", "weight")
-    for refused in (
-        lambda: blocks_of(shard, None),
-        lambda: loading._ranges("weight", sharded.weight),
-    ):
-        with pytest.raises(NotImplementedError, match=r"weight.* parts of groups of rows"):
-            refused()
+    with pytest.raises(NotImplementedError, match=r"weight.* parts of groups of rows"):
+        blocks_of(shard, None)
     return wrong
 
 

@@ -86,7 +86,6 @@ def test_embeddings_and_routers_are_refused_by_name(family):
     with pytest.raises(NotImplementedError, match="embedding") as caught:
         ActivationStatistics(prune.select(model, everything=True))
     assert "types=torch.nn.Linear" in str(caught.value)
-    assert "router.weight" in str(caught.value) or "gate.weight" in str(caught.value)
 
 
 def test_a_head_that_sees_sentences_does_not_fit_a_mask_of_tokens():

@@ -96,9 +96,10 @@ def update_blocks(folder, wrap, name, is_chain=True):
     grams = GramMatrices(language_models.linear_layers(model), allow_empty="*")
 
     def prune_block(of_block):
-        scores = grams.wanda(of_block)
-        prune.global_unstructured(of_block, prune.L1Unstructured, scores, amount=0.5, scope="row")
-        return prune.reconstruct(of_block, grams)
+        scores, options = grams.wanda(of_block), {"amount": 0.5, "scope": "row"}
+        with prune.keep_pruned_values():
+            prune.global_unstructured(of_block, prune.L1Unstructured, scores, **options)
+            return prune.reconstruct(of_block, grams)
 
     with mock.patch.object(HiddenStates, "run", _counted(HiddenStates.run)) as run:
         if not is_chain:
@@ -123,7 +124,8 @@ def _counted(function):
 def _weight(model, name):
     """The whole weight, with its zeros."""
     module, key = target(getattr(model, "module", model), name)
-    value = module._parameters[key + "_orig"].detach()
+    parameters = module._parameters
+    value = parameters.get(f"{key}_orig", parameters.get(key)).detach()
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
