@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import resource
 import sys
@@ -78,20 +77,6 @@ def on_host(counts: Sequence[Count]) -> list[int]:
     on_device = [count for count in counts if isinstance(count, Tensor)]
     copied = iter(torch.stack(on_device).tolist() if on_device else ())
     return [next(copied) if isinstance(count, Tensor) else count for count in counts]
-
-
-def count_segments(flags: Tensor, bounds: Sequence[int]) -> list[int]:
-    """How many flags, bool [n], are set between each bound and the next.
-
-    Waits for a device once. Cost there: 8 bytes for each flag (16 of more than two billion).
-    """
-    if takes_numpy(flags.device):
-        raw = flags.numpy()
-        return [int(np.count_nonzero(raw[a:b])) for a, b in itertools.pairwise(bounds)]
-    dtype = torch.int32 if flags.numel() < 1 << 31 else torch.int64
-    counts = torch.cat([flags.new_zeros(1, dtype=dtype), flags.cumsum(0, dtype=dtype)])
-    upto: list[int] = counts[torch.tensor(bounds, device=flags.device)].tolist()
-    return [end - start for start, end in itertools.pairwise(upto)]
 
 
 def arrays_on_host(counts: Sequence[Tensor]) -> list[Array]:

@@ -222,18 +222,21 @@ class PruningArguments(ParameterArguments):
     normalize: Normalization | None = None
 
     @property
+    def has_bounds(self) -> bool:
+        """Whether a floor or a ceiling is given."""
+        return (self.min_sparsity, self.max_sparsity) != (None, None)
+
+    @property
     def divides(self) -> bool:
         """Whether anything but one free ranking decides how much each parameter loses."""
-        bounds = (self.min_sparsity, self.max_sparsity)
-        return self.rule is not None or isinstance(self.amount, Mapping) or bounds != (None, None)
+        return self.rule is not None or isinstance(self.amount, Mapping) or self.has_bounds
 
     def all_facts(self) -> list[Fact]:
         """Everything that must be equal on all ranks, but for the parameters themselves."""
-        has_bounds = (self.min_sparsity, self.max_sparsity) != (None, None)
         return [
             *super().all_facts(),
             ("normalize", str(self.normalize)),
-            ("bounds on the sparsity of parameters", "given" if has_bounds else "none"),
+            ("bounds on the sparsity of parameters", "given" if self.has_bounds else "none"),
             ("amount", "by parameter" if isinstance(self.amount, Mapping) else "one"),
             ("scope or pattern", str(self.rule)),
         ]

@@ -54,7 +54,7 @@ class BatchLosses:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         head = head_of(model)
-        is_linear = type(head).forward is nn.Linear.forward if head is not None else False
+        is_linear = getattr(type(head), "forward", None) is nn.Linear.forward
         self._head = head if is_linear and "forward" not in vars(head) else None
 
     def of_batch(self, windows: TokenWindows, rows: slice) -> Tensor:

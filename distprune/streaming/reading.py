@@ -1,4 +1,4 @@
-"""Read parameters of a model, or rows of them, from the tensors of a checkpoint."""
+"""Read tensors of a model from those of a checkpoint."""
 
 from __future__ import annotations
 
