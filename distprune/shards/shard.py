@@ -41,9 +41,9 @@ if TYPE_CHECKING:  # importing DTensor costs more than all the rest
 _ROW_MAJOR = tuple(range(16))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Shard:
-    """One rank's part of one parameter, as it is now. Nothing here is written to.
+    """One rank's part of one parameter, as it is now; filled while it is read, then only read.
 
     Most parts are boxes: a range of indices in each dimension. FSDP1 gives a rank a *run* instead,
     elements that follow each other in the memory of the parameter: then ``values`` and ``mask``
