@@ -3,8 +3,9 @@
 The pruned elements of a whole parameter, in row-major order, are a string of bits. It is divided
 into words of 32 bits, and the fingerprint is the sum of word * weight(position of the word), modulo
 2**64. Each rank sums its own bits of every word, so that the sum over all shards is the
-fingerprint, whatever the shards are. Runs of elements are packed into words, 32 at a time; where a
-shard has shorter ones, each element is a word of one bit:
+fingerprint, whatever the shards are. Elements that follow each other in the whole parameter are a
+run: long runs that begin at the same bit of a word are padded and packed together; each element of a
+short one is a word of one bit:
 
     bits of the mask     0110...1 | 1000...0 | 0001...1 | ...       1 = pruned
     words of 32 bits        w0    |    w1    |    w2    | ...
@@ -49,43 +50,81 @@ def fingerprint_parts(shards: Sequence[Shard], masks: Sequence[Tensor]) -> list[
     0.3 ns per element on one core where shards are whole rows or long pieces of rows. Waits for a
     device once.
     """
-    parts = [_part(*pair) for pair in zip(shards, masks, strict=True)]
-    return [number for (number,) in memory.lists_on_host([part.view(1) for part in parts])]
+    # Small masks that are whole words are one string of words.
+    joined: dict[object, list[int]] = {}
+    sums: list[Tensor] = []
+    order: list[int] = []
+    for number, (shard, mask) in enumerate(zip(shards, masks, strict=True)):
+        start, size = shard.index.start, mask.numel()
+        if start is not None and 0 < size <= memory.SERIAL and not (start | size) % _BITS:
+            joined.setdefault((mask.dtype, mask.device), []).append(number)
+        else:
+            order.append(number)
+            sums.append(_part(shard, shard.flat(mask)))
+    for several in joined.values():
+        order += several
+        sums.append(_parts([shards[i] for i in several], [masks[i] for i in several]))
+    found = torch.cat([each.view(-1).cpu() for each in sums]).tolist() if sums else []
+    return [number for _, number in sorted(zip(order, found, strict=True))]
 
 
-def _part(shard: Shard, mask: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=torch.int64, device=mask.device)
-    for words, numbers in _words(shard, shard.flat(mask.detach())):
-        first, last = int(numbers.min()) >> _TABLE_LOG2, int(numbers.max()) >> _TABLE_LOG2
-        factors = memory.moved(_odd(torch.arange(first, last + 1), 4), mask.device)
-        numbers = memory.moved(numbers, mask.device)
-        weights = _table(mask.device)[numbers & ((1 << _TABLE_LOG2) - 1)]
-        total += (words * weights.mul_(factors[(numbers >> _TABLE_LOG2) - first])).sum()
+def _parts(shards: Sequence[Shard], masks: Sequence[Tensor]) -> Tensor:
+    """Of masks that begin and end with a word."""
+    flat = torch.cat([shard.flat(mask) for shard, mask in zip(shards, masks, strict=True)])
+    words = _packed((flat == 0).view(1, -1)).view(-1)
+    sizes = torch.tensor([mask.numel() // _BITS for mask in masks])
+    of_mask = torch.arange(len(masks)).repeat_interleave(sizes)
+    firsts = torch.tensor([shard.index.start // _BITS for shard in shards]) - sizes.cumsum(0) + sizes
+    numbers = torch.arange(len(words)) + firsts[of_mask]
+    sums = torch.zeros(len(masks), dtype=torch.int64, device=flat.device)
+    return sums.index_add_(0, memory.moved(of_mask, flat.device), _weighted(words, numbers))
+
+
+def _part(shard: Shard, flat: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for words, numbers in _words(shard, flat):
+        total += _weighted(words, numbers).sum()
     return total
+
+
+def _weighted(words: Tensor, numbers: Tensor) -> Tensor:
+    """Words, int64 on any device, times their weights; their numbers are int64 on the host."""
+    if not words.numel():
+        return words
+    first, last = int(numbers.min()) >> _TABLE_LOG2, int(numbers.max()) >> _TABLE_LOG2
+    numbers = memory.moved(numbers, words.device)
+    factors = memory.moved(_odd(torch.arange(first, last + 1), 4), words.device)
+    weights = _table(words.device)[numbers & ((1 << _TABLE_LOG2) - 1)]
+    return weights.mul_(factors[(numbers >> _TABLE_LOG2) - first]).mul_(words)
 
 
 def _words(shard: Shard, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Words, int64 [r, n], on the device of a flat mask, and their numbers, on the host."""
-    size, index, run = flat.numel(), shard.index, 1
+    size, index = flat.numel(), shard.index
     block = _CPU_BLOCK if memory.takes_numpy(flat.device) else _DEVICE_BLOCK
-    if size and index.start is None and not index.offset and not size % index.run:
-        starts = index(torch.arange(0, size, index.run))
-        run = 1 if index.run % _BITS or (starts % _BITS).any() else index.run
+    if index.start is not None:
+        run = max(1, min(size, block))
+    else:
+        run = 1 if index.run < _BITS or index.offset or size % index.run else index.run
     step = max(1, block // run) * run
     for first in range(0, size, step):
         pruned = flat[first : first + step] == 0
-        if index.start is not None:
-            lead = (index.start + first) % _BITS
-            starts = torch.tensor([index.start + first])
-            pruned = nn.functional.pad(pruned, (lead, -(lead + pruned.numel()) % _BITS))
-        else:
-            starts = index(torch.arange(first, first + pruned.numel(), run))
-            if run == 1:
-                bits = memory.moved(starts % _BITS, flat.device)
-                yield pruned.long() << bits, starts // _BITS
-                continue
-        words = _packed(pruned.view(len(starts), -1))
-        yield words, (starts // _BITS).unsqueeze(1) + torch.arange(words.shape[1])
+        run = min(run, pruned.numel())
+        starts = index(torch.arange(first, first + pruned.numel(), run))
+        leads = starts % _BITS
+        if run == 1:
+            yield pruned.long() << memory.moved(leads, flat.device), starts // _BITS
+            continue
+        rows, starts = pruned.view(-1, run), starts // _BITS
+        for lead in leads.unique().tolist():
+            mine, its_starts = rows, starts
+            if (leads != lead).any():
+                chosen = (leads == lead).nonzero().squeeze(1)
+                mine, its_starts = rows[memory.moved(chosen, flat.device)], starts[chosen]
+            if lead or run % _BITS:
+                mine = nn.functional.pad(mine, (lead, -(lead + run) % _BITS))
+            words = _packed(mine)
+            yield words, its_starts.unsqueeze(1) + torch.arange(words.shape[1])
 
 
 def _packed(pruned: Tensor) -> Tensor:
