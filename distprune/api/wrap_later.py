@@ -165,7 +165,6 @@ def _prepare(detached: Sequence[_PlacedMask]) -> list[Prepared]:
         if shard.is_sharded:  # else the mask goes on as it is
             part = shard.new_mask(mask_dtype(shard)).copy_(part)
         mask = shard.as_parameter_layout(part)
-        hooks = [entry.hook for entry in entries]
-        pairs = [(entry.module, entry.name) for entry in entries]
-        prepared.append(prepare(pairs, hooks, mask, shard.managed))
+        shard.places = tuple((entry.module, entry.name) for entry in entries)
+        prepared.append(prepare(shard, [entry.hook for entry in entries], mask))
     return prepared

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from distprune.base.naming import checked_pair, label_of, tied_places
+from distprune.base.naming import checked_pair, tied_places
 from distprune.call.importance_scores import by_parameter, local_scores
 from distprune.call.replicas import agree_on_copies
 from distprune.call.request import (
@@ -60,49 +59,45 @@ def read_parameters(
 
 
 def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Shard]:
-    """Read every parameter; one with several names is one target, counted once."""
+    """Read every parameter; one with several names is one shard, counted once."""
     reader = ShardReader(communicator.index, communicator.size)
-    pairs = list(arguments.parameters)  # may be a generator
-    if not pairs and not arguments.pipeline_parallel:
-        raise ValueError("parameters is empty; expected at least one (module, name) pair.")
-    targets: dict[Hashable, Shard] = {}
-    for position, pair in enumerate(pairs):
+    shards: dict[Hashable, Shard] = {}
+    for position, pair in enumerate(arguments.parameters):
         module, name = checked_pair(pair, f"parameters[{position}]")
-        is_named = getattr(pair, "fqn", None) is not None
-        if not is_named and arguments.pipeline_parallel:
+        full_name = getattr(pair, "fqn", None)
+        if full_name is None and arguments.pipeline_parallel:
             raise TypeError(
                 f"parameters[{position}] is a pair without a full name; expected those that "
                 "select(stage) lists, or NamedParameter(module, name, fqn), because "
                 "pipeline_parallel=True joins the lists of all ranks by name."
             )
-        label = label_of(pair, position)
-        shard = _read_one(reader, module, name, label)
-        present, places = targets.get(shard.key, shard), tied_places(pair)
-        targets[shard.key] = replace(
-            present,
+        check_state(module, name)
+        label = full_name or f"{type(module).__name__}.{name} (#{position})"
+        read = read_at_rest(reader, module, name, label)
+        shard = shards.setdefault(read.key, read)
+        if shard is read:
+            shard.is_named, shard.places = full_name is not None, ((module, name),)
+        if shard is not read or full_name is not None:
+            tied = tied_places(pair)
+            shard.is_tied |= len(tied) > 1
             # By id: modules need not be hashable.
-            places=tuple({(id(m), n): (m, n) for m, n in [*present.places, *places]}.values()),
-            is_tied=present.is_tied or len(places) > 1,
-            is_named=is_named if present is shard else present.is_named,
-        )
+            places = {(id(m), n): (m, n) for m, n in [*shard.places, (module, name), *tied]}
+            shard.places = tuple(places.values())
+    if not shards and not arguments.pipeline_parallel:
+        raise ValueError("parameters is empty; expected at least one (module, name) pair.")
     if arguments.pipeline_parallel:
-        check_names([target.name for target in targets.values()], "different parameters")
-    check_ranks(targets.values(), set(communicator.ranks))
-    for target in targets.values():
-        for module, name in target.places[1:]:
-            shard = _read_one(reader, module, name, target.name)
-            _check_tied(target.name, target, shard)
-    found = by_parameter(arguments.importance_scores or {}, targets, reader)
-    for key, scores in found.items():
-        own, about = local_scores(scores, targets[key].name, targets[key], arguments.scores_name)
-        targets[key] = replace(targets[key], scores=own, about_scores=about)
-    return list(targets.values())
-
-
-def _read_one(reader: ShardReader, module: nn.Module, name: str, label: str) -> Shard:
-    """Read a parameter at one place, if it can be pruned there as it is now."""
-    check_state(module, name)
-    return read_at_rest(reader, module, name, label)
+        check_names([shard.name for shard in shards.values()], "different parameters")
+    check_ranks(shards.values(), set(communicator.ranks))
+    for shard in shards.values():
+        for module, name in shard.places[1:]:
+            check_state(module, name)
+            _check_tied(shard, read_at_rest(reader, module, name, shard.name).mask)
+    for key, scores in by_parameter(arguments.importance_scores or {}, shards, reader).items():
+        shard = shards[key]
+        shard.scores, shard.about_scores = local_scores(
+            scores, shard.name, shard, arguments.scores_name
+        )
+    return list(shards.values())
 
 
 def read_at_rest(reader: ShardReader, module: nn.Module, name: str, label: str) -> Shard:
@@ -139,15 +134,13 @@ def check_ranks(shards: Iterable[Shard], inside: set[int]) -> None:
             )
 
 
-def _check_tied(label: str, first: Shard, other: Shard) -> None:
-    if first.mask is None or other.mask is None:
-        are_equal = first.mask is other.mask
-    else:
-        are_equal = first.mask is other.mask or torch.equal(first.mask, other.mask)
-    if not are_equal:
+def _check_tied(shard: Shard, other: Tensor | None) -> None:
+    """Raise ValueError if a tied parameter has another mask under another name."""
+    mask = shard.mask
+    if mask is not other and (mask is None or other is None or not torch.equal(mask, other)):
         raise ValueError(
-            f"{label} is tied, and pruned differently under its names; expected equal masks on "
-            "tied parameters. Remove the pruning of all of them first, or prune one of them."
+            f"{shard.name} is tied, and pruned differently under its names; expected equal masks "
+            "on tied parameters. Remove the pruning of all of them first, or prune one of them."
         )
 
 

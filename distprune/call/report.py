@@ -19,7 +19,7 @@ from distprune.base.amount import collapsed, is_nearly_empty
 from distprune.base.report_text import CallReport, listed, share, table
 
 
-@dataclass(frozen=True)
+@dataclass
 class ParameterReport:
     """One parameter, whole, each element counted once.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from distprune.base.amount import Bounds
 from distprune.base.garbage import without_garbage_collection
 from distprune.base.report_text import share as share_of
 from distprune.call.reading import read_parameters
-from distprune.call.replicas import count_live_and_compare, for_comparison, is_on_rank
+from distprune.call.replicas import count_live_and_compare, for_comparison
 from distprune.call.report import ParameterReport, PruningReport, find_collapsed
 from distprune.call.request import (
     Decision,
@@ -30,7 +30,7 @@ from distprune.call.request import (
 from distprune.call.segments import agree_on_segments
 from distprune.masks.attach import Prepared, commit, mask_dtype, prepare
 from distprune.masks.fingerprint import fingerprint_parts
-from distprune.masks.hook import MaskRecord, PruningHook
+from distprune.masks.hook import MaskRecord
 from distprune.ranks.collectives import Communicator
 from distprune.shards.checksum import replicas_agree
 from distprune.shards.shard import Shard
@@ -164,35 +164,8 @@ def _refuse_options_of_rankings(arguments: PruningArguments) -> None:
     )
 
 
-def _report_each(
-    targets: Sequence[Shard],
-    num_live: Sequence[int],
-    num_pruned: Sequence[int],
-    decision: Decision,
-    bounds: Bounds | None,
-) -> tuple[ParameterReport, ...]:
-    """What was asked of every parameter, and what was done."""
-    entries = []
-    for i, target in enumerate(targets):
-        size = target.numel
-        low, high = (0, size) if bounds is None else (bounds.lowest[i], bounds.highest[i])
-        entries.append(
-            ParameterReport(
-                target.name,
-                size,
-                size - num_live[i],
-                num_pruned[i],
-                None if decision.bound_of is None else decision.bound_of[i],
-                None if decision.wanted is None else decision.wanted[i],
-                share_of(low, size) if low > 0 else None,
-                share_of(high, size) if high < size else None,
-            )
-        )
-    return tuple(entries)
-
-
 def attach_masks(
-    targets: Sequence[Shard],
+    shards: Sequence[Shard],
     num_live: Sequence[int],
     decision: Decision,
     arguments: PruningArguments,
@@ -211,44 +184,69 @@ def attach_masks(
     and whether replicas have the same masks.
     """
     prepared: list[Prepared] = []
-    hooks: list[list[PruningHook]] = [[] for _ in targets]
-    rank = communicator.rank
     specs: dict[object, Any] = {}
 
     def finish_and_prepare() -> Tensor:
         local = decision.finish()
-        parts = fingerprint_parts(targets, local.masks)
-        for target, local_mask, of_target in zip(targets, local.masks, hooks, strict=True):
-            mask = target.as_parameter_layout(local_mask, specs)
-            of_target += [arguments.make_hook(*place) for place in target.places]
-            prepared.append(prepare(target.places, of_target, mask, target.managed))
-            if target.is_tied:
-                for hook in of_target:
-                    hook.tied_places = target.places
-        rows = []
-        for target, pruned, part in zip(targets, local.num_pruned, parts, strict=True):
-            is_first = target.replica == 0 and is_on_rank(target, rank)
-            of_replica = for_comparison(target, rank, part)
-            rows.append([pruned, part if is_first else 0, *of_replica])
-        return torch.tensor(rows, dtype=torch.int64).view(-1)
+        parts = fingerprint_parts(shards, local.masks)
+        rows: list[int] = []
+        for shard, mask, pruned, part in zip(
+            shards, local.masks, local.num_pruned, parts, strict=True
+        ):
+            if shard.mesh is not None:
+                mask = shard.as_parameter_layout(mask, specs)
+            hooks = [arguments.make_hook(*place) for place in shard.places]
+            if shard.is_tied:
+                for hook in hooks:
+                    hook.tied_places = shard.places
+            prepared.append(prepare(shard, hooks, mask))
+            compared = (0, 0)
+            if shard.num_replicas > 1:
+                compared = for_comparison(shard, communicator.rank, part)
+            rows += (pruned, part if shard.replica == 0 else 0, *compared)
+        return torch.tensor(rows, dtype=torch.int64)
 
-    shared = communicator.reduce(4 * len(targets), finish_and_prepare).view(-1, 4).tolist()
-    _check_replicas(targets, shared)
-    commit(prepared)
-    for position, (target, of_target) in enumerate(zip(targets, hooks, strict=True)):
-        pruned, fingerprint, *_ = shared[position]
-        for hook in of_target:
-            num_pruned = target.numel - num_live[position] + pruned
-            hook.record = MaskRecord(fingerprint, num_pruned)
-    return [pruned for pruned, *_ in shared]
-
-
-def _check_replicas(targets: Sequence[Shard], rows: Sequence[Sequence[int]]) -> None:
-    for target, (_, _, of_all, of_first) in zip(targets, rows, strict=True):
-        if not replicas_agree(target.num_replicas, of_all, of_first):
+    rows = communicator.reduce(4 * len(shards), finish_and_prepare).view(-1, 4).tolist()
+    for shard, (_, _, of_all, of_first) in zip(shards, rows, strict=True):
+        if shard.num_replicas > 1 and not replicas_agree(shard.num_replicas, of_all, of_first):
             raise ValueError(
-                f"{target.name}: replicas of this parameter would get different masks; "
+                f"{shard.name}: replicas of this parameter would get different masks; "
                 "expected the same on each, as their weights are equal. A method of your own "
                 "has to give every rank the same mask for the same scores, and tensors among "
                 "its arguments have to be equal on all ranks."
             )
+    commit(prepared)
+    for shard, live, entry, (pruned, fingerprint, *_) in zip(
+        shards, num_live, prepared, rows, strict=True
+    ):
+        record = MaskRecord(fingerprint, shard.shape.numel() - live + pruned)
+        for place in entry.places:
+            place.hook.record = record
+    return [row[0] for row in rows]
+
+
+def _report_each(
+    shards: Sequence[Shard],
+    num_live: Sequence[int],
+    num_pruned: Sequence[int],
+    decision: Decision,
+    bounds: Bounds | None,
+) -> tuple[ParameterReport, ...]:
+    """What was asked of every parameter, and what was done."""
+    nothing = [None] * len(shards)
+    held_at, wanted = decision.bound_of or nothing, decision.wanted or nothing
+    entries = []
+    for i, shard in enumerate(shards):
+        size = shard.shape.numel()
+        entry = ParameterReport(
+            shard.name, size, size - num_live[i], num_pruned[i], held_at[i], wanted[i]
+        )
+        if bounds is not None:
+            low, high = bounds.lowest[i], bounds.highest[i]
+            entry = replace(
+                entry,
+                min_sparsity=share_of(low, size) if low > 0 else None,
+                max_sparsity=share_of(high, size) if high < size else None,
+            )
+        entries.append(entry)
+    return tuple(entries)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from distprune.base.naming import checked_pair, label_of, unwrap
 from distprune.base.pruned_form import is_dtensor
-from distprune.masks.checks import is_misplaced
+from distprune.masks.checks import is_misplaced, misplaced
 from distprune.shards.gradients import check_trainable
 from distprune.shards.reader import ShardReader, local_part
 from distprune.shards.shard import Shard
@@ -87,11 +87,7 @@ class Part:
             return run_tensors.run_as_sharded_tensor(self.label, run, self.total)
         tensor = self.shard.as_parameter_layout(self.total)
         if is_dtensor(tensor) and is_misplaced(self.label, tensor):
-            raise NotImplementedError(
-                f"{self.label}: torch {torch.__version__} cannot save or load uneven shards that "
-                "FSDP2 cut out of tensor-parallel ones, nor parts of groups of rows. Expected a "
-                "size that the mesh divides, and whole dimensions."
-            )
+            raise misplaced(self.label)
         return tensor
 
     def loader(self, value: Any) -> Callable[[], object]:

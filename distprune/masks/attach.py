@@ -15,7 +15,6 @@ pruning keep working.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,16 +27,6 @@ from distprune.masks.hook import PruningHook, find_hook, register, unregister
 from distprune.shards.shard import Shard
 from distprune.wrappers import deepspeed, masked_value
 from distprune.wrappers.held import Held, find_held, zero_new
-from distprune.wrappers.managed import Managed
-
-
-def mask_dtype(shard: Shard) -> torch.dtype:
-    """The dtype of a new mask: as torch has it on plain parameters; bool where they are sharded."""
-    return torch.bool if _is_held(shard.parameter, shard.managed) else shard.parameter.dtype
-
-
-def _is_held(parameter: Tensor | None, record: Managed | None) -> bool:
-    return record is not None or is_dtensor(parameter) or deepspeed.has_master(parameter)
 
 
 class Place(NamedTuple):
@@ -49,8 +38,7 @@ class Place(NamedTuple):
     product: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """The mask of one parameter, which only has to be stored.
 
     Attributes:
@@ -58,76 +46,89 @@ class Prepared:
         held: what holds the zeros of a sharded parameter; None for a plain one.
     """
 
-    places: Sequence[Place]
     mask: Tensor
+    places: Sequence[Place]
     held: Held | None = None
 
 
-def prepare(
-    places: Sequence[Pair], hooks: Sequence[PruningHook], mask: Tensor, record: Managed | None
-) -> Prepared:
+def mask_dtype(shard: Shard) -> torch.dtype:
+    """The dtype of a new mask: as torch has it on plain parameters; bool where they are sharded."""
+    return torch.bool if _is_held(shard) else shard.parameter.dtype
+
+
+def _is_held(shard: Shard) -> bool:
+    return (
+        shard.managed is not None or shard.mesh is not None or deepspeed.has_master(shard.parameter)
+    )
+
+
+def prepare(shard: Shard, hooks: Sequence[PruningHook], mask: Tensor) -> Prepared:
     """Do all that can fail of pruning a parameter, or of replacing its mask.
 
     Args:
-        places: the (module, name) pairs of the parameter.
-        hooks: what to register on each; replaces the present hook.
+        shard: the parameter, with its places.
+        hooks: what to register at each place; replaces the present hook.
         mask: laid out like the parameter.
-        record: the wrapper's record of the parameter, if a wrapper manages it.
 
     Raises:
         KeyError: a name that pruning needs is taken.
     """
-    found = [Place(*place, hook) for place, hook in zip(places, hooks, strict=True)]
-    if not found:  # of another stage of a pipeline
-        return Prepared((), mask)
-    (module, name), *_ = places
-    if not _is_held(module._parameters.get(name), record):
-        return Prepared([_prepare_plain(place, mask) for place in found], mask)
+    pairs = zip(shard.places, hooks, strict=True)
+    if not hooks or not _is_held(shard):  # no hooks: of another stage of a pipeline
+        return Prepared(mask, [_prepare_plain(*place, hook, mask) for place, hook in pairs])
+    places = [Place(*place, hook) for place, hook in pairs]
+    record = shard.managed
     if record is not None:
         record.free_gathered()  # it was gathered without this mask
-        listed = {(id(place.module), place.name) for place in found}
-        for owner, owned in record.owners:
-            if owned == name and (id(owner), owned) not in listed:
-                found.append(Place(owner, owned, hooks[0]))
-    for place in found:
+        listed = {(id(place.module), place.name) for place in places}
+        for owner, name in record.owners:
+            if name == places[0].name and (id(owner), name) not in listed:
+                places.append(Place(owner, name, hooks[0]))
+    for place in places:
         if find_hook(place.module, place.name) is None:
             _check_free(place.module, mask_key(place.name))
-    held = find_held(module, name)
+    held = find_held(*shard.places[0])
     if held is None or not held.is_attached:
-        held = Held([(place.module, place.name) for place in found], record)
-    if not is_dtensor(mask):
-        mask = mask != 0 if mask.dtype is not torch.bool else mask
-    return Prepared(found, mask, held)
+        held = Held([(place.module, place.name) for place in places], record)
+    if not is_dtensor(mask) and mask.dtype is not torch.bool:
+        mask = mask != 0
+    return Prepared(mask, places, held)
 
 
-def _prepare_plain(place: Place, mask: Tensor) -> Place:
-    module, name, hook, _ = place
-    is_pruned = find_hook(module, name) is not None
-    if not is_pruned:
-        _check_free(module, orig_key(name), mask_key(name))
+def _prepare_plain(module: nn.Module, name: str, hook: PruningHook, mask: Tensor) -> Place:
+    original_key, buffer = orig_key(name), mask_key(name)
+    original = module._parameters.get(name)
+    if original is not None:
+        _check_free(module, original_key, buffer)
+    else:
+        original = module._parameters[original_key]
+        assert original is not None
     if masked_value.must_be_live(module):
-        return place
-    original = module._parameters[orig_key(name) if is_pruned else name]
-    assert original is not None
+        return Place(module, name, hook)
     if hook.multiplies:
-        return place._replace(product=masked_value.product(module, name, original, mask))
+        return Place(module, name, hook, masked_value.product(module, name, original, mask))
     # It reads the names that the commit makes.
     stand_in: nn.Module = object.__new__(type(module))
     stand_in.__dict__.update(
         module.__dict__,
-        _parameters={**module._parameters, orig_key(name): original},
-        _buffers={**module._buffers, mask_key(name): mask},
+        _parameters={**module._parameters, original_key: original},
+        _buffers={**module._buffers, buffer: mask},
     )
-    return place._replace(product=hook.apply_mask(stand_in))
+    return Place(module, name, hook, hook.apply_mask(stand_in))
 
 
 def commit(prepared: Iterable[Prepared]) -> None:
     """Put masks on their modules, by stores that cannot fail; then zero what is sharded."""
-    held_ones = []
-    for entry in prepared:
-        for module, name, hook, product in entry.places:
-            module._buffers[mask_key(name)] = entry.mask
-            if entry.held is None:
+    to_zero = []
+    for mask, places, held in prepared:
+        for module, name, hook, product in places:
+            buffer = mask_key(name)
+            module._buffers[buffer] = mask
+            if held is not None:
+                if held.record is not None and not held.record.persists_mask:
+                    module._non_persistent_buffers_set.add(buffer)
+                held.attach()
+            else:
                 if name in module._parameters:
                     _rename_parameter(module, name, orig_key(name))
                 if product is None:
@@ -135,18 +136,14 @@ def commit(prepared: Iterable[Prepared]) -> None:
                 else:
                     # Recurrent modules have a __setattr__ that keeps a list of their weights.
                     masked_value.assign(module, name, product)
-            elif entry.held.record is not None and not entry.held.record.persists_mask:
-                module._non_persistent_buffers_set.add(mask_key(name))
-            if entry.held is not None:
-                entry.held.attach()
             register(module, hook)
-            hook.register_module(module)
-            state_dicts.watch(module)
-        if entry.held is not None:
-            held_ones.append(entry.held)
-    with torch.inference_mode(False), torch.no_grad():
-        for held in held_ones:
-            zero_new(held)
+            state_dicts.watch(module, is_held=held is not None)
+        if held is not None:
+            to_zero.append(held)
+    if to_zero:
+        with torch.inference_mode(False), torch.no_grad():
+            for held in to_zero:
+                zero_new(held)
 
 
 def detach(module: nn.Module, name: str, final: Tensor | None) -> None:
@@ -165,7 +162,7 @@ def detach(module: nn.Module, name: str, final: Tensor | None) -> None:
     else:
         parameter = module._parameters[orig_key(name)]
         assert parameter is not None
-        places = [(module, name), *_tied_places(module, name)]
+        places = [(module, name), *tied_places(module, name)]
         if final is not None:
             parameter.data = final
     for owner, owned in places:
@@ -174,23 +171,25 @@ def detach(module: nn.Module, name: str, final: Tensor | None) -> None:
                 masked_value.end_live(owner, owned)
             owner.__dict__.pop(owned, None)
             _rename_parameter(owner, orig_key(owned), owned)
-            _refresh_flat_weights(owner, owned)
-        owner._buffers.pop(mask_key(owned), None)
-        owner._non_persistent_buffers_set.discard(mask_key(owned))
+            # A recurrent module keeps a list of its weights.
+            if owned in owner.__dict__.get("_flat_weights_names", ()):
+                setattr(owner, owned, getattr(owner, owned))
+        buffer = mask_key(owned)
+        owner._buffers.pop(buffer, None)
+        owner._non_persistent_buffers_set.discard(buffer)
         state_dicts.unwatch(owner)
-        if (owner, owned) != (module, name):
+        if owner is not module or owned != name:
             unregister(owner, owned)
 
 
-def _tied_places(module: nn.Module, name: str) -> list[Pair]:
+def tied_places(module: nn.Module, name: str) -> list[Pair]:
     """The other places of a tied parameter at which it is still pruned as one with this place."""
-    present = find_hook(module, name)
-    places = () if present is None else present.tied_places
-    parameter = module._parameters[orig_key(name)]
+    hook, parameter = find_hook(module, name), module._parameters.get(orig_key(name))
     return [
         (other, other_name)
-        for other, other_name in places
+        for other, other_name in (() if hook is None else hook.tied_places)
         if (other is not module or other_name != name)
+        and parameter is not None
         and other._parameters.get(orig_key(other_name)) is parameter
         and find_hook(other, other_name) is not None
     ]
@@ -202,12 +201,6 @@ def _rename_parameter(module: nn.Module, old: str, new: str) -> None:
     items = [(new if key == old else key, value) for key, value in parameters.items()]
     parameters.clear()
     parameters.update(items)
-
-
-def _refresh_flat_weights(module: nn.Module, name: str) -> None:
-    """Update the list of weights that a recurrent module keeps."""
-    if name in getattr(module, "_flat_weights_names", ()):
-        setattr(module, name, getattr(module, name))
 
 
 def _check_free(module: nn.Module, *names: str) -> None:

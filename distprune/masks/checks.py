@@ -9,7 +9,6 @@ The installed torch.distributed.checkpoint would misplace some shards; these are
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -23,8 +22,8 @@ from distprune.base.pruned_form import (
     lost_mask,
     mask_key,
     name_without_orig,
-    orig_key,
 )
+from distprune.masks.attach import tied_places
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.ranks.process_groups import world
 from distprune.wrappers.dtensor import doubtful_box
@@ -45,15 +44,15 @@ def check_state(module: nn.Module, name: str) -> None:
         ValueError: torch.nn.utils.prune has pruned it. Two hooks would multiply two masks, and
             the hook that remains after a removal fails at the next forward.
     """
+    if not module._forward_pre_hooks:
+        return
     if find_hook(module, name) is not None:
         if not isinstance(module._buffers.get(mask_key(name)), Tensor):
             raise lost_mask(module, name)
         return
-    torch_prune = sys.modules.get("torch.nn.utils.prune")
-    if torch_prune is None:
-        return
+    theirs = getattr(sys.modules.get("torch.nn.utils.prune"), "BasePruningMethod", ())
     for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, torch_prune.BasePruningMethod) and hook._tensor_name == name:
+        if isinstance(hook, theirs) and hook._tensor_name == name:
             raise ValueError(
                 f"{type(module).__name__}.{name} was pruned by torch.nn.utils.prune already; "
                 "expected a parameter that it has not pruned. To keep its mask, take it over: "
@@ -129,12 +128,10 @@ def check_removable(module: nn.Module, name: str) -> None:
             by now. One parameter can have the zeros of one mask only.
     """
     check_state(module, name)
-    present = find_hook(module, name)
-    places = () if present is None else present.tied_places
-    parameter = module._parameters.get(orig_key(name))
-    if parameter is not None:
-        tied = [(m, n) for m, n in places if m._parameters.get(orig_key(n)) is parameter]
-        _check_equal([(f"{type(m).__name__}.{n}", m, n) for m, n in [(module, name), *tied]])
+    for other, other_name in tied_places(module, name):
+        _check_equal(
+            (_label(module, name), module, name), (_label(other, other_name), other, other_name)
+        )
 
 
 def check_ties(model: nn.Module) -> None:
@@ -147,47 +144,36 @@ def check_ties(model: nn.Module) -> None:
         RuntimeError: see :func:`check_state`.
         ValueError: names both.
     """
-    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    first: dict[int, tuple[str, nn.Module, str]] = {}
     for fqn, module, registered, parameter in registered_parameters(model):
         name = name_without_orig(registered)
-        if name != registered and find_hook(module, name) is not None:
-            check_state(module, name)
-            fqn = name_without_orig(fqn)
+        if name == registered or find_hook(module, name) is None:
+            place = fqn, module, registered
         else:
-            name = registered
-        places.setdefault(id(parameter), []).append((fqn, module, name))
-    for tied in places.values():
-        _check_equal(tied)
+            check_state(module, name)
+            place = name_without_orig(fqn), module, name
+        _check_equal(first.setdefault(id(parameter), place), place)
 
 
-def _check_equal(tied: Sequence[tuple[str, nn.Module, str]]) -> None:
-    if len(tied) < 2:
+def _label(module: nn.Module, name: str) -> str:
+    return f"{type(module).__name__}.{name}"
+
+
+def _check_equal(place: tuple[str, nn.Module, str], other: tuple[str, nn.Module, str]) -> None:
+    masks = [
+        None if find_hook(module, name) is None else module._buffers.get(mask_key(name))
+        for _, module, name in (place, other)
+    ]
+    if masks[0] is masks[1]:
         return
-    masks = []
-    for _, module, name in tied:
-        is_pruned = find_hook(module, name) is not None
-        masks.append(module._buffers.get(mask_key(name)) if is_pruned else None)
-    for (label, _, _), mask in zip(tied[1:], masks[1:], strict=True):
-        if not _is_same(masks[0], mask):
-            raise _different(tied[0][0], label)
-
-
-def _different(label: str, other: str) -> ValueError:
-    return ValueError(
-        f"{label} is tied to {other}, and pruned differently there; expected equal masks, because "
-        "one parameter can hold the zeros of one mask only, and the other name would lose its "
-        "own. Prune all names together (select lists them as one), or give each name the other's "
-        "mask too, by custom_from_mask: then both have the zeros of both."
-    )
-
-
-def _is_same(mask: Tensor | None, other: Tensor | None) -> bool:
-    if mask is other:
-        return True
-    if mask is None or other is None:
-        return False
-    mask, other = local_tensor(mask), local_tensor(other)
-    return torch.equal(mask, other.to(mask.device, mask.dtype))
+    local, of_other = (None if mask is None else local_tensor(mask) for mask in masks)
+    if local is None or of_other is None or not torch.equal(local, of_other.to(local)):
+        raise ValueError(
+            f"{place[0]} is tied to {other[0]}, and pruned differently there; expected equal "
+            "masks, because one parameter can hold the zeros of one mask only, and the other name "
+            "would lose its own. Prune all names together (select lists them as one), or give each "
+            "name the other's mask too, by custom_from_mask: then both have the zeros of both."
+        )
 
 
 def check_writable(
@@ -223,12 +209,17 @@ def _check_boxes(model: nn.Module, is_gathered: bool) -> None:
                 f"on a mesh of shape {tuple(parameter.device_mesh.shape)})"
             )
     if wrong:
-        raise NotImplementedError(
-            f"torch {torch.__version__} cannot save or load uneven shards that FSDP2 cut out of "
-            "tensor-parallel ones, nor shards that have a part of each of several groups of rows: "
-            f"{'; '.join(wrong)}. Expected a size that the mesh divides, and whole dimensions. Pad "
-            "the dimension, use another mesh, or save a consolidated state dict."
-        )
+        raise misplaced("; ".join(wrong))
+
+
+def misplaced(what: str) -> NotImplementedError:
+    """The error for shards that :func:`is_misplaced` finds."""
+    return NotImplementedError(
+        f"{what}: torch {torch.__version__} cannot save or load uneven shards that FSDP2 cut out "
+        "of tensor-parallel ones, nor shards that have a part of each of several groups of rows. "
+        "Expected a size that the mesh divides, and whole dimensions. Pad the dimension, use "
+        "another mesh, or save a consolidated state dict."
+    )
 
 
 def is_misplaced(name: str, parameter: DTensor, *, is_gathered: bool = False) -> bool:

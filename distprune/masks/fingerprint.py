@@ -3,9 +3,9 @@
 The pruned elements of a whole parameter, in row-major order, are a string of bits. It is divided
 into words of 32 bits, and the fingerprint is the sum of word * weight(position of the word), modulo
 2**64. Each rank sums its own bits of every word, so that the sum over all shards is the
-fingerprint, whatever the shards are. Elements that follow each other in the whole parameter are a
-run: long runs that begin at the same bit of a word are padded and packed together; each element of a
-short one is a word of one bit:
+fingerprint, whatever the shards are. A run is elements that follow each other in the whole
+parameter: long runs that begin at the same bit of a word are padded and packed together; each
+element of a short one is a word of one bit:
 
     bits of the mask     0110...1 | 1000...0 | 0001...1 | ...       1 = pruned
     words of 32 bits        w0    |    w1    |    w2    | ...
@@ -51,33 +51,32 @@ def fingerprint_parts(shards: Sequence[Shard], masks: Sequence[Tensor]) -> list[
     device once.
     """
     # Small masks that are whole words are one string of words.
-    joined: dict[object, list[int]] = {}
+    joined: dict[object, list[tuple[int, int]]] = {}
     sums: list[Tensor] = []
     order: list[int] = []
     for number, (shard, mask) in enumerate(zip(shards, masks, strict=True)):
         start, size = shard.index.start, mask.numel()
         if start is not None and 0 < size <= memory.SERIAL and not (start | size) % _BITS:
-            joined.setdefault((mask.dtype, mask.device), []).append(number)
+            joined.setdefault((mask.dtype, mask.device), []).append((number, start // _BITS))
         else:
             order.append(number)
             sums.append(_part(shard, shard.flat(mask)))
     for several in joined.values():
-        order += several
-        sums.append(_parts([shards[i] for i in several], [masks[i] for i in several]))
+        order += [number for number, _ in several]
+        flat = [shards[number].flat(masks[number]) for number, _ in several]
+        sums.append(_parts(flat, torch.tensor([first for _, first in several])))
     found = torch.cat([each.view(-1).cpu() for each in sums]).tolist() if sums else []
     return [number for _, number in sorted(zip(order, found, strict=True))]
 
 
-def _parts(shards: Sequence[Shard], masks: Sequence[Tensor]) -> Tensor:
-    """Of masks that begin and end with a word."""
-    flat = torch.cat([shard.flat(mask) for shard, mask in zip(shards, masks, strict=True)])
-    words = _packed((flat == 0).view(1, -1)).view(-1)
-    sizes = torch.tensor([mask.numel() // _BITS for mask in masks])
-    of_mask = torch.arange(len(masks)).repeat_interleave(sizes)
-    firsts = torch.tensor([shard.index.start // _BITS for shard in shards]) - sizes.cumsum(0) + sizes
-    numbers = torch.arange(len(words)) + firsts[of_mask]
-    sums = torch.zeros(len(masks), dtype=torch.int64, device=flat.device)
-    return sums.index_add_(0, memory.moved(of_mask, flat.device), _weighted(words, numbers))
+def _parts(flat: Sequence[Tensor], firsts: Tensor) -> Tensor:
+    """Of masks that begin and end with a word; the number of the first word of each."""
+    words = _packed((torch.cat(list(flat)) == 0).view(1, -1)).view(-1)
+    sizes = torch.tensor([len(each) // _BITS for each in flat])
+    of_mask = torch.arange(len(flat)).repeat_interleave(sizes)
+    numbers = torch.arange(len(words)) + (firsts - sizes.cumsum(0) + sizes)[of_mask]
+    sums = torch.zeros(len(flat), dtype=torch.int64, device=words.device)
+    return sums.index_add_(0, memory.moved(of_mask, words.device), _weighted(words, numbers))
 
 
 def _part(shard: Shard, flat: Tensor) -> Tensor:
@@ -116,7 +115,7 @@ def _words(shard: Shard, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
             yield pruned.long() << memory.moved(leads, flat.device), starts // _BITS
             continue
         rows, starts = pruned.view(-1, run), starts // _BITS
-        for lead in leads.unique().tolist():
+        for lead in leads.bincount().nonzero().view(-1).tolist():
             mine, its_starts = rows, starts
             if (leads != lead).any():
                 chosen = (leads == lead).nonzero().squeeze(1)

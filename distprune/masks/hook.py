@@ -49,23 +49,15 @@ class PruningHook:
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         """Before forward: recompute ``module.<name>``, as torch does, or hold zeros on shards."""
         name = self._tensor_name
-        if is_compiling := torch.compiler.is_compiling():
-            is_plain = orig_key(name) in module._parameters
-        else:
-            is_plain = not holds_zeros(module, name)
-        if not is_plain:
-            if not is_compiling:
-                held = find_held(module, name) or hold_again(module, name)
-                held.before_forward()
-        elif is_compiling:
-            if not masked_value.is_live(module, name):
+        if torch.compiler.is_compiling():
+            if orig_key(name) in module._parameters and not masked_value.is_live(module, name):
                 _exempt_masks_from_ddp()
                 setattr(module, name, self.apply_mask(module))
-        else:
-            if module._buffers.get(mask_key(name)) is None:
-                raise lost_mask(module, name)
-            if masked_value.is_live(module, name):
-                return
+        elif holds_zeros(module, name):
+            holder_of(module, name).before_forward()
+        elif module._buffers.get(mask_key(name)) is None:
+            raise lost_mask(module, name)
+        elif not masked_value.is_live(module, name):
             if self._module_ref is None or self._module_ref() is not module:
                 self.register_module(module)
             _exempt_masks_from_ddp(self)
@@ -89,20 +81,13 @@ class PruningHook:
             original = getattr(module, orig_key(name))
         return masked_value.product(module, name, original, mask)
 
-    def refresh_product(self, module: nn.Module) -> None:
-        """Compute ``module.<name>`` anew if the module keeps it, and not only its factors."""
-        name = self._tensor_name
-        is_kept = isinstance(module.__dict__.get(name), Tensor)
-        if is_kept and not masked_value.is_live(module, name) and not holds_zeros(module, name):
-            setattr(module, name, self.apply_mask(module))
-
     @property
     def multiplies(self) -> bool:
         """Whether the mask acts by multiplication: the method does not override apply_mask."""
         return getattr(self.apply_mask, "__func__", None) is PruningHook.apply_mask
 
     def register_module(self, module: nn.Module) -> None:
-        """Remember the module, for :meth:`__deepcopy__`."""
+        """Remember the module, for copies of it."""
         self._module_ref = weakref.ref(module)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,10 +98,9 @@ class PruningHook:
         # [Note: deepcopy] ``module.<name>`` is a product inside the autograd graph,
         # which torch refuses to copy. A module's hooks are copied before its plain
         # attributes, so the copied product can be entered into the memo here.
-        module = self._module_ref() if self._module_ref is not None else None
-        in_copy = module is not None and id(module) in memo
-        if in_copy:
-            assert module is not None
+        module = None if self._module_ref is None else self._module_ref()
+        copied = None if module is None else memo.get(id(module))
+        if module is not None and copied is not None:
             name = self._tensor_name
             product = module.__dict__.get(name)
             if isinstance(product, Tensor) and not product.is_leaf and id(product) not in memo:
@@ -124,11 +108,10 @@ class PruningHook:
                 original = copy.deepcopy(module._parameters[orig_key(name)], memo)
                 assert mask is not None and original is not None
                 memo[id(product)] = masked_product(original, mask)
-        clone = type(self).__new__(type(self))
-        memo[id(self)] = clone
+        clone = memo[id(self)] = object.__new__(type(self))
         clone.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        if in_copy:
-            clone.register_module(memo[id(module)])
+        if copied is not None:
+            clone._module_ref = weakref.ref(copied)
         return clone
 
 
@@ -146,11 +129,12 @@ def forgets_pruned(module: nn.Module, name: str) -> bool:
     return held is not None and held.is_zero
 
 
-def hold_again(module: nn.Module, name: str) -> Held:
-    """Hold the zeros of a copied module."""
-    record = managed_parameters(module).get((id(module), name))
-    held = Held([(module, name)], record)
-    held.attach()
+def holder_of(module: nn.Module, name: str) -> Held:
+    """What holds the zeros of a sharded parameter; a copied module gets its own here."""
+    held = find_held(module, name)
+    if held is None:
+        held = Held([(module, name)], managed_parameters(module).get((id(module), name)))
+        held.attach()
     return held
 
 
@@ -170,28 +154,37 @@ def find_hook(module: nn.Module, name: str) -> PruningHook | None:
 
 def register(module: nn.Module, hook: PruningHook) -> None:
     """Register the hook of a parameter, in the place of the present one if there is one."""
+    name = hook._tensor_name
+    hook.register_module(module)
     for key, present in module._forward_pre_hooks.items():
-        if isinstance(present, PruningHook) and present._tensor_name == hook._tensor_name:
+        if isinstance(present, PruningHook) and present._tensor_name == name:
             module._forward_pre_hooks[key] = hook
             return
     # Before the hooks of wrappers, which may gather what is to be zero.
-    module.register_forward_pre_hook(hook, prepend=holds_zeros(module, hook._tensor_name))
+    module.register_forward_pre_hook(hook, prepend=holds_zeros(module, name))
 
 
 def unregister(module: nn.Module, name: str) -> None:
     """Delete the pruning hook of a parameter."""
-    present = find_hook(module, name)
     for key, hook in list(module._forward_pre_hooks.items()):
-        if hook is present:
+        if isinstance(hook, PruningHook) and hook._tensor_name == name:
             del module._forward_pre_hooks[key]
 
 
+def refresh_product(module: nn.Module, hook: PruningHook) -> None:
+    """Compute ``module.<name>`` anew, as the hook does, if the module keeps it."""
+    name = hook._tensor_name
+    is_kept = isinstance(module.__dict__.get(name), Tensor)
+    if is_kept and not masked_value.is_live(module, name) and not holds_zeros(module, name):
+        setattr(module, name, hook.apply_mask(module))
+
+
 def refresh_products(places: Iterable[Pair]) -> None:
-    """Compute ``module.<name>`` anew, as the hooks do, where modules keep it."""
+    """:func:`refresh_product` of those parameters that are pruned."""
     for module, name in places:
         hook = find_hook(module, name)
         if hook is not None:
-            hook.refresh_product(module)
+            refresh_product(module, hook)
 
 
 def named_hooks(root: nn.Module) -> Iterator[tuple[str, str, PruningHook]]:

@@ -193,7 +193,8 @@ class BasePruningMethod(PruningHook, ABC):
             mask = combined_mask(method, scores, default_mask)
         hook = hook_with(module, name, method)
         mask = mask.detach()
-        commit([prepare([(module, name)], [hook], mask, None)])
+        shard.places = ((module, name),)
+        commit([prepare(shard, [hook], mask)])
         num_pruned = int((mask == 0).sum())
         hook.record = MaskRecord(fingerprint_parts([shard], [mask])[0], num_pruned)
         return hook

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from distprune.base.naming import full_name, named_modules
 from distprune.base.pruned_form import is_dtensor, mask_key, name_of_mask, orig_key
-from distprune.masks.hook import PruningHook, hold_again, holds_zeros, hooks_on
+from distprune.masks.hook import PruningHook, holder_of, holds_zeros, hooks_on
 from distprune.shards.reader import ShardReader
 from distprune.wrappers import masked_value
 from distprune.wrappers.held import find_held, held_names
@@ -155,7 +155,7 @@ def check(place: Place, reader: ShardReader, managed: Mapping[tuple[int, str], M
 
 def _check_held(place: Place, record: Managed | None) -> None:
     module, name = place.module, place.name
-    held = find_held(module, name) or hold_again(module, name)
+    held = holder_of(module, name)
     if (None if held.record is None else held.record.key) != (
         None if record is None else record.key
     ):
