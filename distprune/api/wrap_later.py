@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from distprune.base.naming import full_name
 from distprune.base.pruned_form import local_tensor, mask_key
 from distprune.call.reading import read_at_rest
-from distprune.masks.attach import Prepared, commit, detach, mask_dtype, prepare
+from distprune.masks.attach import (
+    Prepared,
+    commit,
+    detach,
+    mask_dtype,
+    prepare,
+    tied_places,
+)
 from distprune.masks.checks import check_binary, check_hook, check_state, check_ties
 from distprune.masks.hook import PruningHook, find_hook, named_hooks, unregister
 from distprune.ranks.collectives import Communicator
@@ -64,7 +71,7 @@ def masks_aside(model: nn.Module, *, group: ProcessGroup | None = None) -> Itera
     )
     for entry in detached:
         if find_hook(entry.module, entry.name) is not None:  # else it was tied to an earlier one
-            detach(entry.module, entry.name, None)
+            detach(entry.module, entry.name, None, tied_places(entry.module, entry.hook))
             unregister(entry.module, entry.name)
     raised: BaseException | None = None
     try:

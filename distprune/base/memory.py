@@ -40,6 +40,13 @@ class Scratch:
         return array[:size]
 
 
+def ordinary_tensors() -> contextlib.AbstractContextManager[None]:
+    """A context in which new tensors may be part of a backward, also inside inference mode."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
+
+
 def takes_numpy(device: torch.device) -> bool:
     """Whether numpy works on the elements, as on a CPU; on other devices torch operations do."""
     return device.type == "cpu"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from distprune.base.amount import Bounds
 from distprune.base.garbage import without_garbage_collection
+from distprune.base.memory import ordinary_tensors
 from distprune.base.report_text import share as share_of
 from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare, for_comparison
@@ -72,7 +73,7 @@ def prune_parameters(
     # Masks made in inference mode could never be part of a backward.
     with (
         communicator.exclusively(),
-        torch.inference_mode(False),
+        ordinary_tensors(),
         without_garbage_collection(),
     ):
         if counted is None:
@@ -139,7 +140,7 @@ def count_live(
 
     Cost: one read of the masks; an all-reduce of 24 bytes per parameter, and a small one.
     """
-    with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
+    with communicator.exclusively(), ordinary_tensors(), torch.no_grad():
         _, targets = read_parameters(make_arguments, communicator)
         return Counted(targets, count_live_and_compare(targets, reads_values, communicator))
 

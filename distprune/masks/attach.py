@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import Pair
 from distprune.base.pruned_form import is_dtensor, mask_key, orig_key
 from distprune.masks import state_dicts
@@ -141,30 +142,30 @@ def commit(prepared: Iterable[Prepared]) -> None:
         if held is not None:
             to_zero.append(held)
     if to_zero:
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary_tensors(), torch.no_grad():
             for held in to_zero:
                 zero_new(held)
 
 
-def detach(module: nn.Module, name: str, final: Tensor | None) -> None:
+def detach(module: nn.Module, name: str, final: Tensor | None, tied: Iterable[Pair]) -> None:
     """Take the mask of ``module.<name>`` off, at all its places, with all hooks but the first.
 
     Args:
         final: the masked values of a plain parameter, with pruned elements at +0; None keeps the
             unmasked ones. The parameter gets this memory, as in torch: a state dict that was taken
             before, and a graph whose backward is still to come, keep the old one.
+        tied: as :func:`tied_places` lists them.
     """
     held = find_held(module, name)
+    places = [(module, name), *tied]
     if held is not None:
         held.zero()
         places = held.places
         held.detach()
-    else:
+    elif final is not None:
         parameter = module._parameters[orig_key(name)]
         assert parameter is not None
-        places = [(module, name), *tied_places(module, name)]
-        if final is not None:
-            parameter.data = final
+        parameter.data = final
     for owner, owned in places:
         if held is None:
             if masked_value.is_live(owner, owned):
@@ -182,25 +183,27 @@ def detach(module: nn.Module, name: str, final: Tensor | None) -> None:
             unregister(owner, owned)
 
 
-def tied_places(module: nn.Module, name: str) -> list[Pair]:
+def tied_places(module: nn.Module, hook: PruningHook | None) -> list[Pair]:
     """The other places of a tied parameter at which it is still pruned as one with this place."""
-    hook, parameter = find_hook(module, name), module._parameters.get(orig_key(name))
+    if hook is None or not hook.tied_places:
+        return []
+    parameter = module._parameters.get(orig_key(hook._tensor_name))
     return [
-        (other, other_name)
-        for other, other_name in (() if hook is None else hook.tied_places)
-        if (other is not module or other_name != name)
+        (other, name)
+        for other, name in hook.tied_places
+        if (other is not module or name != hook._tensor_name)
         and parameter is not None
-        and other._parameters.get(orig_key(other_name)) is parameter
-        and find_hook(other, other_name) is not None
+        and other._parameters.get(orig_key(name)) is parameter
+        and find_hook(other, name) is not None
     ]
 
 
 def _rename_parameter(module: nn.Module, old: str, new: str) -> None:
     """Rename without a change of order: optimizers save their state by position."""
     parameters = module._parameters
-    items = [(new if key == old else key, value) for key, value in parameters.items()]
+    renamed = {new if key == old else key: value for key, value in parameters.items()}
     parameters.clear()
-    parameters.update(items)
+    parameters.update(renamed)
 
 
 def _check_free(module: nn.Module, *names: str) -> None:

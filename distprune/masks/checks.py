@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from distprune.base.naming import registered_parameters
+from distprune.base.naming import Pair, registered_parameters
 from distprune.base.pruned_form import (
     is_dtensor,
     local_tensor,
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 _CALL = nn.Module._call_impl.__code__
 
 
-def check_state(module: nn.Module, name: str) -> None:
-    """Raise if ``module.<name>`` is pruned, but not in the form of this library.
+def check_state(module: nn.Module, name: str) -> PruningHook | None:
+    """Raise if ``module.<name>`` is pruned, but not in the form of this library; find its hook.
 
     Raises:
         RuntimeError: its mask was deleted.
@@ -45,11 +45,12 @@ def check_state(module: nn.Module, name: str) -> None:
             the hook that remains after a removal fails at the next forward.
     """
     if not module._forward_pre_hooks:
-        return
-    if find_hook(module, name) is not None:
+        return None
+    found = find_hook(module, name)
+    if found is not None:
         if not isinstance(module._buffers.get(mask_key(name)), Tensor):
             raise lost_mask(module, name)
-        return
+        return found
     theirs = getattr(sys.modules.get("torch.nn.utils.prune"), "BasePruningMethod", ())
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, theirs) and hook._tensor_name == name:
@@ -59,6 +60,7 @@ def check_state(module: nn.Module, name: str) -> None:
                 f"mask = module.{mask_key(name)}; torch.nn.utils.prune.remove(module, {name!r}); "
                 f"distprune.custom_from_mask(module, {name!r}, mask)."
             )
+    return None
 
 
 def check_idle(module: nn.Module, label: str) -> None:
@@ -119,19 +121,18 @@ def check_hook(hook: PruningHook, label: str) -> None:
         )
 
 
-def check_removable(module: nn.Module, name: str) -> None:
-    """Raise if the pruning of ``module.<name>`` cannot be made final.
+def check_removable(module: nn.Module, name: str) -> list[Pair]:
+    """Raise if the pruning of ``module.<name>`` cannot be made final; returns its other places.
 
     Raises:
         RuntimeError: see :func:`check_state`.
         ValueError: the parameter was pruned as one with its other names, and has another mask there
             by now. One parameter can have the zeros of one mask only.
     """
-    check_state(module, name)
-    for other, other_name in tied_places(module, name):
-        _check_equal(
-            (_label(module, name), module, name), (_label(other, other_name), other, other_name)
-        )
+    others = tied_places(module, check_state(module, name))
+    for other, owned in others:
+        _check_equal((_label(module, name), module, name), (_label(other, owned), other, owned))
+    return others
 
 
 def check_ties(model: nn.Module) -> None:

@@ -64,17 +64,22 @@ def fingerprint_parts(shards: Sequence[Shard], masks: Sequence[Tensor]) -> list[
     for several in joined.values():
         order += [number for number, _ in several]
         flat = [shards[number].flat(masks[number]) for number, _ in several]
-        sums.append(_parts(flat, torch.tensor([first for _, first in several])))
+        sums.append(_parts(flat, [first for _, first in several]))
     found = torch.cat([each.view(-1).cpu() for each in sums]).tolist() if sums else []
     return [number for _, number in sorted(zip(order, found, strict=True))]
 
 
-def _parts(flat: Sequence[Tensor], firsts: Tensor) -> Tensor:
+def _parts(flat: Sequence[Tensor], firsts: Sequence[int]) -> Tensor:
     """Of masks that begin and end with a word; the number of the first word of each."""
-    words = _packed((torch.cat(list(flat)) == 0).view(1, -1)).view(-1)
-    sizes = torch.tensor([len(each) // _BITS for each in flat])
+    joined = flat[0] if len(flat) == 1 else torch.cat(list(flat))
+    words = _packed(joined.view(1, -1) == 0).view(-1)
+    if len(flat) == 1:
+        return _weighted(words, torch.arange(firsts[0], firsts[0] + words.numel())).sum()
+    sizes = torch.tensor([each.numel() // _BITS for each in flat])
     of_mask = torch.arange(len(flat)).repeat_interleave(sizes)
-    numbers = torch.arange(len(words)) + (firsts - sizes.cumsum(0) + sizes)[of_mask]
+    numbers = (
+        torch.arange(words.numel()) + (torch.tensor(firsts) - sizes.cumsum(0) + sizes)[of_mask]
+    )
     sums = torch.zeros(len(flat), dtype=torch.int64, device=words.device)
     return sums.index_add_(0, memory.moved(of_mask, words.device), _weighted(words, numbers))
 
@@ -88,11 +93,9 @@ def _part(shard: Shard, flat: Tensor) -> Tensor:
 
 def _weighted(words: Tensor, numbers: Tensor) -> Tensor:
     """Words, int64 on any device, times their weights; their numbers are int64 on the host."""
-    if not words.numel():
-        return words
     first, last = int(numbers.min()) >> _TABLE_LOG2, int(numbers.max()) >> _TABLE_LOG2
     numbers = memory.moved(numbers, words.device)
-    factors = memory.moved(_odd(torch.arange(first, last + 1), 4), words.device)
+    factors = _factors(first, last, words.device)
     weights = _table(words.device)[numbers & ((1 << _TABLE_LOG2) - 1)]
     return weights.mul_(factors[(numbers >> _TABLE_LOG2) - first]).mul_(words)
 
@@ -140,6 +143,12 @@ def _packed(pruned: Tensor) -> Tensor:
 def _table(device: torch.device) -> Tensor:
     """The weights of the words of one table; each is multiplied by the table's own factor."""
     return _odd(torch.arange(1 << _TABLE_LOG2), 3).to(device)
+
+
+@functools.lru_cache(maxsize=1 << 8)
+def _factors(first: int, last: int, device: torch.device) -> Tensor:
+    """The factors of some tables."""
+    return _odd(torch.arange(first, last + 1), 4).to(device)
 
 
 def _odd(numbers: Tensor, seed: int) -> Tensor:

@@ -36,9 +36,10 @@ def unwatch(module: nn.Module) -> None:
     """Undo :func:`watch`, once the module has no mask any more."""
     if not any(_masked(module)):
         module._load_state_dict_post_hooks.pop(_KEY, None)
-        module._load_state_dict_pre_hooks.pop(_KEY, None)
-        module._state_dict_pre_hooks.pop(_KEY, None)
-        module._state_dict_hooks.pop(_KEY, None)
+        if _KEY in module._state_dict_pre_hooks:
+            del module._state_dict_pre_hooks[_KEY]
+            del module._state_dict_hooks[_KEY]
+            del module._load_state_dict_pre_hooks[_KEY]
 
 
 def _masked(module: nn.Module) -> Iterator[PruningHook]:

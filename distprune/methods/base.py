@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune.base.mask_values import zero_pruned
+from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import NamedParameter, unwrap
 from distprune.call.reading import read_at_rest
 from distprune.call.request import Decision, Fact, LocalMasks, PruningArguments, PruningCall
@@ -263,20 +264,19 @@ class BasePruningMethod(PruningHook, ABC):
         name = self._tensor_name
         assert name is not None, f"Module {module} has to be pruned before pruning can be removed"
         reader, label = ShardReader(), f"{type(module).__name__}.{name}"
-        checks.check_removable(module, name)
-        # In inference mode the parameter would get memory that no optimizer may change.
-        with torch.inference_mode(False), torch.no_grad():
+        others = checks.check_removable(module, name)
+        with ordinary_tensors():
             shard = read_at_rest(reader, module, name, label)
-            assert shard.mask is not None
-            if holds_zeros(module, name):
-                final = None
-            elif self.multiplies:
-                # +0 wherever the mask is 0, also where -0.0, inf or NaN stood.
-                final = shard.live_values()
-                zero_pruned(final, shard.mask)
-            else:
-                final = self.apply_mask(module)
-            detach(module, name, final)
+            final = None
+            if not shard.is_sharded and not holds_zeros(module, name):
+                if self.multiplies:
+                    # +0 wherever the mask is 0, also where -0.0, inf or NaN stood.
+                    final = shard.live_values()
+                    assert shard.mask is not None
+                    zero_pruned(final, shard.mask)
+                else:
+                    final = self.apply_mask(module).detach()
+            detach(module, name, final, others)
 
 
 class PruningContainer(BasePruningMethod):
