@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import distprune
 from distprune.cli import copies, language_models, selftest
 from distprune.cli.console import Terminal
 from distprune.cli.inspect import inspect
-from distprune.cli.options import complete
+from distprune.cli.options import Options, command, complete
 from distprune.cli.plan import plan
 from distprune.cli.process import translated
 from distprune.cli.prune import prune
@@ -47,48 +48,35 @@ def app() -> None:
     """
 
 
-as_json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON to stdout.")
-
-
-@click.group(cls=_Commands)
+@app.group(cls=_Commands)
 def recipe() -> None:
     """List, show and describe recipes: what to prune, and how much, as a file."""
 
 
 @recipe.command()
-@as_json_option
-def ls(as_json: bool) -> None:
+def ls() -> None:
     """List the recipes that `-r NAME` knows."""
-    about = {}
-    for name, path in shipped_recipes().items():  # each begins with a comment
-        first = path.read_text(encoding="utf-8").partition("\n")[0]
-        about[name] = first.removeprefix("#").strip()
-    terminal = Terminal(as_json)
-    if as_json:
-        terminal.json([{"name": name, "about": text} for name, text in about.items()])
-    else:
-        terminal.table(("recipe", "what it does"), list(about.items()))
+    rows = [
+        (name, path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "))
+        for name, path in shipped_recipes().items()  # each begins with a comment
+    ]
+    Terminal().table(("recipe", "what it does"), rows)
 
 
 @recipe.command()
 @click.argument("name", shell_complete=complete)
-@as_json_option
-def show(name: str, as_json: bool) -> None:
+def show(name: str) -> None:
     """Check a recipe and print it with every default: `recipe show layer_50 > my.yaml`."""
     with translated(SelectionError):
-        own = load_recipe(name)
-    terminal = Terminal(as_json)
-    if as_json:
-        terminal.json(own.as_values())
-    else:
-        for line in own.to_yaml().splitlines():
-            terminal.text(line)
+        chosen = load_recipe(name)
+    for line in chosen.to_yaml().splitlines():
+        Terminal().text(line)
 
 
 @recipe.command()
 def schema() -> None:
     """Print the JSON schema of a recipe, for editors that complete and check YAML."""
-    Terminal(True).json(Recipe.model_json_schema())
+    Terminal().json(Recipe.model_json_schema())
 
 
 _PACKAGES = (
@@ -97,44 +85,34 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-@click.command()
-@click.argument("path", type=Path, default=".")
-@as_json_option
-def env(path: Path, as_json: bool) -> None:
+@command("env", Options, "[PATH]")
+def env(given: Options, path: Path | None) -> None:
     """Show versions, devices, memory and the file system, for bug reports."""
-    if not path.exists():
-        raise SelectionError(f"{path} does not exist; expected a folder.")
     import platform
 
     import torch
     import torch.distributed as dist
 
     accelerator = torch.accelerator.current_accelerator()
-    number = 0 if accelerator is None else torch.accelerator.device_count()
-    kind = "none" if accelerator is None else accelerator.type
+    kind = "none" if accelerator is None else f"{torch.accelerator.device_count()} x {accelerator}"
     names = ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_available() else ()
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     facts: dict[str, Any] = {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "distprune": distprune.__version__,  # the one that runs, installed or not
         **{package: _version(package) for package in _PACKAGES},
-        "accelerator": f"{number} x {kind}" if number else kind,
+        "accelerator": kind,
         "distributed backends": ", ".join(filter(dist.is_backend_available, names)) or "none",
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-        "memory": format_size(memory),
-        "free on the disk": format_size(shutil.disk_usage(path).free),
+        "memory": format_size(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
+        "free on the disk": format_size(shutil.disk_usage(path or Path()).free),
     }
-    terminal = Terminal(as_json)
-    if as_json:
-        terminal.json(facts)
-        return
-    terminal.table(("what", "value"), [(key, str(value)) for key, value in facts.items()])
+    if given.as_json:
+        given.terminal().json(facts)
+    else:
+        given.terminal().table(("what", "value"), [(k, str(v)) for k, v in facts.items()])
 
 
 def _version(package: str) -> str:
-    from importlib import metadata
-
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -143,8 +121,8 @@ def _version(package: str) -> str:
 
 # It has its own parser, which works without click.
 _selftest = click.Command("selftest", help=selftest.ABOUT)
-for each in (
+_ALL = (
     plan, prune, copies.apply, language_models.evaluate, language_models.calibrate, inspect,
     copies.verify, copies.diff, recipe, env, _selftest,
-):  # fmt: skip
-    app.add_command(each)
+)  # fmt: skip
+app.commands = {str(each.name): each for each in _ALL}

@@ -1,4 +1,4 @@
-"""Where commands write: data to stdout; notes, progress and errors to stderr."""
+"""What commands write: data to stdout; notes, progress and errors to stderr."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from distprune.files.text import format_percent, format_size, printable
+from distprune.recipes import GroupRecipe
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files import team
+    from distprune.files.checkpoints.checkpoint import Checkpoint
+    from distprune.files.planning import Plan
     from distprune.language_models import RunProgress
-
-
-def is_leader() -> bool:
-    """Whether this process is rank 0 or the only one; it alone writes what concerns all ranks."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 class _Errors(Console):
@@ -41,7 +40,7 @@ class Terminal:
 
     def __init__(self, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json = as_json
-        self.is_leader = is_leader()
+        self.is_leader = os.environ.get("RANK", "0") == "0"
         self.is_quiet = quiet or not self.is_leader
         self.errors = _Errors(stderr=True, highlight=False, markup=False, emoji=False)
 
@@ -56,16 +55,19 @@ class Terminal:
             print(printable(text))
 
     def table(
-        self, columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()
+        self,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[str | int]],
+        right: Sequence[str] = (),
     ) -> None:
         """Rows below headings, in one line each: programs read them, and names are long.
 
         Args:
             columns: the headings.
-            rows: their cells; escape sequences replace what is not visible.
+            rows: their values; escape sequences replace what is not visible.
             right: headings of columns that are aligned to the right.
         """
-        lines = [columns, *([printable(cell) for cell in row] for row in rows)]
+        lines = [columns, *([_cell(value) for value in row] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines if self.is_leader else ():
             cells = zip(columns, line, widths, strict=True)
@@ -104,13 +106,11 @@ class Meter:
 
     def files(self, state: team.Progress) -> None:
         """Show a run over files."""
-        text = f"{format_size(state.num_bytes)} of {format_size(state.total_bytes)}"
-        self._show(state.phase, state.num_bytes, state.total_bytes, text)
+        self._show(state.phase, state.num_bytes, state.total_bytes, format_size)
 
     def windows(self, state: RunProgress) -> None:
         """Show a run over windows of text."""
-        text = f"{state.num_done:,} of {state.total:,} {state.unit}"
-        self._show(state.phase, state.num_done, state.total, text)
+        self._show(state.phase, state.num_done, state.total, _cell, f" {state.unit}")
 
     def reading(self, total_bytes: int) -> Callable[[int], None]:
         """A function that is called with the number of bytes of each piece that was read."""
@@ -119,12 +119,14 @@ class Meter:
         def read(num_bytes: int) -> None:
             nonlocal done
             done += num_bytes
-            text = f"{format_size(done)} of {format_size(total_bytes)}"
-            self._show("read", done, total_bytes, text)
+            self._show("read", done, total_bytes, format_size)
 
         return read
 
-    def _show(self, phase: str, done: int, total: int, text: str) -> None:
+    def _show(
+        self, phase: str, done: int, total: int, size: Callable[[int], str], unit: str = ""
+    ) -> None:
+        text = f"{size(done)} of {size(total)}{unit}"
         self._bar.update(
             self._task, description=phase, total=max(total, 1), completed=done, text=text
         )
@@ -133,22 +135,8 @@ class Meter:
             self._terminal.note(f"{phase}: {text}")
 
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-
-
-def without_numbers(name: str) -> str:
-    """A name with ``*`` for every part that is a number: "layers.*.mlp.weight"."""
-    return _NUMBER.sub("*", name)
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    """ "4096 x 1024"; "scalar" for no dimensions."""
-    return " x ".join(map(str, shape)) or "scalar"
-
-
-def count(value: int) -> str:
-    """1,234,567."""
-    return f"{value:,}"
+def _cell(value: str | int) -> str:
+    return printable(value) if isinstance(value, str) else f"{value:,}"
 
 
 def counted(value: int, what: str) -> str:
@@ -169,3 +157,97 @@ def share_text(part: int, whole: int) -> str:
 def time_text(seconds: float, num_ranks: int) -> str:
     """ "3.2 s on 2 processes": of a run."""
     return f"{seconds:.1f} s on {num_ranks} {'process' if num_ranks == 1 else 'processes'}"
+
+
+def note_files(terminal: Terminal, checkpoint: Checkpoint) -> None:
+    """Write to stderr where the checkpoint was found and which files are not copied."""
+    if checkpoint.note:
+        terminal.note(checkpoint.note)
+    for name, reason in checkpoint.skipped:
+        terminal.note(f"Not copied: {name} ({reason}).")
+
+
+def show_counts(terminal: Terminal, tensors: Iterable[tuple[str, int, int]]) -> None:
+    """Write a table of tensors: (name, elements, how many of them are pruned)."""
+    numbers = ("elements", "pruned", "sparsity")
+    rows = [(*tensor, percent(tensor[2], tensor[1])) for tensor in tensors]
+    terminal.table(("tensor", *numbers), rows, right=numbers)
+
+
+def discard_unfinished(terminal: Terminal, destination: Path) -> None:
+    """Remove the unfinished results of a destination, and write how large they were."""
+    if not terminal.is_leader:
+        return
+    from distprune.files.output import discard
+
+    removed = discard(destination)
+    if terminal.as_json:
+        folders = [{"folder": path, "num_bytes": num_bytes} for path, num_bytes in removed]
+        terminal.json({"discarded": folders})
+        return
+    for path, num_bytes in removed:
+        terminal.text(f"Removed {path}, which took {format_size(num_bytes)} of the disk.")
+    if not removed:
+        terminal.text(f"There is no unfinished result of {destination}.")
+
+
+# Magnitudes alone ruined the language model that was measured; docs/criteria.md has the table.
+_TOO_MUCH_BY_MAGNITUDE = 0.4
+
+
+def show_warnings(terminal: Terminal, plan: Plan) -> None:
+    """Write warnings about a selection that is probably a mistake to stderr."""
+    for warning in plan.warnings:
+        terminal.note(f"Warning: {warning}")
+    is_causal = "ForCausalLM" in str(plan.checkpoint.config.get("architectures"))
+    is_much = plan.num_to_prune >= _TOO_MUCH_BY_MAGNITUDE * plan.num_elements
+    if is_causal and is_much and any(group.recipe.ranks_magnitudes for group in plan.groups):
+        terminal.note(
+            f"Warning: pruning {plan.num_to_prune / plan.num_elements:.0%} of a language model by "
+            "magnitude may ruin it. With text such as it was trained on (--text FILE), gradients "
+            "rank its weights, and the kept ones move: that loses far less. distprune eval "
+            "measures it."
+        )
+    if any(group.recipe.ranks_raw for group in plan.groups if group.last - group.first > 1):
+        terminal.note(
+            "Raw scores of several tensors are ranked together (normalize: none). Where their "
+            "scales differ, this may empty some of them; normalize: rms divides each tensor by its "
+            "rms first."
+        )
+
+
+def summary(plan: Plan) -> str:
+    """A plan in one sentence."""
+    files = counted(len(plan.checkpoint.files), "weight file")
+    others = counted(len(plan.copied), "other file")
+    is_one = len(plan.groups) == 1
+    how = ranking_text(plan.groups[0].recipe) if is_one else f"in {len(plan.groups)} groups"
+    return (
+        f"Prunes {share_text(plan.num_to_prune, plan.num_elements)} in {len(plan.tensors):,} "
+        f"of {counted(len(plan.verdicts), 'tensor')}, {how}; "
+        f"{format_size(plan.checkpoint.num_bytes)} in {files}, {others} copied."
+    )
+
+
+def ranking_text(recipe: GroupRecipe) -> str:
+    """How the tensors of a recipe without groups are ranked."""
+    if recipe.pattern is not None:
+        return f"keeping {recipe.pattern}"
+    how = {"global": "together", "layer": "each on its own", "row": "row by row"}[recipe.scope]
+    if recipe.budget is not None:
+        how = f"each on its own, divided by budget {recipe.budget},"
+    limits = ""
+    if recipe.has_limits:
+        low, high = (f"{100 * share:g}" for share in (recipe.min_sparsity, recipe.max_sparsity))
+        limits = f", each tensor within {low} to {high} %"
+    return f"ranked {how} by {recipe.score_text}{limits}"
+
+
+def without_numbers(name: str) -> str:
+    """A name with ``*`` for every part that is a number: "layers.*.mlp.weight"."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """ "4096 x 1024"; "scalar" for no dimensions."""
+    return " x ".join(map(str, shape)) or "scalar"

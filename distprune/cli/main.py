@@ -1,4 +1,7 @@
-"""The entry point: runs a command and turns what went wrong into a message and an exit code."""
+"""The entry point: runs a command and turns what went wrong into a message and an exit code.
+
+Exit codes: 0 done, 1 failure, 2 wrong usage or recipe, 3 checkpoints that differ.
+"""
 
 from __future__ import annotations
 

@@ -6,14 +6,15 @@ The keys of a recipe are options because :class:`Recipe` is one of these models.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import click
 from click.core import ParameterSource
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from distprune.cli.console import Terminal
 from distprune.files.errors import SelectionError
@@ -26,110 +27,108 @@ _NAMES = {
     "input_dims": "input-dim", "patterns": "pattern",
 }  # fmt: skip
 _SHORT = {"sparsity": "-s", "recipe": "-r", "verbose": "-v", "quiet": "-q"}
-# What comes first in the help of plan and prune.
-ESSENTIAL = ("recipe", "sparsity", "pattern", "texts", "eval_texts")
+# What comes first in the help of commands that have a recipe; the rest is under "More".
+_ESSENTIAL = ("recipe", "sparsity", "pattern", "texts", "eval_texts")
 # What only a file or a program can say.
 _NO_OPTIONS = ("schedule", "names", "groups")
 
 
 class Options(BaseModel):
-    """A group of options; the description of a field is its help."""
+    """The options of every command; the description of a field is its help."""
 
     model_config = ConfigDict(frozen=True)
 
-
-class OutputOptions(Options):
-    """What a command writes to stdout and stderr."""
-
-    as_json: bool = Field(default=False, description="Write one JSON document to stdout.")
-    verbose: bool = Field(default=False, description="List every tensor.")
-    quiet: bool = Field(default=False, description="Write only errors to stderr.")
+    as_json: bool = Field(False, description="Write one JSON document to stdout.")
+    quiet: bool = Field(False, description="Write only errors to stderr.")
 
     def terminal(self) -> Terminal:
         """What the command writes to."""
         return Terminal(self.as_json, self.quiet)
 
 
-class WritingOptions(Options):
+class ListingOptions(Options):
+    """Those of commands that list tensors."""
+
+    verbose: bool = Field(False, description="List every tensor.")
+
+
+class RanksOptions(Options):
+    """Those of commands that run on several processes."""
+
+    timeout: float = Field(600.0, ge=1, description="Seconds until a silent rank is lost (600).")
+
+
+class WritingOptions(ListingOptions, RanksOptions):
     """How a result is written, and what becomes of results at its place."""
 
-    timeout: float = Field(
-        default=600.0, ge=1, description="Seconds after which a silent rank is lost (600)."
-    )
-    discard: bool = Field(
-        default=False, description="Only remove the unfinished result beside DST."
-    )
-    force: bool = Field(default=False, description="Replace a finished result at DST.")
+    discard: bool = Field(False, description="Only remove the unfinished result beside DST.")
+    force: bool = Field(False, description="Replace a finished result at DST.")
 
 
-Group = TypeVar("Group", bound=BaseModel)
+class RecipeOptions(ListingOptions):
+    """Those of commands that have the keys of a recipe as options, too."""
+
+    recipe: str | None = Field(None, description="YAML file, or the name of a shipped recipe.")
 
 
 class Command(click.Command):
-    """A command that has the options of some models.
-
-    ``context.obj`` has what was given, by model: a dictionary without defaults, which :func:`made`
-    turns into the model.
+    """A command whose function gets its options as one model, ``given``.
 
     Args:
-        models: in the order of the help.
-        first: fields that come first in the help; the others are under "More". Without any, all
-            are in one list.
+        model: of the options. With :class:`RecipeOptions`, the function also gets ``keys``: those
+            of the recipe that options give.
     """
 
-    def __init__(
-        self, *args: Any, models: Sequence[type[BaseModel]], first: Sequence[str] = (), **more: Any
-    ) -> None:
+    def __init__(self, *args: Any, model: type[Options], **more: Any) -> None:
         super().__init__(*args, **more)
-        self._models, self._first = models, first
-        self.params += [
-            _option(name, field.annotation, field.default, field.description)
-            for model in models
-            for name, field in model.model_fields.items()
-            if name not in _NO_OPTIONS
-        ]
+        self._model, self._has_recipe = model, issubclass(model, RecipeOptions)
+        fields = (Recipe.model_fields if self._has_recipe else {}) | model.model_fields
+        others = sorted(fields.keys() - {*_ESSENTIAL, *_NO_OPTIONS}, key=[*fields].index)
+        others.sort(key=WritingOptions.model_fields.__contains__)
+        for name in (*filter(fields.__contains__, _ESSENTIAL), *others):
+            self.params.append(_option(name, fields[name]))
 
     def invoke(self, ctx: click.Context) -> Any:
-        ctx.obj = {
-            model: {
-                name: value
-                for name in model.model_fields
-                if name in ctx.params
-                for value in [ctx.params.pop(name)]
-                if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-            }
-            for model in self._models
-        }
+        told: dict[str, Any] = {}
+        for option in [param.name for param in self.params if isinstance(param, click.Option)]:
+            value = ctx.params.pop(option)
+            if ctx.get_parameter_source(option) is ParameterSource.COMMANDLINE:
+                told[option] = value
+        own = {name: told.pop(name) for name in self._model.model_fields if name in told}
+        try:
+            ctx.params["given"] = self._model(**own)
+        except ValidationError as error:
+            raise SelectionError("wrong options:", problems_of(error, option_name)) from error
+        if self._has_recipe:
+            ctx.params["keys"] = told
         return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        first: list[tuple[str, str]] = []
-        more: list[tuple[str, str]] = []
+        sections: dict[str, list[tuple[str, str]]] = {"Options": [], "More": []}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None and isinstance(param, click.Option):
-                is_first = not self._first or param.name in self._first
-                (first if is_first else more).append(record)
-        for title, records in (("Options", first), ("More", more)):
+                is_first = not self._has_recipe or param.name in _ESSENTIAL
+                sections["Options" if is_first else "More"].append(record)
+        for title, records in sections.items():
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
 
 
 def command(
-    name: str, *models: type[BaseModel], first: Sequence[str] = ()
+    name: str, model: type[Options], *paths: str
 ) -> Callable[[Callable[..., None]], click.Command]:
-    """Make a function a command; its first argument is the context."""
+    """Make a function a command with the options of a model; see :class:`Command`.
 
-    def decorate(function: Callable[..., None]) -> click.Command:
-        make = click.command(name, cls=Command, models=models, first=first)
-        return make(click.pass_context(function))
-
-    return decorate
-
-
-source = click.argument("source", metavar="SRC", type=Path)
-destination = click.argument("destination", metavar="DST", type=Path)
+    Args:
+        paths: its arguments, such as "SRC" for ``src``; in brackets those that may be left out.
+    """
+    arguments = [
+        click.Argument([path.strip("[]").lower()], metavar=path, type=Path, required=path[0] != "[")
+        for path in paths
+    ]
+    return click.command(name, cls=Command, model=model, params=arguments)
 
 
 def complete(context: click.Context, option: click.Parameter, text: str) -> list[str]:
@@ -137,30 +136,23 @@ def complete(context: click.Context, option: click.Parameter, text: str) -> list
     return [name for name in shipped_recipes() if name.startswith(text)]
 
 
-recipe_option = click.option(
-    "-r",
-    "--recipe",
-    metavar="FILE",
-    help="YAML file, or the name of a shipped recipe.",
-    shell_complete=complete,
-)
-
-
-def _option(name: str, annotation: Any, default: Any, help: str | None) -> click.Option:
-    kind = _kind(annotation)
+def _option(name: str, field: FieldInfo) -> click.Option:
+    kind = _kind(field.annotation)
     is_repeated = get_origin(kind) in (tuple, dict)
     if is_repeated:
         kind = _kind(get_args(kind)[0])
     option = option_name(name)
-    if kind is bool and default is True:
+    if kind is bool and field.default is True:
         option += f"/--no-{option[2:]}"
     return click.Option(
         [*([_SHORT[name]] if name in _SHORT else []), option, name],
         type=click.Choice(get_args(kind)) if get_origin(kind) is Literal else kind,
-        metavar="NAME" if len(get_args(kind)) > 6 else None,
+        metavar="FILE" if name == "recipe" else "NAME" if len(get_args(kind)) > 6 else None,
         is_flag=kind is bool,
         multiple=is_repeated,
-        help=help,
+        required=field.is_required(),
+        help=field.description,
+        shell_complete=complete if name == "recipe" else None,
     )
 
 
@@ -176,39 +168,27 @@ def option_name(field: str) -> str:
     return "--" + _NAMES.get(field, field).replace("_", "-")
 
 
-def made(context: click.Context, model: type[Group]) -> Group:
-    """The options of a model, checked.
-
-    Raises:
-        SelectionError: with every option that is wrong.
-    """
-    try:
-        return model(**context.obj[model])
-    except ValidationError as error:
-        raise SelectionError("wrong options:", problems_of(error, option_name)) from error
-
-
-def recipe_of(context: click.Context, name: str | None, defaults: dict[str, Any]) -> Recipe:
-    """The recipe that a file and the options say together; an option replaces the file's key.
+def make_recipe_from(name: str | None, keys: Mapping[str, Any], **defaults: Any) -> Recipe:
+    """The recipe that a file and options say together; an option replaces the file's key.
 
     Args:
         name: of the file or a shipped recipe.
+        keys: what options say.
         defaults: keys of a recipe without groups that has not got them.
 
     Raises:
         SelectionError: the options contradict the file, or each other; or the file is no recipe.
     """
-    options = dict(context.obj[Recipe])
+    options = dict(keys)
     if "input_dims" in options:
         options["input_dims"] = dims_by_pattern(options["input_dims"])
     texts = ", ".join(map(option_name, options))
     try:
-        keys = {} if name is None else read_keys(name)
-        keys |= options
-        if "groups" not in keys:
-            keys = defaults | keys
-            keys.setdefault("score", "given" if "scores" in options else "magnitude")
-        return make_recipe(keys, " with ".join(filter(None, (name, texts))))
+        merged = ({} if name is None else read_keys(name)) | options
+        if "groups" not in merged:
+            merged = defaults | merged
+            merged.setdefault("score", "given" if "scores" in options else "magnitude")
+        return make_recipe(merged, " with ".join(filter(None, (name, texts))))
     except ValueError as error:
         raise SelectionError(str(error)) from error
 

@@ -3,178 +3,30 @@
 from __future__ import annotations
 
 import math
-import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from distprune.base.garbage import without_garbage_collection
 from distprune.base.mask_bits import num_bytes_of
-from distprune.cli import process
-from distprune.cli.console import Terminal, count, percent, shape_text, without_numbers
-from distprune.cli.describing import (
-    note_files,
-    ranking_text,
-    show_warnings,
-    summary,
-    values_of_files,
-)
-from distprune.cli.options import ESSENTIAL, OutputOptions, command, made, recipe_option, source
-from distprune.cli.pruning_by_text import TextOptions, chosen_recipe, cost_by_text, cost_text
-from distprune.files.errors import OutputError
+from distprune.cli import console
+from distprune.cli.options import command
+from distprune.cli.process import FAILURE, translated
+from distprune.cli.prune import TextOptions
+from distprune.files.errors import OutputError, SelectionError
 from distprune.files.output import folder_bytes, free_bytes, partial_folders
 from distprune.files.text import format_size
 from distprune.recipes import Recipe
 
 if TYPE_CHECKING:  # torch comes with it
-    from distprune.files.planning import Plan, PlannedTensor
+    from distprune.files.planning import Plan
+    from distprune.streaming import StreamCost
 
 
+@command("plan", TextOptions, "SRC", "[DST]")
 @without_garbage_collection()
-def show(
-    terminal: Terminal, plan: Plan, values: dict[str, Any], *, one_by_one: bool, has_amount: bool
-) -> None:
-    """Write a plan, of which the values are known, as a table and a summary."""
-    lines: dict[tuple[Any, ...], list[int | None]] = {}
-    for each in values["tensors"]:
-        name = each["name"] if one_by_one else without_numbers(each["name"])
-        key = (name, each["dtype"], tuple(each["shape"]), each["reason"], each["group"])
-        lines.setdefault(key, []).append(each["num_to_prune"])
-    rows = []
-    for (name, dtype, shape, reason, group), numbers in lines.items():
-        action = f"keep: {reason}"
-        if not reason:
-            known = [number for number in numbers if number is not None]
-            action = f"prune {sum(known):,}" if len(known) == len(numbers) else "prune"
-            action += f", group {group}" if len(plan.groups) > 1 else ""
-        elements = len(numbers) * math.prod(shape)
-        rows.append((name, count(len(numbers)), dtype, shape_text(shape), count(elements), action))
-    terminal.table(
-        ("tensor", "number", "dtype", "shape", "elements", "plan"),
-        rows,
-        right=("number", "elements"),
-    )
-    terminal.text()
-    if has_amount and len(plan.groups) > 1:
-        _show_groups(terminal, plan)
-        terminal.text()
-    terminal.text(summary(plan, has_amount=has_amount))
-
-
-def _show_groups(terminal: Terminal, plan: Plan) -> None:
-    rows = [
-        (
-            str(number),
-            count(group.last - group.first),
-            count(group.num_elements),
-            count(group.num_to_prune),
-            percent(group.num_to_prune, group.num_elements),
-            ranking_text(group.recipe),
-            ", ".join(group.recipe.include or ("by default",)),
-        )
-        for number, group in enumerate(plan.groups)
-    ]
-    numbers = ("group", "tensors", "elements", "to prune", "sparsity")
-    terminal.table((*numbers, "how", "what"), rows, right=numbers)
-
-
-@without_garbage_collection()
-def as_values(plan: Plan, has_amount: bool) -> dict[str, Any]:
-    """A plan as plain values, for JSON; without an amount, what depends on it is None."""
-    planned = {tensor.entry.name: tensor for tensor in plan.tensors}
-    to_prune = {name: _count(tensor) if has_amount else None for name, tensor in planned.items()}
-    return {
-        "source": plan.checkpoint.folder,
-        "recipe": plan.recipe.as_values() if has_amount else None,
-        "digest": plan.digest if has_amount else None,
-        "warnings": list(plan.warnings),
-        "num_elements": plan.num_elements,
-        "num_to_prune": plan.num_to_prune if has_amount else None,
-        "groups": [
-            {
-                "index": number,
-                "num_tensors": group.last - group.first,
-                "num_elements": group.num_elements,
-                "num_to_prune": group.num_to_prune if has_amount else None,
-            }
-            for number, group in enumerate(plan.groups)
-        ],
-        "tensors": [
-            {
-                "name": entry.name,
-                "file": entry.file,
-                "dtype": entry.dtype,
-                "shape": list(entry.shape),
-                "is_pruned": is_pruned,
-                "reason": reason,
-                "num_to_prune": to_prune[entry.name] if is_pruned else 0,
-                "group": planned[entry.name].group if is_pruned else None,
-            }
-            for entry, is_pruned, reason in plan.verdicts
-        ],
-        "weight_files": {file.name: file.size for file in plan.checkpoint.files},
-        **values_of_files(plan.checkpoint),
-        "copied": [file.name for file in plan.copied],
-    }
-
-
-def _count(tensor: PlannedTensor) -> int | None:
-    """Number of elements of a tensor to prune; None if it depends on the weights."""
-    if tensor.num_to_prune is not None:
-        return tensor.num_to_prune
-    return tensor.lowest if tensor.lowest == tensor.highest else None
-
-
-def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> dict[str, Any]:
-    """What a plan needs; masks and report are estimated.
-
-    Args:
-        other_bytes: that something else needs at the destination for a while.
-
-    Returns:
-        Bytes that are read and written, and those that are missing on the disk, where an unfinished
-        result has some. Bytes that are free there, and whether they suffice; None without a
-        destination.
-    """
-    from distprune.files.planning import bytes_to_count
-
-    checkpoint = plan.checkpoint
-    others = sum(file.size for file in checkpoint.others)
-    reads = checkpoint.num_bytes + others + bytes_to_count(plan)
-    writes = checkpoint.num_bytes + others + _sidecar_bytes(plan)
-    free, missing = None, writes
-    if destination is not None:
-        path = Path(os.path.abspath(destination))
-        if not path.parent.is_dir():
-            raise OutputError(f"{path.parent} is not a folder; create it first.")
-        num_written = sum(map(folder_bytes, partial_folders(path)))
-        free, missing = free_bytes(path.parent), max(writes + other_bytes - num_written, 0)
-    return {
-        "read_bytes": reads,
-        "write_bytes": writes,
-        "missing_bytes": missing,
-        "free_bytes": free,
-        "fits": None if free is None else missing <= free,
-    }
-
-
-def _sidecar_bytes(plan: Plan) -> int:
-    """Bytes of the masks and the report."""
-    masks = sum(num_bytes_of(tensor.entry.numel) for tensor in plan.tensors)
-    names = sum(len(verdict.entry.name) + 200 for verdict in plan.verdicts)
-    return masks * plan.recipe.masks + 2 * names
-
-
-@command("plan", Recipe, TextOptions, OutputOptions, first=ESSENTIAL)
-@source
-@click.argument("destination", metavar="[DST]", type=Path, required=False)
-@recipe_option
-@without_garbage_collection()
-def plan(
-    context: click.Context, source: Path, destination: Path | None, recipe: str | None
-) -> None:
+def plan(given: TextOptions, keys: dict[str, Any], src: Path, dst: Path | None) -> None:
     """Show what would be pruned, what would not and why, and the disk space that is needed.
 
     Reads headers alone; writes nothing. Without a sparsity, a pattern or a recipe, it shows the
@@ -188,41 +40,150 @@ def plan(
     """
     from distprune.files.planning import plan as make_plan
 
-    output, by_text = made(context, OutputOptions), made(context, TextOptions)
-    by_text.check()
-    # Without an amount there is still a selection.
-    has_amount = recipe is not None or not {"sparsity", "pattern"}.isdisjoint(context.obj[Recipe])
-    if not has_amount:
-        context.obj[Recipe]["sparsity"] = 0.0
-    chosen = chosen_recipe(context, recipe, by_text)
-    text_cost = cost_by_text(source, chosen, by_text) if by_text.texts else None
-    awaits = text_cost is not None and chosen.statistics is None
-    plan = make_plan(source, chosen, awaits_statistics=awaits)
-    cost = estimate(plan, destination, 0 if text_cost is None else text_cost.disk)
-    terminal = output.terminal()
-    note_files(terminal, plan.checkpoint)
-    show_warnings(terminal, plan)
-    values = as_values(plan, has_amount)
-    if output.as_json:
-        values["cost"] = cost
-        if text_cost is not None:
-            values["cost_by_text"] = asdict(text_cost)
+    has_amount = given.recipe is not None or not {"sparsity", "pattern"}.isdisjoint(keys)
+    recipe = given.recipe_with(keys if has_amount else keys | {"sparsity": 0.0})
+    by_text = _cost_by_text(src, recipe, given) if given.texts else None
+    awaits = by_text is not None and recipe.statistics is None
+    plan = make_plan(src, recipe, awaits_statistics=awaits)
+    cost = estimate(plan, dst, 0 if by_text is None else by_text.disk)
+    fits = cost.get("missing_bytes", 0) <= cost.get("free_bytes", 0)
+    terminal = given.terminal()
+    console.note_files(terminal, plan.checkpoint)
+    console.show_warnings(terminal, plan)
+    values = _as_values(plan) | {"cost": cost}
+    if by_text is not None:
+        values["cost_by_text"] = asdict(by_text)
+    if given.as_json:
         terminal.json(values)
     else:
-        show(terminal, plan, values, one_by_one=output.verbose, has_amount=has_amount)
-        if text_cost is not None:
-            terminal.text(cost_text(text_cost))
-        _show_cost(terminal, cost, destination)
-    if cost["fits"] is False:
-        context.exit(process.FAILURE)
-
-
-def _show_cost(terminal: Terminal, cost: dict[str, Any], destination: Path | None) -> None:
-    sizes = {key: format_size(cost[key] or 0) for key in cost if key != "fits"}
-    terminal.text(f"Pruning reads {sizes['read_bytes']} and writes {sizes['write_bytes']}.")
-    if destination is not None:
-        lack = "" if cost["fits"] else "There is not enough space: "
+        _show_tensors(terminal, values["tensors"], given.verbose, has_amount)
+        for number, group in enumerate(plan.groups if len(plan.groups) > 1 else ()):
+            share = console.share_text(group.num_to_prune, group.num_elements)
+            how = console.ranking_text(group.recipe)
+            terminal.text(f"Group {number}: prunes {share}, {how}.")
         terminal.text(
-            f"{lack}{sizes['missing_bytes']} are needed and {sizes['free_bytes']} are free at "
-            f"{destination}."
+            console.summary(plan)
+            if has_amount
+            else f"Selects {plan.num_elements:,} elements in {len(plan.tensors):,} of "
+            f"{console.counted(len(plan.verdicts), 'tensor')}. No sparsity is given: --sparsity, "
+            "--pattern or --recipe says how many of them are pruned."
+        )
+        if by_text is not None:
+            memory = ", ".join(f"{k} {format_size(size)}" for k, size in by_text.memory.items())
+            terminal.text(
+                f"By text, each process needs at most {format_size(by_text.peak)} of memory "
+                f"({memory}) and reads {format_size(by_text.reads)}; for a while "
+                f"{format_size(by_text.disk)} of the disk are needed beside the result."
+            )
+        sizes = {name: format_size(size) for name, size in cost.items()}
+        terminal.text(f"Pruning reads {sizes['read_bytes']} and writes {sizes['write_bytes']}.")
+        if dst is not None:
+            terminal.text(
+                f"{'' if fits else 'There is not enough space: '}{sizes['missing_bytes']} are "
+                f"needed and {sizes['free_bytes']} are free at {dst}."
+            )
+    if not fits:
+        sys.exit(FAILURE)
+
+
+def _as_values(plan: Plan) -> dict[str, Any]:
+    """A plan as plain values, for JSON."""
+    planned = {tensor.entry.name: tensor for tensor in plan.tensors}
+    tensors = []
+    for entry, is_pruned, reason in plan.verdicts:
+        facts: dict[str, Any] = {"num_to_prune": 0, "group": None}
+        if tensor := planned.get(entry.name):
+            known = tensor.lowest if tensor.lowest == tensor.highest else None
+            known = known if tensor.num_to_prune is None else tensor.num_to_prune
+            facts = {"num_to_prune": known, "group": tensor.group}
+        place = {"name": entry.name, "file": entry.file, "dtype": entry.dtype}
+        shape = list(entry.shape)
+        tensors.append({**place, "shape": shape, "is_pruned": is_pruned, "reason": reason, **facts})
+    return {
+        "source": plan.checkpoint.folder,
+        "recipe": plan.recipe.as_values(),
+        "digest": plan.digest,
+        "warnings": list(plan.warnings),
+        "num_elements": plan.num_elements,
+        "num_to_prune": plan.num_to_prune,
+        "tensors": tensors,
+        "not_copied": dict(plan.checkpoint.skipped),
+        "copied": [file.name for file in plan.copied],
+    }
+
+
+def _show_tensors(
+    terminal: console.Terminal, tensors: list[dict[str, Any]], one_by_one: bool, has_amount: bool
+) -> None:
+    """A table in which tensors share a line if their names differ only in numbers."""
+    lines: dict[tuple[Any, ...], list[int | None]] = {}
+    for each in tensors:
+        name = each["name"] if one_by_one else console.without_numbers(each["name"])
+        key = (name, each["dtype"], tuple(each["shape"]), each["reason"], each["group"])
+        lines.setdefault(key, []).append(each["num_to_prune"])
+    has_groups = any(each["group"] for each in tensors)
+    rows = []
+    for (name, dtype, shape, reason, group), numbers in lines.items():
+        action = f"keep: {reason}"
+        if not reason:
+            known = [number for number in numbers if number is not None]
+            is_known = has_amount and len(known) == len(numbers)
+            action = f"prune {sum(known):,}" if is_known else "prune"
+            action += f", group {group}" if has_groups else ""
+        elements = len(numbers) * math.prod(shape)
+        rows.append(
+            (
+                name,
+                len(numbers),
+                dtype,
+                console.shape_text(shape),
+                elements,
+                action,
+            )
+        )
+    columns = ("tensor", "number", "dtype", "shape", "elements", "plan")
+    terminal.table(columns, rows, right=("number", "elements"))
+    terminal.text()
+
+
+def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> dict[str, int]:
+    """Bytes that a plan reads and writes, of which those of masks and report are estimated.
+
+    Args:
+        other_bytes: that something else needs at the destination for a while.
+
+    Returns:
+        With a destination, also ``missing_bytes``, without those that an unfinished result has, and
+        ``free_bytes``.
+    """
+    from distprune.files.planning import bytes_to_count
+
+    size = plan.checkpoint.num_bytes + sum(file.size for file in plan.checkpoint.others)
+    masks = sum(num_bytes_of(tensor.entry.numel) for tensor in plan.tensors) * plan.recipe.masks
+    report = 2 * sum(len(verdict.entry.name) + 200 for verdict in plan.verdicts)
+    writes = size + masks + report
+    cost = {"read_bytes": size + bytes_to_count(plan), "write_bytes": writes}
+    if destination is not None:
+        path = destination.absolute()
+        if not path.parent.is_dir():
+            raise OutputError(f"{path.parent} is not a folder; create it first.")
+        num_written = sum(map(folder_bytes, partial_folders(path)))
+        cost["missing_bytes"] = max(writes + other_bytes - num_written, 0)
+        cost["free_bytes"] = free_bytes(path.parent)
+    return cost
+
+
+def _cost_by_text(source: Path, recipe: Recipe, given: TextOptions) -> StreamCost:
+    """What pruning by text takes beside what pruning takes."""
+    with translated(SelectionError):
+        from distprune import streaming
+
+        num_evaluated = given.windows if given.eval_texts else 0
+        return streaming.estimate(
+            source,
+            recipe,
+            given.windows,
+            given.length,
+            num_evaluated=num_evaluated,
+            **given.arguments(),
         )

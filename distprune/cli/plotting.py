@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from distprune.base.selecting import natural_key
 from distprune.cli.console import share_text
@@ -12,11 +12,10 @@ from distprune.files.errors import OutputError, SelectionError
 from distprune.files.text import role_of, short_names
 
 _FORMATS = (".pdf", ".png", ".svg")
-_MAX_KINDS, _MAX_LABELS, _MAX_TEXTS = 32, 48, 700
+_MAX_KINDS, _MAX_LABELS = 32, 48
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """The sparsity of a checkpoint.
 
     Attributes:
@@ -47,17 +46,12 @@ def make_grid(tensors: Iterable[tuple[str, int, int]]) -> Grid:
     names, stacks = short_names(largest), short_names(stack for stack, layer in sums if layer)
     kinds = sorted(largest, key=lambda kind: natural_key(names[kind]))
     rows = sorted(sums, key=lambda row: (not row[1], natural_key(row[0]), row))
-    labels = [".".join(map(str, layer)) or "no layer" for _, layer in rows]
-    if len(stacks) > 1:
-        labels = [
-            f"{stacks[stack]}.{label}" if layer else label
-            for (stack, layer), label in zip(rows, labels, strict=True)
-        ]
-    nothing = [0, 0]
-    shares = [
-        [zero / total if total else float("nan") for total, zero in cells]
-        for cells in ([sums[row].get(kind, nothing) for kind in kinds] for row in rows)
-    ]
+    labels, shares = [], []
+    for stack, layer in rows:
+        label = ".".join(map(str, layer)) or "no layer"
+        labels.append(f"{stacks[stack]}.{label}" if layer and len(stacks) > 1 else label)
+        cells = [sums[stack, layer].get(kind, (0, 0)) for kind in kinds]
+        shares.append([zero / total if total else float("nan") for total, zero in cells])
     return Grid(labels, [names[kind] for kind in kinds], shares)
 
 
@@ -70,8 +64,7 @@ def check(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        text = "--plot needs matplotlib: pip install 'distprune[plot]'"
-        raise SelectionError(text) from error
+        raise SelectionError("--plot needs matplotlib: pip install 'distprune[plot]'") from error
 
 
 def draw(path: Path, title: str, tensors: list[tuple[str, int, int]]) -> None:
@@ -92,14 +85,8 @@ def draw(path: Path, title: str, tensors: list[tuple[str, int, int]]) -> None:
     step = -(-num_rows // _MAX_LABELS)
     axes.set_yticks(range(0, len(grid.layers), step), list(map(_plain, grid.layers[::step])))
     axes.tick_params(labelsize=8)
-    if step == 1 and percents.size <= _MAX_TEXTS:
-        for (y, x), value in np.ndenumerate(percents):
-            colour = "black" if value > 50 else "white"
-            text = "" if np.isnan(value) else f"{value:.0f}"
-            axes.text(x, y, text, ha="center", va="center", fontsize=6, color=colour)
     axes.set_title(_plain(title), fontsize=11)
-    num_elements = sum(size for _, size, _ in tensors)
-    num_zero = sum(zeros for _, _, zeros in tensors)
+    num_elements, num_zero = sum(size for _, size, _ in tensors), sum(z for _, _, z in tensors)
     axes.set_xlabel(f"{share_text(num_zero, num_elements)} are zero.", fontsize=8)
     try:
         figure.savefig(path, dpi=150)

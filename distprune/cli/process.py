@@ -1,4 +1,4 @@
-"""The process group of a command, and how errors end it: 1 failure, 2 usage, 3 a difference."""
+"""The processes of a command, and how the library's errors end it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,10 @@ T = TypeVar("T")
 FAILURE, DIFFERENT = 1, 3
 
 
-def is_rank() -> bool:
-    """Whether torchrun started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 @contextlib.contextmanager
 def process_group(timeout: float, backend: str = "gloo") -> Iterator[None]:
-    """Join the other ranks, if there are any, in a process group."""
-    if not is_rank():
+    """Join the other ranks of torchrun, if there are any."""
+    if "RANK" not in os.environ:
         yield
         return
     import torch.distributed as dist
@@ -36,14 +31,12 @@ def process_group(timeout: float, backend: str = "gloo") -> Iterator[None]:
     dist.destroy_process_group()  # after an error the process ends
 
 
-@contextlib.contextmanager
-def on_ranks(timeout: float, find: Callable[[], T]) -> Iterator[T]:
-    """Join the other ranks; yields what all of them find."""
-    with process_group(timeout):
-        from distprune.files.team import Team
-        from distprune.ranks.process_groups import world
+def on_every_rank(find: Callable[[], T]) -> T:
+    """Find something on every rank; an error of one is raised on all of them. Collective."""
+    from distprune.files.team import Team
+    from distprune.ranks.process_groups import world
 
-        yield Team(world()).attempt(find)
+    return Team(world()).attempt(find)
 
 
 @contextlib.contextmanager
@@ -58,7 +51,7 @@ def translated(kind: type[FilesError]) -> Iterator[None]:
     except ImportError as error:
         raise SelectionError(str(error)) from error
     except RuntimeError as error:
-        if is_rank() and explained(error) is None:
+        if "RANK" in os.environ and explained(error) is None:
             raise RanksError(
                 f"a rank failed, was lost, or did not answer in time ({error})."
             ) from error

@@ -1,39 +1,73 @@
-"""``distprune prune``: in this process, or on the ranks of torchrun."""
+"""``distprune prune``: by the weights alone, or by text, one decoder layer at a time."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
-import click
+from pydantic import Field
 
-from distprune.cli import describing, process
-from distprune.cli.console import Meter, Terminal, counted, percent, share_text, time_text
+from distprune.cli import console
+from distprune.cli.language_models import TextRunOptions, on_ranks_with_text
 from distprune.cli.options import (
-    ESSENTIAL,
-    OutputOptions,
+    RecipeOptions,
     WritingOptions,
     command,
-    destination,
-    made,
-    recipe_option,
-    source,
+    make_recipe_from,
+    option_name,
 )
-from distprune.cli.pruning_by_text import TextOptions, chosen_recipe, prune_by_text
+from distprune.cli.process import on_every_rank, process_group, translated
+from distprune.files.errors import SelectionError, TextError
 from distprune.files.text import format_size
 from distprune.recipes import GroupRecipe, Recipe
 
 if TYPE_CHECKING:  # torch comes with it
-    from distprune.files.planning import Plan
     from distprune.files.reports import GroupReport, Report
 
 
-@command("prune", Recipe, TextOptions, WritingOptions, OutputOptions, first=ESSENTIAL)
-@source
-@destination
-@recipe_option
-def prune(context: click.Context, source: Path, destination: Path, recipe: str | None) -> None:
+class TextOptions(TextRunOptions, RecipeOptions):
+    """A recipe, and the options of pruning by text."""
+
+    texts: tuple[Path, ...] = Field((), description="UTF-8 text whose gradients rank weights.")
+    eval_texts: tuple[Path, ...] = Field((), description="Held-out text, for its perplexity.")
+    eval_windows: int | None = Field(None, ge=1, description="Windows of each held-out text (all).")
+    windows: int = Field(32, ge=1, description="Windows of text, drawn at random (32).")
+    update: Literal["least-squares", "none"] = Field(
+        "least-squares", description="What moves kept weights (least-squares)."
+    )
+    rounds: tuple[float, ...] = Field((), description="Prune to this sparsity first. Repeat it.")
+    keep_scores: Path | None = Field(None, description="Folder for scores of single weights.")
+
+    def recipe_with(self, keys: dict[str, Any]) -> Recipe:
+        """The recipe; with text, gradients rank the weights unless it says otherwise.
+
+        Args:
+            keys: those that options give.
+
+        Raises:
+            SelectionError: an option that has no effect without ``--text``; a wrong recipe.
+        """
+        others = {*RecipeOptions.model_fields, *WritingOptions.model_fields}
+        useless = sorted(self.model_fields_set - others)
+        if useless and not self.texts:
+            names = ", ".join(map(option_name, useless))
+            raise SelectionError(f"{names} have no effect without --text; add it, or leave it out.")
+        defaults = {"score": "fisher"} if self.texts else {}
+        return make_recipe_from(self.recipe, keys, **defaults)
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of all functions of ``streaming``."""
+        update, dtype = self.update.replace("-", "_"), self.torch_dtype()
+        return {"update": update, "batch_size": self.batch_size, "dtype": dtype}
+
+
+class PruneOptions(TextOptions, WritingOptions):
+    """The options of prune."""
+
+
+@command("prune", PruneOptions, "SRC", "DST")
+def prune(given: PruneOptions, keys: dict[str, Any], src: Path, dst: Path) -> None:
     """Write a pruned copy of a checkpoint; the same to the byte on any number of processes.
 
     Only the bytes of pruned elements change, to zero; DST/distprune holds masks, recipe and report.
@@ -45,102 +79,106 @@ def prune(context: click.Context, source: Path, destination: Path, recipe: str |
     distprune prune SRC DST -s 0.6 --text train.txt --eval held-out.txt
     torchrun --nproc-per-node 8 -m distprune prune SRC DST -r semi_structured_2_4
     """
-    output, writing = made(context, OutputOptions), made(context, WritingOptions)
-    by_text = made(context, TextOptions)
-    terminal = output.terminal()
-    if writing.discard:
-        describing.discard_unfinished(terminal, destination)
+    terminal = given.terminal()
+    if given.discard:
+        console.discard_unfinished(terminal, dst)
         return
-    by_text.check()
-    if by_text.texts:
-        chosen = chosen_recipe(context, recipe, by_text)
-        report, plan = prune_by_text(terminal, source, destination, chosen, by_text, writing)
-        _show(terminal, report, plan, destination, with_tensors=output.verbose)
-        return
-
-    def make_plan() -> Plan:
-        from distprune.files import planning
-
-        return planning.plan(source, chosen_recipe(context, recipe, by_text))
-
-    with process.on_ranks(writing.timeout, make_plan) as plan:
-        from distprune.files import pruning
-
-        describing.note_files(terminal, plan.checkpoint)
-        describing.show_warnings(terminal, plan)
-        terminal.note(describing.summary(plan))
-        with Meter(terminal) as meter:
-            report = pruning.prune(
-                plan,
-                destination,
-                progress=meter.files,
-                replace=writing.force,
-                tell=terminal.note,
-            )
-    _show(terminal, report, plan, destination, with_tensors=output.verbose)
-
-
-def _show(
-    terminal: Terminal, report: Report, plan: Plan, destination: Path, *, with_tensors: bool
-) -> None:
-    """Say what was done, on the first rank."""
+    recipe = given.recipe_with(keys)
+    prune = _prune_by_text if given.texts else _prune_by_weights
+    report = prune(terminal, given, recipe, src, dst)
     if not terminal.is_leader:
         return
-    from distprune.base.memory import peak_rss_bytes
-    from distprune.files.reports.building import advice_about
-
-    for warning in (*report.warnings, advice_about(plan, report.tensors)):
-        if warning:
-            terminal.note(f"Warning: {warning}")
-    if terminal.as_json:
-        terminal.json(json.loads(report.to_json()) | describing.values_of_files(plan.checkpoint))
+    for warning in report.warnings:
+        terminal.note(f"Warning: {warning}")
+    if given.as_json:
+        terminal.json(json.loads(report.to_json()) | {"not_copied": dict(report.skipped)})
         return
-    if with_tensors:
-        _show_tensors(terminal, report)
-    num_tensors = counted(len(report.tensors), "tensor")
-    terminal.text(f"Pruned {share_text(report.num_pruned, report.num_elements)} in {num_tensors}.")
-    for group in report.groups:
-        if text := _group_text(report, group, plan.groups[group.index].recipe):
-            terminal.text(text)
-    num_limited = sum(tensor.held_at is not None for tensor in report.tensors)
-    if num_limited:
-        terminal.text(f"{counted(num_limited, 'tensor')} at a limit (held_at in the report).")
-    run = report.run
-    peak = max(*run.peak_rss_bytes, peak_rss_bytes())  # after the last file, too
+    if given.verbose:
+        console.show_counts(
+            terminal, [(t.name, t.num_elements, t.num_pruned) for t in report.tensors]
+        )
+    num_tensors = console.counted(len(report.tensors), "tensor")
     terminal.text(
-        f"{destination}: {time_text(sum(run.seconds.values()), run.num_ranks)}, "
+        f"Pruned {console.share_text(report.num_pruned, report.num_elements)} in {num_tensors}."
+    )
+    for group, part in zip(report.groups, recipe.parts, strict=True):
+        _show_group(terminal, group, part, name=f"Group {group.index}: " * bool(recipe.groups))
+    from distprune.base.memory import peak_rss_bytes
+
+    peak = max(*report.run.peak_rss_bytes, peak_rss_bytes())  # after the last file, too
+    terminal.text(
+        f"{dst}: {console.time_text(sum(report.run.seconds.values()), report.run.num_ranks)}, "
         f"peak memory {format_size(peak)}."
     )
 
 
-def _show_tensors(terminal: Terminal, report: Report) -> None:
-    """A table of the tensors; where their scores were normalised, with divisors and magnitudes."""
-    is_normalized = any(tensor.divisor is not None for tensor in report.tensors)
-    rows = []
-    for tensor in report.tensors:
-        numbers: list[float | None] = []
-        if is_normalized:
-            magnitude = report.magnitude_cut_at(tensor) if tensor.divisor is not None else None
-            numbers = [tensor.divisor, magnitude]
-        texts = ["" if number is None else f"{number:.4g}" for number in numbers]
-        rows.append((tensor.name, tensor.num_elements, tensor.num_pruned, *texts))
-    describing.show_counts(terminal, rows, ("divisor", "cut at") if is_normalized else ())
-
-
-def _group_text(report: Report, group: GroupReport, recipe: GroupRecipe) -> str:
+def _show_group(
+    terminal: console.Terminal, group: GroupReport, recipe: GroupRecipe, name: str
+) -> None:
     """The sparsity of a group, if there are several; the threshold and its ties, if it has one."""
-    texts = []
-    if len(report.groups) > 1:
-        texts.append(
-            f"Group {group.index}: {group.num_pruned:,} of {group.num_elements:,} "
-            f"({percent(group.num_pruned, group.num_elements)})."
-        )
+    if name:
+        terminal.text(f"{name}{console.share_text(group.num_pruned, group.num_elements)}.")
     if group.threshold is not None:
         is_magnitude = recipe.ranks_magnitudes and recipe.divisor is None
         what = "magnitude" if is_magnitude else "score"
-        texts.append(
-            f"Largest pruned {what}: {group.threshold:.6g}{recipe.by_divisor('times the')}; "
+        terminal.text(
+            f"{name}Largest pruned {what}: {group.threshold:.6g}{recipe.by_divisor('times the')}; "
             f"{group.num_ties_pruned or 0:,} of {group.num_ties or 0:,} elements of this {what} "
             "were pruned."
         )
-    return " ".join(texts)
+
+
+def _prune_by_weights(
+    terminal: console.Terminal, given: PruneOptions, recipe: Recipe, src: Path, dst: Path
+) -> Report:
+    """Prune by the weights, and files of scores or statistics."""
+
+    from distprune.files import planning, pruning
+
+    with process_group(given.timeout), console.Meter(terminal) as meter:
+        plan = on_every_rank(lambda: planning.plan(src, recipe))
+        console.note_files(terminal, plan.checkpoint)
+        console.show_warnings(terminal, plan)
+        terminal.note(console.summary(plan))
+        return pruning.prune(
+            plan, dst, progress=meter.files, replace=given.force, tell=terminal.note
+        )
+
+
+def _prune_by_text(
+    terminal: console.Terminal, given: PruneOptions, recipe: Recipe, src: Path, dst: Path
+) -> Report:
+    """Prune by text; see ``streaming.prune_folder``."""
+    with on_ranks_with_text(given, src, given.timeout) as (kind, _, read):
+        from distprune import streaming
+
+        with translated(TextError):
+            windows = read(given.texts, None).sample(given.windows)
+        evaluation = None
+        if given.eval_texts:
+            evaluation = read(given.eval_texts, given.eval_windows)
+        score = "the scores of the recipe" if recipe.groups else f"score {recipe.score_text}"
+        update = "" if given.update == "none" else ", then least squares for the kept weights"
+        terminal.note(f"{len(windows):,} windows of {windows.length:,} tokens: {score}{update}.")
+        with translated(SelectionError), console.Meter(terminal) as meter:
+            pruned = streaming.prune_folder(
+                src,
+                dst,
+                recipe,
+                windows,
+                evaluation=evaluation,
+                rounds=given.rounds,
+                device=kind,
+                progress=meter.windows,
+                progress_of_files=meter.files,
+                keep_scores=given.keep_scores,
+                replace=given.force,
+                tell=terminal.note,
+                **given.arguments(),
+            )
+    if pruned.before is not None and pruned.after is not None:
+        terminal.note(
+            f"Perplexity of the held-out text: {pruned.before:.2f} before, {pruned.after:.2f} "
+            "after."
+        )
+    return pruned.report

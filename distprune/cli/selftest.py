@@ -12,8 +12,8 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from distprune.cli import process
-from distprune.files.errors import RanksError, SelectionError
+from distprune.cli.process import FAILURE
+from distprune.files.errors import RanksError
 
 ABOUT = """Check what distprune guarantees on this machine, with this backend and version of torch.
 
@@ -33,36 +33,32 @@ def main(arguments: Sequence[str]) -> int:
     """Run the self-test on this rank."""
     options = _parser().parse_args(arguments)
     try:
-        import numpy  # noqa: F401
-        import torch
-    except ModuleNotFoundError as error:
-        raise SelectionError(f"the self-test needs torch and numpy: {error}") from error
-    try:
+        import torch.distributed as dist
+
         from distprune import selftest
     except ImportError as error:
-        print(f"FAILED: distprune does not import with torch {torch.__version__}: {error}")
-        return process.FAILURE
+        print(f"FAILED: distprune cannot be imported: {error}")
+        return FAILURE
     try:
         device, note = selftest.join(options.timeout, cpu=options.cpu, share=options.share)
     except (RuntimeError, ValueError) as error:
         raise RanksError(f"could not initialise the process group: {error}") from error
-    is_first = torch.distributed.get_rank() == 0
+    is_first = dist.get_rank() == 0
     warnings.simplefilter("ignore")
 
     def say(text: str) -> None:
-        if is_first and not options.as_json:
+        if is_first and not options.json:
             print(text, flush=True)
 
     report = selftest.run(device, note, options.timeout, say)
-    if options.as_json and is_first:
-        print(json.dumps(report, indent=2))
+    if options.json and is_first:
+        print(json.dumps(report, indent=2), flush=True)
     if report["ended"]:
         # The group's other ranks may be gone: nothing may wait for them.
-        sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(process.FAILURE)
-    torch.distributed.destroy_process_group()
-    return 0 if report["holds"] else process.FAILURE
+        os._exit(FAILURE)
+    dist.destroy_process_group()
+    return 0 if report["holds"] else FAILURE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,24 +68,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--json", action="store_true", dest="as_json", help="print one JSON document"
-    )
-    parser.add_argument("--cpu", action="store_true", help="test gloo on the CPU, not accelerators")
-    parser.add_argument(
-        "--share", action="store_true", help="let several ranks share an accelerator, over gloo"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=60.0,
-        help="of torch's process groups, in seconds (default 60)",
-    )
+    flags = {
+        "--json": "print one JSON document",
+        "--cpu": "test gloo on the CPU, not accelerators",
+        "--share": "let several ranks share an accelerator, over gloo",
+    }
+    for flag, text in flags.items():
+        parser.add_argument(flag, action="store_true", help=text)
+    text = "of torch's process groups, in seconds (default 60)"
+    parser.add_argument("--timeout", type=float, default=60.0, help=text)
     return parser
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise ValueError(text)
-    return value

@@ -49,6 +49,7 @@ def test_the_help_of_prune_fits_a_screen_and_begins_with_what_is_needed():
     assert len(lines) <= 60 and lines[0] == "Usage: distprune prune [OPTIONS] SRC DST"
     first = lines[lines.index("Options:") + 1 : lines.index("More:")]
     names = ["--recipe", "--sparsity", "--pattern", "--text", "--eval"]
+    assert not {"  SRC", "  DST"} & set(lines)
     assert [re.search("--[a-z]+", line)[0] for line in first if "--" in line] == names
 
 
@@ -64,7 +65,6 @@ def test_every_key_of_a_recipe_is_an_option():
         (["bogus"], "No such command"),
         (["recipe", "show"], "Missing argument"),
         (["recipe", "show", "nope"], "expected a YAML file, or one of by_kind_of_layer, cubic"),
-        (["env", "no/such/folder"], "no/such/folder does not exist"),
     ],
 )
 def test_a_wrong_command_is_exit_code_2_and_a_message_on_stderr(run, arguments, expected):
@@ -85,14 +85,11 @@ def test_a_wrong_recipe_names_every_problem(run, tmp_path):
 
 
 def test_shipped_recipes_are_listed_shown_and_valid(run):
-    listed = {each["name"]: each["about"] for each in run("recipe", "ls", "--json").json}
-    assert set(listed) == set(shipped_recipes()) and len(listed) == 12
-    for name, about in listed.items():
-        assert about in run("recipe", "ls").out
+    listed = [line.split()[0] for line in run("recipe", "ls").out.splitlines()[1:]]
+    assert listed == [*shipped_recipes()] and len(listed) == 12
+    for name in listed:
         text = run("recipe", "show", name).out
-        assert yaml.safe_load(text) == load_recipe(name).as_values()
-        shown = run("recipe", "show", name, "--json").json
-        assert shown == load_recipe(shipped_recipes()[name]).as_values()
+        assert yaml.safe_load(text) == load_recipe(shipped_recipes()[name]).as_values()
 
 
 def test_the_schema_has_the_keys_of_recipes(run):

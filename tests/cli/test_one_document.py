@@ -17,8 +17,6 @@ CASES = [
     (0, ["verify", "PRUNED", "--against", "SRC", "-v"]),
     (0, ["diff", "SRC", "PRUNED", "-v"]),
     (0, ["env", "SRC"]),
-    (0, ["recipe", "ls"]),
-    (0, ["recipe", "show", "layer_50"]),
     (3, ["verify", "CHANGED", "--against", "SRC"]),
 ]
 

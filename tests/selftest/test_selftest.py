@@ -219,11 +219,11 @@ main(["selftest"])
 @pytest.mark.parametrize(
     ("module", "expected", "message"),
     [
-        ("torch", 2, "the self-test needs torch and numpy"),
+        ("torch", 1, "FAILED: distprune cannot be imported"),
         pytest.param(
             "distprune.wrappers.private_fields",
             1,
-            "FAILED: distprune does not import with torch",
+            "FAILED: distprune cannot be imported",
             marks=pytest.mark.thorough,
         ),
     ],
@@ -233,7 +233,7 @@ def test_a_torch_that_lacks_a_module(module, expected, message):
     assert code == expected and message in out + err, out + err
 
 
-@pytest.mark.parametrize("arguments", [["--bogus"], ["--timeout", "0"], ["--timeout", "x"]])
+@pytest.mark.parametrize("arguments", [["--bogus"], ["--timeout", "x"]])
 def test_wrong_usage_is_exit_code_2(arguments, capsys):
     from distprune.cli.main import main
 

@@ -155,23 +155,6 @@ def warnings_about(plan: Plan, tensors: Sequence[TensorReport]) -> tuple[str, ..
     return (*_emptied(plan, tensors), *([] if in_rounds else _sparse_before(tensors)))
 
 
-def advice_about(plan: Plan, tensors: Sequence[TensorReport]) -> str:
-    """What may help if raw magnitudes emptied a tensor; "" if they did not."""
-    collapsed_ones = _of_collapsed(plan, tensors)
-    raw = [tensor for tensor in collapsed_ones if plan.groups[tensor.group].recipe.ranks_raw]
-    if not raw:
-        return ""
-    shown = _shown(raw)
-    are_weights = all(plan.groups[tensor.group].recipe.ranks_magnitudes for tensor in raw)
-    keep = "keeps" if len(raw) == 1 else "keep"
-    option = "" if plan.recipe.groups else " (--normalize rms)"
-    return (
-        f"{shown} {keep} at most 1 %, because raw {'magnitudes' if are_weights else 'scores'} were "
-        f"ranked; normalize: rms{option} divides those of each tensor by their rms, so that "
-        "tensors of different scales compare."
-    )
-
-
 def _of_collapsed(plan: Plan, tensors: Sequence[TensorReport]) -> list[TensorReport]:
     """The tensors that have collapsed in groups that are ranked together."""
     found: list[TensorReport] = []
