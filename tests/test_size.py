@@ -41,10 +41,10 @@ ROOMS = {
     "statistics": (1715, 10),
     "streaming": (1211, 9),
     "testing.py": (246, 1),
-    "verification": (723, 5),
+    "verification": (659, 4),
     "wrappers": (1723, 13),
 }
-TOTAL = (24884, 196)
+TOTAL = (24820, 195)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 40771, "launch": 966}
 NO_CODE = {

@@ -1,39 +1,66 @@
-"""What one rank can find out alone: its pruned parameters, with their problems."""
+"""What one rank can find out alone: its pruned parameters, and what keeps their masks from acting.
+
+A mask acts if the parameter, the mask, the hook and the record of the wrapper exist and fit
+together. A :class:`Place` is a parameter under one of its names; an :class:`Inspected` a parameter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distprune.base import memory
-from distprune.base.naming import registered_parameters
-from distprune.base.pruned_form import is_dtensor, orig_key
+from distprune.base.naming import full_name, named_modules, registered_parameters
+from distprune.base.pruned_form import is_dtensor, mask_key, name_of_mask, orig_key
 from distprune.masks.fingerprint import fingerprint_parts
-from distprune.masks.hook import MaskRecord
+from distprune.masks.hook import PruningHook, holder_of, holds_zeros, hooks_on
 from distprune.ranks.collectives import Communicator
 from distprune.shards.checksum import at_position, checksums
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import Shard
-from distprune.verification.places import Place, check
 from distprune.wrappers import masked_value
-from distprune.wrappers.managed import Managed
-from distprune.wrappers.wrapper import managed_parameters
+from distprune.wrappers.held import find_held, held_names
+from distprune.wrappers.managed import Managed, ManagedDTensor, ManagedRun
+from distprune.wrappers.wrapper import is_managed, managed_parameters
 
 # Elements at a time, so that temporaries stay in the second-level cache.
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 25
 
 
+class Place:
+    """A parameter under one of its names, as it is registered now.
+
+    Attributes:
+        path: full name of the parameter.
+        hooks: its pruning hooks: one, unless something is wrong.
+        is_held: whether the mask acts by zeros in shards, and the parameter has its own name.
+        original: the attribute that should be the parameter; None if it was deleted.
+        mask: the buffer that should be the mask; None if it was deleted.
+    """
+
+    def __init__(self, path: str, module: nn.Module, name: str) -> None:
+        self.path, self.module, self.name = path, module, name
+        hooks = hooks_on(module)
+        self.hooks = [hook for hook in hooks if getattr(hook, "_tensor_name", None) == name]
+        self.is_held = holds_zeros(module, name)
+        self.key = name if self.is_held else orig_key(name)
+        original: Any = module._parameters.get(self.key)
+        self.original: Any = module.__dict__.get(self.key) if original is None else original
+        self.mask: Any = module._buffers.get(mask_key(name))
+
+
 @dataclass
-class LocalEntry:
+class Inspected:
     """One parameter on this rank.
 
     Attributes:
         name: fully qualified.
         problems: what is wrong with the parameter on this rank.
-        record: the mask that the last pruning left; None if unknown.
+        hook: of its first place.
         shard: this rank's part; None if it could not be read, and the numbers are 0 then.
         num_pruned: elements of the part that the mask prunes.
         fingerprint: the part's summand of the fingerprint of the whole mask.
@@ -43,7 +70,7 @@ class LocalEntry:
 
     name: str
     problems: list[str] = field(default_factory=list)
-    record: MaskRecord | None = None
+    hook: PruningHook | None = None
     shard: Shard | None = None
     num_pruned: int = 0
     fingerprint: int = 0
@@ -51,93 +78,234 @@ class LocalEntry:
     weight_hash: int = 0
 
 
-def inspect(places: Sequence[Place], communicator: Communicator) -> dict[str, LocalEntry]:
-    """Check everything that the places of parameters show on this rank: entries by name."""
+class _Broken(Exception):
+    """The parameter cannot be read together with its mask; says why."""
+
+
+def places_of(model: nn.Module, prefix: str = "") -> list[Place]:
+    """Every place of the model that is pruned, or has a trace of a deleted mask."""
+    prefix = prefix + "." if prefix else ""
+    return [
+        Place(prefix + full_name(path, name), module, name)
+        for path, module in named_modules(model)
+        for name in traces(module)
+    ]
+
+
+def traces(module: nn.Module) -> list[str]:
+    """Names of the parameters that have a hook, a mask or what pruning adds to a module."""
+    names: dict[str, None] = {}
+    for hook in hooks_on(module):
+        if hasattr(hook, "_tensor_name"):
+            names[hook._tensor_name] = None
+    for key in module._buffers:
+        name = name_of_mask(key)
+        if name is not None and name not in names and _is_ours(module, name):
+            names[name] = None
+    names |= dict.fromkeys((*masked_value.live_names(module), *held_names(module)))
+    return list(names)
+
+
+def _is_ours(module: nn.Module, name: str) -> bool:
+    """Whether a buffer with a mask's name is one, and not of torch.nn.utils.prune."""
+    for hook in module._forward_pre_hooks.values():
+        is_of_torch = type(hook).__module__ == "torch.nn.utils.prune"
+        if is_of_torch and getattr(hook, "_tensor_name", None) == name:
+            return False
+    if orig_key(name) in module._parameters or find_held(module, name) is not None:
+        return True
+    parameter, mask = module._parameters.get(name), module._buffers[mask_key(name)]
+    return is_dtensor(parameter) and is_dtensor(mask) and mask.dtype is torch.bool
+
+
+def inspect(places: Sequence[Place], communicator: Communicator) -> dict[str, Inspected]:
+    """Check everything that the places of parameters show on this rank: by name."""
     reader, managed = ShardReader(), managed_parameters()
-    by_key: dict[Hashable, LocalEntry] = {}
-    entries: dict[str, LocalEntry] = {}
+    by_key: dict[Hashable, Inspected] = {}
+    entries: dict[str, Inspected] = {}
     products: dict[str, Tensor | None] = {}
     for place in places:
-        shard = _read(place, reader, managed)
+        problems: list[str] = []
+        shard = _read(place, reader, managed, problems)
         key: Hashable = (id(place.module), place.name) if shard is None else shard.key
         entry = by_key.get(key)
         if entry is None:
-            entry = by_key[key] = entries.setdefault(place.path, LocalEntry(place.path))
-            if shard is not None and shard.mask is None:
-                place.problems.append("its mask cannot be found")
-            elif shard is not None:
-                entry.shard, products[entry.name] = shard, _product(place, shard)
-            entry.record = None if place.hook is None else place.hook.record
-        elif shard is not None:
-            _compare_tied(entry, place, shard)
+            hook = next(iter(place.hooks), None)
+            entry = by_key[key] = Inspected(place.path, hook=hook, shard=shard)
+            entries.setdefault(place.path, entry)
+            if shard is not None:
+                products[entry.name] = _product(place, shard)
+        elif shard is not None and entry.shard is not None and not _same(entry.shard, shard):
+            problems.append("it is tied, and has another mask than under its first name")
         prefix = "" if place.path == entry.name else f"as {place.path}, "
-        entry.problems += [prefix + text for text in place.problems]
+        entry.problems += [prefix + text for text in problems]
     _measure([entry for entry in entries.values() if entry.shard], products, communicator)
     return entries
 
 
 def find_dense_places(
-    model: nn.Module, places: Sequence[Place], entries: Mapping[str, LocalEntry]
+    model: nn.Module, places: Sequence[Place], entries: Mapping[str, Inspected]
 ) -> None:
     """Add problems of pruned parameters that are also registered without their mask."""
-    entry_of_original: dict[int, LocalEntry] = {}
+    entry_of: dict[int, Inspected] = {}
     checked: set[tuple[int, str]] = set()  # (id of a module, name) pairs that are checked elsewhere
     for place in places:
         checked |= {(id(place.module), orig_key(place.name)), (id(place.module), place.name)}
         if isinstance(place.original, nn.Parameter) and place.path in entries:
-            entry_of_original.setdefault(id(place.original), entries[place.path])
+            entry_of.setdefault(id(place.original), entries[place.path])
     for fqn, module, name, parameter in registered_parameters(model):
-        entry = entry_of_original.get(id(parameter))
+        entry = entry_of.get(id(parameter))
         if entry is not None and (id(module), name) not in checked:
             entry.problems.append(f"it is registered as {fqn} too, and acts there unmasked")
 
 
 def _read(
-    place: Place, reader: ShardReader, managed: Mapping[tuple[int, str], Managed]
+    place: Place,
+    reader: ShardReader,
+    managed: Mapping[tuple[int, str], Managed],
+    problems: list[str],
 ) -> Shard | None:
     """Check a place and read its shard; None, with the problem added, if that fails."""
     try:
-        check(place, reader, managed)
-        if place.is_readable:
-            return reader.read(place.module, place.name, place.path)
+        _check(place, reader, managed, problems)
+        shard = reader.read(place.module, place.name, place.path)
+        if shard.mask is None:
+            raise _Broken("its mask cannot be found")
+        return shard
+    except _Broken as error:
+        problems.append(str(error))
     except Exception as error:  # of any type: it is a problem of the parameter
-        place.problems.append(_unreadable(error))
+        problems.append(f"cannot be read: {type(error).__name__}: {error}")
     return None
 
 
-def _unreadable(error: Exception) -> str:
-    return f"cannot be read: {type(error).__name__}: {error}"
+def _check(
+    place: Place,
+    reader: ShardReader,
+    managed: Mapping[tuple[int, str], Managed],
+    problems: list[str],
+) -> None:
+    """Find everything that keeps a mask from acting.
+
+    Raises:
+        _Broken: the mask and the parameter do not exist or do not fit each other.
+    """
+    module, name, mask = place.module, place.name, place.mask
+    if not place.hooks:
+        problems.append("its pruning hook is gone, so that nothing keeps the mask acting")
+    elif len(place.hooks) > 1:
+        problems.append(f"it has {len(place.hooks)} pruning hooks; expected one")
+    if not place.is_held:
+        if module._parameters.get(name) is not None:
+            problems.append(
+                f"another parameter is registered as {name}, in the place of the masked one"
+            )
+        if is_dtensor(place.original) or is_managed(module, place.key):
+            raise _Broken(
+                "it was pruned before it was sharded, and its mask is whole; call "
+                "masks_aside(model) around the wrapping"
+            )
+    record = managed.get((id(module), name)) or reader.managed(module, name)
+    if record is None and not isinstance(place.original, Tensor):
+        raise _Broken(f"{place.key} is gone")
+    if not isinstance(mask, Tensor):
+        raise _Broken(f"its mask, the buffer {mask_key(name)}, is gone")
+    if place.is_held:
+        _check_held(place, mask, record, problems)
+        return
+    _check_layout(mask, place.original)
+    if masked_value.must_be_live(module) and not masked_value.is_live(module, name):
+        problems.append(f"{name} is not computed when it is read, as it has to be here")
+
+
+def _check_held(place: Place, mask: Tensor, record: Managed | None, problems: list[str]) -> None:
+    held, parameter = holder_of(place.module, place.name), place.original
+    if getattr(held.record, "key", None) != getattr(record, "key", None):
+        raise _Broken(
+            "it was wrapped anew, and its mask acts on what the earlier wrapper had; call "
+            "masks_aside(model) around the wrapping"
+        )
+    if isinstance(record, ManagedDTensor):
+        if record.plain_replacement is not None:
+            raise _Broken(
+                f"{place.name} was replaced by {_described(record.plain_replacement)}, which its "
+                "wrapper cannot gather; load a state dict of DTensors, or without assign=True"
+            )
+        parameter = record.sharded
+    elif isinstance(record, ManagedRun):
+        parameter = record.values
+    if record is not None and not record.has_registered(place.module, place.name):
+        raise _Broken(f"{place.name} was replaced by a parameter that the wrapper does not have")
+    # With CPU offload FSDP1 moves buffers to the accelerator for good, and parameters for use.
+    _check_layout(mask, parameter, may_be_elsewhere=record is not None)
+    if mask.dtype is not torch.bool:
+        raise _Broken(f"its mask has dtype {mask.dtype}; expected torch.bool on shards")
+    for stored, part in held.stored():
+        number = int((stored[part.to(stored.device) == 0] != 0).sum())
+        if number:
+            problems.append(f"{number} pruned elements are not zero in what the rank stores")
+
+
+def _check_layout(mask: Tensor, parameter: Tensor, *, may_be_elsewhere: bool = False) -> None:
+    """Raise if a mask is not laid out like its parameter; on its device, or on any."""
+    fits = (
+        mask.shape == parameter.shape
+        and (may_be_elsewhere or mask.device == parameter.device)
+        and is_dtensor(mask) == is_dtensor(parameter)
+    )
+    if fits and is_dtensor(mask) and is_dtensor(parameter):
+        fits = (
+            mask.device_mesh == parameter.device_mesh
+            and tuple(mask.placements) == tuple(parameter.placements)
+            and mask.to_local().shape == parameter.to_local().shape
+        )
+    if not fits:
+        raise _Broken(
+            f"its mask is {_described(mask)}, and the parameter {_described(parameter)}; expected "
+            "the same layout"
+        )
+
+
+def _described(tensor: Tensor) -> str:
+    kind = f"a tensor of shape {tuple(tensor.shape)} on {tensor.device}"
+    if not is_dtensor(tensor):
+        return kind
+    return (
+        f"a DTensor of shape {tuple(tensor.shape)} with {tensor.placements} on a mesh of shape "
+        f"{tuple(tensor.device_mesh.shape)}, {tuple(tensor.to_local().shape)} here"
+    )
 
 
 def _product(place: Place, shard: Shard) -> Tensor | None:
-    """The masked weight that the module keeps, shaped like the shard.
+    """The masked weight that the module keeps, 1-d, in the order of the shard.
 
     None if there is none: it is computed when it is read, or at the next forward.
     """
-    if masked_value.is_live(place.module, place.name):
-        return None
     product = place.module.__dict__.get(place.name)
+    if not isinstance(product, Tensor) or masked_value.is_live(place.module, place.name):
+        return None
     # After .to() the product keeps the old device and dtype until the next forward.
+    values = shard.values
     is_current = (
-        isinstance(product, Tensor)
-        and product.shape == shard.values.shape
-        and product.dtype == shard.values.dtype
-        and product.device == shard.values.device
+        product.shape == values.shape
+        and product.dtype == values.dtype
+        and product.device == values.device
         and not is_dtensor(product)
     )
-    return product if is_current else None
+    return shard.flat(product.detach()) if is_current else None
 
 
-def _compare_tied(entry: LocalEntry, place: Place, shard: Shard) -> None:
-    first = None if entry.shard is None else entry.shard.mask
-    if first is None or shard.mask is None or first is shard.mask:
-        return
-    if first.shape != shard.mask.shape or not torch.equal(first != 0, shard.mask != 0):
-        place.problems.append("it is tied, and has another mask than under its first name")
+def _same(shard: Shard, other: Shard) -> bool:
+    """Whether two places of a tied parameter have the same mask."""
+    mask, of_other = shard.mask, other.mask
+    assert mask is not None and of_other is not None
+    return mask is of_other or (
+        mask.shape == of_other.shape and torch.equal(mask != 0, of_other != 0)
+    )
 
 
 def _measure(
-    entries: Sequence[LocalEntry],
+    entries: Sequence[Inspected],
     products: Mapping[str, Tensor | None],
     communicator: Communicator,
 ) -> None:
@@ -146,28 +314,33 @@ def _measure(
     Cost: two reads of the mask, and one of the weight, or two if it has replicas. Waits for a
     device three times.
     """
-    started: list[tuple[LocalEntry, Shard, Tensor, Tensor]] = []
+    shards: list[Shard] = []
+    masks: list[Tensor] = []
     for entry in entries:
-        shard = entry.shard
-        assert shard is not None and shard.mask is not None
-        try:
-            numbers = _numbers(shard, shard.mask, products[entry.name])
-        except Exception as error:
-            entry.problems.append(_unreadable(error))
-            entry.shard = None
-        else:
-            started.append((entry, shard, shard.mask, numbers))
+        assert entry.shard is not None and entry.shard.mask is not None
+        shards.append(entry.shard)
+        masks.append(entry.shard.mask)
+    flat = [
+        (shard.flat(mask), shard.flat_values, products[entry.name])
+        for entry, shard, mask in zip(entries, shards, masks, strict=True)
+    ]
+    # Small parameters of a kind are looked at together.
+    groups: dict[object, list[int]] = {}
+    for i, (mask, values, product) in enumerate(flat):
+        kind = (mask.dtype, values.dtype, mask.device, values.device, product is None)
+        groups.setdefault(kind if mask.numel() <= memory.SERIAL else i, []).append(i)
+    counted = [_numbers([flat[i] for i in group]) for group in groups.values()]
+    order = [i for group in groups.values() for i in group]
+    rows = [row for array in memory.arrays_on_host(counted) for row in array.tolist()]
     replicated = {
         entry.name: shard.values
-        for entry, shard, *_ in started
+        for entry, shard in zip(entries, shards, strict=True)
         if _has_replicas(shard, communicator)
     }
     sums = dict(zip(replicated, checksums([*replicated.values()]), strict=True))
-    rows = memory.lists_on_host([numbers for *_, numbers in started])
-    fingerprints = fingerprint_parts([each[1] for each in started], [each[2] for each in started])
-    for (entry, shard, *_), row, fingerprint in zip(started, rows, fingerprints, strict=True):
-        num_pruned, num_kept, num_infinite, num_exposed = row
-        num_elements = shard.values.numel()
+    fingerprints = fingerprint_parts(shards, masks)
+    for i, (num_pruned, num_kept, num_infinite, num_exposed) in zip(order, rows, strict=True):
+        entry, shard, num_elements = entries[i], shards[i], masks[i].numel()
         num_others = num_elements - num_pruned - num_kept
         if num_others:
             entry.problems.append(
@@ -182,8 +355,9 @@ def _measure(
                 "the masked weight that is there now is not 0 where the mask is: it, or the mask, "
                 "was written to after it had been computed"
             )
-        entry.num_pruned, entry.fingerprint = num_pruned, fingerprint
-        entry.mask_hash = at_position(shard.position, fingerprint, num_pruned, num_kept)
+        entry.num_pruned, entry.fingerprint = num_pruned, fingerprints[i]
+        if communicator.size > 1:
+            entry.mask_hash = at_position(shard.position, fingerprints[i], num_pruned, num_kept)
         if entry.name in sums:
             entry.weight_hash = at_position(shard.position, sums[entry.name])
 
@@ -194,27 +368,31 @@ def _has_replicas(shard: Shard, communicator: Communicator) -> bool:
     return communicator.size > 1 and (shard.num_replicas > 1 or is_on_part)
 
 
-def _numbers(shard: Shard, local_mask: Tensor, product: Tensor | None) -> Tensor:
-    """How many elements are pruned, are kept, are infinite or NaN where they are pruned, and have a
-    product other than 0 there: int64 [4], on the device."""
-    mask, values = shard.flat(local_mask), shard.flat(shard.values)
-    flat_product = None if product is None else shard.flat(product.detach())
-    totals = torch.zeros(4, dtype=torch.int64, device=mask.device)
-    for span in _chunks(mask):
+def _numbers(group: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
+    """Of some parameters, how many elements are pruned, are kept, are infinite or NaN where they
+    are pruned, and have a product other than 0 there: int64 [m, 4], on the device."""
+    mask, values, product = group[0]
+    sizes = [each.numel() for each, _, _ in group]
+    if len(group) > 1:
+        mask = torch.cat([each for each, _, _ in group])
+        values = torch.cat([each for _, each, _ in group])
+        if product is not None:
+            product = torch.cat([each for _, _, each in group if each is not None])
+    ends = torch.tensor(sizes).cumsum(0).to(mask.device)
+    totals = torch.zeros(len(group), 4, dtype=torch.int64, device=mask.device)
+    size = _CPU_CHUNK if memory.takes_numpy(mask.device) else _DEVICE_CHUNK
+    for first in range(0, mask.numel(), size if len(group) == 1 else max(1, mask.numel())):
+        span = slice(first, first + size) if len(group) == 1 else slice(None)
         pruned = mask[span] == 0
-        zeros = pruned.count_nonzero()
-        is_bool = mask.dtype is torch.bool
-        ones = pruned.numel() - zeros if is_bool else (mask[span] == 1).count_nonzero()
-        infinite = exposed = torch.zeros_like(zeros)
+        flags = {0: pruned, 1: ~pruned if mask.dtype is torch.bool else mask[span] == 1}
         if values.is_floating_point() or values.is_complex():
-            infinite = (pruned > values[span].isfinite()).count_nonzero()
-        if flat_product is not None:
-            exposed = (pruned > flat_product[span].logical_not()).count_nonzero()
-        totals += torch.stack([zeros, ones, infinite, exposed])
+            flags[2] = pruned > values[span].isfinite()
+        if product is not None:
+            flags[3] = pruned > product[span].logical_not()
+        for column, each in flags.items():
+            if len(group) == 1:
+                totals[0, column] += each.count_nonzero()
+            else:
+                upto = nn.functional.pad(each.cumsum(0), (1, 0))[ends]
+                totals[:, column] = upto.diff(prepend=upto.new_zeros(1))
     return totals
-
-
-def _chunks(flat: Tensor) -> Iterator[slice]:
-    size = _CPU_CHUNK if memory.takes_numpy(flat.device) else _DEVICE_CHUNK
-    for first in range(0, flat.numel(), size):
-        yield slice(first, first + size)

@@ -12,14 +12,20 @@ import torch
 from torch import nn
 
 from distprune.base.garbage import without_garbage_collection
+from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import Pair, checked_pair, label_of, tied_places
 from distprune.call.report import PruningReport
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.shards.checksum import replicas_agree
-from distprune.shards.shard import Shard
-from distprune.verification.inspecting import LocalEntry, find_dense_places, inspect
-from distprune.verification.places import Place, places_of, traces
+from distprune.verification.inspecting import (
+    Inspected,
+    Place,
+    find_dense_places,
+    inspect,
+    places_of,
+    traces,
+)
 from distprune.verification.report import (
     VerificationError,
     VerificationReport,
@@ -34,6 +40,9 @@ if TYPE_CHECKING:
 Expected = VerificationReport | PruningReport | Iterable[str | tuple[nn.Module, str]]
 # By name, the number of pruned elements and the fingerprint that a report has of a parameter.
 _Reported = dict[str, tuple[int, int | None]]
+# Places, names that are expected and not pruned, what a report says, and the model if all of it
+# is meant.
+_Found = tuple[list[Place], list[str], _Reported, nn.Module | None]
 
 
 def verify(
@@ -89,25 +98,19 @@ def verify(
         TypeError, ValueError: arguments of a wrong type, or that differ between the ranks.
 
     Cost: two reads of the masks and one of the weights, or two of weights that have replicas; no
-    memory. About 200 bytes of communication per parameter in 5 all-reduces; more if something is
-    wrong.
+    memory. About 200 bytes of communication per parameter in 4 all-reduces.
     """
 
-    def inspect_model() -> tuple[dict[str, LocalEntry], _Reported]:
+    def find_places() -> _Found:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
         managed_parameters(model)  # registers FSDP1 modules
         places = places_of(model, prefix)
-        missing, reported = _required(() if expected is None else expected, places)
-        entries = inspect(places, communicator)
-        find_dense_places(model, places, entries)
-        _add_missing(entries, missing)
-        return entries, reported
+        return places, *_required(() if expected is None else expected, places), model
 
-    communicator = world(group)
     return _verified(
-        inspect_model,
-        communicator,
+        find_places,
+        world(group),
         is_expected_given=expected is not None,
         raise_errors=raise_errors,
         pipeline_parallel=pipeline_parallel,
@@ -123,21 +126,17 @@ def verify_parameters(
 ) -> VerificationReport:
     """:func:`verify` for single parameters, of which ``pruned`` have to be pruned."""
 
-    def inspect_parameters() -> tuple[dict[str, LocalEntry], _Reported]:
+    def find_places() -> _Found:
         places: dict[tuple[int, str], Place] = {}
         for position, pair in enumerate(parameters):
             for module, name in tied_places(pair):
                 if name in traces(module):
                     place = Place(label_of(pair, position), module, name)
                     places.setdefault((id(module), name), place)
-        found = list(places.values())
-        missing, reported = _required(pruned, found)
-        entries = inspect(found, communicator)
-        _add_missing(entries, missing)
-        return entries, reported
+        return list(places.values()), *_required(pruned, list(places.values())), None
 
     return _verified(
-        inspect_parameters,
+        find_places,
         communicator,
         is_expected_given=True,
         raise_errors=True,
@@ -146,18 +145,29 @@ def verify_parameters(
 
 
 def _verified(
-    inspect_locally: Callable[[], tuple[dict[str, LocalEntry], _Reported]],
+    find_places: Callable[[], _Found],
     communicator: Communicator,
     *,
     is_expected_given: bool,
     raise_errors: bool,
     pipeline_parallel: bool,
 ) -> VerificationReport:
-    """Put what the ranks find together, and raise or report it."""
+    """Put together what the ranks find, and raise or report it."""
     started = time.perf_counter()
+
+    def inspect_places() -> tuple[dict[str, Inspected], _Reported]:
+        places, missing, reported, model = find_places()
+        entries = inspect(places, communicator)
+        if model is not None:
+            find_dense_places(model, places, entries)
+        for name in missing:
+            problems = entries.setdefault(name, Inspected(name)).problems
+            problems.append("it is expected to be pruned, and is not")
+        return entries, reported
+
     with (
         communicator.exclusively(),
-        torch.inference_mode(False),
+        ordinary_tensors(),
         torch.no_grad(),
         without_garbage_collection(),
     ):
@@ -165,17 +175,17 @@ def _verified(
             ("expected", "given" if is_expected_given else "None"),
             ("pipeline_parallel", str(pipeline_parallel)),
         ]
-        local, reported = communicator.run(inspect_locally, lambda _: facts)
-        shared = _share(local, reported, communicator, pipeline_parallel=pipeline_parallel)
+        local, reported = communicator.run(inspect_places, lambda _: facts)
+        parameters = _share(local, reported, communicator, pipeline_parallel=pipeline_parallel)
     problems: tuple[str, ...] = ()
-    if not shared and not is_expected_given:
+    if not parameters and not is_expected_given:
         problems = (
             "nothing is pruned, and nothing has a trace of it. If parameters should be, prune "
             "them, or load a checkpoint with checkpoint.load, which gives a fresh model its masks; "
             "expected=() lets a dense model pass",
         )
     report = VerificationReport(
-        tuple(shared),
+        tuple(parameters),
         problems,
         communicator.size,
         communicator.num_collectives,
@@ -217,61 +227,40 @@ def _required(expected: Expected, places: Sequence[Place]) -> tuple[list[str], _
     return missing, {}
 
 
-def _add_missing(entries: dict[str, LocalEntry], missing: Iterable[str]) -> None:
-    for name in missing:
-        problems = entries.setdefault(name, LocalEntry(name)).problems
-        problems.append("it is expected to be pruned, and is not")
-
-
-_UNKNOWN = 2**63 - 1
-
-
-class _Minima(NamedTuple):
-    """Minima over the ranks for one parameter; _UNKNOWN where no rank has a value.
+class _Told(NamedTuple):
+    """What one rank tells the others of a parameter, as JSON.
 
     Attributes:
-        leader: first rank of the copy whose numbers are counted.
-        kind, negative_kind: a digest of shape, dtype, layout, number of replicas and record, and
-            its negative, whose minimum is the negative maximum.
-        num_replicas, numel: of the parameter.
-        num_pruned, fingerprint: of the record of the last pruning.
+        kind: a digest of its shape, dtype and layout, and of the record of the last pruning; None
+            if the rank could not read it.
+        copy: the first rank of this rank's copy of it; -1 if the rank has no part of any, None if
+            each rank has a copy of its own.
+        problems: what this rank has found.
     """
 
-    leader: int = _UNKNOWN
-    kind: int = _UNKNOWN
-    negative_kind: int = _UNKNOWN
-    num_replicas: int = _UNKNOWN
-    numel: int = _UNKNOWN
-    num_pruned: int = _UNKNOWN
-    fingerprint: int = _UNKNOWN
+    kind: str | None = None
+    copy: int | None = None
+    num_replicas: int = 1
+    numel: int = 0
+    record: tuple[int, int] | None = None
+    problems: tuple[str, ...] = ()
 
 
-class _Sums(NamedTuple):
-    """Sums over the ranks for one parameter, modulo 2**64.
-
-    Attributes:
-        num_problems: on all ranks.
-        num_unread: ranks that could not read the parameter.
-        num_leaders: copies of the parameter.
-        num_elements, num_pruned, fingerprint: of the copy of the leader, its first replica.
-        masks, first_mask: hashes of the masks, of all replicas and of the first ones.
-        weights, first_weight: the same for the weights.
-    """
-
-    num_problems: int = 0
-    num_unread: int = 0
-    num_leaders: int = 0
-    num_elements: int = 0
-    num_pruned: int = 0
-    fingerprint: int = 0
-    masks: int = 0
-    first_mask: int = 0
-    weights: int = 0
-    first_weight: int = 0
+def _told(entry: Inspected, rank: int) -> _Told:
+    shard, problems = entry.shard, tuple(entry.problems)
+    if shard is None:
+        return _Told(problems=problems)
+    record = None if entry.hook is None else entry.hook.record
+    facts = f"{shard.facts} {shard.num_replicas} {record}"
+    kind = hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
+    copy = None
+    if shard.ranks is not None:
+        copy = min(shard.ranks) if rank in shard.ranks else -1
+    return _Told(kind, copy, shard.num_replicas, shard.numel, record, problems)
 
 
 def _share(
-    local: Mapping[str, LocalEntry],
+    local: Mapping[str, Inspected],
     reported: _Reported,
     communicator: Communicator,
     *,
@@ -279,129 +268,103 @@ def _share(
 ) -> list[VerifiedParameter]:
     """All parameters that any rank has, with their problems; the same on every rank.
 
-    Cost: four all-reduces if nothing is wrong: 16 bytes per rank, the names, and 56 and 80 bytes
-    per parameter.
+    Cost: three all-reduces: 16 bytes per rank, about 100 bytes per parameter for each kind of
+    rank, and 56 bytes per parameter.
     """
-    texts, kinds = communicator.distinct_texts(json.dumps(list(local)))
-    lists = [dict.fromkeys(json.loads(text)) for text in texts]
-    names: list[str] = list(dict.fromkeys(name for own in lists for name in own))
-    if not names:
+    rank = communicator.rank
+    mine = {name: _told(entry, rank) for name, entry in local.items()}
+    texts, kinds = communicator.distinct_texts(json.dumps(mine))
+    told_by: dict[str, list[tuple[_Told, list[int]]]] = {}
+    for kind, text in enumerate(texts):
+        pairs = zip(communicator.ranks, kinds, strict=True)
+        ranks = [each for each, of_rank in pairs if of_rank == kind]
+        for name, row in json.loads(text).items():
+            told_by.setdefault(name, []).append((_Told(*row), ranks))
+    if not told_by:
         return []
-    problems: dict[str, list[str]] = {name: [] for name in names}
-    if len(lists) > 1 and not pipeline_parallel:
-        for name in names:
-            by_rank = zip(communicator.ranks, kinds, strict=True)
-            ranks = {rank for rank, kind in by_rank if name in lists[kind]}
-            others = set(communicator.ranks) - ranks
-            if others:
-                problems[name].append(
-                    f"it is pruned on {_in_words(ranks, communicator)} and not on "
-                    f"{_in_words(others, communicator)}"
-                )
-    entries = [local.get(name) for name in names]
-    rows = torch.tensor([_minima(entry, communicator) for entry in entries], dtype=torch.int64)
-    minima = [_Minima(*row) for row in communicator.min(rows).tolist()]
-    parts = [_sums(*each, communicator) for each in zip(entries, minima, strict=True)]
-    rows = communicator.sum(torch.tensor(parts, dtype=torch.int64))
-    totals = [_Sums(*row) for row in rows.tolist()]
+    copies = {name: _copies(told) for name, told in told_by.items()}
+    rows = []
+    for name in told_by:
+        row, entry = [0] * 7, local.get(name)
+        if entry is not None and entry.shard is not None and mine[name].copy != -1:
+            row[:2] = entry.mask_hash, entry.weight_hash
+            own = mine[name].copy
+            if entry.shard.replica == 0 and (rank if own is None else own) == min(copies[name]):
+                size = entry.shard.values.numel()
+                row[2:] = size, entry.num_pruned, entry.fingerprint, *row[:2]
+        rows.append(row)
+    totals = communicator.sum(torch.tensor(rows, dtype=torch.int64).view(-1, 7)).tolist()
     found = []
-    for name, minimum, total in zip(names, minima, totals, strict=True):
-        problems[name] += _problems(minimum, total, reported.get(name))
-    if any(total.num_problems for total in totals):
-        _share_texts(local, problems, communicator)
-    for name, minimum, total in zip(names, minima, totals, strict=True):
-        numel = 0 if minimum.numel == _UNKNOWN else minimum.numel
-        found.append(
-            VerifiedParameter(
-                name, numel, total.num_pruned, total.fingerprint, tuple(problems[name])
+    for (name, told), total in zip(told_by.items(), totals, strict=True):
+        problems: list[str] = []
+        inside = {rank for _, ranks in told for rank in ranks}
+        outside = set(communicator.ranks) - inside
+        if outside and not pipeline_parallel:
+            problems.append(
+                f"it is pruned on {_in_words(inside, communicator)} and not on "
+                f"{_in_words(outside, communicator)}"
             )
-        )
+        entries = [each for each, _ in told]
+        if all(each.kind is not None for each in entries):
+            problems += _problems(entries, len(copies[name]), total, reported.get(name))
+        ranks_with: dict[str, list[int]] = {}
+        for each, ranks in told:
+            for text in each.problems:
+                ranks_with.setdefault(text, []).extend(ranks)
+        for text, ranks in ranks_with.items():
+            where = f"on {_in_words(ranks, communicator)}: " if communicator.size > 1 else ""
+            problems.append(where + text)
+        numel = max(each.numel for each in entries)
+        found.append(VerifiedParameter(name, numel, total[3], total[4], tuple(problems)))
     return found
 
 
-def _minima(entry: LocalEntry | None, communicator: Communicator) -> _Minima:
-    if entry is None or entry.shard is None:
-        return _Minima()
-    shard, record = entry.shard, entry.record
-    text = f"{[*shard.shape]} {shard.values.dtype} {shard.layout} {shard.num_replicas} {record}"
-    kind = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    return _Minima(
-        _leader_of(shard, communicator),
-        kind,
-        -kind,
-        shard.num_replicas,
-        shard.numel,
-        _UNKNOWN if record is None else record.num_pruned,
-        _UNKNOWN if record is None else record.fingerprint,
-    )
+def _copies(told: Sequence[tuple[_Told, list[int]]]) -> set[int]:
+    """The first rank of every copy of a parameter."""
+    firsts: set[int] = set()
+    for entry, ranks in told:
+        if entry.kind is not None and entry.copy != -1:
+            firsts |= set(ranks) if entry.copy is None else {entry.copy}
+    return firsts
 
 
-def _leader_of(shard: Shard, communicator: Communicator) -> int:
-    """The first rank of this copy of the parameter, which tells it from other copies."""
-    if shard.ranks is None:
-        return communicator.rank
-    return min(shard.ranks) if communicator.rank in shard.ranks else _UNKNOWN
-
-
-def _sums(entry: LocalEntry | None, minimum: _Minima, communicator: Communicator) -> _Sums:
-    """This rank's summands for one parameter."""
-    if entry is None:
-        return _Sums()
-    shard, num_problems = entry.shard, len(entry.problems)
-    if shard is None:
-        return _Sums(num_problems, num_unread=1)
-    leader = _leader_of(shard, communicator)
-    if leader == _UNKNOWN:  # outside of the parameter's mesh
-        return _Sums(num_problems)
-    is_counted = leader == minimum.leader and shard.replica == 0
-    return _Sums(
-        num_problems,
-        num_leaders=int(communicator.rank == leader),
-        num_elements=is_counted * shard.values.numel(),
-        num_pruned=is_counted * entry.num_pruned,
-        fingerprint=is_counted * entry.fingerprint,
-        masks=entry.mask_hash,
-        first_mask=is_counted * entry.mask_hash,
-        weights=entry.weight_hash,
-        first_weight=is_counted * entry.weight_hash,
-    )
-
-
-def _problems(minimum: _Minima, total: _Sums, reported: tuple[int, int | None] | None) -> list[str]:
-    """What is wrong with a parameter as a whole."""
-    if total.num_unread or minimum.numel == _UNKNOWN:
-        return []  # the ranks that could not read it report why
-    if minimum.kind != -minimum.negative_kind:
+def _problems(
+    entries: Sequence[_Told],
+    num_copies: int,
+    total: Sequence[int],
+    reported: tuple[int, int | None] | None,
+) -> list[str]:
+    """What is wrong with a parameter as a whole, given sums over the ranks."""
+    masks, weights, num_elements, num_pruned, fingerprint, first_mask, first_weight = total
+    first = entries[0]
+    if any(entry.kind != first.kind for entry in entries):
         return [
             "the ranks hold it in different shapes, dtypes or layouts, or know of different last "
             "prunings of it"
         ]
     problems = []
-    if total.num_elements != minimum.numel:
-        problems.append(
-            f"its shards hold {total.num_elements} elements; expected {minimum.numel} in all"
-        )
-    num_replicas = total.num_leaders * minimum.num_replicas
-    if not replicas_agree(num_replicas, total.masks, total.first_mask):
+    if num_elements != first.numel:
+        problems.append(f"its shards hold {num_elements} elements; expected {first.numel} in all")
+    num_replicas = num_copies * first.num_replicas
+    if not replicas_agree(num_replicas, masks, first_mask):
         problems.append("its replicas hold different masks")
-    if not replicas_agree(num_replicas, total.weights, total.first_weight):
+    if not replicas_agree(num_replicas, weights, first_weight):
         problems.append("its replicas hold different weights")
-    if minimum.num_pruned not in (total.num_pruned, _UNKNOWN):
+    if first.record is not None and first.record[1] != num_pruned:
         problems.append(
-            f"its mask was changed since the last pruning: {total.num_pruned} elements are "
-            f"pruned, where that left {minimum.num_pruned}"
+            f"its mask was changed since the last pruning: {num_pruned} elements are "
+            f"pruned, where that left {first.record[1]}"
         )
-    elif minimum.num_pruned != _UNKNOWN and minimum.fingerprint != total.fingerprint:
+    elif first.record is not None and first.record[0] != fingerprint:
         problems.append(
-            f"its mask was changed since the last pruning: {total.num_pruned} elements are "
+            f"its mask was changed since the last pruning: {num_pruned} elements are "
             "pruned, as that left it, but not the same ones"
         )
-    if reported is not None and reported[0] != total.num_pruned:
+    if reported is not None and reported[0] != num_pruned:
         problems.append(
-            f"{total.num_pruned} of its elements are pruned; expected {reported[0]}, as in the "
-            "report"
+            f"{num_pruned} of its elements are pruned; expected {reported[0]}, as in the report"
         )
-    elif reported is not None and reported[1] not in (None, total.fingerprint):
+    elif reported is not None and reported[1] not in (None, fingerprint):
         problems.append("its pruned elements are not those of the expected report")
     return problems
 
@@ -419,18 +382,3 @@ def _in_words(ranks: Iterable[int], communicator: Communicator) -> str:
             runs.append([rank, rank])
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
     return f"rank{'s' if len(ordered) > 1 else ''} {text}"
-
-
-def _share_texts(
-    local: Mapping[str, LocalEntry], problems: dict[str, list[str]], communicator: Communicator
-) -> None:
-    """Add the problems that each rank has found to those of all."""
-    texts = [(name, text) for name, entry in local.items() for text in entry.problems]
-    lists, kinds = communicator.distinct_texts(json.dumps(texts))
-    ranks_with: dict[tuple[str, str], set[int]] = {}
-    for rank, kind in zip(communicator.ranks, kinds, strict=True):
-        for name, text in json.loads(lists[kind]):
-            ranks_with.setdefault((name, text), set()).add(rank)
-    for (name, text), ranks in ranks_with.items():
-        where = f"on {_in_words(ranks, communicator)}: " if communicator.size > 1 else ""
-        problems[name].append(where + text)

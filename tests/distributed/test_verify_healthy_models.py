@@ -197,7 +197,7 @@ def test_it_takes_a_few_small_all_reduces(wrapping):
     first, *others = run_ranks(traffic, wrappings.world_size(wrapping), wrapping)
     assert all(other == first for other in others)
     num_collectives, reported, seen, kinds, _ = first
-    assert num_collectives == 5 and reported == seen and kinds == ["allreduce_"]
+    assert num_collectives == 4 and reported == seen and kinds == ["allreduce_"]
     assert seen <= 200 * 3 + 200
 
 
