@@ -241,7 +241,7 @@ def _prepare(shard: Shard, order: Order, is_random: bool) -> tuple[ScoreSource, 
         mask = torch.empty(shard.values.shape, dtype=torch.bool, device=shard.values.device)
     else:
         mask = shard.new_mask(torch.bool)
-    (scores,) = scores_or_values([shard], [shard.scores], are_signed=order is Order.ASCENDING)
+    (scores,) = scores_or_values([shard], are_signed=order is Order.ASCENDING)
     if not is_random:
         try:
             key_range(scores.dtype, order)

@@ -251,7 +251,7 @@ class GlobalStructured:
 
 def _check_scores(group: ChannelGroup, parts: Sequence[ChannelSlice], call: PruningCall) -> None:
     ranked = [part for part in parts if part.is_ranked]
-    missing = [part.shard.name for part in ranked if call.scores[part.position] is None]
+    missing = [part.shard.name for part in ranked if call.shards[part.position].scores is None]
     if missing and len(missing) < len(ranked):
         raise ValueError(
             f"importance_scores has scores of some parameters of group {group.label}, and none "
@@ -259,7 +259,7 @@ def _check_scores(group: ChannelGroup, parts: Sequence[ChannelSlice], call: Prun
             "is_ranked=False leaves a part out of the norm."
         )
     for part in ranked:
-        scores = call.scores[part.position]
+        scores = call.shards[part.position].scores
         tensor = scores if isinstance(scores, Tensor) else part.shard.values
         if not tensor.dtype.is_floating_point:
             raise NotImplementedError(

@@ -7,11 +7,9 @@ takes part in the ranking of parameters that it does not have with empty shards.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,82 +24,55 @@ from distprune.shards.shard import Shard
 
 
 def agree_on_copies(
-    targets: list[Shard], communicator: Communicator, what: str, *, pipeline_parallel: bool
+    shards: list[Shard], communicator: Communicator, what: str, *, pipeline_parallel: bool
 ) -> list[Shard]:
     """The parameters of all ranks, the same list on each, with the number of their replicas.
 
     Args:
-        targets: this rank's; all ranks have the same, except in a pipeline.
+        shards: this rank's; all ranks have the same, except in a pipeline.
         what: the name of the argument, for messages.
     """
     if not pipeline_parallel:
-        return count_copies_on_other_meshes(targets, communicator)
-    targets = join(targets, communicator)
-    if not targets:
+        _count_copies_on_other_meshes(shards, communicator)
+        return shards
+    shards = _join(shards, communicator)
+    if not shards:
         raise ValueError(f"{what} is empty on every rank; expected at least one {what[:-1]}.")
-    return targets
+    return shards
 
 
-def count_copies_on_other_meshes(targets: list[Shard], communicator: Communicator) -> list[Shard]:
+def _count_copies_on_other_meshes(shards: Sequence[Shard], communicator: Communicator) -> None:
     """Tell every shard how many copies of it lie outside its own mesh.
 
     Under FSDP2 with tensor parallelism, a layer that is not parallelised is sharded
     over the data-parallel ranks only, once for every tensor-parallel rank. Each of
-    these meshes holds the whole parameter.
+    these meshes holds the whole parameter, and a rank knows its own mesh only.
 
-    [Note: kinds of meshes] A rank knows its own mesh of a parameter only, and a rank outside of
-    all meshes knows some mesh. So two parameters are known to be on the same meshes by a number
-    that all ranks make together: a sum over ranks of a hash of the mesh that each one sees.
-
-    Cost: if there are such parameters, two all-reduces: 8 bytes per parameter, and per rank and
-    kind of meshes.
+    Cost: if there are such parameters, two all-reduces: 16 bytes per rank, and for each mesh its
+    ranks and a number per parameter.
     """
-    meshes = [m for m in (_smaller_mesh(t, communicator) for t in targets) if m is not None]
-    if not meshes:
-        return targets
-
-    def hash_meshes() -> Tensor:
-        hashes = {ranks: _mesh_hash(ranks, communicator.rank) for ranks in set(meshes)}
-        return torch.tensor([hashes[ranks] for ranks in meshes], dtype=torch.int64)
-
-    kind_of = communicator.reduce(len(meshes), hash_meshes).tolist()
-    mesh_of = dict(zip(kind_of, meshes, strict=True))
-
-    def mark_first() -> Tensor:
-        is_first = torch.zeros(len(mesh_of), communicator.size, dtype=torch.int64)
-        for row, ranks in enumerate(mesh_of.values()):
-            is_first[row, communicator.index] = communicator.rank == ranks[0]
-        return is_first.view(-1)
-
-    is_first = communicator.reduce(len(mesh_of) * communicator.size, mark_first)
-    # By kind: (index of this rank's mesh, number of meshes).
-    copies = {}
-    for (kind, ranks), row in zip(mesh_of.items(), is_first.chunk(len(mesh_of)), strict=True):
-        firsts = row.nonzero().squeeze(1).tolist()
-        copies[kind] = (firsts.index(communicator.ranks.index(ranks[0])), len(firsts))
-    counted, kinds = [], iter(kind_of)
-    for target in targets:
-        if _smaller_mesh(target, communicator) is not None:
-            mesh_index, num_copies = copies[next(kinds)]
-            target = replace(
-                target,
-                replica=mesh_index * target.num_replicas + target.replica,
-                num_replicas=num_copies * target.num_replicas,
-            )
-        counted.append(target)
-    return counted
+    smaller = [s for s in shards if s.ranks is not None and len(s.ranks) < communicator.size]
+    if not smaller:
+        return
+    meshes = list(dict.fromkeys(shard.ranks for shard in smaller))
+    number_of = {ranks: number for number, ranks in enumerate(meshes)}
+    mine = json.dumps([meshes, [number_of[shard.ranks] for shard in smaller]])
+    texts, _ = communicator.distinct_texts(mine)
+    holders: list[set[tuple[int, ...]]] = [set() for _ in smaller]
+    for text in texts:
+        of_rank, numbers = json.loads(text)
+        for of_shard, number in zip(holders, numbers, strict=True):
+            of_shard.add(tuple(of_rank[number]))
+    for shard, of_shard in zip(smaller, holders, strict=True):
+        _set_copies(shard, of_shard)
 
 
-def _mesh_hash(ranks: tuple[int, ...], rank: int) -> int:
-    data = repr((rank, ranks)).encode()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
-
-
-def _smaller_mesh(shard: Shard, communicator: Communicator) -> tuple[int, ...] | None:
-    """The ranks of a mesh that holds a parameter, if they are not all ranks of the call."""
-    if shard.ranks is None or len(shard.ranks) >= communicator.size:
-        return None
-    return shard.ranks
+def _set_copies(shard: Shard, holders: Iterable[tuple[int, ...]]) -> None:
+    """Let a shard know of all copies of its elements, on whatever rank or mesh."""
+    assert shard.ranks is not None
+    ordered = sorted(holders)
+    shard.replica += ordered.index(shard.ranks) * shard.num_replicas
+    shard.num_replicas *= len(ordered)
 
 
 def count_live_and_compare(
@@ -132,11 +103,11 @@ def count_live_and_compare(
         # What is compared: values and mask of every replicated parameter.
         compared = [_compared(target, reads_values) for target in targets]
         sums = iter(checksums([tensor for tensors in compared for tensor in tensors]))
-        rows = []
+        rows: list[int] = []
         for target, num_live, tensors in zip(targets, live, compared, strict=True):
-            of_replica = for_comparison(target, communicator.rank, *(next(sums) for _ in tensors))
-            rows.append([num_live, *of_replica])
-        return torch.tensor(rows, dtype=torch.int64).view(-1)
+            parts = [next(sums) for _ in tensors]
+            rows += (num_live, *for_comparison(target, communicator.rank, *parts))
+        return torch.tensor(rows, dtype=torch.int64)
 
     shared = communicator.reduce(3 * len(targets), count).view(-1, 3).tolist()
     for target, (_, of_all, of_first) in zip(targets, shared, strict=True):
@@ -173,9 +144,8 @@ def _compared(shard: Shard, reads_values: bool) -> list[Tensor]:
     return ranked if shard.mask is None else [*ranked, shard.mask]
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """What one rank tells the others of one parameter."""
+class _Entry(NamedTuple):
+    """What one rank tells the others of one parameter, as JSON."""
 
     facts: str
     shape: tuple[int, ...]
@@ -184,11 +154,11 @@ class _Entry:
     num_replicas: int  # among these ranks
 
 
-def join(targets: Sequence[Shard], communicator: Communicator) -> list[Shard]:
+def _join(shards: Sequence[Shard], communicator: Communicator) -> list[Shard]:
     """Every parameter that any rank has, in the order of names; the same list on all ranks.
 
     Args:
-        targets: this rank's, with full names as labels, each name once.
+        shards: this rank's, with full names as labels, each name once.
         communicator: all ranks that take part.
 
     Raises:
@@ -197,65 +167,46 @@ def join(targets: Sequence[Shard], communicator: Communicator) -> list[Shard]:
     Cost: four all-reduces: 16 bytes per rank, about 200 bytes per parameter and kind of stage, and
     two small ones.
     """
-    mine = communicator.run(lambda: json.dumps({t.name: vars(_entry(t)) for t in targets}))
-    texts, kind_of_rank = communicator.distinct_texts(mine)
-    return communicator.run(lambda: _joined(targets, texts, kind_of_rank, communicator))
+    mine = communicator.run(lambda: json.dumps({shard.name: _entry(shard) for shard in shards}))
+    texts, kinds = communicator.distinct_texts(mine)
+    own = {shard.name: shard for shard in shards}
+    device = shards[0].values.device if shards else torch.device("cpu")
 
+    def join() -> list[Shard]:
+        stages = [{name: _Entry(*row) for name, row in json.loads(text).items()} for text in texts]
+        entries: dict[str, _Entry] = {}
+        holders: dict[str, set[tuple[int, ...]]] = {}
+        for rank, kind in zip(communicator.ranks, kinds, strict=True):
+            for name, entry in stages[kind].items():
+                first = entries.setdefault(name, entry)
+                if first.facts != entry.facts:
+                    raise ValueError(
+                        f"{name}: ranks hold different parameters of this name ({first.facts}; and "
+                        f"{entry.facts}). Expected names that are unique over all stages: "
+                        "select(stage, prefix=...) puts a stage's place in the model before its "
+                        "names."
+                    )
+                holders.setdefault(name, set()).add(tuple(entry.ranks) or (rank,))
+        for name, shard in own.items():
+            if shard.ranks is None:  # it was read as if every rank of the call had a copy
+                shard.ranks, shard.replica, shard.num_replicas = (communicator.rank,), 0, 1
+            _set_copies(shard, holders[name])
+        return [
+            own.get(name) or _absent(name, entries[name], len(holders[name]), device)
+            for name in sorted(entries, key=natural_key)
+        ]
 
-def _joined(
-    targets: Sequence[Shard],
-    texts: Sequence[str],
-    kind_of_rank: Sequence[int],
-    communicator: Communicator,
-) -> list[Shard]:
-    """Local: every rank gets the same list of names from what all ranks have told."""
-    stages = [{name: _read_entry(e) for name, e in json.loads(text).items()} for text in texts]
-    entries: dict[str, _Entry] = {}
-    holders: dict[str, set[tuple[int, ...]]] = {}
-    for rank, kind in zip(communicator.ranks, kind_of_rank, strict=True):
-        for name, entry in stages[kind].items():
-            first = entries.setdefault(name, entry)
-            if first.facts != entry.facts:
-                raise ValueError(
-                    f"{name}: ranks hold different parameters of this name ({first.facts}; and "
-                    f"{entry.facts}). Expected names that are unique over all stages: "
-                    "select(stage, prefix=...) puts a stage's place in the model before its names."
-                )
-            holders.setdefault(name, set()).add(entry.ranks or (rank,))
-    own = {target.name: target for target in targets}
-    device = targets[0].values.device if targets else torch.device("cpu")
-    return [
-        _with_copies(own[name], sorted(holders[name]), communicator.rank)
-        if name in own
-        else _absent(name, entries[name], len(holders[name]), device)
-        for name in sorted(entries, key=natural_key)
-    ]
+    return communicator.run(join)
 
 
 def _entry(shard: Shard) -> _Entry:
     scores = shard.scores if isinstance(shard.scores, Tensor) else shard.values
-    score_dtype = scores.dtype
+    dtype = scores.dtype
     if isinstance(shard.scores, FactoredScores):
-        score_dtype = torch.promote_types(score_dtype, torch.float32)
-    dtype = str(score_dtype).removeprefix("torch.")
-    if shard.ranks is None:  # it was read as if every rank of the call had a copy
-        return _Entry(shard.facts, tuple(shard.shape), dtype, (), 1)
-    return _Entry(shard.facts, tuple(shard.shape), dtype, shard.ranks, shard.num_replicas)
-
-
-def _read_entry(data: dict[str, Any]) -> _Entry:
-    return _Entry(**data | {"shape": tuple(data["shape"]), "ranks": tuple(data["ranks"])})
-
-
-def _with_copies(shard: Shard, holders: list[tuple[int, ...]], rank: int) -> Shard:
-    """Let a shard know of all copies of its elements, on whatever rank or mesh."""
-    ranks = shard.ranks
-    if ranks is None:
-        ranks = (rank,)
-        shard = replace(shard, ranks=ranks, replica=0, num_replicas=1)
-    copies = len(holders) * shard.num_replicas
-    replica = holders.index(ranks) * shard.num_replicas + shard.replica
-    return replace(shard, replica=replica, num_replicas=copies)
+        dtype = torch.promote_types(dtype, torch.float32)
+    num_replicas = 1 if shard.ranks is None else shard.num_replicas
+    name = str(dtype).removeprefix("torch.")
+    return _Entry(shard.facts, tuple(shard.shape), name, shard.ranks or (), num_replicas)
 
 
 def _absent(name: str, entry: _Entry, num_holders: int, device: torch.device) -> Shard:

@@ -59,8 +59,6 @@ class PruningCall:
 
     Attributes:
         shards: this rank's part of every parameter; the same list on all ranks.
-        scores: this rank's part of the importance scores, N-d as the values, or the factors of
-            them; None where the caller gave none.
         num_live: unpruned elements of every whole parameter.
         mask_dtypes: dtype of the new mask of every parameter.
         communicator: the ranks that take part.
@@ -70,7 +68,6 @@ class PruningCall:
     """
 
     shards: Sequence[Shard]
-    scores: Sequence[Tensor | FactoredScores | None]
     num_live: Sequence[int]
     mask_dtypes: Sequence[torch.dtype]
     communicator: Communicator
@@ -92,10 +89,10 @@ class PruningCall:
 
         Factored scores are computed, and take the memory of a tensor.
         """
-        scores = self.scores[position]
-        if isinstance(scores, FactoredScores):
-            return scores_in_memory(self.shards[position], scores)
-        return self.shards[position].values if scores is None else scores
+        shard = self.shards[position]
+        if isinstance(shard.scores, FactoredScores):
+            return scores_in_memory(shard, shard.scores)
+        return shard.values if shard.scores is None else shard.scores
 
     def start_mask(self, position: int) -> Tensor:
         """A local mask to prune in: the mask in force, or ones.

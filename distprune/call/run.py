@@ -91,7 +91,6 @@ def prune_parameters(
             decision = method.decide(
                 PruningCall(
                     shards=targets,
-                    scores=[target.scores for target in targets],
                     num_live=num_live,
                     mask_dtypes=[mask_dtype(t) for t in targets],
                     communicator=communicator,
@@ -147,22 +146,13 @@ def count_live(
 
 def _refuse_options_of_rankings(arguments: PruningArguments) -> None:
     """Raise NotImplementedError if a method that does not rank was given what needs a ranking."""
-    examples = "L1Unstructured, RandomUnstructured"
-    if arguments.rule is not None:
-        what = "scope and pattern have"
-    elif isinstance(arguments.amount, Mapping):
-        what = "a mapping as amount has"
-    elif arguments.divides:
-        what = "min_sparsity and max_sparsity have"
-    elif arguments.normalize is not None:
-        what, examples = f"normalize={arguments.normalize!r} has", "L1Unstructured"
-    else:
-        return
-    raise NotImplementedError(
-        f"{type(arguments.method).__name__} does not rank elements by a score, so {what} no "
-        f"meaning for it; expected a method that does, such as {examples}, or your own with "
-        "DISTRIBUTED = 'scores'."
-    )
+    if arguments.divides or arguments.normalize is not None:
+        raise NotImplementedError(
+            f"{type(arguments.method).__name__} does not rank elements by a score, so scope, "
+            "pattern, a mapping as amount, min_sparsity, max_sparsity and normalize have no "
+            "meaning for it; expected a method that does, such as L1Unstructured, or your own with "
+            "DISTRIBUTED = 'scores'."
+        )
 
 
 def attach_masks(

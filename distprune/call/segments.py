@@ -99,20 +99,14 @@ def agree_on_segments(
         return Segments(to_bounds(named, arguments.min_sparsity, arguments.max_sparsity))
 
     def facts_of(segments: Segments) -> list[tuple[str, str]]:
-        if segments.blocks is not None:
-            # Ranks of a pipeline know the modules of their own parameters only.
-            each = (
-                [] if arguments.pipeline_parallel else [str(blocks) for blocks in segments.blocks]
-            )
-        elif segments.counts is not None:
-            each = [f"{count} pruned elements" for count in segments.counts]
-        elif segments.bounds is not None:
-            limits = zip(segments.bounds.lowest, segments.bounds.highest, strict=True)
-            each = [f"{low} to {high} pruned elements" for low, high in limits]
-        else:
-            each = []
-        labels = [target.name for target in targets][: len(each)]
-        return [(f"segments of {label}", text) for label, text in zip(labels, each, strict=True)]
+        bounds = segments.bounds
+        each: Sequence[object] = segments.counts or ()
+        if segments.blocks is not None and not arguments.pipeline_parallel:
+            each = segments.blocks  # ranks of a pipeline know the modules of their own parameters
+        elif bounds is not None:
+            pairs = zip(bounds.lowest, bounds.highest, strict=True)
+            each = [f"{low} to {high} pruned elements" for low, high in pairs]
+        return [(f"segments of {t.name}", str(of)) for t, of in zip(targets, each, strict=False)]
 
     return communicator.run(settle, facts_of)
 

@@ -247,7 +247,7 @@ class LnStructured(BasePruningMethod):
                 f"{shard.name}: n={self.n!r} of {scores.dtype} is not supported on a sharded "
                 "parameter; expected a number, +-inf included, and scores of floating point."
             )
-        mask = shard.mask if call.scores[0] is None else None
+        mask = shard.mask if call.shards[0].scores is None else None
         sizes = channel_sizes([[part]])
         rows = call.communicator.run(lambda: part.counted_rows(scores, mask))
         norms = joint_norms([lambda: rows], order, sizes, call.communicator).to(scores.dtype)

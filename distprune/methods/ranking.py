@@ -108,41 +108,35 @@ def agree_on_seed(communicator: Communicator) -> int:
     return int(communicator.leader_of(1, draw_seed)[0])
 
 
-def scores_or_values(
-    shards: Sequence[Shard],
-    scores: Sequence[Tensor | FactoredScores | None],
-    *,
-    are_signed: bool,
-) -> list[ScoreSource]:
-    """The given scores of every shard, or its values.
+def scores_or_values(shards: Sequence[Shard], *, are_signed: bool) -> list[ScoreSource]:
+    """The given scores of every shard of this rank, or its values.
 
     Args:
-        shards: this rank's part of every parameter.
-        scores: laid out like the shards, or factors; None: the values.
         are_signed: whether the order of signed scores matters, or that of |score| only.
     """
     sources: list[ScoreSource] = []
-    for shard, given in zip(shards, scores, strict=True):
-        if isinstance(given, FactoredScores):
-            sources.append(FactorScores.of_shard(shard, given, are_signed=are_signed))
+    for shard in shards:
+        if isinstance(shard.scores, FactoredScores):
+            sources.append(FactorScores.of_shard(shard, shard.scores, are_signed=are_signed))
         else:
-            sources.append(TensorScores(shard.flat_values if given is None else shard.flat(given)))
+            flat = shard.flat_values if shard.scores is None else shard.flat(shard.scores)
+            sources.append(TensorScores(flat))
     return sources
 
 
 def _magnitudes(call: PruningCall) -> list[ScoreSource]:
-    return scores_or_values(call.shards, call.scores, are_signed=False)
+    return scores_or_values(call.shards, are_signed=False)
 
 
 def _signed_scores(call: PruningCall) -> list[ScoreSource]:
-    for shard, scores in zip(call.shards, call.scores, strict=True):
-        if scores is None and shard.values.numel():
+    for shard in call.shards:
+        if shard.scores is None and shard.values.numel():
             raise ValueError(
                 f"{shard.name} has no importance_scores, and the lowest signed values of a weight "
                 "are not its least important ones; expected scores of every parameter, or "
                 "L1Unstructured to rank by magnitude."
             )
-    return scores_or_values(call.shards, call.scores, are_signed=True)
+    return scores_or_values(call.shards, are_signed=True)
 
 
 BY_MAGNITUDE = ByScore(Order.MAGNITUDE, _magnitudes)
