@@ -39,7 +39,7 @@ from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.ranks.process_groups import world
 from distprune.shards.checksum import checksums
 from distprune.shards.parameters import find_places
-from distprune.shards.reader import ShardReader, local_part, unflattened
+from distprune.shards.reader import ShardReader, local_part
 from distprune.shards.shard import Shard
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class _GivenMasks:
         mask = self.masks.get(shard.key)
         if mask is None:  # a parameter of another part of a pipeline: no elements
             return shard.values != 0, None
-        part = local_part(shard.name, "masks", unflattened(shard.name, "masks", mask, shard), shard)
+        part = local_part(shard.name, "masks", mask, shard)
         check_binary(part, shard.name)
         is_whole = part.shape != mask.shape and not is_dtensor(mask)
         return part != 0, checksums([mask != 0])[0] >> 2 if is_whole else None

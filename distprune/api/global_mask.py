@@ -31,8 +31,7 @@ from distprune.ranking.ranking import Ranking
 from distprune.ranking.scores import ScoreSource, random_keys
 from distprune.ranks.process_groups import world
 from distprune.shards.factored import FactoredScores
-from distprune.shards.geometry import memory_order
-from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
+from distprune.shards.reader import ShardReader, local_part, whole_checksum
 from distprune.shards.shard import Shard
 from distprune.wrappers.wrapper import is_piece_of_flat
 
@@ -237,10 +236,7 @@ def _prepare(shard: Shard, order: Order, is_random: bool) -> tuple[ScoreSource, 
 
     They are made before the ranks agree on anything, because it may fail.
     """
-    if memory_order(shard.values) is None:  # it has gaps, such as a slice: its mask has none
-        mask = torch.empty(shard.values.shape, dtype=torch.bool, device=shard.values.device)
-    else:
-        mask = shard.new_mask(torch.bool)
+    mask = shard.new_mask(torch.bool)
     (scores,) = scores_or_values([shard], are_signed=order is Order.ASCENDING)
     if not is_random:
         try:
@@ -334,5 +330,4 @@ def _candidates_of(given: Any, label: str, shard: Shard) -> tuple[Tensor, str]:
     if not isinstance(given, Tensor) or given.dtype is not torch.bool:
         kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
         raise TypeError(f"{label}: candidates is a {kind}; expected a bool tensor.")
-    whole = unflattened(label, "candidates", given, shard)
-    return local_part(label, "candidates", whole, shard), whole_checksum(given, shard)
+    return local_part(label, "candidates", given, shard), whole_checksum(given, shard)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from distprune.base.naming import Pair, is_pair, unwrap
 from distprune.shards.factored import FactoredScores
 from distprune.shards.parameters import Scores
-from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
+from distprune.shards.reader import ShardReader, local_part, whole_checksum
 from distprune.shards.shard import Shard
 
 
@@ -120,8 +120,7 @@ def part_of_scores(
         raise TypeError(
             f"{label}: {what} is a {type(scores).__name__}; expected a tensor or FactoredScores."
         )
-    whole = unflattened(label, what, scores, shard)
-    part = local_part(label, what, whole, shard)
+    part = local_part(label, what, scores, shard)
     return part, f"{part.dtype}, checksum {whole_checksum(scores, shard)}"
 
 

@@ -30,8 +30,9 @@ from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import MaskRecord, PruningHook, find_hook, holds_zeros
 from distprune.methods import ranking
 from distprune.ranking.keys import Order
+from distprune.ranks.collectives import Communicator
 from distprune.shards.checksum import checksums
-from distprune.shards.reader import ShardReader, is_sharded
+from distprune.shards.reader import ShardReader
 
 
 def combined_mask(method: BasePruningMethod, t: Tensor, mask: Tensor) -> Tensor:
@@ -171,12 +172,14 @@ class BasePruningMethod(PruningHook, ABC):
             Exception: as in torch; the module has not changed then.
         """
         module = unwrap(module)
-        if is_sharded(module, name):
-            return cls._apply_sharded(module, name, args, kwargs, importance_scores)
+        reader = ShardReader()
+        ranks = reader.communicator(module, name)
+        if ranks is not None:
+            return cls._apply_sharded(module, name, args, kwargs, importance_scores, ranks)
         checks.check_state(module, name)
         method = cls(*args, **kwargs)
         method._tensor_name = name
-        shard = ShardReader().read(module, name, f"{type(module).__name__}.{name}")
+        shard = reader.read(module, name, f"{type(module).__name__}.{name}")
         present = find_hook(module, name)
         scores = importance_scores
         if scores is None:
@@ -208,6 +211,7 @@ class BasePruningMethod(PruningHook, ABC):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         importance_scores: Tensor | None,
+        ranks: Communicator,
     ) -> BasePruningMethod:
         label = f"{type(module).__name__}.{name}"
 
@@ -225,7 +229,7 @@ class BasePruningMethod(PruningHook, ABC):
                 facts=cls.describe_arguments(args, kwargs),
             )
 
-        prune_parameters(make_arguments, ShardReader().communicator(module, name))
+        prune_parameters(make_arguments, ranks)
         present = find_hook(module, name)
         assert present is not None and isinstance(present, BasePruningMethod)
         return present

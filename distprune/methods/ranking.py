@@ -30,7 +30,7 @@ from distprune.ranking.sums import Scored, normalized
 from distprune.ranking.within_bounds import cut_within, limits_for
 from distprune.ranks.collectives import Communicator
 from distprune.shards.factored import FactoredScores
-from distprune.shards.geometry import dim_coordinates, index_map
+from distprune.shards.geometry import index_map
 from distprune.shards.shard import Shard
 
 # The range of all keys, and for every shard of this rank the source of its keys.
@@ -260,7 +260,7 @@ def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
     if flat.is_complex():
         flat = flat.abs()
     keys, size = key_range(flat.dtype, order), flat.numel()
-    index = index_map(flat.shape, dim_coordinates(flat.shape, ()), [0])
+    index = index_map(flat.shape, [range(size)], [0])
     alone = Ranking(
         [Part("scores", size, index, range(size))],
         (keys, [ScoreKeys(TensorScores(flat), keys)]),

@@ -39,8 +39,7 @@ from distprune.base import memory
 from distprune.base.memory import Array
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """One cut of a tensor dimension into chunks, as torch.chunk makes them.
 
     Attributes:
@@ -56,8 +55,7 @@ class Split:
     num_groups: int = 1
 
 
-@dataclass(frozen=True)
-class Fold:
+class Fold(NamedTuple):
     """How a dimension is seen as two, groups and what is in a group: see [Note: folds].
 
     Attributes:
@@ -70,33 +68,10 @@ class Fold:
     size: int
 
     def opened(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape with two dimensions in place of one."""
-        return (*shape[: self.dim], self.num_groups, self.size, *shape[self.dim + 1 :])
-
-    def opened_factor(self, factor: Tensor) -> Tensor:
-        """A factor that broadcasts to a tensor, as it broadcasts to the tensor of that shape."""
-        if factor.shape[self.dim] == 1:
-            return factor.unsqueeze(self.dim)
-        return factor.reshape(self.opened(factor.shape))
-
-
-def opened(
-    shape: Sequence[int], splits: Sequence[Split]
-) -> tuple[tuple[int, ...], list[Split], Fold | None]:
-    """The shape in which cuts are cuts of whole dimensions, and the cuts of it.
-
-    At most one cut may be of groups, and no other of its dimension.
-    """
-    folds = [
-        Fold(split.dim, split.num_groups, shape[split.dim] // split.num_groups)
-        for split in splits
-        if split.num_groups > 1
-    ]
-    if not folds:
-        return tuple(shape), list(splits), None
-    (fold,) = folds
-    moved = [replace(s, dim=s.dim + (s.dim >= fold.dim), num_groups=1) for s in splits]
-    return fold.opened(shape), moved, fold
+        """The shape with two dimensions in place of one; of a factor, 1 and 1 in place of 1."""
+        dim, size = self.dim, shape[self.dim]
+        two = (1, 1) if size == 1 else (self.num_groups, self.size)
+        return (*shape[:dim], *two, *shape[dim + 1 :])
 
 
 def dim_coordinates(shape: Sequence[int], splits: Sequence[Split]) -> tuple[range, ...]:
@@ -104,18 +79,16 @@ def dim_coordinates(shape: Sequence[int], splits: Sequence[Split]) -> tuple[rang
 
     Args:
         shape: the global shape.
-        splits: in the order in which the tensor was cut.
+        splits: in the order in which the tensor was cut; of whole dimensions.
 
     Returns:
         One range per dimension, as a chunk of a chunk is a run. The local element
         (i, j, ...) is the global element (result[0][i], result[1][j], ...).
     """
     coordinates = [range(size) for size in shape]
-    for split in splits:
-        assert split.num_groups == 1, "see opened"
-        whole = coordinates[split.dim]
-        size = -(-len(whole) // split.num_chunks)
-        coordinates[split.dim] = whole[split.chunk * size : (split.chunk + 1) * size]
+    for dim, num_chunks, chunk, _ in splits:
+        size = -(-len(coordinates[dim]) // num_chunks)
+        coordinates[dim] = coordinates[dim][chunk * size : (chunk + 1) * size]
     return tuple(coordinates)
 
 
@@ -153,9 +126,8 @@ class IndexMap:
             # One division, and no remainder: they take longer than all else.
             indices += rest.sub_(outer, alpha=len(coordinate)).add_(coordinate.start).mul_(stride)
             rest = outer
-        for coordinate, stride in dims[:1]:
-            indices += rest.add_(coordinate.start).mul_(stride)
-        return indices
+        coordinate, stride = dims[0]
+        return indices.add_(rest.add_(coordinate.start), alpha=stride)
 
     @property
     def run(self) -> int:
@@ -163,7 +135,7 @@ class IndexMap:
         if self.start is not None:
             return 1 << 62
         run = 1
-        for coordinate, stride in reversed(list(zip(self.coordinates, self.strides, strict=True))):
+        for coordinate, stride in zip(self.coordinates[::-1], self.strides[::-1], strict=True):
             if len(coordinate) != 1:
                 if stride != run:
                     break
@@ -177,17 +149,17 @@ class IndexMap:
             outer >= inner for outer, inner in itertools.pairwise(self.strides)
         )
 
-    def position_of(self, index: int) -> int:
+    def positions_of(self, indices: Array) -> Array:
         """How many elements of the flat view have a smaller global index, if it is ascending.
 
-        Returns:
-            The position of the first element whose global index is not smaller. Below 0, or
-            beyond the last local element, if all local elements have a larger, or smaller one.
-        """
-        return int(self.positions_of(np.array([index]))[0])
+        Args:
+            indices: int64 [m].
 
-    def positions_of(self, indices: Array) -> Array:
-        """:meth:`position_of` of several indices, int64 [m]."""
+        Returns:
+            int64 [m], the positions of the first elements whose global index is not smaller. Below
+            0, or beyond the last local element, if all local elements have a larger, or smaller
+            one.
+        """
         if self.start is not None:
             return indices - self.start
         positions: Array = np.zeros(len(indices), dtype=np.int64)
@@ -202,6 +174,23 @@ class IndexMap:
             positions += is_inside * (coordinate - rows.start).clip(0, len(rows)) * num_inside
             is_inside &= (coordinate >= rows.start) & (coordinate < rows.stop)
         return positions - self.offset
+
+    def part_of(self, whole: Tensor, shape: Sequence[int]) -> Tensor:
+        """The box of a whole tensor, or of a factor that broadcasts to it: a view if it can be one.
+
+        Args:
+            whole: of as many dimensions as ``shape``; each of its size, or of size 1.
+            shape: the global shape.
+
+        Returns:
+            Its dimensions are those of the coordinates, in their natural order.
+        """
+        if self.fold is not None:
+            whole, shape = whole.reshape(self.fold.opened(whole.shape)), self.fold.opened(shape)
+        for dim, rows in zip(self.dims, self.coordinates, strict=True):
+            if whole.shape[dim] == shape[dim] != len(rows):
+                whole = whole.narrow(dim, rows.start, len(rows))
+        return whole
 
 
 def _divided(numbers: Tensor, divisor: int) -> Tensor:
@@ -221,26 +210,31 @@ def index_map(
         coordinates: per dimension, as :func:`dim_coordinates` returns them.
         memory_order: dimensions from the slowest to the fastest in the flat view.
     """
+    dims = tuple(memory_order)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = None
     # A run: rows follow each other in dimension 0, and everything below is whole.
-    if list(memory_order) == list(range(len(shape))) and all(
+    if dims == tuple(range(len(shape))) and all(
         len(coordinates[dim]) == shape[dim] for dim in range(1, len(shape))
     ):
         start = coordinates[0].start * strides[0] if shape and coordinates[0] else 0
     return IndexMap(
-        tuple(coordinates[dim] for dim in memory_order),
-        tuple(strides[dim] for dim in memory_order),
+        tuple(coordinates[dim] for dim in dims),
+        tuple(strides[dim] for dim in dims),
         start,
-        dims=tuple(memory_order),
+        dims=dims,
     )
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def whole_index(shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> IndexMap:
-    """The :class:`IndexMap` of a whole tensor; row-major without an order of dimensions."""
-    order = tuple(range(len(shape))) if order is None else order
-    return index_map(shape, dim_coordinates(shape, ()), order)
+def whole_index(shape: tuple[int, ...], stride: tuple[int, ...]) -> IndexMap | None:
+    """The :class:`IndexMap` of a whole tensor in the order of its memory.
+
+    Returns:
+        None if it has gaps or overlaps.
+    """
+    order = memory_order(torch.empty_strided(shape, stride, device="meta"))
+    return None if order is None else index_map(shape, dim_coordinates(shape, ()), order)
 
 
 def run_index_map(shape: Sequence[int], stride: Sequence[int], first: int) -> IndexMap | None:
@@ -254,13 +248,10 @@ def run_index_map(shape: Sequence[int], stride: Sequence[int], first: int) -> In
     Returns:
         None if the whole tensor has gaps or overlaps.
     """
-    order = memory_order(torch.empty_strided(tuple(shape), tuple(stride), device="meta"))
-    if order is None:
+    whole = whole_index(tuple(shape), tuple(stride))
+    if whole is None:
         return None
-    whole = whole_index(tuple(shape), tuple(order))
-    if whole.start is not None:
-        return replace(whole, start=whole.start + first)
-    return replace(whole, offset=first)
+    return replace(whole, offset=first) if whole.start is None else replace(whole, start=first)
 
 
 def memory_order(tensor: Tensor) -> list[int] | None:
@@ -320,17 +311,19 @@ class MatrixRun:
             factors: that broadcast to the whole parameter: there are several matrices if one of
                 them would be as large as the part otherwise.
         """
-        coordinates, strides = index.coordinates, index.strides
-        sizes = [len(rows) for rows in coordinates]
-        if index.fold is not None:
-            factors = [index.fold.opened_factor(factor) for factor in factors]
-        ordered = [[factor.shape[dim] for dim in index.dims] for factor in factors]
-        num_row_dims = 2 if any(_is_of_matrices(factor, sizes) for factor in ordered) else 1
+        sizes = [len(rows) for rows in index.coordinates]
+        num_row_dims = 1
+        if len(sizes) == 3 and min(sizes[1:]) > 1:
+            for factor in factors:
+                shape = factor.shape if index.fold is None else index.fold.opened(factor.shape)
+                experts, outputs, inputs = (shape[dim] for dim in index.dims)
+                if (experts > 1 or sizes[0] == 1) and (outputs > 1) != (inputs > 1):
+                    num_row_dims = 2
         num_rows = max(1, math.prod(sizes[num_row_dims - 1 : num_row_dims]))
         num_columns = max(1, math.prod(sizes[num_row_dims:]))
         offset = index.offset
-        if index.start is not None and coordinates:
-            pairs = zip(coordinates, strides, strict=True)
+        if index.start is not None:
+            pairs = zip(index.coordinates, index.strides, strict=True)
             offset = index.start - sum(rows.start * stride for rows, stride in pairs)
         return cls(num_rows, num_columns, num_row_dims, offset, index)
 
@@ -371,25 +364,10 @@ class MatrixRun:
         Returns:
             [matrices or 1, rows or 1, columns or 1].
         """
-        fold = self.index.fold
-        if fold is not None:
-            factor, shape = fold.opened_factor(factor), fold.opened(shape)
-        for dim, rows in zip(self.index.dims, self.index.coordinates, strict=True):
-            if factor.shape[dim] != 1 and len(rows) != shape[dim]:
-                factor = factor.narrow(dim, rows.start, len(rows))
-        ordered = factor.permute(self.index.dims)
-        if ordered.ndim == 0:
-            return ordered.reshape(1, 1, 1)
+        ordered = self.index.part_of(factor, shape).permute(self.index.dims)
         if self.num_row_dims == 2:
             return ordered
-        if all(size == 1 for size in ordered.shape[1:]):
+        if ordered.ndim == 0 or all(size == 1 for size in ordered.shape[1:]):
             return ordered.reshape(1, -1, 1)
         sizes = [len(column) for column in self.index.coordinates[1:]]
         return ordered.expand(ordered.shape[0], *sizes).flatten(1).unsqueeze(0)
-
-
-def _is_of_matrices(factor: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether a factor is as large as the part in one matrix, and much smaller in several."""
-    if len(sizes) != 3 or min(sizes[1:]) < 2:
-        return False
-    return (factor[0] > 1 or sizes[0] == 1) and (factor[1] > 1) != (factor[2] > 1)

@@ -18,11 +18,19 @@ from distprune.base.pruned_form import is_dtensor, mask_key, orig_key
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import over_groups, over_mesh
 from distprune.shards.checksum import checksums
-from distprune.shards.geometry import memory_order, run_index_map, whole_index
+from distprune.shards.geometry import run_index_map, whole_index
 from distprune.shards.shard import Shard
 from distprune.wrappers.held import find_held
 from distprune.wrappers.managed import Managed, ManagedDTensor, ManagedRun
-from distprune.wrappers.wrapper import find_run, is_flattened, is_managed, managed_parameters
+from distprune.wrappers.wrapper import (
+    find_run,
+    is_flattened,
+    is_managed,
+    managed_parameters,
+    may_be_managed,
+)
+
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class ShardReader:
@@ -36,6 +44,8 @@ class ShardReader:
     def __init__(self, replica: int = 0, num_replicas: int = 1) -> None:
         self._replica = replica
         self._num_replicas = num_replicas
+        # Asked once, and not for each of many parameters.
+        self._may_be_managed = may_be_managed()
         # Made on demand: a call for one parameter may not need the records of all others.
         self._managed: dict[tuple[int, str], Managed] | None = None
         # By process groups: lists of ranks are long, and the same for many parameters.
@@ -48,7 +58,17 @@ class ShardReader:
             NotImplementedError: the parameter belongs to an FSDP1 wrapper that is gone.
             RuntimeError: it was pruned first and sharded second.
         """
-        _check_pruned_form(module, name)
+        original_key = orig_key(name)
+        original = module._parameters.get(original_key, module.__dict__.get(original_key))
+        if original is not None and (is_dtensor(original) or is_managed(module, original_key)):
+            raise RuntimeError(
+                f"{type(module).__name__}.{name} was pruned before it was sharded; expected a "
+                "model that is pruned after it was wrapped. Wrap it inside "
+                "distprune.masks_aside(model), which takes the masks off and puts them on again, "
+                "sharded."
+            )
+        if not self._may_be_managed:
+            return None
         held = find_held(module, name)
         if held is not None and held.record is not None:
             return held.record
@@ -76,7 +96,13 @@ class ShardReader:
             AttributeError: no such attribute.
             TypeError: not a parameter.
             NotImplementedError: a layout, dtype or wrapper that is not supported.
+
+        Cost: ten calls in Python for a plain parameter that is not pruned, if nothing is managed.
         """
+        if not self._may_be_managed and name in module._parameters:
+            parameter = module._parameters[name]
+            if type(parameter) is nn.Parameter:
+                return self.read_tensor(parameter, label)
         managed, mask = self.managed(module, name), module._buffers.get(mask_key(name))
         if managed is not None and managed.unsupported:
             raise NotImplementedError(f"{label}: {managed.unsupported}.")
@@ -132,23 +158,33 @@ class ShardReader:
         Raises:
             NotImplementedError: a layout or a dtype that is not supported.
         """
-        _check_kind(label, parameter)
-        if is_dtensor(parameter):
-            from distprune.shards import dtensor
+        if (
+            type(parameter) is not nn.Parameter
+            or parameter.dtype not in _FLOATS
+            or parameter.layout is not torch.strided
+            or parameter.is_meta
+        ):
+            _check_kind(label, parameter)
+            if is_dtensor(parameter):
+                from distprune.shards.dtensor import local_shard
 
-            return dtensor.local_shard(
-                label, parameter, mask, managed, is_from_fsdp2=managed is not None
-            )
+                is_from_fsdp2 = managed is not None
+                shard = local_shard(label, parameter, mask, is_from_fsdp2=is_from_fsdp2)
+                shard.managed = managed
+                return shard
         values = parameter.detach()
-        # One with gaps or overlaps is copied when it is read, row by row.
-        order = None if values.is_contiguous() else memory_order(values)
+        shape, stride = values.shape, values.stride()
+        index = whole_index(shape, stride)
+        if index is None:  # with gaps or overlaps, it is copied when it is read
+            index = whole_index(shape, values.new_empty(shape, device="meta").stride())
+            assert index is not None
         return Shard(
             name=label,
             parameter=parameter,
             values=values,
             mask=None if mask is None else mask.detach(),
-            shape=values.shape,
-            index=whole_index(values.shape, None if order is None else tuple(order)),
+            shape=shape,
+            index=index,
             replica=self._replica,
             num_replicas=self._num_replicas,
             key=id(parameter),
@@ -168,26 +204,21 @@ class ShardReader:
         parameter = _registered(module, name, f"{type(module).__name__}.{name}")
         return id(parameter), parameter.shape
 
-    def communicator(self, module: nn.Module, name: str) -> Communicator:
-        """The ranks over which a sharded parameter is spread."""
-        managed = self.managed(module, name)
+    def communicator(self, module: nn.Module, name: str) -> Communicator | None:
+        """The ranks over which a parameter is spread; None if it is not sharded."""
+        managed, parameter = self.managed(module, name), module._parameters.get(name)
         if isinstance(managed, ManagedRun):
             return over_groups(managed.groups, managed.ranks)
-        registered = module._parameters.get(name)
-        parameter = managed.sharded if isinstance(managed, ManagedDTensor) else registered
-        assert is_dtensor(parameter)
-        return over_mesh(parameter.device_mesh)
-
-
-def is_sharded(module: nn.Module, name: str) -> bool:
-    """Whether ``module.name`` is sharded, so that one rank alone cannot prune it."""
-    if is_dtensor(module._parameters.get(name)):
-        return True
-    return ShardReader().managed(module, name) is not None
+        if isinstance(managed, ManagedDTensor):
+            parameter = managed.sharded
+        return over_mesh(parameter.device_mesh) if is_dtensor(parameter) else None
 
 
 def local_part(label: str, what: str, tensor: Tensor, shard: Shard) -> Tensor:
     """This rank's part of scores or of a mask, from a whole tensor or a DTensor like the parameter.
+
+    Whole tensors may be 1-d, row-major, as in torch; under FSDP1 a 1-d tensor is a rank's run, as
+    its gradient is.
 
     Raises:
         ValueError: a shape or a layout other than the parameter's.
@@ -205,10 +236,12 @@ def local_part(label: str, what: str, tensor: Tensor, shard: Shard) -> Tensor:
             local = tensor.to_local().detach()
         # Outside of the mesh, where DTensor has one dimension only.
         return local if local.numel() else local.new_empty(shard.values.shape)
+    if not shard.is_run and tensor.ndim == 1 and tensor.numel() == shard.numel:
+        tensor = tensor.view(shard.shape)
     if tensor.shape == shard.shape:
         return shard.slice_of(tensor.detach()).to(shard.values.device)
     if shard.is_run and tensor.shape == shard.values.shape:
-        return tensor.detach()  # FSDP1's own form, such as that of a gradient
+        return tensor.detach()  # FSDP1's own form, that of a gradient, in the order of memory
     raise ValueError(
         f"{label}: {what} has shape {tuple(tensor.shape)}; expected the whole parameter's "
         f"shape {tuple(shard.shape)}."
@@ -224,43 +257,6 @@ def whole_checksum(tensor: Tensor, shard: Shard) -> str:
     if not shard.is_sharded or is_part:
         return "each rank's part"
     return str(checksums([tensor])[0])
-
-
-def unflattened(label: str, what: str, tensor: Tensor, shard: Shard) -> Tensor:
-    """Whole scores that are 1-d, row-major, in the parameter's shape; any others as they are.
-
-    Under FSDP1 a 1-d tensor of the length of this rank's run is such a run, in the order of
-    memory, as a gradient is; also if the run is the whole parameter.
-
-    Raises:
-        ValueError: under FSDP1, a 1-d tensor that is no run, of a parameter whose order of memory
-            is not row-major: on a rank that has the whole parameter it would be taken for a run.
-    """
-    if tensor.ndim != 1 or tensor.shape == shard.shape or tensor.numel() != shard.numel:
-        return tensor
-    if shard.is_run:
-        if tensor.shape == shard.values.shape:
-            return tensor
-        if shard.index.start is None:
-            raise ValueError(
-                f"{label}: {what} is 1-d with {tensor.numel()} elements, of a parameter of shape "
-                f"{tuple(shard.shape)} that is not row-major in memory (channels_last, say). There "
-                "FSDP1's own 1-d form, that of a gradient, follows the order of its memory; "
-                f"expected that form, {tuple(shard.values.shape)} on this rank, or the parameter's "
-                "shape, which leaves no doubt: pass scores.view(shape)."
-            )
-    return tensor.view(shard.shape)
-
-
-def _check_pruned_form(module: nn.Module, name: str) -> None:
-    """Raise if a parameter in the pruned form of a plain module is sharded."""
-    original = module._parameters.get(orig_key(name), module.__dict__.get(orig_key(name)))
-    if original is not None and (is_dtensor(original) or is_managed(module, orig_key(name))):
-        raise RuntimeError(
-            f"{type(module).__name__}.{name} was pruned before it was sharded; expected a model "
-            "that is pruned after it was wrapped. Wrap it inside distprune.masks_aside(model), "
-            "which takes the masks off and puts them on again, sharded."
-        )
 
 
 def _registered(module: nn.Module, name: str, label: str) -> Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,13 +37,12 @@ if TYPE_CHECKING:  # importing DTensor costs more than all the rest
     from distprune.shards.factored import FactoredScores
 
 
-# The order of dimensions in row-major memory; tensors of more dimensions are rare.
-_ROW_MAJOR = tuple(range(16))
-
-
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Shard:
     """One rank's part of one parameter, as it is now; filled while it is read, then only read.
+
+    What is counted and flat is made with it: for other values, another mask or other replicas,
+    ``dataclasses.replace`` makes another one.
 
     Most parts are boxes: a range of indices in each dimension. FSDP1 gives a rank a *run* instead,
     elements that follow each other in the memory of the parameter: then ``values`` and ``mask``
@@ -71,6 +70,9 @@ class Shard:
         is_named: whether ``name`` is a full name.
         scores: this rank's part of the importance scores, or factors of the whole; None without.
         about_scores: facts about the scores that must be equal on all ranks.
+        numel: elements of the whole parameter.
+        counted: flat positions that this rank counts: ranks of replicas count equal parts.
+        flat_values, flat_mask: :meth:`flat` of the values, and of the mask if there is one.
     """
 
     name: str
@@ -93,6 +95,20 @@ class Shard:
     is_named: bool = False
     scores: Tensor | FactoredScores | None = None
     about_scores: str = "none"
+    numel: int = field(init=False)
+    counted: range = field(init=False)
+    flat_values: Tensor = field(init=False)
+    flat_mask: Tensor | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        is_row_major = self.index.start is not None
+        flat = self.values.reshape(-1) if is_row_major else self.flat(self.values)
+        self.flat_values, self.flat_mask = flat, None
+        if self.mask is not None:
+            self.flat_mask = self.flat(self.mask)
+        size, replica, of = flat.shape[0], self.replica, self.num_replicas
+        self.counted = range(size * replica // of, size * (replica + 1) // of)
+        self.numel = self.shape.numel()
 
     @property
     def facts(self) -> str:
@@ -112,21 +128,10 @@ class Shard:
         return (self.parameter, None) if self.managed is None else self.managed.optimizer_tensor
 
     @property
-    def numel(self) -> int:
-        """Elements of the whole parameter."""
-        return self.shape.numel()
-
-    @functools.cached_property
     def coordinates(self) -> tuple[range, ...]:
         """A range per dimension of the (opened) shape; of the whole parameter for a run."""
-        dims = self.index.dims
-        return tuple(self.index.coordinates[dims.index(dim)] for dim in range(len(dims)))
-
-    @property
-    def opened_shape(self) -> tuple[int, ...]:
-        """The global shape in which ``coordinates`` are; see geometry.[Note: folds]."""
-        fold = self.index.fold
-        return self.shape if fold is None else fold.opened(self.shape)
+        by_dim = sorted(zip(self.index.dims, self.index.coordinates, strict=True))
+        return tuple(rows for _, rows in by_dim)
 
     @property
     def position(self) -> Hashable:
@@ -136,48 +141,24 @@ class Shard:
         return tuple((rows.start, rows.stop) for rows in self.coordinates)
 
     @property
-    def counted(self) -> range:
-        """Flat positions that this rank counts: ranks of replicas count equal parts."""
-        n = self.values.numel()
-        return range(
-            n * self.replica // self.num_replicas, n * (self.replica + 1) // self.num_replicas
-        )
-
-    @property
     def order(self) -> tuple[int, ...]:
         """Dimensions of ``values`` in the order of memory; flat views follow it."""
         has_own_dims = self.is_run or self.index.fold is not None
-        return _ROW_MAJOR[: self.values.ndim] if has_own_dims else self.index.dims
-
-    @functools.cached_property
-    def flat_values(self) -> Tensor:
-        """:meth:`flat` of the values."""
-        return self.flat(self.values)
-
-    @functools.cached_property
-    def flat_mask(self) -> Tensor | None:
-        """:meth:`flat` of the mask; None if unpruned."""
-        return None if self.mask is None else self.flat(self.mask)
+        return tuple(range(self.values.ndim)) if has_own_dims else self.index.dims
 
     def flat(self, local: Tensor) -> Tensor:
         """A tensor of the local shape as 1-d, in memory order; a view where it can be one."""
-        order = self.order
-        if local.is_contiguous() and order == _ROW_MAJOR[: local.ndim]:
-            return local.view(-1)
-        return local.permute(order).reshape(-1)
+        is_row_major = self.index.start is not None
+        return (local if is_row_major else local.permute(self.order)).reshape(-1)
 
     def slice_of(self, full: Tensor) -> Tensor:
         """This rank's part of a full tensor of the global shape: a view where it can be one."""
-        if self.is_run:
-            flat, start, size = full.reshape(-1), self.index.start, self.values.numel()
-            if start is not None:
-                return flat[start : start + size]
-            return flat[self.index(torch.arange(size)).to(full.device)]
-        part = full if self.index.fold is None else full.reshape(self.opened_shape)
-        for dim, rows in enumerate(self.coordinates):
-            if len(rows) != part.shape[dim]:
-                part = part.narrow(dim, rows.start, len(rows))
-        return part if self.index.fold is None else part.reshape(self.values.shape)
+        if not self.is_run:
+            return self.index.part_of(full, self.shape).reshape(self.values.shape)
+        flat, start, size = full.reshape(-1), self.index.start, self.values.numel()
+        if start is not None:
+            return flat[start : start + size]
+        return flat[self.index(torch.arange(size)).to(full.device)]
 
     def channels(self, local: Tensor, axis: int) -> tuple[Tensor, Tensor]:
         """A local tensor as rows that each belong to one channel, and the channels.
@@ -187,30 +168,26 @@ class Shard:
             axis: the channels' dimension in the whole parameter.
 
         Returns:
-            A view [rows, ...] and int64 [rows]; several rows may belong to one channel. Of a run
-            every element is a row.
+            A view [rows, ...] and int64 [rows]; several rows may belong to one channel. Of a run,
+            and of parts of groups of rows, every element is a row.
         """
-        if self.is_run:
-            stride = math.prod(self.shape[axis + 1 :])
+        if self.is_run or self.index.fold is not None:
             indices = self.index(torch.arange(local.numel()))
-            return local.unsqueeze(1), indices // stride % self.shape[axis]
-        fold = self.index.fold
-        own = self.coordinates[axis + (fold is not None and axis >= fold.dim)]
-        channels = torch.arange(own.start, own.stop)
-        if fold is not None and axis == fold.dim:
-            groups = torch.arange(fold.num_groups) * fold.size
-            channels = (groups.unsqueeze(1) + channels).view(-1)
-        return local.movedim(axis, 0), channels
+            channels = indices // math.prod(self.shape[axis + 1 :]) % self.shape[axis]
+            return local.view(-1, 1), channels
+        own = self.coordinates[axis]
+        return local.movedim(axis, 0), torch.arange(own.start, own.stop)
 
     def new_mask(self, dtype: torch.dtype) -> Tensor:
         """An uninitialised local mask, of which :meth:`flat` is a view.
 
         It is laid out in memory as the values are, if they have no gaps.
         """
-        mask, order = torch.empty_like(self.values, dtype=dtype), self.order
-        if mask.permute(order).is_contiguous():
-            return mask
-        in_order = mask.new_empty([self.values.shape[dim] for dim in order])
+        sizes = self.values.shape
+        if self.index.start is not None:
+            return self.values.new_empty(sizes, dtype=dtype)
+        order = self.order
+        in_order = self.values.new_empty([sizes[dim] for dim in order], dtype=dtype)
         return in_order.permute([order.index(dim) for dim in range(len(order))])
 
     def as_parameter_layout(self, local: Tensor, specs: Specs | None = None) -> Tensor:

@@ -262,14 +262,14 @@ def gradient_block(shard: Shard, data_groups: Sequence[ProcessGroup]) -> Gradien
             same_elements[axis] = slice(None)
     if not any(isinstance(where, slice) for where in same_batches):
         return GradientBlock(dim_coordinates(shard.shape, ()))
-    splits = splits_of(shard.name, len(shard.shape), tuple(mesh.shape), coordinate, placements)
-    if any(split.num_groups > 1 for split in splits or ()):
+    splits = splits_of(shard.name, shard.shape, tuple(mesh.shape), coordinate, placements)
+    if any(split.num_groups > 1 for split in splits):
         raise NotImplementedError(
             f"{shard.name}: the ranks have parts of groups of rows ({shard.layout}); expected "
             "whole dimensions. Of such a parameter, criteria take gradients element by element."
         )
     batch_ranks, ranks = ranks_at(mesh, same_batches), ranks_at(mesh, same_elements)
-    return GradientBlock(dim_coordinates(shard.shape, splits or ()), batch_ranks, ranks)
+    return GradientBlock(dim_coordinates(shard.shape, splits), batch_ranks, ranks)
 
 
 class GradientStatistics(Statistics[OfParameter], CollectsRankBatches):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distprune.wrappers import deepspeed, masked_value
@@ -41,6 +42,15 @@ def managed_parameters(
     if root is not None:
         records.update(runs_below(root))
     return records
+
+
+def may_be_managed() -> bool:
+    """Whether there may be parameters in this process whose type does not tell that they are cut.
+
+    FSDP has none without a process group.
+    """
+    is_loaded = "deepspeed" in sys.modules or len(finders) > 1
+    return is_loaded or ("torch.distributed.fsdp" in sys.modules and dist.is_initialized())
 
 
 def plain_class(module: nn.Module) -> type:

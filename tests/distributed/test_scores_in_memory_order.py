@@ -2,8 +2,7 @@
 
 FSDP1 lays a parameter out in the order of its memory, and a gradient is this rank's run of
 that. For a channels_last weight that is another order than the row-major one of ``view(-1)``. A
-1-d tensor of the length of this rank's run is such a run, also where a rank has the whole
-parameter; another 1-d tensor is not taken for such a weight.
+1-d tensor is such a run, also where a rank has the whole parameter; whole scores are of its shape.
 """
 
 import pytest
@@ -87,33 +86,22 @@ def test_gradients_are_scores_in_the_order_of_memory(memory, sizes, is_global):
 
 def with_flat_scores(memory, sizes):
     root = wrapped(memory, sizes)
-    layers = root.module
-    scores = [scores_of(layer) for layer in model("contiguous", sizes)]
-    indices = [layer.weight.detach().long() for layer in layers]
-    before = snapshot(layers)
-    errors, found = [], []
-    for layer, whole, held in zip(layers, scores, indices, strict=True):
+    before, errors = snapshot(root.module), []
+    for layer, whole in zip(root.module, model("contiguous", sizes), strict=True):
         try:
-            prune.l1_unstructured(layer, "weight", 0.5, importance_scores=whole.flatten())
+            scores = scores_of(whole).flatten()
+            prune.l1_unstructured(layer, "weight", 0.5, importance_scores=scores)
         except ValueError as error:
             errors.append(str(error))
-            continue
-        [keep] = reference.prune([whole], 0.5)
-        if not torch.equal(layer.weight_mask, keep.flatten()[held].bool()):
-            found.append("mask wrong")
-    return errors, found, changes(before, snapshot(layers)) if len(errors) == 2 else []
-
-
-def test_whole_flat_scores_are_row_major_where_that_is_the_order_of_memory():
-    for errors, found, _ in run_ranks(with_flat_scores, 2, "contiguous", (5, 5)):
-        assert errors == [] and found == []
+    return errors, changes(before, snapshot(root.module))
 
 
 @pytest.mark.parametrize("sizes", [(2, 6), (5, 5)])
-def test_whole_flat_scores_are_refused_where_they_could_be_either(sizes):
-    for errors, _, changed in run_ranks(with_flat_scores, 2, "channels last", sizes):
+@pytest.mark.parametrize("memory", MEMORY)
+def test_whole_flat_scores_are_refused(memory, sizes):
+    for errors, changed in run_ranks(with_flat_scores, 2, memory, sizes):
         assert len(errors) == 2 and changed == []
-        assert all("order of its memory" in error for error in errors)
+        assert all("expected the whole parameter's shape" in error for error in errors)
 
 
 def wrong_with_whole_scores(memory, sizes):

@@ -162,7 +162,7 @@ def part_of(layout: Layout, wrapping: str, rank: int) -> Part:
     # An axis that a parameter does not lie on has copies of it.
     by_axis = dict(zip(layout.axes, layout.placements, strict=True))
     placements = [by_axis.get(axis, Replicate()) for axis in mesh_axes(wrapping)]
-    splits = splits_of("parameter", len(layout.shape), mesh, coordinate, placements)
+    splits = splits_of("parameter", layout.shape, mesh, coordinate, placements)
     coordinates = dim_coordinates(layout.shape, splits)
     index = index_map(layout.shape, coordinates, range(len(layout.shape)))
     return Part(coordinates, index, *replica_of(mesh, coordinate, placements))

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -70,7 +71,7 @@ def test_every_rank_knows_where_its_elements_are(case, random):
 @settings(max_examples=num_examples(100), deadline=None, derandomize=True)
 @given(cuts(), st.randoms(use_true_random=False))
 def test_in_ascending_order_an_index_has_a_position(case, random):
-    """Row-major parts, and runs of row-major memory, are ascending; ``position_of`` counts."""
+    """Row-major parts, and runs of row-major memory, are ascending; ``positions_of`` counts."""
     shape, cut = case
     numel = math.prod(shape)
     for splits in all_ranks(cut):
@@ -89,7 +90,9 @@ def test_in_ascending_order_an_index_has_a_position(case, random):
             assert indices == sorted(indices)
             for bound in random.choices(range(numel + 1), k=5):
                 expected = sum(i < bound for i in indices)
-                assert min(max(index.position_of(bound), 0), length) == expected
+                assert (
+                    min(max(int(index.positions_of(np.array([bound]))[0]), 0), length) == expected
+                )
 
 
 def test_memory_that_is_not_row_major_is_not_ascending():
