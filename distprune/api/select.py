@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -222,7 +222,7 @@ def _places(model: nn.Module, names: list[str] | None, prefix: str) -> Iterator[
             ):
                 raise lost_mask(module, plain)
             pair = NamedParameter(module, name, full_name(prefix, place.pair.fqn))
-            by_name[name] = replace(place, pair=pair)
+            by_name[name] = place._replace(pair=pair)
         order = sorted(by_name) if names is None else filter(by_name.__contains__, names)
         yield from map(by_name.__getitem__, order)
 

@@ -87,18 +87,16 @@ def local_scores(
     """
     parts = [part_of_scores(tensor, label, shard, what) for tensor in scores]
     first, about = parts[0]
-    if any(not _are_equal(part, first) for part, _ in parts[1:]):
-        raise ValueError(
-            f"{label} is tied, and {what} has different tensors under several of its names; "
-            "expected one under one name, or equal ones."
-        )
+    for other, about_other in parts[1:]:
+        is_same = about_other == about
+        if isinstance(first, Tensor) and isinstance(other, Tensor):
+            is_same &= torch.equal(first, other)
+        if not is_same:
+            raise ValueError(
+                f"{label} is tied, and {what} has different tensors under several of its names; "
+                "expected one under one name, or equal ones."
+            )
     return first, about
-
-
-def _are_equal(one: Tensor | FactoredScores, other: Tensor | FactoredScores) -> bool:
-    if isinstance(one, FactoredScores):
-        return isinstance(other, FactoredScores) and one.equals(other)
-    return isinstance(other, Tensor) and torch.equal(one, other)
 
 
 def part_of_scores(

@@ -20,11 +20,13 @@ from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured
 from distprune.ranks.process_groups import world
 from distprune.shards.gradients import (
+    CollectsRankBatches,
+    Power,
     available_gradient,
+    checked_unit,
     drop_gradient,
     local_gradient,
 )
-from distprune.shards.rank_batches import CollectsRankBatches, Power, checked_weight, factor_of
 from distprune.shards.reader import ShardReader
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ class Criterion(CollectsRankBatches):
 
         If it is interrupted while it adds, ``scores()`` raises until :meth:`reset`.
         """
-        self._add_unit(checked_weight(weight))
+        self._add_unit(checked_unit(weight)[0])
 
     def _add_unit(self, weight: float, loss_scale: float = 1.0) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -126,7 +128,7 @@ class Criterion(CollectsRankBatches):
             units = self._prepared(parts, self._gradients(parts), weight)
             self._is_incomplete = True
             for part, unit in zip(parts, units, strict=True):
-                self._accumulate(part, unit, factor_of(weight, loss_scale, self._power))
+                self._accumulate(part, unit, weight / loss_scale**self._power)
         for part in parts:
             part.weight += weight
         self.num_updates += 1

@@ -15,14 +15,11 @@ from distprune.ranks.collectives import Communicator, sum_of_pieces
 from distprune.ranks.process_groups import over_groups, world
 from distprune.shards.gradients import (
     LocalGradients,
-    ranks_with_shards,
-    unaveraged_gradients,
-)
-from distprune.shards.rank_batches import (
     Power,
     RankBatches,
-    checked_loss_scale,
-    checked_weight,
+    checked_unit,
+    ranks_with_shards,
+    unaveraged_gradients,
 )
 from distprune.wrappers.masked_value import base_class, own_property
 
@@ -236,12 +233,13 @@ class GradientMoment(Criterion):
             return
         communicator = self._ranks()
 
-        def attach(made: list[RankBatchSums]) -> None:
-            communicator.run(lambda: self._attach(made), lambda _: self._facts())
+        def attach() -> None:
+            communicator.run(self._attach, lambda _: self._facts())
             self._is_incomplete = True
-            made[0].begin()
+            self._sums.begin()
 
-        def finish(sums: RankBatchSums) -> None:
+        def finish() -> None:
+            sums: RankBatchSums = self._sums
             sums.finish(communicator, self._facts())
             own = torch.tensor([sums.num_batches, sums.weight], dtype=torch.float64)
             num_batches, weight = communicator.reduce_floats(2, lambda: own).tolist()
@@ -272,7 +270,7 @@ class GradientMoment(Criterion):
                 on one rank alone is raised on all of them, when ``calibrating`` ends.
         """
         if self.unit == "global_batch":
-            weight, scale = checked_weight(weight), checked_loss_scale(loss_scale)
+            weight, scale = checked_unit(weight, loss_scale)
             with self._dropping_gradients():
                 yield
                 self._add_unit(weight, scale)
@@ -288,8 +286,8 @@ class GradientMoment(Criterion):
         """All ranks of ``group``, and those that shard parameters with them."""
         return ranks_with_shards([part.shard for part in self._parts()], self._group)
 
-    def _attach(self, made: list[RankBatchSums]) -> None:
-        """Put hooks on; ``made`` gets what takes them off."""
+    def _attach(self) -> None:
+        """Put hooks on."""
         self._check_complete()
         parts = self._parts()
         for part in parts:
@@ -302,9 +300,8 @@ class GradientMoment(Criterion):
                     'unit="global_batch".'
                 )
         leaves = unaveraged_gradients([part.shard for part in parts], self._group)
-        sums = RankBatchSums(leaves, parts, self._power)
-        made.append(sums)
-        sums.attach()
+        self._sums = RankBatchSums(leaves, parts, self._power)
+        self._sums.attach()
 
     def _facts(self) -> list[tuple[str, str]]:
         names = " ".join(parameter.label for parameter in self._scored)

@@ -54,13 +54,13 @@ def over_groups(groups: Sequence[dist.ProcessGroup], ranks: Sequence[int] = ()) 
         groups: this rank's group along every axis.
         ranks: all global ranks of the grid; by default they are found here.
     """
-    ranks = ranks or _grid(groups)
+    ranks = ranks or grid(groups)
     groups = [group for group in groups if group.size() > 1]
     device = _reduction_device(groups[0]) if groups else "cpu"
     return Communicator(groups, ranks, dist.get_rank(), device)
 
 
-def _grid(groups: Sequence[dist.ProcessGroup]) -> list[int]:
+def grid(groups: Sequence[dist.ProcessGroup]) -> list[int]:
     """The global ranks that this rank's groups join, if they are the axes of a regular grid."""
     me, offsets = dist.get_rank(), {0}
     for group in groups:

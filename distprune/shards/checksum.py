@@ -45,17 +45,13 @@ def checksums(locals_: Sequence[Tensor]) -> list[int]:
     Cost: one read, about as fast as memory; a copy of a tensor that is not contiguous. Waits for
     a device once.
     """
-    sums = []
-    for local in locals_:
-        local = torch.view_as_real(local.detach()) if local.is_complex() else local.detach()
-        flat = local.contiguous().view(-1)
-        sums.append(_on_cpu(flat) if memory.takes_numpy(flat.device) else _anywhere(flat))
+    # What a device has is asked for at the end, all at once.
+    sums = [_sums(local.detach()) for local in locals_]
     copied = iter(lists_on_host([blocks for blocks in sums if isinstance(blocks, Tensor)]))
-    of_blocks = [next(copied) if isinstance(blocks, Tensor) else blocks for blocks in sums]
-    totals = [
-        sum(block_sum * _block_weight(block) for block, block_sum in enumerate(blocks))
-        for blocks in of_blocks
-    ]
+    totals = []
+    for blocks in sums:
+        numbers = next(copied) if isinstance(blocks, Tensor) else blocks
+        totals.append(sum(number * _block_weight(i) for i, number in enumerate(numbers)))
     return [(total + 2**63) % 2**64 - 2**63 for total in totals]
 
 
@@ -83,27 +79,22 @@ def replicas_agree(num_replicas: int, of_all: int, of_first: int) -> bool:
     return (num_replicas * of_first - of_all) % 2**64 == 0
 
 
-def _on_cpu(flat: Tensor) -> list[int]:
-    """The weighted sum of each block."""
-    weights, buffer = _weights().numpy().view(np.uint64), np.empty(_WORDS, np.uint64)
-    sums = []
-    for words in _words(flat, _WORDS):
-        size = words.numel()
-        word, folded = words.numpy().view(np.uint64), buffer[:size]
-        np.right_shift(word, np.uint64(32), out=folded)
-        np.bitwise_xor(word, folded, out=folded)
-        np.multiply(folded, weights[:size], out=folded)
-        sums.append(int(np.add.reduce(folded.view(np.int64))))
-    return sums
-
-
-def _anywhere(flat: Tensor) -> Tensor:
-    """The same, int64 [blocks], many blocks per operation."""
-    weights = _weights().to(flat.device)
-    sums = []
+def _sums(local: Tensor) -> list[int] | Tensor:
+    """The weighted sum of each block: on a CPU numbers, else int64 [blocks]."""
+    flat = (torch.view_as_real(local) if local.is_complex() else local).contiguous().view(-1)
+    if memory.takes_numpy(flat.device):
+        factors, numbers = _weights().numpy().view(np.uint64), []
+        for words in _words(flat, _WORDS):
+            word = words.numpy().view(np.uint64)
+            folded = word >> np.uint64(32)
+            folded ^= word
+            folded *= factors[: folded.size]
+            numbers.append(int(np.add.reduce(folded.view(np.int64))))
+        return numbers
+    weights, sums = _weights().to(flat.device), []
     for words in _words(flat, _WORDS * _DEVICE_BLOCKS):
-        folded = words ^ ((words >> 32) & 0xFFFFFFFF)
-        padded = nn.functional.pad(folded, (0, -folded.numel() % _WORDS))
+        on_device = words ^ ((words >> 32) & 0xFFFFFFFF)
+        padded = nn.functional.pad(on_device, (0, -on_device.numel() % _WORDS))
         sums.append((padded.view(-1, _WORDS) * weights).sum(1))
     return torch.cat(sums) if sums else weights[:0]
 

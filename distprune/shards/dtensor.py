@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.weak import WeakIdKeyDictionary
 
+from distprune.base.pruned_form import is_dtensor
 from distprune.shards.geometry import (
     Fold,
     IndexMap,
@@ -28,25 +28,13 @@ from distprune.shards.shard import Shard
 _SHARDED = (ShardPlacement, _StridedShard)  # the second is no subclass since torch 2.10
 
 
-class _MeshView(NamedTuple):
-    """A device mesh as seen from this rank. Slow to make, and never another: once per mesh.
-
-    Attributes:
-        shape: of the mesh.
-        coordinate: of this rank; None if it is outside.
-        ranks: global ranks, row-major.
-        parts: where this rank's parts are, the replica, the number of replicas, and the layout in
-            words: by shape, placements and wrapper.
-    """
-
-    shape: tuple[int, ...]
-    coordinate: tuple[int, ...] | None
-    ranks: tuple[int, ...]
-    parts: dict[object, tuple[IndexMap, int, int, str]]
-
-
-# By the object: a mesh equals one that another process group had before.
-_views: MutableMapping[DeviceMesh, _MeshView] = WeakIdKeyDictionary()
+# Slow to ask of a mesh, and never another: this rank's coordinate (None: it is outside), the global
+# ranks, and, by shape, placements and wrapper, where this rank's parts are, the replica, the number
+# of replicas, and the layout in words. By the object: a mesh equals one that another process group
+# had before.
+_Part = tuple[IndexMap, int, int, str]
+_View = tuple[tuple[int, ...] | None, tuple[int, ...], dict[object, _Part]]
+_views: MutableMapping[DeviceMesh, _View] = WeakIdKeyDictionary()
 
 
 def local_shard(
@@ -66,79 +54,64 @@ def local_shard(
             another shape than the placements give.
     """
     mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
-    view = _views.get(mesh)
-    if view is None:
-        coordinate, ranks = mesh.get_coordinate(), tuple(mesh.mesh.flatten().tolist())
-        here = None if coordinate is None else tuple(coordinate)
-        view = _views[mesh] = _MeshView(tuple(mesh.shape), here, ranks, {})
-    is_here, key = view.coordinate is not None, (shape, placements, is_from_fsdp2)
-    if key not in view.parts:
+    if mesh not in _views:
+        here, global_ranks = mesh.get_coordinate(), mesh.mesh.flatten().tolist()
+        _views[mesh] = (None if here is None else tuple(here), tuple(global_ranks), {})
+    coordinate, ranks, parts = _views[mesh]
+    key = (shape, placements, is_from_fsdp2)
+    if key not in parts:
         _check_order(name, mesh, placements)
-        _check_strided(name, shape, view.shape, placements, is_from_fsdp2)
-        splits = splits_of(name, shape, view.shape, view.coordinate, placements)
+        _check_strided(name, shape, mesh.shape, placements, is_from_fsdp2)
+        splits = splits_of(name, shape, mesh.shape, coordinate, placements)
         # Not which ranks: the same parameter may be on several meshes of one shape.
-        layout = f"{placements} on a mesh of shape {view.shape}"
-        replicas = replica_of(view.shape, view.coordinate, placements)
-        view.parts[key] = (_index_of(shape, splits), *replicas, layout)
-    index, replica, num_replicas, layout = view.parts[key]
-    values, coordinates, fold = _local(parameter), index.coordinates, index.fold
-    if not is_here:
-        coordinates = tuple(range(0) for _ in shape)
+        layout = f"{placements} on a mesh of shape {tuple(mesh.shape)}"
+        replicas = replica_of(mesh.shape, coordinate, placements)
+        parts[key] = (_index_of(shape, splits), *replicas, layout)
+    index, replica, num_replicas, layout = parts[key]
+    values = _local(parameter)
+    if coordinate is None:
         values = values.new_empty([0] * len(shape))
-    elif values.numel() == 0 and values.ndim == len(coordinates):
-        # An empty shard may be empty in dimensions that the placements leave whole.
-        coordinates = tuple(c[:n] for c, n in zip(coordinates, values.shape, strict=True))
-    expected = list(map(len, coordinates))
-    if fold is not None and is_here:
-        expected[fold.dim] *= expected.pop(fold.dim + 1)
-        if not values.is_contiguous():
+        mask = None if mask is None else torch.empty_like(values, dtype=mask.dtype)
+    elif mask is not None:
+        mask = _local(mask)
+    if not values.numel():  # it may be empty in a dimension that the placements leave whole
+        index = index_map(shape, list(map(range, values.shape)), range(len(shape)))
+    else:
+        expected, fold = list(map(len, index.coordinates)), index.fold
+        if fold is not None:
+            expected[fold.dim] *= expected.pop(fold.dim + 1)
+        is_row_major = values.is_contiguous()
+        if list(values.shape) != expected or not (fold is None or is_row_major):
             raise NotImplementedError(
-                f"{name}: {placements} of a shard of stride {values.stride()}; expected "
-                "a contiguous shard where every rank has a part of several groups of rows."
+                f"{name}: this rank holds a shard of shape {tuple(values.shape)} and stride "
+                f"{values.stride()}, but {layout} should give {tuple(expected)}, row-major if it "
+                "is parts of groups of rows. Expected the shards that distribute_tensor, "
+                "parallelize_module or fully_shard make."
             )
-    if list(values.shape) != expected:
-        raise NotImplementedError(
-            f"{name}: this rank holds a shard of shape {tuple(values.shape)}, but "
-            f"{placements} on a mesh of shape {view.shape} should give {tuple(expected)}. "
-            "Expected the shards that distribute_tensor, parallelize_module or fully_shard make."
-        )
-    if coordinates is not index.coordinates or not values.is_contiguous():
-        index = index_map(shape, coordinates, memory_order(values) or range(values.ndim))
-    if mask is not None:
-        mask = _local(mask) if is_here else torch.empty_like(values, dtype=mask.dtype)
-    return Shard(
-        name=name,
-        parameter=parameter,
-        values=values,
-        mask=mask,
-        shape=shape,
-        index=index,
-        replica=replica,
-        num_replicas=num_replicas,
-        ranks=view.ranks,
-        layout=layout,
-        mesh=mesh,
-        placements=placements,
-        key=id(parameter),
+        if not is_row_major:
+            index = index_map(shape, index.coordinates, memory_order(values) or range(len(shape)))
+    shard = Shard(
+        name, parameter, values, mask, shape, index, replica=replica, num_replicas=num_replicas
     )
+    shard.ranks, shard.layout, shard.key = ranks, layout, id(parameter)
+    shard.mesh, shard.placements = mesh, placements
+    return shard
 
 
 def _local(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, DTensor)
+    assert is_dtensor(tensor)
     with torch.no_grad():  # else to_local() is an operation of autograd, which takes longer
         return tensor.to_local().detach()
 
 
 def _index_of(shape: Sequence[int], splits: Sequence[Split]) -> IndexMap:
     """Where the parts of cuts are; at most one cut is of groups, and no other of its dimension."""
-    box, fold = tuple(shape), None
-    for split in splits:
-        if split.num_groups > 1:
-            fold = Fold(split.dim, split.num_groups, shape[split.dim] // split.num_groups)
-            box = fold.opened(shape)
-            splits = [s._replace(dim=s.dim + (s.dim >= split.dim)) for s in splits]
-            break
-    return replace(index_map(box, dim_coordinates(box, splits), range(len(box))), fold=fold)
+    folds = [Fold(dim, n, shape[dim] // n) for dim, _, _, n in splits if n > 1]
+    for fold in folds:
+        shape = fold.opened(shape)
+        splits = [split._replace(dim=split.dim + (split.dim >= fold.dim)) for split in splits]
+    index = index_map(shape, dim_coordinates(shape, splits), range(len(shape)))
+    return replace(index, fold=folds[0]) if folds else index
 
 
 def _check_order(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
@@ -153,11 +126,9 @@ def _check_order(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Replicate) and mesh.mesh.diff(dim=axis).lt(0).any():
             raise NotImplementedError(
-                f"{name}: the parameter is sharded ({placement}) along axis {axis} of a "
-                f"mesh whose ranks do not ascend along that axis: {mesh.mesh.tolist()}. torch cuts "
-                "by the order of the process group in some places and by the mesh in others there, "
-                "so which rank holds which part is not well defined; expected ascending ranks, as "
-                "init_device_mesh makes them."
+                f"{name} is sharded ({placement}) along axis {axis} of a mesh whose ranks do not "
+                f"ascend there: {mesh.mesh.tolist()}. torch contradicts itself in which rank holds "
+                "which part of it; expected ascending ranks, as init_device_mesh makes them."
             )
 
 
@@ -184,22 +155,22 @@ def _check_strided(
             continue
         dim, others = placement.dim % len(shape), _cuts_beside(axis, shape, mesh_shape, placements)
         num_chunks = mesh_shape[axis] * math.prod(mesh_shape[other] for other in others)
-        if not others and placement.split_factor > 1:
-            is_known = shape[dim] % (placement.split_factor * num_chunks) == 0
+        factor = int(placement.split_factor)
+        if not others and factor > 1:
+            is_known = shape[dim] % (factor * num_chunks) == 0
         else:
             later = [other for other in others if other > axis]
-            is_known = placement.split_factor == math.prod(mesh_shape[other] for other in later)
+            is_known = factor == math.prod(mesh_shape[other] for other in later)
             is_known &= all(isinstance(placements[other], ShardPlacement) for other in later)
             if shape[dim] % num_chunks:
                 is_outermost = all(isinstance(other, Replicate) for other in placements[:axis])
                 is_known &= is_from_fsdp2 and is_outermost
         if not is_known:
             raise NotImplementedError(
-                f"{name}: placement {placement} (dimension {dim} of size {shape[dim]}, placements "
-                f"{tuple(placements)} on a mesh of shape {tuple(mesh_shape)}) spreads rows that "
-                "lie apart over the ranks, by several cuts of a dimension or unevenly; expected "
-                "Shard, the placements that fully_shard makes over tensor parallelism, or one even "
-                "cut of equal groups of rows. Keep the parameter in the shape in which it was "
+                f"{name}: {placement} of {tuple(placements)}, of a dimension of size {shape[dim]} "
+                f"on a mesh of shape {tuple(mesh_shape)}, spreads rows that lie apart over the "
+                "ranks; expected Shard, what fully_shard makes over tensor parallelism, or one "
+                "even cut of equal groups of rows. Keep the parameter in the shape in which it was "
                 f"sharded, or call .redistribute() to Shard({dim}) before pruning."
             )
 
@@ -236,8 +207,7 @@ def splits_of(
     Raises:
         NotImplementedError: a placement that is neither Shard nor Replicate.
     """
-    plain: list[Split] = []
-    strided: list[Split] = []
+    plain, strided = list[Split](), list[Split]()
     for axis, placement in enumerate(placements):
         if isinstance(placement, _SHARDED):
             size, chunk = mesh_shape[axis], coordinate[axis] if coordinate else 0
@@ -245,7 +215,7 @@ def splits_of(
             if isinstance(placement, ShardPlacement):
                 plain.append(cut)
             elif size > 1 and not _cuts_beside(axis, shape, mesh_shape, placements):
-                strided.append(cut._replace(num_groups=placement.split_factor))
+                strided.append(cut._replace(num_groups=int(placement.split_factor)))
             else:
                 strided.append(cut)
         elif not isinstance(placement, Replicate):

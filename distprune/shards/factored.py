@@ -6,6 +6,7 @@ fp64, and round it once to fp32.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,10 +40,7 @@ class FactoredScores:
 
     def __post_init__(self) -> None:
         if not self.terms or not all(len(term) for term in self.terms):
-            raise ValueError(
-                "terms of FactoredScores is empty, or has a term without factors; expected at "
-                "least one factor in each term."
-            )
+            raise ValueError("terms of FactoredScores is empty, or has a term without factors.")
         for number, term in enumerate(self.terms):
             for factor in term:
                 is_tensor = isinstance(factor, Tensor) and not is_dtensor(factor)
@@ -55,30 +53,19 @@ class FactoredScores:
 
     def check_shape(self, label: str, shape: torch.Size) -> None:
         """Raise ValueError unless every factor broadcasts to a parameter of this shape."""
-        for term in self.terms:
-            for factor in term:
-                fits = factor.ndim == len(shape) and all(
-                    size in (1, whole) for size, whole in zip(factor.shape, shape, strict=True)
+        for factor in itertools.chain(*self.terms):
+            pairs = zip(factor.shape, shape, strict=False)
+            if factor.ndim != len(shape) or any(size not in (1, whole) for size, whole in pairs):
+                raise ValueError(
+                    f"{label}: importance_scores has a factor of shape {tuple(factor.shape)}; "
+                    f"expected {len(shape)} dimensions, each of size 1 or that of the whole "
+                    f"parameter, {tuple(shape)}."
                 )
-                if not fits:
-                    raise ValueError(
-                        f"{label}: importance_scores has a factor of shape {tuple(factor.shape)}; "
-                        f"expected {len(shape)} dimensions, each of size 1 or that of the whole "
-                        f"parameter, {tuple(shape)}."
-                    )
 
     def checksum(self) -> int:
         """A number that is almost surely different for other factors."""
-        factors = [factor for term in self.terms for factor in term]
-        return hash((tuple(map(len, self.terms)), tuple(checksums(factors)))) & (2**63 - 1)
-
-    def equals(self, other: FactoredScores) -> bool:
-        """Whether all terms have equal factors."""
-        return [len(term) for term in self.terms] == [len(term) for term in other.terms] and all(
-            torch.equal(mine, its)
-            for term, other_term in zip(self.terms, other.terms, strict=True)
-            for mine, its in zip(term, other_term, strict=True)
-        )
+        of_factors = checksums(list(itertools.chain(*self.terms)))
+        return hash((tuple(map(len, self.terms)), tuple(of_factors))) & (2**63 - 1)
 
 
 POWER_OF_RIA = 0.5  # of the rms of inputs, by default: the paper's a

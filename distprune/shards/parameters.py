@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,8 +16,7 @@ from distprune.wrappers.wrapper import is_flat, is_flattened, managed_parameters
 Scores = Mapping[tuple[nn.Module, str], Tensor | FactoredScores]
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a model has a parameter.
 
     Attributes:
@@ -37,30 +36,30 @@ class Place:
         return self.pair.with_places(place.pair for place in places)
 
 
-def all_places(model: nn.Module) -> Iterable[Place]:
+def all_places(model: nn.Module) -> Iterator[Place]:
     """Every parameter at every place, in the order of registration."""
-    managed = managed_parameters(model)
-    modules = []
+    managed, modules = managed_parameters(model), []
     for path, module in named_modules(model):
-        own = {name: p for name, p in module._parameters.items() if p is not None}
-        modules.append((path, module, {name: p for name, p in own.items() if not is_flat(p)}))
+        own = {n: p for n, p in module._parameters.items() if p is not None and not is_flat(p)}
+        modules.append((path, module, own))
     if any(
         (id(module), name) not in managed and is_flattened(module, name)
-        for _, module, registered in modules
-        for name in registered
+        for _, module, own in modules
+        for name in own
     ):  # ``model`` is inside an FSDP1 module that was not seen yet
         managed = managed_parameters(everywhere=True)
     names_of: dict[int, list[str]] = {}
     for module_id, name in managed:
         names_of.setdefault(module_id, []).append(name)
-    for path, module, registered in modules:
-        for name in dict.fromkeys([*registered, *names_of.get(id(module), ())]):
+    for path, module, own in modules:
+        for name in dict.fromkeys([*own, *names_of.get(id(module), ())]):
             record = managed.get((id(module), name))
-            key = record.key if record is not None else id(registered[name])
-            shape = record.shape if record is not None else registered[name].shape
+            key, shape = (
+                (id(own[name]), own[name].shape) if record is None else (record.key, record.shape)
+            )
             plain = name_of_pruned_orig(name, module._buffers) or name
             pair = NamedParameter(module, plain, full_name(path, plain))
-            is_floating = name not in registered or registered[name].is_floating_point()
+            is_floating = name not in own or own[name].is_floating_point()
             yield Place(key, tuple(shape), pair, is_floating)
 
 
@@ -74,6 +73,8 @@ def by_parameter(places: Iterable[Place]) -> dict[Hashable, list[Place]]:
 
 def find_places(model: nn.Module, is_wanted: Callable[[Place], bool]) -> list[NamedParameter]:
     """Some parameters; a tied one once, with all its places."""
-    places = list(all_places(model))
-    wanted, of_each = by_parameter(filter(is_wanted, places)), by_parameter(places)
-    return [first.with_all(of_each[key]) for key, (first, *_) in wanted.items()]
+    return [
+        next(filter(is_wanted, places)).with_all(places)
+        for places in by_parameter(all_places(model)).values()
+        if any(map(is_wanted, places))
+    ]

@@ -16,19 +16,13 @@ from torch.distributed import ProcessGroup
 from distprune.base.naming import unwrap
 from distprune.base.pruned_form import is_dtensor, mask_key, orig_key
 from distprune.ranks.collectives import Communicator
-from distprune.ranks.process_groups import over_groups, over_mesh
+from distprune.ranks.process_groups import grid, over_groups, over_mesh
 from distprune.shards.checksum import checksums
 from distprune.shards.geometry import run_index_map, whole_index
 from distprune.shards.shard import Shard
+from distprune.wrappers import wrapper
 from distprune.wrappers.held import find_held
 from distprune.wrappers.managed import Managed, ManagedDTensor, ManagedRun
-from distprune.wrappers.wrapper import (
-    find_run,
-    is_flattened,
-    is_managed,
-    managed_parameters,
-    may_be_managed,
-)
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -45,7 +39,7 @@ class ShardReader:
         self._replica = replica
         self._num_replicas = num_replicas
         # Asked once, and not for each of many parameters.
-        self._may_be_managed = may_be_managed()
+        self._may_be_managed = wrapper.may_be_managed()
         # Made on demand: a call for one parameter may not need the records of all others.
         self._managed: dict[tuple[int, str], Managed] | None = None
         # By process groups: lists of ranks are long, and the same for many parameters.
@@ -58,36 +52,32 @@ class ShardReader:
             NotImplementedError: the parameter belongs to an FSDP1 wrapper that is gone.
             RuntimeError: it was pruned first and sharded second.
         """
-        original_key = orig_key(name)
-        original = module._parameters.get(original_key, module.__dict__.get(original_key))
-        if original is not None and (is_dtensor(original) or is_managed(module, original_key)):
+        key = orig_key(name)
+        original = module._parameters.get(key, module.__dict__.get(key))
+        if original is not None and (is_dtensor(original) or wrapper.is_managed(module, key)):
             raise RuntimeError(
                 f"{type(module).__name__}.{name} was pruned before it was sharded; expected a "
-                "model that is pruned after it was wrapped. Wrap it inside "
-                "distprune.masks_aside(model), which takes the masks off and puts them on again, "
-                "sharded."
+                "model that is wrapped first. Wrap it inside distprune.masks_aside(model), which "
+                "takes the masks off and puts them on again, sharded."
             )
         if not self._may_be_managed:
             return None
         held = find_held(module, name)
-        if held is not None and held.record is not None:
-            return held.record
-        run = find_run(module, name)
-        if run is not None:
-            return run
+        record = None if held is None else held.record
+        if record is None:
+            record = wrapper.find_run(module, name)
+        if record is not None:
+            return record
         if self._managed is None:
-            self._managed = managed_parameters()
-        record = self._managed.get((id(module), name))
-        if record is None and is_flattened(module, name):
-            self._managed = managed_parameters(everywhere=True)
-            record = self._managed.get((id(module), name))
-            if record is None:
+            self._managed = wrapper.managed_parameters()
+        if (id(module), name) not in self._managed and wrapper.is_flattened(module, name):
+            self._managed = wrapper.managed_parameters(everywhere=True)
+            if (id(module), name) not in self._managed:
                 raise NotImplementedError(
                     f"{type(module).__name__}.{name} is a piece of an FSDP1 flat parameter whose "
-                    "FullyShardedDataParallel module is gone; expected that the wrapped model is "
-                    "kept and used, not the module inside it."
+                    "wrapper is gone; expected that the wrapped model is kept and used."
                 )
-        return record
+        return self._managed.get((id(module), name))
 
     def read(self, module: nn.Module, name: str, label: str) -> Shard:
         """This rank's part of ``module.name``.
@@ -97,20 +87,21 @@ class ShardReader:
             TypeError: not a parameter.
             NotImplementedError: a layout, dtype or wrapper that is not supported.
 
-        Cost: ten calls in Python for a plain parameter that is not pruned, if nothing is managed.
+        Cost: nine calls in Python for a plain parameter that is not pruned, if nothing is managed.
         """
         if not self._may_be_managed and name in module._parameters:
             parameter = module._parameters[name]
             if type(parameter) is nn.Parameter:
                 return self.read_tensor(parameter, label)
         managed, mask = self.managed(module, name), module._buffers.get(mask_key(name))
-        if managed is not None and managed.unsupported:
+        if managed is None:
+            return self.read_tensor(_registered(module, name, label), label, mask)
+        if managed.unsupported:
             raise NotImplementedError(f"{label}: {managed.unsupported}.")
-        if isinstance(managed, ManagedRun):
-            return self._read_run(managed, label, mask)
         if isinstance(managed, ManagedDTensor):
             return self.read_tensor(managed.sharded, label, mask, managed)
-        return self.read_tensor(_registered(module, name, label), label, mask)
+        assert isinstance(managed, ManagedRun)
+        return self._read_run(managed, label, mask)
 
     def _read_run(self, run: ManagedRun, label: str, mask: Tensor | None) -> Shard:
         """This rank's run of a parameter, whose mask is a run, too."""
@@ -120,25 +111,17 @@ class ShardReader:
                 f"{label}: a parameter of shape {tuple(run.shape)} and stride {tuple(run.stride)} "
                 "overlaps itself or has gaps; expected one that is dense in memory."
             )
-        groups, (replica, num_replicas), values = tuple(run.groups), run.replica, run.values
-        if groups not in self._ranks:
-            self._ranks[groups] = run.ranks
-        return Shard(
-            name=label,
-            parameter=values,
-            values=values,
+        values = run.values
+        if mask is not None:
             # FSDP1 with CPU offload moves masks to the accelerator, as all buffers, and not values.
-            mask=None if mask is None else mask.detach().to(values.device),
-            shape=run.shape,
-            index=index,
-            is_run=True,
-            replica=replica,
-            num_replicas=num_replicas,
-            ranks=self._ranks[groups],
-            layout=run.layout,
-            key=run.key,
-            managed=run,
-        )
+            mask = mask.detach().to(values.device)
+        shard = Shard(label, values, values, mask, run.shape, index, True, *run.replica)
+        groups = tuple(run.groups)
+        if groups not in self._ranks:
+            self._ranks[groups] = tuple(grid(groups))
+        shard.ranks, shard.layout = self._ranks[groups], run.layout
+        shard.key, shard.managed = run.key, run
+        return shard
 
     def read_tensor(
         self,
@@ -168,26 +151,20 @@ class ShardReader:
             if is_dtensor(parameter):
                 from distprune.shards.dtensor import local_shard
 
-                is_from_fsdp2 = managed is not None
-                shard = local_shard(label, parameter, mask, is_from_fsdp2=is_from_fsdp2)
+                shard = local_shard(label, parameter, mask, is_from_fsdp2=managed is not None)
                 shard.managed = managed
                 return shard
         values = parameter.detach()
         shape, stride = values.shape, values.stride()
-        index = whole_index(shape, stride)
-        if index is None:  # with gaps or overlaps, it is copied when it is read
-            index = whole_index(shape, values.new_empty(shape, device="meta").stride())
-            assert index is not None
+        # With gaps or overlaps, it is copied when it is read.
+        index = whole_index(shape, stride) or whole_index(
+            shape, torch.empty(shape, device="meta").stride()
+        )
+        assert index is not None
+        mask = None if mask is None else mask.detach()
+        replica, of = self._replica, self._num_replicas
         return Shard(
-            name=label,
-            parameter=parameter,
-            values=values,
-            mask=None if mask is None else mask.detach(),
-            shape=shape,
-            index=index,
-            replica=self._replica,
-            num_replicas=self._num_replicas,
-            key=id(parameter),
+            label, parameter, values, mask, shape, index, False, replica, of, key=id(parameter)
         )
 
     def identity(self, module: nn.Module, name: str) -> tuple[Hashable, torch.Size]:
@@ -206,11 +183,11 @@ class ShardReader:
 
     def communicator(self, module: nn.Module, name: str) -> Communicator | None:
         """The ranks over which a parameter is spread; None if it is not sharded."""
-        managed, parameter = self.managed(module, name), module._parameters.get(name)
+        managed = self.managed(module, name)
         if isinstance(managed, ManagedRun):
-            return over_groups(managed.groups, managed.ranks)
-        if isinstance(managed, ManagedDTensor):
-            parameter = managed.sharded
+            return over_groups(managed.groups)
+        registered = module._parameters.get(name)
+        parameter = managed.sharded if isinstance(managed, ManagedDTensor) else registered
         return over_mesh(parameter.device_mesh) if is_dtensor(parameter) else None
 
 
@@ -225,23 +202,23 @@ def local_part(label: str, what: str, tensor: Tensor, shard: Shard) -> Tensor:
     """
     if is_dtensor(tensor):
         laid_out = tensor.shape, tensor.device_mesh, tuple(tensor.placements)
-        if laid_out != (shard.shape, shard.mesh, shard.placements):
-            raise ValueError(
-                f"{label}: {what} is a DTensor of shape {tuple(tensor.shape)} with "
-                f"{tensor.placements} on {tensor.device_mesh}; expected shape {tuple(shard.shape)} "
-                f"with {shard.placements} on {shard.mesh}, as the parameter. "
-                "Redistribute it, or pass the full tensor."
-            )
-        with torch.no_grad():
-            local = tensor.to_local().detach()
-        # Outside of the mesh, where DTensor has one dimension only.
-        return local if local.numel() else local.new_empty(shard.values.shape)
+        if laid_out == (shard.shape, shard.mesh, shard.placements):
+            with torch.no_grad():
+                local = tensor.to_local().detach()
+            # Outside of the mesh, where DTensor has one dimension only.
+            return local if local.numel() else local.new_empty(shard.values.shape)
+        expected = f"{shard.placements} on {shard.mesh}, as the parameter, or the full tensor"
+        found = f"{tuple(tensor.placements)} on {tensor.device_mesh}"
+        raise ValueError(
+            f"{label}: {what} is a DTensor of shape {tuple(tensor.shape)} with {found}; expected "
+            f"shape {tuple(shard.shape)} with {expected}."
+        )
+    if shard.is_run and tensor.shape == shard.values.shape != shard.shape:
+        return tensor.detach()  # in the order of memory
     if not shard.is_run and tensor.ndim == 1 and tensor.numel() == shard.numel:
         tensor = tensor.view(shard.shape)
     if tensor.shape == shard.shape:
         return shard.slice_of(tensor.detach()).to(shard.values.device)
-    if shard.is_run and tensor.shape == shard.values.shape:
-        return tensor.detach()  # FSDP1's own form, that of a gradient, in the order of memory
     raise ValueError(
         f"{label}: {what} has shape {tuple(tensor.shape)}; expected the whole parameter's "
         f"shape {tuple(shard.shape)}."
@@ -261,15 +238,15 @@ def whole_checksum(tensor: Tensor, shard: Shard) -> str:
 
 def _registered(module: nn.Module, name: str, label: str) -> Tensor:
     """The parameter behind a name, by its own name or, when pruned, as name_orig."""
-    for key in (orig_key(name), name):
-        parameter = module._parameters.get(key)
-        if parameter is not None and (key == name or mask_key(name) in module._buffers):
-            return parameter
-    value = getattr(module, name)  # AttributeError, as in torch
-    raise TypeError(
-        f"{label} is {'None' if value is None else f'a {type(value).__name__}'}; "
-        "expected a parameter of the module."
-    )
+    original = module._parameters.get(orig_key(name))
+    if original is not None and mask_key(name) in module._buffers:
+        return original
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        value = getattr(module, name)  # AttributeError, as in torch
+        what = "None" if value is None else f"a {type(value).__name__}"
+        raise TypeError(f"{label} is {what}; expected a parameter of the module.")
+    return parameter
 
 
 def _check_kind(label: str, parameter: Tensor) -> None:

@@ -34,8 +34,13 @@ from distprune.ranks.process_groups import world
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import dim_coordinates
-from distprune.shards.gradients import check_trainable, ranks_with_shards, unaveraged_gradients
-from distprune.shards.rank_batches import CollectsRankBatches, RankBatches
+from distprune.shards.gradients import (
+    CollectsRankBatches,
+    RankBatches,
+    check_trainable,
+    ranks_with_shards,
+    unaveraged_gradients,
+)
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import Shard
 from distprune.statistics.input_parts import ranks_at, spans
@@ -371,12 +376,12 @@ class GradientStatistics(Statistics[OfParameter], CollectsRankBatches):
         """
         communicator = self._communicator
 
-        def attach(made: list[GradientSums]) -> None:
+        def attach() -> None:
             targets = self._targets()
-            communicator.run(lambda: self._attach(targets, made))
+            communicator.run(lambda: self._attach(targets))
 
-        def finish(sums: GradientSums) -> None:
-            packed = communicator.run(lambda: sums.packed(communicator.rank))
+        def finish() -> None:
+            packed = communicator.run(lambda: self._sums.packed(communicator.rank))
             found = self._sum_over_ranks(self._local, lambda: packed)
             for parameter, new in zip(self._local, found, strict=True):
                 parameter.set_total(new, parameter.total)
@@ -492,8 +497,8 @@ class GradientStatistics(Statistics[OfParameter], CollectsRankBatches):
     def _check_ready(self) -> None:
         self._check_between()
 
-    def _attach(self, targets: list[Shard], made: list[GradientSums]) -> None:
-        """Put hooks on; ``made`` gets what takes them off."""
+    def _attach(self, targets: list[Shard]) -> None:
+        """Put hooks on."""
         for target in targets:
             check_trainable(target)
             (module, name), *_ = target.places
@@ -503,9 +508,8 @@ class GradientStatistics(Statistics[OfParameter], CollectsRankBatches):
                     "are seen too, which would count; expected a parameter that is not pruned. "
                     "Collect before you prune, or leave it out."
                 )
-        sums = GradientSums(self._local, targets, self._group)
-        made.append(sums)
-        sums.attach()
+        self._sums = GradientSums(self._local, targets, self._group)
+        self._sums.attach()
 
 
 def _with_shards(

@@ -246,15 +246,6 @@ class ManagedRun(Managed):
         return 0, self.values.numel()
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """Global ranks that have the parameter."""
-        me, ranks = dist.get_rank(), {0}
-        for group in self.groups:  # the axes of a grid
-            members = dist.get_process_group_ranks(group)
-            ranks = {base + member - me for base in ranks for member in members}
-        return tuple(sorted(me + offset for offset in ranks))
-
-    @property
     def replica(self) -> tuple[int, int]:
         """Which copy of its elements this rank has, and how many copies there are."""
         _, *replicas = self.groups
