@@ -71,8 +71,8 @@ def _set_copies(shard: Shard, holders: Iterable[tuple[int, ...]]) -> None:
     """Let a shard know of all copies of its elements, on whatever rank or mesh."""
     assert shard.ranks is not None
     ordered = sorted(holders)
-    shard.replica += ordered.index(shard.ranks) * shard.num_replicas
-    shard.num_replicas *= len(ordered)
+    first = ordered.index(shard.ranks) * shard.num_replicas
+    shard.be_replica(first + shard.replica, shard.num_replicas * len(ordered))
 
 
 def count_live_and_compare(
@@ -189,7 +189,8 @@ def _join(shards: Sequence[Shard], communicator: Communicator) -> list[Shard]:
                 holders.setdefault(name, set()).add(tuple(entry.ranks) or (rank,))
         for name, shard in own.items():
             if shard.ranks is None:  # it was read as if every rank of the call had a copy
-                shard.ranks, shard.replica, shard.num_replicas = (communicator.rank,), 0, 1
+                shard.ranks = (communicator.rank,)
+                shard.be_replica(0, 1)
             _set_copies(shard, holders[name])
         return [
             own.get(name) or _absent(name, entries[name], len(holders[name]), device)

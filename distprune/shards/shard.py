@@ -41,8 +41,8 @@ if TYPE_CHECKING:  # importing DTensor costs more than all the rest
 class Shard:
     """One rank's part of one parameter, as it is now; filled while it is read, then only read.
 
-    What is counted and flat is made with it: for other values, another mask or other replicas,
-    ``dataclasses.replace`` makes another one.
+    What is flat is made with it: for other values or another mask, ``dataclasses.replace`` makes
+    another one.
 
     Most parts are boxes: a range of indices in each dimension. FSDP1 gives a rank a *run* instead,
     elements that follow each other in the memory of the parameter: then ``values`` and ``mask``
@@ -106,9 +106,15 @@ class Shard:
         self.flat_values, self.flat_mask = flat, None
         if self.mask is not None:
             self.flat_mask = self.flat(self.mask)
-        size, replica, of = flat.shape[0], self.replica, self.num_replicas
-        self.counted = range(size * replica // of, size * (replica + 1) // of)
-        self.numel = self.shape.numel()
+        self.counted, self.numel = range(flat.shape[0]), self.shape.numel()
+        if self.num_replicas > 1:
+            self.be_replica(self.replica, self.num_replicas)
+
+    def be_replica(self, replica: int, num_replicas: int) -> None:
+        """Be one of some copies of the same elements: ranks count equal parts of them."""
+        size, self.replica, self.num_replicas = self.flat_values.shape[0], replica, num_replicas
+        first, last = (size * (replica + i) // num_replicas for i in (0, 1))
+        self.counted = range(first, last)
 
     @property
     def facts(self) -> str:
