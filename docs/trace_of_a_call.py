@@ -3,7 +3,7 @@
 python docs/trace_of_a_call.py
 
 One gloo rank, on the CPU. A profile function sees every call of a function of distprune; what is
-printed is included by docs/one_call.md. The build of the documentation runs it (hooks.py).
+printed is included by docs/how_it_works.md. The build of the documentation runs it (hooks.py).
 
 A kernel is a function of ``distprune/ranking/cpu.py``: the code that touches elements. Frames of
 torch and of the standard library are not counted, and neither are comprehensions, which Python 3.12
