@@ -125,7 +125,8 @@ class LanguageModel:
         elif scope == "global-rms":
             keywords = {"normalize": "rms", "amount": sparsity}
         elif scope == "owl":
-            keywords = {"amount": budgets.owl(self.parameters, sparsity, self.text.statistics)}
+            ratios = self.text.statistics.outlier_ratios()
+            keywords = {"amount": budgets.owl(self.parameters, sparsity, ratios)}
         elif scope in ("uniform", "erk"):
             keywords = {"amount": getattr(budgets, scope)(self.parameters, sparsity)}
         torch.manual_seed(self.settings.seed)

@@ -17,8 +17,14 @@ from torch import Tensor
 from distprune.base.amount import bound_met
 from distprune.base.memory import Scratch
 from distprune.base.naming import UnfitScores
-from distprune.budgets.lines import divided, exact_number, owl_lines
-from distprune.budgets.outliers import OWL_MULTIPLE, block_of, outlier_ratios
+from distprune.budgets import (
+    OWL_MULTIPLE,
+    block_of,
+    divided,
+    exact_number,
+    outlier_ratios,
+    owl_lines,
+)
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.planning import Plan, PlannedGroup, bytes_to_count
 from distprune.files.reading import Source

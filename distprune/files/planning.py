@@ -209,7 +209,7 @@ def _plan_group(
     if not recipe.is_global:
         of_each = [num_blocks * num_pruned for num_blocks, num_pruned in counts]
     if recipe.budget in ("uniform", "erk"):
-        from distprune.budgets.lines import divided, lines_of
+        from distprune.budgets import divided, lines_of
 
         lowest, highest = zip(*limits, strict=True)
         lines = lines_of(recipe.budget, bounded_of(entries))

@@ -23,7 +23,7 @@ from distprune.criteria.base import Criterion
 from distprune.criteria.gradient_moment import GradientMoment
 from distprune.masks.hook import put_records, records_of
 from distprune.ranks.process_groups import world
-from distprune.schedule.pruner import ScheduledPruner
+from distprune.schedule import ScheduledPruner
 from distprune.verification.verifying import verify
 
 if TYPE_CHECKING:  # it needs pydantic

@@ -36,7 +36,7 @@ from distprune.criteria.base import Criterion
 from distprune.files.checkpoints.header import read_header
 from distprune.masks.hook import put_records, records_of
 from distprune.ranks.process_groups import world
-from distprune.schedule.pruner import ScheduledPruner
+from distprune.schedule import ScheduledPruner
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from distprune.base.naming import NamedParameter
 from distprune.base.report_text import listed
 from distprune.base.selecting import check_pattern, matcher
-from distprune.budgets import outliers
-from distprune.budgets.outliers import OWL_MULTIPLE, block_of
+from distprune.budgets import OWL_MULTIPLE, block_of, outlier_ratios
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.statistics_file import StoredStatistics, read_statistics
@@ -330,7 +329,7 @@ class ActivationStatistics(Statistics[LayerInputs], Collector):
                     source = FactorScores.of_shard(target, scores, are_signed=True)
                 parts.append(Scored(target, source))
             labels = [target.name for target in targets]
-            ratios = outliers.outlier_ratios(
+            ratios = outlier_ratios(
                 parts,
                 count_live_and_compare(targets, True, communicator),
                 [block_of(label) if per == "block" else label for label in labels],

@@ -43,7 +43,11 @@ def pruned(model, batches, group=None):
         prune.L1Unstructured,
         statistics.wanda(),
         amount=budgets.owl(
-            targets, 0.5, statistics, threshold_multiple=2, lam=0.2, per="parameter"
+            targets,
+            0.5,
+            statistics.outlier_ratios(threshold_multiple=2, per="parameter"),
+            lam=0.2,
+            per="parameter",
         ),
         group=group,
     )

@@ -75,8 +75,9 @@ def differences(wrapping, implementation, score, by_owl):
     for of_one, group in ((statistics, None), (right, alone)):
         options = {"amount": 0.5}
         if by_owl:
+            ratios = of_one.outlier_ratios(threshold_multiple=1.5, per="parameter")
             options["amount"] = budgets.owl(
-                of_one.parameters, 0.5, of_one, threshold_multiple=1.5, lam=0.2, per="parameter"
+                of_one.parameters, 0.5, ratios, lam=0.2, per="parameter"
             )
         report = pruned(of_one, group, score, **options)
         counts.append([entry.num_pruned for entry in report.parameters])

@@ -224,7 +224,10 @@ def of_statistics(score: str, **keywords: Any) -> Callable[[Run], None]:
         more = {}
         if keywords.get("budget") == "owl":
             more["budget"] = partial(
-                budgets.owl, ratios=collected, threshold_multiple=2, lam=0.2, per="parameter"
+                budgets.owl,
+                ratios=collected.outlier_ratios(threshold_multiple=2, per="parameter"),
+                lam=0.2,
+                per="parameter",
             )
         self.prune(prune.L1Unstructured, getattr(collected, score)(), **(keywords | more))
 

@@ -59,4 +59,4 @@ def test_a_schedule_has_the_labels_of_all_other_functions():
         schedule=schedule.OneShot(0, 0.5),
         max_sparsity={(layer, "weight"): 0.5},
     )
-    assert pruner._names == ["Linear.weight (#0)"]
+    assert pruner.state_dict()["parameters"] == ["Linear.weight (#0)"]

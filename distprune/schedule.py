@@ -1,8 +1,18 @@
-"""ScheduledPruner: prunes by a schedule, in a training loop or a callback."""
+"""When to prune, and how much: schedules of sparsity, and the pruner that follows one.
+
+pruner = schedule.ScheduledPruner(
+    prune.select(model),
+    schedule.Cubic(begin=0, end=1000, frequency=100, final_sparsity=0.8),
+)
+for batch in loader:
+    ...
+    optimizer.step()
+    report = pruner.step()  # on every rank; None where nothing was pruned
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -11,24 +21,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from distprune import budgets
 from distprune.api.global_unstructured import global_arguments
 from distprune.api.local import remove
 from distprune.api.select import select
 from distprune.base.amount import (
-    FLOOR,
     Amount,
     Bounded,
-    Bounds,
     Sparsities,
     SparsityBound,
     resolve_count,
     to_bounds,
 )
 from distprune.base.blocks import Scope
-from distprune.base.exact_sums import Normalization, check_normalization
-from distprune.base.naming import Pair, checked_pair, label_of, tied_places, unwrap
-from distprune.base.schedules import Schedule
-from distprune.call.report import ParameterReport, PruningReport, warn_of_collapse
+from distprune.base.exact_sums import Normalization
+from distprune.base.naming import Pair, checked_pair, label_of, tied_places
+from distprune.base.schedules import Cubic, Function, Linear, OneShot, Schedule
+from distprune.call.report import PruningReport, warn_of_collapse
 from distprune.call.request import (
     Decision,
     InputDims,
@@ -37,17 +46,14 @@ from distprune.call.request import (
     PruningCall,
 )
 from distprune.call.run import Counted, count_live, prune_parameters
-from distprune.call.segments import to_rule
 from distprune.masks.checks import check_removable
 from distprune.masks.hook import find_hook
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured, RandomUnstructured
 from distprune.methods.ranking import AT_RANDOM, rank
 from distprune.ranking.within_bounds import limits_for
-from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.shards.parameters import Scores
-from distprune.shards.reader import ShardReader
 from distprune.verification.report import VerificationReport
 from distprune.verification.verifying import verify_parameters
 
@@ -56,6 +62,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from distprune.recipes import Recipe
+
+__all__ = ["Cubic", "Function", "Linear", "OneShot", "Schedule", "ScheduledPruner"]
 
 
 class ScheduledPruner:
@@ -86,12 +94,12 @@ class ScheduledPruner:
         group: the ranks that take part; every rank by default.
         min_sparsity, max_sparsity: floors and ceilings of single parameters, as for
             ``global_unstructured``. While a growing target is smaller than the sum of the floors,
-            no parameter is pruned beyond its floor; so the floors hold as soon as the target
-            is large enough. The constructor checks that the final target is, and that the ceilings
-            leave enough (except for a :class:`Function`, whose end is unknown).
+            no parameter is pruned beyond its floor (its report then has the floors as ceilings); so
+            the floors hold as soon as the target is large enough. The first pruning checks that
+            the final target is, and that the ceilings leave enough (except for a
+            :class:`Function`, whose end is unknown).
         pipeline_parallel: the ranks have different parameters, with full names, as for
-            ``global_unstructured``. Bounds are given by full name, and are checked at the first
-            pruning.
+            ``global_unstructured``. Bounds are given by full name.
         verify_every: number of steps after which to check, whether or not anything was due, that
             the masks act, and are those that the last pruning left: see ``verify``. None: never.
         normalize: what the scores of each parameter are divided by, as for
@@ -108,8 +116,8 @@ class ScheduledPruner:
         num_steps: number of calls of ``step()``; the next call is step number ``num_steps``.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type; bounds that the end of the schedule cannot
-            meet.
+        TypeError, ValueError: arguments of a wrong type, or that do not go together; a pattern that
+            the schedule does not end at.
     """
 
     def __init__(
@@ -134,59 +142,40 @@ class ScheduledPruner:
             raise TypeError(
                 f"schedule is {schedule!r}; expected one of distprune.schedule, such as Cubic(...)."
             )
-        if not (
-            importance_scores is None
-            or isinstance(importance_scores, Mapping)
-            or callable(importance_scores)
-        ):
-            raise TypeError(
-                f"importance_scores is a {type(importance_scores).__name__}; expected a dict from "
-                "(module, name) to a tensor, or a function that returns one."
-            )
-        if verify_every is not None and (
-            isinstance(verify_every, bool) or not isinstance(verify_every, int) or verify_every < 1
-        ):
+        if verify_every is not None and (type(verify_every) is not int or verify_every < 1):
             raise ValueError(
                 f"verify_every={verify_every!r}; expected a number of steps >= 1, or None."
             )
         self._parameters: list[Pair] = list(parameters)
         for number, pair in enumerate(self._parameters):
             checked_pair(pair, f"parameters[{number}]")
-        if not self._parameters and not pipeline_parallel:
-            raise ValueError("parameters is empty; expected at least one (module, name) pair.")
-        check_normalization(normalize)
         self._schedule = schedule
         self._pruning_method = pruning_method
         self._importance_scores = importance_scores
         self._process_group = group
-        self._min_sparsity, self._max_sparsity = min_sparsity, max_sparsity
-        self._is_pipeline_parallel = pipeline_parallel
-        self._verify_every = verify_every
-        self._normalize = normalize
-        self._scope, self._pattern = scope, pattern
-        self._input_dims = input_dims
-        self._check_scope()
-        has_bounds = not (min_sparsity is max_sparsity is None)
-        if (budget is not None) + has_bounds + (not self._is_global) > 1:
-            raise ValueError(
-                f"scope={scope!r}, pattern={pattern!r}, budget={budget!r} and bounds of the "
-                "sparsity; expected one of them: each decides how much of every parameter is "
-                "pruned. The functions of distprune.budgets take bounds as keywords."
-            )
-        if not (budget is None or callable(budget)):
-            raise TypeError(
-                f"budget is {budget!r}; expected a function such as distprune.budgets.erk."
-            )
         self._budget = budget
-        self._names = [label_of(pair, position) for position, pair in enumerate(self._parameters)]
+        self._verify_every = verify_every
+        self._bounds: dict[str, Any] = {"min_sparsity": min_sparsity, "max_sparsity": max_sparsity}
+        self._options: dict[str, Any] = {
+            "pipeline_parallel": pipeline_parallel,
+            "normalize": normalize,
+            "scope": scope,
+            "pattern": pattern,
+            "input_dims": input_dims,
+        }
         self.num_steps = 0
         self._target = 0.0
         self._has_pruned = False
-        self._sizes: list[int] = []
-        self._keys: list[Any] = []
-        self._bounds: Bounds | None = None
-        if not pipeline_parallel:
-            self._settle(self._bounded())
+        scores = None if callable(importance_scores) else importance_scores
+        rule = self._arguments(scores, 0, 0.0, self._bounds, {} if budget else None).rule
+        end = schedule.ends_at
+        if rule is not None and rule.kept_of is not None and end is not None:
+            n, m = rule.kept_of
+            if resolve_count(end, m) != m - n:
+                raise ValueError(
+                    f"{schedule} ends at a sparsity of {end}, and pattern={pattern!r} prunes "
+                    f"{m - n} of {m}; expected a schedule that ends at {(m - n) / m:.4g}."
+                )
 
     @classmethod
     def from_recipe(
@@ -204,10 +193,9 @@ class ScheduledPruner:
             ValueError: a pattern matches nothing; the recipe has keys that are for checkpoints
                 only.
         """
-        values = recipe.model_dump()
-        only: dict[str, Any] = {"groups": (), "statistics": None, "scores": None}
-        only |= {"nan": "error", "masks": True, "card": True}
-        names = [key for key, default in only.items() if values[key] != default]
+        values = recipe.model_dump(exclude_defaults=True)
+        only = ("groups", "statistics", "scores", "nan", "masks", "card")
+        names = [key for key in only if key in values]
         names += [f"score {recipe.score!r}"] * (recipe.score not in ("magnitude", "random"))
         names += ["budget 'owl'"] * (recipe.budget == "owl")
         if names:
@@ -215,32 +203,30 @@ class ScheduledPruner:
                 f"the recipe has {', '.join(names)}; expected none of that for a model, because "
                 "it says what to do with a checkpoint. `distprune prune` prunes checkpoints."
             )
-        bounds: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if recipe.has_limits:
-            bounds = {"min_sparsity": recipe.min_sparsity, "max_sparsity": recipe.max_sparsity}
+            options = {"min_sparsity": recipe.min_sparsity, "max_sparsity": recipe.max_sparsity}
         if recipe.budget is not None:
-            from distprune import budgets
-
-            rule = budgets.erk if recipe.budget == "erk" else budgets.uniform
-            bounds = {"budget": partial(rule, **bounds)}
-        is_random = recipe.score == "random"
+            options = {"budget": partial(getattr(budgets, recipe.budget), **options)}
+        if recipe.score == "random":
+            options["pruning_method"] = _seeded_random(recipe.seed or 0)
+        pairs = select(
+            model,
+            recipe.include,
+            recipe.exclude,
+            names=recipe.names,
+            also=recipe.also,
+            min_ndim=recipe.min_ndim,
+        )
         return cls(
-            select(
-                model,
-                recipe.include,
-                recipe.exclude,
-                names=recipe.names,
-                also=recipe.also,
-                min_ndim=recipe.min_ndim,
-            ),
+            pairs,
             recipe.course,
-            pruning_method=_seeded_random(recipe.seed or 0) if is_random else L1Unstructured,
             group=group,
             normalize=recipe.divisor,
-            **bounds,
             scope=recipe.scope,
             pattern=recipe.pattern,
             input_dims=recipe.input_dims,
+            **options,
         )
 
     def step(self) -> PruningReport | None:
@@ -288,7 +274,7 @@ class ScheduledPruner:
             self.parameters,
             world(self._process_group),
             pruned=self.pruned_parameters,
-            pipeline_parallel=self._is_pipeline_parallel,
+            pipeline_parallel=self._options["pipeline_parallel"],
         )
 
     @property
@@ -315,7 +301,9 @@ class ScheduledPruner:
             "num_steps": self.num_steps,
             "schedule": repr(self._schedule),
             # Under pipeline_parallel the ranks have different ones, and one state is saved.
-            "parameters": [] if self._is_pipeline_parallel else list(self._names),
+            "parameters": []
+            if self._options["pipeline_parallel"]
+            else [label_of(pair, position) for position, pair in enumerate(self._parameters)],
             "sparsity": self._target,
         }
 
@@ -332,19 +320,12 @@ class ScheduledPruner:
                 f"the state has the keys {list(state)}; expected {list(present)}, as state_dict() "
                 "of a ScheduledPruner has them."
             )
-        if state["schedule"] != present["schedule"]:
-            raise ValueError(
-                f"the state was saved with schedule {state['schedule']}, and this pruner has "
-                f"{present['schedule']}; expected the same one."
-            )
-        if state["parameters"] != present["parameters"]:
-            lost = [name for name in state["parameters"] if name not in present["parameters"]]
-            added = [name for name in present["parameters"] if name not in state["parameters"]]
-            raise ValueError(
-                "the state was saved with other parameters: only in the state: "
-                f"{', '.join(lost) or '(none)'}; only in this pruner: "
-                f"{', '.join(added) or '(none)'}; expected the same ones, in the same order."
-            )
+        for key in ("schedule", "parameters"):
+            if state[key] != present[key]:
+                raise ValueError(
+                    f"the state was saved with the {key} {state[key]}, and this pruner has "
+                    f"{present[key]}; expected the same."
+                )
         self.num_steps = int(state["num_steps"])
         self._target = float(state["sparsity"])
 
@@ -360,8 +341,7 @@ class ScheduledPruner:
             RuntimeError: as ``remove``. No parameter has changed then.
         """
         places = [place for pair in self._parameters for place in tied_places(pair)]
-        pairs = [(unwrap(module), name) for module, name in places]
-        pairs = [pair for pair in pairs if find_hook(*pair) is not None]
+        pairs = [place for place in places if find_hook(*place) is not None]
         for module, name in pairs:
             check_removable(module, name)
         self._has_pruned = False
@@ -371,15 +351,14 @@ class ScheduledPruner:
                 remove(module, name)
 
     def _prune(self) -> PruningReport | None:
-        communicator = world(self._process_group)
+        ranks = world(self._process_group)
+        is_global = self._options["scope"] == "global" and self._options["pattern"] is None
         target = 0.0
 
         def make_arguments() -> ParameterArguments:
             nonlocal target
             # Never less than before.
             target = max(self._target, self._schedule.sparsity_at(self.num_steps))
-            # Decides whether anything is due, where it does not follow from the masks.
-            present = "any" if self._is_global else repr(self._target)
             return ParameterArguments(
                 parameters=self._parameters,
                 # Everything that decides whether a rank takes part in the next collective.
@@ -388,177 +367,95 @@ class ScheduledPruner:
                     ("pruning_method", getattr(self._pruning_method, "__name__", "")),
                     ("schedule", repr(self._schedule)),
                     ("target sparsity", repr(target)),
-                    ("present sparsity", present),
+                    # In a global ranking the masks decide whether anything is due.
+                    ("present sparsity", "any" if is_global else repr(self._target)),
                     ("importance_scores", type(self._importance_scores).__name__),
                 ],
-                pipeline_parallel=self._is_pipeline_parallel,
+                pipeline_parallel=self._options["pipeline_parallel"],
             )
 
-        has_scores = self._importance_scores is not None
+        scores = self._importance_scores
         counted = count_live(
             make_arguments,
-            communicator,
-            reads_values=not has_scores and self._pruning_method.READS_VALUES,
+            ranks,
+            reads_values=scores is None and self._pruning_method.READS_VALUES,
         )
-        entries = counted.entries()
-        if self._is_pipeline_parallel:  # other ranks have parameters, too
-            self._settle([Bounded(each.name, (each.name,), each.num_elements) for each in entries])
-        # A function for the scores may change anything.
-        reused = None if has_scores else counted
-        if not self._is_global:
-            scores = self._scores(communicator)
-            return self._prune_in_groups(target, scores, communicator, reused)
-        count = self._count(target) - sum(entry.num_pruned for entry in entries)
-        if count <= 0:
+        count = resolve_count(target, sum(shard.numel for shard in counted.targets))
+        count -= sum(_numbers_pruned(counted))
+        if count <= 0 if is_global else target <= self._target:
             self._target = target
             return None
-        is_growing = self._is_growing(target, entries)
-        scores = self._scores(communicator)
-        amount: Amount | Sparsities = count
-        if self._budget is not None:
-            amount = communicator.run(partial(self._budget, self._parameters, target))
-        report = prune_parameters(
-            lambda: self._arguments(scores, amount, is_growing), communicator, reused
-        )
-        self._target = target
-        return with_floors(report) if is_growing else report
+        if callable(scores):
+            scores = ranks.run(scores)
 
-    def _prune_in_groups(
-        self,
-        target: float,
-        scores: Scores | None,
-        communicator: Communicator,
-        counted: Counted | None,
-    ) -> PruningReport | None:
-        """Give every layer, row or group of a pattern the target; None if none loses an element."""
+        def arguments_of_step() -> PruningArguments:
+            shares = None if self._budget is None else self._budget(self._parameters, target)
+            return self._arguments(scores, count, target, self._bounds_at(target, counted), shares)
 
-        def make_arguments() -> PruningArguments:
-            arguments = self._arguments(scores, float(target) if self._pattern is None else None)
-            assert arguments.rule is not None
-            rule = replace(arguments.rule, sparsity=float(target))
-            return replace(arguments, rule=rule, amount=float(target))
-
-        if target <= self._target:
-            return None
-        report = prune_parameters(make_arguments, communicator, counted)
+        # A function for the scores may change anything.
+        reused = counted if self._importance_scores is None else None
+        report = prune_parameters(arguments_of_step, ranks, reused)
         self._target = target
         return report
 
-    def _scores(self, communicator: Communicator) -> Scores | None:
-        scores = self._importance_scores
-        if scores is None or isinstance(scores, Mapping):
-            return scores
-        return communicator.run(scores)
+    def _arguments(
+        self,
+        scores: Scores | None,
+        count: int,
+        target: float,
+        bounds: Mapping[str, Any],
+        shares: Sparsities | None,
+    ) -> PruningArguments:
+        """The arguments of ``global_unstructured`` for a step, or those of any for checks."""
+        amount: Amount | Sparsities | None = count if shares is None else shares
+        if shares is None and self._options["scope"] != "global":
+            amount = target
+        has_pattern = self._options["pattern"] is not None
+        arguments = global_arguments(
+            self._parameters,
+            self._pruning_method,
+            scores,
+            amount=None if has_pattern and shares is None else amount,
+            **bounds,
+            **self._options,
+        )
+        if has_pattern and arguments.rule is not None:
+            # On the way to N:M a group has lost fewer elements.
+            rule = replace(arguments.rule, sparsity=target)
+            arguments = replace(arguments, rule=rule, amount=target)
+        return arguments
 
-    def _settle(self, bounded: Sequence[Bounded]) -> None:
-        """Take in the parameters of all ranks.
+    def _bounds_at(self, target: float, counted: Counted) -> Mapping[str, Any]:
+        """The floors and ceilings of a step. Local.
+
+        While a growing target is smaller than the sum of the floors, the floors are ceilings.
 
         Raises:
             ValueError: bounds that the end of the schedule cannot meet.
         """
-        self._sizes = [parameter.num_elements for parameter in bounded]
-        self._keys = [parameter.keys[-1] for parameter in bounded]
-        self._bounds = to_bounds(bounded, self._min_sparsity, self._max_sparsity)
-        end = self._schedule.ends_at
-        if self._bounds is None or end is None:
-            return
-        try:
-            limits_for(self._count(end), self._bounds, self._sizes, self._sizes)
-        except ValueError as error:
-            raise ValueError(
-                f"the bounds cannot hold at the end of {self._schedule}: {error}"
-            ) from None
-
-    def _bounded(self) -> list[Bounded]:
-        """The parameters in the order of a report; a tied one is one entry with several pairs."""
-        reader = ShardReader()
-        tied: dict[Hashable, list[int]] = {}
-        sizes: dict[Hashable, int] = {}
-        for position, pair in enumerate(self._parameters):
-            key, shape = reader.identity(*pair)
-            tied.setdefault(key, []).append(position)
-            sizes[key] = shape.numel()
-        bounded = []
-        for key, positions in tied.items():
-            own = [self._parameters[i] for i in positions]
-            pairs = [place for pair in own for place in (tuple(pair), *tied_places(pair))]
-            names = [self._names[i] for i in positions]
-            bounded.append(Bounded(names[0], (*names, *pairs), sizes[key]))
-        return bounded
-
-    @property
-    def _is_global(self) -> bool:
-        """Whether one ranking of elements goes over all parameters."""
-        return self._scope == "global" and self._pattern is None
-
-    def _count(self, sparsity: float) -> int:
-        """Elements of a share of all, halves to even; each counts once."""
-        return resolve_count(float(sparsity), sum(self._sizes))
-
-    def _is_growing(self, target: float, entries: Sequence[ParameterReport]) -> bool:
-        """Whether a target is smaller than the sum of the floors, but may still grow.
-
-        Then no parameter is pruned beyond its floor, so that the floors hold as soon as the target
-        is no smaller than their sum.
-        """
-        end = self._schedule.ends_at
-        if self._bounds is None or (end is not None and target >= end):
-            return False
-        pairs = zip(self._bounds.lowest, entries, strict=True)
-        needed = sum(max(low, entry.num_pruned) for low, entry in pairs)
-        return needed > self._count(target)
-
-    def _arguments(
-        self, scores: Scores | None, amount: Amount | Sparsities | None, is_growing: bool = False
-    ) -> PruningArguments:
-        """The arguments of a pruning, as ``global_unstructured`` makes them.
-
-        While the target is growing, floors are passed as ceilings.
-        """
-        low, high = self._min_sparsity, self._max_sparsity
-        if is_growing and self._bounds is not None:
-            counts = zip(self._keys, self._bounds.lowest, self._sizes, strict=True)
-            low, high = None, {key: Fraction(count, size) for key, count, size in counts if size}
-        return global_arguments(
-            self._parameters,
-            self._pruning_method,
-            scores,
-            amount=amount,
-            min_sparsity=low,
-            max_sparsity=high,
-            pipeline_parallel=self._is_pipeline_parallel,
-            normalize=self._normalize,
-            scope=self._scope,
-            pattern=self._pattern,
-            input_dims=self._input_dims,
-        )
-
-    def _check_scope(self) -> None:
-        """Raise ValueError for a scope that is none, or a pattern that the schedule cannot meet."""
-        rule = to_rule(self._scope, self._pattern, 0.0 if self._pattern is None else None)
-        end = self._schedule.ends_at
-        if rule is None or rule.kept_of is None or end is None:
-            return
-        n, m = rule.kept_of
-        if resolve_count(float(end), m) != m - n:
-            raise ValueError(
-                f"{self._schedule} ends at a sparsity of {end}, and pattern={self._pattern!r} "
-                f"prunes {m - n} of {m}; expected a schedule that ends at {(m - n) / m:.4g}."
-            )
+        named = [Bounded(t.name, (t.name, *t.places), t.numel) for t in counted.targets]
+        bounds, end = to_bounds(named, **self._bounds), self._schedule.ends_at
+        if bounds is None:
+            return self._bounds
+        sizes = [each.num_elements for each in named]
+        if end is not None:
+            try:
+                limits_for(resolve_count(end, sum(sizes)), bounds, sizes, sizes)
+            except ValueError as error:
+                raise ValueError(
+                    f"the bounds cannot hold at the end of {self._schedule}: {error}"
+                ) from None
+        needed = sum(map(max, bounds.lowest, _numbers_pruned(counted)))
+        has_ended = end is not None and target >= end
+        if has_ended or needed <= resolve_count(target, sum(sizes)):
+            return self._bounds
+        floors = zip(named, bounds.lowest, strict=True)
+        shares = {each.keys[-1]: Fraction(low, each.num_elements or 1) for each, low in floors}
+        return {"max_sparsity": shares}
 
 
-def with_floors(report: PruningReport) -> PruningReport:
-    """The report of a pruning to which floors were passed as ceilings."""
-    entries = (
-        replace(
-            entry,
-            held_at=entry.held_at and FLOOR,
-            min_sparsity=entry.max_sparsity,
-            max_sparsity=None,
-        )
-        for entry in report.parameters
-    )
-    return replace(report, parameters=tuple(entries))
+def _numbers_pruned(counted: Counted) -> list[int]:
+    return [t.numel - live for t, live in zip(counted.targets, counted.num_live, strict=True)]
 
 
 def _seeded_random(seed: int) -> type[BasePruningMethod]:
