@@ -207,12 +207,12 @@ def attach_masks(
                 "its arguments have to be equal on all ranks."
             )
     commit(prepared)
-    for shard, live, entry, (pruned, fingerprint, *_) in zip(
+    for shard, live, (_, places, _), (pruned, fingerprint, *_) in zip(
         shards, num_live, prepared, rows, strict=True
     ):
-        record = MaskRecord(fingerprint, shard.shape.numel() - live + pruned)
-        for place in entry.places:
-            place.hook.record = record
+        record = MaskRecord(fingerprint, shard.numel - live + pruned)
+        for _, _, hook, _ in places:
+            hook.record = record
     return [row[0] for row in rows]
 
 
@@ -228,7 +228,7 @@ def _report_each(
     held_at, wanted = decision.bound_of or nothing, decision.wanted or nothing
     entries = []
     for i, shard in enumerate(shards):
-        size = shard.shape.numel()
+        size = shard.numel
         entry = ParameterReport(
             shard.name, size, size - num_live[i], num_pruned[i], held_at[i], wanted[i]
         )

@@ -15,7 +15,6 @@ pruning keep working.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,27 +28,12 @@ from distprune.shards.shard import Shard
 from distprune.wrappers import deepspeed, masked_value
 from distprune.wrappers.held import Held, find_held, zero_new
 
-
-class Place(NamedTuple):
-    """A module that gets a hook; of a plain one also the masked value, if it keeps that."""
-
-    module: nn.Module
-    name: str
-    hook: PruningHook
-    product: Tensor | None = None
-
-
-class Prepared(NamedTuple):
-    """The mask of one parameter, which only has to be stored.
-
-    Attributes:
-        places: all that get the mask.
-        held: what holds the zeros of a sharded parameter; None for a plain one.
-    """
-
-    mask: Tensor
-    places: Sequence[Place]
-    held: Held | None = None
+# A module that gets a hook for the parameter of this name, and, if it is a plain one that keeps the
+# masked value, that value.
+Place = tuple[nn.Module, str, PruningHook, Tensor | None]
+# The mask of one parameter, all places that get it, and what holds the zeros of a sharded one. It
+# only has to be stored.
+Prepared = tuple[Tensor, Sequence[Place], Held | None]
 
 
 def mask_dtype(shard: Shard) -> torch.dtype:
@@ -76,24 +60,24 @@ def prepare(shard: Shard, hooks: Sequence[PruningHook], mask: Tensor) -> Prepare
     """
     pairs = zip(shard.places, hooks, strict=True)
     if not hooks or not _is_held(shard):  # no hooks: of another stage of a pipeline
-        return Prepared(mask, [_prepare_plain(*place, hook, mask) for place, hook in pairs])
-    places = [Place(*place, hook) for place, hook in pairs]
-    record = shard.managed
+        return mask, [_prepare_plain(*place, hook, mask) for place, hook in pairs], None
+    places: list[Place] = [(module, name, hook, None) for (module, name), hook in pairs]
+    record, (first, own_name) = shard.managed, shard.places[0]
     if record is not None:
         record.free_gathered()  # it was gathered without this mask
-        listed = {(id(place.module), place.name) for place in places}
+        listed = {(id(module), name) for module, name in shard.places}
         for owner, name in record.owners:
-            if name == places[0].name and (id(owner), name) not in listed:
-                places.append(Place(owner, name, hooks[0]))
-    for place in places:
-        if find_hook(place.module, place.name) is None:
-            _check_free(place.module, mask_key(place.name))
-    held = find_held(*shard.places[0])
+            if name == own_name and (id(owner), name) not in listed:
+                places.append((owner, name, hooks[0], None))
+    for module, name, *_ in places:
+        if find_hook(module, name) is None:
+            _check_free(module, mask_key(name))
+    held = find_held(first, own_name)
     if held is None or not held.is_attached:
-        held = Held([(place.module, place.name) for place in places], record)
+        held = Held([(module, name) for module, name, *_ in places], record)
     if not is_dtensor(mask) and mask.dtype is not torch.bool:
         mask = mask != 0
-    return Prepared(mask, places, held)
+    return mask, places, held
 
 
 def _prepare_plain(module: nn.Module, name: str, hook: PruningHook, mask: Tensor) -> Place:
@@ -105,9 +89,9 @@ def _prepare_plain(module: nn.Module, name: str, hook: PruningHook, mask: Tensor
         original = module._parameters[original_key]
         assert original is not None
     if masked_value.must_be_live(module):
-        return Place(module, name, hook)
+        return module, name, hook, None
     if hook.multiplies:
-        return Place(module, name, hook, masked_value.product(module, name, original, mask))
+        return module, name, hook, masked_value.product(module, name, original, mask)
     # It reads the names that the commit makes.
     stand_in: nn.Module = object.__new__(type(module))
     stand_in.__dict__.update(
@@ -115,7 +99,7 @@ def _prepare_plain(module: nn.Module, name: str, hook: PruningHook, mask: Tensor
         _parameters={**module._parameters, original_key: original},
         _buffers={**module._buffers, buffer: mask},
     )
-    return Place(module, name, hook, hook.apply_mask(stand_in))
+    return module, name, hook, hook.apply_mask(stand_in)
 
 
 def commit(prepared: Iterable[Prepared]) -> None:

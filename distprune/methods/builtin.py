@@ -364,7 +364,7 @@ def hook_for_chosen_mask(module: nn.Module, name: str, *, reuse: bool = False) -
         return hook if reuse else hook_with(module, name, last)
     chosen = CustomFromMask(None)
     chosen._tensor_name = name
-    return hook_with(module, name, chosen)
+    return chosen if hook is None else hook_with(module, name, chosen)
 
 
 def checked_dim(t: Tensor | Shard, dim: int) -> int:
