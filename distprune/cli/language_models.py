@@ -57,7 +57,7 @@ def on_ranks_with_text(
     with process_group(timeout, backends.get(kind, "gloo")):
         with translated(CheckpointError):
             from distprune.language_models import load_tokenizer, read_windows
-            from distprune.language_models.loading import require_extra
+            from distprune.language_models.folders import require_extra
 
             require_extra()
             from transformers.utils import logging
@@ -169,7 +169,7 @@ def evaluate(given: EvaluationOptions, model: Path) -> None:
         Meter(terminal) as meter,
     ):
         from distprune import language_models, streaming
-        from distprune.language_models.evaluating import continued
+        from distprune.language_models.losses import continued
 
         windows, report, generated = None, None, []
         if given.texts:
@@ -256,7 +256,6 @@ def calibrate(given: CalibrationOptions, model: Path) -> None:
     ):
         import distprune as prune
         from distprune import language_models
-        from distprune.language_models.calibrating import without_statistics
 
         windows = read(given.texts, given.limit)
         loaded = _load(given, model, kind)
@@ -270,12 +269,6 @@ def calibrate(given: CalibrationOptions, model: Path) -> None:
                 if given.gradients
                 else prune.statistics.ActivationStatistics(layers, allow_empty=given.allow_empty)
             )
-        unseen = [] if given.gradients else without_statistics(loaded)
-        if unseen:
-            terminal.note(
-                f"Warning: no statistics of {counted(len(unseen), 'weight')} whose inputs are not "
-                f"seen ({unseen[0]}{', ...' if len(unseen) > 1 else ''})."
-            )
         with translated(CheckpointError):
             language_models.calibrate(
                 loaded,
@@ -288,7 +281,7 @@ def calibrate(given: CalibrationOptions, model: Path) -> None:
         facts = _facts(given, loaded, kind, began)
     if given.as_json:
         counts = {"num_windows": len(windows), "num_tokens": windows.tokens.numel()}
-        names = {"layers": [layer.fqn for layer in layers], "without_statistics": unseen}
+        names = {"layers": [layer.fqn for layer in layers]}
         options = given.model_dump(mode="json", exclude={"as_json", "quiet"})
         terminal.json({"model": str(model), **options, **counts, **names, **facts})
     elif terminal.is_leader:

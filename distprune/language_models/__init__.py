@@ -16,28 +16,14 @@ from distprune.language_models.calibrating import (
     linear_layers,
     prune_block_by_block,
 )
-from distprune.language_models.evaluating import PerplexityReport, TextPerplexity, perplexity
-from distprune.language_models.loading import load_sharded, load_tokenizer
-from distprune.language_models.rounds import Round, prune_in_rounds
+from distprune.language_models.folders import load_sharded, load_tokenizer, save_sharded
+from distprune.language_models.losses import PerplexityReport, TextPerplexity, perplexity
 from distprune.language_models.running import RunProgress
-from distprune.language_models.saving import save_sharded
-from distprune.language_models.scoring import TextScores
+from distprune.language_models.scoring import Round, TextScores, prune_in_rounds
 from distprune.language_models.text import TokenWindows, read_windows
 
 __all__ = [
-    "PerplexityReport",
-    "Round",
-    "RunProgress",
-    "TextPerplexity",
-    "TextScores",
-    "TokenWindows",
-    "calibrate",
-    "linear_layers",
-    "load_sharded",
-    "load_tokenizer",
-    "perplexity",
-    "prune_block_by_block",
-    "prune_in_rounds",
-    "read_windows",
-    "save_sharded",
-]
+    "PerplexityReport", "Round", "RunProgress", "TextPerplexity", "TextScores", "TokenWindows",
+    "calibrate", "linear_layers", "load_sharded", "load_tokenizer", "perplexity",
+    "prune_block_by_block", "prune_in_rounds", "read_windows", "save_sharded",
+]  # fmt: skip

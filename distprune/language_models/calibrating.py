@@ -19,45 +19,40 @@ from __future__ import annotations
 import contextlib
 import glob
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distprune._transformers.building import decoder_layers
 from distprune.api.select import head_of, select
-from distprune.base.naming import NamedParameter, full_name, named_modules, unwrap
+from distprune.base.naming import NamedParameter, named_modules, unwrap
 from distprune.base.pruned_form import orig_key
 from distprune.criteria.base import Criterion
 from distprune.criteria.gradient_moment import GradientMoment
+from distprune.language_models.folders import require_extra
 from distprune.language_models.hidden_states import HiddenStates
-from distprune.language_models.loading import require_extra
 from distprune.language_models.losses import BatchLosses
 from distprune.language_models.running import (
     DataRanks,
     Report,
-    Reporter,
     Step,
     accepts,
     check_same,
     in_eval_mode,
-    inputs_of,
     output_of,
+    reporter,
     steps_of,
 )
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.process_groups import world
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
-from distprune.statistics.layers import layout_of
+from distprune.statistics.layers import WeightLayout, layout_of
 from distprune.statistics.sequential import BlockPasses, prune_sequentially
 from distprune.wrappers.wrapper import is_piece_of_flat
-
-if TYPE_CHECKING:
-    from typing import TypeGuard
 
 
 def calibrate(
@@ -108,88 +103,45 @@ def calibrate(
     communicator = world()
     communicator.run(lambda: _check_collected(model, collected, ranks))
     steps, losses = steps_of(len(windows), batch_size, ranks), BatchLosses(model)
-    reporter = Reporter("calibrate", len(windows), progress)
-    run = _Run(model, windows, steps, ranks, losses, reporter)
+    finished = reporter("calibrate", len(windows), progress)
     with communicator.raising_everywhere(), in_eval_mode(model), torch.inference_mode(False):
         if isinstance(collected, ActivationStatistics):
-            run.collect_inputs(collected)
+            arguments = {"logits_to_keep": 1} if _is_without_logits(model, collected) else {}
+            with collected.collecting():
+                for step in steps:
+                    run = partial(_forward, model, windows, step, collected, **arguments)
+                    communicator.run(run)
+                    finished(step.num_in_step)
         else:
-            with torch.enable_grad(), _gradients_for(model, collected):
-                if _reads_rank_batches(collected):
-                    run.collect_rank_batches(collected)
-                else:
-                    assert isinstance(collected, Criterion)
-                    run.collect_global_batches(collected)
+            # A unit is the batch of a rank, or the batches of a step; see [Note: losses].
+            is_of_rank = _reads_rank_batches(collected)
+            with torch.enable_grad(), _gradients_for(model, collected), collected.calibrating():
+                for step in steps:
+                    share = 1.0 if is_of_rank else step.num_windows * ranks.size / step.num_in_step
+
+                    def backward(rows: slice = step.rows, share: float = share) -> None:
+                        loss = losses.of_batch(windows, rows) * share
+                        loss.backward()  # type: ignore[no-untyped-call]
+
+                    weight = step.num_windows if is_of_rank else step.num_in_step
+                    with collected.batch(weight=float(weight)):
+                        communicator.run(backward)
+                    model.zero_grad()
+                    finished(step.num_in_step)
     communicator.agree()
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One calibration, in the steps of this rank."""
-
-    model: nn.Module
-    windows: TokenWindows
-    steps: list[Step]
-    ranks: DataRanks
-    losses: BatchLosses
-    reporter: Reporter
-
-    def collect_inputs(self, statistics: ActivationStatistics) -> None:
-        """Activation statistics: of padding, nothing is collected."""
-        arguments: dict[str, Any] = {}
-        if accepts(self.model, "logits_to_keep") and not _has_head(self.model, statistics):
-            arguments["logits_to_keep"] = 1
-
-        def run(is_padding: bool) -> None:
-            for step in self.steps:
-                if step.is_padding == is_padding:
-
-                    def forward(step: Step = step) -> None:
-                        ids = inputs_of(self.model, self.windows, step.rows)
-                        output_of(self.model, input_ids=ids, **arguments)
-
-                    world().run(forward)
-                    self.reporter.add(step.num_in_step)
-
-        # Padding comes last, and runs outside of the context.
-        with statistics.collecting():
-            run(is_padding=False)
-        with torch.no_grad():
-            run(is_padding=True)
-
-    def collect_rank_batches(self, criterion: GradientMoment | GradientStatistics) -> None:
-        """A unit for each batch; padding has the weight 0."""
-        with criterion.calibrating():
-            for step in self.steps:
-
-                def run(step: Step = step) -> None:
-                    with criterion.batch(weight=float(step.num_windows)):
-                        self._loss(step).backward()  # type: ignore[no-untyped-call]
-
-                world().run(run)
-                self.model.zero_grad()
-                self.reporter.add(step.num_in_step)
-
-    def collect_global_batches(self, criterion: Criterion) -> None:
-        """A unit for each step."""
-        with criterion.calibrating():
-            for step in self.steps:
-                with criterion.batch(weight=float(step.num_in_step)):
-                    self._backward(step)
-                self.model.zero_grad()
-                self.reporter.add(step.num_in_step)
-
-    def _backward(self, step: Step) -> None:
-        """The backward of a batch, as a part of the mean over a step; see [Note: losses]."""
-        share = step.num_windows * self.ranks.size / step.num_in_step
-
-        def run() -> None:
-            (self._loss(step) * share).backward()  # type: ignore[no-untyped-call]
-
-        world().run(run)
-
-    def _loss(self, step: Step) -> Tensor:
-        return self.losses.of_batch(self.windows, step.rows)
+def _forward(
+    model: nn.Module,
+    windows: TokenWindows,
+    step: Step,
+    statistics: ActivationStatistics,
+    **arguments: Any,
+) -> None:
+    """Run a batch, of which nothing is collected if it does not count."""
+    tokens = windows.tokens[step.rows]
+    with statistics.batch(None if step.num_windows else torch.zeros_like(tokens)):
+        output_of(model, tokens, **arguments)
 
 
 def _check_collected(model: nn.Module, collected: object, ranks: DataRanks) -> None:
@@ -197,30 +149,21 @@ def _check_collected(model: nn.Module, collected: object, ranks: DataRanks) -> N
     if isinstance(collected, ActivationStatistics):
         return
     if not isinstance(collected, (Criterion, GradientStatistics)):
-        raise TypeError(
-            f"collected is a {kind}; expected ActivationStatistics, GradientStatistics or a "
-            "criterion of distprune.criteria."
-        )
+        raise TypeError(f"collected is a {kind}; expected statistics, or a criterion.")
     if not _reads_rank_batches(collected) and not ranks.averages_gradients:
         raise NotImplementedError(
             f"{kind} reads averaged gradients, and the model is a plain one on {ranks.size} ranks, "
             "whose gradients nothing averages; expected DistributedDataParallel(model), or FSDP."
         )
-    name = next((name for name, p in model.named_parameters() if p.grad is not None), None)
-    if name is not None:
-        raise RuntimeError(
-            f"{name} has a gradient already, and calibration drops gradients; expected none. Call "
-            "model.zero_grad() before."
-        )
+    if name := next((name for name, p in model.named_parameters() if p.grad is not None), ""):
+        raise RuntimeError(f"{name} has a gradient already; call model.zero_grad() before.")
 
 
-def _reads_rank_batches(
-    collected: Criterion | GradientStatistics,
-) -> TypeGuard[GradientMoment | GradientStatistics]:
+def _reads_rank_batches(collected: Criterion | GradientStatistics) -> bool:
     """Whether a unit is the batch of one rank, whose gradient is not averaged."""
-    if isinstance(collected, GradientMoment):
-        return collected.unit == "rank_batch"
-    return isinstance(collected, GradientStatistics)
+    return isinstance(collected, GradientStatistics) or (
+        isinstance(collected, GradientMoment) and collected.unit == "rank_batch"
+    )
 
 
 @contextlib.contextmanager
@@ -234,11 +177,11 @@ def _gradients_for(model: nn.Module, criterion: Criterion | GradientStatistics) 
         for module, name in criterion.parameters
         for key in (name, orig_key(name))
     }
-    others = [p for p in model.parameters() if p.requires_grad and id(p) not in read]
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()) or any(
-        map(is_piece_of_flat, model.parameters())
-    ):
-        others = []
+    is_ddp = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    is_fixed = is_ddp or any(map(is_piece_of_flat, model.parameters()))
+    others = [
+        p for p in model.parameters() if p.requires_grad and id(p) not in read and not is_fixed
+    ]
     for parameter in others:
         parameter.requires_grad_(False)
     try:
@@ -249,10 +192,11 @@ def _gradients_for(model: nn.Module, criterion: Criterion | GradientStatistics) 
         model.zero_grad()
 
 
-def _has_head(model: nn.Module, statistics: ActivationStatistics) -> bool:
-    """Whether statistics are of the layer that makes logits, as far as it is known."""
+def _is_without_logits(model: nn.Module, statistics: ActivationStatistics) -> bool:
+    """Whether the model can leave out logits, which no statistics need."""
     head = head_of(model)
-    return head is None or any(module is head for module, _ in statistics.parameters)
+    is_read = head is None or any(module is head for module, _ in statistics.parameters)
+    return not is_read and accepts(model, "logits_to_keep")
 
 
 R = TypeVar("R")
@@ -316,71 +260,41 @@ def prune_block_by_block(
 
     Raises:
         ValueError: a parameter outside of all decoder layers; and as ``calibrate``. On every rank.
-        RuntimeError, NotImplementedError: as ``prune_sequentially``.
+        RuntimeError: as ``prune_sequentially``.
+        NotImplementedError: layers that cannot run one by one; see hidden_states.[Note: a chain].
 
     Cost: a forward of the model for each window, and two of each decoder layer; in ``storage`` the
-    hidden states of this rank's windows, tokens x width elements. A model whose layers cannot run
-    one by one (hidden_states.[Note: a chain]) runs whole for each layer and window.
+    hidden states of this rank's windows, tokens x width elements.
     """
-    ranks = check_same(model, windows, batch_size)
-    blocks = world().run(lambda: decoder_blocks(model))
-    modules = [{id(module) for module in block.modules()} for block in blocks]
+    ranks, communicator = check_same(model, windows, batch_size), world()
+    blocks = communicator.run(lambda: decoder_blocks(model))
     owners = {id(module) for module, _ in statistics.parameters}
-    num_runs = sum(not owners.isdisjoint(of_block) for of_block in modules)
-    inside = set().union(*modules)
-    outside = [p for p in statistics.parameters if id(p[0]) not in inside]
-    if outside:
-        raise ValueError(
-            f"{len(outside)} parameters of statistics are in no decoder layer, such as one of a "
-            f"{type(outside[0][0]).__name__}; expected parameters of decoder layers only. Exclude "
-            "the others, as the head."
-        )
+    num_runs = sum(any(id(module) in owners for module in block.modules()) for block in blocks)
     steps = steps_of(len(windows), batch_size, ranks)
-    reporter = Reporter("calibrate", num_runs * len(windows), progress)
-
-    def forward(step: Step) -> None:
-        ids = inputs_of(model, windows, step.rows)
-        with statistics.batch(torch.zeros_like(ids) if step.is_padding else None):
-            output_of(model, input_ids=ids)
-        reporter.add(step.num_in_step)
-
-    communicator = world()
+    finished = reporter("calibrate", num_runs * len(windows), progress)
     place = None if storage is None else torch.device(storage)
     states = communicator.run(lambda: HiddenStates(blocks, place))
-
-    def is_chain() -> bool:
-        return not int(communicator.max(torch.tensor([int(not states.is_chain)])))
-
-    def catch() -> None:
-        for step in steps:
-            ids = inputs_of(model, windows, step.rows)
-            states.catch(partial(output_of, model, input_ids=ids))
 
     def collect(number: int, position: int) -> None:
         step = steps[position]
         # FSDP communicates in the forward, also in that of a step that does not count.
-        keep = states.tokens(position) if step.is_padding else None
+        keep = None if step.num_windows else torch.zeros_like(windows.tokens[step.rows])
         with statistics.batch(keep):
             states.run(number, position)
-        reporter.add(step.num_in_step)
+        finished(step.num_in_step)
 
     with in_eval_mode(model), torch.inference_mode(False), torch.no_grad():
-        if is_chain():
-            with communicator.raising_everywhere():
-                catch()
-            communicator.agree()
-        passes = BlockPasses(collect, states.advance) if is_chain() else None
-        if passes is None:
-            states.forget()
-        return prune_sequentially(
-            statistics,
-            model,
-            blocks,
-            steps,
-            prune_block,
-            forward=forward,
-            passes=passes,
-        )
+        with communicator.raising_everywhere():
+            for step in steps:
+                states.catch(partial(output_of, model, windows.tokens[step.rows]))
+        if int(communicator.max(torch.tensor([int(not states.is_chain)]))):
+            raise NotImplementedError(
+                f"the decoder layers of {type(unwrap(model)).__name__} do not run one by one (they "
+                "share state, or FSDP1 is around several): expected layers that are called with "
+                "what the one before returned. prune_sequentially runs the whole model."
+            )
+        passes = BlockPasses(collect, states.advance)
+        return prune_sequentially(statistics, model, blocks, steps, prune_block, passes=passes)
 
 
 # The weights of transformers' fused experts; those of JetMoe are called "weight".
@@ -413,39 +327,21 @@ def linear_layers(
     require_extra()
     from transformers.pytorch_utils import Conv1D
 
-    experts = {type(module) for _, module in named_modules(model) if _are_fused_experts(module)}
-    left_out, types, names = list(exclude), (nn.Linear, Conv1D, *experts), ("weight", *_OF_EXPERTS)
-    if include is not None:
-        return select(
-            model, include=include, exclude=left_out, types=types, names=names, everything=True
-        )
-    head = head_of(model)
-    left_out += [
-        glob.escape(path) for path, module in named_modules(model) if path and module is head
-    ]
-    selected = select(model, None, left_out, types, names, everything=True)
-    return [pair for pair in selected if type(pair[0]) in experts or not _has_own_forward(pair[0])]
-
-
-def without_statistics(model: nn.Module) -> list[str]:
-    """Names of weights whose inputs are not seen: some fused experts, and some routers."""
+    layouts = ((module, _layout(module, 3)) for _, module in named_modules(model))
+    experts = {type(module) for module, layout in layouts if layout and layout.are_experts}
+    head, left_out = head_of(model), list(exclude)
+    if include is None:
+        paths = (path for path, module in named_modules(model) if path and module is head)
+        left_out += map(glob.escape, paths)
+    types, names = (nn.Linear, Conv1D, *experts), ("weight", *_OF_EXPERTS)
+    selected = select(model, include, left_out, types, names, everything=True)
     return [
-        full_name(path, name)
-        for path, module in named_modules(model)
-        for name, parameter in module.named_parameters(recurse=False)
-        if (parameter.ndim == 3 and "expert" in path and not _are_fused_experts(module))
-        or (isinstance(module, nn.Linear) and parameter.ndim == 2 and _has_own_forward(module))
+        pair
+        for pair in selected
+        if include is not None or type(pair[0]) in experts or _layout(pair[0], 2) is not None
     ]
 
 
-def _are_fused_experts(module: nn.Module) -> bool:
-    """Whether a module has weights of three dimensions that are known to be fused experts."""
-    shape = torch.Size((1, 1, 1))  # nothing but the number of dimensions matters
-    layout = layout_of(module, "weight", shape)
-    return layout is not None and layout.are_experts
-
-
-def _has_own_forward(module: nn.Module) -> bool:
-    """Whether a linear layer does something else than nn.Linear or transformers' Conv1D."""
-    shape = torch.Size((1, 1))  # nothing but the number of dimensions matters
-    return layout_of(module, "weight", shape) is None
+def _layout(module: nn.Module, ndim: int) -> WeightLayout | None:
+    """How a weight lies; nothing but the number of its dimensions matters."""
+    return layout_of(module, "weight", torch.Size((1,) * ndim))

@@ -9,7 +9,7 @@ over all layers costs one forward of each, and not one of the model for each:
     layer 0     runs on it: statistics;  is pruned;  runs again: what layer 1 is called with
     layer 1     ...
 
-Where it is not so (layers that share state, FSDP around several layers), the model runs whole.
+It is not so where layers share state, or FSDP is around several layers.
 """
 
 from __future__ import annotations
@@ -57,16 +57,10 @@ class HiddenStates:
         calls: list[Arguments] = []
         firsts: list[Tensor] = []
         self._last = None
-        handles = [
-            handle
-            for block in self._blocks
-            for handle in (
-                block.register_forward_pre_hook(
-                    partial(self._enter, calls, firsts), with_kwargs=True
-                ),
-                block.register_forward_hook(self._leave),
-            )
-        ]
+        enter, handles = partial(self._enter, calls, firsts), []
+        for block in self._blocks:
+            handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(block.register_forward_hook(self._leave))
         try:
             run()
         finally:
@@ -105,14 +99,6 @@ class HiddenStates:
     def state(self, stage: int, batch: int) -> Tensor:
         """What was kept of a batch."""
         return self._states[batch]
-
-    def tokens(self, batch: int) -> Tensor:
-        """Of a batch, [batch, tokens]: zeros, as a mask that leaves all of them out."""
-        return torch.zeros(self._states[batch].shape[:2], dtype=torch.int64)
-
-    def forget(self) -> None:
-        """Free what was kept."""
-        self._arguments, self._states = [], []
 
     def _enter(
         self,

@@ -1,4 +1,4 @@
-"""The losses of batches, without all of their logits in memory.
+"""Losses without all of their logits in memory; perplexity, the same number on any sharding.
 
 [Note: slices] The logits of a batch take batch size * length * vocabulary elements, and a backward
 takes that several times. So the head computes one position only. A hook before it computes the
@@ -13,8 +13,11 @@ every rank, because the ranks have the same model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +25,31 @@ from torch.nn import functional
 
 from distprune.api.select import head_of
 from distprune.base.pruned_form import is_dtensor
-from distprune.language_models.running import inputs_of, output_of
+from distprune.language_models.running import (
+    Report,
+    check_run,
+    check_same,
+    in_eval_mode,
+    on_device_of,
+    output_of,
+    reporter,
+    steps_of,
+)
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.collectives import whole
+from distprune.ranks.process_groups import world
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SLICE = 1 << 24  # logits that there are at a time: 64 MiB in fp32
 
 
-class Head(NamedTuple):
-    """A linear head, with the weight that it has in this forward."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def logits(self, states: Tensor) -> Tensor:
-        """The logits of some positions."""
-        return functional.linear(states, self.weight, self.bias)
+_FINITE = (
+    "expected finite losses. Weights that are not finite, or a dtype that overflows, cause this."
+)
+# The weight of a linear head in this forward, and its bias.
+Head = tuple[Tensor, Tensor | None]
 
 
 class BatchLosses:
@@ -64,18 +76,17 @@ class BatchLosses:
             TypeError: the model returns no logits.
             ValueError: the loss is not finite; names the first window.
         """
-        loss = self.mean(inputs_of(self._model, windows, rows))
+        loss = self.mean(windows.tokens[rows])
         if not bool(loss.detach().isfinite()):
             text = windows.texts[int(windows.text_of[rows.start])]
             raise ValueError(
-                f"the loss of window {rows.start} ({text}) is {float(loss.detach())}; expected a "
-                "finite one. Weights that are not finite, or a dtype that overflows (float16), "
-                "cause this."
+                f"the loss of window {rows.start} ({text}) is {float(loss.detach())}; {_FINITE}"
             )
         return loss
 
-    def mean(self, ids: Tensor) -> Tensor:
+    def mean(self, tokens: Tensor) -> Tensor:
         """The mean of the negative log-likelihoods of the tokens of each row but its first."""
+        ids = on_device_of(self._model, tokens)
         targets = ids[:, 1:].flatten()
 
         def of_states(states: Tensor, head: Head) -> Tensor:
@@ -87,12 +98,13 @@ class BatchLosses:
             return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets)
         return loss
 
-    def of_windows(self, ids: Tensor) -> Tensor:
+    def of_windows(self, tokens: Tensor) -> Tensor:
         """The negative log-likelihood of each window, float64 [windows] on the CPU; in nats.
 
         Raises:
             TypeError: the model returns no logits.
         """
+        ids = on_device_of(self._model, tokens)
         with torch.no_grad():
             logits, losses = self._run(ids, lambda states, head: nll_of_windows(states, ids, head))
             return nll_of_windows(logits, ids) if losses is None else losses
@@ -102,18 +114,18 @@ class BatchLosses:
     ) -> tuple[Tensor, Tensor | None]:
         """The logits of a batch; and the result of ``reduce``, None if the logits are whole."""
         if self._head is None:
-            return logits_of(output_of(self._model, input_ids=ids)), None
+            return logits_of(output_of(self._model, ids)), None
         # Of each call of the head in slices: the result, and the logits of one position.
         calls: list[tuple[Tensor, Tensor]] = []
         given: list[Tensor] = []
 
         def before(module: Any, args: tuple[Tensor, ...]) -> Any:
-            (states, *others), head = args, Head(module.weight, module.bias)
-            if is_dtensor(head.weight) or states.shape[:-1] != ids.shape:
+            (states, *others), head = args, (module.weight, module.bias)
+            if is_dtensor(module.weight) or states.shape[:-1] != ids.shape:
                 return None
             probe, result = states[:, :1], reduce(states, head)
             with torch.no_grad():
-                calls.append((result, head.logits(probe)))
+                calls.append((result, functional.linear(probe, *head)))
             return (probe, *others)
 
         def after(module: Any, args: object, output: Tensor) -> Tensor | None:
@@ -128,7 +140,7 @@ class BatchLosses:
             self._head.register_forward_hook(after),
         ]
         try:
-            output = output_of(self._model, input_ids=ids)
+            output = output_of(self._model, ids)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -136,7 +148,7 @@ class BatchLosses:
         if len(calls) == 1 and given and logits is given[0]:
             return logits, _FromLogits.apply(logits, calls[0][0])  # type: ignore[no-untyped-call]
         self._head = None
-        return logits_of(output_of(self._model, input_ids=ids) if calls else output), None
+        return logits_of(output_of(self._model, ids) if calls else output), None
 
 
 class _MeanLoss(torch.autograd.Function):
@@ -152,40 +164,27 @@ class _MeanLoss(torch.autograd.Function):
     def forward(
         ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
     ) -> Tensor:
-        needs = ctx.needs_input_grad[:3]
-        fixed = [None if t is None else t.detach() for t in (weight, bias)]
-        gradients = [torch.empty_like(states) if needs[0] else None]
-        gradients += [
+        made = [
             torch.zeros_like(t) if t is not None and need else None
-            for t, need in zip(fixed, needs[1:], strict=True)
+            for t, need in zip((states, weight, bias), ctx.needs_input_grad, strict=False)
         ]
         losses, num_rows = [], max(1, SLICE // weight.shape[0])
         for start in range(0, len(states), num_rows):
             rows = slice(start, start + num_rows)
-            given = [states[rows].detach(), *fixed]
-            inputs = [
-                t.detach().requires_grad_(n)
-                for t, n in zip(given, needs, strict=True)
-                if t is not None
-            ]
-            with torch.enable_grad():
-                logits = functional.linear(*inputs)
-                loss = functional.cross_entropy(logits.float(), targets[rows], reduction="sum")
-            losses.append(loss.detach())
-            if not any(needs):
-                continue
-            made = iter(
-                torch.autograd.grad(
-                    loss, [t for t in inputs if t.requires_grad], loss.new_tensor(1 / len(states))
-                )
-            )
-            if gradients[0] is not None:
-                gradients[0][rows] = next(made)
-            for total, gradient in zip(
-                [g for g in gradients[1:] if g is not None], made, strict=True
-            ):
-                total += gradient
-        ctx.save_for_backward(*gradients)
+            chances = functional.linear(states[rows], weight, bias).float().log_softmax(-1)
+            losses.append(functional.nll_loss(chances, targets[rows], reduction="sum"))
+            if any(gradient is not None for gradient in made):
+                error = chances.exp_()  # of the mean loss, by the logits
+                error[range(len(error)), targets[rows]] -= 1
+                error = (error / len(states)).to(states.dtype)
+                of_states, of_weight, of_bias = made
+                if of_states is not None:
+                    of_states[rows] = error @ weight
+                if of_weight is not None:
+                    of_weight += error.T @ states[rows]
+                if of_bias is not None:
+                    of_bias += error.sum(0)
+        ctx.save_for_backward(*made)
         return torch.stack(losses).sum() / len(states)
 
     @staticmethod
@@ -231,14 +230,14 @@ def nll_of_windows(states: Tensor, ids: Tensor, head: Head | None = None) -> Ten
     Returns:
         float64 [windows], on the CPU.
     """
-    num_rows = max(1, SLICE // (states.shape[2] if head is None else head.weight.shape[0]))
+    num_rows = max(1, SLICE // (states.shape[2] if head is None else head[0].shape[0]))
     losses = torch.zeros(len(ids), dtype=torch.float64, device=states.device)
     for window, (given, targets) in enumerate(zip(states, ids[:, 1:], strict=True)):
         for start in range(0, len(targets), num_rows):
             expected = targets[start : start + num_rows]
             # The last position predicts what is not in the window.
             logits = given[start : start + len(expected)]
-            logits = logits if head is None else head.logits(logits)
+            logits = logits if head is None else functional.linear(logits, *head)
             with torch.autocast(logits.device.type, enabled=False):
                 of_tokens = functional.cross_entropy(logits.float(), expected, reduction="none")
             losses[window] += of_tokens.double().sum()
@@ -254,3 +253,183 @@ def logits_of(output: Any) -> Tensor:
             "logits [windows, length, vocabulary], as causal language models of transformers do."
         )
     return whole(logits) if is_dtensor(logits) else logits
+
+
+@dataclass(frozen=True)
+class TextPerplexity:
+    """How well a model predicts a text.
+
+    Attributes:
+        text: its name.
+        num_windows: of it.
+        num_tokens: that were predicted.
+        nll: the sum of their negative log-likelihoods, in nats.
+    """
+
+    text: str
+    num_windows: int
+    num_tokens: int
+    nll: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nll / num_tokens); infinity where that is no finite number."""
+        try:
+            return math.exp(self.nll / self.num_tokens)
+        except OverflowError:
+            return math.inf
+
+    def as_values(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**vars(self), "perplexity": self.perplexity}
+
+
+@dataclass(frozen=True)
+class PerplexityReport:
+    """How well a model predicts texts; the same on every rank.
+
+    Attributes:
+        texts: each text.
+        total: all of them together; it is called "all".
+        window_nll: float64 [windows], the sum of the negative log-likelihoods of each window.
+        length: tokens of a window.
+        has_bos: whether windows begin with a bos token.
+    """
+
+    texts: tuple[TextPerplexity, ...]
+    total: TextPerplexity
+    window_nll: Tensor
+    length: int
+    has_bos: bool
+
+    @property
+    def perplexity(self) -> float:
+        """Of all texts together."""
+        return self.total.perplexity
+
+    def as_values(self) -> dict[str, Any]:
+        """For JSON, without the windows."""
+        return {
+            "length": self.length,
+            "has_bos": self.has_bos,
+            "texts": [text.as_values() for text in self.texts],
+            "all": self.total.as_values(),
+        }
+
+
+def perplexity(
+    model: nn.Module,
+    windows: TokenWindows,
+    *,
+    batch_size: int = 1,
+    progress: Report | None = None,
+) -> PerplexityReport:
+    """The perplexity of texts under a model. Collective over all ranks.
+
+    The data-parallel ranks share the windows (see running.[Note: steps]); the ranks of a
+    tensor-parallel group compute together. Each window's negative log-likelihoods are computed from
+    its logits in fp32 and summed in fp64. The sums are added without rounding (``math.fsum``), so
+    the result depends on the ranks only as far as the logits do. With DDP, or without a wrapper, it
+    is bit-equal on any number of ranks whose kernels are the same; tensor parallelism adds
+    in another order and is equal up to rounding.
+
+    The model is in evaluation mode meanwhile, without gradients and without a cache.
+
+    Args:
+        model: plain or wrapped: called with ``input_ids``, it returns logits [windows, length,
+            vocabulary], or an object that has them as ``logits``.
+        windows: the same on every rank.
+        batch_size: windows that a rank runs at a time. Another one may change the rounding of the
+            logits.
+        progress: called after every step, on every rank.
+
+    Raises:
+        ValueError: a window with a loss that is not finite, by the name of its text; tokens or
+            positions that the model does not have; ranks with different windows. On every rank.
+        TypeError: a model that returns no logits.
+        NotImplementedError: as :func:`running.data_ranks`.
+        Exception: of the model. Where its forward communicates (FSDP, TP), an error on one rank
+            alone leaves the others waiting until the timeout of the process group.
+
+    Cost: a forward of each window; 192 MiB of memory, and for models whose head does not run in
+    slices (losses.[Note: slices]) the logits of a batch. On the wire what the forwards send, 40
+    bytes per step, and 16 bytes per window at the end.
+    """
+    ranks = check_same(model, windows, batch_size)
+    communicator = world()
+    found = torch.zeros(len(windows), dtype=torch.float64)
+    batches = BatchLosses(model)
+    finished = reporter("evaluate", len(windows), progress)
+    with (
+        communicator.raising_everywhere(),
+        in_eval_mode(model),
+        torch.inference_mode(False),
+    ):
+        for step in steps_of(len(windows), batch_size, ranks):
+            tokens = windows.tokens[step.rows]
+            losses = communicator.run(partial(batches.of_windows, tokens))
+            if ranks.is_counted and step.num_windows:
+                found[step.rows] = losses
+            finished(step.num_in_step)
+    communicator.agree()
+    return report_of(windows, found)
+
+
+def report_of(windows: TokenWindows, losses: Tensor) -> PerplexityReport:
+    """The perplexity of each text. Collective.
+
+    Args:
+        losses: float64 [windows], of windows that this rank counts; else 0. One rank counts each.
+
+    Raises:
+        ValueError: a loss that is not finite, by its window; on every rank.
+    """
+    losses = world().reduce_floats(len(windows), lambda: losses)
+    wrong: list[int] = (~losses.isfinite()).nonzero().view(-1).tolist()
+    if wrong:
+        text = int(windows.text_of[wrong[0]])
+        number = wrong[0] - int((windows.text_of == text).nonzero()[0])
+        raise ValueError(
+            f"window {number} of {windows.texts[text]} has a loss of {float(losses[wrong[0]])}, "
+            f"and {len(wrong)} of {len(windows)} windows have one that is not finite; {_FINITE}"
+        )
+
+    def of_text(name: str, found: Tensor) -> TextPerplexity:
+        num_tokens = len(found) * (windows.length - 1)
+        return TextPerplexity(name, len(found), num_tokens, math.fsum(found.tolist()))
+
+    texts = [
+        of_text(name, losses[windows.text_of == number])
+        for number, name in enumerate(windows.texts)
+    ]
+    with_windows = tuple(text for text in texts if text.num_windows)
+    total = of_text("all", losses)
+    return PerplexityReport(with_windows, total, losses, windows.length, windows.has_bos)
+
+
+@torch.no_grad()
+def continued(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int = 24
+) -> str:
+    """The text that follows. Collective where the model is sharded.
+
+    Without a cache of keys and values, so that it runs on every wrapper: for a sentence, not for a
+    page. It ends early at the tokenizer's token for the end.
+
+    Raises:
+        ValueError: the text has no tokens, or the model has fewer positions.
+
+    Cost: a forward for each token.
+    """
+    ids = torch.tensor([tokenizer(text)["input_ids"]], dtype=torch.int64)
+    if not ids.numel():
+        raise ValueError(f"the text {text!a} has no tokens; expected some words.")
+    first = ids.shape[1]
+    with in_eval_mode(model):
+        for _ in range(num_tokens):
+            check_run(model, ids)
+            token = logits_of(output_of(model, ids))[:, -1].float().argmax(dim=-1).cpu()
+            ids = torch.cat([ids, token[:, None]], dim=1)
+            if int(token) == tokenizer.eos_token_id:
+                break
+    return str(tokenizer.decode(ids[0, first:], skip_special_tokens=True))

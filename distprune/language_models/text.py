@@ -7,7 +7,7 @@ the first tokens of a window without it a loss that says nothing about the text.
 ``length - 1`` tokens of text, all of which are predicted; without bos it has ``length``, and the
 first is not predicted. Other special tokens, such as one for the end, are not added.
 
-[Note: pieces] A file is read and tokenised in pieces of up to 262,144 characters. A piece ends
+[Note: pieces] A text is tokenised in pieces of up to 262,144 characters. A piece ends
 after a line break that is followed by a character other than white space. Tokenizers that split a
 text into words first, as those of GPT-2, Llama 3 and Qwen, give the same tokens as for the whole
 file. Those that put a space in front of a text, as that of Llama 2, put one in front of each piece.
@@ -17,14 +17,14 @@ first ones of those without.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,8 +33,6 @@ from distprune.ranks.process_groups import world
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Path = str | os.PathLike[str]
 
 # Characters that are tokenised together; see [Note: pieces]. With four times as many, memory grows
 # by 100 MB with every piece: what tokenizers return is not given back.
@@ -58,12 +56,6 @@ class TokenWindows:
     text_of: Tensor
     has_bos: bool
 
-    @classmethod
-    def without_text(cls, tokens: Tensor) -> TokenWindows:
-        """Windows of tokens that are of no file."""
-        text_of = torch.zeros(len(tokens), dtype=torch.int64)
-        return cls(("",), tokens, text_of, has_bos=False)
-
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
@@ -71,11 +63,6 @@ class TokenWindows:
     def length(self) -> int:
         """Tokens of a window."""
         return self.tokens.shape[1]
-
-    @property
-    def num_predicted(self) -> int:
-        """Tokens of a window that are predicted: all but the first."""
-        return self.length - 1
 
     def sample(self, num_windows: int, *, seed: int = 0) -> TokenWindows:
         """Some of the windows, drawn at random without replacement, in their order.
@@ -100,16 +87,15 @@ class TokenWindows:
         """For each text a label, and a hash of its windows."""
         facts = []
         for number, name in enumerate(self.texts):
-            rows = self.text_of == number
-            made = hashlib.sha256(str(tuple(self.tokens[rows].shape)).encode())
-            made.update(self.tokens[rows].numpy().tobytes())
-            facts.append((f"tokens of {name}", made.hexdigest()[:16]))
+            rows = self.tokens[self.text_of == number]
+            digest = sha256(rows.numpy().tobytes()).hexdigest()[:16]
+            facts.append((f"tokens of {name}", f"{tuple(rows.shape)} {digest}"))
         return facts
 
 
 def read_windows(
     tokenizer: PreTrainedTokenizerBase,
-    files: Path | Sequence[Path],
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     length: int,
     *,
     limit: int | None = None,
@@ -120,7 +106,7 @@ def read_windows(
         tokenizer: of transformers.
         files: text in UTF-8, each read by every rank.
         length: tokens of a window, at least 2.
-        limit: windows of each file, at most; what comes after them is not read.
+        limit: windows of each file, at most; what comes after them is not tokenised.
 
     Raises:
         TextError: a ValueError; a file that cannot be read, is not UTF-8, is empty, or is shorter
@@ -134,12 +120,11 @@ def read_windows(
     names = [files] if isinstance(files, (str, os.PathLike)) else list(files)
 
     def read() -> TokenWindows:
-        if not names:
-            raise ValueError("files is empty; expected at least one text file.")
-        if length < 2:
-            raise ValueError(f"length={length}; expected at least 2 tokens: one predicts the next.")
-        if limit is not None and limit < 1:
-            raise ValueError(f"limit={limit}; expected at least 1 window of each file, or None.")
+        if not names or length < 2 or (limit is not None and limit < 1):
+            raise ValueError(
+                f"{len(names)} files, length={length}, limit={limit}; expected at least one file, "
+                "2 tokens of a window, and 1 window of each file."
+            )
         return _read(tokenizer, [os.fsdecode(name) for name in names], length, limit)
 
     communicator = world()
@@ -150,88 +135,53 @@ def read_windows(
 
 
 def _read(tokenizer: Any, names: list[str], length: int, limit: int | None) -> TokenWindows:
-    bos = bos_in_front(tokenizer)
-    tokens, text_of = [], []
-    for number, name in enumerate(names):
-        for rows in _windows_of(tokenizer, name, length, bos, limit):
-            tokens.append(rows)
-            text_of.append(np.full(len(rows), number, np.int64))
-    return TokenWindows(
-        tuple(names),
-        torch.from_numpy(np.concatenate(tokens)),
-        torch.from_numpy(np.concatenate(text_of)),
-        bos is not None,
-    )
-
-
-def bos_in_front(tokenizer: Any) -> int | None:
-    """The bos token, if the tokenizer puts it in front of a text."""
-    ids = tokenizer("a", verbose=False).input_ids
-    bos: int | None = tokenizer.bos_token_id
-    return bos if bos is not None and ids[:1] == [bos] else None
+    # The bos token, if the tokenizer puts it in front of a text.
+    first = tokenizer("a", verbose=False).input_ids[:1]
+    bos = first if first == [tokenizer.bos_token_id] else []
+    of_texts = [_windows_of(tokenizer, name, length, bos, limit) for name in names]
+    counts = torch.tensor([len(rows) for rows in of_texts])
+    text_of = torch.arange(len(names)).repeat_interleave(counts)
+    return TokenWindows(tuple(names), torch.cat(of_texts), text_of, bool(bos))
 
 
 def _windows_of(
-    tokenizer: Any, name: str, length: int, bos: int | None, limit: int | None
-) -> Iterator[np.ndarray]:
-    """The windows of a file, some at a time: int64 [n, length]."""
-    width = length if bos is None else length - 1  # tokens of text
-    ids, num_made, num_tokens = np.zeros(0, np.int64), 0, 0
+    tokenizer: Any, name: str, length: int, bos: list[int], limit: int | None
+) -> Tensor:
+    """The windows of a file, int64 [n, length]."""
+    width = length - len(bos)  # tokens of text
+    parts: list[Tensor] = []
+    num_tokens = 0
     for piece in _pieces(name):
         # Not verbose: it would warn of texts longer than the model's context.
-        made = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-        ids = np.concatenate([ids, np.asarray(made, np.int64)])
-        num_tokens += len(made)
-        count = len(ids) // width
-        if limit is not None:
-            count = min(count, limit - num_made)
-        if not count:
-            continue
-        num_made += count
-        rows = ids[: count * width].reshape(count, width)
-        if bos is not None:
-            rows = np.concatenate([np.full((count, 1), bos, np.int64), rows], axis=1)
-        yield rows
-        ids = ids[count * width :]
-        if num_made == limit:
-            return
-    if not num_made:
+        ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        parts.append(torch.tensor(ids, dtype=torch.int64))
+        num_tokens += len(ids)
+        if limit is not None and num_tokens >= limit * width:
+            break
+    count = num_tokens // width if limit is None else min(num_tokens // width, limit)
+    if not count:
         raise TextError(
             f"{name} has {num_tokens} tokens; expected at least {width}, one window of "
-            f"length={length}{'' if bos is None else ' with its bos token'}. Give more text, or "
-            "make the windows shorter."
+            f"length={length}{' with its bos token' if bos else ''}. Give more text, or make the "
+            "windows shorter."
         )
+    rows = torch.cat(parts)[: count * width].view(count, width)
+    return torch.cat([torch.tensor(bos, dtype=torch.int64).expand(count, -1), rows], dim=1)
 
 
 def _pieces(name: str) -> Iterator[str]:
     """The text of a file in pieces; see [Note: pieces]."""
     try:
-        with open(name, encoding="utf-8-sig", newline="") as file:
-            text = ""
-            while True:
-                more = file.read(_PIECE)
-                text += more
-                if not more:
-                    break
-                while len(text) > _PIECE:
-                    end = _end_of_piece(text)
-                    yield text[:end]
-                    text = text[end:]
-            if text:
-                yield text
-    except UnicodeDecodeError as error:
-        raise TextError(
-            f"{name} is not text in UTF-8: it has the byte 0x{error.object[error.start]:02x} where "
-            "none can be. Convert it (iconv -t utf-8)."
-        ) from error
-    except OSError as error:
-        raise TextError(f"{name} cannot be read: {error.strerror or error}.") from error
-
-
-def _end_of_piece(text: str) -> int:
-    """Where the first piece of a text ends."""
-    for pattern in _ENDS_OF_PIECES:
-        *_, last = (None, *pattern.finditer(text, 0, _PIECE))
-        if last is not None:
-            return last.end()
-    return _PIECE
+        text = Path(name).read_bytes().decode("utf-8-sig")
+    except (UnicodeDecodeError, OSError) as error:
+        raise TextError(f"{name} cannot be read as text in UTF-8: {error}.") from error
+    start = 0
+    while len(text) - start > _PIECE:
+        end = start + _PIECE
+        for pattern in _ENDS_OF_PIECES:
+            if ends := [match.end() for match in pattern.finditer(text, start, start + _PIECE)]:
+                end = ends[-1]
+                break
+        yield text[start:end]
+        start = end
+    yield text[start:]

@@ -14,8 +14,8 @@ The command ``distprune prune SRC DST --text FILE`` does this. It needs the extr
 
 from distprune.streaming.cost import StreamCost
 from distprune.streaming.pruning import PrunedFolder, estimate, prune_folder
-from distprune.streaming.windows import computing_dtype, perplexity
+from distprune.streaming.windows import perplexity
 
 __all__ = [
-    "PrunedFolder", "StreamCost", "computing_dtype", "estimate", "perplexity", "prune_folder"
+    "PrunedFolder", "StreamCost", "estimate", "perplexity", "prune_folder"
 ]  # fmt: skip

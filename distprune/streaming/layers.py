@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +12,24 @@ from torch import Tensor, nn
 
 from distprune._transformers.building import (
     build_without_weights,
+    names_by_tensor,
     put_tensor,
     tensors_of_checkpoints,
 )
-from distprune._transformers.loading import MaskSource, SameTensor
-from distprune._transformers.table import SavedMasks, as_saved
+from distprune._transformers.loading import MaskSource, SameTensor, TransformersRules
+from distprune._transformers.table import as_saved
+from distprune.base.float_formats import TORCH_NAMES
 from distprune.base.naming import NamedParameter, named_modules
-from distprune.files.checkpoints.checkpoint import open_checkpoint
-from distprune.files.errors import SelectionError
+from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from distprune.files.checkpoints.header import TensorEntry
+from distprune.files.disk.access import read_into
+from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.selecting import select_tensors
 from distprune.language_models.calibrating import decoder_blocks
 from distprune.recipes import Recipe
-from distprune.streaming.reading import (
-    TensorReader,
-    TensorSource,
-    dtype_of,
-    find_sources,
-    stored_dtype,
-    untie_different,
-)
 
-Keep = Callable[[str], Tensor]  # from the name of a tensor to its mask
+# All names of a parameter or persistent buffer, and what it is read from.
+Source = tuple[list[str], MaskSource]
 
 
 class StreamedModel:
@@ -47,9 +43,11 @@ class StreamedModel:
 
     Attributes:
         checkpoint: of the folder.
+        entries: the tensors of the checkpoint, by name.
         model: of transformers. Parameters that are not in memory are on the meta device.
         layers: its decoder layers, in the order in which they run.
-        sources: of each layer, which tensors of the checkpoint make which of its tensors.
+        sources: of each layer, which tensors of the checkpoint make which of its tensors; last, of
+            what is around the layers.
 
     Raises:
         CheckpointError: the folder does not exist or is damaged.
@@ -61,114 +59,144 @@ class StreamedModel:
     Cost: no memory for parameters.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        dtype: torch.dtype | None,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, folder: str | Path, dtype: torch.dtype | None, device: torch.device) -> None:
         self.checkpoint = checkpoint = open_checkpoint(folder)
+        self.entries = {entry.name: entry for entry in checkpoint.tensors}
         self.device = device
-        self.model = build_without_weights(checkpoint.folder, dtype or stored_dtype(checkpoint))
+        self.model = build_without_weights(checkpoint.folder, dtype or _stored_dtype(checkpoint))
         if getattr(self.model.config, "is_encoder_decoder", False):
             raise NotImplementedError(
                 f"{checkpoint.folder}: {type(self.model).__name__} has an encoder, and so is no "
                 "chain of decoder layers; expected a decoder. Load it with load_sharded."
             )
-        untie_different(self.model, checkpoint)
-        found = find_sources(self.model, checkpoint)
-        self.layers = _outermost(decoder_blocks(self.model))
+        self._untie_different()
+        blocks = decoder_blocks(self.model)
+        inside = {id(m) for block in blocks for m in block.modules() if m is not block}
+        self.layers = [block for block in blocks if id(block) not in inside]
         paths = {id(module): path for path, module in named_modules(self.model)}
-        self.prefixes = [f"{paths[id(layer)]}." for layer in self.layers]
-        self.sources: list[list[TensorSource]] = [[] for _ in self.layers]
-        self._around: list[TensorSource] = []
-        for names, source in found:
-            numbers = {self.layer_of(name) for name in names}
+        prefixes = [f"{paths[id(layer)]}." for layer in self.layers]
+        self.sources: list[list[Source]] = [[] for _ in [*prefixes, "around"]]
+        for names, source in self._find_sources():
+            numbers = {
+                next((i for i, prefix in enumerate(prefixes) if name.startswith(prefix)), -1)
+                for name in names
+            }
             if len(numbers) > 1:
                 raise NotImplementedError(
                     f"{names[0]} and {names[-1]} are one parameter, and are not in the same "
                     "decoder layer; expected layers with parameters of their own. Load the model "
                     "with load_sharded."
                 )
-            (number,) = numbers
-            (self._around if number is None else self.sources[number]).append((names, source))
+            self.sources[numbers.pop()].append((names, source))
         for name, buffer in list(self.model.named_buffers()):
             if not buffer.is_meta:
                 put_tensor(self.model, name, buffer.to(device))
         self._tensors = dict(tensors_of_checkpoints(self.model))
-        self._reader = TensorReader(checkpoint)
-        self._has_around = False
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of weights that this rank has read so far."""
-        return self._reader.bytes_read
-
-    def layer_of(self, name: str) -> int | None:
-        """The number of the decoder layer that has a tensor of the model; None: none has."""
-        prefixes = enumerate(self.prefixes)
-        return next((number for number, prefix in prefixes if name.startswith(prefix)), None)
-
-    def num_bytes(self, number: int | None) -> int:
-        """Bytes of a layer, or of all that is around the layers (None)."""
-        sources = self._around if number is None else self.sources[number]
-        return sum(self._tensors[names[0]].nbytes for names, _ in sources)
+    def num_bytes(self, number: int) -> int:
+        """Bytes of a layer, or of all that is around the layers (-1)."""
+        return sum(self._tensors[names[0]].nbytes for names, _ in self.sources[number])
 
     @contextlib.contextmanager
     def layer(self, number: int) -> Iterator[nn.Module]:
         """A decoder layer, which has its weights inside."""
-        with self._in_memory(self.sources[number]):
+        with self._in_memory(number):
             yield self.layers[number]
-
-    @contextlib.contextmanager
-    def weights_around(self) -> Iterator[None]:
-        """Have all weights but those of layers inside."""
-        with self._in_memory(self._around):
-            self._has_around = True
-            try:
-                yield
-            finally:
-                self._has_around = False
 
     @contextlib.contextmanager
     def around(
         self, enter: Callable[[Tensor], Tensor] = lambda state: state
     ) -> Iterator[nn.Module]:
-        """The model, whose layers do nothing inside; :meth:`weights_around`, if they are not there.
+        """The model with all weights but those of its layers, which do nothing inside.
 
         Args:
             enter: makes what the first layer returns of what it is called with.
         """
         with contextlib.ExitStack() as changes:
-            if not self._has_around:
-                changes.enter_context(self.weights_around())
+            changes.enter_context(self._in_memory(-1))
             for number, layer in enumerate(self.layers):
-                made = enter if number == 0 else _unchanged
-                vars(layer)["forward"] = partial(_passed, made)
+
+                def forward(state: Tensor, *_: Any, is_first: bool = not number, **__: Any) -> Any:
+                    return enter(state) if is_first else state
+
+                vars(layer)["forward"] = forward
                 changes.callback(vars(layer).pop, "forward")
             yield self.model
 
     @contextlib.contextmanager
-    def _in_memory(self, sources: Sequence[TensorSource]) -> Iterator[None]:
+    def _in_memory(self, number: int) -> Iterator[None]:
         """Give tensors of the model their values, and take them away again."""
         try:
-            filled = self._read(sources)
-            for names, _ in sources:
-                values = _like(self._tensors[names[0]], filled.pop(0))
+            for names, source in self.sources[number]:
+                empty = self._tensors[names[0]]
+                values = self.values_of(source, empty)
+                if isinstance(empty, nn.Parameter):
+                    values = nn.Parameter(values, requires_grad=False)
                 for name in names:
                     put_tensor(self.model, name, values)
             yield
         finally:
-            for names, _ in sources:
+            for names, _ in self.sources[number]:
                 for name in names:
                     put_tensor(self.model, name, self._tensors[names[0]])
 
-    def _read(self, sources: Sequence[TensorSource]) -> list[Tensor]:
-        """The values of tensors, in memory of their own."""
-        values = [torch.empty_like(self._tensors[n], device=self.device) for (n, *_), _ in sources]
-        for value, (_, source) in zip(values, sources, strict=True):
-            self._reader.read_from(source, value)
+    def values_of(self, source: MaskSource, like: Tensor) -> Tensor:
+        """Read a tensor of the model from where it is stored, in the dtype of another one."""
+        if isinstance(source, SameTensor):
+            return self.read(source.name).to(self.device, like.dtype)
+        if not source.conversion.is_stack:
+            return source.read(self.read).to(self.device, like.dtype)
+        values = torch.empty_like(like, device=self.device)
+        for expert in range(len(values)):  # one by one: together they take twice the memory
+            values[expert] = source.read(self.read, range(expert, expert + 1))[0]
         return values
+
+    def read(self, name: str) -> Tensor:
+        """A tensor of the checkpoint, on the CPU.
+
+        Raises:
+            CheckpointError: the file is gone, shorter than it was, or cannot be read.
+        """
+        entry = self.entries[name]
+        out = torch.empty(entry.shape, dtype=dtype_of(entry))
+        path = next(file.path for file in self.checkpoint.files if file.name == entry.file)
+        read_into(path, entry.start, out.view(-1).view(torch.uint8).numpy().data)
+        return out
+
+    def _untie_different(self) -> None:
+        """Untie parameters that the checkpoint stores with different values, as transformers."""
+        for names in names_by_tensor(tensors_of_checkpoints(self.model)):
+            first, *others = [name for name in names if name in self.entries] or names[:1]
+            for other in others:
+                same_dtype = self.entries[first].dtype == self.entries[other].dtype
+                if not (same_dtype and torch.equal(self.read(first), self.read(other))):
+                    untied = nn.Parameter(torch.empty_like(self.model.get_parameter(other)))
+                    put_tensor(self.model, other, untied)
+                    self.model.all_tied_weights_keys.pop(other, None)
+
+    def _find_sources(self) -> list[Source]:
+        """What each tensor of the model is read from, as ``from_pretrained`` does.
+
+        Tied parameters of which the checkpoint holds only one are left tied.
+        """
+        tensors = dict(tensors_of_checkpoints(self.model))
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        stored = {name: entry.shape for name, entry in self.entries.items()}
+        rules = TransformersRules(self.model)
+        matching = rules.match(stored, shapes, ())
+        # As from_pretrained: saving undoes the conversions that were used.
+        self.model._weight_conversions = rules.used()
+        found = []
+        for names in names_by_tensor(tensors.items()):
+            sources = [matching.sources[name] for name in names if name in matching.sources]
+            if not sources:
+                reason = matching.mismatched.get(names[0], f"{names[0]} is missing")
+                raise ValueError(
+                    f"{self.checkpoint.folder} does not fit {type(self.model).__name__}, the model "
+                    f"of its config.json: {reason}; expected a complete checkpoint of this model."
+                )
+            found.append((names, sources[0]))
+        return found
 
 
 class StoredLayers:
@@ -180,6 +208,7 @@ class StoredLayers:
 
     Attributes:
         parameters: of each layer, the parameters that have such tensors.
+        names: of each layer, its pruned tensors, as the checkpoint names them.
 
     Raises:
         SelectionError: a pruned tensor is in no decoder layer; as ``select_tensors``.
@@ -190,34 +219,41 @@ class StoredLayers:
         groups = zip(recipe.parts, select_tensors(streamed.checkpoint, recipe).groups, strict=True)
         # By the names of pruned tensors, what ranks them.
         self._scores = {entry.name: part.score for part, entries in groups for entry in entries}
-        wanted, found = set(self._scores), set[str]()
         model = streamed.model
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._saved = {
             name: saved for saved in as_saved(model, shapes, shapes) for name in saved.parameters
         }
         self._sources: dict[str, MaskSource] = {}
-        self._entries = {entry.name: entry for entry in streamed.checkpoint.tensors}
+        self._entries = streamed.entries
         self.parameters: list[list[NamedParameter]] = []
-        for sources in streamed.sources:
-            of_layer = []
+        self.names: list[list[str]] = []
+        for sources in streamed.sources[:-1]:
+            of_layer, stored = [], []
             for (name, *_), source in sources:
-                if wanted.isdisjoint(source.names):
-                    continue
-                path, _, leaf = name.rpartition(".")
-                of_layer.append(NamedParameter(model.get_submodule(path), leaf, name))
-                self._sources[name] = source
-                found |= wanted & set(source.names)
-                self._check(name)
+                pruned = [each for each in source.names if each in self._scores]
+                if pruned:
+                    written = sorted(self._saved[name].tensors) if name in self._saved else []
+                    if not set(source.names) <= set(written):
+                        raise NotImplementedError(
+                            f"{name} is made of {source.names[0]}, and transformers saves it as "
+                            f"{written}; expected a checkpoint that transformers writes. Load it, "
+                            "and save it with save_pretrained."
+                        )
+                    path, _, leaf = name.rpartition(".")
+                    of_layer.append(NamedParameter(model.get_submodule(path), leaf, name))
+                    self._sources[name] = source
+                    stored += pruned
             self.parameters.append(of_layer)
-        if missing := sorted(wanted - found):
+            self.names.append(stored)
+        if missing := sorted(set(self._scores).difference(*self.names)):
             raise SelectionError(
                 f"{missing[0]} is in no decoder layer, so that no text is run through it alone; "
                 "expected tensors of decoder layers. Exclude it."
             )
 
-    def mask(self, name: str, keep: Keep) -> Tensor:
-        """The mask of a parameter, bool; what has no mask is kept."""
+    def mask(self, name: str, keep: Callable[[str], Tensor]) -> Tensor:
+        """The mask of a parameter, bool, from those of tensors; what has no mask is kept."""
 
         def read(stored: str) -> Tensor:
             if stored in self._scores:
@@ -240,14 +276,10 @@ class StoredLayers:
         saved = self._as_saved(values)
         return {name: value for name, value in saved.items() if self._scores.get(name) == score}
 
-    def num_scored(self, scores: Collection[str]) -> int:
+    def num_scored(self, scores: list[str]) -> int:
         """How many elements are ranked by any of these scores."""
-        entries = self._entries
-        return sum(entries[name].numel for name, score in self._scores.items() if score in scores)
-
-    def numel(self, name: str) -> int:
-        """Elements of a tensor of the checkpoint."""
-        return self._entries[name].numel
+        ranked = (name for name, score in self._scores.items() if score in scores)
+        return sum(self._entries[name].numel for name in ranked)
 
     def _as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values of parameters, as transformers saves them."""
@@ -260,40 +292,25 @@ class StoredLayers:
                 found |= saved.make(values)
         return found
 
-    def names_of(self, number: int) -> list[str]:
-        """The pruned tensors of a layer, as the checkpoint names them."""
-        names = [name for p in self.parameters[number] for name in self._sources[p.fqn].names]
-        return [name for name in names if name in self._scores]
 
-    def _check(self, name: str) -> None:
-        """Check that a parameter is saved as the tensors from which it was read."""
-        saved: SavedMasks | None = self._saved.get(name)
-        read = set(self._sources[name].names)
-        if saved is None or not read <= set(saved.tensors):
-            written = [] if saved is None else sorted(saved.tensors)
-            raise NotImplementedError(
-                f"{name} is made of {sorted(read)[0]}, and transformers saves it as "
-                f"{written[0] if written else 'nothing'}; expected a checkpoint that transformers "
-                "writes. Load it, and save it with save_pretrained."
-            )
+def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
+    """The dtype of the weights where the config does not say one."""
+    if checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype"):
+        return None
+    dtypes = map(dtype_of, checkpoint.tensors)
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
 
-def _outermost(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Layers, without those that are inside of others."""
-    inside = {id(m) for layer in layers for m in layer.modules() if m is not layer}
-    return [layer for layer in layers if id(layer) not in inside]
+def dtype_of(entry: TensorEntry) -> torch.dtype:
+    """The torch dtype of a tensor in a file.
 
-
-def _like(empty: Tensor, filled: Tensor) -> Tensor:
-    """Values as a parameter, without a gradient, or as a buffer."""
-    is_parameter = isinstance(empty, nn.Parameter)
-    return nn.Parameter(filled, requires_grad=False) if is_parameter else filled
-
-
-def _unchanged(state: Tensor) -> Tensor:
-    return state
-
-
-def _passed(made: Callable[[Tensor], Tensor], state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The forward of a decoder layer that is not run."""
-    return made(state)
+    Raises:
+        CheckpointError: torch has none.
+    """
+    dtype: torch.dtype | None = getattr(torch, TORCH_NAMES.get(entry.dtype, ""), None)
+    if dtype is None:
+        raise CheckpointError(
+            f"{entry.name} has the dtype {entry.dtype}, which torch {torch.__version__} does not "
+            "have; expected another."
+        )
+    return dtype

@@ -15,12 +15,13 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.output import check_place, check_taken, locked, resolve_destination
 from distprune.files.planning import STATISTICS_FILE, plan
@@ -28,17 +29,15 @@ from distprune.files.pruning import prune as prune_files
 from distprune.files.reports import REPORT_FILE, Report, read_report
 from distprune.files.scoring import check_scores
 from distprune.files.team import Progress
-from distprune.language_models.loading import require_extra
+from distprune.language_models.folders import require_extra
 from distprune.language_models.running import Report as ReportProgress
 from distprune.language_models.text import TokenWindows
-from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.recipes import Recipe
 from distprune.recipes.recipe import ELEMENTWISE
 from distprune.streaming.cost import StreamCost, cost_of
 from distprune.streaming.layers import StoredLayers, StreamedModel
-from distprune.streaming.passes import Passes
-from distprune.streaming.settings import Settings, Update
+from distprune.streaming.passes import Passes, Settings, Update
 from distprune.streaming.work import Work
 
 
@@ -146,76 +145,96 @@ def prune_folder(
     update.
     """
     require_extra()
+    communicator, say = world(), tell or (lambda text: None)
+    place = torch.device(device or "cpu")
     settings = Settings(
-        recipe=recipe,
-        windows=windows,
-        evaluation=evaluation,
-        update=update,
-        damping=damping,
-        batch_size=batch_size,
-        dtype=dtype,
-        device=torch.device(device or "cpu"),
-        progress=progress,
-        progress_of_files=progress_of_files,
-        replace=replace,
-        keep_scores=None if keep_scores is None else Path(keep_scores).absolute(),
-        tell=tell or (lambda text: None),
+        recipe, windows, evaluation, update, damping, batch_size, dtype, place, progress
     )
-    communicator = world()
-    target = communicator.run(lambda: resolve_destination(destination))
-    communicator.run(lambda: _check_request(settings, rounds))
-    checkpoint = communicator.run(lambda: open_checkpoint(source))
-    facts = settings.facts(checkpoint) | ({"rounds": list(rounds)} if rounds else {})
-    text = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    communicator.agree([("text, recipe and model", text)])
-    made = communicator.run(lambda: _finished(target, text))
-    if made is not None:
-        settings.tell(f"{target} is finished: this command made it before. Nothing was changed.")
-        return made
-    communicator.run(lambda: _check_target(checkpoint, target, replace))
+    kept = None if keep_scores is None else Path(keep_scores).absolute()
+
+    def begin() -> tuple[Path, dict[str, Any], str]:
+        target, checkpoint = resolve_destination(destination), open_checkpoint(source)
+        _check_request(settings, kept, rounds)
+        facts = settings.facts(checkpoint) | ({"rounds": list(rounds)} if rounds else {})
+        text = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        if _finished(target, text) is None:
+            check_place(checkpoint.root, target)
+            inputs = [file.path for file in checkpoint.all_files]
+            check_taken(target, replaces=replace, inputs=inputs)
+        return target, facts, text
+
+    target, facts, text = communicator.run(
+        begin, lambda found: [("text, recipe and model", found[2])]
+    )
+    told = {"text": text} | ({"rounds": list(rounds)} if rounds else {})
     places = [target.with_name(f"{target.name}.partial-text-{n}") for n in range(len(rounds))]
+    places.append(target)
     done = communicator.run(lambda: [_finished(place, text) for place in places])
+    made = done[-1]
+    if made is not None:
+        say(f"{target} is finished: this command made it before. Nothing was changed.")
+        return made
     first = max((number + 1 for number, found in enumerate(done) if found), default=0)
+    made = done[first - 1] if first else None
     for number, sparsity in list(enumerate([*rounds, recipe.sparsity]))[first:]:
-        is_last = number == len(rounds)
-        of_round = settings
+        is_last = places[number] is target
+        now, begun_from = settings, places[number - 1] if number else source
+        changes: dict[str, Any] = {}
         if not is_last:
-            step = recipe.model_copy(update={"sparsity": sparsity, "masks": False, "card": False})
-            held_out = None if number else evaluation
-            of_round = dataclasses.replace(
-                settings, recipe=step, evaluation=held_out, keep_scores=None, replace=False
-            )
-        if number and settings.collects_gradients:
-            dense = str(places[number - 1] / STATISTICS_FILE)
-            of_round = dataclasses.replace(
-                of_round, recipe=of_round.recipe.model_copy(update={"statistics": dense})
-            )
+            changes = {"sparsity": sparsity, "masks": False, "card": False}
+            now = dataclasses.replace(now, evaluation=None if number else evaluation)
+        if number and settings.collects == "gradients":
+            changes["statistics"] = str(places[number - 1] / STATISTICS_FILE)
+        now = dataclasses.replace(now, recipe=recipe.model_copy(update=changes))
         if rounds:
-            settings.tell(f"Round {number + 1} of {len(rounds) + 1}: {sparsity:.0%}.")
-        before = done[number - 1] if number else None
-        made = _pruned_once(
-            source if number == 0 else places[number - 1],
-            target if is_last else places[number],
-            of_round,
-            facts | ({"round": number} if rounds else {}),
-            text,
-            None if before is None else before.before,
+            say(f"Round {number + 1} of {len(rounds) + 1}: {sparsity:.0%}.")
+        with contextlib.ExitStack() as lock:
+            open_model = partial(_open_model, begun_from, now, places[number], lock)
+            streamed, stored = communicator.run(open_model)
+            num_bytes = cost_of(streamed, stored, now).disk + streamed.checkpoint.num_bytes
+            of_round = facts | ({"round": number} if rounds else {})
+            work = Work(
+                places[number], of_round, num_bytes, communicator, kept if is_last else None
+            )
+            if work.is_resumed:
+                say(f"Resuming what is in {work.path}.")
+            with communicator.raising_everywhere():
+                before = None if made is None else made.before
+                chosen, values = Passes(streamed, stored, now, work, before).run(told)
+        report = prune_files(
+            communicator.run(partial(plan, begun_from, chosen, values=values)),
+            places[number],
+            progress=progress_of_files,
+            replace=replace and is_last,
+            tell=say,
+            cuts=work.get("cuts"),
         )
-        done = [*done[:number], made, *done[number + 1 :]]
-        if number:
-            _remove(places[number - 1], communicator)
+        work.remove()
+        made = _result_of(report)
+        if number and communicator.index == 0:
+            shutil.rmtree(places[number - 1], ignore_errors=True)
     assert made is not None
     return made
 
 
-def _check_request(settings: Settings, rounds: Sequence[float]) -> None:
+def _open_model(
+    source: str | Path, settings: Settings, target: Path, lock: contextlib.ExitStack
+) -> tuple[StreamedModel, StoredLayers]:
+    """The model of a round; the first rank locks the destination of the round."""
+    if world().index == 0:
+        lock.enter_context(locked(target))
+    streamed = StreamedModel(source, settings.dtype, settings.device)
+    return streamed, StoredLayers(streamed, settings.recipe)
+
+
+def _check_request(settings: Settings, kept: Path | None, rounds: Sequence[float]) -> None:
     """Check what would be found out after hours else."""
     recipe = settings.recipe
     check_scores(recipe, made=settings.elementwise)
-    if settings.keep_scores is not None and not settings.elementwise:
+    if kept is not None and not settings.elementwise:
         raise SelectionError(
-            f"scores are to be kept in {settings.keep_scores}, and single weights get none; "
-            f"expected score {' or '.join(ELEMENTWISE)}, without a folder of scores."
+            f"scores are to be kept in {kept}, and single weights get none; expected score "
+            f"{' or '.join(ELEMENTWISE)}, without a folder of scores."
         )
     steps = [0.0, *rounds, recipe.sparsity or 0.0]
     if rounds and (recipe.groups or steps != sorted(set(steps))):
@@ -223,67 +242,6 @@ def _check_request(settings: Settings, rounds: Sequence[float]) -> None:
             f"rounds {list(rounds)} before a sparsity of {recipe.sparsity}; expected rising ones "
             "below the sparsity of a recipe without groups, such as 0.35 and 0.5 before 0.6."
         )
-
-
-def _check_target(checkpoint: Checkpoint, target: Path, replace: bool) -> None:
-    check_place(checkpoint.root, target)
-    inputs = [file.path for file in checkpoint.all_files]
-    check_taken(target, replaces=replace, inputs=inputs)
-
-
-def _remove(place: Path, communicator: Communicator) -> None:
-    """Remove the result of a round, which the next one has read. Collective."""
-    is_first = communicator.index == 0
-    communicator.run(lambda: shutil.rmtree(place, ignore_errors=True) if is_first else None)
-
-
-def _pruned_once(
-    source: str | Path,
-    target: Path,
-    settings: Settings,
-    facts: dict[str, Any],
-    text: str,
-    before: float | None,
-) -> PrunedFolder:
-    """One pruning: the only one, or that of a round. Collective.
-
-    Args:
-        facts: what decides the result.
-        text: hash of what the whole command depends on.
-        before: the perplexity of the evaluation text under the dense model, if that is known.
-    """
-    communicator, lock = world(), contextlib.ExitStack()
-
-    def begin() -> StreamedModel:
-        if communicator.index == 0:
-            lock.enter_context(locked(target))
-        return StreamedModel(source, settings.dtype, settings.device)
-
-    told = {"text": text} | {name: facts[name] for name in ("rounds",) if name in facts}
-    try:
-        streamed = communicator.run(begin)
-        stored = communicator.run(lambda: StoredLayers(streamed, settings.recipe))
-        cost = communicator.run(lambda: cost_of(streamed, stored, settings))
-        communicator.run(lambda: cost.check(settings.device))
-        num_bytes = cost.disk + sum(file.size for file in streamed.checkpoint.files)
-        work = Work(target, facts, num_bytes, communicator, settings.keep_scores)
-        if work.is_resumed:
-            settings.tell(f"Resuming what is in {work.path}.")
-        with communicator.raising_everywhere():
-            recipe, values = Passes(streamed, stored, settings, work, before).run(told)
-    finally:
-        lock.close()
-    planned = communicator.run(lambda: plan(source, recipe, values=values))
-    report = prune_files(
-        planned,
-        target,
-        progress=settings.progress_of_files,
-        replace=settings.replace,
-        tell=settings.tell,
-        cuts=work.get("cuts"),
-    )
-    work.remove()
-    return _result_of(report)
 
 
 def estimate(
@@ -309,19 +267,16 @@ def estimate(
     Cost: builds the model without weights; some seconds.
     """
     require_extra()
-    windows, evaluation = (
-        TokenWindows.without_text(torch.zeros(number, length, dtype=torch.int64))
-        for number in (num_windows, num_evaluated)
-    )
+
+    def text(number: int) -> TokenWindows:
+        nothing = torch.zeros(number, length, dtype=torch.int64)
+        return TokenWindows((), nothing, nothing[:, 0], has_bos=False)
+
+    held_out, device = text(num_evaluated) if num_evaluated else None, torch.device("cpu")
     settings = Settings(
-        recipe,
-        windows,
-        evaluation if num_evaluated else None,
-        update=update,
-        batch_size=batch_size,
-        dtype=dtype,
+        recipe, text(num_windows), held_out, update, 0.01, batch_size, dtype, device
     )
-    streamed = StreamedModel(source, dtype, settings.device)
+    streamed = StreamedModel(source, dtype, device)
     return cost_of(streamed, StoredLayers(streamed, recipe), settings)
 
 

@@ -17,29 +17,24 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from distprune._transformers.building import build_without_weights
 from distprune.criteria.gradient_moment import GradientMoment
-from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.disk.access import writing
-from distprune.language_models import evaluating
-from distprune.language_models.evaluating import PerplexityReport
+from distprune.language_models.folders import require_extra
 from distprune.language_models.hidden_states import HiddenStates
-from distprune.language_models.loading import require_extra
-from distprune.language_models.losses import BatchLosses
+from distprune.language_models.losses import BatchLosses, PerplexityReport, report_of
 from distprune.language_models.running import (
     DataRanks,
     Report,
-    Reporter,
     Step,
     accepts,
     check_run,
-    inputs_of,
     output_of,
+    reporter,
     steps_of,
 )
 from distprune.language_models.text import TokenWindows
@@ -47,7 +42,6 @@ from distprune.ranks.process_groups import world
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
 from distprune.streaming.layers import StreamedModel
-from distprune.streaming.reading import stored_dtype
 
 # What a backward makes of the gradients of single batches.
 OfGradients: TypeAlias = GradientStatistics | GradientMoment
@@ -78,16 +72,12 @@ class WindowStream(HiddenStates):
         name: str,
     ) -> None:
         super().__init__(streamed.layers)
-        self._streamed = streamed
-        self._windows = windows
-        self._batch_size = batch_size
-        self._folder = folder
-        self._name = name
-        check_run(streamed.model, windows, batch_size)
-        communicator = world()
-        ranks = DataRanks(communicator.index, communicator.size, True)
+        self._streamed, self._windows = streamed, windows
+        self._place = folder / name
+        check_run(streamed.model, windows.tokens, batch_size)
+        ranks = DataRanks(world().index, world().size, True)
         steps = steps_of(len(windows), batch_size, ranks)
-        self.batches: list[Step] = [step for step in steps if not step.is_padding]
+        self.batches: list[Step] = [step for step in steps if step.num_windows]
         self._embed()
 
     def collect(self, number: int, statistics: ActivationStatistics) -> None:
@@ -102,17 +92,17 @@ class WindowStream(HiddenStates):
         Raises:
             ValueError: a loss that is not finite.
         """
-        windows, found = self._windows, evaluating.WindowLosses(self._windows)
+        found = torch.zeros(len(self._windows), dtype=torch.float64)
 
         def run() -> None:
             with torch.no_grad(), self._after_layers() as (model, state):
                 losses = BatchLosses(model)
                 for batch, step in enumerate(self.batches):
                     state[:] = [self.state(len(self._streamed.layers), batch)]
-                    found.add(step.rows, losses.of_windows(inputs_of(model, windows, step.rows)))
+                    found[step.rows] = losses.of_windows(self._windows.tokens[step.rows])
 
         world().run(run)
-        return found.report()
+        return report_of(self._windows, found)
 
     def differentiate(self) -> None:
         """The gradients of the losses by the last stage.
@@ -170,10 +160,10 @@ class WindowStream(HiddenStates):
     def _embed(self) -> None:
         """Make the first stage, and keep what layers are called with."""
         with torch.no_grad(), self._streamed.around() as model:
-            arguments = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
+            arguments: Any = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
             for step in self.batches:
-                ids = inputs_of(model, self._windows, step.rows)
-                self.catch(partial(output_of, model, input_ids=ids, **arguments))
+                tokens = self._windows.tokens[step.rows]
+                self.catch(partial(output_of, model, tokens, **arguments))
                 if not self.is_chain or self.shares_objects:
                     raise NotImplementedError(
                         f"the decoder layers of {type(model).__name__} are no chain: expected that "
@@ -190,7 +180,7 @@ class WindowStream(HiddenStates):
 
     def _path(self, kind: str, stage: int, batch: int) -> Path:
         first = self.batches[batch].rows.start
-        return self._folder / f"{self._name}-{kind}-{stage:05}-{first:06}.pt"
+        return self._place.with_name(f"{self._place.name}-{kind}-{stage:05}-{first:06}.pt")
 
     def _write(self, kind: str, stage: int, batch: int, state: Tensor) -> None:
         path = self._path(kind, stage, batch)
@@ -200,22 +190,6 @@ class WindowStream(HiddenStates):
     def _read(self, kind: str, stage: int, batch: int) -> Tensor:
         state: Tensor = torch.load(self._path(kind, stage, batch), weights_only=True)
         return state
-
-
-def computing_dtype(source: str | Path) -> torch.dtype:
-    """The dtype in which the model of a folder computes, if no other is asked for. Local.
-
-    Args:
-        source: as for :func:`perplexity`.
-
-    Raises: as :func:`perplexity`, for what the config and the headers show.
-
-    Cost: builds the model without weights.
-    """
-    require_extra()
-    checkpoint = open_checkpoint(source)
-    found: torch.dtype = build_without_weights(checkpoint.folder, stored_dtype(checkpoint)).dtype
-    return found
 
 
 def perplexity(
@@ -252,30 +226,16 @@ def perplexity(
     """
     require_extra()
     communicator = world()
-
-    def begin() -> StreamedModel:
-        return StreamedModel(source, dtype, torch.device(device or "cpu"))
-
-    streamed = communicator.run(begin)
-    with (
-        tempfile.TemporaryDirectory(dir=folder) as states,
-        communicator.raising_everywhere(),
-    ):
-        with streamed.weights_around():
-            stream = communicator.run(
-                lambda: WindowStream(streamed, windows, batch_size, Path(states), "text")
-            )
-        num_layers = len(streamed.layers)
-        total = num_layers * len(windows)
-        reporter = Reporter("evaluate", total, progress, "forwards of a layer")
-        for number in range(num_layers):
-
-            def advance(number: int = number) -> None:
-                stream.advance(number)
-                stream.remove("state", number)
-
+    streamed = communicator.run(lambda: StreamedModel(source, dtype, torch.device(device or "cpu")))
+    with tempfile.TemporaryDirectory(dir=folder) as states, communicator.raising_everywhere():
+        stream = communicator.run(
+            lambda: WindowStream(streamed, windows, batch_size, Path(states), "text")
+        )
+        total = len(streamed.layers) * len(windows)
+        finished = reporter("evaluate", total, progress, "forwards of a layer")
+        for number in range(len(streamed.layers)):
             with streamed.layer(number):
-                communicator.run(advance)
-            reporter.add(len(windows))
-        with streamed.weights_around():
-            return stream.perplexity()
+                communicator.run(partial(stream.advance, number))
+            stream.remove("state", number)
+            finished(len(windows))
+        return stream.perplexity()

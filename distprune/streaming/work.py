@@ -59,14 +59,14 @@ class Work:
         self.path = destination.with_name(f"{destination.name}.partial-text")
         self.scores = scores or self.folder("scores")
         self._communicator = communicator
-        self._is_first = communicator.index == 0
         kept = {} if scores is None else {"scores": str(scores)}
         text = json.dumps({**facts, **kept}, indent=1) + "\n"
-        self.is_resumed = self.path.exists()
+        progress, self.is_resumed = self.path / _PROGRESS, self.path.exists()
         self.on_first_rank(lambda: self._open(destination, text, num_bytes))
         # Different where the folder is not one that all ranks see.
         self._done: dict[str, Any] = communicator.run(
-            self._read_progress, lambda done: [(f"progress in {self.path}", json.dumps(done))]
+            lambda: json.loads(progress.read_bytes()) if progress.exists() else {},
+            lambda done: [(f"progress in {self.path}", json.dumps(done))],
         )
 
     def folder(self, name: str) -> Path:
@@ -83,7 +83,7 @@ class Work:
 
     def on_first_rank(self, step: Callable[[], object]) -> None:
         """Run a step that changes the folder; an error is raised on every rank. Collective."""
-        self._communicator.run(lambda: step() if self._is_first else None)
+        self._communicator.run(lambda: None if self._communicator.index else step())
 
     def record(self, step: str, value: Any) -> None:
         """Record a step that all ranks have done. Collective.
@@ -92,14 +92,19 @@ class Work:
             value: JSON; the same on every rank.
         """
         self._done[step] = value
+        text = json.dumps(self._done).encode()
+        self._communicator.agree()  # every rank has written its files
+        self.on_first_rank(lambda: write_atomically(self.path / _PROGRESS, text))
 
-        path, text = self.path / _PROGRESS, json.dumps(self._done).encode()
-        self._communicator.run(lambda: None)  # every rank has written its files
-        self.on_first_rank(lambda: write_atomically(path, text))
+    def once(self, step: str, run: Callable[[], object]) -> None:
+        """Run a step that changes the folder, unless an earlier run has. Collective."""
+        if step not in self._done:
+            self.on_first_rank(run)
+            self.record(step, True)
 
     def remove(self) -> None:
         """Remove the folder. Collective."""
-        self._communicator.run(lambda: None)
+        self._communicator.agree()
         self.on_first_rank(lambda: shutil.rmtree(self.path, ignore_errors=True))
 
     def _open(self, destination: Path, text: str, num_bytes: int) -> None:
@@ -122,8 +127,3 @@ class Work:
             self.scores.mkdir(parents=True, exist_ok=True)
         check_free_bytes(self.path, num_bytes - folder_bytes(self.path), destination)
         write_atomically(self.path / _FACTS, text.encode())
-
-    def _read_progress(self) -> dict[str, Any]:
-        path = self.path / _PROGRESS
-        found: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
-        return found

@@ -70,10 +70,10 @@ def test_ranks_with_different_checkpoints_are_refused(llama, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"wrap": "zero"}, "wrap='zero' is unknown"),
-        ({"wrap": "fsdp2_tp"}, "expected 2 numbers"),
+        ({"wrap": "zero"}, "wrap='zero', mesh=None on 2 ranks; expected one of none, ddp"),
+        ({"wrap": "fsdp2_tp"}, "whose product is the number of ranks"),
         ({"wrap": "fsdp2", "mesh": (3,)}, "number of ranks"),
-        ({"wrap": "ddp", "mesh": (2,)}, "expected 0 numbers"),
+        ({"wrap": "ddp", "mesh": (2,)}, "whose product is the number of ranks"),
     ],
 )
 def test_wrap_and_mesh_are_checked(llama, options, words):
@@ -127,7 +127,7 @@ def saving_raises(source, target, fails):
     with pytest.MonkeyPatch.context() as patch:
         if fails:
             error = OSError(28, "No space left on device")
-            patch.setattr(shutil, "copyfile", Mock(side_effect=error))
+            patch.setattr(os, "fsync", Mock(side_effect=error))
         try:
             language_models.save_sharded(model, target, source=source)
         except Exception as error:

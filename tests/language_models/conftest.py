@@ -5,7 +5,7 @@ import pytest
 from distprune.testing import preload
 
 preload(
-    "distprune.language_models.loading",
+    "distprune.language_models.folders",
     "transformers.models.llama.modeling_llama",
     "helpers.tiny_language_model",
 )

@@ -9,7 +9,7 @@ import distprune as prune
 from distprune import language_models
 from distprune.language_models import hidden_states
 from distprune.language_models.hidden_states import HiddenStates
-from distprune.statistics import ActivationStatistics, GramMatrices
+from distprune.statistics import ActivationStatistics, GramMatrices, prune_sequentially
 from distprune.testing import run_ranks
 from helpers.models import target
 from helpers.sampling import every
@@ -102,11 +102,11 @@ def update_blocks(folder, wrap, name, is_chain=True):
             return prune.reconstruct(of_block, grams)
 
     with mock.patch.object(HiddenStates, "run", _counted(HiddenStates.run)) as run:
-        if not is_chain:
-            with mock.patch.object(hidden_states, "_runs_alone", lambda block: False):
-                reports = language_models.prune_block_by_block(model, windows, grams, prune_block)
-        else:
+        if is_chain:
             reports = language_models.prune_block_by_block(model, windows, grams, prune_block)
+        else:
+            batches = [{"input_ids": row[None], "use_cache": False} for row in windows.tokens]
+            reports = prune_sequentially(grams, model, model.model.layers, batches, prune_block)
     rows = [row for report in reports for row in report.parameters]
     weights = {row.name: _weight(model, row.name) for row in rows}
     return rows, weights, run.num_calls
@@ -151,12 +151,24 @@ def test_updated_weights_on_ranks_are_those_of_one_process(folder, wrap):
             assert (found[key] - right).abs().max() <= 1e-5 * right.abs().max()
 
 
+def test_layers_that_do_not_run_one_by_one_are_refused(folder):
+    model = tiny_llama()
+    tokenizer = language_models.load_tokenizer(folder / "llama")
+    windows = language_models.read_windows(tokenizer, folder / "text.txt", 16, limit=2)
+    statistics = ActivationStatistics(language_models.linear_layers(model))
+    with (
+        mock.patch.object(hidden_states, "_runs_alone", lambda block: False),
+        pytest.raises(NotImplementedError, match="prune_sequentially runs the whole model"),
+    ):
+        language_models.prune_block_by_block(model, windows, statistics, lambda pairs: None)
+
+
 def test_a_parameter_outside_of_the_blocks_is_refused(folder):
     model = tiny_llama()
     tokenizer = language_models.load_tokenizer(folder / "llama")
     windows = language_models.read_windows(tokenizer, folder / "text.txt", 16, limit=2)
     statistics = ActivationStatistics(prune.select(model, types=torch.nn.Linear, everything=True))
-    with pytest.raises(ValueError, match="no decoder layer"):
+    with pytest.raises(ValueError, match="no block"):
         language_models.prune_block_by_block(model, windows, statistics, lambda pairs: None)
 
 

@@ -73,25 +73,6 @@ def test_slices_of_logits_and_half_precision(folder, monkeypatch):
     assert float(measured) == pytest.approx(15 * float(exact), rel=1e-6)
 
 
-def test_a_dtype_that_the_cpu_has_no_instructions_for_is_said(folder, monkeypatch, recwarn):
-    model, windows = tiny_llama().bfloat16(), read(folder, limit=1)
-
-    def measure(capabilities):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-        return perplexity(model, windows).total.nll
-
-    with pytest.warns(UserWarning, match=r"torch\.bfloat16, .* no instructions .*float32"):
-        slow = measure({"avx2": True, "avx512_fp16": True})
-    # The numbers are those of the dtype that was asked for, on every machine.
-    assert slow == measure({"avx512_bf16": True}) == measure({"bf16": True})
-    model.float()
-    measure({"avx2": True})
-    # A torch that cannot tell is not asked.
-    monkeypatch.delattr(torch.cpu, "get_capabilities")
-    perplexity(model.bfloat16(), windows)
-    assert not recwarn.list
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", every(2, [1, 3], 1))
 def test_bits_do_not_depend_on_the_number_of_ranks(folder, batch_size):

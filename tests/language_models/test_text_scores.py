@@ -7,12 +7,11 @@ import distprune as prune
 from distprune import criteria, language_models, statistics
 from distprune.language_models import TextScores, scoring
 from distprune.recipes.recipe import FROM_GRADIENTS, FROM_STATISTICS
-from distprune.testing import run_ranks
 
 
-def opened(folder, wrap="none", **options):
+def opened(folder):
     """The scores of a model, and how often text ran through it."""
-    model = language_models.load_sharded(folder / "llama", wrap=wrap)
+    model = language_models.load_sharded(folder / "llama")
     tokenizer = language_models.load_tokenizer(folder / "llama")
     windows = language_models.read_windows(tokenizer, folder / "text.txt", 16, limit=4)
     runs = []
@@ -21,7 +20,7 @@ def opened(folder, wrap="none", **options):
         if progress.num_done == progress.total:
             runs.append(progress.phase)
 
-    return TextScores(model, windows, prune.select(model), progress=count, **options), runs
+    return TextScores(model, windows, prune.select(model), progress=count), runs
 
 
 def direct(text, score):
@@ -73,20 +72,6 @@ def test_what_is_shared_is_collected_once(llama_and_text):
     assert len(runs) == 3
     text.of_round("wanda")
     assert len(runs) == 4
-
-
-def kept(folder, place, wrap):
-    files = {name: place / name for name in ("statistics", "gradients")}
-    text, runs = opened(folder, wrap, **files)
-    for score in ("wanda", "fisher"):
-        text.of(score)
-    return len(runs)
-
-
-def test_files_are_written_once_and_read_on_any_ranks(llama_and_text, tmp_path):
-    assert run_ranks(kept, 2, llama_and_text, tmp_path, "fsdp2") == [2, 2]
-    assert kept(llama_and_text, tmp_path, "none") == 0
-    assert run_ranks(kept, 2, llama_and_text, tmp_path, "fsdp2") == [0, 0]
 
 
 def test_unknown_names_and_missing_text_are_errors(llama_and_text):

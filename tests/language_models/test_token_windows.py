@@ -19,7 +19,7 @@ def test_windows_are_the_tokens_of_the_file_with_bos_in_front_of_each(tmp_path):
     windows = read_windows(tokenizer, path, 16)
     count = len(ids) // 15
     assert windows.tokens.dtype == torch.int64 and windows.tokens.shape == (count, 16)
-    assert windows.has_bos and (windows.tokens[:, 0] == 0).all() and windows.num_predicted == 15
+    assert windows.has_bos and (windows.tokens[:, 0] == 0).all()
     assert windows.tokens[:, 1:].reshape(-1).tolist() == ids[: count * 15]
     assert windows.texts == (str(path),) and windows.text_of.tolist() == [0] * count
 
@@ -33,18 +33,13 @@ def test_without_bos_the_first_token_of_a_window_is_not_predicted(tmp_path):
     assert windows.tokens.reshape(-1).tolist() == ids[: len(windows) * 16]
 
 
-def test_pieces_change_no_token_and_a_limit_reads_no_further(tmp_path, monkeypatch):
+def test_pieces_and_a_limit_change_no_token(tmp_path, monkeypatch):
     path = write_text(tmp_path / "a.txt", 2000)
     tokenizer = tiny_tokenizer()
     whole = read_windows(tokenizer, path, 16)
     monkeypatch.setattr(text, "_PIECE", 100)
     pieces = read_windows(tokenizer, path, 16)
     assert torch.equal(pieces.tokens, whole.tokens)
-    with path.open("ab") as file:
-        file.write(b"\n\nbad: \xff\n")
-    with pytest.raises(TextError, match=r"a\.txt is not text in UTF-8: .*0xff"):
-        read_windows(tokenizer, path, 16)
-    # Files are decoded some kilobytes at a time, and so far ahead.
     limited = read_windows(tokenizer, path, 16, limit=5)
     assert torch.equal(limited.tokens, whole.tokens[:5])
 
@@ -83,10 +78,10 @@ def test_a_sample_is_drawn_by_its_seed(tmp_path):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (None, r"text\.txt cannot be read: No such file"),
+        (None, r"text\.txt cannot be read as text in UTF-8: .*No such file"),
         (b"", r"text\.txt has 0 tokens; expected at least 15"),
         (b"short", r"text\.txt has 5 tokens; expected at least 15, one window of length=16"),
-        (b"\xc3(" * 50, "not text in UTF-8: it has the byte 0xc3"),
+        (b"\xc3(" * 50, "cannot be read as text in UTF-8: .* byte 0xc3"),
     ],
 )
 def test_a_file_without_a_window_is_refused_by_name(tmp_path, content, expected):
@@ -96,17 +91,17 @@ def test_a_file_without_a_window_is_refused_by_name(tmp_path, content, expected)
     with pytest.raises(ValueError, match=expected) as caught:
         read_windows(tiny_tokenizer(), path, 16)
     assert isinstance(caught.value, TextError)
-    with pytest.raises(TextError, match="cannot be read: Is a directory"):
+    with pytest.raises(TextError, match=r"cannot be read as text in UTF-8: .*Is a directory"):
         read_windows(tiny_tokenizer(), tmp_path, 16)
 
 
 def test_arguments_out_of_range(tmp_path):
     path, tokenizer = write_text(tmp_path / "a.txt", 100), tiny_tokenizer()
-    with pytest.raises(ValueError, match="length=1; expected at least 2"):
+    with pytest.raises(ValueError, match="length=1, limit=None; expected at least"):
         read_windows(tokenizer, path, 1)
     with pytest.raises(ValueError, match="limit=0"):
         read_windows(tokenizer, path, 8, limit=0)
-    with pytest.raises(ValueError, match="files is empty"):
+    with pytest.raises(ValueError, match="0 files"):
         read_windows(tokenizer, [], 8)
 
 

@@ -17,23 +17,18 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
 def test_experts_are_read_one_by_one(folder, name, monkeypatch):
-    from distprune._transformers.building import build_without_weights
-    from distprune.files.checkpoints.checkpoint import open_checkpoint
-    from distprune.streaming.reading import TensorReader, find_sources
+    from distprune.streaming.layers import StreamedModel
 
     expected = transformers.AutoModelForCausalLM.from_pretrained(folder)
     key = f"model.layers.1.mlp.experts.{name}"
     whole = expected.get_parameter(key).detach()
-    checkpoint = open_checkpoint(folder)
-    sources = find_sources(build_without_weights(folder, torch.float32), checkpoint)
+    streamed = StreamedModel(folder, torch.float32, torch.device("cpu"))
+    sources = [source for of_layer in streamed.sources for source in of_layer]
     (source,) = [source for names, source in sources if key in names]
     stacked, stack = [], torch.stack
     monkeypatch.setattr(torch, "stack", lambda t, **k: stacked.append(len(t)) or stack(t, **k))
-    reader, out = TensorReader(checkpoint), torch.empty(whole.shape)
-    reader.read_from(source, out)
-    assert torch.equal(out, whole)
+    assert torch.equal(streamed.values_of(source, whole), whole)
     assert stacked == [1] * (2 if name == "gate_up_proj" else 1) * len(whole)
-    assert reader.bytes_read == whole.nbytes
 
 
 def operations(*given):
