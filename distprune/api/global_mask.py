@@ -193,17 +193,14 @@ def global_mask(
                     f"k is {count:,}, and {total:,} elements compete; expected 0 <= k <= {total:,}."
                 )
         flat = [shard.flat(mask) for shard, (_, mask) in zip(shards, prepared, strict=True)]
-        ranking = Ranking(shards, made, num_live, communicator)
+        ranking = Ranking(shards, made, num_live, communicator, flat)
         first = counts  # how many come before the cut
         if largest:
             first = [total - count for total, count in zip(totals, counts, strict=True)]
-        positions = range(len(shards))
-        segments = [[position] for position in positions] if each else [positions]
-        cuts = ranking.cut(segments, first, drafts=flat)
-        of_shards = [(cuts[i] if each else cuts[0]).at(i) for i in positions]
+        cuts = ranking.cut(range(len(shards)) if each else [0] * len(shards), first)
 
         def finish() -> dict[Hashable, Tensor]:
-            ranking.write(of_shards, flat)
+            ranking.write(cuts)
             if not largest:  # written is what comes after the cut, among the candidates
                 for shard, mask in zip(shards, flat, strict=True):
                     live = shard.flat_mask
@@ -218,9 +215,9 @@ def global_mask(
     threshold: float | None = None
     num_ties = num_before = 0
     if not each:
-        num_ties, num_before = cuts[0].num_ties, cuts[0].num_ties_pruned
+        key, num_ties, num_before = cuts.common()
         if num_ties and not is_random:
-            threshold = ranking.keys.score_of(cuts[0].threshold)
+            threshold = ranking.keys.score_of(key)
     return GlobalMask(
         masks if isinstance(tensors, Mapping) else list(masks.values()),
         threshold,

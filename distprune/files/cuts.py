@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,13 @@ from distprune.budgets import (
     owl_lines,
 )
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
-from distprune.files.planning import Plan, PlannedGroup, bytes_to_count
+from distprune.files.planning import Plan, PlannedGroup, PlannedTensor, bytes_to_count
 from distprune.files.reading import Source
 from distprune.files.selecting import check_budget
 from distprune.files.team import Team
 from distprune.ranking.descent import ChangedError
-from distprune.ranking.ranking import Cut, ShardCut
+from distprune.ranking.ranking import Common
+from distprune.ranking.ranking import Cuts as RankedCuts
 from distprune.ranking.scores import widened
 from distprune.ranking.sums import Scored, divisors_of, per_chunk
 from distprune.ranking.within_bounds import Limits, cut_within
@@ -42,18 +43,23 @@ _MOST_COLLECTED = 3 << 20
 
 
 @dataclass(frozen=True)
-class GroupCut:
-    """The cut of the tensors of a group that no limit decides on.
+class TensorCut:
+    """Where one tensor is cut.
 
     Attributes:
-        threshold: the key of the last element that is pruned.
-        num_ties: elements with this key ...
-        num_ties_pruned: ... and those of them that are pruned.
+        threshold: elements with a smaller key go, with a larger one stay ...
+        index: ... and with this key, those with a smaller index go.
+        bound: "min_sparsity" or "max_sparsity" if this bound decided how many elements are pruned.
     """
 
     threshold: int
-    num_ties: int
-    num_ties_pruned: int
+    index: int
+    bound: str | None = None
+
+    def alone(self) -> RankedCuts:
+        """The cut for a ranking of this tensor alone."""
+        none = np.zeros(1, dtype=np.int64)
+        return RankedCuts(np.array([self.threshold]), np.array([self.index]), none, none)
 
 
 @dataclass(frozen=True)
@@ -68,8 +74,8 @@ class Cuts:
         divisors: per tensor, what its scores are divided by; None: by nothing.
     """
 
-    groups: tuple[GroupCut | None, ...]
-    tensors: tuple[ShardCut | None, ...]
+    groups: tuple[Common | None, ...]
+    tensors: tuple[TensorCut | None, ...]
     num_nan: Mapping[str, int]
     divisors: tuple[float | None, ...]
 
@@ -102,8 +108,8 @@ def find_cuts(team: Team, source: Source, known: Any = None) -> Cuts:
 
         earlier: Cuts = TypeAdapter(Cuts).validate_python(known)
         return earlier
-    cuts: list[GroupCut | None] = [None] * len(plan.groups)
-    of_tensors: list[ShardCut | None] = [None] * len(plan.tensors)
+    cuts: list[Common | None] = [None] * len(plan.groups)
+    of_tensors: list[TensorCut | None] = [None] * len(plan.tensors)
     divisors: list[float | None] = [None] * len(plan.tensors)
     num_nan: dict[str, int] = {}
     for number, group in enumerate(plan.groups):
@@ -127,18 +133,20 @@ def find_cuts(team: Team, source: Source, known: Any = None) -> Cuts:
                 _MOST_COLLECTED * team.size,
             )
             k = group.num_to_prune
-            common: Cut | None
-            if not group.recipe.is_global or group.has_limits or group.recipe.budget is not None:
-                limits, bounds = _limits(source, group, parts, numbers, team)
-                found, common = cut_within(ranked, k, limits)
-                if bounds is not None:
-                    found = [replace(cut, bound=at) for cut, at in zip(found, bounds, strict=True)]
-                of_tensors[members] = found
+            common: Common | None
+            bounds: list[str | None] = [None] * len(parts)
+            if group.recipe.is_global and group.recipe.budget is None and not group.has_limits:
+                found = ranked.cut([0] * len(parts), [k])
+                common = found.common()
+            elif group.recipe.is_global and group.recipe.budget is None:
+                found, common, bounds = cut_within(ranked, k, _limits(tensors, numbers))
             else:
-                (common,) = ranked.cut([range(len(parts))], [k])
-                of_tensors[members] = [common.at(i) for i in range(len(parts))]
-        if common is not None and group.num_to_prune:
-            cuts[number] = GroupCut(common.threshold, common.num_ties, common.num_ties_pruned)
+                exact, bounds = _counts(source, group, parts, numbers, team)
+                found, common = ranked.cut(range(len(parts)), exact), None
+            each = zip(found.threshold.tolist(), found.index.tolist(), bounds, strict=True)
+            of_tensors[members] = [TensorCut(*cut) for cut in each]
+        if common is not None and k:
+            cuts[number] = common
         num_nan |= {part.name: nan for part, nan in zip(parts, counts, strict=True) if nan}
     return Cuts(tuple(cuts), tuple(of_tensors), num_nan, tuple(divisors))
 
@@ -154,30 +162,35 @@ def nan_error(plan: Plan, positions: Sequence[int]) -> NaNError:
     )
 
 
-def _limits(
+def _limits(tensors: Sequence[PlannedTensor], num_numbers: Sequence[int]) -> Limits:
+    """How many elements each tensor loses at least, and at most, of those that are no NaN."""
+    return Limits(
+        tuple(tensor.lowest for tensor in tensors),
+        tuple(min(t.highest, most) for t, most in zip(tensors, num_numbers, strict=True)),
+    )
+
+
+def _counts(
     source: Source,
     group: PlannedGroup,
     parts: Sequence[Scored],
     num_numbers: Sequence[int],
     communicator: Communicator,
-) -> tuple[Limits, list[str | None] | None]:
-    """How many elements each tensor of a group loses at least, and at most. Collective.
+) -> tuple[Sequence[int], list[str | None]]:
+    """How many elements each tensor of a group loses, if not one ranking decides. Collective.
 
     Args:
         parts: the scores of the group.
         num_numbers: elements of each tensor that are no NaN.
 
     Returns:
-        The limits; and if counts are given, which bound decided each of them.
+        The counts, and which bound decided each of them.
     """
     tensors = source.plan.tensors[group.first : group.last]
-    lowest = tuple(tensor.lowest for tensor in tensors)
-    highest = tuple(min(t.highest, most) for t, most in zip(tensors, num_numbers, strict=True))
-    if group.recipe.is_global and group.recipe.budget is None:
-        return Limits(lowest, highest), None
+    lowest, highest = _limits(tensors, num_numbers)
     counts = tuple(tensor.num_to_prune for tensor in tensors if tensor.num_to_prune is not None)
     if group.recipe.budget is None:  # scope "layer"
-        return Limits(counts, counts), [None] * len(counts)
+        return counts, [None] * len(counts)
     if group.recipe.budget == "owl":
         entries = [tensor.entry for tensor in tensors]
         scores = [
@@ -192,7 +205,7 @@ def _limits(
         counts = tuple(divided(lines, lowest, highest, group.num_to_prune))
     sizes = [tensor.entry.numel for tensor in tensors]
     bounds = list(map(bound_met, counts, lowest, highest, sizes, [0] * len(counts)))
-    return Limits(counts, counts), bounds
+    return counts, bounds
 
 
 def _count_nan(

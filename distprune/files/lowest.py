@@ -49,13 +49,13 @@ class LowestElements:
         band = 1 if blocks is None else blocks.band
         for run in slabs(tensor.entry.numel, values.dtype.itemsize, band):
             with values.holding(run.start, run.stop) as bits:
+                chunk = Chunk([(0, run.start, run.stop)], True)
                 if blocks is None:
                     assert cut is not None  # it is ranked as a whole
-                    chunk = Chunk([(0, run.start, run.stop)], True)
-                    keep = ranking.kept(chunk, [cut], self._scratch)
+                    keep = ranking.kept(chunk, cut.alone(), self._scratch)
                 else:
-                    loaded = ranking.sources[0].load(run.start, run.stop, self._scratch)
-                    keys: Array = loaded.values.numpy()
+                    loaded, _, _ = ranking.load(chunk, self._scratch)
+                    keys: Array = loaded.numpy()
                     lowest = lowest_of(blocks, keys, self._scratch)
                     self._count_nan(position, counts, keys, lowest)
                     keep = ~lowest

@@ -25,10 +25,8 @@ from distprune.ranking.keys import RANDOM_KEYS, KeyRange, Order, key_range
 from distprune.ranking.ranking import Ranking
 from distprune.ranking.scores import (
     FactorScores,
-    KeySource,
     RandomKeys,
     ScaledScores,
-    ScoreKeys,
     ScoreSource,
     terms_on,
 )
@@ -210,7 +208,7 @@ class Source:
             most_collected: as for ``Ranking``.
         """
         keys, parts, sizes = self.key_ranges[positions[0]], [], []
-        sources: list[KeySource] = []
+        sources: list[ScoreSource] = []
         for number, position in enumerate(positions):
             tensor, divisor = self.plan.tensors[position], divisors[number]
             sizes.append(tensor.entry.numel)
@@ -224,7 +222,7 @@ class Source:
             if divisor is not None:
                 dtype = torch.promote_types(scores.dtype, torch.float32)
                 scores = ScaledScores(scores, scale_of(divisor, dtype))
-            sources.append(ScoreKeys(scores, keys))
+            sources.append(scores)
         refuses = self.plan.recipe.nan == "error"
         return Ranking(
             parts, (keys, sources), sizes, ranks,

@@ -9,19 +9,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from distprune.base.amount import Amount, Bounds, checked_count
+from distprune.base.amount import Amount, checked_count
 from distprune.base.hashing import draw_seed
 from distprune.base.memory import Scratch
 from distprune.call.request import Decision, LocalMasks, PruningCall
 from distprune.ranking.chunks import Chunk, Part, operations_on
 from distprune.ranking.in_blocks import prune_in_blocks
 from distprune.ranking.keys import RANDOM_KEYS, KeyRange, Order, key_range
-from distprune.ranking.ranking import Cut, Ranking
+from distprune.ranking.ranking import Common, Ranking
 from distprune.ranking.scores import (
     ComputedScores,
     FactorScores,
-    KeySource,
-    ScoreKeys,
     ScoreSource,
     TensorScores,
     random_keys,
@@ -33,8 +31,8 @@ from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import index_map
 from distprune.shards.shard import Shard
 
-# The range of all keys, and for every shard of this rank the source of its keys.
-Keys = tuple[KeyRange, Sequence[KeySource]]
+# The range of all keys, and for every shard of this rank the source of its scores.
+Keys = tuple[KeyRange, Sequence[ScoreSource]]
 # A local step that makes them.
 MakeKeys = Callable[[], Keys]
 
@@ -79,8 +77,7 @@ def score_keys(scores: Sequence[ScoreSource], order: Order) -> Keys:
             f"scores of dtype {dtype} cannot be ranked over several parameters; "
             "expected real ones. Pass importance_scores=|w| of every parameter."
         )
-    keys = key_range(dtype, order)
-    return keys, [ScoreKeys(source, keys) for source in scores]
+    return key_range(dtype, order), scores
 
 
 class AtRandom:
@@ -198,31 +195,36 @@ def rank(call: PruningCall, amount: Amount, ranking: ByScore | AtRandom) -> Deci
     keys, masks, flat = call.communicator.run(
         prepare, lambda made: [("dtype of the scores", str(made[0][0].value_dtype))]
     )
-    ranked = Ranking(call.shards, keys, call.num_live, call.communicator)
-    positions = range(len(call.shards))
+    ranked = Ranking(call.shards, keys, call.num_live, call.communicator, flat)
+    bound_of: list[str | None] = [None] * len(call.shards)
+    wanted = call.segments.wanted
     if call.segments.blocks is not None:
-        num_pruned = prune_in_blocks(ranked, call.segments.blocks, flat)
-        return Decision(
-            lambda: LocalMasks(masks, num_pruned),
-            bound_of=[None] * len(positions),
-            wanted=call.segments.wanted,
+        num_pruned = prune_in_blocks(ranked, call.segments.blocks)
+        return Decision(lambda: LocalMasks(masks, num_pruned), bound_of=bound_of, wanted=wanted)
+    common: Common | None = None
+    if call.segments.counts is not None:
+        # What is pruned already counts, and stays.
+        cuts = ranked.cut(
+            range(len(masks)),
+            [
+                max(0, count + live - shard.numel)
+                for shard, count, live in zip(
+                    call.shards, call.segments.counts, call.num_live, strict=True
+                )
+            ],
         )
-    k, bounds = divide(call, amount)
-    common: Cut | None
-    if bounds is None:
-        (common,) = ranked.cut([positions], [k], drafts=flat)
-        cuts = [common.at(position) for position in positions]
     else:
-        limits = limits_for(k, bounds, [shard.numel for shard in call.shards], call.num_live)
-        cuts, common = cut_within(ranked, k, limits, drafts=flat)
-
-    def finish() -> LocalMasks:
-        return LocalMasks(masks, ranked.write(cuts, flat))
-
-    is_decided = call.segments.counts is not None
-    bound_of = [None if is_decided else cut.bound for cut in cuts]
-    decision = Decision(finish, bound_of=bound_of, wanted=call.segments.wanted)
-    if ranked.keys is RANDOM_KEYS or common is None or not k:
+        k, bounds = checked_count(amount, sum(call.num_live)), call.segments.bounds
+        if bounds is None:
+            cuts = ranked.cut([0] * len(masks), [k])
+            common = cuts.common() if k else None
+        else:
+            limits = limits_for(k, bounds, [shard.numel for shard in call.shards], call.num_live)
+            cuts, common, bound_of = cut_within(ranked, k, limits)
+    decision = Decision(
+        lambda: LocalMasks(masks, ranked.write(cuts)), bound_of=bound_of, wanted=wanted
+    )
+    if ranked.keys is RANDOM_KEYS or common is None:
         return decision
     return replace(
         decision,
@@ -260,32 +262,9 @@ def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
     if flat.is_complex():
         flat = flat.abs()
     keys, size = key_range(flat.dtype, order), flat.numel()
-    index = index_map(flat.shape, [range(size)], [0])
+    part = Part("scores", size, index_map(flat.shape, [range(size)], [0]), range(size))
     alone = Ranking(
-        [Part("scores", size, index, range(size))],
-        (keys, [ScoreKeys(TensorScores(flat), keys)]),
-        [size],
-        Communicator(()),
-        refuse_nan=False,
+        [part], (keys, [TensorScores(flat)]), [size], Communicator(()), refuse_nan=False
     )
-    (cut,) = alone.cut([[0]], [k])
-    stay = alone.kept(Chunk([(0, 0, size)], True), [cut.at(0)], Scratch())
+    stay = alone.kept(Chunk([(0, 0, size)], True), alone.cut([0], [k]), Scratch())
     operations_on(flat.device).store(mask.view(-1), mask.view(-1), stay)
-
-
-def divide(call: PruningCall, amount: Amount) -> tuple[int, Bounds | None]:
-    """How many elements to prune, and the bounds of each parameter: equal ones for exact counts.
-
-    Args:
-        call: the parameters, without segments inside of them.
-        amount: how many elements, as a fraction of what is unpruned or a count; not used if each
-            parameter has a count.
-    """
-    counts = call.segments.counts
-    if counts is None:
-        return checked_count(amount, sum(call.num_live)), call.segments.bounds
-    # What is pruned already counts, and stays.
-    pairs = zip(call.shards, call.num_live, strict=True)
-    pruned = [shard.numel - live for shard, live in pairs]
-    ends = tuple(map(max, counts, pruned))
-    return sum(ends) - sum(pruned), Bounds(ends, ends)

@@ -10,9 +10,9 @@ operation costs microseconds however few elements there are::
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
 from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from distprune.base import memory
-from distprune.base.memory import SERIAL, Array, Count, Scratch, on_host
+from distprune.base.memory import SERIAL, Array, Scratch
 from distprune.ranking import cpu, device
-from distprune.ranking.scores import KeySource
 from distprune.shards.geometry import IndexMap
 
 # With smaller chunks, threads would wait for each other more than they work.
@@ -71,88 +70,70 @@ class Part:
     flat_mask: Tensor | None = None
 
 
-@dataclass(frozen=True)
 class Chunk:
     """Some pieces of shards of one kind.
 
-    Attributes:
+    Args:
         pieces: (number of the shard, start, stop) of each, in flat positions.
         is_counted: whether this rank counts the elements, all of them or none.
+        are_whole: whether the pieces are whole shards, which need no slices.
+
+    Attributes:
+        shards: int64, the numbers of the shards.
+        sizes: int64, of the pieces.
+        bounds: int64, where they begin and end: one number more than pieces.
+        is_single: whether there is one piece.
     """
 
-    pieces: list[tuple[int, int, int]]
-    is_counted: bool
+    def __init__(
+        self, pieces: Sequence[tuple[int, int, int]], is_counted: bool, are_whole: bool = False
+    ) -> None:
+        self.pieces, self.is_counted, self.are_whole = pieces, is_counted, are_whole
+        self.is_single = len(pieces) == 1
+        table = np.array(pieces)
+        self.shards: Array = table[:, 0]
+        self.sizes: Array = table[:, 2] - table[:, 1]
+        self.bounds: Array = np.zeros(len(pieces) + 1, dtype=np.int64)
+        self.sizes.cumsum(out=self.bounds[1:])
 
-    @cached_property
-    def bounds(self) -> list[int]:
-        """Where the pieces begin and end: one number more than pieces."""
-        ends = [0]
-        for _, start, stop in self.pieces:
-            ends.append(ends[-1] + stop - start)
-        return ends
+    @property
+    def starts(self) -> Array:
+        """int64: what leads from positions in the chunk to those in the shard, of each piece."""
+        starts: Array = np.array([start for _, start, _ in self.pieces]) - self.bounds[:-1]
+        return starts
 
-    @cached_property
-    def shards(self) -> list[int]:
-        """The numbers of the shards."""
-        return [number for number, _, _ in self.pieces]
+    def cut(self, most: int) -> Iterator[Chunk]:
+        """Chunks of at most ``most`` elements; small pieces that are joined stay so."""
+        if not self.is_single or self.sizes[0] <= most:
+            yield self
+            return
+        ((number, start, stop),) = self.pieces
+        for span in spans_of(range(start, stop), most):
+            yield Chunk([(number, span.start, span.stop)], self.is_counted)
 
-    def each(self, of_shards: Sequence[int] | Mapping[int, int], dtype: np.dtype) -> int | Array:
-        """A number of each shard, as one number if all are equal, else per element."""
-        if len(self.pieces) == 1:
-            return of_shards[self.pieces[0][0]]
-        numbers = [of_shards[number] for number in self.shards]
-        if len(set(numbers)) == 1:
-            return numbers[0]
-        return np.repeat(np.array(numbers, dtype), np.diff(self.bounds))
+    def of(self, flat: Sequence[Any]) -> Tensor:
+        """Its elements of flat tensors, one per shard of the rank; a view if there is one piece."""
+        found = self.parts_of(flat)
+        return found[0] if self.is_single else torch.cat(found)
+
+    def parts_of(self, flat: Sequence[Any]) -> list[Tensor]:
+        """The same, as a list of the pieces."""
+        if self.are_whole:
+            return [flat[number] for number, _, _ in self.pieces]
+        return [flat[number][start:stop] for number, start, stop in self.pieces]
+
+
+def spread(values: Array, sizes: Array, dtype: torch.dtype) -> int | Array:
+    """A number of each piece, as one number if all are equal, else as an array of the elements."""
+    first = int(values[0])
+    if len(values) == 1 or (values == first).all():
+        return first
+    return np.repeat(values.astype(f"i{dtype.itemsize}"), sizes)
 
 
 def operations_on(where: torch.device) -> ModuleType:
     """The functions that touch every element: numpy's on a CPU, torch's operations elsewhere."""
     return cpu if memory.takes_numpy(where) else device
-
-
-def chunks_of(
-    shards: Sequence[Elements],
-    sources: Sequence[KeySource],
-    numbers: Iterable[int],
-    outs: Sequence[Tensor] | None = None,
-    *,
-    only_counted: bool,
-) -> list[Chunk]:
-    """Cut some shards into chunks.
-
-    Args:
-        shards, sources: of this rank.
-        numbers: of the shards to visit.
-        outs: masks to write, if any: pieces of a chunk have one dtype.
-        only_counted: leave out what other ranks count.
-    """
-    chunks = []
-    joined: dict[object, list[tuple[int, int, int]]] = {}
-    sizes: dict[object, int] = {}
-    for number in numbers:
-        shard, source = shards[number], sources[number]
-        counted, size, live = shard.counted, source.size, shard.flat_mask
-        spans = [(counted.start, counted.stop, True)]
-        if not only_counted and len(counted) < size:
-            spans += [(0, counted.start, False), (counted.stop, size, False)]
-        most = operations_on(source.device).CHUNK_BYTES // source.dtype.itemsize
-        for start, stop, is_counted in spans:
-            if stop - start > SERIAL:
-                for span in spans_of(range(start, stop), most):
-                    chunks.append(Chunk([(number, span.start, span.stop)], is_counted))
-            elif stop > start:
-                kind = (
-                    source.device, type(source), getattr(source, "scores", source).dtype,
-                    None if live is None else live.dtype,
-                    None if outs is None else outs[number].dtype, is_counted,
-                )  # fmt: skip
-                if kind in joined and sizes[kind] + stop - start > most:
-                    chunks.append(Chunk(joined.pop(kind), is_counted))
-                    sizes[kind] = 0
-                joined.setdefault(kind, []).append((number, start, stop))
-                sizes[kind] = sizes.get(kind, 0) + stop - start
-    return chunks + [Chunk(pieces, kind[-1]) for kind, pieces in joined.items()]  # type: ignore[index]
 
 
 def spans_of(positions: range, most: int) -> Iterator[range]:
@@ -163,84 +144,89 @@ def spans_of(positions: range, most: int) -> Iterator[range]:
         yield range(start, min(start + size, positions.stop))
 
 
-def joined_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """Flat tensors one after the other; one of them is not copied."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+def join_small(
+    pieces: Iterable[tuple[Hashable, tuple[int, int, int], bool, bool]], most: int
+) -> list[Chunk]:
+    """Join small pieces of one kind to chunks of at most ``most`` elements; others stay alone.
+
+    Args:
+        pieces: the kind of each, the piece as in :class:`Chunk`, whether this rank counts it, and
+            whether it is a whole shard.
+    """
+    chunks = []
+    # Of each kind, the pieces of the chunk that is not full, and how many elements they have.
+    open_: dict[Hashable, tuple[list[tuple[int, int, int]], int]] = {}
+    for kind, piece, is_counted, is_whole in pieces:
+        size = piece[2] - piece[1]
+        kind = kind, is_counted, is_whole
+        if size > SERIAL:
+            chunks.append(Chunk([piece], is_counted, is_whole))
+        elif size:
+            joined, total = open_.get(kind, ([], 0))
+            if total + size > most and joined:
+                chunks.append(Chunk(joined, is_counted, is_whole))
+                joined, total = [], 0
+            joined.append(piece)
+            open_[kind] = joined, total + size
+    return chunks + [Chunk(joined, *kind[1:]) for kind, (joined, _) in open_.items()]  # type: ignore[index]
 
 
-def pieces_in(chunk: Chunk, flat: Sequence[Tensor | None]) -> list[Tensor]:
-    """The pieces of flat tensors, one per shard of the rank."""
-    found = []
-    for number, start, stop in chunk.pieces:
-        tensor = flat[number]
-        assert tensor is not None
-        found.append(tensor if stop - start == tensor.numel() else tensor[start:stop])
-    return found
+def call_all(calls: Sequence[Callable[[Scratch], R]], num_bytes: int, *, are_safe: bool) -> list[R]:
+    """Call all, on several threads where that is safe and worth it; results in their order.
 
-
-def visit(
-    chunks: Sequence[Chunk],
-    sources: Sequence[KeySource],
-    call: Callable[[Chunk, Scratch], R],
-) -> list[R]:
-    """Call a function for each chunk, on several threads where that is safe and worth it."""
-    used = {number for chunk in chunks for number in chunk.shards}
-    num_bytes = sum(chunk.bounds[-1] * sources[chunk.shards[0]].dtype.itemsize for chunk in chunks)
-    on_threads = all(
-        sources[n].is_thread_safe and memory.takes_numpy(sources[n].device) for n in used
-    )
-    threads = num_threads(num_bytes, len(chunks)) if on_threads else 1
-    return call_all([partial(call, chunk) for chunk in chunks], threads)
-
-
-def num_threads(num_bytes: int, num_chunks: int) -> int:
-    """As many as torch would use, if chunks are large enough."""
-    if num_bytes < _THREADED_CHUNK * num_chunks:
-        return 1
-    return max(1, min(torch.get_num_threads(), _MAX_THREADS, num_chunks))
-
-
-def call_all(calls: Sequence[Callable[[Scratch], R]], num_threads: int) -> list[R]:
-    """Call all with a thread's scratch memory; results in the order of the calls."""
-    if num_threads == 1:
+    Args:
+        calls: each gets a thread's scratch memory.
+        num_bytes: that all of them read.
+        are_safe: whether they may run on several threads.
+    """
+    most = min(torch.get_num_threads(), _MAX_THREADS, len(calls))
+    if most < 2 or not are_safe or num_bytes < _THREADED_CHUNK * len(calls):
         scratch = Scratch()
         return [call(scratch) for call in calls]
-    results: dict[int, R] = {}
-    errors: list[BaseException] = []
-    # One iterator for all: a thread takes the next call when it has time.
-    todo = iter(enumerate(calls))
+    own = threading.local()
 
-    def work() -> None:
-        scratch = Scratch()
-        try:
-            for i, call in todo:
-                results[i] = call(scratch)
-                if errors:
-                    return
-        except BaseException as error:
-            errors.append(error)
+    def work(call: Callable[[Scratch], R]) -> R:
+        if not hasattr(own, "scratch"):
+            own.scratch = Scratch()
+        return call(own.scratch)
 
-    others = [threading.Thread(target=work) for _ in range(num_threads - 1)]
-    for thread in others:
-        thread.start()
-    work()
-    for thread in others:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [results[i] for i in range(len(calls))]
+    with ThreadPoolExecutor(most) as threads:
+        return list(threads.map(work, calls))
+
+
+def per_shard(chunks: Sequence[Chunk], counts: Sequence[Array | Tensor], num_shards: int) -> Array:
+    """int64 [shards]: the sums of numbers of the pieces of chunks. Waits for a device once."""
+    totals: Array = np.zeros(num_shards, dtype=np.int64)
+    for chunk, own in zip(chunks, on_host(counts), strict=True):
+        np.add.at(totals, chunk.shards, own)
+    return totals
+
+
+def on_host(counts: Sequence[Array | Tensor]) -> list[Array]:
+    """Arrays, and copies of tensors. Waits for a device once, for all of them."""
+    on_device = [each for each in counts if isinstance(each, Tensor)]
+    copied = iter(memory.arrays_on_host(on_device) if on_device else ())
+    return [next(copied) if isinstance(each, Tensor) else each for each in counts]
 
 
 def count_live(masks: Sequence[Tensor | None], counted: Sequence[range]) -> list[int]:
     """Elements of each flat mask, among the counted ones, that compete; all if there is no mask."""
-    scratch = Scratch()
-    counts: list[list[Count]] = []
-    for mask, positions in zip(masks, counted, strict=True):
-        counts.append([len(positions)] if mask is None else [])
-        if mask is not None:
-            operations = operations_on(mask.device)
-            for span in spans_of(positions, operations.CHUNK_BYTES // mask.itemsize):
-                live = operations.are_live(mask[span.start : span.stop], scratch)
-                counts[-1] += operations.count_pieces(live, [0, len(span)])
-    numbers = iter(on_host([count for of_mask in counts for count in of_mask]))
-    return [sum(next(numbers) for _ in of_mask) for of_mask in counts]
+    if all(mask is None for mask in masks):
+        return list(map(len, counted))
+    pieces = [
+        ((mask.device, mask.dtype), (i, span.start, span.stop), True, len(span) == mask.numel())
+        for i, (mask, span) in enumerate(zip(masks, counted, strict=True))
+        if mask is not None
+    ]
+    chunks, counts, scratch = [], [], Scratch()
+    for joined in join_small(pieces, SERIAL):
+        operations = operations_on(masks[joined.shards[0]].device)
+        for chunk in joined.cut(operations.CHUNK_BYTES // 8):
+            live = operations.are_live(chunk.of(masks), scratch)
+            counts.append(operations.count_pieces(live, chunk.bounds))
+            chunks.append(chunk)
+    totals = per_shard(chunks, counts, len(masks)).tolist()
+    return [
+        len(span) if mask is None else total
+        for mask, span, total in zip(masks, counted, totals, strict=True)
+    ]

@@ -7,8 +7,6 @@ visit chunks. torch's own threads would meet at a barrier after each of these sh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,81 +25,74 @@ def are_live(mask: Tensor, scratch: Scratch) -> Array:
     return is_one(mask, out=scratch.array("live", mask.numel(), bool))
 
 
-def count_pieces(flags: Array, bounds: Sequence[int]) -> list[int]:
-    """How many flags are set between each bound and the next."""
-    return [int(np.count_nonzero(flags[a:b])) for a, b in pairwise(bounds)]
+def count_pieces(flags: Array, bounds: Array) -> Array:
+    """int64: how many flags are set between each bound and the next.
+
+    Pieces have at least one element, and no more than fit into 16 bits, unless there is only one.
+    """
+    if len(bounds) == 2:
+        return np.array([np.count_nonzero(flags)])
+    # With 16 bits it takes a quarter of the time that it takes with 64.
+    return np.add.reduceat(flags.view(np.uint8), bounds[:-1], dtype=np.uint16).astype(np.int64)
 
 
 def scan(
     keys: Tensor,
     live: Array | None,
-    interval: tuple[int | Array, int | Array],
-    pivots: Sequence[int | Array],
+    edges: Sequence[int | Array],
     above: int | None,
-    bounds: Sequence[int],
+    bounds: Array,
     out: Tensor | None,
     scratch: Scratch,
     capacity: int | None = None,
-) -> tuple[list[list[int]], Tensor, Tensor, Array]:
-    """Count the live keys around an interval and pivots, and collect those inside.
+) -> tuple[Array, Tensor, Tensor, Array]:
+    """Count the live keys up to some edges, and collect those between the first two.
 
     Args:
         keys: 1-d.
         live: which elements compete; None: all.
-        interval: the lowest and the highest key to collect: numbers, or arrays like keys.
-        pivots: keys to count up to, likewise.
+        edges: ascending keys, at least two: numbers, or arrays like keys. Collected are the keys
+            above the first and up to the second.
         above: the NaN are the keys above this one; None: they are not counted.
-        bounds: of the pieces that are counted apart.
+        bounds: of the pieces that are counted apart, as for :func:`count_pieces`.
         out: a bool mask that the last result is written to, if it can be.
         scratch: memory to use again.
         capacity: how many elements a device may collect without waiting for their number; it is
             not used here.
 
     Returns:
-        Lists of numbers per piece: keys below the interval, inside, NaN, and up to each pivot;
-        positions, int32, and keys of those inside; and bool, like keys: what is not below.
+        int64 [edges + 1, pieces]: keys up to each edge, and NaN; positions, int32, and keys of
+        those collected; and bool, like keys: what is not below them.
     """
-    numbers = keys.numpy()
-    size, integer = numbers.size, numbers.dtype.type
-
-    def typed(key: int | Array) -> Any:
-        return key if isinstance(key, np.ndarray) else integer(key)
-
-    low, high = interval
+    numbers, size = keys.numpy(), keys.numel()
+    counts = np.zeros((len(edges) + 1, len(bounds) - 1), dtype=np.int64)
     stay = scratch.array("stay", size, bool) if out is None else out.numpy()
-    np.greater_equal(numbers, typed(low), out=stay)
-    inside = np.less_equal(numbers, typed(high), out=scratch.array("inside", size, bool))
+    np.greater(numbers, edges[0], out=stay)
+    inside = np.less_equal(numbers, edges[1], out=scratch.array("inside", size, bool))
     inside &= stay
     if live is not None:
         inside &= live
         np.greater_equal(stay, live, out=stay)  # what does not compete stays
-    sizes = [b - a for a, b in pairwise(bounds)]
-    num_below = [n - kept for n, kept in zip(sizes, count_pieces(stay, bounds), strict=True)]
-    positions = np.flatnonzero(inside)
-    num_inside = (
-        [positions.size]
-        if len(sizes) == 1
-        else np.diff(np.searchsorted(positions, bounds)).tolist()
-    )
-    rows = [num_below, num_inside]
-    for pivot, is_above in [(above, True), *((pivot, False) for pivot in pivots)]:
-        if pivot is None:
-            rows.append([0] * len(sizes))
+    counts[0] = bounds[1:] - bounds[:-1] - count_pieces(stay, bounds)
+    positions = inside.nonzero()[0]
+    counts[1] = counts[0] + np.diff(positions.searchsorted(bounds))
+    for row, edge in enumerate([*edges[2:], above], 2):
+        if edge is None:
             continue
-        compare = np.greater if is_above else np.less_equal
-        flags = compare(numbers, typed(pivot), out=scratch.array("flags", size, bool))
+        compare = np.greater if row == len(edges) else np.less_equal
+        flags = compare(numbers, edge, out=scratch.array("flags", size, bool))
         if live is not None:
             flags &= live
-        rows.append(count_pieces(flags, bounds))
+        counts[row] = count_pieces(flags, bounds)
     found = torch.from_numpy(numbers[positions])
-    return rows, torch.from_numpy(positions.astype(np.int32)), found, stay
+    return counts, torch.from_numpy(positions.astype(np.int32)), found, stay
 
 
 def kept(keys: Tensor, live: Array | None, first: int | Array, scratch: Scratch) -> Array:
     """bool, like keys: what is pruned already, and the keys from ``first`` on."""
-    numbers = keys.numpy()
-    lowest = first if isinstance(first, np.ndarray) else numbers.dtype.type(first)
-    stay: Array = np.greater_equal(numbers, lowest, out=scratch.array("stay", numbers.size, bool))
+    stay: Array = np.greater_equal(
+        keys.numpy(), first, out=scratch.array("stay", keys.numel(), bool)
+    )
     if live is not None:
         np.greater_equal(stay, live, out=stay)
     return stay
@@ -109,8 +100,7 @@ def kept(keys: Tensor, live: Array | None, first: int | Array, scratch: Scratch)
 
 def positions_of(keys: Tensor, key: int) -> Tensor:
     """int64 [m]: where a key is."""
-    numbers = keys.numpy()
-    return torch.from_numpy(np.flatnonzero(numbers == numbers.dtype.type(key)))
+    return torch.from_numpy((keys.numpy() == key).nonzero()[0])
 
 
 def clear(flags: Array, positions: Tensor) -> None:
@@ -138,7 +128,7 @@ def store(out: Tensor, previous: Tensor | None, stay: Array) -> None:
             np.multiply(previous.view(INTEGERS[out.itemsize]).numpy(), stay, out=bits)
 
 
-def zero(out: Tensor, positions: Tensor, flags: Array) -> int:
+def zero(out: Tensor, positions: Tensor, flags: Array) -> Array:
     """Zero some elements of a chunk of a mask, where a flag is set; how many.
 
     Args:
@@ -151,4 +141,4 @@ def zero(out: Tensor, positions: Tensor, flags: Array) -> int:
         out.view(INTEGERS[out.itemsize]).numpy()[gone] = 0
     else:
         out[torch.from_numpy(gone).long()] = 0
-    return int(gone.size)
+    return np.array([gone.size])

@@ -1,4 +1,4 @@
-"""Radix selection: an interval of keys shrinks around the key of a given rank.
+"""Radix selection: intervals of keys shrink around the keys of given ranks, many side by side.
 
      low                                            high
       |---|-------|-------|-------|--x----|-------|--|       bins of 2**shift keys
@@ -13,8 +13,8 @@ Source: Alabi et al., "Fast k-selection algorithms for graphics processing units
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +22,15 @@ from torch import Tensor
 
 from distprune.base import memory
 from distprune.base.memory import Array
+from distprune.ranks.collectives import Communicator
 
 # Bits of a key that one histogram decides: 2049 counts are 16 KiB to sum over ranks.
-BITS = 11
+_BITS = 11
 # Keys that are binned at a time: the widened copy of them stays in the cache.
 _CHUNK = 1 << 15
+
+# Keys on one device, and the number of the interval that each of them belongs to, or all do.
+OwnedKeys = tuple[int | Tensor, Tensor]
 
 
 class ChangedError(RuntimeError):
@@ -39,65 +43,107 @@ class ChangedError(RuntimeError):
         )
 
 
-@dataclass(frozen=True)
-class Descent:
-    """One state of the descent to a key.
+class Intervals(NamedTuple):
+    """Closed intervals of keys; int64 [n] each.
 
     Attributes:
-        low, high: a closed interval that holds the key.
-        rank: how many keys of the interval come before it.
-        count: how many keys the interval holds; -1 if that is not known.
+        low, high: the ends.
+        rank: how many keys of the interval come before the wanted one, which lies in it.
+        size: how many keys the interval holds.
     """
 
-    low: int
-    high: int
-    rank: int
-    count: int = -1
+    low: Array
+    high: Array
+    rank: Array
+    size: Array
+
+    def at(self, rows: Array) -> Intervals:
+        """Some of the intervals."""
+        return Intervals(*(each[rows] for each in self))
 
     @property
-    def shift(self) -> int:
-        """A bin of the next step holds 2**shift keys."""
-        return max(0, (self.high - self.low).bit_length() - BITS)
+    def shift(self) -> Array:
+        """A bin of the next histogram holds 2**shift keys."""
+        # Of keys of 64 bits, the difference fits into an unsigned number only.
+        width = (self.high - self.low).view(np.uint64).astype(np.float64)
+        shift: Array = np.maximum(0, np.frexp(width)[1].astype(np.int64) - _BITS)
+        return shift
 
     @property
     def num_bins(self) -> int:
-        """Bins of the next histogram."""
-        return (self.high >> self.shift) - (self.low >> self.shift) + 1
+        """Bins of the next histogram, of the interval that has most."""
+        return int(((self.high >> self.shift) - (self.low >> self.shift)).max()) + 1
 
-    def narrowed(self, histogram: Array) -> Descent:
-        """Step into the bin that holds the key.
+    def histogram(self, keys: Iterable[OwnedKeys]) -> Array:
+        """int64 [n, num_bins]: this rank's keys in the bins of every interval."""
+        shift, num_bins = self.shift, self.num_bins
+        # Added to key >> shift, it gives the place of the bin among those of all intervals.
+        first = np.arange(len(shift)) * num_bins - (self.low >> shift)
+        counts: Array = np.zeros(len(shift) * num_bins, dtype=np.int64)
+        for owners, several in keys:
+            if not memory.takes_numpy(several.device):
+                table = torch.from_numpy(np.stack([self.low, self.high, shift, first]))
+                low, high, shifts, firsts = table.to(several.device)[:, owners]
+                wide = several.long()
+                places = torch.where((wide >= low) & (wide <= high), (wide >> shifts) + firsts, -1)
+                found = torch.bincount(places + 1, minlength=counts.size + 1)[1:]
+                counts += found.cpu().numpy()
+                continue
+            for start in range(0, several.numel(), _CHUNK):
+                some = several[start : start + _CHUNK].numpy()
+                own: Any = owners
+                if isinstance(owners, Tensor):
+                    own = owners[start : start + _CHUNK].numpy()
+                is_inside = (some >= self.low[own]) & (some <= self.high[own])
+                if not is_inside.all():
+                    some = some[is_inside]
+                    own = own if isinstance(own, int) else own[is_inside]
+                places = (some.astype(np.int64) >> shift[own]) + first[own]
+                counts += np.bincount(places, minlength=counts.size)
+        return counts.reshape(len(shift), num_bins)
+
+    def narrowed(self, histogram: Array) -> Intervals:
+        """Step into the bins that hold the wanted keys.
 
         Raises:
-            ChangedError: the histogram holds no more than ``rank`` keys.
+            ChangedError: a histogram does not hold as many keys as its interval.
         """
-        upto = np.cumsum(histogram)
-        if not 0 <= self.rank < int(upto[-1]):
+        upto, shift = histogram.cumsum(axis=1), self.shift
+        if ((upto[:, -1] != self.size) | (self.rank >= self.size)).any():
             raise ChangedError
-        number = int(np.searchsorted(upto, self.rank, side="right"))
-        count = int(histogram[number])
-        start = ((self.low >> self.shift) + number) << self.shift
-        low, high = max(self.low, start), min(self.high, start + (1 << self.shift) - 1)
-        return Descent(low, high, self.rank - int(upto[number]) + count, count)
+        rows = np.arange(len(shift))
+        number = (upto <= self.rank[:, None]).sum(axis=1)
+        size = histogram[rows, number]
+        start = ((self.low >> shift) + number) << shift
+        return Intervals(
+            np.maximum(self.low, start),
+            np.minimum(self.high, start + (1 << shift) - 1),
+            self.rank - upto[rows, number] + size,
+            size,
+        )
 
-    def histogram(self, keys: Iterable[Tensor]) -> Array:
-        """int64 [num_bins]: those of the keys that lie in the interval, by bin."""
-        shift, first = self.shift, self.low >> self.shift
-        counts: Array = np.zeros(self.num_bins, dtype=np.int64)
-        on_device: Tensor | None = None
-        for several in keys:
-            if not memory.takes_numpy(several.device):
-                inside = several[(several >= self.low) & (several <= self.high)]
-                bins = (inside >> shift).long() - first
-                own = torch.bincount(bins, minlength=counts.size)
-                on_device = own if on_device is None else on_device + own.to(on_device.device)
-                continue
-            raw = several.numpy()
-            for start in range(0, raw.size, _CHUNK):
-                some = raw[start : start + _CHUNK]
-                if int(some.min()) < self.low or int(some.max()) > self.high:
-                    some = some[(some >= self.low) & (some <= self.high)]
-                # Signed keys of a whole dtype would overflow when shifted down to zero.
-                places = (some >> shift).astype(np.int64)
-                places -= first
-                counts += np.bincount(places, minlength=counts.size)
-        return counts if on_device is None else counts + on_device.cpu().numpy()
+    def descend(
+        self,
+        keys: Callable[[Intervals], Iterable[OwnedKeys]],
+        ranks: Communicator,
+        enough: Array | int = 0,
+    ) -> Intervals:
+        """Narrow every interval to one key, or to at most ``enough`` keys. Collective.
+
+        Args:
+            keys: a local step, called for each histogram: this rank's keys in these intervals.
+            ranks: the ranks that have the keys.
+
+        Cost: all-reduces of up to 16 KiB for each interval, one for 11 bits of its keys.
+        """
+        found = Intervals(*(each.copy() for each in self))
+        while (rows := ((found.low < found.high) & (found.size > enough)).nonzero()[0]).size:
+
+            def count(rows: Array = rows) -> Tensor:
+                return torch.from_numpy(found.histogram(keys(found))[rows].reshape(-1))
+
+            histogram = ranks.reduce(len(rows) * found.num_bins, count).numpy()
+            narrowed = found.at(rows).narrowed(histogram.reshape(len(rows), -1))
+            for whole, part in zip(found, narrowed, strict=True):
+                whole[rows] = part
+        return found

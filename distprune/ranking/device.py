@@ -7,12 +7,12 @@ host together, at the end of a pass (see memory.on_host).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from distprune.base.memory import Array, Count, Scratch
+from distprune.base.memory import Array, Scratch
 
 # Keys and flags of a chunk stay in the L2 cache of a large GPU, and launches are few.
 CHUNK_BYTES = 1 << 24
@@ -22,45 +22,43 @@ def are_live(mask: Tensor, scratch: Scratch) -> Tensor:
     return mask == 1
 
 
-def count_pieces(flags: Tensor, bounds: Sequence[int]) -> list[Count]:
+def count_pieces(flags: Tensor, bounds: Array) -> Tensor:
     if len(bounds) == 2:
-        return [torch.count_nonzero(flags)]
+        return torch.count_nonzero(flags).view(1)
     upto = torch.cat([flags.new_zeros(1, dtype=torch.int64), flags.cumsum(0)])
-    return list(upto[torch.tensor(bounds, device=flags.device)].diff())
+    return upto[torch.from_numpy(bounds).to(flags.device)].diff()
 
 
 def scan(
     keys: Tensor,
     live: Tensor | None,
-    interval: tuple[int | Array, int | Array],
-    pivots: Sequence[int | Array],
+    edges: Sequence[int | Array],
     above: int | None,
-    bounds: Sequence[int],
+    bounds: Array,
     out: Tensor | None,
     scratch: Scratch,
     capacity: int | None = None,
-) -> tuple[list[list[Count]], Tensor, Tensor, Tensor]:
-    low, high = (_like(keys, key) for key in interval)
-    stay = torch.ge(keys, low, out=out) if out is not None else keys >= low
-    inside = (keys <= high).logical_and_(stay)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    first, second, *others = (_like(keys, edge) for edge in edges)
+    stay = torch.gt(keys, first, out=out) if out is not None else keys > first
+    inside = (keys <= second).logical_and_(stay)
     if live is not None:
         inside.logical_and_(live)
         stay.logical_or_(live.logical_not())  # what does not compete stays
-    sizes = [b - a for a, b in pairwise(bounds)]
-    num_below = [n - kept for n, kept in zip(sizes, count_pieces(stay, bounds), strict=True)]
-    rows: list[list[Count]] = [[*num_below], count_pieces(inside, bounds)]
-    for pivot, is_above in [(above, True), *((pivot, False) for pivot in pivots)]:
-        if pivot is None:
-            rows.append([0] * len(sizes))
+    sizes = len(keys) if len(bounds) == 2 else torch.from_numpy(np.diff(bounds)).to(keys.device)
+    num_below = sizes - count_pieces(stay, bounds)
+    counts = [num_below, num_below + count_pieces(inside, bounds)]
+    for row, edge in enumerate([*others, above], 2):
+        if edge is None:
+            counts.append(torch.zeros_like(num_below))
             continue
-        limit = _like(keys, pivot)
-        flags = torch.gt(keys, limit) if is_above else torch.le(keys, limit)
-        rows.append(count_pieces(flags if live is None else flags.logical_and_(live), bounds))
+        flags = torch.gt(keys, edge) if row == len(edges) else torch.le(keys, edge)
+        counts.append(count_pieces(flags if live is None else flags.logical_and_(live), bounds))
     if capacity is None:
         positions = inside.nonzero().squeeze(1)
     else:
         positions = torch.nonzero_static(inside, size=capacity, fill_value=0).squeeze(1)
-    return rows, positions.int(), keys[positions], stay
+    return torch.stack(counts), positions.int(), keys[positions], stay
 
 
 def _like(keys: Tensor, values: int | Array) -> int | Tensor:
@@ -91,4 +89,4 @@ def store(out: Tensor, previous: Tensor | None, stay: Tensor) -> None:
 
 def zero(out: Tensor, positions: Tensor, flags: Tensor) -> Tensor:
     out[positions.long()] = flags.logical_not().to(out.dtype)
-    return torch.count_nonzero(flags)
+    return torch.count_nonzero(flags).view(1)

@@ -37,8 +37,8 @@ from torch import Tensor
 
 from distprune.base import memory
 from distprune.base.blocks import BlockRule, Blocks, layout_along
-from distprune.base.memory import Array, Count, Scratch, on_host
-from distprune.ranking.chunks import Chunk, Flags, operations_on, spans_of, visit
+from distprune.base.memory import Array, Scratch
+from distprune.ranking.chunks import Chunk, Flags, operations_on, per_shard, spans_of
 from distprune.ranking.lowest import lowest_of, lowest_on_device, replace_dead
 from distprune.ranking.ranking import Ranking, refuse_nan
 from distprune.ranks.collectives import Communicator
@@ -108,15 +108,12 @@ _NONE: Array = np.zeros(0, dtype=np.int64)
 _NOWHERE = _Places(Blocks(1, 1, 1, 0), range(0), (), _NONE, _NONE)
 
 
-def prune_in_blocks(
-    ranking: Ranking, parameters: Sequence[BlockedParameter | None], outs: Sequence[Tensor]
-) -> list[int]:
+def prune_in_blocks(ranking: Ranking, parameters: Sequence[BlockedParameter | None]) -> list[int]:
     """Write the masks of this rank. Collective.
 
     Args:
-        ranking: what is pruned.
+        ranking: what is pruned, with masks to write.
         parameters: the blocks; None where this rank has no element and does not know them.
-        outs: flat masks of the shards, uninitialised, contiguous.
 
     Returns:
         Per parameter, how many elements that this rank counts were pruned now.
@@ -132,9 +129,9 @@ def prune_in_blocks(
     blocks are cut: about 20 bytes for each regular layout of a parameter, else for every few
     blocks.
     """
-    own = _Blocked(ranking, parameters, outs)
+    own = _Blocked(ranking, parameters)
     num_nan = ranking.ranks.reduce(len(parameters), own.write_whole).tolist()
-    refuse_nan([shard.name for shard in ranking.shards], ranking.num_live, num_nan)
+    refuse_nan(ranking, num_nan)
     if several := own.agree_on_cut():
         own.prune_cut(several, ranking.ranks)
     return own.num_pruned
@@ -143,15 +140,9 @@ def prune_in_blocks(
 class _Blocked:
     """This rank's part of :func:`prune_in_blocks`, whose arguments it has."""
 
-    def __init__(
-        self,
-        ranking: Ranking,
-        parameters: Sequence[BlockedParameter | None],
-        outs: Sequence[Tensor],
-    ) -> None:
-        self._ranking, self._parameters, self._outs = ranking, parameters, outs
+    def __init__(self, ranking: Ranking, parameters: Sequence[BlockedParameter | None]) -> None:
+        self._ranking, self._parameters, self._outs = ranking, parameters, ranking.outs
         self._places: list[_Places] = []
-        self.num_pruned = [0] * len(parameters)
         bits = 8 * ranking.keys.dtype.itemsize
         self._unsigned = np.dtype(f"u{bits // 8}")
         # The key of what is pruned already, as an unsigned integer of the same bits.
@@ -172,12 +163,12 @@ class _Blocked:
                 chunks.append(Chunk([(i, first, first + len(span) * band)], True))
             for span in _spans(own.rest):
                 chunks.append(Chunk([(i, span.start, span.stop)], False))
-        found = visit(chunks, ranking.sources, self._write_chunk)
-        numbers = on_host([count for counts in found for count in counts])
-        num_nan = [0] * len(self._parameters)
-        for chunk, pruned, nan in zip(chunks, numbers[::2], numbers[1::2], strict=True):
-            self.num_pruned[chunk.shards[0]] += pruned
-            num_nan[chunk.shards[0]] += nan
+        found = ranking.visit(chunks, self._write_chunk)
+        self.num_pruned: list[int]
+        self.num_pruned, num_nan = (
+            per_shard(chunks, counts, len(self._parameters)).tolist()
+            for counts in ([pruned for pruned, _ in found], [nan for _, nan in found])
+        )
         alone = [
             _Batch(i, parameter.blocks, own.whole)
             for i, (parameter, own) in enumerate(zip(self._parameters, self._places, strict=True))
@@ -186,24 +177,22 @@ class _Blocked:
         self.prune_cut(alone, Communicator(()))
         return torch.tensor(num_nan, dtype=torch.int64)
 
-    def _write_chunk(self, chunk: Chunk, scratch: Scratch) -> tuple[Count, Count]:
+    def _write_chunk(self, chunk: Chunk, scratch: Scratch) -> tuple[Array | Tensor, Array | Tensor]:
         """Write the mask of whole bands, or the mask in force; counts of pruned ones and NaN."""
         ((i, start, stop),), keys = chunk.pieces, self._ranking.keys
         loaded, may_have_nan, live = self._ranking.load(chunk, scratch)
         operations = operations_on(loaded.device)
         counted = self._ranking.shards[i].counted
         here = slice(max(counted.start - start, 0), max(min(counted.stop, stop) - start, 0))
-        bounds = [0, max(here.stop - here.start, 0)]
+        bounds = np.array([0, max(here.stop - here.start, 0)])
         raw: Any = loaded.numpy() if memory.takes_numpy(loaded.device) else loaded
-        num_nan: Count = 0
+        none = num_nan = np.zeros(1, dtype=np.int64)
         if may_have_nan:
             flags = raw[here] > keys.largest_number
-            (num_nan,) = operations.count_pieces(
-                flags if live is None else flags & live[here], bounds
-            )
+            num_nan = operations.count_pieces(flags if live is None else flags & live[here], bounds)
         if not chunk.is_counted:
-            self._ranking.store(chunk, raw == raw, self._outs)  # as it is; 1 without a mask
-            return 0, num_nan
+            self._ranking.store(chunk, raw == raw)  # as it is; 1 without a mask
+            return none, num_nan
         blocks = self._places[i].local
         lowest: Flags
         if isinstance(raw, Tensor):
@@ -216,8 +205,8 @@ class _Blocked:
             lowest = lowest_of(blocks, raw, scratch)
         if live is not None:
             lowest &= live
-        (num_pruned,) = operations.count_pieces(lowest[here], bounds)
-        self._ranking.store(chunk, ~lowest, self._outs)
+        num_pruned = operations.count_pieces(lowest[here], bounds)
+        self._ranking.store(chunk, ~lowest)
         return num_pruned, num_nan
 
     def agree_on_cut(self) -> list[_Batch]:

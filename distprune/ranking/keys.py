@@ -119,6 +119,8 @@ class Keys(NamedTuple):
 
 def to_keys(scores: Tensor, common: KeyRange, scratch: Scratch | None = None) -> Keys:
     """Keys of scores, 1-d: see [Note: keys]. In scratch memory, if there is some."""
+    if common is RANDOM_KEYS:
+        return Keys(scores, False)
     if not common.is_float:
         keys = scores.to(common.dtype, copy=True)
         if common.order is Order.MAGNITUDE:

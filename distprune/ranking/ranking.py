@@ -28,32 +28,35 @@ Source of the sample: Floyd and Rivest, "Expected time bounds for selection", CA
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from distprune.base import memory
-from distprune.base.memory import SERIAL, Array, Runs, Scratch, on_host
+from distprune.base.memory import Array, Runs, Scratch
 from distprune.base.naming import UnfitScores
 from distprune.ranking.chunks import (
     Chunk,
     Elements,
     Flags,
-    chunks_of,
-    joined_tensors,
+    R,
+    call_all,
+    join_small,
+    on_host,
     operations_on,
-    pieces_in,
-    visit,
+    per_shard,
+    spans_of,
+    spread,
 )
-from distprune.ranking.descent import ChangedError, Descent
-from distprune.ranking.keys import KeyRange
-from distprune.ranking.scores import KeySource, load_joined
+from distprune.ranking.descent import ChangedError, Intervals, OwnedKeys
+from distprune.ranking.keys import KeyRange, to_keys
+from distprune.ranking.scores import ScoreSource, TensorScores
 from distprune.ranks.collectives import Communicator
 
 # A bracket this many standard deviations wide misses about once in a million.
@@ -64,145 +67,80 @@ COLLECT_ALL = 1 << 16
 # chunks of fewer elements than the second number.
 _RUN, _SMALL = 16, 4096
 # An index above all.
-_ALL = 1 << 62
-# What a scan of a chunk returns: see cpu.scan.
-Scanned = tuple[list[list[memory.Count]], Tensor, Tensor]
+ALL = 1 << 62
 # Keys that segments side by side may collect, over all ranks.
 _STORED = 1 << 24
 
 
-@dataclass(frozen=True)
-class ShardCut:
-    """Where one parameter is cut.
+class Common(NamedTuple):
+    """Where the order of a segment is cut.
 
     Attributes:
-        threshold: elements with a smaller key go, with a larger one stay ...
+        threshold: the key of the last element that is pruned.
+        num_ties: elements with this key ...
+        num_ties_pruned: ... and those of them that are pruned.
+    """
+
+    threshold: int
+    num_ties: int
+    num_ties_pruned: int
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where the order is cut; the same on all ranks. int64 arrays.
+
+    Attributes:
+        threshold: of each parameter: elements with a smaller key go, with a larger one stay ...
         index: ... and with this key, those with a smaller global index go.
-        bound: "min_sparsity" or "max_sparsity" if this bound decided how many elements are pruned;
-            None if the common cut did.
+        segments: per segment, the numbers of :class:`Common`.
+        num_before: of each parameter, the elements before the cut; zeros if they were not asked
+            for.
     """
 
-    threshold: int
-    index: int
-    bound: str | None = None
+    threshold: Array
+    index: Array
+    segments: Array
+    num_before: Array
+
+    def common(self) -> Common:
+        """The cut of the first segment, in Python's numbers."""
+        return Common(*self.segments[0].tolist())
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Where the order of a segment is cut, and facts that are the same on all ranks.
-
-    Attributes:
-        threshold: elements with a smaller key go, with a larger one stay.
-        position: among equal keys, parameters before this one (in the caller's list) go ...
-        index: ... and of this one, the elements with a smaller global index.
-        num_ties: elements whose key equals the threshold; ...
-        num_ties_pruned: ... and how many of them come before the cut.
-        num_before: if asked for, the elements before the cut of each parameter of the segment.
-    """
-
-    threshold: int
-    position: int
-    index: int
-    num_ties: int = 0
-    num_ties_pruned: int = 0
-    num_before: tuple[int, ...] = ()
-
-    def at(self, position: int, bound: str | None = None) -> ShardCut:
-        """Where a parameter is cut."""
-        index = _ALL if position < self.position else 0
-        return ShardCut(self.threshold, self.index if position == self.position else index, bound)
-
-
-class _Collected(NamedTuple):
-    """Live elements of a run of one shard whose keys lie in its interval.
+class _Collected:
+    """The keys that a scan has collected on one device, chunk by chunk.
 
     Attributes:
-        start: the flat position that ``positions`` count from.
-        positions: int32 [m].
-        keys: [m].
+        chunks: that they are in.
+        keys, positions: per chunk: [m], and int32 [m], in the chunk.
         is_counted: whether this rank counts them.
     """
 
-    start: int
-    positions: Tensor
-    keys: Tensor
-    is_counted: bool
-
-    def at(self, key: int) -> Tensor:
-        """int64: the positions of a key."""
-        return memory.select(self.positions, torch.as_tensor(_raw(self.keys) == key)).long()
-
-
-@dataclass(eq=False)
-class _Search:
-    """The search for the k-th key of a segment, which lies in [low, high].
-
-    Attributes:
-        members: the positions of its parameters.
-        k: how many elements go.
-        below, upto: elements of all ranks with keys < low, and <= high ...
-        each_below, each_upto: ... and those of this rank, per parameter of the ranking.
-        total: live elements.
-        interval: keys that the scan collects; None: it counts only.
-        pivots: keys that it counts up to.
-        share: about which fraction of the elements lies in the interval.
-        num_missed: how many intervals have missed the key; each doubles the sample.
-        histogram: of the keys in the interval.
-    """
-
-    members: Sequence[int]
-    k: int
-    low: int
-    high: int
-    below: int
-    upto: int
-    each_below: Array
-    each_upto: Array
-    total: int
-    interval: tuple[int, int] | None = None
-    pivots: list[int] = field(default_factory=list)
-    share: float = 0.0
-    num_scans: int = 0
-    num_missed: int = 0
-    histogram: Array | None = None
+    def __init__(self, found: Sequence[tuple[Chunk, Array, Tensor, Tensor]]) -> None:
+        self.chunks, counts, self.keys, self.positions = zip(*found, strict=True)
+        self.is_counted = self.chunks[0].is_counted
+        self._shards = np.concatenate([chunk.shards for chunk in self.chunks])
+        self._counts = np.concatenate(counts)
 
     @property
-    def is_open(self) -> bool:
-        """Whether a scan has to find out more."""
-        return self.k > 0 and self.low < self.high and self.histogram is None
+    def joined(self) -> Tensor:
+        """All keys, [m]."""
+        return self.keys[0] if len(self.keys) == 1 else torch.cat(self.keys)
 
-    def narrow(self, counts: Sequence[int], each: Array) -> None:
-        """Go on where the key must be, after a scan.
+    @property
+    def shards(self) -> Array:
+        """int64 [m]: the number of the shard of each key."""
+        return np.repeat(self._shards, self._counts)
 
-        Args:
-            counts: of all ranks: below the interval, inside it, NaN, up to each pivot.
-            each: of this rank, per parameter: the same columns.
-        """
-        edges = {
-            self.low - 1: (self.below, self.each_below),
-            self.high: (self.upto, self.each_upto),
-        }
-        if self.interval is not None:
-            inside = each[:, 0] + each[:, 1]
-            edges[self.interval[0] - 1] = counts[0], each[:, 0]
-            edges[self.interval[1]] = counts[0] + counts[1], inside
-        edges |= {p: (counts[3 + i], each[:, 3 + i]) for i, p in enumerate(self.pivots)}
-        around = [
-            (first, last)
-            for first, last in itertools.pairwise(sorted(edges))
-            if edges[first][0] < self.k <= edges[last][0]
-        ]
-        if len(around) != 1:
-            raise ChangedError
-        ((start, self.high),) = around
-        self.below, self.each_below = edges[start]
-        self.upto, self.each_upto = edges[self.high]
-        self.low = start + 1
-        self.num_scans += 1
-        if self.interval != (self.low, self.high):
-            self.num_missed += self.interval is not None
-            self.interval = self.histogram = None
-            self.pivots = []
+    def ties(self, threshold: Array) -> tuple[Array, Array]:
+        """The keys that equal the threshold of their shard: its number, and the position in it."""
+        keys, positions = self.joined, torch.cat(self.positions)
+        wanted = spread(threshold[self._shards], self._counts, keys.dtype)
+        at = operations_on(keys.device).positions_of(keys, wanted)
+        pieces = self._counts.cumsum().searchsorted(at.cpu().numpy(), side="right")
+        starts = np.concatenate([chunk.starts for chunk in self.chunks])
+        return self._shards[pieces], positions[at].cpu().numpy() + starts[pieces]
 
 
 class Ranking:
@@ -210,9 +148,10 @@ class Ranking:
 
     Args:
         shards: this rank's part of every parameter, in the same order on all ranks.
-        keys: the range of all keys, and the source of the keys of each shard.
+        keys: the range of all keys, and the source of the scores of each shard.
         num_live: unpruned elements of every whole parameter.
         ranks: the ranks that have the shards.
+        outs: flat masks to write, one per shard, uninitialised, contiguous; None: no masks.
         refuse_nan: whether a live NaN is an error; otherwise NaN rank last.
         most_collected: keys that all ranks together may collect in memory, about; None: any number.
     """
@@ -220,44 +159,47 @@ class Ranking:
     def __init__(
         self,
         shards: Sequence[Elements],
-        keys: tuple[KeyRange, Sequence[KeySource]],
+        keys: tuple[KeyRange, Sequence[ScoreSource]],
         num_live: Sequence[int],
         ranks: Communicator,
+        outs: Sequence[Tensor] | None = None,
         *,
         refuse_nan: bool = True,
         most_collected: int | None = None,
     ) -> None:
-        self.shards = shards
+        self.shards, self.ranks = shards, ranks
+        self.outs: Sequence[Tensor] = outs or ()
         self.keys, self.sources = keys
-        self.num_live = num_live
-        self.ranks = ranks
+        self.num_live: Array = np.array(num_live)
+        self.refuses_nan = refuse_nan and self.keys.is_float
+        self.most_collected = math.inf if most_collected is None else most_collected
         self._masks = [shard.flat_mask for shard in shards]
-        self._most = math.inf if most_collected is None else most_collected
-        self._refuse_nan = refuse_nan
-        # Parameters that may have NaN.
-        self._unchecked = set(range(len(shards))) if refuse_nan and self.keys.is_float else set()
-        self._on_host = all(memory.takes_numpy(source.device) for source in self.sources)
-        # What the last scan found: see _read.
-        self._each: Array = np.zeros((len(shards), 3), dtype=np.int64)
-        self._collected: dict[int, list[_Collected]] = {}
-        # Of each drafted mask, the interval that its scan collected.
-        self._drafted: dict[int, tuple[int, int]] = {}
+        self._tensors = [s.scores if type(s) is TensorScores else None for s in self.sources]
+        self.is_on_host = all(map(memory.takes_numpy, {source.device for source in self.sources}))
+        are_safe = False not in [source.is_thread_safe for source in self.sources]
+        self._are_safe = self.is_on_host and are_safe
+        most = operations_on(self.sources[0].device).CHUNK_BYTES // self.keys.dtype.itemsize
+        self._most = max(1, most)
+        self._parts = join_small(self._pieces(), self._most)
+        self.nan_checked: Array = np.zeros(len(shards), dtype=bool)
+        # What the last scan found; and of each shard that it drafted, between which keys.
+        self.collected: list[_Collected] = []
+        self._drafted: Array = np.zeros((2, len(shards)), dtype=np.int64)
+        self._num_below: Array = self._drafted[0]
 
     def cut(
         self,
-        segments: Sequence[Sequence[int]],
-        counts: Sequence[int],
+        segments: Sequence[int] | Array,
+        counts: Sequence[int] | Array,
         *,
-        drafts: Sequence[Tensor] | None = None,
         count_each: bool = False,
-    ) -> list[Cut]:
+    ) -> Cuts:
         """Cut the order of each segment after exactly so many live elements. Collective.
 
         Args:
-            segments: positions of the parameters of each, ascending; no parameter is in two.
-            counts: elements before the cut, from 0 to the live elements of the segment.
-            drafts: flat masks of all shards, uninitialised, to draft: see [Note: draft].
-            count_each: whether to count ``Cut.num_before``.
+            segments: the number of the segment of each parameter; -1: it stays as it is.
+            counts: per segment, elements before the cut, from 0 to its live elements.
+            count_each: count ``Cuts.num_before``, and draft no masks: see [Note: draft].
 
         Raises:
             ValueError: a live score is NaN, and NaN are refused; names its parameters. On every
@@ -268,544 +210,565 @@ class Ranking:
         collected) and about ten all-reduces of up to 32 KiB for each segment; memory for the
         collected keys, about 0.5 % of them at 10**8 elements and less above.
         """
-        self._drafted = {}
-        cuts: list[Cut] = []
-        while len(cuts) < len(segments):
-            stored, last = 0.0, len(cuts)
-            while last < len(segments) and (last == len(cuts) or stored < _STORED):
-                total = sum(self.num_live[i] for i in segments[last])
-                stored += min(total, max(COLLECT_ALL, total / 50))
-                last += 1
-            if last - len(cuts) < len(segments):
-                drafts = None  # what was collected to correct them is freed before
-            several = slice(len(cuts), last)
-            cuts += self._cut(segments[several], counts[several], drafts, count_each)
+        owners, k = np.asarray(segments), np.asarray(counts)
+        totals = sums_of(owners, self.num_live, len(k))
+        stored = np.minimum(totals, np.maximum(COLLECT_ALL, totals // 50)).cumsum()
+        if len(k) < 2 or stored[-1] <= _STORED:
+            return _Search(self, owners, k, totals).cut(count_each, bool(self.outs))
+        # What was collected to correct drafts is freed before the end, so there are none.
+        threshold, index, before = numbers = np.zeros((3, len(owners)), dtype=np.int64)
+        cuts = Cuts(threshold, index, np.zeros((len(k), 3), dtype=np.int64), before)
+        for batch in range(int(stored[-1]) // _STORED + 1):
+            rows = (stored // _STORED == batch).nonzero()[0]
+            members = np.isin(owners, rows)
+            own = np.where(members, owners - rows.min(initial=len(k)), -1)
+            part = _Search(self, own, k[rows], totals[rows]).cut(count_each, False)
+            cuts.segments[rows] = part.segments
+            for whole, found in ((0, part.threshold), (1, part.index), (2, part.num_before)):
+                numbers[whole, members] = found[members]
         return cuts
 
-    def write(self, cuts: Sequence[ShardCut], outs: Sequence[Tensor]) -> list[int]:
+    def write(self, cuts: Cuts) -> list[int]:
         """Write the masks of this rank: zero what lies before the cuts, and no other live element.
 
         The one place where masks become final. Drafted masks are corrected; others are written.
-
-        Args:
-            cuts: of each shard.
-            outs: flat masks, one per shard, contiguous; those that were drafted, if some were.
 
         Returns:
             Per shard, how many counted live elements were pruned.
 
         Cost: one pass over the shards without a valid draft; with one, over the collected elements.
         """
-        totals: list[list[memory.Count]] = [[] for _ in cuts]
-        drafted = {
-            i for i, (low, high) in self._drafted.items() if low <= cuts[i].threshold <= high
-        }
-        for i in drafted:
-            totals[i] = [int(self._each[i, 0])]
-            for start, positions, keys, is_counted in self._collected[i]:
-                cut, raw = cuts[i], _raw(keys)
-                flags = raw <= cut.threshold if cut.index >= _ALL else raw < cut.threshold
-                if 0 < cut.index < _ALL:
-                    (ties,) = (torch.as_tensor(raw) == cut.threshold).nonzero(as_tuple=True)
-                    indices = self.shards[i].index(positions[ties].long() + start)
-                    flags[_raw(ties)] = _raw(indices < cut.index)
-                number = operations_on(keys.device).zero(outs[i][start:], positions, flags)
-                totals[i] += [number] if is_counted else []
-        others = [i for i in range(len(cuts)) if i not in drafted]
-        chunks = chunks_of(self.shards, self.sources, others, outs, only_counted=False)
+        low, high = self._drafted
+        is_drafted = (low < cuts.threshold) & (cuts.threshold <= high)
+        corrected, gone = [], []
+        for own in self.collected:
+            for chunk, keys, positions in zip(own.chunks, own.keys, own.positions, strict=True):
+                if chunk.is_single and is_drafted[chunk.shards[0]]:
+                    number = self._correct(chunk, keys, positions, cuts)
+                    if chunk.is_counted:
+                        corrected.append(chunk)
+                        gone.append(number)
 
-        def write(chunk: Chunk, scratch: Scratch) -> list[memory.Count]:
+        def write(chunk: Chunk, scratch: Scratch) -> Array | Tensor:
             stay = self.kept(chunk, cuts, scratch)
-            self.store(chunk, stay, outs)
-            kept = operations_on(outs[chunk.shards[0]].device).count_pieces(stay, chunk.bounds)
-            sizes = [stop - start for _, start, stop in chunk.pieces]
-            return [size - number for size, number in zip(sizes, kept, strict=True)]
+            self.store(chunk, stay)
+            operations = operations_on(self.sources[chunk.shards[0]].device)
+            number: Array | Tensor = operations.count_pieces(stay, chunk.bounds)
+            return number
 
-        for chunk, numbers in zip(chunks, visit(chunks, self.sources, write), strict=True):
-            if chunk.is_counted:
-                for i, number in zip(chunk.shards, numbers, strict=True):
-                    totals[i].append(number)
-        flat = iter(on_host([number for several in totals for number in several]))
-        return [sum(next(flat) for _ in several) for several in totals]
+        others = [
+            chunk
+            for part in self._parts
+            if not (part.is_single and is_drafted[part.shards[0]])
+            for chunk in part.cut(self._most)
+        ]
+        kept = [
+            (chunk, number)
+            for chunk, number in zip(others, self.visit(others, write), strict=True)
+            if chunk.is_counted
+        ]
+        num_shards, counted = len(self.shards), [chunk for chunk, _ in kept]
+        pruned = np.where(is_drafted, self._num_below, 0) + per_shard(corrected, gone, num_shards)
+        pruned += per_shard(counted, [chunk.sizes for chunk in counted], num_shards)
+        pruned -= per_shard(counted, [number for _, number in kept], num_shards)
+        numbers: list[int] = pruned.tolist()
+        return numbers
 
-    def kept(
-        self, chunk: Chunk, cuts: Sequence[ShardCut] | Mapping[int, ShardCut], scratch: Scratch
-    ) -> Flags:
+    def kept(self, chunk: Chunk, cuts: Cuts, scratch: Scratch) -> Flags:
         """Which elements of a chunk stay as they are after the cuts."""
         keys, _, live = self.load(chunk, scratch)
         operations = operations_on(keys.device)
-        firsts = {i: cuts[i].threshold + int(cuts[i].index >= _ALL) for i in chunk.shards}
-        stay = operations.kept(keys, live, chunk.each(firsts, _numpy_dtype(keys)), scratch)
-        for (i, start, _), (first, last) in zip(
-            chunk.pieces, itertools.pairwise(chunk.bounds), strict=True
-        ):
-            if 0 < cuts[i].index < _ALL:
-                ties = operations.positions_of(keys[first:last], cuts[i].threshold)
-                indices = self.shards[i].index(ties + start)
-                gone = memory.select(ties, indices < cuts[i].index) + first
-                if live is not None:
-                    gone = memory.select(gone, memory.select(torch.as_tensor(live), gone))
-                operations.clear(stay, gone)
+        index = cuts.index[chunk.shards]
+        first = spread(cuts.threshold[chunk.shards] + (index >= ALL), chunk.sizes, keys.dtype)
+        stay = operations.kept(keys, live, first, scratch)
+        for piece in ((index > 0) & (index < ALL)).nonzero()[0]:
+            (i, start, _), (begin, end) = chunk.pieces[piece], chunk.bounds[piece : piece + 2]
+            ties = operations.positions_of(keys[begin:end], int(cuts.threshold[i]))
+            before = self.shards[i].index(ties + start) < int(index[piece])
+            gone = memory.select(ties, before) + int(begin)
+            if live is not None:
+                gone = memory.select(gone, memory.select(torch.as_tensor(live), gone))
+            operations.clear(stay, gone)
         return stay
 
-    def _cut(
-        self,
-        segments: Sequence[Sequence[int]],
-        counts: Sequence[int],
-        drafts: Sequence[Tensor] | None,
-        count_each: bool,
-    ) -> list[Cut]:
-        """:meth:`cut` of segments whose keys are in memory together."""
-        nothing: Array = np.zeros(len(self.shards), dtype=np.int64)
-        high = self.keys.largest_number if self._refuse_nan else self.keys.high
-        searches = []
-        for members, k in zip(segments, counts, strict=True):
-            total = sum(self.num_live[i] for i in members)
-            searches.append(
-                _Search(members, k, self.keys.low, high, 0, total, nothing, nothing, total)
+    def _correct(self, chunk: Chunk, keys: Tensor, positions: Tensor, cuts: Cuts) -> Array | Tensor:
+        """Zero in a drafted mask what was collected and lies before the cut; how many, [1]."""
+        ((i, start, stop),) = chunk.pieces
+        threshold, index = int(cuts.threshold[i]), int(cuts.index[i])
+        raw: Any = keys.numpy() if memory.takes_numpy(keys.device) else keys
+        gone = raw <= threshold if index >= ALL else raw < threshold
+        operations = operations_on(keys.device)
+        if 0 < index < ALL:
+            ties = operations.positions_of(keys, threshold)
+            indices = self.shards[i].index(memory.select(positions, ties).long() + start)
+            torch.as_tensor(gone)[ties] = indices < index
+        number: Array | Tensor = operations.zero(self.outs[i][start:stop], positions, gone)
+        return number
+
+    def load(self, chunk: Chunk, scratch: Scratch) -> tuple[Tensor, bool, Flags]:
+        """The keys of a chunk, whether they may have NaN, and which elements compete."""
+        first = chunk.pieces[0][0]
+        if self._tensors[first] is not None:
+            scores = chunk.of(self._tensors)
+        elif chunk.is_single:
+            scores = self.sources[first].load(*chunk.pieces[0][1:], scratch)
+        else:  # cloned, because the scratch is used again
+            scores = torch.cat(
+                [
+                    self.sources[i].load(start, stop, scratch).clone()
+                    for i, start, stop in chunk.pieces
+                ]
             )
-        members = [i for several in segments for i in several]
-        checks_nan = not self._unchecked.isdisjoint(members)
-        while checks_nan or any(search.is_open for search in searches):
-            self._bracket([search for search in searches if search.is_open])
-            self._scan(searches, members, drafts, checks_nan=checks_nan)
-            self._unchecked.difference_update(members)
-            checks_nan = False
-        asked = [search for search in searches if search.k]
-        found = dict(zip(map(id, asked), self._cut_ties(asked, count_each), strict=True))
-        return [
-            found.get(id(s)) or Cut(self.keys.low, 0, 0, num_before=(0,) * len(s.members))
-            for s in searches
+        keys, may_have_nan = to_keys(scores, self.keys, scratch)
+        if self._masks[first] is None:
+            return keys, may_have_nan, None
+        return (
+            keys,
+            may_have_nan,
+            operations_on(keys.device).are_live(chunk.of(self._masks), scratch),
+        )
+
+    def store(self, chunk: Chunk, stay: Flags) -> None:
+        """Write the masks of a chunk: 0 where not ``stay``, elsewhere what they are, or 1."""
+        targets = chunk.parts_of(self.outs)
+        store = operations_on(targets[0].device).store
+        has_masks = self._masks[chunk.pieces[0][0]] is not None
+        previous = chunk.of(self._masks) if has_masks else None
+        if chunk.is_single:
+            store(targets[0], previous, stay)
+            return
+        joined = torch.as_tensor(stay)
+        if has_masks or targets[0].dtype.is_complex:
+            joined = targets[0].new_empty(len(joined))
+            store(joined, previous, stay)
+        torch._foreach_copy_(targets, torch.split(joined, chunk.sizes.tolist()))
+
+    def scan(
+        self, members: Array, edges: Array, share: Array, *, drafts: bool, counts_nan: bool
+    ) -> Array:
+        """Read some shards once: count keys, collect some of them, and draft masks.
+
+        Args:
+            members: bool [shards], which of them are read.
+            edges: int64 [shards, n]: ascending keys; those between the first two are collected.
+            share: [shards], about which fraction of the elements is.
+            drafts: whether to write masks: see [Note: draft].
+            counts_nan: whether to count NaN.
+
+        Returns:
+            int64 [n + 1, shards]: how many live elements that this rank counts have keys up to each
+            edge, and how many are NaN.
+        """
+        above = self.keys.largest_number if counts_nan else None
+        chunks = [
+            chunk
+            for part in self._parts
+            if (part.is_counted or (drafts and part.is_single)) and members[part.shards].any()
+            for chunk in part.cut(self._most)
         ]
 
-    def _histograms(
-        self, descents: Sequence[Descent], keys_of: Callable[[int], Iterable[Tensor]]
-    ) -> list[Array]:
-        """The histograms of several descents over all ranks, by one all-reduce."""
+        def scan(chunk: Chunk, scratch: Scratch, *, waits: bool = False) -> tuple[Any, ...]:
+            keys, may_have_nan, live = self.load(chunk, scratch)
+            i, start, stop = chunk.pieces[0]
+            columns = [spread(own, chunk.sizes, keys.dtype) for own in edges[chunk.shards].T]
+            is_drafted, out = drafts and chunk.is_single, None
+            if is_drafted and self._masks[i] is None and self.outs[i].dtype is torch.bool:
+                out = self.outs[i][start:stop]
+            capacity = min(len(keys), int(4 * share[i] * len(keys)) + 1024)
+            *found, stay = operations_on(keys.device).scan(
+                keys, live, columns, above if may_have_nan else None,
+                chunk.bounds, out, scratch, None if waits else capacity,
+            )  # fmt: skip
+            if is_drafted and out is None:
+                self.store(chunk, stay)
+            return tuple(found)
 
-        def count() -> Tensor:
-            found = [each.histogram(keys_of(number)) for number, each in enumerate(descents)]
-            return torch.from_numpy(np.concatenate(found))
+        scanned = self.visit(chunks, scan)
+        counts = on_host([own for own, _, _ in scanned])
+        totals: Array = np.zeros((edges.shape[1] + 1, len(self.shards)), dtype=np.int64)
+        groups: dict[Any, list[tuple[Chunk, Array, Tensor, Tensor]]] = {}
+        self._drafted.fill(0)
+        for chunk, own, (_, positions, keys) in zip(chunks, counts, scanned, strict=True):
+            inside = own[1] - own[0]
+            number = int(inside.sum())
+            if number > len(positions):
+                _, positions, keys = scan(chunk, Scratch(), waits=True)
+            found = chunk, inside, keys[:number], positions[:number]
+            groups.setdefault((chunk.is_counted, keys.device), []).append(found)
+            if chunk.is_counted:
+                np.add.at(totals.T, chunk.shards, own.T)
+                if drafts and chunk.is_single:
+                    i = chunk.pieces[0][0]
+                    self._drafted[:, i] = edges[i, :2]
+        self.collected = list(map(_Collected, groups.values()))
+        self._num_below = totals[0]
+        return totals
 
-        sizes = [each.num_bins for each in descents]
-        shared = self.ranks.reduce(sum(sizes), count).numpy()
-        return np.split(shared, np.cumsum(sizes)[:-1])
+    def sample(self, rows: Array, rates: Array, seed: int) -> list[OwnedKeys]:
+        """Keys of a part of the elements that this rank counts.
 
-    def _bracket(self, searches: Sequence[_Search]) -> None:
-        """Choose what to collect around the k-th key of each, and what to count.
+        Args:
+            rows: int64 [shards]: the number that the keys of each get; -1: it is not sampled.
+            rates: [shards], about which fraction of the elements is taken.
+            seed: of the choice.
+        """
+        generator, scratch, found = np.random.default_rng(seed), Scratch(), []
+        for part in self._parts:
+            owners, rate = rows[part.shards], rates[part.shards].max()
+            size = int(part.bounds[-1])
+            length = _RUN if size >= _SMALL else 1
+            exact = math.ceil(size * rate) / length
+            num_drawn = min(size // length, int(exact) + int(generator.random() < exact % 1))
+            if not (part.is_counted and num_drawn and (owners >= 0).any()):
+                continue
+            # One run per stratum, jittered: regular data cannot hide between them.
+            strata = np.arange(num_drawn) + generator.random(num_drawn)
+            numbers = (strata * (size // length / num_drawn)).astype(np.int64)
+            numbers = np.minimum(numbers, size // length - 1)
+            live: Tensor | None
+            if part.is_single:
+                (i, start, stop), mask = part.pieces[0], self._masks[part.pieces[0][0]]
+                runs = Runs(start, stop, length, torch.from_numpy(numbers))
+                keys, _ = to_keys(self.sources[i].gather(runs), self.keys, scratch)
+                keys, live = keys.clone(), None if mask is None else runs.of(mask) == 1
+                own: int | Tensor = int(owners[0])
+            else:
+                runs = Runs(0, size, length, torch.from_numpy(numbers))
+                keys, _, flags = self.load(part, scratch)
+                keys = runs.of(keys)
+                live = None if flags is None else runs.of(torch.as_tensor(flags))
+                positions = runs.positions(torch.device("cpu")).numpy()
+                pieces = part.bounds.searchsorted(positions, side="right") - 1
+                own = memory.moved(torch.from_numpy(owners[pieces]), keys.device)
+                if owners.min() < 0:
+                    live = own >= 0 if live is None else live & (own >= 0)
+                    own = own.clamp(min=0)
+            dead = self.keys.high + 1  # outside of every interval
+            found.append((own, keys if live is None else torch.where(live, keys, dead)))
+        return found
+
+    def ties_of(self, i: int, key: int, low: int, high: int) -> Iterator[Tensor]:
+        """The global indices, between two of them about, of this rank's elements with a key."""
+        shard, scratch = self.shards[i], Scratch()
+        first, last = 0, self.sources[i].size
+        if shard.index.is_ascending:
+            first, last = shard.index.positions_of(np.array([low, high + 1])).tolist()
+        first, last = max(first, shard.counted.start), min(last, shard.counted.stop)
+        for span in spans_of(range(first, last), self._most):
+            keys, _, live = self.load(Chunk([(i, span.start, span.stop)], True), scratch)
+            at = operations_on(keys.device).positions_of(keys, key)
+            if live is not None:
+                at = memory.select(at, memory.select(torch.as_tensor(live), at))
+            yield shard.index(at + span.start).cpu()
+
+    def visit(self, chunks: Sequence[Chunk], call: Callable[..., R]) -> list[R]:
+        """Call a function for each chunk, on several threads where that is safe and worth it."""
+        num_bytes = sum([chunk.bounds[-1] for chunk in chunks]) * self.keys.dtype.itemsize
+        calls = [partial(call, chunk) for chunk in chunks]
+        return call_all(calls, num_bytes, are_safe=self._are_safe)
+
+    def _pieces(self) -> Iterator[tuple[Any, tuple[int, int, int], bool, bool]]:
+        """What this rank counts of each shard, and the rest, as ``join_small`` takes them."""
+        outs = self.outs or self._masks
+        several = zip(self.shards, self.sources, self._masks, outs, strict=True)
+        for i, (shard, source, mask, out) in enumerate(several):
+            counted, size = shard.counted, source.size
+            kind = (
+                source.device, type(source), source.dtype, mask is None or mask.dtype,
+                out is None or out.dtype,
+            )  # fmt: skip
+            yield kind, (i, counted.start, counted.stop), True, len(counted) == size
+            if len(counted) < size:
+                yield kind, (i, 0, counted.start), False, False
+                yield kind, (i, counted.stop, size), False, False
+
+
+class _Search:
+    """The search for the last key before the cut of some segments, side by side.
+
+    Args:
+        segments: int64 [parameters], the segment of each; -1: none.
+        k: int64 [segments], how many elements go.
+        totals: int64 [segments], live elements.
+
+    The key of each segment lies in [low, high]. Elements of all ranks with smaller keys are
+    ``below``, with keys up to high ``upto``; of each parameter, this rank has ``each`` of both.
+    Once they are few, the keys in the interval ``are_collected``.
+    """
+
+    def __init__(self, ranking: Ranking, segments: Array, k: Array, totals: Array) -> None:
+        self._ranking, self._ranks, self._totals, self._k = ranking, ranking.ranks, totals, k
+        self._segments, self._members = segments, segments >= 0
+        keys, size = ranking.keys, len(k)
+        self._low: Array = np.full(size, keys.low)
+        self._high = np.where(
+            k > 0, keys.largest_number if ranking.refuses_nan else keys.high, keys.low
+        )
+        self._below: Array = np.zeros(size, dtype=np.int64)
+        self._upto = np.where(k > 0, totals, 0)
+        self._each: Array = np.zeros((2, len(segments)), dtype=np.int64)
+        self._are_collected: Array = np.zeros(size, dtype=bool)
+        self._num_missed: Array = np.zeros(size, dtype=np.int64)
+        self._num_scans = 0
+
+    def cut(self, count_each: bool, drafts: bool) -> Cuts:
+        """See :meth:`Ranking.cut`."""
+        checked = self._ranking.nan_checked
+        while True:
+            counts_nan = self._ranking.refuses_nan and not checked[self._members].all()
+            is_open = (self._low < self._high) & ~self._are_collected
+            if not (counts_nan or is_open.any()):
+                return self._cut_ties(self._find_keys(), count_each)
+            edges, share = self._bracket(is_open)
+            self._scan(is_open, edges, share, drafts and not count_each, counts_nan)
+            checked[self._members] = True
+
+    def _bracket(self, is_open: Array) -> tuple[Array, Array]:
+        """Choose what a scan collects around the k-th key of each segment, and what it counts.
 
              low            first  k-th  last             high
               |--------------[------x-----]----------------|
                    counted      collected       counted
 
         The same on every rank, because it depends on summed histograms only.
+
+        Returns:
+            The edges for a scan, int64 [segments, n]; and about which fraction is collected.
         """
-        sampled = []
-        for search in searches:
-            inside = search.upto - search.below
-            is_small = inside <= min(COLLECT_ALL, self._most)
-            if is_small or (search.num_scans and inside <= self._most < math.inf):
-                search.interval, search.share = (search.low, search.high), inside / search.total
-            else:
-                sampled.append(search)
-        if not sampled:
-            return
-        samples: list[list[Tensor]] = []
+        inside, most = self._upto - self._below, self._ranking.most_collected
+        last = np.where(is_open | self._are_collected, self._high, self._low - 1)
+        edges, share = np.array([self._low - 1, last]).T, inside / np.maximum(self._totals, 1)
+        is_sampled = is_open & (inside > min(COLLECT_ALL, most))
+        if self._num_scans and most < math.inf:
+            is_sampled &= inside > most
+        return self._sampled(is_sampled, edges, share) if is_sampled.any() else (edges, share)
 
-        def sample(number: int) -> Sequence[Tensor]:
-            if number == len(samples):
-                samples.append(self._sample(sampled[number]))
-            return samples[number]
-
-        whole = [Descent(search.low, search.high, 0) for search in sampled]
-        histograms = self._histograms(whole, sample)
-        edges: dict[tuple[int, bool], Descent] = {}
-        margins = []
-        for number, (search, histogram) in enumerate(zip(sampled, histograms, strict=True)):
-            size = int(histogram.sum())
-            centre = (search.k - search.below) / (search.upto - search.below) * size
-            spread = math.sqrt(max(centre * (1 - centre / max(1, size)), 0.0))
-            margins.append(_SIGMAS * spread + 4)
-            for is_last, rank in ((False, centre - margins[-1]), (True, centre + margins[-1])):
-                rank = math.ceil(rank) if is_last else math.floor(rank)
-                if 0 <= rank < size:
-                    edge = replace(whole[number], rank=rank)
-                    edges[number, is_last] = edge.narrowed(histogram)
-        while wide := [
-            at for at, edge in edges.items()
-            if edge.low < edge.high and edge.count > margins[at[0]] / 5
-        ]:  # fmt: skip
-            found = self._histograms([edges[at] for at in wide], lambda i: samples[wide[i][0]])
-            edges.update(
-                {at: edges[at].narrowed(each) for at, each in zip(wide, found, strict=True)}
-            )
-        for number, (search, histogram) in enumerate(zip(sampled, histograms, strict=True)):
-            size, inside = int(histogram.sum()), search.upto - search.below
-            own = {is_last: edge for (n, is_last), edge in edges.items() if n == number}
-            first = own[False].low if False in own else search.low
-            last = own[True].high if True in own else search.high
-            num_inside = 2 * margins[number] + sum(edge.count for edge in own.values())
-            expected = min(size, num_inside) / max(1, size) * inside
-            most = max(COLLECT_ALL, search.total // 50)
-            if size and expected <= min(most, self._most):
-                search.interval, search.share = (first, last), expected / search.total
-                continue
-            # A key with many elements is at an edge; or all is spread out, and is cut into eight.
-            step = max(1, (last - first + 1) // 8)
-            pivots = {first - 1, first, last - 1, last, *(first + step * i - 1 for i in range(8))}
-            search.pivots = sorted(p for p in pivots if search.low <= p <= min(last, search.high))
-
-    def _sample(self, search: _Search) -> list[Tensor]:
-        """Keys of a part of the counted elements of a segment."""
-        total = sum(self.shards[i].numel for i in search.members)
+    def _sampled(self, is_sampled: Array, edges: Array, share: Array) -> tuple[Array, Array]:
+        """:meth:`_bracket` of segments that have too many elements to be collected outright."""
+        rows = is_sampled.nonzero()[0]
+        inside, totals = (self._upto - self._below)[rows], self._totals[rows]
         # 4 n^(2/3) balances the cost of the sample and of the keys that are collected.
-        rate = min(1.0, max(4096.0, 4 * total ** (2 / 3)) * 2**search.num_missed / total)
-        generator = np.random.default_rng(search.num_scans)
-        counted = {i: self.shards[i].counted for i in search.members}
-        few = [i for i, own in counted.items() if len(own) <= SERIAL]
-        chunks = chunks_of(self.shards, self.sources, few, only_counted=True)
-        chunks += [
-            Chunk([(i, own.start, own.stop)], True)
-            for i, own in counted.items()
-            if len(own) > SERIAL
-        ]
-        dead, scratch, found = self.keys.high + 1, Scratch(), []
-        for chunk in chunks:
-            ((i, start, _), *others), size = chunk.pieces, chunk.bounds[-1]
-            length = _RUN if size >= _SMALL else 1
-            exact = math.ceil(size * rate) / length
-            num_drawn = min(size // length, int(exact) + int(generator.random() < exact % 1))
-            if not num_drawn:
-                continue
-            # One run per stratum, jittered: regular data cannot hide between them.
-            strata = np.arange(num_drawn) + generator.random(num_drawn)
-            numbers = (strata * (size // length / num_drawn)).astype(np.int64)
-            drawn = torch.from_numpy(np.minimum(numbers, size // length - 1))
-            live: Tensor | None
-            if not others:
-                runs = Runs(start, start + size, length, drawn)
-                keys, live = self.sources[i].gather(runs), self._masks[i]
-                live = None if live is None else runs.of(live) == 1
-            else:
-                runs = Runs(0, size, length, drawn)
-                keys, _, flags = self.load(chunk, scratch)
-                keys = runs.of(keys)
-                live = None if flags is None else runs.of(torch.as_tensor(flags))
-            found.append(keys if live is None else torch.where(live, keys, dead))
-        return found
+        rates = np.maximum(4096.0, 4 * totals ** (2 / 3)) * 2.0 ** self._num_missed[rows] / totals
+        row_of: Array = np.full(len(self._k) + 1, -1)  # the last: of no segment
+        row_of[rows] = np.arange(len(rows))
+        row_of = row_of[self._segments]
+        samples: list[OwnedKeys] = []
+        none = np.zeros(len(rows), dtype=np.int64)
+        whole = Intervals(self._low[rows], self._high[rows], none, none)
 
-    def load(self, chunk: Chunk, scratch: Scratch) -> tuple[Tensor, bool, Flags]:
-        """The keys of a chunk, whether they may have NaN, and which elements compete."""
-        sources = [self.sources[i] for i in chunk.shards]
-        spans = [(start, stop) for _, start, stop in chunk.pieces]
-        keys, may_have_nan = load_joined(sources, spans, scratch)
-        if self._masks[chunk.shards[0]] is None:
-            return keys, may_have_nan, None
-        joined = joined_tensors(pieces_in(chunk, self._masks))
-        return keys, may_have_nan, operations_on(keys.device).are_live(joined, scratch)
+        def sample() -> Tensor:
+            rate = np.where(row_of < 0, 0.0, np.minimum(rates, 1.0)[row_of])
+            samples.extend(self._ranking.sample(row_of, rate, self._num_scans))
+            return torch.from_numpy(whole.histogram(samples).reshape(-1))
 
-    def store(self, chunk: Chunk, stay: Flags, outs: Sequence[Tensor]) -> None:
-        """Write the masks of a chunk: 0 where not ``stay``, elsewhere what they are, or 1."""
-        targets = pieces_in(chunk, outs)
-        previous = None
-        if self._masks[chunk.shards[0]] is not None:
-            previous = joined_tensors(pieces_in(chunk, self._masks))
-        store = operations_on(targets[0].device).store
-        if len(targets) == 1:
-            store(targets[0], previous, stay)
-            return
-        if previous is not None or targets[0].dtype.is_complex:
-            joined = torch.empty(chunk.bounds[-1], dtype=targets[0].dtype, device=targets[0].device)
-            store(joined, previous, stay)
-        else:
-            joined = torch.as_tensor(stay)
-        torch._foreach_copy_(targets, torch.split(joined, np.diff(chunk.bounds).tolist()))
+        histogram = self._ranks.reduce(len(rows) * whole.num_bins, sample).numpy()
+        histogram = histogram.reshape(len(rows), -1)
+        size = histogram.sum(axis=1)
+        centre = (self._k - self._below)[rows] / inside * size
+        spread_ = np.sqrt(np.maximum(centre * (1 - centre / np.maximum(size, 1)), 0.0))
+        margin = _SIGMAS * spread_ + 4
+        # The first and the last key of each bracket, where the sample has them.
+        ranks = np.concatenate([np.floor(centre - margin), np.ceil(centre + margin)]).astype(
+            np.int64
+        )
+        sizes = np.tile(size, 2)
+        is_known = (ranks >= 0) & (ranks < sizes)
+        ends = np.concatenate([whole.low, whole.high])
+        found = Intervals(ends, ends.copy(), np.tile(none, 2), np.tile(none, 2))
+        start = Intervals(np.tile(whole.low, 2), np.tile(whole.high, 2), ranks, sizes).at(is_known)
+        for all_, known in zip(
+            found, start.narrowed(np.tile(histogram, (2, 1))[is_known]), strict=True
+        ):
+            all_[is_known] = known
+        both = [(own + n * len(rows), keys) for n in (0, 1) for own, keys in samples]
+        found = found.descend(lambda _: both, self._ranks, np.tile(margin / 5, 2))
+        first, last = found.low[: len(rows)], found.high[len(rows) :]
+        num_inside = 2 * margin + found.size.reshape(2, -1).sum(axis=0)
+        expected = np.minimum(size, num_inside) / np.maximum(size, 1) * inside
+        most = np.minimum(np.maximum(COLLECT_ALL, totals // 50), self._ranking.most_collected)
+        is_narrow = (size > 0) & (expected <= most)
+        edges[rows, 0], edges[rows, 1] = first - 1, last
+        share[rows] = expected / totals
+        # A key with many elements is at an edge; or all is spread out, and is cut into eight.
+        wide: dict[int, list[int]] = {}
+        for row, low, high in zip(
+            rows[~is_narrow].tolist(),
+            first[~is_narrow].tolist(),
+            last[~is_narrow].tolist(),
+            strict=True,
+        ):
+            step = max(1, (high - low + 1) // 8)
+            pivots = {low - 1, low, high - 1, high, *(low + step * i - 1 for i in range(8))}
+            inner = sorted(p for p in pivots if self._low[row] <= p <= min(high, self._high[row]))
+            wide[row] = [inner[0], *inner]  # nothing lies between the first two
+        if wide:
+            width = max(map(len, wide.values()))
+            edges = np.concatenate([edges, np.repeat(edges[:, 1:], width - 2, axis=1)], axis=1)
+            for row, own in wide.items():
+                edges[row] = own + own[-1:] * (width - len(own))
+        return edges, share
 
     def _scan(
-        self,
-        searches: Sequence[_Search],
-        members: Sequence[int],
-        drafts: Sequence[Tensor] | None,
-        *,
-        checks_nan: bool,
+        self, is_open: Array, edges: Array, share: Array, drafts: bool, counts_nan: bool
     ) -> None:
-        """Read everything once, and narrow the open searches."""
-        fresh = [search for search in searches if search.is_open and search.interval is not None]
-        descents = [Descent(*search.interval, 0) for search in fresh if search.interval is not None]
-        # A rank that is alone selects among the keys themselves.
-        if self.ranks.size == 1 and self._on_host:
-            descents = []
-        width = 3 + max(len(search.pivots) for search in searches)
-        owners = np.repeat(np.arange(len(searches)), [len(s.members) for s in searches])
+        """Read everything once, and narrow the open segments to where their keys must be."""
+        ranking, members, width = self._ranking, self._members, edges.shape[1]
+        own: Array = np.zeros(0)
 
         def read() -> Tensor:
-            self._read(searches, members, drafts, width, checks_nan=checks_nan)
-            totals = np.zeros((len(searches), width), dtype=np.int64)
-            np.add.at(totals, owners, self._each[members])
-            found = [
-                each.histogram(self._collected_keys(search))
-                for each, search in zip(descents, fresh, strict=False)
-            ]
-            return torch.from_numpy(np.concatenate([totals.reshape(-1), *found]))
-
-        sizes = [len(searches) * width, *(each.num_bins for each in descents)]
-        shared = self.ranks.reduce(sum(sizes), read).numpy()
-        totals, *histograms = np.split(shared, np.cumsum(sizes)[:-1])
-        totals = totals.reshape(len(searches), width)
-        if totals[:, 2].any():
-            num_nan = self.ranks.reduce(
-                len(self.shards), lambda: torch.from_numpy(self._each[:, 2])
-            )
-            refuse_nan([shard.name for shard in self.shards], self.num_live, num_nan.tolist())
-        for search, histogram in itertools.zip_longest(fresh, histograms):
-            search.histogram = histogram if histogram is not None else np.zeros(0, np.int64)
-        for search, counts in zip(searches, totals.tolist(), strict=True):
-            if search in fresh or search.is_open:
-                search.narrow(counts, self._each)
-
-    def _collected_keys(self, search: _Search) -> list[Tensor]:
-        """The counted keys that the last scan collected of a segment."""
-        return [
-            found.keys for i in search.members for found in self._collected[i] if found.is_counted
-        ]
-
-    def _read(
-        self,
-        searches: Sequence[_Search],
-        members: Sequence[int],
-        drafts: Sequence[Tensor] | None,
-        width: int,
-        *,
-        checks_nan: bool,
-    ) -> None:
-        """One pass: count per parameter, collect the keys in the intervals, draft the masks.
-
-        ``_each`` becomes int64 [shards, width]: the counted live elements below the interval, those
-        inside it, NaN, and those up to each pivot.
-        """
-        nothing = (self.keys.high + 1, self.keys.low - 1)
-        intervals, shares = {}, {}
-        # By parameter: the lowest and the highest key to collect, and each pivot.
-        edges: list[dict[int, int]] = [{} for _ in range(width - 1)]
-        for search in searches:
-            interval = search.interval or nothing
-            padded = [*search.pivots, *[nothing[1]] * (width - 3 - len(search.pivots))]
-            for i in search.members:
-                intervals[i], shares[i] = interval, search.share
-                for column, edge in zip(edges, (*interval, *padded), strict=True):
-                    column[i] = edge
-        above = self.keys.largest_number if checks_nan else None
-        only_counted = drafts is None
-        chunks = chunks_of(self.shards, self.sources, members, only_counted=only_counted)
-        chunks = [chunk for chunk in chunks if chunk.is_counted or len(chunk.pieces) == 1]
-
-        def scan(chunk: Chunk, scratch: Scratch, *, waits: bool = False) -> Scanned:
-            keys, may_have_nan, live = self.load(chunk, scratch)
-            dtype, shards = _numpy_dtype(keys), chunk.shards
-            low, high, *columns = (chunk.each(column, dtype) for column in edges)
-            out = None
-            if drafts is not None and len(shards) == 1 and self._masks[shards[0]] is None:
-                (out,) = pieces_in(chunk, drafts)
-                out = out if out.dtype is torch.bool else None
-            capacity = min(len(keys), int(4 * shares[shards[0]] * len(keys)) + 1024)
-            rows, positions, found, stay = operations_on(keys.device).scan(
-                keys, live, (low, high), columns, above if may_have_nan else None,
-                chunk.bounds, out, scratch, None if waits else capacity,
+            nonlocal own
+            own = ranking.scan(
+                members, np.where(members, edges[self._segments].T, self._ranking.keys.low - 1).T,
+                share[self._segments], drafts=drafts, counts_nan=counts_nan,
             )  # fmt: skip
-            if drafts is not None and len(shards) == 1 and out is None:
-                self.store(chunk, stay, drafts)
-            return rows, positions, found
+            totals = [sums_of(self._segments, row, len(is_open)) for row in own]
+            return torch.from_numpy(np.concatenate(totals))
 
-        scanned = visit(chunks, self.sources, scan)
-        numbers = iter(on_host([n for rows, _, _ in scanned for row in rows for n in row]))
-        self._each = np.zeros((len(self.shards), width), dtype=np.int64)
-        self._collected = {i: [] for i in members}
-        sizes = dict.fromkeys(members, 0)
-        for chunk, (rows, positions, found) in zip(chunks, scanned, strict=True):
-            counts = np.array([[next(numbers) for _ in row] for row in rows], dtype=np.int64)
-            if chunk.is_counted:
-                np.add.at(self._each, chunk.shards, counts.T)
-            if len(chunk.pieces) == 1:
-                sizes[chunk.shards[0]] += chunk.bounds[-1]
-            if int(counts[1].sum()) > len(positions):
-                _, positions, found = scan(chunk, Scratch(), waits=True)
-            end = 0
-            for (i, start, _), first, number in zip(
-                chunk.pieces, chunk.bounds, counts[1].tolist(), strict=False
-            ):
-                here, end = slice(end, end + number), end + number
-                if number:
-                    own = _Collected(start - first, positions[here], found[here], chunk.is_counted)
-                    self._collected[i].append(own)
-        for i in members:
-            self._drafted.pop(i, None)
-            if drafts is not None and intervals[i] != nothing and sizes[i] == self.sources[i].size:
-                self._drafted[i] = intervals[i]
+        totals = self._ranks.reduce((width + 1) * len(is_open), read).numpy()
+        totals = totals.reshape(width + 1, -1)
+        if totals[-1].any():
+            num_nan = self._ranks.reduce(len(members), lambda: torch.from_numpy(own[-1]))
+            refuse_nan(ranking, num_nan.tolist())
+        self._num_scans += 1
+        # With the ends of the interval, whose counts are known.
+        keys = np.concatenate([[self._low - 1], edges.T, [self._high]])
+        upto = np.concatenate([[self._below], totals[:-1], [self._upto]])
+        each = np.concatenate([self._each[:1], own[:-1], self._each[1:]])
+        if (np.diff(upto[:, is_open], axis=0) < 0).any():
+            raise ChangedError
+        # The first edge up to which there are k keys.
+        at = np.where(is_open, (upto < self._k).sum(axis=0), 1)
+        numbers, before = np.arange(len(is_open)), at - 1
+        low, high = keys[before, numbers] + 1, keys[at, numbers]
+        is_hit = is_open & (low == edges[:, 0] + 1) & (high == edges[:, 1])
+        self._num_missed += is_open & ~is_hit & (edges[:, 0] < edges[:, 1])
+        self._are_collected |= is_hit
+        self._low, self._high = np.where(is_open, [low, high], [self._low, self._high])
+        counts = [upto[before, numbers], upto[at, numbers]]
+        self._below, self._upto = np.where(is_open, counts, [self._below, self._upto])
+        ends, numbers = at[self._segments], np.arange(len(members))
+        is_narrowed = is_open[self._segments] & members
+        found = [each[ends - 1, numbers], each[ends, numbers]]
+        self._each = np.where(is_narrowed, found, self._each)
 
-    def _find_keys(self, searches: Sequence[_Search]) -> list[tuple[int, int, int]]:
-        """Of each search the k-th key, how many keys are smaller, and how many are equal."""
-        found = {
-            id(search): (search.low, search.below, search.upto - search.below)
-            for search in searches
-            if search.histogram is None
-        }
-        collected = [search for search in searches if search.histogram is not None]
-        keys = [self._collected_keys(search) for search in collected]
-        if self.ranks.size == 1 and self._on_host:
-            for search, own in zip(collected, keys, strict=True):
-                numbers = memory.concatenate(own).numpy()
-                rank = search.k - 1 - search.below
-                if not 0 <= rank < numbers.size:
-                    raise ChangedError
-                key = np.partition(numbers, rank)[rank]
-                num_below = int(np.count_nonzero(numbers < key))
-                num_ties = int(np.count_nonzero(numbers == key))
-                found[id(search)] = int(key), search.below + num_below, num_ties
-        else:
-            descents = []
-            for search in collected:
-                assert search.histogram is not None
-                whole = Descent(search.low, search.high, search.k - 1 - search.below)
-                descents.append(whole.narrowed(search.histogram))
-            while wide := [n for n, each in enumerate(descents) if each.low < each.high]:
-                histograms = self._histograms([descents[n] for n in wide], lambda i: keys[wide[i]])
-                for n, histogram in zip(wide, histograms, strict=True):
-                    descents[n] = descents[n].narrowed(histogram)
-            for search, end in zip(collected, descents, strict=True):
-                found[id(search)] = end.low, search.k - 1 - end.rank, end.count
-        return [found[id(search)] for search in searches]
+    def _collected(self) -> list[OwnedKeys]:
+        """The keys that the last scan collected and this rank counts, by their segments."""
+        found: list[OwnedKeys] = []
+        for own in self._ranking.collected:
+            if own.is_counted:
+                keys, owners = own.joined, cast("int | Tensor", 0)
+                if len(self._k) > 1:
+                    owners = memory.moved(torch.from_numpy(self._segments[own.shards]), keys.device)
+                found.append((owners, keys))
+        return found
 
-    def _cut_ties(self, searches: Sequence[_Search], count_each: bool) -> list[Cut]:
-        """The cut of each search: of its key's ties, the first ones go."""
-        found = self._find_keys(searches)
-        cuts: list[Cut] = []
-        asked = []  # searches that need the ties of each parameter
-        both = zip(searches, found, strict=True)
-        for number, (search, (key, num_below, num_ties)) in enumerate(both):
-            cuts.append(Cut(key, search.members[-1] + 1, 0, num_ties, search.k - num_below))
-            if count_each or (search.k - num_below < num_ties and len(search.members) > 1):
-                asked.append(number)
-        # Where the ties of a parameter are cut: its position, and how many of them go.
-        inside = {
-            number: (search.members[0], cut.num_ties_pruned)
-            for number, (search, cut) in enumerate(zip(searches, cuts, strict=True))
-            if cut.num_ties_pruned < cut.num_ties
-        }
-        sizes = [len(searches[number].members) for number in asked for _ in range(2)]
+    def _find_keys(self) -> Intervals:
+        """The k-th key of each segment, its rank among its ties, and their number."""
+        found = Intervals(
+            self._low, self._high, self._k - 1 - self._below, self._upto - self._below
+        )
+        keys = self._collected()
+        if (
+            self._ranks.size > 1
+            or not self._ranking.is_on_host
+            or len(keys) != 1
+            or len(self._k) > 1
+        ):
+            return found.descend(lambda _: keys, self._ranks)
+        if self._are_collected[0]:  # a rank that is alone selects among the keys themselves
+            numbers, rank = keys[0][1].numpy(), int(found.rank[0])
+            if not 0 <= rank < numbers.size == found.size[0]:
+                raise ChangedError
+            key = np.partition(numbers, rank)[rank]
+            rank -= int(np.count_nonzero(numbers < key))
+            count = int(np.count_nonzero(numbers == key))
+            found = Intervals(*np.array([[key], [key], [rank], [count]], dtype=np.int64))
+        return found
+
+    def _cut_ties(self, found: Intervals, count_each: bool) -> Cuts:
+        """The cut of each segment: of its key's ties, the first ones go."""
+        members, segments, num_shards = self._members, self._segments, len(self._members)
+        num_pruned = found.rank + 1
+        # Where nothing goes, the lowest key is the threshold, and the index 0.
+        threshold = np.where(members, found.low[segments], self._ranking.keys.low)
+        index = np.where(members & (num_pruned > 0)[segments], ALL, 0)
+        num_before: Array = np.zeros(num_shards, dtype=np.int64)
+        cuts = Cuts(threshold, index, np.stack([found.low, found.size, num_pruned], 1), num_before)
+        is_divided = (num_pruned > 0) & (num_pruned < found.size)
+        if not (count_each or is_divided.any()):
+            return cuts
+        are_collected = members & self._are_collected[segments]
+        tied: list[tuple[Array, Array]] = []  # shards and positions of collected ties
 
         def count() -> Tensor:
-            pairs = [self._around(searches[n], cuts[n].threshold) for n in asked]
-            return torch.from_numpy(np.concatenate([each for pair in pairs for each in pair]))
+            smaller, ties = self._each[0].copy(), self._each[1] - self._each[0]
+            ties[are_collected] = 0
+            for own in self._ranking.collected:
+                if own.is_counted:
+                    shards, positions = own.ties(threshold)
+                    is_here = are_collected[shards]
+                    tied.append((shards[is_here], positions[is_here]))
+                    ties += np.bincount(tied[-1][0], minlength=num_shards)
+                    if count_each:
+                        shards = own.shards
+                        is_below = own.joined.cpu().numpy() < threshold[shards]
+                        below = shards[is_below & are_collected[shards]]
+                        smaller += np.bincount(below, minlength=num_shards)
+            return torch.from_numpy(np.concatenate([ties, smaller] if count_each else [ties]))
 
-        if asked:
-            shared = np.split(self.ranks.reduce(sum(sizes), count).numpy(), np.cumsum(sizes)[:-1])
-            for number, smaller, ties in zip(asked, shared[::2], shared[1::2], strict=True):
-                cut, members = cuts[number], searches[number].members
-                upto = np.cumsum(ties)
-                if int(upto[-1]) != cut.num_ties:
-                    raise ChangedError
-                # Ties go parameter by parameter, until enough of them are pruned.
-                gone = np.minimum(np.maximum(cut.num_ties_pruned - (upto - ties), 0), ties)
-                if count_each:
-                    cuts[number] = replace(cut, num_before=tuple((smaller + gone).tolist()))
-                if number in inside:
-                    at = int(np.searchsorted(upto, cut.num_ties_pruned))
-                    if gone[at] < ties[at]:
-                        inside[number] = members[at], int(gone[at])
-                    else:
-                        del inside[number]
-                        cuts[number] = replace(cuts[number], position=members[at] + 1)
-        indices = self._cut_indices(
-            {
-                i: (cuts[number].threshold, k, searches[number].histogram is not None)
-                for number, (i, k) in inside.items()
-            }
-        )
-        for number, (i, _) in inside.items():
-            cuts[number] = replace(cuts[number], position=i, index=indices[i])
+        shared = self._ranks.reduce(num_shards * (1 + count_each), count).numpy()
+        ties = shared[:num_shards]
+        if (sums_of(segments, ties, len(self._k)) != found.size).any():
+            raise ChangedError
+        # Ties go parameter by parameter, until enough of them are pruned.
+        order = members.nonzero()[0]
+        order = order[segments[order].argsort(kind="stable")]
+        own, of_each = segments[order], ties[order]
+        before = of_each.cumsum() - of_each - (found.size.cumsum() - found.size)[own]
+        gone = (num_pruned[own] - before).clip(0, of_each)
+        num_before[order] = shared[num_shards:][order] + gone if count_each else gone
+        is_all = ~is_divided[own] | ((before < num_pruned[own]) & (gone == of_each))
+        index[order] = np.where((num_pruned > 0)[own] & is_all, ALL, 0)
+        # The parameters inside of which ties are cut: by radix selection over their indices.
+        is_cut = (gone > 0) & (gone < of_each)
+        shards = order[is_cut]
+        if shards.size:
+            last = np.array([self._ranking.shards[i].numel - 1 for i in shards])
+            start = Intervals(np.zeros_like(last), last, gone[is_cut] - 1, of_each[is_cut])
+            collected: dict[int, list[OwnedKeys]] = {}
+
+            def indices(now: Intervals) -> Iterator[OwnedKeys]:
+                for row, i in enumerate(shards.tolist()):
+                    if are_collected[i]:
+                        if i not in collected:
+                            to_index = self._ranking.shards[i].index
+                            collected[i] = [
+                                (row, to_index(torch.from_numpy(positions[numbers == i])))
+                                for numbers, positions in tied
+                            ]
+                        yield from collected[i]
+                    elif now.low[row] < now.high[row]:
+                        key, low, high = int(threshold[i]), int(now.low[row]), int(now.high[row])
+                        for several in self._ranking.ties_of(i, key, low, high):
+                            yield row, several
+
+            index[shards] = start.descend(indices, self._ranks).low + 1
         return cuts
 
-    def _around(self, search: _Search, threshold: int) -> tuple[Array, Array]:
-        """This rank's elements with smaller keys, and with this key, per parameter of a search."""
-        members = list(search.members)
-        if search.histogram is None:
-            below = search.each_below[members]
-            return below, search.each_upto[members] - below
-        counts: list[memory.Count] = []
-        owners = []
-        for number, i in enumerate(members):
-            for found in self._collected[i]:
-                if found.is_counted:
-                    count, raw = operations_on(found.keys.device).count_pieces, _raw(found.keys)
-                    owners.append(number)
-                    counts += count(raw < threshold, [0, len(raw)])
-                    counts += count(raw == threshold, [0, len(raw)])
-        both: Array = np.zeros((len(members), 2), dtype=np.int64)
-        numbers = np.array(on_host(counts), dtype=np.int64).reshape(-1, 2)
-        np.add.at(both, np.array(owners, dtype=np.int64), numbers)
-        return self._each[members, 0] + both[:, 0], both[:, 1]
 
-    def _cut_indices(self, wanted: dict[int, tuple[int, int, bool]]) -> dict[int, int]:
-        """The global index below which exactly so many ties of a parameter lie.
-
-        Radix selection over the indices of the ties. They are those that the scan has collected, or
-        each step reads the parameter again, chunk by chunk: there may be too many for the memory.
-
-        Args:
-            wanted: by position of the parameter, the key, how many ties go (less than it has), and
-                whether the scan has collected them.
-        """
-        descents = {
-            i: Descent(0, self.shards[i].numel - 1, k - 1) for i, (_, k, _) in wanted.items()
-        }
-        collected: dict[int, list[Tensor]] = {}
-        found: list[int] = []
-
-        def indices(number: int) -> Iterable[Tensor]:
-            i = found[number]
-            key, _, is_collected = wanted[i]
-            if not is_collected:
-                return self._indices_of(i, key, descents[i].low, descents[i].high)
-            if i not in collected:
-                collected[i] = [
-                    self.shards[i].index(own.at(key) + own.start).cpu()
-                    for own in self._collected[i]
-                    if own.is_counted
-                ]
-            return collected[i]
-
-        while found := [
-            i for i, each in descents.items()
-            if each.low < each.high and each.rank != each.count - 1
-        ]:  # fmt: skip
-            histograms = self._histograms([descents[i] for i in found], indices)
-            for i, histogram in zip(found, histograms, strict=True):
-                descents[i] = descents[i].narrowed(histogram)
-        return {i: each.high + 1 for i, each in descents.items()}
-
-    def _indices_of(self, i: int, key: int, low: int, high: int) -> Iterator[Tensor]:
-        """The global indices in [low, high], about, of this rank's ties in a parameter."""
-        shard, scratch = self.shards[i], Scratch()
-        first, last = 0, self.sources[i].size
-        if shard.index.is_ascending:
-            first, last = shard.index.positions_of(np.array([low, high + 1])).tolist()
-        for chunk in chunks_of(self.shards, self.sources, [i], only_counted=True):
-            ((_, start, stop),) = chunk.pieces
-            part = Chunk([(i, max(start, first), min(stop, last))], True)
-            if part.bounds[-1] <= 0:
-                continue
-            keys, _, live = self.load(part, scratch)
-            at = operations_on(keys.device).positions_of(keys, key)
-            if live is not None:
-                at = memory.select(at, memory.select(torch.as_tensor(live), at))
-            yield shard.index(at + part.pieces[0][1]).cpu()
+def sums_of(segments: Array, numbers: Array, num_segments: int) -> Array:
+    """int64 [segments]: the sums of numbers of their members."""
+    # The last sum is that of what is in no segment.
+    sums: Array = np.zeros(num_segments + 1, dtype=np.int64)
+    np.add.at(sums, segments, numbers)
+    return sums[:-1]
 
 
-def refuse_nan(names: Sequence[str], num_live: Sequence[int], num_nan: Sequence[int]) -> None:
+def refuse_nan(ranking: Ranking, num_nan: Sequence[int]) -> None:
     """Raise ValueError for the parameters that have NaN among their live elements."""
     where = {
-        name: f"{nan} of {live}"
-        for name, live, nan in zip(names, num_live, num_nan, strict=True)
+        shard.name: f"{nan} of {live}"
+        for shard, live, nan in zip(ranking.shards, ranking.num_live, num_nan, strict=True)
         if nan
     }
     if where:
@@ -817,12 +780,3 @@ def refuse_nan(names: Sequence[str], num_live: Sequence[int], num_nan: Sequence[
             "nan",
             where,
         )
-
-
-def _raw(keys: Tensor) -> Any:
-    """Keys as an array on a CPU, where torch would spread each comparison over threads."""
-    return keys.numpy() if memory.takes_numpy(keys.device) else keys
-
-
-def _numpy_dtype(keys: Tensor) -> np.dtype:
-    return np.dtype(f"i{keys.itemsize}")

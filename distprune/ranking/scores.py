@@ -1,7 +1,6 @@
 """Where the keys of a local shard come from, chunk by chunk: tensors, functions, small factors.
 
-A :class:`ScoreSource` reads or computes scores, and :class:`ScoreKeys` makes keys of them;
-:class:`RandomKeys` are hashes of indices. Nothing here stores a score per element.
+A :class:`ScoreSource` reads or computes scores. Nothing here stores a score per element.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from distprune.base import memory
 from distprune.base.exact_sums import product_dtype, scale_scores
 from distprune.base.hashing import hash_in_place, hash_keys
 from distprune.base.memory import SERIAL, Array, Runs, Scratch
-from distprune.ranking.keys import RANDOM_KEYS, KeyRange, Keys, to_keys
+from distprune.ranking.keys import RANDOM_KEYS, KeyRange
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import Block, IndexMap, MatrixRun
 from distprune.shards.shard import Shard
@@ -48,19 +47,6 @@ class ScoreSource(Protocol):
     def gather(self, runs: Runs) -> Tensor:
         """Scores of some runs of elements, 1-d: a new tensor."""
         ...
-
-
-class KeySource(Protocol):
-    """Keys of one local shard; attributes and methods as those of :class:`ScoreSource`."""
-
-    dtype: torch.dtype
-    size: int
-    device: torch.device
-    is_thread_safe: bool
-
-    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys: ...
-
-    def gather(self, runs: Runs) -> Tensor: ...
 
 
 class TensorScores:
@@ -228,29 +214,10 @@ class ScaledScores:
         return product.to(self.dtype)
 
 
-class ScoreKeys:
-    """Keys of scores.
-
-    Args:
-        scores: of a local shard.
-        common: the range of the call, possibly of a wider dtype than the scores:
-            mixed lists are compared after promotion, which is exact.
-    """
-
-    def __init__(self, scores: ScoreSource, common: KeyRange) -> None:
-        self.scores, self.common = scores, common
-        self.dtype, self.size, self.device = common.dtype, scores.size, scores.device
-        self.is_thread_safe = scores.is_thread_safe
-
-    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
-        return to_keys(self.scores.load(start, stop, scratch), self.common, scratch)
-
-    def gather(self, runs: Runs) -> Tensor:
-        return to_keys(self.scores.gather(runs), self.common).values
-
-
 class RandomKeys:
-    """Random keys that are a function of (seed, global index) and of nothing else.
+    """Random scores that are a function of (seed, global index) and of nothing else.
+
+    They are keys as they are, in the range ``RANDOM_KEYS``.
 
     Args:
         seed: agreed by all ranks.
@@ -269,9 +236,9 @@ class RandomKeys:
         self.size, self.device = size, device
         self._seed, self._offset, self._index = seed, offset, index
 
-    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
         if not memory.takes_numpy(self.device):
-            return Keys(self._at(torch.arange(start, stop, device=self.device)), False)
+            return self._at(torch.arange(start, stop, device=self.device))
         scratch = scratch or Scratch()
         keys = scratch.array(_USE, stop - start, np.int64)
         for first in range(start, stop, SERIAL):
@@ -279,7 +246,7 @@ class RandomKeys:
             indices = self._index(torch.arange(first, last)).numpy()
             np.add(indices, self._offset, out=keys[first - start : last - start])
         hash_in_place(keys, self._seed, scratch)
-        return Keys(torch.from_numpy(keys), False)
+        return torch.from_numpy(keys)
 
     def gather(self, runs: Runs) -> Tensor:
         return self._at(runs.positions(self.device))
@@ -288,33 +255,15 @@ class RandomKeys:
         return hash_keys(self._index(positions) + self._offset, self._seed)
 
 
-def random_keys(shards: Sequence[Shard], seed: int) -> tuple[KeyRange, list[KeySource]]:
+def random_keys(shards: Sequence[Shard], seed: int) -> tuple[KeyRange, list[ScoreSource]]:
     """Keys that are a function of the seed and of the place among all elements of the list."""
-    sources: list[KeySource] = []
+    sources: list[ScoreSource] = []
     offset = 0
     for shard in shards:
         values = shard.values
         sources.append(RandomKeys(seed, offset, shard.index, values.numel(), values.device))
         offset += shard.numel
     return RANDOM_KEYS, sources
-
-
-def load_joined(
-    sources: Sequence[KeySource], spans: Sequence[tuple[int, int]], scratch: Scratch
-) -> Keys:
-    """Keys of a span of each of several shards, one after the other."""
-    if len(sources) == 1:
-        return sources[0].load(*spans[0], scratch)
-    if all(isinstance(s, ScoreKeys) and isinstance(s.scores, TensorScores) for s in sources):
-        scores = [s.scores.load(*span) for s, span in zip(sources, spans, strict=True)]  # type: ignore[attr-defined]
-        return to_keys(torch.cat(scores), sources[0].common, scratch)  # type: ignore[attr-defined]
-    several = []
-    may_have_nan = False
-    for source, span in zip(sources, spans, strict=True):
-        keys = source.load(*span, scratch)
-        several.append(keys.values.clone())  # the scratch is used again
-        may_have_nan |= keys.may_have_nan
-    return Keys(torch.cat(several), may_have_nan)
 
 
 def scores_in_memory(shard: Shard, factored: FactoredScores) -> Tensor:

@@ -25,7 +25,7 @@ from distprune.base.exact_sums import GRID_BITS, Normalization
 from distprune.base.mask_values import is_one
 from distprune.base.memory import Array, Count, Scratch, on_host
 from distprune.base.naming import UnfitScores
-from distprune.ranking.chunks import Elements, call_all, num_threads, operations_on, spans_of
+from distprune.ranking.chunks import Elements, call_all, operations_on, spans_of
 from distprune.ranking.scores import ScaledScores, ScoreSource, factor_at, slice_of, widened
 from distprune.ranks.collectives import Communicator
 from distprune.shards.geometry import IndexMap, MatrixRun
@@ -105,7 +105,7 @@ def _visit(
     are_safe = all(
         part.scores.is_thread_safe and memory.takes_numpy(part.scores.device) for part in parts
     )
-    return call_all(calls, num_threads(num_bytes, len(calls)) if are_safe else 1)
+    return call_all(calls, num_bytes, are_safe=are_safe)
 
 
 def normalized(

@@ -19,16 +19,15 @@ all ranks share.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from torch import Tensor
+import numpy as np
 
 from distprune.base.amount import CEILING, FLOOR, Bounds, violated_bound
-from distprune.ranking.ranking import Cut, Ranking, ShardCut
+from distprune.ranking.ranking import Common, Cuts, Ranking
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """How many more elements of every whole parameter a call must, and may, prune."""
 
     lowest: tuple[int, ...]
@@ -66,67 +65,50 @@ def limits_for(
 
 
 def cut_within(
-    ranking: Ranking, k: int, limits: Limits, drafts: Sequence[Tensor] | None = None
-) -> tuple[list[ShardCut], Cut | None]:
+    ranking: Ranking, k: int, limits: Limits
+) -> tuple[Cuts, Common | None, list[str | None]]:
     """Choose exactly ``k`` elements in total order, each parameter within its limits. Collective.
 
     Args:
         ranking: what is ranked.
         k: elements before the cut, 0 <= k <= sum(ranking.num_live).
         limits: as :func:`limits_for` makes it.
-        drafts: as for ``Ranking.cut``.
 
     Returns:
-        The cut of every parameter; and the cut of the parameters that no bound decided: None if
-        there are none, or if nothing is pruned of them.
+        The cut of every parameter; that of the parameters that no bound decided: None if there are
+        none, or if nothing is pruned of them; and the bound that decided how many elements of each
+        parameter go, FLOOR or CEILING, or None.
 
     Raises:
         ValueError: a live score is NaN; names its parameters.
 
     Cost: a ranking of all parameters; one more of those that are left for each round of
-    [Note: active set]; and one of each parameter that a bound decides, side by side. If the limits
-    of all parameters are exact counts, there are no rounds.
+    [Note: active set]; and one of each parameter that a bound decides, side by side.
     """
-    free, left = list(range(len(ranking.shards))), k
-    bound_of: dict[int, tuple[str, int]] = {}
-    common: Cut | None = None
-    if limits.lowest == limits.highest:  # by a budget: no cut is common
-        free, left = [], 0
-        bound_of = {i: (FLOOR, count) for i, count in enumerate(limits.lowest)}
-    while free and common is None:
-        (cut,) = ranking.cut([free], [left], count_each=True)
-        decided = _beyond_limits(free, cut.num_before, limits, left)
-        if not decided:
-            common = cut
-        bound_of |= decided
-        free = [i for i in free if i not in decided]
-        left -= sum(count for _, count in decided.values())
-    counts = [count for _, count in bound_of.values()]
-    alone = ranking.cut([[i] for i in bound_of], counts, drafts=drafts)
-    cuts = {
-        i: cut.at(i, bound) for (i, (bound, _)), cut in zip(bound_of.items(), alone, strict=True)
-    }
+    lowest, highest = np.array(limits.lowest), np.array(limits.highest)
+    is_free, left = np.ones(len(lowest), dtype=bool), k
+    counts, bounds = np.zeros_like(lowest), np.full(len(lowest), None)
+    common: Cuts | None = None
+    while is_free.any():
+        common = ranking.cut(np.where(is_free, 0, -1), [left], count_each=True)
+        before = common.num_before
+        clamped = before.clip(lowest, highest)
+        total = int(clamped[is_free].sum())
+        is_below = is_free & (before < lowest) & (total >= left)
+        is_above = is_free & (before > highest) & (total <= left)
+        is_decided = is_below | is_above
+        if not is_decided.any():
+            break
+        bounds[is_below], bounds[is_above] = FLOOR, CEILING
+        counts[is_decided] = clamped[is_decided]
+        is_free &= ~is_decided
+        left -= int(counts[is_decided].sum())
+    numbers: list[str | None] = bounds.tolist()
+    shared = common.common() if common is not None and is_free.any() and left else None
+    if common is not None and is_free.all():
+        return common, shared, numbers
+    alone = ranking.cut(np.where(is_free, -1, (~is_free).cumsum() - 1), counts[~is_free])
     if common is not None:
-        cuts |= {i: common.at(i) for i in free}
-    return [cuts[i] for i in range(len(ranking.shards))], common if left else None
-
-
-def _beyond_limits(
-    positions: Sequence[int], counts: Sequence[int], limits: Limits, k: int
-) -> dict[int, tuple[str, int]]:
-    """The parameters whose bound and count are certain: see [Note: active set].
-
-    Args:
-        positions: of the parameters.
-        counts: their elements before a cut of ``k`` elements.
-    """
-    floors, ceilings, total = {}, {}, 0
-    for i, count in zip(positions, counts, strict=True):
-        if count < limits.lowest[i]:
-            floors[i] = (FLOOR, limits.lowest[i])
-        elif count > limits.highest[i]:
-            ceilings[i] = (CEILING, limits.highest[i])
-        total += min(max(count, limits.lowest[i]), limits.highest[i])
-    if total == k:
-        return floors | ceilings
-    return floors if total > k else ceilings
+        alone.threshold[is_free] = common.threshold[is_free]
+        alone.index[is_free] = common.index[is_free]
+    return alone, shared, numbers

@@ -5,7 +5,7 @@ import math
 import torch
 
 from distprune.ranking.chunks import Part
-from distprune.ranking.scores import ScoreKeys, TensorScores
+from distprune.ranking.scores import TensorScores
 from distprune.shards.geometry import Split, dim_coordinates, index_map
 
 
@@ -83,6 +83,6 @@ def part_of(whole, live, kind, common, size, rank, name="tensor"):
     mask = None if live is None else local(live)
     return (
         Part(name, whole.numel(), index, counted, mask),
-        ScoreKeys(TensorScores(flat), common),
+        TensorScores(flat),
         local,
     )

@@ -36,7 +36,8 @@ def how(request, monkeypatch, device):
         monkeypatch.setattr(cpu, "CHUNK_BYTES", 240)
     elif request.param == "threads":
         monkeypatch.setattr(cpu, "CHUNK_BYTES", 240)
-        monkeypatch.setattr(chunks, "num_threads", lambda num_bytes, num_chunks: 3)
+        monkeypatch.setattr(chunks, "_THREADED_CHUNK", 0)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     elif request.param == "other device":
         monkeypatch.setattr(memory, "takes_numpy", lambda device: False)
     return request.param

@@ -51,8 +51,8 @@ def check(tensors, masks, parameters, layouts, size) -> list[int]:
         ]
         parts, sources, cutters = zip(*several, strict=True)
         outs = [torch.full((source.size,), 7.0) for source in sources]
-        ranking = Ranking(parts, (common, sources), num_live, communicator)
-        numbers = prune_in_blocks(ranking, parameters, outs)
+        ranking = Ranking(parts, (common, sources), num_live, communicator, outs)
+        numbers = prune_in_blocks(ranking, parameters)
         for i, cutter in enumerate(cutters):
             assert torch.equal(outs[i], cutter(expected[i]).float()), (i, layouts[i])
         return numbers, communicator.num_collectives

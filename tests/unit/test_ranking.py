@@ -58,25 +58,25 @@ def check(
             for i, tensor in enumerate(tensors)
         ]  # fmt: skip
         parts, sources, cutters = zip(*several, strict=True)
-        ranking = Ranking(parts, (common, sources), num_live, communicator, most_collected=most)
+        owners = [0] * len(tensors)
+        for number, segment in enumerate(segments):
+            for i in segment:
+                owners[i] = number
         for drafted in (True, False):
             # Masks of any dtype, drafted during the read, or written anew.
             outs = [
                 torch.full((source.size,), 7, device=device).to(DRAFT_DTYPES[i % len(DRAFT_DTYPES)])
                 for i, source in enumerate(sources)
             ]
-            cuts = ranking.cut(
-                segments, counts, drafts=outs if drafted else None, count_each=drafted
+            ranking = Ranking(
+                parts, (common, sources), num_live, communicator, outs, most_collected=most
             )
-            each = [None] * len(tensors)
-            for cut, segment in zip(cuts, segments, strict=True):
-                if drafted:
-                    assert list(cut.num_before) == [gone[i] for i in segment]
-                for i in segment:
-                    each[i] = cut.at(i)
+            cuts = ranking.cut(owners, counts, count_each=not drafted)
             if drafted:
                 calls = communicator.num_collectives
-            numbers = ranking.write(each, outs)
+            else:
+                assert cuts.num_before.tolist() == gone
+            numbers = ranking.write(cuts)
             for out, cutter, keep in zip(outs, cutters, expected, strict=True):
                 assert torch.equal(out.to(torch.float64), cutter(keep).double())
         return numbers, calls
@@ -203,10 +203,10 @@ def test_nan_raises_on_every_rank_and_names_its_parameter():
             for tensor, name in ((torch.ones(4, 2), "left"), (whole, "right"))
         ]
         keys = common, [source for _, source, _ in parts]
-        ranking = Ranking([part for part, _, _ in parts], keys, [8, 12], communicator)
         for count in (0, 3):
+            ranking = Ranking([part for part, _, _ in parts], keys, [8, 12], communicator)
             with pytest.raises(ValueError, match=r"right \(1 of 12\)") as caught:
-                ranking.cut([[0, 1]], [count])
+                ranking.cut([0, 0], [count])
         assert "left" not in str(caught.value)
         return str(caught.value)
 
@@ -218,10 +218,9 @@ def test_a_pruned_nan_does_not_compete():
     live = torch.tensor([False, True, True, True])
     common = key_range(torch.float32, Order.MAGNITUDE)
     part, source, _ = part_of(whole, live, "rows", common, 1, 0)
-    ranking = Ranking([part], (common, [source]), [3], Communicator(()))
-    (cut,) = ranking.cut([[0]], [1])
     mask = torch.empty(4)
-    assert ranking.write([cut.at(0)], [mask]) == [1]
+    ranking = Ranking([part], (common, [source]), [3], Communicator(()), [mask])
+    assert ranking.write(ranking.cut([0], [1])) == [1]
     assert mask.tolist() == [0, 1, 0, 1]
 
 
