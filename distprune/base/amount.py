@@ -18,9 +18,8 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 Amount = int | float
 # By (module, name) or full name.
@@ -46,7 +45,7 @@ def validate_amount(amount: Amount) -> None:
     if isinstance(amount, numbers.Integral):
         if amount < 0:
             raise ValueError(f"amount={amount!r} is negative; expected a count >= 0.")
-    elif math.isnan(amount) or not 0.0 <= float(amount) <= 1.0:
+    elif not 0.0 <= amount <= 1.0:  # or NaN
         raise ValueError(
             f"amount={amount!r} is not in [0, 1]; expected a fraction of what is "
             "unpruned as a float in [0, 1], or a count as an int."
@@ -87,8 +86,7 @@ SparsityBound = float | Fraction | Sparsities
 FLOOR, CEILING = "min_sparsity", "max_sparsity"
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(NamedTuple):
     """How many elements of every whole parameter are to be pruned after a call, at least and most.
 
     Attributes:
@@ -99,8 +97,7 @@ class Bounds:
     highest: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Bounded:
+class Bounded(NamedTuple):
     """What the bounds and the sparsity of a parameter depend on: its names, and its size.
 
     Attributes:
@@ -145,12 +142,10 @@ def to_bounds(
             raise ValueError(
                 f"{parameter.label}: min_sparsity asks for at least {low:,} pruned elements of "
                 f"{parameter.num_elements:,} and max_sparsity for at most {high:,}; expected a "
-                "floor that is not above the ceiling. Widen the bounds, or exempt so small a "
-                "parameter."
+                "floor that is not above the ceiling."
             )
-    if not any(lowest) and list(highest) == sizes:
-        return None
-    return Bounds(lowest, highest)
+    is_bounded = any(lowest) or list(highest) != sizes
+    return Bounds(lowest, highest) if is_bounded else None
 
 
 def violated_bound(num_to_prune: int, num_lowest: int, num_highest: int) -> str | None:
@@ -203,33 +198,33 @@ def per_parameter(
     # Not above: it loads torch, and recipes are read without.
     from distprune.base.naming import plain_key
 
-    given: dict[Hashable, list[tuple[Any, Any]]] = {}
+    given: dict[Hashable, list[Any]] = {}
     for key, value in bound.items():
-        given.setdefault(plain_key(key), []).append((key, value))
+        given.setdefault(plain_key(key), []).append(value)
     used: set[Hashable] = set()
     sparsities = []
     for parameter in parameters:
         keys = [key for key in parameter.keys if key in given]
-        if not keys and default is None:
+        used.update(keys)
+        values = [value for key in keys for value in given[key]]
+        if not values and default is None:
             raise ValueError(
                 f"{keyword} does not have {parameter.label}; expected a sparsity of every "
-                "parameter of the call. Give it one (0 keeps it dense), or leave the parameter out."
+                "parameter of the call (0 keeps it dense)."
             )
-        used.update(keys)
-        of_keys = [value for key in keys for _, value in given[key]]
-        values = {_exact(f"{keyword}[{parameter.label}]", value) for value in of_keys} or {
-            Fraction(default or 0)
-        }
-        if len(values) > 1:
+        exact = {_exact(f"{keyword}[{parameter.label}]", v) for v in values or [default or 0]}
+        if len(exact) > 1:
             raise ValueError(
                 f"{keyword} has several values for {parameter.label}: "
-                f"{', '.join(map(repr, of_keys))}; expected one."
+                f"{', '.join(map(repr, values))}; expected one."
             )
-        sparsities.append(values.pop())
-    unknown = [pairs[0][0] for key, pairs in given.items() if key not in used]
+        sparsities.append(exact.pop())
+    unknown = [key for key in given if key not in used]
     if unknown:
+        key = unknown[0]
+        shown = (type(key[0]).__name__, *key[1:]) if isinstance(key, tuple) and key else key
         raise ValueError(
-            f"{keyword} has {_shown(unknown[0])}, which is none of the parameters; expected "
+            f"{keyword} has {shown!r}, which is none of the parameters; expected "
             f"(module, name) pairs or full names among them, such as {parameters[0].label!r}."
         )
     return sparsities
@@ -237,22 +232,11 @@ def per_parameter(
 
 def _exact(what: str, value: Any) -> Fraction:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"{what}={value!r} is a {type(value).__name__}; expected a float in [0, 1]."
-        )
-    if isinstance(value, numbers.Rational):
-        exact = Fraction(value)
-    else:
-        exact = Fraction(repr(float(value))) if math.isfinite(value) else Fraction(-1)
-    if not 0 <= exact <= 1:
+        kind = type(value).__name__
+        raise TypeError(f"{what}={value!r} is a {kind}; expected a float in [0, 1].")
+    if not 0 <= value <= 1:  # or NaN
         raise ValueError(f"{what}={value!r} is not in [0, 1]; expected a sparsity.")
-    return exact
-
-
-def _shown(key: Any) -> str:
-    if isinstance(key, tuple) and len(key) == 2:
-        return f"({type(key[0]).__name__}, {key[1]!r})"
-    return repr(key)
+    return Fraction(value if isinstance(value, numbers.Rational) else repr(float(value)))
 
 
 def collapsed(counts: Sequence[tuple[int, int]]) -> list[int]:

@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from distprune.base.amount import resolve_count
 
@@ -40,8 +40,7 @@ def parse_pattern(pattern: object) -> tuple[int, int]:
 Scope = Literal["global", "layer", "row"]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """A tensor as [outer, inputs, columns, kernel], row-major.
 
     An output is a pair of an index of ``outer`` and one of ``columns``; it sums over ``inputs`` and
@@ -65,8 +64,7 @@ class Layout:
         return self.columns * self.kernel
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """The blocks of one tensor.
 
     The tensor is a sequence of bands [length, columns, kernel], row-major. A band has a block for
@@ -117,22 +115,15 @@ def layout_along(label: str, shape: Sequence[int], dims: Sequence[int]) -> Layou
     Raises:
         ValueError: the tensor has no such dimensions, or they do not make a layout.
     """
-    ndim = len(shape)
-    inner = [dim + ndim if dim < 0 else dim for dim in dims]
-    kernel = inner[1:]
-    is_good = (
-        bool(inner)
-        and all(0 <= dim < ndim for dim in inner)
-        and kernel == list(range(ndim - len(kernel), ndim))
-        and (not kernel or inner[0] < kernel[0])
-    )
-    if not is_good:
+    ndim, start = len(shape), len(shape) - len(dims[1:])
+    inner = [dim % ndim if -ndim <= dim < ndim else ndim for dim in dims]
+    if not inner or inner[0] >= start or inner[1:] != list(range(start, ndim)):
         raise ValueError(
             f"{label} has the shape {list(shape)}, and input_dims says {list(dims)}; "
             "expected one of its dimensions, counted from 0, and after it, for a convolution, "
             "those of the kernel: the last ones."
         )
-    first, start = inner[0], ndim - len(kernel)
+    first = inner[0]
     return Layout(
         math.prod(shape[:first]),
         shape[first],
@@ -240,40 +231,9 @@ class WeightLayout:
     groups: int = 1
 
     @property
-    def input_shape(self) -> tuple[int, ...]:
-        """Shape of a statistic that has one number for each input feature."""
-        shape = self.shape
-        if self.are_experts:
-            return (shape[0], shape[self.input_dim])
-        if self.kind == "convolution":
-            return (self.groups * shape[1], *shape[2:])
-        return shape[:1] if self.is_transposed else shape[1:]
-
-    @property
-    def num_inputs(self) -> int:
-        """Number of input features."""
-        return math.prod(self.input_shape)
-
-    @property
-    def num_matrices(self) -> int:
-        """How many matrices it is: fused experts, or groups of a convolution."""
-        return self.shape[0] if self.are_experts else self.groups
-
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """Outputs and inputs of each of its matrices."""
-        num = max(1, self.num_matrices)
-        return self.num_outputs // num, self.num_inputs // num
-
-    @property
     def are_experts(self) -> bool:
         """Whether it is matrices of fused experts: each has tokens of its own."""
         return self.kind in EXPERT_LAYOUTS
-
-    @property
-    def num_token_counts(self) -> int:
-        """How many numbers of tokens there are: one, or one for each expert."""
-        return self.shape[0] if self.are_experts else 1
 
     @property
     def is_transposed(self) -> bool:
@@ -283,17 +243,45 @@ class WeightLayout:
     @property
     def input_dim(self) -> int:
         """The dimension of the inputs; of a convolution, that of the channels in a group."""
-        return int(self.are_experts) + int(not self.is_transposed)
+        return self.are_experts + (not self.is_transposed)
 
     @property
     def output_dim(self) -> int:
         """The dimension of the weight that has one row for each output."""
-        return int(self.are_experts) + int(self.is_transposed)
+        return self.are_experts + self.is_transposed
+
+    @property
+    def num_matrices(self) -> int:
+        """How many matrices it is: fused experts, or groups of a convolution."""
+        return self.shape[0] if self.are_experts else self.groups
+
+    @property
+    def num_token_counts(self) -> int:
+        """How many numbers of tokens there are: one, or one for each expert."""
+        return self.shape[0] if self.are_experts else 1
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of a statistic that has one number for each input feature."""
+        if self.kind == "convolution":
+            return (self.groups * self.shape[1], *self.shape[2:])
+        return tuple(n for dim, n in enumerate(self.shape) if dim != self.output_dim)
+
+    @property
+    def num_inputs(self) -> int:
+        """Number of input features."""
+        return math.prod(self.input_shape)
 
     @property
     def num_outputs(self) -> int:
         """Number of outputs; of experts, those of each counted."""
         return self.num_token_counts * self.shape[self.output_dim]
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Outputs and inputs of each of its matrices."""
+        num = max(1, self.num_matrices)
+        return self.num_outputs // num, self.num_inputs // num
 
     def of_inputs(self, values: Tensor) -> Tensor:
         """A number per input feature, as a factor that broadcasts to the weight.
@@ -315,8 +303,6 @@ class WeightLayout:
 
     def of_outputs(self, values: Tensor) -> Tensor:
         """A number per output, [outputs], as a factor that broadcasts to the weight; a view."""
-        shape = [1] * len(self.shape)
-        shape[self.output_dim] = -1
-        if self.are_experts:
-            shape[0] = self.shape[0]
-        return values.reshape(shape)
+        is_dim = [self.are_experts and dim == 0 for dim in range(len(self.shape))]
+        is_dim[self.output_dim] = True
+        return values.reshape([n if own else 1 for n, own in zip(self.shape, is_dim, strict=True)])

@@ -53,7 +53,7 @@ def takes_numpy(device: torch.device) -> bool:
 
 
 def select(flat: Tensor, index: Tensor) -> Tensor:
-    """``flat[index]`` for int64 positions or bool flags, 1-d.
+    """``flat[index]`` for int64 positions or bool flags, 1-d, of the first dimension.
 
     On a CPU by numpy: torch spreads even this over threads, which wait for each other longer than
     it takes where cores are shared.
@@ -71,14 +71,6 @@ def moved(host: Tensor, device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
-def copy(source: Tensor, out: Tensor) -> None:
-    """``out.copy_(source)``, which torch would spread over threads."""
-    if takes_numpy(source.device) and takes_numpy(out.device):
-        np.copyto(out.numpy(), source.numpy())
-    else:
-        out.copy_(source)
-
-
 def on_host(counts: Sequence[Count]) -> list[int]:
     """Counts as numbers. Waits for a device once, for all of them."""
     on_device = [count for count in counts if isinstance(count, Tensor)]
@@ -87,21 +79,9 @@ def on_host(counts: Sequence[Count]) -> list[int]:
 
 
 def arrays_on_host(counts: Sequence[Tensor]) -> list[Array]:
-    """Several tensors of integers, as int64. Waits for each device once."""
-    found: dict[int, Array] = {}
-    for device in {each.device for each in counts}:
-        here = [i for i, each in enumerate(counts) if each.device == device]
-        flat = torch.cat([counts[i].view(-1) for i in here]).cpu().numpy().astype(np.int64)
-        end = 0
-        for i in here:
-            of_one = flat[end : (end := end + counts[i].numel())]
-            found[i] = of_one.reshape(counts[i].shape)
-    return [found[i] for i in range(len(counts))]
-
-
-def lists_on_host(vectors: Sequence[Tensor]) -> list[list[int]]:
-    """:func:`arrays_on_host` of vectors, as Python's numbers."""
-    return [array.tolist() for array in arrays_on_host(vectors)]
+    """Several tensors of integers, as int64. Waits for a device once, for all of them."""
+    flat, end = concatenate([each.view(-1).long() for each in counts]).numpy(), 0
+    return [flat[end : (end := end + each.numel())].reshape(each.shape) for each in counts]
 
 
 @dataclass(frozen=True)
@@ -126,10 +106,7 @@ class Runs:
         """Their elements, [m * length]."""
         end = self.start + (self.stop - self.start) // self.length * self.length
         runs = flat[self.start : end].view(-1, self.length)
-        if not takes_numpy(flat.device) or flat.itemsize not in INTEGERS:
-            return runs[moved(self.numbers, flat.device)].view(-1)
-        bits = runs.view(INTEGERS[flat.itemsize]).numpy()
-        return torch.from_numpy(bits[self.numbers.numpy()]).view(flat.dtype).view(-1)
+        return select(runs, moved(self.numbers, flat.device)).view(-1)
 
     def positions(self, device: torch.device) -> Tensor:
         """Their positions in the tensor, int64 [m * length]."""
@@ -148,15 +125,6 @@ def concatenate(tensors: Sequence[Tensor]) -> Tensor:
     if all(takes_numpy(tensor.device) for tensor in filled):
         return torch.from_numpy(np.concatenate([tensor.numpy() for tensor in filled]))
     return torch.cat([tensor.to(filled[0].device) for tensor in filled]).cpu()
-
-
-def join(tensors: Sequence[Tensor]) -> Tensor:
-    """:func:`concatenate` where all tensors are; on the CPU if they are on several devices."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    devices = {tensor.device for tensor in filled}
-    if len(devices) != 1 or takes_numpy(filled[0].device):
-        return concatenate(filled)
-    return filled[0] if len(filled) == 1 else torch.cat(filled)
 
 
 def peak_rss_bytes() -> int:

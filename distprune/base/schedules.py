@@ -8,7 +8,6 @@ the next.
 
 from __future__ import annotations
 
-import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -31,9 +30,40 @@ class Schedule(ABC):
         """
 
     @property
-    @abstractmethod
     def ends_at(self) -> float | None:
         """The final value of :meth:`sparsity_at`; None if it is unknown."""
+        return None
+
+
+class _Repeated(Schedule):
+    """Due at ``begin``, every ``frequency`` steps, and at ``end`` if there is one."""
+
+    begin: int
+    end: int | None
+    frequency: int
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.end is not None and self.end < self.begin:
+            raise ValueError(
+                f"end={self.end} comes before begin={self.begin}; expected begin <= end."
+            )
+
+    def is_due(self, step: int) -> bool:
+        if step < self.begin or (self.end is not None and step > self.end):
+            return False
+        return step == self.end or (step - self.begin) % self.frequency == 0
+
+    def sparsity_at(self, step: int) -> float:
+        if step < self.begin:
+            return 0.0
+        if self.end is not None and step >= self.end:
+            return self._due_sparsity(self.end)
+        return self._due_sparsity(step - (step - self.begin) % self.frequency)
+
+    @abstractmethod
+    def _due_sparsity(self, step: int) -> float:
+        """The sparsity at a due step."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +82,7 @@ class OneShot(Schedule):
     sparsity: float
 
     def __post_init__(self) -> None:
-        _check_steps(self, step=0)
-        _check_sparsities(self, "sparsity")
+        _check_fields(self)
 
     def is_due(self, step: int) -> bool:
         return step == self.step
@@ -67,8 +96,8 @@ class OneShot(Schedule):
 
 
 @dataclass(frozen=True)
-class _Ramp(Schedule):
-    """Raises the sparsity; due at ``begin``, every ``frequency`` steps, and at ``end``."""
+class _Ramp(_Repeated):
+    """Raises the sparsity."""
 
     begin: int
     end: int
@@ -77,8 +106,7 @@ class _Ramp(Schedule):
     initial_sparsity: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_range(self)
-        _check_sparsities(self, "final_sparsity", "initial_sparsity")
+        super().__post_init__()
         if self.initial_sparsity > self.final_sparsity:
             raise ValueError(
                 f"initial_sparsity={self.initial_sparsity} is above "
@@ -86,19 +114,13 @@ class _Ramp(Schedule):
                 "as pruned elements do not come back."
             )
 
-    def is_due(self, step: int) -> bool:
-        return _is_due(step, self.begin, self.end, self.frequency)
-
-    def sparsity_at(self, step: int) -> float:
-        if step < self.begin:
-            return 0.0
+    def _due_sparsity(self, step: int) -> float:
         # Exact at both ends, regardless of rounding in the formula.
-        if step >= self.end:
+        if step == self.end:
             return self.final_sparsity
-        due = _last_due(step, self.begin, self.end, self.frequency)
-        if due == self.begin:
+        if step == self.begin:
             return self.initial_sparsity
-        between = self._between((due - self.begin) / (self.end - self.begin))
+        between = self._between((step - self.begin) / (self.end - self.begin))
         return min(max(between, self.initial_sparsity), self.final_sparsity)
 
     @property
@@ -153,7 +175,7 @@ class Cubic(_Ramp):
 
 
 @dataclass(frozen=True, repr=False)
-class Function(Schedule):
+class Function(_Repeated):
     """A function of the step.
 
     Args:
@@ -177,24 +199,12 @@ class Function(Schedule):
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
-            raise TypeError(
-                f"fn={self.fn!r} is a {type(self.fn).__name__}; expected a function of the step."
-            )
-        _check_range(self)
+            kind = type(self.fn).__name__
+            raise TypeError(f"fn={self.fn!r} is a {kind}; expected a function of the step.")
+        super().__post_init__()
 
-    def is_due(self, step: int) -> bool:
-        return _is_due(step, self.begin, self.end, self.frequency)
-
-    def sparsity_at(self, step: int) -> float:
-        if step < self.begin:
-            return 0.0
-        due = _last_due(step, self.begin, self.end, self.frequency)
-        sparsity = self.fn(due)
-        return _checked_sparsity(f"fn({due})", sparsity)
-
-    @property
-    def ends_at(self) -> None:
-        return None
+    def _due_sparsity(self, step: int) -> float:
+        return _checked_sparsity(f"fn({step})", self.fn(step))
 
     def __repr__(self) -> str:
         # Without the address in a function's own repr: equal on every rank and in every run.
@@ -221,53 +231,24 @@ def schedule_fields(schedule: Schedule) -> dict[str, Any]:
     raise ValueError(f"{schedule!r} has no form in a recipe; expected OneShot, Linear or Cubic.")
 
 
-def _check_steps(schedule: Schedule, **lowest: int) -> None:
-    """Check fields that are numbers of steps; makes them Python ints, so that reprs are equal."""
-    for name, least in lowest.items():
-        value = getattr(schedule, name)
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise TypeError(f"{name}={value!r} is a {type(value).__name__}; expected an int.")
-        if value < least:
-            raise ValueError(f"{name}={value} is below {least}; expected an int >= {least}.")
-        object.__setattr__(schedule, name, int(value))
-
-
-def _check_range(schedule: _Ramp | Function) -> None:
-    _check_steps(schedule, begin=0, frequency=1)
-    if schedule.end is not None:
-        _check_steps(schedule, end=0)
-        if schedule.end < schedule.begin:
-            raise ValueError(
-                f"end={schedule.end} comes before begin={schedule.begin}; expected begin <= end."
-            )
-
-
-def _check_sparsities(schedule: Schedule, *names: str) -> None:
-    for name in names:
-        checked = _checked_sparsity(name, getattr(schedule, name))
-        object.__setattr__(schedule, name, checked)
+def _check_fields(schedule: Schedule) -> None:
+    """Check all numbers; makes them Python's, so that reprs are equal."""
+    for name, value in vars(schedule).items():
+        if name.endswith("sparsity"):
+            object.__setattr__(schedule, name, _checked_sparsity(name, value))
+        elif name != "fn" and value is not None:
+            least = 1 if name == "frequency" else 0
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+                raise TypeError(f"{name}={value!r} is a {type(value).__name__}; expected an int.")
+            if value < least:
+                raise ValueError(f"{name}={value} is below {least}; expected an int >= {least}.")
+            object.__setattr__(schedule, name, int(value))
 
 
 def _checked_sparsity(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"{name}={value!r} is a {type(value).__name__}; expected a float in [0, 1]."
-        )
-    if math.isnan(value) or not 0.0 <= float(value) <= 1.0:
-        raise ValueError(
-            f"{name}={value!r} is not in [0, 1]; expected a sparsity, a share of all elements."
-        )
+        kind = type(value).__name__
+        raise TypeError(f"{name}={value!r} is a {kind}; expected a float in [0, 1].")
+    if not 0.0 <= value <= 1.0:  # or NaN
+        raise ValueError(f"{name}={value!r} is not in [0, 1]; expected a sparsity.")
     return float(value)
-
-
-def _is_due(step: int, begin: int, end: int | None, frequency: int) -> bool:
-    if step < begin or (end is not None and step > end):
-        return False
-    return step == end or (step - begin) % frequency == 0
-
-
-def _last_due(step: int, begin: int, end: int | None, frequency: int) -> int:
-    """The last due step that is not after ``step`` >= begin."""
-    if end is not None and step >= end:
-        return end
-    return begin + (step - begin) // frequency * frequency

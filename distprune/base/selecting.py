@@ -72,51 +72,50 @@ EMBEDDING = "an embedding"
 HEAD = "the output head"
 NORM = "a normalisation"
 _LEARNED = "a learned input"
-# Parts of names, between dots, in lower case. The first rule that matches any part is the reason.
-_PARTS = (
-    (r"lora_.*|.*_lora_[ab]|hada_w.*|oft_[rs]|vera_.*|ia3_.*", ADAPTER),
-    (
-        r".*relative.*bias.*|.*rel_pos.*|rpb|.*bias_table|pos(ition)?_bias.*|attention_biases"
-        r"|rel_logits.*|.*_ape",
-        "a table of relative positions",
-    ),
-    (
-        r"(?!embed_out$).*embed.*|wte|wpe|shared|(.*_)?emb(_.*)?|position_?enc.*|pos_enc.*"
-        r"|.*positional_encoding.*|patch_conv|codebook",
-        EMBEDDING,
-    ),
-    (r".*router.*|gate|.*expert_gate", "a router"),
-    (
-        r"(?![qkv]_head$)(.+_)?head|.+_heads|embed_out|.*classifiers?|classifier_.*|score"
-        r"|(mlm|itm|itc)_score|(.*_)?predictions?|predict_.*|decoder_pred|(.*_)?cls|qa_outputs?"
-        r"|logits?(_.*)?|.*_logits?|seq_relationship|pred_layer|lm_loss|ctc_proj"
-        r"|.*(class|bbox|box)_predictor|vocab_(projector|transform)|output_projection.*"
-        r"|sequence_summary",
-        HEAD,
-    ),
-    (
-        r"(?!(roberta_prelayernorm|norm_attn_norm)$).*norm.*|ln(_.*)?|ln[0-9]*|.*_ln|bn[0-9]*|.*layer_?scale.*"
-        r"|(.*_)?gamma(_.*)?",
-        NORM,
-    ),
-    (r"bias(_[uv])?|.*_bias", "a bias"),
-)
-# The tensor's own name, the last part.
-_OWN = (
-    (r"(.*_)?scales?(_inv)?|.*zero_points?|.*zeros", "scales of quantised weights"),
-    (r"static_weight", "a convolution of single channels"),
-    (r"a_logs?|d|dt_bias|.*_decay|time_(first|mix_.*)", "the constants of a state space"),
-    (r"(.*_)?(tokens?|query|queries|latents?|latents_[12]d|probe|prompt|codevectors)", _LEARNED),
-)
-# The name of the module of a "weight".
-_OWNERS = (
-    (r"(?!.*to_tokens?$)(.*_)?tokens?|query_feat|queries_features|reference_points", _LEARNED),
-)
-# Whole names: short ones, which mean something else deeper in a model.
-_WHOLE = (
-    (r"(output|fc|proj_out|v_head\.summary)\.weight", HEAD),
-    (r"(transformer\.)?w\.weight", EMBEDDING),
-)
+_RULES = {
+    # Parts of names, between dots, in lower case. The first rule that matches any part is the
+    # reason.
+    "parts": {
+        ADAPTER: r"lora_.*|.*_lora_[ab]|hada_w.*|oft_[rs]|vera_.*|ia3_.*",
+        "a table of relative positions": (
+            r".*relative.*bias.*|.*rel_pos.*|rpb|.*bias_table|pos(ition)?_bias.*|attention_biases"
+            r"|rel_logits.*|.*_ape"
+        ),
+        EMBEDDING: (
+            r"(?!embed_out$).*embed.*|wte|wpe|shared|(.*_)?emb(_.*)?|position_?enc.*|pos_enc.*"
+            r"|.*positional_encoding.*|patch_conv|codebook"
+        ),
+        "a router": r".*router.*|gate|.*expert_gate",
+        HEAD: (
+            r"(?![qkv]_head$)(.+_)?head|.+_heads|embed_out|.*classifiers?|classifier_.*|score"
+            r"|(mlm|itm|itc)_score|(.*_)?predictions?|predict_.*|decoder_pred|(.*_)?cls|qa_outputs?"
+            r"|logits?(_.*)?|.*_logits?|seq_relationship|pred_layer|lm_loss|ctc_proj"
+            r"|.*(class|bbox|box)_predictor|vocab_(projector|transform)|output_projection.*"
+            r"|sequence_summary"
+        ),
+        NORM: (
+            r"(?!(roberta_prelayernorm|norm_attn_norm)$).*norm.*|ln(_.*)?|ln[0-9]*|.*_ln|bn[0-9]*"
+            r"|.*layer_?scale.*|(.*_)?gamma(_.*)?"
+        ),
+        "a bias": r"bias(_[uv])?|.*_bias",
+    },
+    # The tensor's own name, the last part.
+    "own": {
+        "scales of quantised weights": r"(.*_)?scales?(_inv)?|.*zero_points?|.*zeros",
+        "a convolution of single channels": r"static_weight",
+        "the constants of a state space": r"a_logs?|d|dt_bias|.*_decay|time_(first|mix_.*)",
+        _LEARNED: r"(.*_)?(tokens?|query|queries|latents?|latents_[12]d|probe|prompt|codevectors)",
+    },
+    # The name of the module of a "weight".
+    "owner": {
+        _LEARNED: r"(?!.*to_tokens?$)(.*_)?tokens?|query_feat|queries_features|reference_points"
+    },
+    # Whole names: short ones, which mean something else deeper in a model.
+    "whole": {
+        HEAD: r"(output|fc|proj_out|v_head\.summary)\.weight",
+        EMBEDDING: r"(transformer\.)?w\.weight",
+    },
+}
 
 
 MIN_NDIM = 2
@@ -143,27 +142,21 @@ def reason_to_keep(name: str, shape: Sequence[int], dtype: str = "F32") -> str:
     if dtype in NOT_FLOATS:
         return f"{dtype} is no float"
     parts = name.lower().split(".")
-    rule = min(map(_rule_of, parts))
-    if rule < len(_PARTS):
-        return _PARTS[rule][1]
+    reasons = {_reason_in("parts", part) for part in parts}
+    for reason in _RULES["parts"]:
+        if reason in reasons:
+            return reason
     is_weight = parts[-1] == "weight" and len(parts) > 1
-    reason = _reason_in(_OWNERS, parts[-2]) if is_weight else _reason_in(_OWN, parts[-1])
+    reason = _reason_in("owner", parts[-2]) if is_weight else _reason_in("own", parts[-1])
     if not reason and len(parts) <= 3:
-        reason = _reason_in(_WHOLE, name)
-    if reason:
-        return reason
-    if len(shape) > 2 and shape[1] == 1:
+        reason = _reason_in("whole", name)
+    if not reason and len(shape) > 2 and shape[1] == 1:
         return "a convolution of single channels"
-    return ""
+    return reason
 
 
-@functools.lru_cache(maxsize=4096)
-def _rule_of(part: str) -> int:
-    """Number of the rule that a part of a name falls under; cached, as parts of names recur."""
-    matches = (i for i, (pattern, _) in enumerate(_PARTS) if re.fullmatch(pattern, part))
-    return next(matches, len(_PARTS))
-
-
-@functools.lru_cache(maxsize=4096)
-def _reason_in(rules: tuple[tuple[str, str], ...], name: str) -> str:
-    return next((reason for pattern, reason in rules if re.fullmatch(pattern, name)), "")
+@functools.lru_cache(maxsize=8192)
+def _reason_in(kind: str, name: str) -> str:
+    """The first rule of a kind that a name falls under; cached, as parts of names recur."""
+    rules = _RULES[kind].items()
+    return next((reason for reason, pattern in rules if re.fullmatch(pattern, name)), "")

@@ -28,7 +28,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -216,7 +216,7 @@ class _Blocked:
             cut = {}
             for i, (own, parameter) in enumerate(zip(self._places, self._parameters, strict=True)):
                 if len(own.cut) and parameter is not None:
-                    cut[i] = [astuple(parameter.blocks), progressions(own.cut)]
+                    cut[i] = [parameter.blocks, progressions(own.cut)]
             return json.dumps(cut)
 
         ranks = self._ranking.ranks

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from distprune.base import memory
 from distprune.base.hashing import hash_keys
-from distprune.base.memory import lists_on_host
 
 # 64-bit words in a block: they, their weights and the products stay in the second-level cache.
 _WORDS = 1 << 14
@@ -47,10 +46,10 @@ def checksums(locals_: Sequence[Tensor]) -> list[int]:
     """
     # What a device has is asked for at the end, all at once.
     sums = [_sums(local.detach()) for local in locals_]
-    copied = iter(lists_on_host([blocks for blocks in sums if isinstance(blocks, Tensor)]))
+    copied = iter(memory.arrays_on_host([s for s in sums if isinstance(s, Tensor)]))
     totals = []
     for blocks in sums:
-        numbers = next(copied) if isinstance(blocks, Tensor) else blocks
+        numbers = next(copied).tolist() if isinstance(blocks, Tensor) else blocks
         totals.append(sum(number * _block_weight(i) for i, number in enumerate(numbers)))
     return [(total + 2**63) % 2**64 - 2**63 for total in totals]
 
