@@ -234,7 +234,7 @@ def _exact(what: str, value: Any) -> Fraction:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         kind = type(value).__name__
         raise TypeError(f"{what}={value!r} is a {kind}; expected a float in [0, 1].")
-    if not 0 <= value <= 1:  # or NaN
+    if not 0 <= float(value) <= 1:  # or NaN
         raise ValueError(f"{what}={value!r} is not in [0, 1]; expected a sparsity.")
     return Fraction(value if isinstance(value, numbers.Rational) else repr(float(value)))
 
