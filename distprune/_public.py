@@ -47,9 +47,9 @@ from distprune.methods.builtin import RandomStructured as RandomStructured
 from distprune.methods.builtin import RandomUnstructured as RandomUnstructured
 from distprune.methods.channels import ChannelGroup as ChannelGroup
 from distprune.methods.channels import ChannelPart as ChannelPart
-from distprune.reconstruction.reconstructing import ReconstructedParameter as ReconstructedParameter
-from distprune.reconstruction.reconstructing import ReconstructionReport as ReconstructionReport
-from distprune.reconstruction.reconstructing import reconstruct as reconstruct
+from distprune.reconstruction import ReconstructedParameter as ReconstructedParameter
+from distprune.reconstruction import ReconstructionReport as ReconstructionReport
+from distprune.reconstruction import reconstruct as reconstruct
 from distprune.shards.factored import FactoredScores as FactoredScores
 from distprune.verification.report import VerificationError as VerificationError
 from distprune.verification.report import VerificationReport as VerificationReport

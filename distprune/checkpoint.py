@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from distprune.api.global_unstructured import global_unstructured
-from distprune.base.naming import NamedParameter, full_name, named_modules, unwrap
+from distprune.base.naming import NamedParameter, unwrap
 from distprune.base.pruned_form import (
     mask_key,
     masked_product,
@@ -68,25 +68,12 @@ __all__ = [
 _MODEL, _OPTIMIZER, _PRUNER, _RECORDS = "model", "optimizer", "pruner", "masks"
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-Unmasked = Literal["error", "keep"]
-
-
-class Stateful(Protocol):
-    """An object with a state dict, such as a ScheduledPruner."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state, in plain values or tensors."""
-        ...
-
-    def load_state_dict(self, state: Any, /) -> Any:
-        """Restore a state."""
-        ...
 
 
 def get_state_dict(
     model: nn.Module,
     optimizers: Optimizers = (),
-    pruner: Stateful | None = None,
+    pruner: Any = None,
     *,
     group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
@@ -115,7 +102,7 @@ def get_state_dict(
     function, an optimizer that never stepped makes one step with learning rate 0.
     """
     check_writable(model, group=group)
-    state = _get_state_dict(model, optimizers, pruner)
+    state = _state_of(model, optimizers, pruner)
     records = records_of(model)
     if records:
         state[_RECORDS] = json.dumps(records)
@@ -126,9 +113,9 @@ def load(
     checkpoint_id: str | os.PathLike[str],
     model: nn.Module,
     optimizers: Optimizers = (),
-    pruner: Stateful | None = None,
+    pruner: Any = None,
     *,
-    unmasked: Unmasked = "error",
+    unmasked: Literal["error", "keep"] = "error",
     storage_reader: StorageReader | None = None,
     group: ProcessGroup | None = None,
 ) -> None:
@@ -162,31 +149,44 @@ def load(
     """
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict import (
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
 
-    communicator = world(group)
+    ranks = world(group)
     reader = storage_reader or FileSystemReader(checkpoint_id)
+    entries: dict[str, Any] = {}
+    dense: list[str] = []
 
-    def read_contents() -> tuple[list[str], list[str], bool]:
-        contents = _contents_for(model, reader, unmasked)
-        if communicator.index == 0:
-            check_masks_of_ties(model, contents[0], reader)
-        return contents
+    def read_entries() -> list[str]:
+        if unmasked not in ("error", "keep"):
+            raise ValueError(f"unmasked={unmasked!r}; expected 'error' or 'keep'.")
+        entries.update(reader.read_metadata().state_dict_metadata)
+        prefix = _MODEL + "."
+        keys = {key.removeprefix(prefix) for key in entries if key.startswith(prefix)}
+        dense.extend(n for n in _masks_of(model) if n in keys and mask_key(n) not in keys)
+        if dense and unmasked == "error":
+            raise ValueError(
+                f"{', '.join(dense)}: pruned in the model and dense in the checkpoint; expected "
+                "both pruned or both dense. Pass unmasked='keep' to put the masks in force on the "
+                "loaded weights, or remove() the pruning first."
+            )
+        if ranks.index == 0:
+            _check_masks_of_ties(model, keys, entries, reader)
+        return sorted(keys)
 
-    keys, dense, has_records = communicator.run(
-        read_contents,
-        lambda contents: [
-            ("keys of the checkpoint", ", ".join(sorted(contents[0]))),
-            ("unmasked", unmasked),
-        ],
+    keys = ranks.run(
+        read_entries,
+        lambda keys: [("keys of the checkpoint", ", ".join(keys)), ("unmasked", unmasked)],
     )
     check_writable(model, group=group)
     prepare_for_load(model, keys, group=group)
 
-    state = _get_state_dict(model, optimizers, pruner)
-    pruned = _pruned_here(model)
-    names = {stored_key(name, state[_MODEL]): stored_key(name, keys) for name in pruned}
+    state = _state_of(model, optimizers, pruner)
+    names = {stored_key(n, state[_MODEL]): stored_key(n, set(keys)) for n in _masks_of(model)}
     kept = {mask_key(name): state[_MODEL].pop(mask_key(name)) for name in dense}
-    if has_records:
+    if _RECORDS in entries:
         state[_RECORDS] = ""
     _rename(state, names)
     state_dict_loader.load(
@@ -196,35 +196,14 @@ def load(
         process_group=group,
     )
     _rename(state, {saved: name for name, saved in names.items()})
-    state[_MODEL].update(kept)
-    _set_state_dict(model, optimizers, pruner, state)
+    set_model_state_dict(model, state[_MODEL] | kept)
+    if optimizers:
+        set_optimizer_state_dict(model, optimizers, state[_OPTIMIZER])
+    if pruner is not None:
+        pruner.load_state_dict(state[_PRUNER])
     before = records_of(model)
-    records = json.loads(state[_RECORDS]) if has_records else {}
+    records = json.loads(state.get(_RECORDS, "{}"))
     put_records(model, records | {name: before[name] for name in dense if name in before})
-
-
-def _contents_for(
-    model: nn.Module, reader: StorageReader, unmasked: Unmasked
-) -> tuple[list[str], list[str], bool]:
-    """Read what a checkpoint has; raises a ValueError if ``unmasked`` does not allow it.
-
-    Returns:
-        The keys of the model's state dict; the parameters that are pruned in the model and dense in
-        the checkpoint; and whether the records of the masks were saved.
-    """
-    if unmasked not in ("error", "keep"):
-        raise ValueError(f"unmasked={unmasked!r}; expected 'error' or 'keep'.")
-    entries = reader.read_metadata().state_dict_metadata
-    prefix = _MODEL + "."
-    keys = [key.removeprefix(prefix) for key in entries if key.startswith(prefix)]
-    dense = [name for name in _pruned_here(model) if name in keys and mask_key(name) not in keys]
-    if dense and unmasked == "error":
-        raise ValueError(
-            f"{', '.join(dense)}: pruned in the model and dense in the checkpoint; expected "
-            "both pruned or both dense. Pass unmasked='keep' to put the masks in force on the "
-            "loaded weights, or remove() the pruning first."
-        )
-    return keys, dense, _RECORDS in entries
 
 
 def prepare_for_load(
@@ -253,16 +232,16 @@ def prepare_for_load(
 
     Cost: memory for the masks; a few small all-reduces.
     """
-    communicator = world(group)
+    ranks = world(group)
     values: dict[str, Any] = {}
     pairs: list[NamedParameter] = []
 
     def count_pairs() -> Tensor:
         values.update(state if isinstance(state, Mapping) else {key: key for key in state})
-        pairs.extend(to_be_masked(model, values))
+        pairs.extend(_dense_pairs(model, values))
         return torch.tensor([len(pairs)])
 
-    if int(communicator.max(communicator.run(count_pairs))[0]):
+    if int(ranks.max(ranks.run(count_pairs))[0]):
         global_unstructured(pairs, Identity, group=group)
     names = {}
     for name, module, hook in pruned_parameters(model):
@@ -271,7 +250,7 @@ def prepare_for_load(
     return {names.get(key, key): value for key, value in values.items()}
 
 
-def _pruned_here(model: nn.Module) -> dict[str, Tensor]:
+def _masks_of(model: nn.Module) -> dict[str, Tensor]:
     """The masks on this rank by the names of their parameters."""
     masks = {
         name: module._buffers.get(mask_key(hook._tensor_name))
@@ -280,9 +259,7 @@ def _pruned_here(model: nn.Module) -> dict[str, Tensor]:
     return {name: mask for name, mask in masks.items() if mask is not None}
 
 
-def _get_state_dict(
-    model: nn.Module, optimizers: Optimizers, pruner: Stateful | None
-) -> dict[str, Any]:
+def _state_of(model: nn.Module, optimizers: Optimizers, pruner: Any) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import (
         get_model_state_dict,
         get_optimizer_state_dict,
@@ -296,21 +273,6 @@ def _get_state_dict(
     return state
 
 
-def _set_state_dict(
-    model: nn.Module, optimizers: Optimizers, pruner: Stateful | None, state: dict[str, Any]
-) -> None:
-    from torch.distributed.checkpoint.state_dict import (
-        set_model_state_dict,
-        set_optimizer_state_dict,
-    )
-
-    set_model_state_dict(model, state[_MODEL])
-    if optimizers:
-        set_optimizer_state_dict(model, optimizers, state[_OPTIMIZER])
-    if pruner is not None:
-        pruner.load_state_dict(state[_PRUNER])
-
-
 def _rename(state: dict[str, Any], names: Mapping[str, str]) -> None:
     """Give parameters other names in the state of a model and of its optimizers."""
     optimizer = state.get(_OPTIMIZER, {"state": {}, "param_groups": []})
@@ -322,87 +284,79 @@ def _rename(state: dict[str, Any], names: Mapping[str, str]) -> None:
         param_group["params"] = [names.get(name, name) for name in param_group["params"]]
 
 
-def to_be_masked(model: nn.Module, keys: Iterable[str]) -> list[NamedParameter]:
+def _by_parameter(model: nn.Module) -> list[list[NamedParameter]]:
+    """All names of each parameter, in the model's order."""
+    groups = by_parameter(all_places(model)).values()
+    return [[place.pair for place in places] for places in groups]
+
+
+def _pruned_in(places: Iterable[NamedParameter], keys: Container[str]) -> list[NamedParameter]:
+    """Those names of a parameter that are pruned in a state dict."""
+    return [
+        place
+        for place in places
+        if mask_key(place.fqn) in keys and stored_key(place.fqn, keys) in keys
+    ]
+
+
+def _dense_pairs(model: nn.Module, keys: Container[str]) -> list[NamedParameter]:
     """What is pruned in a state dict and dense in a model; tied parameters once, as one.
 
     Raises:
         ValueError: FSDP masks a tied parameter under all its names, and the state dict has it
             pruned under some of them.
     """
-    keys = set(keys)
-    managed = managed_parameters(model)
-    path_of = {id(module): path for path, module in named_modules(model)}
-    pairs = []
-    for places in _pruned_places(model, keys):
+    managed, pairs = managed_parameters(model), []
+    for places in _by_parameter(model):
+        pruned = _pruned_in(places, keys)
         fresh = [
             place
-            for place in places
+            for place in pruned
             if find_hook(*place) is None and mask_key(place[1]) not in place[0]._buffers
         ]
-        record = managed.get((id(places[0][0]), places[0][1]))
-        for owner, name in record.owners if record is not None and fresh else ():
-            fqn = full_name(path_of.get(id(owner), ""), name)
-            if stored_key(fqn, keys) in keys and mask_key(fqn) not in keys:
-                raise ValueError(
-                    f"{fresh[0].fqn} is pruned in the state dict, and {fqn}, to which it is tied, "
-                    "is not; expected the same mask under both names, because FSDP masks the "
-                    "parameter under all of them. Load the state dict into a plain model, prune "
-                    "the other name by custom_from_mask with the same mask (which changes what "
-                    "the model computes) or remove() the pruning, and save that."
-                )
-        if fresh:
-            pairs.append(fresh[0].with_places(fresh))
+        if not fresh:
+            continue
+        others = [p.fqn for p in places if p not in pruned and stored_key(p.fqn, keys) in keys]
+        if others and (id(fresh[0][0]), fresh[0][1]) in managed:
+            raise ValueError(
+                f"{fresh[0].fqn} is pruned in the state dict, and {others[0]}, to which it is "
+                "tied, is not; expected the same mask under both names, because FSDP masks the "
+                "parameter under all of them. Load the state dict into a plain model, give the "
+                "other name the same mask or remove() the pruning, and save that."
+            )
+        pairs.append(fresh[0].with_places(fresh))
     return pairs
 
 
-def check_masks_of_ties(model: nn.Module, keys: Iterable[str], reader: StorageReader) -> None:
+def _check_masks_of_ties(
+    model: nn.Module, keys: Container[str], entries: Mapping[str, Any], reader: StorageReader
+) -> None:
     """Raise if names that share one mask in a model have different masks in a checkpoint.
 
     Call it on one rank: it reads the masks of tied parameters whole.
-
-    Args:
-        keys: the keys of the model's state dict in the checkpoint, without the prefix "model.".
-
-    Raises:
-        ValueError: names both.
     """
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    for places in _pruned_places(model, set(keys)):
-        # Fresh names are pruned as one.
-        masks = {id(m._buffers.get(mask_key(name))) for m, name in places}
-        if len(places) < 2 or len(masks) > 1:
+    for places in _by_parameter(model):
+        pruned = _pruned_in(places, keys)
+        # Names that are dense in the model are pruned as one.
+        in_model = {id(module._buffers.get(mask_key(name))) for module, name in pruned}
+        if len(pruned) < 2 or len(in_model) > 1:
             continue
-        entries = reader.read_metadata().state_dict_metadata
-        state: dict[str, Tensor] = {}
-        for place in places:
-            key = f"model.{mask_key(place.fqn)}"
-            entry = entries[key]
-            assert isinstance(entry, TensorStorageMetadata)  # a mask is a tensor
-            state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        names = [f"{_MODEL}.{mask_key(place.fqn)}" for place in pruned]
+        state = {
+            name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
+            for name in names
+        }
         load(state, storage_reader=reader, no_dist=True)
-        first = state[f"model.{mask_key(places[0].fqn)}"]
-        for place in places[1:]:
-            if not torch.equal(first != 0, state[f"model.{mask_key(place.fqn)}"] != 0):
+        for place, name in zip(pruned, names, strict=True):
+            if not torch.equal(state[name] != 0, state[names[0]] != 0):
                 raise ValueError(
-                    f"{place.fqn} is tied to {places[0].fqn}, and their masks in the checkpoint "
+                    f"{place.fqn} is tied to {pruned[0].fqn}, and their masks in the checkpoint "
                     "differ; expected equal ones, because the model has one mask for both. Load "
                     "it into a plain model whose names have masks of their own "
                     "(distprune.identity(module, name) for each of them)."
                 )
-
-
-def _by_parameter(model: nn.Module, names: set[str] | None = None) -> list[list[NamedParameter]]:
-    """All places of each parameter, or those of some full names, in the model's order."""
-    chosen = (place for place in all_places(model) if names is None or place.pair.fqn in names)
-    return [[place.pair for place in places] for places in by_parameter(chosen).values()]
-
-
-def _pruned_places(model: nn.Module, keys: set[str]) -> list[list[NamedParameter]]:
-    """The parameters that are pruned in a state dict, with all names that are."""
-    names = {name_of_pruned_mask(key, keys) for key in keys}
-    return _by_parameter(model, {name for name in names if name is not None})
 
 
 def fold(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -455,12 +409,23 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], **kwargs: An
 
     Cost: every parameter is gathered, in turn, and rank 0 holds the whole model on the CPU.
     """
-    communicator = world()
-    saved = communicator.run(lambda: _check_pretrained(model, kwargs))
+    ranks = world()
+    saved: Any = unwrap(model)
+
+    def check() -> None:
+        if not hasattr(saved, "save_pretrained"):
+            raise TypeError(
+                f"model is a {type(saved).__name__}, which has no save_pretrained; expected a "
+                "model of transformers, wrapped or not. fold(state_dict) does the same for others."
+            )
+        for name in {"state_dict", "is_main_process"} & kwargs.keys():
+            raise TypeError(f"{name} is chosen here; expected others of save_pretrained.")
+
+    ranks.run(check)
     folded = gather_folded(model)
 
     def write() -> None:
-        if communicator.index:
+        if ranks.index:
             return
         # By this transformers would shard and gather once more, on every rank.
         of_config = vars(saved.config)
@@ -470,7 +435,7 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], **kwargs: An
         finally:
             of_config.update(sharding)
 
-    communicator.run(write)
+    ranks.run(write)
 
 
 def gather_folded(model: nn.Module) -> dict[str, Any]:
@@ -484,13 +449,21 @@ def gather_folded(model: nn.Module) -> dict[str, Any]:
         Tensors on the CPU where the model is sharded; tied parameters are one tensor. On the other
         ranks nothing.
     """
-    communicator = world()
-    communicator.run(lambda: check_ties(model))
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    ranks, whole = world(), is_distributed()
+    ranks.run(lambda: check_ties(model))
     check_writable(model, is_gathered=True)
 
     def gather() -> dict[str, Any]:
-        state = _gather(model)
-        if communicator.index:
+        # FSDP1 of torch 2.13, dense too, dies of a segmentation fault where it is asked to offload
+        # to the CPU what is there already.
+        is_fsdp1 = any(is_flattened(m, name) for m in model.modules() for name in m._parameters)
+        is_on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+        offload = whole and not (is_fsdp1 and is_on_cpu)
+        options = StateDictOptions(full_state_dict=whole, cpu_offload=offload)
+        state = get_model_state_dict(model, options=options)
+        if ranks.index:
             return {}
         folded = fold(state)
         # Tied ones were gathered, and folded, one by one; as one tensor they are written once.
@@ -498,31 +471,4 @@ def gather_folded(model: nn.Module) -> dict[str, Any]:
             folded.update({each.fqn: folded[first.fqn] for each in others if each.fqn in folded})
         return folded
 
-    return communicator.run(gather)
-
-
-def _check_pretrained(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
-    saved = unwrap(model)
-    if not hasattr(saved, "save_pretrained"):
-        raise TypeError(
-            f"model is a {type(saved).__name__}, which has no save_pretrained; expected a model "
-            "of transformers, wrapped or not. fold(state_dict) does the same for any other."
-        )
-    for name in ("state_dict", "is_main_process"):
-        if name in kwargs:
-            raise TypeError(f"{name} is chosen here; expected other arguments of save_pretrained.")
-    return saved
-
-
-def _gather(model: nn.Module) -> dict[str, Any]:
-    """The whole state dict, on rank 0 at least."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    whole = is_distributed()
-    # FSDP1 of torch 2.13, dense too, dies of a segmentation fault where it is asked to offload
-    # to the CPU what is there already.
-    is_fsdp1 = any(is_flattened(m, name) for m in model.modules() for name in m._parameters)
-    offload = whole and not (is_fsdp1 and all(p.device.type == "cpu" for p in model.parameters()))
-    return get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=whole, cpu_offload=offload)
-    )
+    return ranks.run(gather)

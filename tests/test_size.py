@@ -21,7 +21,7 @@ ROOMS = {
     "base": (1040, 15),
     "budgets.py": (248, 1),
     "call": (936, 8),
-    "checkpoint.py": (294, 1),
+    "checkpoint.py": (267, 1),
     "cli": (1291, 13),
     "criteria": (593, 5),
     "dynamic.py": (156, 1),
@@ -34,7 +34,7 @@ ROOMS = {
     "ranking": (1923, 12),
     "ranks": (344, 3),
     "recipes": (339, 3),
-    "reconstruction": (417, 3),
+    "reconstruction.py": (348, 1),
     "schedule.py": (295, 1),
     "selftest.py": (299, 1),
     "shards": (1038, 9),
@@ -44,7 +44,7 @@ ROOMS = {
     "verification": (659, 4),
     "wrappers": (1720, 13),
 }
-TOTAL = (23646, 186)
+TOTAL = (23550, 184)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 40724, "launch": 967}
 NO_CODE = {

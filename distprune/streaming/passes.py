@@ -36,7 +36,7 @@ from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.recipes import Recipe
 from distprune.recipes.recipe import ELEMENTWISE
-from distprune.reconstruction.reconstructing import ReconstructedParameter, reconstruct
+from distprune.reconstruction import ReconstructedParameter, reconstruct
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
 from distprune.statistics.gram import GramMatrices

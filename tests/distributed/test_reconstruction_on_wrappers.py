@@ -9,7 +9,7 @@ from test_activation_statistics_on_wrappers import ALL, parts_of
 from torch import Tensor, nn
 
 import distprune as prune
-from distprune.reconstruction import reconstructing
+from distprune import reconstruction
 from distprune.statistics import GramMatrices
 from distprune.testing import run_ranks
 from helpers import wrappings
@@ -96,7 +96,7 @@ def values_after_an_error(wrapping: str) -> list[str]:
     context.__enter__()
     prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.5)
     before = [wrappings.shard(model, name, indices).clone() for name in LAYERS]
-    right, calls = reconstructing.least_squares, []
+    right, calls = reconstruction.least_squares, []
 
     def fails(*arguments):
         calls.append(arguments)
@@ -104,7 +104,7 @@ def values_after_an_error(wrapping: str) -> list[str]:
             raise MemoryError("no memory")
         return right(*arguments)
 
-    with mock.patch.object(reconstructing, "least_squares", fails):
+    with mock.patch.object(reconstruction, "least_squares", fails):
         try:
             prune.reconstruct(parameters, grams)
         except MemoryError as error:

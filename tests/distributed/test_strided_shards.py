@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import distprune as prune
-from distprune.reconstruction.solving import blocks_of
+from distprune.reconstruction import blocks_of
 from distprune.shards.reader import ShardReader
 from distprune.testing import run_ranks
 from helpers import reference

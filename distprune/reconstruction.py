@@ -1,0 +1,567 @@
+"""``reconstruct``: least squares for the weights that a mask has kept, on any sharding.
+
+[Note: least squares] A row w0 of a weight gives the outputs w0 X for the inputs X [inputs, tokens].
+With a mask, the row v that changes them least is the minimum of
+
+    |(w0 - v) X|^2 + d |w0 - v|^2  =  (w0 - v) H (w0 - v)^T,     H = X X^T + d I,
+
+over all v that are zero where the mask is. Only the Gram matrix X X^T is needed, all rows of a
+weight have the same one, and no row needs another. The damping d makes H regular and holds v near
+w0 in directions that the calibration data hardly has.
+
+The minimum solves the normal equations, the rows and columns of H that belong to the support:
+another matrix for each row. Conjugate gradients need only products with H, of all rows at once: a
+gradient is multiplied with the mask, so that what is pruned stays zero, and divided by the diagonal
+of H. Steps of a row depend on this row alone, so that no sharding changes them.
+
+[Note: blocks] A weight is one matrix or several, one below the other: an expert, a group of a
+convolution. A row has the elements of one output. A rank has blocks of a matrix, which are views of
+its part:
+
+    FSDP2, Shard(0), or a replica      FSDP1, a run of memory          Shard(1), TP row-wise
+    . . . . . .                        . . . . x x  a block            x x . . . .
+    x x x x x x   one block            x x x x x x  a block            x x . . . .   one block
+    x x x x x x                        x x x . . .  a block            x x . . . .
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from distprune.base.report_text import CallReport, table
+from distprune.call.reading import read_parameters
+from distprune.call.replicas import count_live_and_compare
+from distprune.call.request import ParameterArguments
+from distprune.masks.hook import forgets_pruned, refresh_products
+from distprune.ranks.collectives import Communicator
+from distprune.ranks.process_groups import world
+from distprune.shards.geometry import MatrixRun
+from distprune.shards.shard import Shard
+from distprune.statistics.gram import GramMatrices, with_damping
+from distprune.statistics.layers import WeightLayout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+STEPS = 15
+# Elements of the rows that are solved at a time: six temporaries of so many.
+_CPU_CHUNK = 1 << 21
+_DEVICE_CHUNK = 1 << 25
+
+
+@dataclass(frozen=True)
+class ReconstructedParameter:
+    """One parameter, whole.
+
+    Attributes:
+        name: fully qualified if the parameter came from ``select``.
+        num_elements, num_pruned: of the whole parameter.
+        error_before: |(w0 - w) X|^2 / |w0 X|^2, where w was masked and not changed yet ...
+        error_after: ... and with the new w. 0 if w0 X is zero.
+        damping: what was added to the diagonal of the Gram matrix; of several matrices, to that
+            with the largest.
+    """
+
+    name: str
+    num_elements: int
+    num_pruned: int
+    error_before: float
+    error_after: float
+    damping: float
+
+
+@dataclass(frozen=True)
+class ReconstructionReport(CallReport):
+    """What ``reconstruct`` did. ``print`` it on one rank; it is the same on all.
+
+    Attributes:
+        parameters: an entry for each parameter, in the caller's order.
+        steps: of conjugate gradients.
+        damping: as it was asked for: in units of the mean of each diagonal.
+        num_ranks: the ranks that took part.
+        num_collectives: collectives that this rank took part in.
+        bytes_sent: the payload of these, per rank.
+        seconds: wall time on this rank.
+    """
+
+    parameters: tuple[ReconstructedParameter, ...]
+    steps: int
+    damping: float
+    num_ranks: int
+    num_collectives: int
+    bytes_sent: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                entry.name,
+                f"{entry.num_pruned / max(1, entry.num_elements):.2%}",
+                f"{entry.error_before:.4g}",
+                f"{entry.error_after:.4g}",
+            ]
+            for entry in self.parameters
+        ]
+        count = max(1, len(self.parameters))
+        before = sum(entry.error_before for entry in self.parameters) / count
+        after = sum(entry.error_after for entry in self.parameters) / count
+        heading = ["parameter", "pruned", "error before", "error after"]
+        lines = table(heading, rows, ["mean", "", f"{before:.4g}", f"{after:.4g}"])
+        facts = [f"least squares, {self.steps} steps, damping {self.damping:g}", *self._cost()]
+        return "\n".join([*lines, "; ".join(facts)])
+
+
+def reconstruct(
+    parameters: Iterable[tuple[nn.Module, str]],
+    grams: GramMatrices,
+    *,
+    damping: float = 0.01,
+    steps: int = STEPS,
+    dtype: torch.dtype = torch.float64,
+    group: ProcessGroup | None = None,
+) -> ReconstructionReport:
+    """Move the kept weights so that the outputs of each layer change least. Collective.
+
+    prune.global_unstructured(parameters, prune.L1Unstructured, scores, amount=0.6)
+    report = prune.reconstruct(parameters, grams)
+
+    For each output row w0 of each weight: the row w that minimises
+
+        |(w0 - w) X|^2 + d |w0 - w|^2
+
+    over all w that are zero where the mask in force is, for the inputs X of the calibration data.
+    w0 is what the parameter holds, under the mask too (``weight_orig``): right after a pruning the
+    weights before it. Where parameters are sharded, both calls belong into
+    :func:`keep_pruned_values`. Masks do not change. What is pruned becomes +0, so that a second
+    pruning and ``reconstruct`` begin with the weights that this one gave.
+
+    Any mask will do, and any wrapper: DDP, FSDP1, FSDP2, HSDP, tensor parallelism and their
+    combinations give what one process gives, to 1e-5 of the layer's largest weight.
+
+    Args:
+        parameters: (module, name) pairs, pruned or not, the same on every rank; each has a Gram
+            matrix. One that is not pruned stays as it is.
+        grams: of the weights that the calibration data went through.
+        damping: d, in units of the mean of the Gram matrix's diagonal. 0 needs regular matrices.
+        steps: of conjugate gradients; see [Note: least squares].
+        dtype: in which it computes: float64, or float32, which is faster on an accelerator whose
+            float64 is slow. Sharded and whole models then agree to about 1e-3 only.
+        group: the ranks that take part; every rank by default. Those of ``grams``.
+
+    Returns:
+        A report with the relative error of each layer's outputs before and after; the same on
+        every rank.
+
+    Raises:
+        ValueError: a parameter that is none of those of ``grams``; a damping or a number of steps
+            out of range; with damping 0 a singular Gram matrix; weights that are not finite. On
+            every rank; every parameter is as it was.
+        RuntimeError: Gram matrices that were forgotten; a sharded parameter that was pruned outside
+            :func:`keep_pruned_values`.
+        NotImplementedError: dtypes other than real floating-point ones; as ``global_unstructured``.
+
+    Cost: 2 x elements x inputs operations for each step, shared by the ranks. Memory for one
+    matrix [inputs, inputs] and a copy of what this rank has of the parameters, for a moment.
+    Sent: the Gram matrices once (an all-gather of each); rows that a rank has alone need no more,
+    as under ``fully_shard``. Rows that the sharding cuts (FSDP1's boundaries, ``Shard(1)``,
+    row-wise tensor parallelism) and rows of replicas are shared among the ranks and summed:
+    8 bytes per element where every rank has the row, else 24; half of it in float32.
+
+    Source: the problem is that of Optimal Brain Surgeon and SparseGPT (arXiv 2301.00774) for a
+    mask that is given; conjugate gradients on the support as in ALPS, arXiv 2406.07831.
+    """
+    started = time.perf_counter()
+    ranks = world(group)
+    pairs: list[tuple[nn.Module, str]] = []
+
+    def arguments() -> ParameterArguments:
+        pairs.extend(parameters)
+        if not isinstance(grams, GramMatrices):
+            raise TypeError(f"grams is a {type(grams).__name__}; expected GramMatrices.")
+        if not 0 <= damping < float("inf"):
+            raise ValueError(f"damping={damping!r}; expected a finite number >= 0, such as 0.01.")
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps={steps!r}; expected a whole number >= 1.")
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"dtype={dtype}; expected torch.float64 or torch.float32.")
+        facts = [("damping", repr(damping)), ("steps", repr(steps)), ("dtype", str(dtype))]
+        return ParameterArguments(parameters=pairs, facts=facts)
+
+    with torch.inference_mode(False), torch.no_grad():
+        with ranks.exclusively():
+            _, shards = read_parameters(arguments, ranks)
+            num_live = count_live_and_compare(shards, True, ranks)
+            known = ranks.run(lambda: _layouts_of(shards, grams, ranks))
+        blocks = grams.blocks([shard.places[0] for shard in shards])
+        with ranks.exclusively():
+            weights = {
+                label: _Weight(shard, layout, steps, dtype, ranks)
+                for shard, live, (label, layout) in zip(shards, num_live, known, strict=True)
+                if live < shard.numel
+            }
+            for labels, block in blocks:
+                sharing = [weights[label] for label in labels if label in weights]
+                for number in range(len(block.rows) if sharing else 0):
+                    whole = block.whole(number, ranks)
+                    gram, added = ranks.run(partial(_damped, whole, damping, dtype, labels[0]))
+                    for weight in sharing:
+                        weight.solve(number, gram, added)
+                    del gram, whole
+            sums = ranks.reduce_floats(
+                3 * len(weights), lambda: torch.cat([w.errors for w in weights.values()])
+            )
+            errors = dict(zip(weights, sums.view(-1, 3).tolist(), strict=True))
+            entries = []
+            for shard, live, (label, _) in zip(shards, num_live, known, strict=True):
+                before, after, total = errors.get(label, (0.0, 0.0, 0.0))
+                if not all(map(math.isfinite, (before, after, total))):
+                    raise ValueError(
+                        f"{shard.name}: weights that are not finite, or outputs beyond the range "
+                        "of their dtype; expected finite ones."
+                    )
+                entries.append(
+                    ReconstructedParameter(
+                        shard.name,
+                        shard.numel,
+                        shard.numel - live,
+                        max(0.0, before) / total if total > 0 else 0.0,
+                        max(0.0, after) / total if total > 0 else 0.0,
+                        weights[label].damping if label in weights else 0.0,
+                    )
+                )
+            for weight in weights.values():
+                weight.commit()
+    return ReconstructionReport(
+        tuple(entries),
+        steps,
+        float(damping),
+        ranks.size,
+        ranks.num_collectives,
+        ranks.bytes_sent,
+        time.perf_counter() - started,
+    )
+
+
+def _layouts_of(
+    shards: Iterable[Shard], grams: GramMatrices, ranks: Communicator
+) -> list[tuple[str, WeightLayout]]:
+    """The name and the layout that each parameter has among those of the Gram matrices."""
+    if grams.ranks != ranks.ranks:
+        raise ValueError(
+            f"group: grams are of the ranks {list(grams.ranks)}, and this call is of "
+            f"{list(ranks.ranks)}; expected the same group for both."
+        )
+    for shard in shards:
+        if not shard.values.is_floating_point():
+            raise NotImplementedError(
+                f"{shard.name}: its dtype is {shard.values.dtype}; expected a real one."
+            )
+        if forgets_pruned(*shard.places[0]):
+            raise RuntimeError(
+                f"{shard.name} is sharded, where a mask sets weights to zero for good, and least "
+                "squares need those before the pruning; expected both calls inside "
+                "`with distprune.keep_pruned_values():`, and no forward between them (which "
+                "DeepSpeed and registered layouts do not support)."
+            )
+    return grams.layouts_of([shard.places[0] for shard in shards])
+
+
+def _damped(gram: Tensor, damping: float, dtype: torch.dtype, label: str) -> tuple[Tensor, float]:
+    """A Gram matrix with damping on its diagonal, and what was added."""
+    damped, added = with_damping(gram, damping, dtype)
+    if not damping and int(torch.linalg.cholesky_ex(damped).info):
+        raise ValueError(
+            f"{label}: damping=0, and its Gram matrix is singular: the calibration data has "
+            "fewer tokens than inputs, or inputs that depend on each other. Expected "
+            "damping > 0, such as 0.01, or more data."
+        )
+    return damped, added
+
+
+class _Weight:
+    """New values of a pruned weight, and who solves which of its rows.
+
+    A row that one rank alone has is solved there. All others are cut, or are replicas: each is
+    solved by one rank, and every rank gets the result. The parameter changes in :meth:`commit`.
+
+    Args:
+        shard: the parameter.
+        layout: of its matrices.
+        steps: of conjugate gradients.
+        dtype: in which rows are solved.
+        ranks: of the call; making the object is collective.
+
+    Attributes:
+        errors: fp64 [3], of the rows that this rank has solved; see ``least_squares``.
+        damping: the largest that was added to the diagonal of one of its Gram matrices.
+
+    Cost: a copy of this rank's values.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        layout: WeightLayout,
+        steps: int,
+        dtype: torch.dtype,
+        ranks: Communicator,
+    ) -> None:
+        self._shard, self._steps, self._dtype, self._ranks = shard, steps, dtype, ranks
+        height, self._width = layout.matrix_shape
+        shape = layout.num_matrices, height
+        chunk = _CPU_CHUNK if shard.values.device.type == "cpu" else _DEVICE_CHUNK
+        self._height = max(1, chunk // max(1, self._width))
+        self.errors = torch.zeros(3, dtype=torch.float64)
+        self.damping = 0.0
+
+        def find_whole_rows() -> Tensor:
+            self._new = shard.values.clone()
+            self._blocks = blocks_of(shard, layout)
+            self._has = torch.zeros(shape, dtype=torch.int64)
+            for block in self._blocks:
+                if block.columns == range(self._width):
+                    self._has[block.matrix, block.rows.start : block.rows.stop] = 1
+            return self._has.view(-1)
+
+        self._num_having = ranks.reduce(layout.num_outputs, find_whole_rows).view(shape)
+
+    def solve(self, number: int, gram: Tensor, added: float) -> None:
+        """Solve the rows of one matrix. Collective.
+
+        Args:
+            number: of the matrix.
+            gram: its Gram matrix, damped ...
+            added: ... by so much.
+        """
+        ranks, gram = self._ranks, gram.to(self._shard.values.device)
+        self.damping = max(self.damping, added)
+        blocks = [block for block in self._blocks if block.matrix == number]
+        num_having = self._num_having[number]
+
+        def solved(weights: Tensor, keep: Tensor) -> Tensor:
+            new, errors = least_squares(weights, keep, gram, added, self._steps)
+            self.errors += errors.cpu()
+            return new
+
+        def solve_own() -> None:
+            own = (num_having == 1) & (self._has[number] == 1)
+            for ids in self._chunks(own):
+                self._write(blocks, ids, solved(*self._read(blocks, ids)))
+
+        def read_shared() -> Tensor:
+            counts = have_all or self._shard.replica == 0
+            return self._read(blocks if counts else [], ids)
+
+        def solve_share() -> Tensor:
+            mine = torch.arange(len(ids)).tensor_split(ranks.size)[ranks.index]
+            new = torch.zeros_like(both[0])
+            if len(mine):
+                new[mine] = solved(both[0, mine], both[1, mine])
+            return new
+
+        ranks.run(solve_own)
+        for ids in self._chunks(num_having != 1):
+            have_all = bool((num_having[ids] == ranks.size).all())
+            both = ranks.run(read_shared)
+            if not have_all:
+                ranks.sum_floats(both)
+            new = ranks.run(solve_share)
+            ranks.sum_floats(new)
+            ranks.run(partial(self._write, blocks, ids, new))
+
+    def commit(self) -> None:
+        """Let the parameter have the new values, and its mask act on them. Local; cannot fail."""
+        managed = self._shard.managed
+        if managed is not None:
+            managed.free_gathered()
+        self._shard.values.data.copy_(self._new)  # with a version counter of its own
+        if managed is None:
+            with torch.enable_grad():  # products have a graph again
+                refresh_products(self._shard.places)
+
+    def _chunks(self, chosen: Tensor) -> Iterator[Tensor]:
+        """The numbers of the chosen rows, as many at a time as are solved together."""
+        ids = chosen.nonzero().view(-1)
+        yield from torch.split(ids, self._height) if len(ids) else ()
+
+    def _read(self, blocks: Iterable[Block], ids: Tensor) -> Tensor:
+        """Values and mask of some rows, 0 where this rank has none: [2, rows, inputs]."""
+        values, mask = self._shard.values, self._shard.mask
+        both = values.new_zeros(2, len(ids), self._width, dtype=self._dtype)
+        for block in blocks:
+            here, rows, columns = block.find(ids)
+            part = block.view(values)[rows].flatten(1).to(self._dtype)
+            both[0, here, columns] = part
+            keep = part.new_ones(()) if mask is None else block.view(mask)[rows].flatten(1) != 0
+            both[1, here, columns] = keep.to(self._dtype)
+        return both
+
+    def _write(self, blocks: Iterable[Block], ids: Tensor, new: Tensor) -> None:
+        """Keep the new values of some rows, as far as they are this rank's."""
+        for block in blocks:
+            here, rows, columns = block.find(ids)
+            piece = block.view(self._new)
+            part = new[here, columns].to(piece.dtype)
+            piece[rows] = part.view(len(rows), *piece.shape[1:])
+
+
+def least_squares(
+    weights: Tensor, keep: Tensor, gram: Tensor, added: float = 0.0, steps: int = STEPS
+) -> tuple[Tensor, Tensor]:
+    """The rows with a given support whose outputs are nearest to those of given rows.
+
+    Args:
+        weights: [rows, inputs], before they were pruned.
+        keep: the same shape, 1 where an element is kept and 0 elsewhere.
+        gram: [inputs, inputs], damped; of the dtype of ``weights``.
+        added: the damping on its diagonal, which errors are without.
+        steps: of conjugate gradients. An exact solution needs as many as a row has kept elements,
+            or distinct eigenvalues; see [Note: least squares].
+
+    Returns:
+        The new rows, +0 where nothing is kept; and fp64 [3], sums over them: the squared change of
+        the outputs by the mask alone, that by the new rows, and the squared outputs themselves.
+
+    Cost: 2 x rows x inputs**2 operations for each step, and for two products more; temporaries of
+    six times ``weights``.
+    """
+    outputs = weights @ gram
+    total = _inner(weights, outputs)
+    new = weights * keep
+    residual = outputs.sub_(new @ gram)
+    before = _inner(weights - new, residual)
+    residual.mul_(keep)
+    inverse = _ratio(torch.ones_like(gram[0]), gram.diagonal())
+    direction = residual * inverse
+    change = (residual * direction).sum(1, keepdim=True)
+    after = before.clone()
+    for _ in range(steps):
+        product = (direction @ gram).mul_(keep)
+        step = _ratio(change, (direction * product).sum(1, keepdim=True))
+        after -= (step * change).sum(dtype=torch.float64)
+        new.addcmul_(step, direction)
+        residual.addcmul_(step, product, value=-1)
+        torch.mul(residual, inverse, out=product)
+        before_step, change = change, (residual * product).sum(1, keepdim=True)
+        direction = product.addcmul_(_ratio(change, before_step), direction)
+    new = torch.where(keep != 0, new, 0)
+    distances = torch.stack(
+        [_inner(d, d) for d in (weights - weights * keep, weights - new, weights)]
+    )
+    return new, torch.stack([before, after, total]) - added * distances
+
+
+def _inner(one: Tensor, other: Tensor) -> Tensor:
+    return (one * other).sum(dtype=torch.float64)
+
+
+def _ratio(values: Tensor, others: Tensor) -> Tensor:
+    """values / others, and 0 where that is no number: a row that has arrived makes no step."""
+    is_number = others > torch.finfo(others.dtype).tiny
+    return torch.where(is_number, values / others, 0)
+
+
+class Block(NamedTuple):
+    """What a rank has of one matrix; see [Note: blocks].
+
+    Attributes:
+        matrix: its number.
+        rows, columns: where the block is in the matrix.
+        view: from a local tensor, laid out like the rank's part of the weight, to a view of the
+            block: [rows, ...].
+    """
+
+    matrix: int
+    rows: range
+    columns: range
+    view: Callable[[Tensor], Tensor]
+
+    def find(self, ids: Tensor) -> tuple[Tensor, Tensor, slice]:
+        """Which of some rows of the matrix are in the block, their rows in it, and its columns."""
+        inside = (ids >= self.rows.start) & (ids < self.rows.stop)
+        here = inside.nonzero().view(-1)
+        return here, ids[here] - self.rows.start, slice(self.columns.start, self.columns.stop)
+
+
+def blocks_of(shard: Shard, layout: WeightLayout) -> list[Block]:
+    """This rank's blocks of a weight.
+
+    Raises:
+        NotImplementedError: FSDP1's run of a weight that is not row-major in memory; a convolution
+            that is cut along its kernel; parts of groups of rows.
+    """
+    if not shard.values.numel():
+        return []
+    if shard.is_run:
+        return list(_blocks_of_run(shard, layout))
+    if shard.index.fold is not None:
+        raise NotImplementedError(
+            f"{shard.name}: the ranks have parts of groups of rows ({shard.layout}); expected a "
+            "weight that is cut in whole dimensions. For fused experts, use ep_size beside tp_size."
+        )
+    where, (height, _) = shard.coordinates, layout.matrix_shape
+    if layout.are_experts:
+        rows, columns = where[layout.output_dim], where[layout.input_dim]
+        return [
+            Block(expert, rows, columns, partial(_matrix, number, layout.is_transposed))
+            for number, expert in enumerate(where[0])
+        ]
+    if layout.is_transposed:
+        return [Block(0, where[1], where[0], Tensor.t)]
+    if any(len(have) != whole for have, whole in zip(where[2:], layout.shape[2:], strict=True)):
+        raise NotImplementedError(
+            f"{shard.name}: a convolution that is sharded along its kernel; expected shards along "
+            "its outputs or its channels."
+        )
+    kernel = math.prod(layout.shape[2:])
+    columns = range(where[1].start * kernel, where[1].stop * kernel)
+    blocks = []
+    for matrix in range(layout.num_matrices):  # groups of outputs
+        first = matrix * height
+        start, stop = max(where[0].start, first), min(where[0].stop, first + height)
+        if start < stop:
+            here = slice(start - where[0].start, stop - where[0].start)
+            rows = range(start - first, stop - first)
+            blocks.append(Block(matrix, rows, columns, operator.itemgetter(here)))
+    return blocks
+
+
+def _matrix(number: int, is_transposed: bool, local: Tensor) -> Tensor:
+    """One matrix of fused experts, [out, in]."""
+    return local[number].mT if is_transposed else local[number]
+
+
+def _blocks_of_run(shard: Shard, layout: WeightLayout) -> Iterator[Block]:
+    """Of a run of row-major memory: a part of a line, whole lines, a part of a line."""
+    begin, (height, width) = shard.index.start, layout.matrix_shape
+    if begin is None:
+        raise NotImplementedError(
+            f"{shard.name}: FSDP1 has flattened a weight that is not row-major in memory "
+            "(channels_last, say), so that its rows are not runs. Make it contiguous before the "
+            "model is wrapped, or use fully_shard."
+        )
+    is_transposed = layout.is_transposed
+    lines, length = (width, height) if is_transposed else (height, width)
+    run = MatrixRun(lines, length, 2, begin, shard.index)
+    for start, stop, matrix, *cut in run.blocks(0, shard.values.numel()):
+        across, along = (range(each.start, each.stop) for each in cut)
+
+        def view(local: Tensor, here: slice = slice(start, stop), n: int = len(across)) -> Tensor:
+            found = local[here].view(n, -1)
+            return found.mT if is_transposed else found
+
+        rows, columns = (along, across) if is_transposed else (across, along)
+        yield Block(matrix, rows, columns, view)
