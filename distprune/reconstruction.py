@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from distprune.base.blocks import WeightLayout
 from distprune.base.report_text import CallReport, table
 from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
@@ -47,7 +48,6 @@ from distprune.ranks.process_groups import world
 from distprune.shards.geometry import MatrixRun
 from distprune.shards.shard import Shard
 from distprune.statistics.gram import GramMatrices, with_damping
-from distprune.statistics.layers import WeightLayout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distprune._transformers.building import decoder_layers
 from distprune.api.select import head_of, select
+from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter, named_modules, unwrap
 from distprune.base.pruned_form import orig_key
 from distprune.criteria.base import Criterion
@@ -50,8 +51,8 @@ from distprune.language_models.text import TokenWindows
 from distprune.ranks.process_groups import world
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
-from distprune.statistics.layers import WeightLayout, layout_of
-from distprune.statistics.sequential import BlockPasses, prune_sequentially
+from distprune.statistics.inputs import layout_of
+from distprune.statistics.sequential import prune_sequentially
 from distprune.wrappers.wrapper import is_piece_of_flat
 
 
@@ -287,14 +288,22 @@ def prune_block_by_block(
         with communicator.raising_everywhere():
             for step in steps:
                 states.catch(partial(output_of, model, windows.tokens[step.rows]))
+        communicator.agree()  # what a rank raised
         if int(communicator.max(torch.tensor([int(not states.is_chain)]))):
             raise NotImplementedError(
                 f"the decoder layers of {type(unwrap(model)).__name__} do not run one by one (they "
                 "share state, or FSDP1 is around several): expected layers that are called with "
                 "what the one before returned. prune_sequentially runs the whole model."
             )
-        passes = BlockPasses(collect, states.advance)
-        return prune_sequentially(statistics, model, blocks, steps, prune_block, passes=passes)
+        return prune_sequentially(
+            statistics,
+            model,
+            blocks,
+            steps,
+            prune_block,
+            run_block=collect,
+            advance=states.advance,
+        )
 
 
 # The weights of transformers' fused experts; those of JetMoe are called "weight".

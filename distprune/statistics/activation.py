@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
+from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter
 from distprune.base.report_text import listed
 from distprune.base.selecting import check_pattern, matcher
@@ -24,10 +24,11 @@ from distprune.ranks.process_groups import world
 from distprune.shards import factored
 from distprune.shards.factored import POWER_OF_RIA, FactoredScores
 from distprune.shards.shard import Shard
-from distprune.statistics.collecting import Collector, LayerInputs
-from distprune.statistics.layers import WeightLayout, layout_of
+from distprune.statistics.collecting import Collector
+from distprune.statistics.inputs import layout_of
 from distprune.statistics.parameters import (
     Pairs,
+    ParameterStatistics,
     Statistics,
     difference_of,
     peers_of,
@@ -36,7 +37,6 @@ from distprune.statistics.parameters import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-A = TypeVar("A", bound="ActivationStatistics")
 Mode = Literal["one_pass", "sequential"]
 
 
@@ -55,7 +55,7 @@ class Totals:
     squares: Tensor
 
 
-class ActivationStatistics(Statistics[LayerInputs], Collector):
+class ActivationStatistics(Statistics, Collector):
     """Sums of the inputs of layers over calibration data, from which Wanda and others are made.
 
     statistics = ActivationStatistics(prune.select(model))
@@ -69,7 +69,7 @@ class ActivationStatistics(Statistics[LayerInputs], Collector):
     all data-parallel ranks, in fp64, and the number of tokens. One process that ran all batches
     would have the same sums, up to the rounding of fp64; if the inputs are integers, the same bits.
 
-    What counts, and once (see statistics.input_parts): every token of data-parallel ranks, be it
+    What counts, and once (see statistics.inputs): every token of data-parallel ranks, be it
     DDP, FSDP1, FSDP2, or both axes of HSDP; of tensor-parallel ranks, which have the same tokens,
     one. Features that tensor parallelism spreads over ranks are put in their place. Ranks may have
     unequal batches, or none: sums are divided by counts, never averaged.
@@ -103,7 +103,7 @@ class ActivationStatistics(Statistics[LayerInputs], Collector):
     have their own input features.
     """
 
-    _mode: Mode
+    _mode: Mode = "one_pass"
     _KIND = StoredStatistics
     _NOT_FINITE = (
         "the sum of its inputs is not finite: a NaN or an infinity was among them. Expected finite "
@@ -133,14 +133,9 @@ class ActivationStatistics(Statistics[LayerInputs], Collector):
                 facts=[("allow_empty", str(patterns))],
             )
 
-        Statistics.__init__(self, world(group), arguments, _known_layout, LayerInputs)
-        Collector.__init__(self)
+        super().__init__()
+        self._read(world(group), arguments, _known_layout)
         self._communicator.run(self._check_patterns)
-        self._mode = "one_pass"
-        self._prepare()
-
-    def _prepare(self) -> None:
-        """Make what a subclass keeps besides."""
 
     @property
     def mode(self) -> Mode:
@@ -238,7 +233,7 @@ class ActivationStatistics(Statistics[LayerInputs], Collector):
         Source: Mecke et al., "STADE: standard deviation as a pruning metric", arXiv 2503.22451.
         """
 
-        def stade(parameter: LayerInputs) -> FactoredScores:
+        def stade(parameter: ParameterStatistics) -> FactoredScores:
             _, sums, squares = parameter.sums
             return factored.stade(parameter.layout, sums, squares, self._count(parameter))
 
@@ -266,27 +261,26 @@ class ActivationStatistics(Statistics[LayerInputs], Collector):
         Source: Zhang et al., "Plug-and-play: an efficient post-training pruning method for large
         language models", ICLR 2024.
         """
-        asked = self._asked(parameters)
-        layouts = {parameter.label: parameter.layout for parameter in asked}
+        asked = {parameter.label: parameter for parameter in self._asked(parameters)}
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
-            targets = [target for target in self._targets() if target.name in layouts]
+            shards = [shard for shard in self._shards() if shard.name in asked]
             weights = [
                 Summed.of(
-                    Scored(target, TensorScores(target.flat_values)),
-                    target.index,
-                    layouts[target.name],
-                    is_here=bool(target.places),
+                    Scored(shard, TensorScores(shard.flat_values)),
+                    shard.index,
+                    asked[shard.name].layout,
+                    is_here=bool(shard.places),
                 )
-                for target in targets
+                for shard in shards
             ]
             found = magnitude_sums(weights, self._communicator)
-        sums = {target.name: both for target, both in zip(targets, found, strict=True)}
+        sums = {shard.name: both for shard, both in zip(shards, found, strict=True)}
 
-        def ria(parameter: LayerInputs) -> FactoredScores:
+        def ria(parameter: ParameterStatistics) -> FactoredScores:
             count, magnitudes = self._count(parameter), sums[parameter.label]
             return factored.ria(parameter.layout, parameter.sums.second, count, magnitudes, power)
 
-        return self._scores(asked, ria)
+        return self._scores([*asked.values()], ria)
 
     def outlier_ratios(
         self,
@@ -317,70 +311,40 @@ class ActivationStatistics(Statistics[LayerInputs], Collector):
         """
         if per not in ("block", "parameter"):
             raise ValueError(f"per={per!r}; expected 'block' or 'parameter'.")
-        local = self._asked(None)
-        communicator, parts = self._communicator, []
-        with communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
-            targets = self._targets()
-            for target, parameter in zip(targets, local, strict=True):
+        local, parts = self._asked(None), []
+        names = [parameter.label for parameter in local]
+        with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
+            shards = self._shards()
+            for shard, parameter in zip(shards, local, strict=True):
                 # Of a parameter that only other ranks have, no element is here to have a score.
-                source: ScoreSource = TensorScores(target.values)
-                if target.places:
+                source: ScoreSource = TensorScores(shard.values)
+                if shard.places:
                     scores = self._wanda(parameter)
-                    source = FactorScores.of_shard(target, scores, are_signed=True)
-                parts.append(Scored(target, source))
-            labels = [target.name for target in targets]
+                    source = FactorScores.of_shard(shard, scores, are_signed=True)
+                parts.append(Scored(shard, source))
             ratios = outlier_ratios(
                 parts,
-                count_live_and_compare(targets, True, communicator),
-                [block_of(label) if per == "block" else label for label in labels],
+                count_live_and_compare(shards, True, self._communicator),
+                [block_of(name) for name in names] if per == "block" else names,
                 threshold_multiple,
-                communicator,
+                self._communicator,
             )
-        by_label = dict(zip(labels, ratios, strict=True))
-        return self._by_pair(local, lambda p: by_label[p.label])
+        of_name = dict(zip(names, ratios, strict=True))
+        return self._by_pair(local, lambda p: of_name[p.label])
 
     def forget(self, parameters: Pairs | None = None) -> None:
         """Free what is too large to be kept for all parameters; here nothing is."""
 
-    @classmethod
-    def load(
-        cls: type[A],
-        path: str | os.PathLike[str],
-        parameters: Pairs,
-        *,
-        group: ProcessGroup | None = None,
-        pipeline_parallel: bool = False,
-        allow_empty: str | Sequence[str] = (),
-    ) -> A:
-        """Statistics of a file that :meth:`save` wrote, for any sharding. Collective.
+    _read_file = staticmethod(read_statistics)
 
-        Args:
-            path: of the file; every rank reads it.
-            parameters, group, pipeline_parallel, allow_empty: as for the class. The file may have
-                statistics of more parameters.
-
-        Raises:
-            CheckpointError: of distprune.files.errors, no such file, or a malformed one.
-            ValueError: a parameter that the file does not have, or that has another shape; ranks
-                that read different files.
-            NotImplementedError: as the class.
-
-        Cost: a read of the file; all-reduces of some hundred bytes.
-        """
-        made = cls(
-            parameters, group=group, pipeline_parallel=pipeline_parallel, allow_empty=allow_empty
-        )
-        made._load(os.fspath(path), read_statistics)
-        return made
-
-    def _count(self, parameter: LayerInputs) -> int | tuple[int, ...]:
-        counts = tuple(map(int, parameter.sums.counts.tolist()))
+    def _count(self, parameter: ParameterStatistics) -> int | tuple[int, ...]:
+        counts = tuple(map(int, parameter.counts))
         return counts if parameter.layout.are_experts else counts[0]
 
     def _shapes(self, layout: WeightLayout) -> tuple[tuple[int, ...], ...]:
         return (layout.num_token_counts,), layout.input_shape, layout.input_shape
 
-    def _wanda(self, parameter: LayerInputs) -> FactoredScores:
+    def _wanda(self, parameter: ParameterStatistics) -> FactoredScores:
         squares = parameter.sums.second
         return factored.wanda(parameter.layout, squares, self._count(parameter))
 
@@ -392,23 +356,26 @@ class ActivationStatistics(Statistics[LayerInputs], Collector):
             )
 
     def _check_patterns(self) -> None:
+        labels = [parameter.label for parameter in self._local]
         for pattern in self._allow_empty:
             check_pattern(pattern)
-            if not any(map(matcher(pattern), (parameter.label for parameter in self._local))):
+            if not any(map(matcher(pattern), labels)):
                 raise ValueError(
                     f"allow_empty: {pattern!r} matches no parameter; expected globs or 're:' "
-                    f"patterns for names such as {self._local[0].label}."
+                    f"patterns for names such as {labels[0]}."
                 )
 
     def _scores(
-        self, parameters: Sequence[LayerInputs], make: Callable[[LayerInputs], FactoredScores]
+        self,
+        parameters: Sequence[ParameterStatistics],
+        make: Callable[[ParameterStatistics], FactoredScores],
     ) -> dict[NamedParameter, FactoredScores]:
         """The scores of parameters whose totals are known, by (module, name)."""
-        counts = [(parameter, parameter.sums.counts.tolist()) for parameter in parameters]
-        self._warn_of_zeros("no token came to", counts, "text", stacklevel=4)
+        seen = [(parameter, parameter.counts) for parameter in parameters]
+        self._warn_of_zeros("no token came to", seen, "text", stacklevel=4)
         return self._by_pair(parameters, make)
 
-    def _sum(self, parameters: Sequence[LayerInputs]) -> None:
+    def _sum(self, parameters: Sequence[ParameterStatistics]) -> None:
         """Sum up what all ranks have seen. Collective.
 
         Of ranks that run the model on the same tokens one counts; the others are compared with it.
@@ -420,18 +387,17 @@ class ActivationStatistics(Statistics[LayerInputs], Collector):
         Cost: one all-reduce of 16 bytes per input feature, and 24 per parameter and expert.
         """
         rank = self._communicator.rank
-
-        def pack() -> list[Tensor]:
-            peers = peers_of(self._same_tokens, rank)
-            return [_packed(parameter, peers, rank) for parameter in parameters]
-
-        found = self._sum_over_ranks(parameters, pack)
+        peers = peers_of(self._same_tokens, rank)
+        found = self._sum_over_ranks(
+            parameters, lambda: [_packed(p, peers, rank) for p in parameters]
+        )
+        may_be_empty = [matcher(pattern) for pattern in self._allow_empty]
         silent = [
             parameter.label
             for parameter, sums in zip(parameters, found, strict=True)
-            if not bool(sums.counts.any())
-            and parameter.loaded is None
-            and not any(matcher(pattern)(parameter.label) for pattern in self._allow_empty)
+            if parameter.total is None
+            and not bool(sums.counts.any())
+            and not any(matches(parameter.label) for matches in may_be_empty)
         ]
         if silent:
             raise ValueError(
@@ -441,7 +407,7 @@ class ActivationStatistics(Statistics[LayerInputs], Collector):
                 'it (an expert): allow_empty="..." gives such parameters scores of zero.'
             )
         for parameter, sums in zip(parameters, found, strict=True):
-            parameter.set_total(sums, parameter.loaded)
+            parameter.add_to_total(sums)
 
 
 def _known_layout(target: Shard, module: nn.Module, name: str) -> WeightLayout:
@@ -458,21 +424,19 @@ def _known_layout(target: Shard, module: nn.Module, name: str) -> WeightLayout:
     return layout
 
 
-def _packed(parameter: LayerInputs, peers: tuple[int, ...], rank: int) -> Tensor:
-    """What this rank adds of a parameter, in the order that ``_sum`` takes apart."""
+def _packed(parameter: ParameterStatistics, peers: tuple[int, ...], rank: int) -> Tensor:
+    """What this rank adds of a parameter, as ``Statistics`` sums it up."""
     layout = parameter.layout
-    checks = [0.0, 0.0]
-    tokens = [0] * layout.num_token_counts
-    inputs_per_count = max(1, layout.num_inputs // max(1, len(tokens)))
+    checks, tokens = [0.0, 0.0], [0.0] * layout.num_token_counts
     totals = torch.zeros(2, layout.num_inputs, dtype=torch.float64)
-    for part, (num_tokens, sums) in parameter.seen.items():
+    for part, (count, sums) in parameter.seen.items():
         # The ranks with the tokens of a part, and those with the features too; plain ones: peers.
         token_ranks, ranks = part.token_ranks or peers, part.ranks or peers
-        local = sums.cpu()
+        num_tokens, local = float(count), sums.cpu()
         checks[0] += difference_of(num_tokens, token_ranks, rank)
         checks[1] += difference_of(float(local[1].sum()), ranks, rank)
         if rank == token_ranks[0]:
-            tokens[part.features.start // inputs_per_count] += num_tokens
+            tokens[part.features.start * len(tokens) // max(1, layout.num_inputs)] += num_tokens
         if rank == ranks[0]:
             totals[:, part.features.start : part.features.stop] += local
     head = torch.tensor([*checks, *tokens], dtype=torch.float64)

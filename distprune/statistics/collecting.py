@@ -10,61 +10,24 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distprune.base.pruned_form import is_dtensor, orig_key
-from distprune.statistics.experts import FusedWeight, RunningExperts
-from distprune.statistics.input_parts import (
+from distprune.statistics.experts import RunningExperts
+from distprune.statistics.inputs import (
     Convolution,
+    Inputs,
     Part,
-    parallel_input,
+    as_dtensor,
     read_input,
     sums_of_rows,
     sums_of_windows,
 )
-from distprune.statistics.parameters import OfParameter
+from distprune.statistics.parameters import ParameterStatistics
 from distprune.wrappers.module_calls import observed_calls
-
-
-@dataclass(eq=False)
-class LayerInputs(OfParameter):
-    """What this rank has seen of the inputs of one parameter, and what all ranks together have.
-
-    Attributes:
-        seen: by part of the input, the tokens and the sums so far.
-    """
-
-    seen: dict[Part, tuple[int, Tensor]] = field(default_factory=dict)
-
-    def add(self, part: Part, num_tokens: int, sums: Tensor) -> None:
-        """Add what one forward saw."""
-        before, earlier = self.seen.get(part, (0, torch.zeros_like(sums)))
-        self.seen[part] = before + num_tokens, earlier.to(sums.device) + sums
-        self.is_new = True
-
-
-@dataclass(eq=False)
-class Met:
-    """What the weight of a parameter was multiplied with.
-
-    Attributes:
-        part: which part of the input it is.
-        values: [tokens, features], or images [samples, channels, *sizes] of a convolution.
-        keep: bool [tokens], False where a token does not count; None: all count.
-        num_tokens: how many of the rows count.
-        convolution: the layer, if it is one.
-    """
-
-    part: Part
-    values: Tensor
-    keep: Tensor | None = None
-    num_tokens: int = 0
-    convolution: Convolution | None = None
 
 
 class Collector:
@@ -74,38 +37,41 @@ class Collector:
         # Ranks that run the model on the same tokens as this one, as the inputs of layers tell.
         self._same_tokens: set[tuple[int, ...]] = set()
         self._has_failed = False  # a forward, or a batch, has raised
-        # Of the present batch: bool [batch, tokens] without padding, and how many are True.
-        self._keep: Tensor | None = None
-        self._num_kept = 0
-        self._layers: dict[nn.Module, list[tuple[LayerInputs, str]]] = {}
+        self._keep: Tensor | None = None  # of the present batch: bool [batch, tokens], no padding
+        # By module, the parameters that it has, and their names there; None: nothing is collected.
+        self._layers: dict[nn.Module, list[tuple[ParameterStatistics, str]]] | None = None
         self._running: list[RunningExperts] = []
         self._num_open = 0  # calls of modules that have begun and not returned
-        self._is_on = False
 
     @contextlib.contextmanager
-    def _collecting(self, parameters: Sequence[LayerInputs]) -> Iterator[None]:
+    def _collecting(self, parameters: Sequence[ParameterStatistics]) -> Iterator[None]:
         """Collect while the context is open: no gradients, compiled models run uncompiled.
 
         Raises:
             RuntimeError: it is open already.
         """
-        if self._is_on:
+        if self._layers is not None:
             raise RuntimeError(
                 "collecting() is open already on these statistics; expected one at a time, or the "
                 "inputs would count twice."
             )
-        experts: dict[nn.Module, list[tuple[LayerInputs, str]]] = {}
+
+        def begin_experts(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+            self._begin_experts(module, args, kwargs)
+
+        self._layers, self._num_open = {}, 0
+        experts: dict[nn.Module, None] = {}
         handles = []
-        self._is_on, self._num_open = True, 0
         try:
             for parameter in parameters:
-                modules = experts if parameter.layout.are_experts else self._layers
                 for module, name in parameter.places:
-                    modules.setdefault(module, []).append((parameter, name))
-            for module, places in experts.items():
+                    self._layers.setdefault(module, []).append((parameter, name))
+                    if parameter.layout.are_experts:
+                        experts[module] = None
+            for module in experts:
                 # Runs after the hooks that are there, such as those of FSDP, which gather weights.
-                enter = self._experts_hook(module, places)
-                handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                # A function, as copies of the module would copy a method together with its object.
+                handles.append(module.register_forward_pre_hook(begin_experts, with_kwargs=True))
             calls = observed_calls(self._begin, self._returned, self._end)
             with calls, torch.no_grad(), _uncompiled():
                 yield
@@ -115,8 +81,7 @@ class Collector:
                 handle.remove()
             while self._running:  # of a forward that was interrupted
                 self._running.pop().stop()
-            self._layers = {}
-            self._is_on = False
+            self._layers = None
 
     @contextlib.contextmanager
     def batch(self, attention_mask: Tensor | None = None) -> Iterator[None]:
@@ -146,7 +111,6 @@ class Collector:
                     "batch() is open already on these statistics; expected one at a time."
                 )
             self._keep = attention_mask != 0
-            self._num_kept = int(self._keep.sum())
         try:
             yield
         except BaseException:  # some of its forwards may have counted
@@ -155,12 +119,19 @@ class Collector:
         finally:
             self._keep = before
 
-    def _add(self, parameter: LayerInputs, met: Met) -> None:
+    def _add(self, parameter: ParameterStatistics, inputs: Inputs) -> None:
         """Add what the weight of a parameter was multiplied with."""
-        if met.convolution is None:
-            parameter.add(met.part, met.num_tokens, sums_of_rows(met.values, met.keep))
+        count: int | Tensor
+        if inputs.convolution is not None:
+            count, sums = sums_of_windows(inputs.values, inputs.convolution)
         else:
-            parameter.add(met.part, *sums_of_windows(met.values, met.convolution))
+            # Not as an integer: a device would wait for it.
+            count = len(inputs.values) if inputs.keep is None else inputs.keep.sum()
+            sums = sums_of_rows(inputs.values, inputs.keep)
+        if inputs.part in parameter.seen:
+            before, earlier = parameter.seen[inputs.part]
+            count, sums = count + before, sums + earlier.to(sums.device)
+        parameter.seen[inputs.part] = count, sums
 
     def _prepared(self, value: Tensor, feature_dim: int) -> Tensor:
         """The input of a layer, with all features that a sum needs of it on this rank."""
@@ -173,10 +144,12 @@ class Collector:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Add what a layer was called with, or check what fused experts did."""
+        assert self._layers is not None
         for parameter, name in self._layers.get(module, ()):
-            value = _checked_input(parameter.label, args, kwargs)
-            with _computing(value):
-                self._add_input(parameter, name, module, value)
+            if not parameter.layout.are_experts:
+                value = _checked_input(parameter.label, args, kwargs)
+                with _computing(value):
+                    self._add_input(parameter, name, module, value)
         if self._running and self._running[-1].module is module:
             self._running[-1].check()
         self._num_open -= 1
@@ -186,101 +159,61 @@ class Collector:
         if self._running and self._running[-1].module is module:
             self._running.pop().stop()
 
-    def _experts_hook(
-        self, owner: nn.Module, places: Sequence[tuple[LayerInputs, str]]
-    ) -> Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]:
-        """A forward pre-hook that looks at what fused experts do until they return."""
+    def _begin_experts(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Look at what fused experts do until they return: a forward pre-hook."""
+        places = (self._layers or {}).get(module)
+        if places is None:  # a copy shares hooks
+            return
         label = places[0][0].label
-
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            if module is not owner:  # a copy shares hooks
-                return
-            value = _checked_input(label, args, kwargs)
-            if self._keep is not None and self._num_kept not in (0, self._keep.numel()):
-                raise NotImplementedError(
-                    f"{label}: fused experts see tokens in another order, so that an "
-                    "attention_mask does not say which of them are padding; expected batches that "
-                    "are all padding or have none, or this parameter left out."
-                )
-            if getattr(module, "_is_expert_parallel", False):
-                raise NotImplementedError(
-                    f"{label}: the experts are spread over ranks (expert parallelism); expected "
-                    "whole experts, as DDP and FSDP have them. Leave the parameter out."
-                )
-            if is_dtensor(value):
-                raise NotImplementedError(
-                    f"{label}: the fused experts are called with a DTensor ({value.placements}); "
-                    "expected a plain tensor, as under DDP and FSDP. Leave the parameter out."
-                )
-            if self._keep is not None and not self._num_kept:
-                return
-            weights = [
-                FusedWeight(p.label, module, name, p.layout.input_dim, partial(self._add_expert, p))
-                for p, name in places
-            ]
-            running = RunningExperts(weights, value.shape[:-1].numel())
+        value = _checked_input(label, args, kwargs)
+        num_kept = -1 if self._keep is None else int(self._keep.sum())
+        if self._keep is not None and num_kept not in (0, self._keep.numel()):
+            raise NotImplementedError(
+                f"{label}: fused experts see tokens in another order, so that an attention_mask "
+                "does not say which of them are padding; expected batches that are all padding or "
+                "have none, or this parameter left out."
+            )
+        if getattr(module, "_is_expert_parallel", False) or is_dtensor(value):
+            raise NotImplementedError(
+                f"{label}: the experts are spread over ranks (expert parallelism), or called with "
+                "a DTensor; expected whole experts and plain tensors, as under DDP and FSDP. Leave "
+                "the parameter out."
+            )
+        if num_kept:
+            running = RunningExperts(module, places, value.shape[:-1].numel(), self._add_expert)
             running.start()
             self._running.append(running)
 
-        return enter
-
     def _add_input(
-        self, parameter: LayerInputs, name: str, module: nn.Module, value: Tensor
+        self, parameter: ParameterStatistics, name: str, module: nn.Module, value: Tensor
     ) -> None:
         label, layout = parameter.label, parameter.layout
         convolution = module if isinstance(module, Convolution) else None
-        spatial = 0 if convolution is None else len(convolution.kernel_size)
-        feature_dim = -1 - spatial
-        registered = module._parameters
-        weight = registered.get(name, registered.get(orig_key(name)))
-        if convolution is None and is_dtensor(weight) and not is_dtensor(value) and value.ndim:
-            value = parallel_input(value, weight, layout.input_dim)
-        if value.ndim <= spatial or value.shape[feature_dim] != layout.input_shape[0]:
-            raise ValueError(
-                f"{label}: its layer is called with a tensor of shape {tuple(value.shape)}; "
-                f"expected {layout.input_shape[0]} features in dimension {feature_dim}."
-            )
         if convolution is not None and self._keep is not None:
             raise NotImplementedError(
                 f"{label}: an attention_mask says nothing of the windows of a convolution; "
                 "expected batches without padding and without attention_mask, or this "
                 "parameter left out."
             )
-        value = self._prepared(value, feature_dim)
+        weight = module._parameters.get(name, module._parameters.get(orig_key(name)))
+        if is_dtensor(weight) and not is_dtensor(value):
+            value = as_dtensor(label, value, weight, layout.input_dim, convolution is not None)
+        value = self._prepared(value, -1 if convolution is None else -1 - len(layout.shape[2:]))
         keep = None if self._keep is None else self._keep.to(value.device)
-        part, values, keep = read_input(label, value, weight, keep, feature_dim)
-        if convolution is None:
-            rows = values.reshape(-1, values.shape[-1])
-            if keep is None:
-                num_tokens = len(rows)
-            else:  # a DTensor has some of the tokens, and a device would wait for their number
-                num_tokens = int(keep.sum()) if is_dtensor(value) else self._num_kept
-            self._add(parameter, Met(part, rows, keep, num_tokens))
-        else:
-            is_whole = values.shape[-spatial:] == value.shape[-spatial:]
-            if not is_whole or len(part.features) != value.shape[feature_dim]:
-                raise NotImplementedError(
-                    f"{label}: the input of the convolution is sharded by channels or by places; "
-                    "expected whole images on every rank."
-                )
-            images = values if value.ndim == spatial + 2 else values.unsqueeze(0)
-            part = replace(part, features=range(layout.num_inputs))
-            self._add(parameter, Met(part, images, convolution=convolution))
-        if part.token_ranks is not None:
-            self._same_tokens.add(part.token_ranks)
+        inputs = read_input(label, value, keep, convolution)
+        self._add(parameter, inputs)
+        if inputs.part.token_ranks is not None:
+            self._same_tokens.add(inputs.part.token_ranks)
 
-    def _add_expert(self, parameter: LayerInputs, expert: int, rows: Tensor) -> None:
+    def _add_expert(self, parameter: ParameterStatistics, expert: int, rows: Tensor) -> None:
         """Add the rows [tokens, inputs] that came to one of fused experts."""
         num_inputs = parameter.layout.input_shape[1]
-        if rows.shape[1] != num_inputs:
-            raise ValueError(
-                f"{parameter.label}: expert {expert} is multiplied with a tensor of shape "
-                f"{tuple(rows.shape)}; expected {num_inputs} features."
-            )
         if len(rows):
             part = Part(range(expert * num_inputs, (expert + 1) * num_inputs))
             with _computing(rows):
-                self._add(parameter, Met(part, rows.detach(), num_tokens=len(rows)))
+                self._add(parameter, Inputs(part, rows.detach()))
 
 
 def _checked_input(label: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:

@@ -19,13 +19,14 @@ has not multiplied its weight in this way, in a kernel of its own, is refused to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from distprune.statistics.parameters import ParameterStatistics
 
 _MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 # Of torch, public from 2.10 on, and what transformers has where they do not run.
@@ -34,45 +35,15 @@ _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback", "grouped_mm_fall
 _PLAIN = (Tensor, nn.Parameter)
 
 
-@dataclass(frozen=True)
-class FusedWeight:
-    """A parameter of fused experts.
-
-    Attributes:
-        label: the parameter, for messages.
-        module, name: its owner, and its name there.
-        input_dim: the dimension of its inputs, 1 or 2.
-        add: is called with the number of an expert, and the rows [tokens, inputs] that came to it.
-    """
-
-    label: str
-    module: nn.Module
-    name: str
-    input_dim: int
-    add: Callable[[int, Tensor], None]
-
-    def value(self) -> Tensor:
-        """What is registered under its name now.
-
-        Raises:
-            NotImplementedError: no plain tensor.
-        """
-        value: Tensor = getattr(self.module, self.name)
-        if type(value) not in _PLAIN:
-            raise NotImplementedError(
-                f"{self.label}: the weight of fused experts is a {type(value).__name__} while they "
-                "run; expected a plain tensor with whole experts, as DDP and FSDP have them. Leave "
-                "the parameter out."
-            )
-        return value
-
-
 class RunningExperts(TorchFunctionMode):
     """Looks at what a module of fused experts does; see [Note: fused experts].
 
     Args:
-        weights: parameters of one module.
+        module: of fused experts.
+        places: its parameters, and their names there.
         num_rows: of what the module is called with.
+        add: is called with a parameter, the number of an expert, and the rows [tokens, inputs] that
+            came to it.
 
     Raises:
         NotImplementedError: a weight that is no plain tensor.
@@ -81,14 +52,32 @@ class RunningExperts(TorchFunctionMode):
     each grouped_mm.
     """
 
-    def __init__(self, weights: Sequence[FusedWeight], num_rows: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        places: Sequence[tuple[ParameterStatistics, str]],
+        num_rows: int,
+        add: Callable[[ParameterStatistics, int, Tensor], None],
+    ) -> None:
         super().__init__()
-        self.module = weights[0].module
-        self._weights = weights
+        self.module = module
+        self._places = places
         self._num_rows = num_rows
-        self._met: set[str] = set()
-        for weight in weights:
-            weight.value()
+        self._add = add
+        self._multiplied: set[str] = set()
+        for parameter, name in places:
+            self._weight(parameter, name)
+
+    def _weight(self, parameter: ParameterStatistics, name: str) -> Tensor:
+        """What is registered under a parameter's name now; NotImplementedError if not plain."""
+        value: Tensor = getattr(self.module, name)
+        if type(value) not in _PLAIN:
+            raise NotImplementedError(
+                f"{parameter.label}: the weight of fused experts is a {type(value).__name__} while "
+                "they run; expected a plain tensor with whole experts, as DDP and FSDP have them. "
+                "Leave the parameter out."
+            )
+        return value
 
     def start(self) -> None:
         """Look from now on."""
@@ -100,7 +89,8 @@ class RunningExperts(TorchFunctionMode):
 
     def check(self) -> None:
         """Raise NotImplementedError if a weight was not multiplied: the module has returned."""
-        missed = [weight.label for weight in self._weights if weight.label not in self._met]
+        labels = [parameter.label for parameter, _ in self._places]
+        missed = [label for label in labels if label not in self._multiplied]
         if missed and self._num_rows:
             raise NotImplementedError(
                 f"{', '.join(missed)}: {type(self.module).__name__} was called with "
@@ -118,60 +108,54 @@ class RunningExperts(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         values = [*args, *kwargs.values()]
-        for weight in self._weights:
-            value = weight.value()
-            addresses = _addresses(value)
-            if not any(_lies_in(tensor, addresses) for tensor in _tensors(values)):
+        for parameter, name in self._places:
+            weight = self._weight(parameter, name)
+            if not any(_lies_in(tensor, weight) for tensor in _tensors(values)):
                 continue
-            if self._meet(weight, value, func, values, kwargs):
-                self._met.add(weight.label)
-            elif not all(
-                not tensor.numel() or _lies_in(tensor, addresses) for tensor in _tensors([result])
-            ):
-                raise _unknown(weight.label, func)
+            if func is functional.linear or func in _MATMUL or _name_of(func) in _GROUPED:
+                self._add_product(parameter, weight, func, values, kwargs)
+                self._multiplied.add(parameter.label)
+            # A view of the weight multiplies nothing.
+            elif not all(_lies_in(each, weight) for each in _tensors([result]) if each.numel()):
+                raise _unknown(parameter.label, func)
         return result
 
-    def _meet(
+    def _add_product(
         self,
-        weight: FusedWeight,
-        value: Tensor,
+        parameter: ParameterStatistics,
+        weight: Tensor,
         func: Callable[..., Any],
         values: list[Any],
         kwargs: Mapping[str, Any],
-    ) -> bool:
-        """Add the inputs of a product; False if the function is none."""
-        name = getattr(func, "__name__", "")
-        if len(values) < 2 or not all(isinstance(each, Tensor) for each in values[:2]):
-            return False
+    ) -> None:
+        """Add the inputs of a product of rows and the weights of one expert, or of all."""
         rows, matrix = values[:2]
-        is_grouped = name in _GROUPED and rows.ndim == 2
-        if not (is_grouped or func is functional.linear or func in _MATMUL):
-            return False
-        view = _view_of(matrix, value, 3 if is_grouped else 2)
+        is_grouped = _name_of(func) in _GROUPED
         bounds = kwargs.get("offs", values[2] if len(values) > 2 else None)
-        is_known = isinstance(bounds, Tensor) and bounds.shape == value.shape[:1]
+        has_bounds = isinstance(bounds, Tensor) and bounds.shape == weight.shape[:1]
+        view = _view_of(matrix, weight, is_grouped)
         if (
             view is None
             or type(rows) not in _PLAIN
-            or _lies_in(rows, _addresses(value))
-            or (is_grouped and not is_known)
+            or _lies_in(rows, weight)
+            or (is_grouped and not (rows.ndim == 2 and has_bounds))
         ):
-            raise _unknown(weight.label, func)
+            raise _unknown(parameter.label, func)
         expert, is_swapped = view
-        if weight.input_dim != (2 if is_swapped != (func is functional.linear) else 1):
+        input_dim = parameter.layout.input_dim
+        if input_dim != (2 if is_swapped != (func is functional.linear) else 1):
             raise NotImplementedError(
-                f"{weight.label}: the fused experts are multiplied along dimension "
-                f"{3 - weight.input_dim}, and `is_transposed` of their module says that their "
-                f"inputs are along dimension {weight.input_dim}."
+                f"{parameter.label}: the fused experts are multiplied along dimension "
+                f"{3 - input_dim}, and `is_transposed` of their module says that their inputs are "
+                f"along dimension {input_dim}."
             )
         if not is_grouped:
-            weight.add(expert, rows.reshape(-1, rows.shape[-1]))
-            return True
+            self._add(parameter, expert, rows.reshape(-1, rows.shape[-1]))
+            return
         start = 0
         for number, stop in enumerate(bounds.tolist()):
-            weight.add(number, rows[start:stop])
+            self._add(parameter, number, rows[start:stop])
             start = stop
-        return True
 
 
 _EXPECTED = (
@@ -182,55 +166,51 @@ _EXPECTED = (
 
 
 def _unknown(label: str, func: Callable[..., Any]) -> NotImplementedError:
-    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", str(func))
+    name = getattr(func, "__qualname__", None) or _name_of(func)
     return NotImplementedError(
         f"{label}: {name} uses the weight of fused experts, and which tokens come to which expert "
         f"is not seen there. {_EXPECTED}"
     )
 
 
+def _name_of(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", str(func))
+
+
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
     """The tensors among values, and in lists and tuples of them."""
     for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (each for each in value if isinstance(each, Tensor))
+        every = value if isinstance(value, (list, tuple)) else [value]
+        yield from (each for each in every if isinstance(each, Tensor))
 
 
-def _addresses(value: Tensor) -> range:
-    """Where the elements of a plain tensor lie in memory."""
-    if not value.numel():
-        return range(0)
-    pairs = zip(value.shape, value.stride(), strict=True)
+def _lies_in(tensor: Tensor, weight: Tensor) -> bool:
+    """Whether a tensor is a view of the elements of a plain one."""
+    if type(tensor) not in _PLAIN or not tensor.numel() or not weight.numel():
+        return False
+    pairs = zip(weight.shape, weight.stride(), strict=True)
     size = 1 + sum((length - 1) * stride for length, stride in pairs)
-    start = value.data_ptr()
-    return range(start, start + size * value.element_size())
+    return 0 <= tensor.data_ptr() - weight.data_ptr() < size * weight.element_size()
 
 
-def _lies_in(tensor: Tensor, addresses: range) -> bool:
-    """Whether a tensor is a view of what lies at some addresses."""
-    return type(tensor) in _PLAIN and bool(tensor.numel()) and tensor.data_ptr() in addresses
-
-
-def _view_of(matrix: Tensor, value: Tensor, ndim: int) -> tuple[int, bool] | None:
+def _view_of(matrix: Any, weight: Tensor, is_whole: bool) -> tuple[int, bool] | None:
     """Which expert a tensor is a view of, and whether its dimensions are swapped.
 
     Args:
         matrix: an operand of a product.
-        value: the weights of all experts.
-        ndim: 2: a view of one expert's weight; 3: of all weights, from expert 0 on.
+        weight: of all experts.
+        is_whole: whether it should be a view of all of them, from expert 0 on.
 
     Returns:
         None if it is no such view.
     """
-    if type(matrix) not in _PLAIN or matrix.ndim != ndim or not (matrix.numel() or ndim == 3):
+    if not isinstance(matrix, Tensor) or not _lies_in(matrix, weight):
         return None
-    found, own = (list(zip(t.shape, t.stride(), strict=True)) for t in (matrix, value))
-    step = max(1, value.stride(0) * value.element_size())
-    expert, rest = divmod(matrix.data_ptr() - value.data_ptr(), step)
-    if rest or not 0 <= expert < value.shape[0] or (ndim == 3 and (expert or found[0] != own[0])):
-        return None
-    if found[-2:] == own[1:]:
-        return expert, False
-    return (expert, True) if found[-2:] == own[:0:-1] else None
+    step = max(1, weight.stride(0) * weight.element_size())
+    expert = 0 if is_whole else (matrix.data_ptr() - weight.data_ptr()) // step
+    view = weight if is_whole else weight[expert]
+    for is_swapped, each in enumerate((view, view.mT)):
+        same_place = matrix.data_ptr() == each.data_ptr() and matrix.stride() == each.stride()
+        if same_place and matrix.shape == each.shape:
+            return expert, bool(is_swapped)
+    return None

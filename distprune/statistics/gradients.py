@@ -12,21 +12,21 @@ ranks count::
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter, checked_pair, label_of
 from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.statistics_file import (
     StoredGradients,
+    StoredSums,
     read_gradient_statistics,
 )
 from distprune.ranks.collectives import Communicator
@@ -43,11 +43,10 @@ from distprune.shards.gradients import (
 )
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import Shard
-from distprune.statistics.input_parts import ranks_at, spans
-from distprune.statistics.layers import WeightLayout, matrices_of
+from distprune.statistics.inputs import matrices_of, ranks_at, spans
 from distprune.statistics.parameters import (
-    OfParameter,
     Pairs,
+    ParameterStatistics,
     Statistics,
     Sums,
     difference_of,
@@ -88,23 +87,18 @@ class GradientSums(RankBatches):
 
     def __init__(
         self,
-        parameters: Sequence[OfParameter],
+        parameters: Sequence[ParameterStatistics],
         shards: Sequence[Shard],
         data_ranks: ProcessGroup | None,
     ) -> None:
         leaves = unaveraged_gradients(shards, data_ranks)
         super().__init__(leaves, [parameter.label for parameter in parameters], 2)
-        self._parameters, self._shards = parameters, shards
-        blocks = {
-            position: gradient_block(shards[position], leaf.data_groups)
+        self._layouts, self._shards = [parameter.layout for parameter in parameters], shards
+        self._blocks = {
+            position: gradient_block(shards[position], self._layouts[position], leaf.data_groups)
             for leaf in leaves
             for position in leaf.runs
         }
-        self._blocks = [blocks[position] for position in range(len(shards))]
-        self._matrices = [
-            matrix_ranges(parameter.label, parameter.layout, block.coordinates)
-            for parameter, block in zip(parameters, self._blocks, strict=True)
-        ]
         # By position, sums by output and by input, of the whole parameter.
         self._sums: dict[int, list[Tensor]] = {}
 
@@ -116,82 +110,38 @@ class GradientSums(RankBatches):
         """
         if self.problem is not None:
             raise self.problem
-        known = {block.batch_ranks for block in self._blocks if block.batch_ranks}
-        peers = peers_of(known, rank)
-        return [self._packed(number, peers, rank) for number in range(len(self._parameters))]
+        known = {block.batch_ranks for block in self._blocks.values() if block.batch_ranks}
+        peers = peers_of(known, rank)  # for parameters that do not tell
+        vectors = []
+        for position, layout in enumerate(self._layouts):
+            block = self._blocks[position]
+            batch_ranks = peers if block.batch_ranks is None else block.batch_ranks
+            ranks = peers if block.ranks is None else block.ranks
+            vector = torch.zeros(3 + layout.num_outputs + layout.num_inputs, dtype=torch.float64)
+            if rank in batch_ranks:
+                vector[0] = difference_of(self.weight, batch_ranks, rank)
+                vector[2] = self.weight * (rank == batch_ranks[0])
+            if position in self._sums and rank == ranks[0]:
+                vector[3:] = torch.cat([total.view(-1).cpu() for total in self._sums[position]])
+            vectors.append(vector)
+        return vectors
 
     def _add(self, number: int, gradient: Tensor, factor: float) -> None:
         for position in self._gradients[number].runs if factor else ():
-            managed = self._shards[position].managed
+            managed, layout = self._shards[position].managed, self._layouts[position]
             own = gradient if managed is None else managed.of_leaf(gradient)
-            self._add_gradient(position, own, factor)
-
-    def _add_gradient(self, position: int, gradient: Tensor, factor: float) -> None:
-        """Add factor * g**2 of a gradient."""
-        layout = self._parameters[position].layout
-        expected = tuple(map(len, self._blocks[position].coordinates))
-        if tuple(gradient.shape) != expected:
-            raise NotImplementedError(
-                f"{self._labels[position]}: a gradient of shape {tuple(gradient.shape)}; expected "
-                f"{expected}, as torch.chunk cuts a parameter of shape {layout.shape}."
-            )
-        if position not in self._sums:
-            self._sums[position] = [
-                torch.zeros(layout.num_matrices, size, dtype=torch.float64, device=gradient.device)
-                for size in layout.matrix_shape
-            ]
-        counts, *both = self._matrices[position]
-        sums = squares_along(gradient.reshape(len(counts), *map(len, both)))
-        if layout.is_transposed:
-            both, sums = both[::-1], sums[::-1]
-        for total, where, of_block in zip(self._sums[position], both, sums, strict=True):
-            part = total[counts.start : counts.stop, where.start : where.stop]
-            part.add_(of_block, alpha=factor)
-
-    def _packed(self, position: int, peers: tuple[int, ...], rank: int) -> Tensor:
-        """What this rank adds: the weight, what compares it among ranks, and the sums.
-
-        Args:
-            position: of the parameter.
-            peers: ranks that run the same batches, for a parameter that does not tell.
-            rank: this one.
-        """
-        layout, block = self._parameters[position].layout, self._blocks[position]
-        batch_ranks = peers if block.batch_ranks is None else block.batch_ranks
-        ranks = peers if block.ranks is None else block.ranks
-        packed = torch.zeros(3 + layout.num_outputs + layout.num_inputs, dtype=torch.float64)
-        if rank in batch_ranks:
-            packed[0] = difference_of(self.weight, batch_ranks, rank)
-            packed[2] = self.weight * (rank == batch_ranks[0])
-        if position in self._sums and rank == ranks[0]:
-            packed[3:] = torch.cat([total.view(-1).cpu() for total in self._sums[position]])
-        return packed
-
-
-def matrix_ranges(
-    label: str, layout: WeightLayout, coordinates: Sequence[range]
-) -> tuple[range, range, range]:
-    """The matrices, and the first and second dimension in them, of a block of a parameter.
-
-    Raises:
-        NotImplementedError: a block that is no rectangle of matrices.
-    """
-    if layout.are_experts:
-        matrices, first, second = coordinates
-        return matrices, first, second
-    first, second = coordinates[:2]
-    size = math.prod(layout.shape[2:])
-    is_whole = [len(rows) == size for rows, size in zip(coordinates, layout.shape, strict=True)]
-    if not all(is_whole[2:]) or (layout.groups > 1 and not all(is_whole)):
-        raise NotImplementedError(
-            f"{label}: a convolution with {layout.groups} group(s) whose gradient is sharded over "
-            "dimensions of its kernel, or over its groups; expected one that is whole on every "
-            "rank, or sharded by outputs or by inputs. Leave it out."
-        )
-    if layout.groups == 1:
-        return range(1), first, range(second.start * size, second.stop * size)
-    outputs = range(layout.shape[0] // layout.groups)
-    return range(layout.groups), outputs, range(len(second) * size)
+            if position not in self._sums:
+                shapes = [(layout.num_matrices, size) for size in layout.matrix_shape]
+                self._sums[position] = [
+                    torch.zeros(shape, dtype=torch.float64, device=own.device) for shape in shapes
+                ]
+            counts, *both = self._blocks[position].ranges
+            sums = squares_along(own.reshape(len(counts), *map(len, both)))
+            if layout.is_transposed:
+                both, sums = both[::-1], sums[::-1]
+            for total, where, of_block in zip(self._sums[position], both, sums, strict=True):
+                part = total[counts.start : counts.stop, where.start : where.stop]
+                part.add_(of_block, alpha=factor)
 
 
 def squares_along(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,34 +167,40 @@ def squares_along(matrices: Tensor) -> tuple[Tensor, Tensor]:
     return over_second, over_first
 
 
-@dataclass(frozen=True)
-class GradientBlock:
-    """What the gradient of a parameter on this rank is of.
+class GradientBlock(NamedTuple):
+    """What the gradient of a parameter on this rank is of; see [Note: blocks of gradients].
 
     Attributes:
-        coordinates: a range per dimension of the whole parameter.
+        ranges: of the matrices, and of the first and the second dimension in them.
         batch_ranks: ranks that run the same batches as this one; None: the parameter does not tell.
         ranks: those of them whose gradients are of the same elements.
     """
 
-    coordinates: tuple[range, ...]
+    ranges: Sequence[range]
     batch_ranks: tuple[int, ...] | None = None
     ranks: tuple[int, ...] | None = None
 
 
-def gradient_block(shard: Shard, data_groups: Sequence[ProcessGroup]) -> GradientBlock:
+def gradient_block(
+    shard: Shard, layout: WeightLayout, data_groups: Sequence[ProcessGroup]
+) -> GradientBlock:
     """The block of a parameter.
 
     Args:
         shard: this rank's part of the parameter.
+        layout: of the parameter.
         data_groups: the ranks that run other batches on it: see ``LocalGradients``.
+
+    Raises:
+        NotImplementedError: a part of a convolution, or of groups of rows.
     """
     mesh = shard.mesh
     coordinate = None if mesh is None else mesh.get_coordinate()
+    whole = GradientBlock([range(n) for n in (layout.num_matrices, *_dims_of_matrix(layout))])
     if mesh is None:
-        return GradientBlock(dim_coordinates(shard.shape, ()))
+        return whole
     if coordinate is None:  # outside of the mesh: no gradient comes, and no batch counts
-        return GradientBlock(tuple(range(0) for _ in shard.shape), (), ())
+        return GradientBlock([range(0)] * 3, (), ())
     from torch.distributed.tensor import Replicate
 
     from distprune.shards.dtensor import splits_of
@@ -265,19 +221,28 @@ def gradient_block(shard: Shard, data_groups: Sequence[ProcessGroup]) -> Gradien
         same_batches[axis] = slice(None)
         if isinstance(placement, Replicate):
             same_elements[axis] = slice(None)
-    if not any(isinstance(where, slice) for where in same_batches):
-        return GradientBlock(dim_coordinates(shard.shape, ()))
+    if same_batches == list(coordinate):
+        return whole
     splits = splits_of(shard.name, shard.shape, tuple(mesh.shape), coordinate, placements)
-    if any(split.num_groups > 1 for split in splits):
+    if splits and (layout.kind == "convolution" or any(split.num_groups > 1 for split in splits)):
         raise NotImplementedError(
-            f"{shard.name}: the ranks have parts of groups of rows ({shard.layout}); expected "
-            "whole dimensions. Of such a parameter, criteria take gradients element by element."
+            f"{shard.name}: the gradient on a rank is of a part of a convolution, or of groups of "
+            f"rows ({shard.layout}); expected matrices that are split along whole dimensions. Of "
+            "such a parameter, criteria take gradients element by element."
         )
-    batch_ranks, ranks = ranks_at(mesh, same_batches), ranks_at(mesh, same_elements)
-    return GradientBlock(dim_coordinates(shard.shape, splits), batch_ranks, ranks)
+    ranges = whole.ranges
+    if splits:
+        ranges = dim_coordinates(shard.shape, splits)
+        ranges = ranges if layout.are_experts else (range(1), *ranges)
+    return GradientBlock(ranges, ranks_at(mesh, same_batches), ranks_at(mesh, same_elements))
 
 
-class GradientStatistics(Statistics[OfParameter], CollectsRankBatches):
+def _dims_of_matrix(layout: WeightLayout) -> tuple[int, int]:
+    outputs, inputs = layout.matrix_shape
+    return (inputs, outputs) if layout.is_transposed else (outputs, inputs)
+
+
+class GradientStatistics(Statistics, CollectsRankBatches):
     """Sums of squared gradients by output and by input, from which Fisher by factors is made.
 
     statistics = GradientStatistics(prune.select(model))
@@ -341,18 +306,21 @@ class GradientStatistics(Statistics[OfParameter], CollectsRankBatches):
         self._group = group
         pairs: list[tuple[nn.Module, str]] = []
 
-        def arguments() -> ParameterArguments:
-            return ParameterArguments(parameters=pairs or list(parameters))
+        def ranks() -> Communicator:
+            """Ranks that have other parts of the same parameters take part too."""
+            pairs.extend(parameters)
+            reader = ShardReader()
+            shards = [
+                reader.read(*checked_pair(pair, f"parameters[{n}]"), label_of(pair, n))
+                for n, pair in enumerate(pairs if group is not None else ())
+            ]
+            return ranks_with_shards(shards, group)
 
-        communicator = world(group)
-        if group is not None:
-            # Ranks that have other parts of the same parameters take part too.
-            communicator = communicator.run(lambda: _with_shards(pairs, parameters, group))
-        super().__init__(communicator, arguments, _matrices_of, OfParameter)
+        communicator = world(group).run(ranks)
+        self._read(communicator, lambda: ParameterArguments(parameters=pairs), _matrices_of)
         for parameter in self._local:  # the ranks have seen nothing, and add up when they have
             shapes = self._shapes(parameter.layout)
-            none = Sums(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
-            parameter.set_total(none, None)
+            parameter.total = Sums(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
@@ -377,14 +345,14 @@ class GradientStatistics(Statistics[OfParameter], CollectsRankBatches):
         communicator = self._communicator
 
         def attach() -> None:
-            targets = self._targets()
-            communicator.run(lambda: self._attach(targets))
+            shards = self._shards()
+            communicator.run(lambda: self._attach(shards))
 
         def finish() -> None:
             packed = communicator.run(lambda: self._sums.packed(communicator.rank))
             found = self._sum_over_ranks(self._local, lambda: packed)
             for parameter, new in zip(self._local, found, strict=True):
-                parameter.set_total(new, parameter.total)
+                parameter.add_to_total(new)
 
         with self._calibrating(communicator, attach, finish):
             yield
@@ -466,29 +434,7 @@ class GradientStatistics(Statistics[OfParameter], CollectsRankBatches):
             asked, lambda p: factored.fisher(p.layout, *p.sums[1:], self._count(p))
         )
 
-    @classmethod
-    def load(
-        cls, path: str | os.PathLike[str], parameters: Pairs, *, group: ProcessGroup | None = None
-    ) -> GradientStatistics:
-        """Statistics of a file that :meth:`save` wrote, for any sharding. Collective.
-
-        Args:
-            path: of the file; every rank reads it.
-            parameters, group: as for the class. The file may have statistics of more parameters.
-
-        Raises:
-            CheckpointError: of distprune.files.errors, no such file, or a malformed one.
-            ValueError: a parameter that the file does not have, or that has another shape; ranks
-                that read different files.
-            NotImplementedError: as the class.
-
-        Cost: a read of the file; all-reduces of some hundred bytes.
-        """
-        made = cls(parameters, group=group)
-        made._load(os.fspath(path), lambda where: ("gradients", read_gradient_statistics(where)))
-        return made
-
-    def _count(self, parameter: OfParameter) -> float:
+    def _count(self, parameter: ParameterStatistics) -> float:
         return float(parameter.sums.counts)
 
     def _shapes(self, layout: WeightLayout) -> tuple[tuple[int, ...], ...]:
@@ -497,36 +443,26 @@ class GradientStatistics(Statistics[OfParameter], CollectsRankBatches):
     def _check_ready(self) -> None:
         self._check_between()
 
-    def _attach(self, targets: list[Shard]) -> None:
+    @staticmethod
+    def _read_file(path: str) -> tuple[str, Mapping[str, StoredSums]]:
+        return "gradients", read_gradient_statistics(path)
+
+    def _attach(self, shards: Sequence[Shard]) -> None:
         """Put hooks on."""
-        for target in targets:
-            check_trainable(target)
-            (module, name), *_ = target.places
-            if find_held(module, name) is not None:
+        for shard in shards:
+            check_trainable(shard)
+            if find_held(*shard.places[0]) is not None:
                 raise NotImplementedError(
-                    f"{target.name} is pruned and sharded, where the gradients of pruned elements "
+                    f"{shard.name} is pruned and sharded, where the gradients of pruned elements "
                     "are seen too, which would count; expected a parameter that is not pruned. "
                     "Collect before you prune, or leave it out."
                 )
-        self._sums = GradientSums(self._local, targets, self._group)
+        self._sums = GradientSums(self._local, shards, self._group)
         self._sums.attach()
 
 
-def _with_shards(
-    pairs: list[tuple[nn.Module, str]], parameters: Pairs, group: ProcessGroup
-) -> Communicator:
-    """The ranks of a group and those that have other parts of some parameters; fills ``pairs``."""
-    pairs += parameters
-    reader = ShardReader()
-    shards = []
-    for position, pair in enumerate(pairs):
-        module, name = checked_pair(pair, f"parameters[{position}]")
-        shards.append(reader.read(module, name, label_of(pair, position)))
-    return ranks_with_shards(shards, group)
-
-
-def _matrices_of(target: Shard, module: nn.Module, name: str) -> WeightLayout:
+def _matrices_of(shard: Shard, module: nn.Module, name: str) -> WeightLayout:
     try:
-        return matrices_of(module, name, target.shape)
+        return matrices_of(module, name, shard.shape)
     except NotImplementedError as error:
-        raise NotImplementedError(f"{target.name}: {error}") from None
+        raise NotImplementedError(f"{shard.name}: {error}") from None

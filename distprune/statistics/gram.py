@@ -12,20 +12,21 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter
 from distprune.base.pruned_form import is_dtensor
 from distprune.ranks.collectives import Communicator, with_whole_dim
 from distprune.shards.factored import FactoredScores
 from distprune.statistics.activation import ActivationStatistics
-from distprune.statistics.collecting import LayerInputs, Met
-from distprune.statistics.input_parts import product_of_rows, products_of_windows
-from distprune.statistics.layers import WeightLayout
-from distprune.statistics.parameters import Pairs, peers_of
+from distprune.statistics.inputs import Inputs, Part, product_of_rows, products_of_windows
+from distprune.statistics.parameters import Pairs, ParameterStatistics, peers_of
 
 
 @dataclass(eq=False)
@@ -40,14 +41,7 @@ class LocalGram:
 
     is_plain: bool
     matrices: dict[int, Tensor] = field(default_factory=dict)
-    parameters: set[LayerInputs] = field(default_factory=set)
-
-
-def _identity(met: Met) -> tuple[int, bool]:
-    """Which matrix of a parameter rows belong to, and whether they are plain."""
-    features = met.part.features
-    number = features.start // len(features) if features else 0
-    return number, met.part.token_ranks is None
+    parameters: set[ParameterStatistics] = field(default_factory=set)
 
 
 @contextlib.contextmanager
@@ -64,16 +58,14 @@ def _full_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class GramBlock:
     """This rank's rows of the Gram matrices that some parameters share, summed over all ranks.
 
     Attributes:
-        size: inputs of each matrix.
         rows: [matrices, rows, inputs]: as many rows on every rank, the last ones may be padding.
     """
 
-    size: int
     rows: Tensor
 
     def whole(self, number: int, communicator: Communicator) -> Tensor:
@@ -81,8 +73,9 @@ class GramBlock:
 
         Cost: one all-gather; on one rank it is a view.
         """
+        size = self.rows.shape[2]
         rows = communicator.gather(self.rows[number].reshape(-1))
-        return rows.view(-1, self.size)[: self.size]
+        return rows.view(-1, size)[:size]
 
 
 class GramMatrices(ActivationStatistics):
@@ -116,11 +109,12 @@ class GramMatrices(ActivationStatistics):
     A file has the activation statistics without the matrices.
     """
 
-    def _prepare(self) -> None:
-        self._grams: dict[LayerInputs, LocalGram] = {}
-        self._blocks: dict[LayerInputs, GramBlock] = {}
+    def __init__(self, parameters: Pairs, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self._grams: dict[ParameterStatistics, LocalGram] = {}
+        self._blocks: dict[ParameterStatistics, GramBlock] = {}
         # The last rows, whose product is not added yet, and the parameters that have met them.
-        self._last: tuple[Met, list[LayerInputs]] | None = None
+        self._last: tuple[Part, Tensor, list[ParameterStatistics]] | None = None
 
     def num_bytes(self, parameters: Pairs | None = None) -> int:
         """Bytes of the matrices of some parameters, by default of all, if none is shared. Local.
@@ -177,31 +171,35 @@ class GramMatrices(ActivationStatistics):
             raise ValueError(f"damping={damping!r}; expected a number > 0, such as 0.01.")
         asked = self._asked(parameters)
         blocks = self.blocks(parameters)
-        factors: dict[str, Tensor] = {}
-        turns = itertools.cycle(range(self._communicator.size))
-        with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
+        communicator = self._communicator
+        of_input: dict[str, Tensor] = {}
+        turns = itertools.cycle(range(communicator.size))
+        with communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
             for labels, block in blocks:
-                factors |= dict.fromkeys(labels, self._inverse_diagonals(block, damping, turns))
+                num, _, size = block.rows.shape
+                inverse = torch.zeros(num, size, dtype=torch.float64)  # its diagonals
+                for number in range(num):
+                    whole = block.whole(number, communicator)
+                    if next(turns) == communicator.index:
+                        damped, _ = with_damping(whole, damping, torch.float64)
+                        factor, has_failed = torch.linalg.cholesky_ex(damped)
+                        diagonal = torch.cholesky_inverse(factor).diagonal()
+                        inverse[number] = torch.nan if has_failed else diagonal
+                shared = communicator.reduce_floats(inverse.numel(), inverse.flatten)
+                if bool(shared.isnan().any()):
+                    raise ValueError(
+                        f"{labels[0]}: its Gram matrix with damping={damping} is not positive "
+                        "definite; expected a larger damping."
+                    )
+                of_input |= dict.fromkeys(labels, shared.view(num, size))
 
-        def obs(parameter: LayerInputs) -> FactoredScores:
+        def obs(parameter: ParameterStatistics) -> FactoredScores:
             tokens = parameter.sums.counts.clamp(min=1)
-            of_input = (1 / (factors[parameter.label] * tokens.view(-1, 1))).sqrt()
+            values = (1 / (of_input[parameter.label] * tokens.view(-1, 1))).sqrt()
             layout = parameter.layout
-            factor = layout.of_inputs(of_input.view(layout.input_shape)).float()
-            return FactoredScores([[factor]])
+            return FactoredScores([[layout.of_inputs(values.view(layout.input_shape)).float()]])
 
         return self._scores(asked, obs)
-
-    def _inverse_diagonals(self, block: GramBlock, damping: float, turns: Iterator[int]) -> Tensor:
-        """Of each matrix of a block, [matrices, inputs]; the ranks take turns."""
-        found = torch.zeros(len(block.rows), block.size, dtype=torch.float64)
-        for number in range(len(block.rows)):
-            whole = block.whole(number, self._communicator)
-            if next(turns) == self._communicator.index:
-                damped, _ = with_damping(whole, damping, torch.float64)
-                found[number] = torch.cholesky_inverse(torch.linalg.cholesky(damped)).diagonal()
-        shared = self._communicator.reduce_floats(found.numel(), lambda: found.view(-1))
-        return shared.view(found.shape)
 
     def layouts_of(self, parameters: Pairs) -> list[tuple[str, WeightLayout]]:
         """The name and the layout of each of some parameters. Local.
@@ -233,39 +231,34 @@ class GramMatrices(ActivationStatistics):
         """
         asked = self._asked(parameters)
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
-            grouped: dict[int, list[LayerInputs]] = {}
+            grouped: dict[int, list[ParameterStatistics]] = {}
             for parameter, shared in zip(asked, self._shared_by_all(asked), strict=True):
                 grouped.setdefault(shared, []).append(parameter)
             for group in grouped.values():
                 self._sum_group(group)
-        result: dict[int, tuple[list[str], GramBlock]] = {}
+        result: dict[GramBlock, list[str]] = {}
         for parameter in asked:
-            block = self._blocks[parameter]
-            result.setdefault(id(block), ([], block))[0].append(parameter.label)
-        return list(result.values())
+            result.setdefault(self._blocks[parameter], []).append(parameter.label)
+        return [(labels, block) for block, labels in result.items()]
 
-    def _shared_by_all(self, asked: Sequence[LayerInputs]) -> list[int]:
+    def _shared_by_all(self, asked: Sequence[ParameterStatistics]) -> list[int]:
         """A number for each parameter: equal for those that share their sums on every rank."""
 
         def share() -> Tensor:
             numbers = []
-            first: dict[object, str] = {}  # the first parameter of each sum, and of each block
-            for parameter in asked:
-                gram, block = self._gram_of(parameter), self._blocks.get(parameter)
-                mine = [first.setdefault(each, parameter.label) for each in (gram, block) if each]
-                which = gram is not None, block is not None
-                layout = parameter.layout
-                sizes = layout.num_matrices, layout.matrix_shape[1]
-                digest = hashlib.sha256(
-                    repr((self._communicator.index, which, mine, sizes)).encode()
-                ).digest()
-                numbers.append(int.from_bytes(digest[:8], "big", signed=True))
+            firsts: dict[object, int] = {}  # the first parameter of each sum, and of each block
+            for position, parameter in enumerate(asked):
+                held = self._gram_of(parameter), self._blocks.get(parameter)
+                mine = [each and firsts.setdefault(each, position) for each in held]
+                sizes = parameter.layout.num_matrices, parameter.layout.matrix_shape[1]
+                digest = hashlib.sha256(f"{self._communicator.index} {mine} {sizes}".encode())
+                numbers.append(int.from_bytes(digest.digest()[:8], "big", signed=True))
             return torch.tensor(numbers, dtype=torch.int64)
 
         shared: list[int] = self._communicator.reduce(len(asked), share).tolist()
         return shared
 
-    def _sum_group(self, group: Sequence[LayerInputs]) -> None:
+    def _sum_group(self, group: Sequence[ParameterStatistics]) -> None:
         """Sum what is new of the matrices that parameters share, and keep this rank's rows.
 
         Raises:
@@ -276,55 +269,49 @@ class GramMatrices(ActivationStatistics):
         height = -(-size // communicator.size)
         gram, before = self._gram_of(group[0]), self._blocks.get(group[0])
         matrices = {} if gram is None else gram.matrices
-        # Others that go on adding to these matrices.
-        is_shared = gram is not None and not gram.parameters <= set(group)
         level = (gram is not None) + any(m.dtype == torch.float64 for m in matrices.values())
-        is_new = int(communicator.max(torch.tensor([int(level)])))
-        if before is not None and not is_new:
+        level = int(communicator.max(torch.tensor([int(level)])))
+        if not level and before is not None:
             return
-        if not is_new and bool(group[0].sums.second.any()):
+        if not level and bool(group[0].sums.second.any()):
             raise RuntimeError(
                 f"{group[0].label}: its Gram matrix was forgotten, or was never collected: "
                 "statistics that were loaded from a file have none. Expected new GramMatrices, "
                 "collected again."
             )
-        dtype = torch.float64 if is_new == 2 else torch.float32
+        dtype = torch.float64 if level == 2 else torch.float32
+
+        def pieces(number: int) -> Tensor:
+            matrix = matrices.get(number)
+            if matrix is None:
+                return torch.zeros(communicator.size, height * size, dtype=dtype)
+            matrix = functional.pad(matrix, (0, 0, 0, height * communicator.size - size))
+            return matrix.to(dtype).view(communicator.size, -1)
+
         rows: list[Tensor] = []
         for number in range(num):
-
-            def pieces(number: int = number) -> Tensor:
-                matrix = matrices.get(number)
-                if matrix is None:
-                    return torch.zeros(communicator.size, height * size, dtype=dtype)
-                padding = height * communicator.size - size
-                if padding:
-                    matrix = functional.pad(matrix, (0, 0, 0, padding))
-                elif is_shared:
-                    matrix = matrix.clone()
-                return matrix.to(dtype).view(communicator.size, -1)
-
-            own = communicator.scatter_sum(communicator.run(pieces))
+            own = communicator.scatter_sum(communicator.run(partial(pieces, number)))
             rows.append(own.view(height, size).to(rows[0].device if rows else own.device))
-        block = rows[0].unsqueeze(0) if num == 1 else torch.stack(rows)
-        made = GramBlock(size, block if before is None else block + before.rows)
+        summed = rows[0].unsqueeze(0) if num == 1 else torch.stack(rows)
+        block = GramBlock(summed if before is None else summed + before.rows)
         for parameter in group:
             self._forget(parameter)
-            self._blocks[parameter] = made
+            self._blocks[parameter] = block
 
     @contextlib.contextmanager
-    def _collecting(self, parameters: Sequence[LayerInputs]) -> Iterator[None]:
+    def _collecting(self, parameters: Sequence[ParameterStatistics]) -> Iterator[None]:
         with super()._collecting(parameters):
             yield
             self._add_last()
 
-    def _gram_of(self, parameter: LayerInputs) -> LocalGram | None:
+    def _gram_of(self, parameter: ParameterStatistics) -> LocalGram | None:
         """The sums of a parameter; None if this rank has none that count."""
         gram, rank = self._grams.get(parameter), self._communicator.rank
         if gram is None or not gram.is_plain:
             return gram
         return gram if peers_of(self._same_tokens, rank)[0] == rank else None
 
-    def _forget(self, parameter: LayerInputs) -> None:
+    def _forget(self, parameter: ParameterStatistics) -> None:
         """Drop the sums of a parameter; they are freed if no other one shares them."""
         gram = self._grams.pop(parameter, None)
         if gram is not None:
@@ -334,43 +321,37 @@ class GramMatrices(ActivationStatistics):
         # Products of two features need both on one rank: row-wise layers have a part of them.
         return with_whole_dim(value, feature_dim % value.ndim) if is_dtensor(value) else value
 
-    def _add(self, parameter: LayerInputs, met: Met) -> None:
-        super()._add(parameter, met)
-        ranks = met.part.token_ranks
-        if ranks is not None and ranks[0] != self._communicator.rank:
+    def _add(self, parameter: ParameterStatistics, inputs: Inputs) -> None:
+        super()._add(parameter, inputs)
+        part, values = inputs.part, inputs.values.detach()
+        if part.token_ranks is not None and part.token_ranks[0] != self._communicator.rank:
             return  # the first of ranks that are known to have the same tokens adds products
-        if met.convolution is not None:
+        if inputs.convolution is not None:
             with _full_precision():
-                products = products_of_windows(met.values.detach(), met.convolution)
+                products = products_of_windows(values, inputs.convolution)
             self._add_products([parameter], dict(enumerate(products)), is_plain=True)
             return
-        rows = met.values.detach()
-        rows = rows if met.keep is None else rows[met.keep]
+        rows = values if inputs.keep is None else values[inputs.keep]
         if self._last is not None:
-            last, parameters = self._last
-            if (
-                parameter not in parameters
-                and _identity(last) == _identity(met)
-                and last.values.dtype == rows.dtype
-                and torch.equal(last.values, rows)
-            ):
+            last_part, last, parameters = self._last
+            is_same = parameter not in parameters and part == last_part and rows.dtype == last.dtype
+            if is_same and torch.equal(last, rows):
                 parameters.append(parameter)
                 return
             self._add_last()
         # A copy: the model may change its own tensor in place before it is multiplied.
-        self._last = Met(met.part, rows.clone() if met.keep is None else rows), [parameter]
+        self._last = part, rows.clone() if rows is values else rows, [parameter]
 
     def _add_last(self) -> None:
-        last, self._last = self._last, None
-        if last is not None:
-            met, parameters = last
-            number, is_plain = _identity(met)
+        if self._last is not None:
+            (part, rows, parameters), self._last = self._last, None
+            number = part.features.start // len(part.features) if part.features else 0
             with torch.inference_mode(False), torch.no_grad(), _full_precision():
-                product = product_of_rows(met.values)
-                self._add_products(parameters, {number: product}, is_plain=is_plain)
+                products = {number: product_of_rows(rows)}
+                self._add_products(parameters, products, is_plain=part.token_ranks is None)
 
     def _add_products(
-        self, parameters: list[LayerInputs], products: dict[int, Tensor], *, is_plain: bool
+        self, parameters: list[ParameterStatistics], products: dict[int, Tensor], *, is_plain: bool
     ) -> None:
         """Add products to the sums of the parameters that have met the same rows.
 
@@ -378,10 +359,10 @@ class GramMatrices(ActivationStatistics):
             NotImplementedError: plain inputs and DTensors for one parameter.
         """
         # Parameters that have shared their sums until now, and go on to share them.
-        sharing: dict[LocalGram | None, set[LayerInputs]] = {}
+        sharing: dict[LocalGram | None, set[ParameterStatistics]] = {}
         for parameter in parameters:
             sharing.setdefault(self._grams.get(parameter), set()).add(parameter)
-        for number_of_gram, (gram, group) in enumerate(sharing.items()):
+        for gram, group in sharing.items():
             if gram is None:
                 gram = LocalGram(is_plain)
             elif gram.is_plain != is_plain:
@@ -399,8 +380,7 @@ class GramMatrices(ActivationStatistics):
                 if number in gram.matrices:
                     gram.matrices[number] += product.to(gram.matrices[number].device)
                 else:
-                    is_last = number_of_gram == len(sharing) - 1
-                    gram.matrices[number] = product if is_last else product.clone()
+                    gram.matrices[number] = product if len(sharing) == 1 else product.clone()
 
 
 def with_damping(gram: Tensor, damping: float, dtype: torch.dtype) -> tuple[Tensor, float]:

@@ -13,12 +13,13 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter, unwrap
 from distprune.base.report_text import listed
 from distprune.call.reading import read_parameters
@@ -26,12 +27,13 @@ from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.statistics_file import StoredSums, write_statistics
 from distprune.ranks.collectives import Communicator
 from distprune.shards.shard import Shard
-from distprune.statistics.layers import WeightLayout
 
 # Of counts, and of second sums, which kernels may add in another order.
 _TOLERANCES = torch.tensor([1e-12, 1e-6], dtype=torch.float64)
 
 Pairs = Iterable[tuple[nn.Module, str]]
+S = TypeVar("S", bound="Statistics")
+V = TypeVar("V")
 
 
 class Sums(NamedTuple):
@@ -48,23 +50,22 @@ class Sums(NamedTuple):
 
 
 @dataclass(eq=False)
-class OfParameter:
+class ParameterStatistics:
     """The statistics of one parameter.
 
     Attributes:
         label: the parameter's name.
         places: its (module, name) pairs on this rank; empty if only other ranks have it.
         layout: how it lies, and meets its inputs.
-        is_new: whether this rank has seen something that is not summed over the ranks yet.
-        loaded: of an earlier run, from a file; None if nothing was loaded.
-        total: over all ranks, with what was loaded.
+        seen: what this rank has seen of its inputs since the ranks have summed up: by part, the
+            number of tokens and the sums.
+        total: over all ranks, with what was loaded; None if nothing was summed up yet.
     """
 
     label: str
     places: tuple[tuple[nn.Module, str], ...]
     layout: WeightLayout
-    is_new: bool = True
-    loaded: Sums | None = None
+    seen: dict[Any, tuple[int | Tensor, Tensor]] = field(default_factory=dict)
     total: Sums | None = None
 
     @property
@@ -73,46 +74,45 @@ class OfParameter:
         assert self.total is not None
         return self.total
 
-    def set_total(self, new: Sums, before: Sums | None) -> None:
-        """Store what the ranks have seen, together with what they had seen before."""
-        if before is not None:
-            new = Sums(*(mine + its for mine, its in zip(new, before, strict=True)))
-        self.total, self.is_new = new, False
+    @property
+    def counts(self) -> list[float]:
+        """How much all ranks have seen; of fused experts, by expert."""
+        return self.sums.counts.tolist()  # type: ignore[no-any-return]
+
+    def add_to_total(self, new: Sums) -> None:
+        """Add what the ranks have seen since the last sum."""
+        if self.total is not None:
+            new = Sums(*(mine + its for mine, its in zip(self.total, new, strict=True)))
+        self.total, self.seen = new, {}
 
 
-P = TypeVar("P", bound=OfParameter)
-S = TypeVar("S", bound=StoredSums)
-V = TypeVar("V")
-
-
-class Statistics(Generic[P]):
-    """Statistics of some parameters, and the ranks that have them together.
-
-    Args:
-        communicator: all ranks that take part.
-        arguments: makes the arguments of the caller.
-        layout_of: of a parameter at one of its places; raises if it is not known.
-        make: the empty statistics of a parameter.
-    """
+class Statistics:
+    """Statistics of some parameters, and the ranks that have them together."""
 
     _mode: str
     _KIND: ClassVar[type[StoredSums]]
     _NOT_FINITE: ClassVar[str]  # what is wrong with sums that are not, and with ranks that differ
     _UNEQUAL: ClassVar[str]
 
-    def __init__(
+    def _read(
         self,
         communicator: Communicator,
         arguments: Callable[[], ParameterArguments],
         layout_of: Callable[[Shard, nn.Module, str], WeightLayout],
-        make: Callable[[str, tuple[tuple[nn.Module, str], ...], WeightLayout], P],
     ) -> None:
+        """Read the parameters. Collective.
+
+        Args:
+            communicator: all ranks that take part.
+            arguments: makes the arguments of the caller.
+            layout_of: of a parameter at one of its places; raises if it is not known.
+        """
         self._communicator = communicator
         with communicator.exclusively():
-            self._arguments, targets = read_parameters(arguments, communicator)
-            layouts = _agreed_layouts(targets, layout_of, communicator)
-        self._local: list[P] = [make(t.name, t.places, layouts[t.name]) for t in targets]
-        self._is_named = all(target.is_named or not target.places for target in targets)
+            self._arguments, shards = read_parameters(arguments, communicator)
+            layouts = _agreed_layouts(shards, layout_of, communicator)
+        self._local = [ParameterStatistics(s.name, s.places, layouts[s.name]) for s in shards]
+        self._is_named = all(shard.is_named or not shard.places for shard in shards)
 
     @property
     def parameters(self) -> list[tuple[nn.Module, str]]:
@@ -148,30 +148,52 @@ class Statistics(Generic[P]):
         with self._communicator.exclusively():
             self._communicator.run(write)
 
-    def _load(self, path: str, read: Callable[[str], tuple[str, Mapping[str, S]]]) -> None:
-        """Take over what a file has of the parameters, and its mode. Collective."""
+    @classmethod
+    def load(cls: type[S], path: str | os.PathLike[str], parameters: Pairs, **options: Any) -> S:
+        """Statistics of a file that :meth:`save` wrote, for any sharding. Collective.
 
-        def checked() -> tuple[str, list[S]]:
-            self._check_names()
-            mode, stored = read(path)
-            return mode, [_fitting(parameter, stored, path) for parameter in self._local]
+        Args:
+            path: of the file; every rank reads it.
+            parameters: as for the class. The file may have statistics of more parameters.
+            options: keywords of the class.
 
-        def facts(found: tuple[str, list[S]]) -> list[tuple[str, str]]:
+        Raises:
+            CheckpointError: of distprune.files.errors, no such file, or a malformed one.
+            ValueError: a parameter that the file does not have, or that has another shape; ranks
+                that read different files.
+            NotImplementedError: as the class.
+
+        Cost: a read of the file; all-reduces of some hundred bytes.
+        """
+        make: Any = cls
+        made: S = make(parameters, **options)
+
+        def read() -> tuple[str, list[StoredSums]]:
+            made._check_names()
+            mode, stored = made._read_file(os.fspath(path))
+            return mode, [_fitting(p, stored, os.fspath(path)) for p in made._local]
+
+        def facts(found: tuple[str, list[StoredSums]]) -> list[tuple[str, str]]:
             digest = hashlib.sha256()
-            for parameter, stored in zip(self._local, found[1], strict=True):
-                digest.update(f"{parameter.label} {stored.count!r}".encode())
+            for stored in found[1]:
+                digest.update(repr(stored.count).encode())
                 for each in stored.arrays:
                     digest.update(each.tobytes())
             return [("statistics to load", f"{found[0]}, {digest.hexdigest()[:16]}")]
 
-        with self._communicator.exclusively():
-            self._mode, found = self._communicator.run(checked, facts)
-        for parameter, stored in zip(self._local, found, strict=True):
+        with made._communicator.exclusively():
+            made._mode, found = made._communicator.run(read, facts)
+        for parameter, stored in zip(made._local, found, strict=True):
             counts = torch.tensor(stored.count, dtype=torch.float64).view(-1)
-            parameter.loaded = Sums(counts, *map(torch.from_numpy, stored.arrays))
-            parameter.set_total(parameter.loaded, None)
+            parameter.total = Sums(counts, *map(torch.from_numpy, stored.arrays))
+        return made
 
-    def _count(self, parameter: P) -> Any:
+    @staticmethod
+    def _read_file(path: str) -> tuple[str, Mapping[str, StoredSums]]:
+        """The mode, and the statistics by name of the parameter, of a file."""
+        raise NotImplementedError
+
+    def _count(self, parameter: ParameterStatistics) -> Any:
         """How much was seen, as a file has it."""
         raise NotImplementedError
 
@@ -182,27 +204,29 @@ class Statistics(Generic[P]):
     def _check_ready(self) -> None:
         """Raise RuntimeError if sums cannot be asked for on this rank."""
 
-    def _sum(self, parameters: Sequence[P]) -> None:
+    def _sum(self, parameters: Sequence[ParameterStatistics]) -> None:
         """Sum up what is new of some parameters. Collective."""
 
-    def _asked(self, parameters: Pairs | None) -> list[P]:
+    def _asked(self, parameters: Pairs | None) -> list[ParameterStatistics]:
         """The parameters that any rank asks for; sums up what is new of them. Collective."""
 
         def flags() -> Tensor:
             self._check_ready()
             flags = torch.zeros(2, len(self._local), dtype=torch.int64)
             flags[0, self._positions_of(parameters)] = 1
-            flags[1] = torch.tensor([parameter.is_new for parameter in self._local])
+            flags[1] = torch.tensor([bool(p.seen) or p.total is None for p in self._local])
             return flags.view(-1)
 
         with self._communicator.exclusively():
-            asked, new = self._communicator.max(self._communicator.run(flags)).view(2, -1).bool()
-            if bool((asked & new).any()):
-                self._sum([p for p, is_new in zip(self._local, asked & new, strict=True) if is_new])
-        return [p for p, is_asked in zip(self._local, asked, strict=True) if is_asked]
+            asked, new = self._communicator.max(self._communicator.run(flags)).view(2, -1).tolist()
+            found = [p for p, is_asked in zip(self._local, asked, strict=True) if is_asked]
+            unsummed = {p for p, is_new in zip(self._local, new, strict=True) if is_new}
+            if not unsummed.isdisjoint(found):
+                self._sum([p for p in found if p in unsummed])
+        return found
 
     def _sum_over_ranks(
-        self, parameters: Sequence[P], pack: Callable[[], list[Tensor]]
+        self, parameters: Sequence[ParameterStatistics], pack: Callable[[], list[Tensor]]
     ) -> list[Sums]:
         """Sum one vector for each parameter over all ranks. Collective.
 
@@ -218,30 +242,32 @@ class Statistics(Generic[P]):
 
         Cost: one all-reduce of 8 bytes per element.
         """
-        shapes = [self._shapes(parameter.layout) for parameter in parameters]
-        sizes = [[2, *map(math.prod, of_row)] for of_row in shapes]
-        total = self._communicator.reduce_floats(sum(map(sum, sizes)), lambda: torch.cat(pack()))
-        rows = torch.split(total, list(map(sum, sizes)))
+        shapes = [((2,), *self._shapes(parameter.layout)) for parameter in parameters]
+        sizes = [math.prod(shape) for of_one in shapes for shape in of_one]
+        total = self._communicator.reduce_floats(sum(sizes), lambda: torch.cat(pack()))
+        parts = iter(torch.split(total, sizes))
         found = []
-        for parameter, of_row, size, row in zip(parameters, shapes, sizes, rows, strict=True):
-            if not bool(row.isfinite().all()):
+        for parameter, of_one in zip(parameters, shapes, strict=True):
+            differences, *sums = (next(parts).reshape(shape).clone() for shape in of_one)
+            if not all(bool(part.isfinite().all()) for part in (differences, *sums)):
                 raise ValueError(f"{parameter.label}: {self._NOT_FINITE}")
-            differences, *parts = torch.split(row, size)
-            allowed = torch.stack([parts[0].sum(), parts[2].sum()]) * _TOLERANCES
+            allowed = torch.stack([sums[0].sum(), sums[2].sum()]) * _TOLERANCES
             if bool((differences.abs() > allowed).any()):
                 raise ValueError(f"{parameter.label}: {self._UNEQUAL}")
-            found.append(Sums(*(p.reshape(s).clone() for p, s in zip(parts, of_row, strict=True))))
+            found.append(Sums(*sums))
         return found
 
-    def _by_pair(self, parameters: Sequence[P], value: Callable[[P], V]) -> dict[NamedParameter, V]:
+    def _by_pair(
+        self,
+        parameters: Sequence[ParameterStatistics],
+        value: Callable[[ParameterStatistics], V],
+    ) -> dict[NamedParameter, V]:
         """A value of each parameter that this rank has, by (module, name)."""
         return {NamedParameter(*p.places[0], p.label): value(p) for p in parameters if p.places}
 
-    def _targets(self) -> list[Shard]:
+    def _shards(self) -> list[Shard]:
         """The parameters as they are now, in the order of the statistics. Collective."""
-        _, targets = read_parameters(lambda: self._arguments, self._communicator)
-        assert [target.name for target in targets] == [p.label for p in self._local]
-        return targets
+        return read_parameters(lambda: self._arguments, self._communicator)[1]
 
     def _positions_of(self, parameters: Pairs | None) -> list[int]:
         if parameters is None:
@@ -251,15 +277,14 @@ class Statistics(Generic[P]):
             for position, parameter in enumerate(self._local)
             for module, name in parameter.places
         }
-        positions = []
-        for module, name in parameters:
-            position = known.get((id(unwrap(module)), name))
-            if position is None:
-                raise ValueError(
-                    f"({type(module).__name__}, {name!r}) is none of the parameters of these "
-                    "statistics; expected pairs that they were made with."
-                )
-            positions.append(position)
+        pairs = list(parameters)
+        positions = [known.get((id(unwrap(module)), name), -1) for module, name in pairs]
+        if -1 in positions:
+            module, name = pairs[positions.index(-1)]
+            raise ValueError(
+                f"({type(module).__name__}, {name!r}) is none of the parameters of these "
+                "statistics; expected pairs that they were made with."
+            )
         return positions
 
     def _check_names(self) -> None:
@@ -270,7 +295,11 @@ class Statistics(Generic[P]):
             )
 
     def _warn_of_zeros(
-        self, why: str, seen: Iterable[tuple[P, Sequence[Any]]], more: str, stacklevel: int
+        self,
+        why: str,
+        seen: Iterable[tuple[ParameterStatistics, Sequence[Any]]],
+        more: str,
+        stacklevel: int,
     ) -> None:
         """Warn, on the first rank, of parameters and experts whose scores are all zero.
 
@@ -283,11 +312,11 @@ class Statistics(Generic[P]):
         labels = []
         for parameter, counts in seen:
             zero = [str(number) for number, count in enumerate(counts) if not count]
-            if len(zero) == len(counts) and not parameter.layout.are_experts:
-                labels.append(parameter.label)
-            elif zero and parameter.layout.are_experts:
+            if zero and parameter.layout.are_experts:
                 noun = "experts" if len(zero) > 1 else "expert"
                 labels.append(f"{noun} {listed(zero, 8)} of {parameter.label}")
+            elif len(zero) == len(counts) and not parameter.layout.are_experts:
+                labels.append(parameter.label)
         if labels and self._communicator.index == 0:
             warnings.warn(
                 f"{why} {listed(labels, separator='; ')}: all their scores are zero, so that they "
@@ -319,7 +348,7 @@ def peers_of(of_layers: Collection[tuple[int, ...]], rank: int) -> tuple[int, ..
 
 
 def _agreed_layouts(
-    targets: Sequence[Shard],
+    shards: Sequence[Shard],
     layout_of: Callable[[Shard, nn.Module, str], WeightLayout],
     communicator: Communicator,
 ) -> dict[str, WeightLayout]:
@@ -329,16 +358,16 @@ def _agreed_layouts(
     """
 
     def describe() -> str:
-        described: dict[str, dict[str, object]] = {}
-        for target in targets:
-            layouts = {layout_of(target, module, name) for module, name in target.places}
+        described = {}
+        for shard in shards:
+            layouts = {layout_of(shard, module, name) for module, name in shard.places}
             if len(layouts) > 1:
                 raise NotImplementedError(
-                    f"{target.name} is tied between layers that use it differently; expected "
+                    f"{shard.name} is tied between layers that use it differently; expected "
                     "layers of one kind."
                 )
-            if layouts:
-                described[target.name] = vars(layouts.pop())
+            for layout in layouts:
+                described[shard.name] = vars(layout)
         return json.dumps(described)
 
     texts, _ = communicator.distinct_texts(communicator.run(describe))
@@ -354,12 +383,10 @@ def _agreed_layouts(
     return known
 
 
-def _fitting(parameter: OfParameter, stored: Mapping[str, S], where: str) -> S:
-    """The stored statistics of a parameter.
-
-    Raises:
-        ValueError: they are missing, or are those of another weight.
-    """
+def _fitting(
+    parameter: ParameterStatistics, stored: Mapping[str, StoredSums], where: str
+) -> StoredSums:
+    """The stored statistics of a parameter; ValueError if missing, or those of another weight."""
     label, layout = parameter.label, parameter.layout
     if label not in stored:
         raise ValueError(

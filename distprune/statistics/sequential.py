@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from distprune.base.naming import NamedParameter
 from distprune.statistics.activation import ActivationStatistics
-from distprune.statistics.collecting import LayerInputs
+from distprune.statistics.parameters import ParameterStatistics
 
 R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class BlockPasses:
-    """Runs the blocks of a model one by one, on what the blocks before have returned.
-
-    Attributes:
-        collect: runs a block on a batch, by their numbers.
-        advance: runs a block on all batches: what it returns is for the next.
-    """
-
-    collect: Callable[[int, int], None]
-    advance: Callable[[int], None]
 
 
 def prune_sequentially(
@@ -37,7 +22,8 @@ def prune_sequentially(
     prune_block: Callable[[list[NamedParameter]], R],
     *,
     forward: Callable[[Any], object] | None = None,
-    passes: BlockPasses | None = None,
+    run_block: Callable[[int, int], None] | None = None,
+    advance: Callable[[int], None] | None = None,
 ) -> list[R]:
     """Collect statistics of one block after the other, and prune each before the next. Collective.
 
@@ -64,7 +50,9 @@ def prune_sequentially(
         forward: runs the model on a batch, and takes care of padding (``statistics.batch``). By
             default a mapping becomes keyword arguments, a tuple or list arguments, and an
             ``attention_mask`` [batch, tokens] in a mapping says what is padding.
-        passes: runs the blocks one by one, where this is known to be the same.
+        run_block: runs only a block on a batch, by their numbers, where this is known to be the
+            same as a forward of the model: on what the blocks before have returned.
+        advance: with ``run_block``, runs a block on all batches: what it returns is for the next.
 
     Returns:
         What ``prune_block`` returned for each block that has parameters.
@@ -82,24 +70,21 @@ def prune_sequentially(
     """
     communicator = statistics._communicator
 
-    def begin() -> list[list[LayerInputs]]:
+    def begin() -> list[list[ParameterStatistics]]:
         if isinstance(batches, Iterator):
             raise TypeError(
                 f"batches is a {type(batches).__name__}, which can be run through once; expected a "
                 "list or a data set: every block needs all batches."
             )
-        return _parameters_of_blocks(statistics, list(blocks))
+        return _parameters_of_blocks(statistics, blocks)
+
+    def facts(found: list[list[ParameterStatistics]]) -> list[tuple[str, str]]:
+        names = [", ".join(parameter.label for parameter in of_one) for of_one in found]
+        return [(f"block {number}", of_one) for number, of_one in enumerate(names)]
 
     with communicator.exclusively():
-        of_block = communicator.run(
-            begin,
-            lambda made: [
-                (f"block {number}", ", ".join(parameter.label for parameter in parameters))
-                for number, parameters in enumerate(made)
-            ],
-        )
+        of_block = communicator.run(begin, facts)
     statistics._mode = "sequential"
-    run = partial(_run, statistics, model) if forward is None else forward
     results = []
     with communicator.raising_everywhere():
         last = max((number for number, parameters in enumerate(of_block) if parameters), default=-1)
@@ -107,22 +92,24 @@ def prune_sequentially(
             if parameters:
                 with statistics._collecting(parameters):
                     for position, batch in enumerate(batches):
-                        if passes is not None:
-                            passes.collect(number, position)
+                        if run_block is not None:
+                            run_block(number, position)
+                        elif forward is not None:
+                            forward(batch)
                         else:
-                            run(batch)
+                            _run(statistics, model, batch)
                 pairs = [NamedParameter(*p.places[0], p.label) for p in parameters]
                 results.append(prune_block(pairs))
                 statistics.forget(pairs)
-            if passes is not None and number < last:
-                passes.advance(number)
+            if advance is not None and number < last:
+                advance(number)
     communicator.agree()
     return results
 
 
 def _parameters_of_blocks(
-    statistics: ActivationStatistics, blocks: Sequence[nn.Module]
-) -> list[list[LayerInputs]]:
+    statistics: ActivationStatistics, blocks: Iterable[nn.Module]
+) -> list[list[ParameterStatistics]]:
     """Check that nothing was collected yet, and list the parameters of each block.
 
     Raises:
@@ -135,39 +122,32 @@ def _parameters_of_blocks(
             "pipeline_parallel=True: the ranks have different blocks; expected every block on "
             "every rank. Collect in one pass instead."
         )
-    if statistics.mode == "sequential" or any(
-        parameter.seen or parameter.loaded is not None for parameter in statistics._local
-    ):
+    if statistics.mode == "sequential" or any(p.seen or p.total for p in statistics._local):
         raise RuntimeError(
             "something was collected already; expected new ActivationStatistics, or the inputs "
             "of one pass would mix with those of pruned blocks."
         )
-    inside = [{id(module) for module in block.modules()} for block in blocks]
-    of_block: list[list[LayerInputs]] = [[] for _ in blocks]
+    inside = [set(block.modules()) for block in blocks]
+    of_block: list[list[ParameterStatistics]] = [[] for _ in inside]
     for parameter in statistics._local:
-        numbers = {
-            number
-            for number, modules in enumerate(inside)
-            for module, _ in parameter.places
-            if id(module) in modules
-        }
+        owners = {module for module, _ in parameter.places}
+        numbers = [number for number, modules in enumerate(inside) if owners & modules]
         if len(numbers) != 1:
-            where = f"blocks {sorted(numbers)}" if numbers else "no block"
+            where = f"blocks {numbers}" if numbers else "no block"
             raise ValueError(
                 f"{parameter.label} is in {where}; expected every parameter in one block. Make "
                 "the statistics with parameters of the blocks only: select(model, include=...)."
             )
-        of_block[numbers.pop()].append(parameter)
+        of_block[numbers[0]].append(parameter)
     return of_block
 
 
 def _run(statistics: ActivationStatistics, model: nn.Module, batch: Any) -> None:
-    if not isinstance(batch, Mapping):
-        model(*batch if isinstance(batch, (tuple, list)) else (batch,))
-        return
-    mask = batch.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        with statistics.batch(mask):
+    """Run a model on a batch, without its padding."""
+    if isinstance(batch, Mapping):
+        mask = batch.get("attention_mask")
+        is_padding = isinstance(mask, Tensor) and mask.ndim == 2
+        with statistics.batch(mask if is_padding else None):
             model(**batch)
     else:
-        model(**batch)
+        model(*batch if isinstance(batch, (tuple, list)) else (batch,))

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import distprune as prune
+from distprune.base.blocks import WeightLayout
 from distprune.statistics import GradientStatistics, gradients
-from distprune.statistics.layers import WeightLayout, matrices_of
+from distprune.statistics.inputs import matrices_of
 
 
 def named(module: nn.Module) -> list[prune.NamedParameter]:
@@ -39,7 +40,7 @@ def test_vectors_are_refused():
     ("shape", "chunk"), [((3, 5, 7), 8), ((3, 5, 7), 1 << 17), ((1, 40, 3), 8)]
 )
 def test_squares_in_chunks(monkeypatch, shape, chunk):
-    monkeypatch.setattr("distprune.statistics.input_parts._CPU_CHUNK", chunk)
+    monkeypatch.setattr("distprune.statistics.inputs._CPU_CHUNK", chunk)
     matrices = torch.randint(-9, 10, shape).to(torch.bfloat16)
     squares = matrices.double() ** 2
     along, across = gradients.squares_along(matrices)

@@ -6,12 +6,12 @@ from fractions import Fraction
 import pytest
 import torch
 
+from distprune.base.blocks import WeightLayout
 from distprune.ranking import sums as module
 from distprune.ranking.chunks import Part
 from distprune.ranking.scores import TensorScores
 from distprune.ranking.sums import Scored, Summed, magnitude_sums
 from distprune.shards.geometry import IndexMap, MatrixRun
-from distprune.statistics.layers import WeightLayout
 from helpers.virtual_ranks import run_virtual_ranks
 
 LAYOUTS = [
