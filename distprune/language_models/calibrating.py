@@ -273,8 +273,7 @@ def prune_block_by_block(
     num_runs = sum(any(id(module) in owners for module in block.modules()) for block in blocks)
     steps = steps_of(len(windows), batch_size, ranks)
     finished = reporter("calibrate", num_runs * len(windows), progress)
-    place = None if storage is None else torch.device(storage)
-    states = communicator.run(lambda: HiddenStates(blocks, place))
+    states = communicator.run(lambda: HiddenStates(blocks, storage))
 
     def collect(number: int, position: int) -> None:
         step = steps[position]

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from distprune.base.pruned_form import is_dtensor
 from distprune.wrappers.wrapper import managed_parameters
 
-Run = Callable[[], object]
 # What a layer is called with beside the hidden states.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -42,7 +41,9 @@ class HiddenStates:
             dictionary of keys and values.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], storage: torch.device | None = None) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], storage: torch.device | str | None = None
+    ) -> None:
         self._blocks = list(blocks)
         self._storage = storage
         self._states: list[Tensor] = []
@@ -52,7 +53,7 @@ class HiddenStates:
         self.is_chain = all(map(_runs_alone, self._blocks))
         self.shares_objects = False
 
-    def catch(self, run: Run) -> None:
+    def catch(self, run: Callable[[], object]) -> None:
         """Run the model on the next batch; keeps what its layers are called with, if it can."""
         calls: list[Arguments] = []
         firsts: list[Tensor] = []

@@ -360,11 +360,7 @@ def perplexity(
     found = torch.zeros(len(windows), dtype=torch.float64)
     batches = BatchLosses(model)
     finished = reporter("evaluate", len(windows), progress)
-    with (
-        communicator.raising_everywhere(),
-        in_eval_mode(model),
-        torch.inference_mode(False),
-    ):
+    with communicator.raising_everywhere(), in_eval_mode(model), torch.inference_mode(False):
         for step in steps_of(len(windows), batch_size, ranks):
             tokens = windows.tokens[step.rows]
             losses = communicator.run(partial(batches.of_windows, tokens))
@@ -398,11 +394,9 @@ def report_of(windows: TokenWindows, losses: Tensor) -> PerplexityReport:
         num_tokens = len(found) * (windows.length - 1)
         return TextPerplexity(name, len(found), num_tokens, math.fsum(found.tolist()))
 
-    texts = [
-        of_text(name, losses[windows.text_of == number])
-        for number, name in enumerate(windows.texts)
-    ]
-    with_windows = tuple(text for text in texts if text.num_windows)
+    of_texts = [losses[windows.text_of == number] for number in range(len(windows.texts))]
+    pairs = zip(windows.texts, of_texts, strict=True)
+    with_windows = tuple(of_text(name, found) for name, found in pairs if len(found))
     total = of_text("all", losses)
     return PerplexityReport(with_windows, total, losses, windows.length, windows.has_bos)
 

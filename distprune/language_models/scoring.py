@@ -210,8 +210,7 @@ def prune_in_rounds(
                 "[0.35, 0.5, 0.6]."
             )
 
-    with communicator.exclusively():
-        communicator.run(check, lambda _: [("sparsities", f"{list(sparsities)!r}, {finished!r}")])
+    communicator.run(check, lambda _: [("sparsities", f"{list(sparsities)!r}, {finished!r}")])
     arguments = ParameterArguments(parameters=pairs)
     for number, sparsity in list(enumerate(sparsities))[finished:]:
         entries = count_live(lambda: arguments, communicator).entries()

@@ -125,23 +125,17 @@ def read_windows(
                 f"{len(names)} files, length={length}, limit={limit}; expected at least one file, "
                 "2 tokens of a window, and 1 window of each file."
             )
-        return _read(tokenizer, [os.fsdecode(name) for name in names], length, limit)
+        # The bos token, if the tokenizer puts it in front of a text.
+        first = tokenizer("a", verbose=False).input_ids[:1]
+        bos = first if first == [tokenizer.bos_token_id] else []
+        texts = tuple(map(os.fsdecode, names))
+        parts = [_windows_of(tokenizer, text, length, bos, limit) for text in texts]
+        counts = torch.tensor([len(rows) for rows in parts])
+        text_of = torch.arange(len(texts)).repeat_interleave(counts)
+        return TokenWindows(texts, torch.cat(parts), text_of, bool(bos))
 
-    communicator = world()
-    with communicator.exclusively():
-        return communicator.run(
-            read, lambda made: [("length of windows", str(length)), *made.digests()]
-        )
-
-
-def _read(tokenizer: Any, names: list[str], length: int, limit: int | None) -> TokenWindows:
-    # The bos token, if the tokenizer puts it in front of a text.
-    first = tokenizer("a", verbose=False).input_ids[:1]
-    bos = first if first == [tokenizer.bos_token_id] else []
-    of_texts = [_windows_of(tokenizer, name, length, bos, limit) for name in names]
-    counts = torch.tensor([len(rows) for rows in of_texts])
-    text_of = torch.arange(len(names)).repeat_interleave(counts)
-    return TokenWindows(tuple(names), torch.cat(of_texts), text_of, bool(bos))
+    with world().exclusively():
+        return world().run(read, lambda made: [("length of windows", str(length)), *made.digests()])
 
 
 def _windows_of(

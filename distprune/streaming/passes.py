@@ -157,11 +157,9 @@ class Passes:
                 stream.remove("state", number - 1)
         perplexities = {} if self.before is None else {"before": self.before}
         for stream in held_out:
-            perplexities["before"] = self._perplexity(stream, "before")
+            perplexities["before"] = work.once("before", partial(_perplexity, stream))
         if "backward" in settings.passes:
-            if work.get("head") is None:
-                self.communicator.run(dense.differentiate)
-                work.record("head", True)
+            work.once("head", lambda: self.communicator.run(dense.differentiate))
             for number in layers("backward", reversed(numbers)):
                 self._differentiate(dense, number)
                 dense.remove("gradient", number + 2)
@@ -170,15 +168,14 @@ class Passes:
             held_out = [] if evaluation is None else [self._stream("after", evaluation)]
             planned = self.communicator.run(lambda: plan(self.streamed.checkpoint.folder, recipe))
             masks = RankedMasks(planned, Team(self.communicator), work.get("cuts"))
-            if work.get("cuts") is None:
-                work.record("cuts", masks.cuts)
+            work.once("cuts", lambda: masks.cuts)
             for number in layers("update", numbers):
                 self._update(dense, number, masks)
                 for stream in held_out:
                     stream.advance(number)
                     stream.remove("state", number - 1)
             for stream in held_out:
-                perplexities["after"] = self._perplexity(stream, "after")
+                perplexities["after"] = work.once("after", partial(_perplexity, stream))
         facts: dict[str, Any] = {
             **told,
             "update": settings.update,
@@ -206,17 +203,8 @@ class Passes:
             finished(len(self.settings.windows) * _WEIGHTS[name])
 
     def _stream(self, name: str, windows: TokenWindows) -> WindowStream:
-        size, folder = self.settings.batch_size, self.work.folder("states")
-        return self.communicator.run(
-            lambda: WindowStream(self.streamed, windows, size, folder, name)
-        )
-
-    def _perplexity(self, stream: WindowStream, name: str) -> float:
-        found: float | None = self.work.get(name)
-        if found is None:
-            found = stream.perplexity().perplexity
-            self.work.record(name, found)
-        return found
+        size, place = self.settings.batch_size, self.work.folder("states") / name
+        return self.communicator.run(lambda: WindowStream(self.streamed, windows, size, place))
 
     def _differentiate(self, stream: WindowStream, number: int) -> None:
         """Collect what scores are made of from the gradients of a layer, and write it."""
@@ -225,7 +213,7 @@ class Passes:
             module.get_parameter(name).requires_grad_(True)
         of_gradients = bool(parameters) and self.settings.collects == "gradients"
         statistics = [GradientStatistics(parameters)] if of_gradients else []
-        scores = self.settings.elementwise if parameters else []
+        scores = self.settings.elementwise * bool(parameters)
         criteria = {score: elementwise_criterion(score, parameters) for score in scores}
         stream.differentiate_layer(number, [*statistics, *criteria.values()])
         for each in statistics:
@@ -267,10 +255,10 @@ class Passes:
             write_atomically(place / f"model{INDEX_SUFFIX}", index.encode())
 
         if settings.collects is not None:
-            work.once("statistics", merge)
+            work.once("statistics", lambda: work.on_first_rank(merge))
             found["statistics"] = str(file)
         if settings.elementwise:
-            work.once("scores", write_index)
+            work.once("scores", lambda: work.on_first_rank(write_index))
             found["scores"] = str(place)
         return settings.recipe.model_copy(update=found)
 
@@ -303,6 +291,10 @@ class Passes:
         work.record("errors", kept + rows)
 
 
+def _perplexity(stream: WindowStream) -> float:
+    return stream.perplexity().perplexity
+
+
 def _weight(parameter: NamedParameter) -> Tensor:
     weight: Tensor = getattr(*parameter)
     return weight
@@ -311,5 +303,4 @@ def _weight(parameter: NamedParameter) -> Tensor:
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save
 
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    write_atomically(path, save(contiguous, {"format": "pt"}))
+    write_atomically(path, save({k: t.contiguous() for k, t in tensors.items()}, {"format": "pt"}))

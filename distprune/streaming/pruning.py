@@ -167,8 +167,8 @@ def prune_folder(
         begin, lambda found: [("text, recipe and model", found[2])]
     )
     told = {"text": text} | ({"rounds": list(rounds)} if rounds else {})
-    places = [target.with_name(f"{target.name}.partial-text-{n}") for n in range(len(rounds))]
-    places.append(target)
+    numbers = range(len(rounds))
+    places = [*(target.with_name(f"{target.name}.partial-text-{n}") for n in numbers), target]
     done = communicator.run(lambda: [_finished(place, text) for place in places])
     made = done[-1]
     if made is not None:
@@ -177,9 +177,8 @@ def prune_folder(
     first = max((number + 1 for number, found in enumerate(done) if found), default=0)
     made = done[first - 1] if first else None
     for number, sparsity in list(enumerate([*rounds, recipe.sparsity]))[first:]:
-        is_last = places[number] is target
-        now, begun_from = settings, places[number - 1] if number else source
-        changes: dict[str, Any] = {}
+        is_last, now = places[number] is target, settings
+        begun_from, changes = places[number - 1] if number else source, dict[str, Any]()
         if not is_last:
             changes = {"sparsity": sparsity, "masks": False, "card": False}
             now = dataclasses.replace(now, evaluation=None if number else evaluation)
@@ -189,8 +188,10 @@ def prune_folder(
         if rounds:
             say(f"Round {number + 1} of {len(rounds) + 1}: {sparsity:.0%}.")
         with contextlib.ExitStack() as lock:
-            open_model = partial(_open_model, begun_from, now, places[number], lock)
-            streamed, stored = communicator.run(open_model)
+            first_rank = contextlib.nullcontext() if communicator.index else locked(places[number])
+            communicator.run(partial(lock.enter_context, first_rank))
+            streamed = communicator.run(partial(StreamedModel, begun_from, dtype, place))
+            stored = communicator.run(partial(StoredLayers, streamed, now.recipe))
             num_bytes = cost_of(streamed, stored, now).disk + streamed.checkpoint.num_bytes
             of_round = facts | ({"round": number} if rounds else {})
             work = Work(
@@ -215,16 +216,6 @@ def prune_folder(
             shutil.rmtree(places[number - 1], ignore_errors=True)
     assert made is not None
     return made
-
-
-def _open_model(
-    source: str | Path, settings: Settings, target: Path, lock: contextlib.ExitStack
-) -> tuple[StreamedModel, StoredLayers]:
-    """The model of a round; the first rank locks the destination of the round."""
-    if world().index == 0:
-        lock.enter_context(locked(target))
-    streamed = StreamedModel(source, settings.dtype, settings.device)
-    return streamed, StoredLayers(streamed, settings.recipe)
 
 
 def _check_request(settings: Settings, kept: Path | None, rounds: Sequence[float]) -> None:

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,9 +43,6 @@ from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
 from distprune.streaming.layers import StreamedModel
 
-# What a backward makes of the gradients of single batches.
-OfGradients: TypeAlias = GradientStatistics | GradientMoment
-
 
 class WindowStream(HiddenStates):
     """The hidden states of some windows of text; this rank has its share of the batches.
@@ -54,8 +51,7 @@ class WindowStream(HiddenStates):
         streamed: the model.
         windows: the same on every rank.
         batch_size: windows that a rank runs at a time.
-        folder: gets the hidden states; it exists.
-        name: of the files in it.
+        place: the folder of the hidden states, which exists, and how their names begin.
 
     Raises:
         ValueError: tokens or positions that the model does not have.
@@ -64,16 +60,10 @@ class WindowStream(HiddenStates):
     """
 
     def __init__(
-        self,
-        streamed: StreamedModel,
-        windows: TokenWindows,
-        batch_size: int,
-        folder: Path,
-        name: str,
+        self, streamed: StreamedModel, windows: TokenWindows, batch_size: int, place: Path
     ) -> None:
         super().__init__(streamed.layers)
-        self._streamed, self._windows = streamed, windows
-        self._place = folder / name
+        self._streamed, self._windows, self._place = streamed, windows, place
         check_run(streamed.model, windows.tokens, batch_size)
         ranks = DataRanks(world().index, world().size, True)
         steps = steps_of(len(windows), batch_size, ranks)
@@ -120,7 +110,9 @@ class WindowStream(HiddenStates):
                 assert leaf.grad is not None
                 self._write("gradient", last, batch, leaf.grad)
 
-    def differentiate_layer(self, number: int, collected: Sequence[OfGradients]) -> None:
+    def differentiate_layer(
+        self, number: int, collected: Sequence[GradientStatistics | GradientMoment]
+    ) -> None:
         """Collect the gradients of the weights of a layer, which is in memory. Collective.
 
         It makes the gradients of the losses by the stage before it.
@@ -229,7 +221,7 @@ def perplexity(
     streamed = communicator.run(lambda: StreamedModel(source, dtype, torch.device(device or "cpu")))
     with tempfile.TemporaryDirectory(dir=folder) as states, communicator.raising_everywhere():
         stream = communicator.run(
-            lambda: WindowStream(streamed, windows, batch_size, Path(states), "text")
+            lambda: WindowStream(streamed, windows, batch_size, Path(states) / "text")
         )
         total = len(streamed.layers) * len(windows)
         finished = reporter("evaluate", total, progress, "forwards of a layer")

@@ -96,11 +96,11 @@ class Work:
         self._communicator.agree()  # every rank has written its files
         self.on_first_rank(lambda: write_atomically(self.path / _PROGRESS, text))
 
-    def once(self, step: str, run: Callable[[], object]) -> None:
-        """Run a step that changes the folder, unless an earlier run has. Collective."""
+    def once(self, step: str, run: Callable[[], Any]) -> Any:
+        """What a step gives, as JSON; it runs unless an earlier run has done it. Collective."""
         if step not in self._done:
-            self.on_first_rank(run)
-            self.record(step, True)
+            self.record(step, run())
+        return self._done[step]
 
     def remove(self) -> None:
         """Remove the folder. Collective."""
