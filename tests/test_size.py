@@ -27,7 +27,7 @@ ROOMS = {
     "dynamic.py": (156, 1),
     "files": (3657, 30),
     "integrations": (1027, 7),
-    "language_models": (1079, 8),
+    "language_models": (1068, 8),
     "layouts.py": (13, 1),
     "masks": (600, 6),
     "methods": (857, 5),
@@ -39,14 +39,14 @@ ROOMS = {
     "selftest.py": (299, 1),
     "shards": (1038, 9),
     "statistics": (1597, 9),
-    "streaming": (921, 7),
+    "streaming": (900, 7),
     "testing.py": (246, 1),
     "verification": (659, 4),
     "wrappers": (1720, 13),
 }
-TOTAL = (23438, 183)
+TOTAL = (23406, 183)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 40725, "launch": 967}
+FOLDERS = {"tests": 40443, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

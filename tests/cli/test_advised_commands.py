@@ -192,23 +192,6 @@ def test_the_commands_of_a_model_card(run, source, tmp_path, monkeypatch, has_sc
     assert tree_digest(tmp_path / "out", run_facts) == tree_digest(tmp_path / "again", run_facts)
 
 
-def test_a_recipe_for_checkpoints(run, source, tmp_path):
-    from distprune.recipes import load_recipe
-    from distprune.schedule import ScheduledPruner
-
-    path = tmp_path / "recipe.yaml"
-    path.write_text("sparsity: 0.5\nnan: keep\n")
-    with pytest.raises(ValueError, match="`distprune prune` prunes checkpoints"):
-        ScheduledPruner.from_recipe(torch.nn.Linear(2, 2), load_recipe(path))
-    works(run("prune", source, tmp_path / "out", "-r", path))
-
-
-def test_every_command_has_help(run):
-    for name in app.commands:
-        works(run(name, "--help"))
-    works(run("recipe", "ls"))  # of the help of --recipe
-
-
 def test_extras_that_messages_name_exist():
     text = (ROOT / "pyproject.toml").read_text()
     known = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]

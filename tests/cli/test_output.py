@@ -1,0 +1,98 @@
+"""What commands write: tables, JSON documents, files that are not copied, and exit codes."""
+
+import json
+
+import pytest
+import torch
+
+from helpers.tiny_checkpoints import file_bytes, save
+
+MADE = {f"layers.{i}.weight": torch.eye(8).bfloat16() + 1 for i in range(3)}
+COMMANDS = [
+    ["plan", "SRC", "-s", "0.5"],
+    ["prune", "SRC", "OUT", "-s", "0.5"],
+    ["apply", "PRUNED", "SRC", "OUT"],
+    ["inspect", "SRC"],
+    ["verify", "PRUNED", "--against", "SRC"],
+    ["diff", "SRC", "SRC"],
+]
+
+
+@pytest.fixture
+def places(run, tmp_path):
+    source = save(tmp_path / "source", MADE)
+    assert run("prune", source, tmp_path / "pruned", "-s", "0.3", "-q").code == 0
+    (source / "pytorch_model.bin").write_bytes(b"dense")  # prune has not seen it
+    return {"SRC": source, "PRUNED": tmp_path / "pruned", "OUT": tmp_path / "out"}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_v_lists_every_tensor_and_json_is_one_document(run, places, command):
+    command = [places.get(each, each) for each in command]
+    text = run(*command, "-v")
+    assert "layers.2.weight" in text.out and text.code == 0, text.err
+    found = run(*command, "--json", "-q", *(["--force"] if places["OUT"] in command else []))
+    assert found.code == text.code and found.err == "" and json.loads(found.out)
+
+
+def test_short_tables_merge_names_and_masks_are_those_of_the_result(run, places):
+    for command in (["plan", places["SRC"], "-s", "0.5"], ["inspect", places["SRC"]]):
+        assert "layers.*.weight" in run(*command).out
+    rows = [
+        [line.split() for line in run(*command, "-v").out.splitlines() if "layers." in line]
+        for command in (
+            ["prune", places["SRC"], places["OUT"], "-s", "0.3", "--force"],
+            ["apply", places["PRUNED"], places["SRC"], places["OUT"], "--force"],
+        )
+    ]
+    assert rows[0] == rows[1] and sum(int(row[2]) for row in rows[0]) == round(0.3 * 192)
+
+
+def test_files_that_are_not_copied_are_named(run, places):
+    for command in COMMANDS[:3]:
+        command = [places.get(each, each) for each in command]
+        force = ["--force"] if places["OUT"] in command else []
+        done = run(*command, *force)
+        assert "Not copied: pytorch_model.bin (weights that are not pruned" in done.err
+        found = run(*command, *force, "--json", "-q").json
+        assert list(found["not_copied"]) == ["pytorch_model.bin"]
+        assert {"config.json", "tokenizer.json"} <= set(found["copied"])
+
+
+def test_other_ranks_of_torchrun_write_nothing(run, places, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    done = run("plan", places["SRC"], "-s", "0.5", "--json")
+    assert (done.code, done.out) == (0, "")
+
+
+def changed(**tensors):
+    return {name: tensor for name, tensor in {**MADE, **tensors}.items() if tensor is not None}
+
+
+DIFFERENT = {
+    "one value": changed(**{"layers.0.weight": MADE["layers.0.weight"] + torch.eye(8)}),
+    "a shape": changed(**{"layers.0.weight": torch.ones(4, 16).bfloat16()}),
+    "a dtype": changed(**{"layers.0.weight": MADE["layers.0.weight"].half()}),
+    "a tensor more": changed(new=torch.ones(1)),
+    "a tensor less": changed(**{"layers.0.weight": None}),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_diff_ends_with_3_for_each_difference(run, places, tmp_path, what):
+    second = save(tmp_path / "second", DIFFERENT[what])
+    assert run("diff", places["SRC"], second).code == 0
+    for pair in ([places["SRC"], second], [second, places["SRC"]]):
+        found = run("diff", *pair, "--exit-code", "--json")
+        assert found.code == 3 and found.json["are_equal"] is False
+
+
+def test_diff_compares_metadata_and_not_the_division_into_files(run, places, tmp_path):
+    names = list(MADE)
+    second = save(tmp_path / "second", *({n: MADE[n]} for n in names[::-1]))
+    assert run("diff", places["SRC"], second, "--exit-code").code == 0
+    path = places["SRC"] / "model.safetensors"
+    path.write_bytes(file_bytes(MADE, metadata={"format": "np\x1b[1m", "made_by": "x"}))
+    done = run("diff", second, places["SRC"], "--exit-code")
+    assert done.code == 3 and "format: 'pt' in A, 'np\\x1b[1m' in B" in done.out
+    assert "made_by: none in A, 'x' in B" in done.out and "\x1b" not in done.out
