@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import checked_pair
 from distprune.call.importance_scores import check_signed, part_of_scores
 from distprune.call.reading import check_names, check_ranks, describe
@@ -28,7 +29,7 @@ from distprune.methods.ranking import (
 )
 from distprune.ranking.keys import Order, key_range
 from distprune.ranking.ranking import Ranking
-from distprune.ranking.scores import ScoreSource, random_keys
+from distprune.ranking.scores import random_keys
 from distprune.ranks.process_groups import world
 from distprune.shards.factored import FactoredScores
 from distprune.shards.reader import ShardReader, local_part, whole_checksum
@@ -142,62 +143,59 @@ def global_mask(
     is_random = isinstance(scores, str) and scores == "random"
     order = Order.ASCENDING if signed else Order.MAGNITUDE
     each = isinstance(k, Sequence) and not pipeline_parallel
-    wanted: Any = k if each else [k]
 
-    def read() -> tuple[
-        list[int], dict[Hashable, Shard], dict[Hashable, tuple[ScoreSource, Tensor]]
-    ]:
+    def read() -> tuple[list[int], dict[Hashable, Shard]]:
         check_signed(scores, bool(signed))
-        own = _read(
-            tensors,
-            None if is_random else scores,
-            candidates,
-            ShardReader(communicator.index, communicator.size),
-            pipeline_parallel,
-        )
+        wanted: Any = k if each else [k]
+        counts = [operator.index(count) for count in wanted]
+        reader = ShardReader(communicator.index, communicator.size)
+        given = None if is_random else scores
+        own = _read(tensors, given, candidates, order, reader, pipeline_parallel)
         check_ranks(own.values(), set(communicator.ranks))
-        memory = {t.key: _prepare(t, order, is_random) for t in own.values()}
-        return [operator.index(count) for count in wanted], own, memory
+        return counts, own
 
-    with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
-        counts, own, memory = communicator.run(
-            read,
-            lambda made: [
-                ("largest", str(bool(largest))),
-                ("signed", str(bool(signed))),
-                ("pipeline_parallel", str(bool(pipeline_parallel))),
-                ("scores", "random" if is_random else "of the tensors"),
-                ("k", str(made[0])),
-                # The ranks of a pipeline have different tensors.
-                *([] if pipeline_parallel else describe(list(made[1].values()), "tensors")),
-            ],
-        )
-        targets = agree_on_copies(
+    def facts_of(result: tuple[list[int], dict[Hashable, Shard]]) -> list[tuple[str, str]]:
+        counts, own = result
+        return [
+            ("largest", str(bool(largest))),
+            ("signed", str(bool(signed))),
+            ("pipeline_parallel", str(bool(pipeline_parallel))),
+            ("scores", "random" if is_random else "of the tensors"),
+            ("k", str(counts)),
+            # The ranks of a pipeline have different tensors.
+            *([] if pipeline_parallel else describe(list(own.values()), "tensors")),
+        ]
+
+    with communicator.exclusively(), ordinary_tensors(), torch.no_grad():
+        counts, own = communicator.run(read, facts_of)
+        shards = agree_on_copies(
             list(own.values()), communicator, "tensors", pipeline_parallel=pipeline_parallel
         )
-        # What only other ranks have has no elements here.
-        prepared = [memory.get(t.key) or _prepare(t, order, is_random) for t in targets]
-        shards = targets
         num_live = [shard.numel for shard in shards]
         # Each rank of a pipeline may have candidates.
         if pipeline_parallel or any(s.mask is not None or s.num_replicas > 1 for s in shards):
-            num_live = count_live_and_compare(targets, not is_random, communicator)
-        if is_random:
-            made: Keys = random_keys(shards, agree_on_seed(communicator))
-        else:
-            made = score_keys([source for source, _ in prepared], order)
+            num_live = count_live_and_compare(shards, not is_random, communicator)
         totals = num_live if each else [sum(num_live)]
         for count, total in zip(counts, totals, strict=True):
             if not 0 <= count <= total:
                 raise ValueError(
                     f"k is {count:,}, and {total:,} elements compete; expected 0 <= k <= {total:,}."
                 )
-        flat = [shard.flat(mask) for shard, (_, mask) in zip(shards, prepared, strict=True)]
-        ranking = Ranking(shards, made, num_live, communicator, flat)
-        first = counts  # how many come before the cut
-        if largest:
-            first = [total - count for total, count in zip(totals, counts, strict=True)]
-        cuts = ranking.cut(range(len(shards)) if each else [0] * len(shards), first)
+        seed = agree_on_seed(communicator) if is_random else 0
+
+        def prepare() -> tuple[Keys, list[Tensor]]:
+            if is_random:
+                keys: Keys = random_keys(shards, seed)
+            else:
+                keys = score_keys(scores_or_values(shards, are_signed=bool(signed)), order)
+            return keys, [shard.new_mask(torch.bool) for shard in shards]
+
+        keys, masks = communicator.run(prepare)
+        flat = [shard.flat(mask) for shard, mask in zip(shards, masks, strict=True)]
+        ranking = Ranking(shards, keys, num_live, communicator, flat)
+        pairs = zip(counts, totals, strict=True)
+        num_before = [total - count if largest else count for count, total in pairs]
+        cuts = ranking.cut(range(len(shards)) if each else [0] * len(shards), num_before)
 
         def finish() -> dict[Hashable, Tensor]:
             ranking.write(cuts)
@@ -205,46 +203,35 @@ def global_mask(
                 for shard, mask in zip(shards, flat, strict=True):
                     live = shard.flat_mask
                     mask.logical_not_() if live is None else mask.logical_xor_(live)
-            return {
-                shard.key: shard.as_parameter_layout(mask)
-                for shard, (_, mask) in zip(shards, prepared, strict=True)
-            }
+            pairs = zip(shards, masks, strict=True)
+            return {shard.key: shard.as_parameter_layout(mask) for shard, mask in pairs}
 
         written = communicator.run(finish)
-    masks = {key: written[target.key] for key, target in own.items()}
+    selected = {key: written[shard.key] for key, shard in own.items()}
     threshold: float | None = None
-    num_ties = num_before = 0
+    num_ties = num_selected = 0
     if not each:
-        key, num_ties, num_before = cuts.common()
+        key, num_ties, num_pruned = cuts.common()
+        num_selected = num_ties - num_pruned if largest else num_pruned
         if num_ties and not is_random:
             threshold = ranking.keys.score_of(key)
     return GlobalMask(
-        masks if isinstance(tensors, Mapping) else list(masks.values()),
+        selected if isinstance(tensors, Mapping) else list(selected.values()),
         threshold,
         num_ties,
-        num_ties - num_before if largest else num_before,
+        num_selected,
         communicator.num_collectives,
         communicator.bytes_sent,
     )
 
 
-def _prepare(shard: Shard, order: Order, is_random: bool) -> tuple[ScoreSource, Tensor]:
-    """The scores of this rank's part of a tensor, and the memory of its mask, N-d.
-
-    They are made before the ranks agree on anything, because it may fail.
-    """
-    mask = shard.new_mask(torch.bool)
-    (scores,) = scores_or_values([shard], are_signed=order is Order.ASCENDING)
-    if not is_random:
-        try:
-            key_range(scores.dtype, order)
-        except NotImplementedError as error:
-            raise NotImplementedError(f"{shard.name}: {error}") from None
-    return scores, mask
-
-
 def _read(
-    tensors: Any, scores: Any, candidates: Any, reader: ShardReader, pipeline_parallel: bool
+    tensors: Any,
+    scores: Any,
+    candidates: Any,
+    order: Order,
+    reader: ShardReader,
+    pipeline_parallel: bool,
 ) -> dict[Hashable, Shard]:
     """This rank's part of every tensor, by its key or position.
 
@@ -258,7 +245,7 @@ def _read(
         raise ValueError("tensors is empty; expected at least one tensor.")
     scores = _like("scores", scores, named, is_mapping)
     candidates = _like("candidates", candidates, named, is_mapping)
-    targets: dict[Hashable, Shard] = {}
+    shards: dict[Hashable, Shard] = {}
     seen: dict[Hashable, str] = {}
     for key, given in named.items():
         name = key if isinstance(key, str) else getattr(given, "fqn", None)
@@ -269,24 +256,31 @@ def _read(
                 "ranks by name."
             )
         label = name or f"tensors[{key!r}]"
-        shard = _shard_of(reader, given, label)
+        # What competes is said by ``candidates``, not by a mask in force.
+        shard = replace(_shard_of(reader, given, label), mask=None)
         if shard.key in seen:
             raise ValueError(
                 f"{label} is {seen[shard.key]} again: the same tensor; expected each tensor once, "
                 "because its elements are selected once."
             )
         seen[shard.key] = label
-        part, about = None, "none"
+        about = "none"
         if scores.get(key) is not None:
-            part, about = part_of_scores(scores[key], label, shard, "scores")
+            shard.scores, about = part_of_scores(scores[key], label, shard, "scores")
         if candidates.get(key) is not None:
             mask, about_mask = _candidates_of(candidates[key], label, shard)
             shard = replace(shard, mask=mask)
             about += f", candidates: {about_mask}"
-        targets[key] = replace(shard, scores=part, about_scores=about)
+        shard.about_scores = about
+        (source,) = scores_or_values([shard], are_signed=order is Order.ASCENDING)
+        try:
+            key_range(source.dtype, order)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{label}: {error}") from None
+        shards[key] = shard
     if pipeline_parallel:
-        check_names([target.name for target in targets.values()], "tensors")
-    return targets
+        check_names([shard.name for shard in shards.values()], "tensors")
+    return shards
 
 
 def _like(
@@ -318,8 +312,7 @@ def _shard_of(reader: ShardReader, given: Any, label: str) -> Shard:
             )
         return reader.read_tensor(given, label)
     module, name = checked_pair(given, label, "a tensor, or a (module, name) pair")
-    # What competes is said by ``candidates``, not by a mask in force.
-    return replace(reader.read(module, name, label), mask=None)
+    return reader.read(module, name, label)
 
 
 def _candidates_of(given: Any, label: str, shard: Shard) -> tuple[Tensor, str]:
