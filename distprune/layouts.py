@@ -11,7 +11,7 @@ parameters give what one process would. Zeros are held there as on every sharded
 ``wrappers.held``. docs/layouts.md has a whole example.
 """
 
-from distprune.wrappers.stored_run import StoredRun
+from distprune.wrappers.managed import StoredRun
 from distprune.wrappers.wrapper import Finder, finders
 
 __all__ = ["Finder", "StoredRun", "register", "unregister"]

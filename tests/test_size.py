@@ -29,24 +29,24 @@ ROOMS = {
     "integrations": (1027, 7),
     "language_models": (1068, 8),
     "layouts.py": (13, 1),
-    "masks": (600, 6),
+    "masks": (601, 6),
     "methods": (857, 5),
     "ranking": (1923, 12),
     "ranks": (344, 3),
     "recipes": (339, 3),
     "reconstruction.py": (348, 1),
     "schedule.py": (295, 1),
-    "selftest.py": (299, 1),
-    "shards": (1038, 9),
+    "selftest.py": (291, 1),
+    "shards": (1037, 9),
     "statistics": (1597, 9),
     "streaming": (900, 7),
     "testing.py": (246, 1),
     "verification": (659, 4),
-    "wrappers": (1720, 13),
+    "wrappers": (1343, 12),
 }
-TOTAL = (23403, 183)
+TOTAL = (23018, 182)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 40443, "launch": 967}
+FOLDERS = {"tests": 40428, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -21,7 +21,7 @@ from distprune.shards.gradients import (
     ranks_with_shards,
     unaveraged_gradients,
 )
-from distprune.wrappers.masked_value import base_class, own_property
+from distprune.wrappers.masked_value import has_own_property
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -293,7 +293,7 @@ class GradientMoment(Criterion):
         for part in parts:
             part.check()
             module, name = part.pair
-            if own_property(base_class(module), name) is not None:
+            if has_own_property(module, name):
                 raise NotImplementedError(
                     f"{part.label}: {type(module).__name__} gathers it in a property (SimpleFSDP), "
                     "where the gradients of single ranks are not seen; expected "

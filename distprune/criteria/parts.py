@@ -20,7 +20,7 @@ from distprune.masks.checks import is_misplaced, misplaced
 from distprune.shards.gradients import check_trainable
 from distprune.shards.reader import ShardReader, local_part
 from distprune.shards.shard import Shard
-from distprune.wrappers.managed import ManagedRun
+from distprune.wrappers.managed import StoredRun
 
 if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -110,12 +110,12 @@ class Part:
             )
         from distprune.wrappers import run_tensors
 
-        run_tensors.check_boxes(label, run, value, shard.values)
-        return lambda: run_tensors.load_run(label, run, value, total)
+        pairs = run_tensors.matching_boxes(label, run, value, total)
+        return lambda: [own.copy_(saved) for own, saved in pairs]
 
     @property
-    def _run(self) -> ManagedRun | None:
-        return self.shard.managed if isinstance(self.shard.managed, ManagedRun) else None
+    def _run(self) -> StoredRun | None:
+        return self.shard.managed if isinstance(self.shard.managed, StoredRun) else None
 
 
 def scored_parameters(parameters: Iterable[tuple[nn.Module, str]]) -> tuple[Part, ...]:

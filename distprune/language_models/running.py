@@ -23,7 +23,7 @@ from distprune.base.naming import named_modules, unwrap
 from distprune.base.pruned_form import is_dtensor
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.process_groups import is_distributed, over_groups, world
-from distprune.wrappers.managed import ManagedRun
+from distprune.wrappers.managed import StoredRun
 from distprune.wrappers.wrapper import managed_parameters
 
 
@@ -82,7 +82,7 @@ def data_ranks(model: nn.Module) -> DataRanks:
     paths = {id(module): path for path, module in named_modules(model)}
     for (owner, name), record in managed_parameters(model).items():
         if owner in paths:
-            if isinstance(record, ManagedRun):
+            if isinstance(record, StoredRun):
                 groups = list(record.groups)
             else:
                 source = record.gradient_source()

@@ -27,6 +27,7 @@ from distprune.masks.hook import PruningHook, find_hook, register, unregister
 from distprune.shards.shard import Shard
 from distprune.wrappers import deepspeed, masked_value
 from distprune.wrappers.held import Held, find_held, zero_new
+from distprune.wrappers.managed import StoredRun
 
 # A module that gets a hook for the parameter of this name, and, if it is a plain one that keeps the
 # masked value, that value.
@@ -110,7 +111,7 @@ def commit(prepared: Iterable[Prepared]) -> None:
             buffer = mask_key(name)
             module._buffers[buffer] = mask
             if held is not None:
-                if held.record is not None and not held.record.persists_mask:
+                if isinstance(held.record, StoredRun):
                     module._non_persistent_buffers_set.add(buffer)
                 held.attach()
             else:

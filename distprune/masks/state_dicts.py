@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from distprune.base.pruned_form import is_dtensor, mask_key, orig_key
 from distprune.masks.hook import PruningHook, holder_of, holds_zeros, hooks_on, refresh_product
 from distprune.wrappers.held import Held
-from distprune.wrappers.managed import ManagedRun
+from distprune.wrappers.managed import StoredRun
 
 # Under which a module registers each of these functions: torch counts its hooks from 0 on.
 _KEY = -1
@@ -62,7 +62,7 @@ def _before_saving(module: nn.Module, *_: Any) -> None:
 
 def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for key, held in _held_by(module):
-        if isinstance(held.record, ManagedRun):
+        if isinstance(held.record, StoredRun):
             saved = held.record.mask_in_state_dict(held.mask)
             if saved is not None:
                 state_dict[prefix + key] = saved
@@ -79,7 +79,7 @@ def _before_loading(
     error_msgs: list[str],
 ) -> None:
     for key, held in _held_by(module):
-        if not isinstance(held.record, ManagedRun):
+        if not isinstance(held.record, StoredRun):
             continue
         key = prefix + key
         if key in state_dict:

@@ -23,7 +23,7 @@ from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import is_distributed, over_groups, world
 from distprune.shards.shard import Shard
 from distprune.wrappers import deepspeed
-from distprune.wrappers.managed import GradientSource, ManagedRun, ParameterSource
+from distprune.wrappers.managed import GradientSource, StoredRun
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -137,12 +137,12 @@ def unaveraged_gradients(
     leaves: dict[Hashable, LocalGradients] = {}
     for position, shard in enumerate(shards):
         record, key, offset = shard.managed, shard.key, 0
-        if isinstance(record, ManagedRun):
+        if isinstance(record, StoredRun):
             key, (offset, _) = record.leaf_key, record.span
         if key not in leaves:
             if record is None:
                 replicas = _replicas_of(shard, group)
-                source: GradientSource = ParameterSource(shard.parameter, None, replicas)
+                source = GradientSource(shard.parameter, None, replicas)
             else:
                 source = record.gradient_source()
             leaves[key] = LocalGradients(source, {})

@@ -22,7 +22,7 @@ from distprune.shards.geometry import run_index_map, whole_index
 from distprune.shards.shard import Shard
 from distprune.wrappers import wrapper
 from distprune.wrappers.held import find_held
-from distprune.wrappers.managed import Managed, ManagedDTensor, ManagedRun
+from distprune.wrappers.managed import StoredRun
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -41,11 +41,11 @@ class ShardReader:
         # Asked once, and not for each of many parameters.
         self._may_be_managed = wrapper.may_be_managed()
         # Made on demand: a call for one parameter may not need the records of all others.
-        self._managed: dict[tuple[int, str], Managed] | None = None
+        self._managed: dict[tuple[int, str], wrapper.Managed] | None = None
         # By process groups: lists of ranks are long, and the same for many parameters.
         self._ranks: dict[tuple[ProcessGroup, ...], tuple[int, ...]] = {}
 
-    def managed(self, module: nn.Module, name: str) -> Managed | None:
+    def managed(self, module: nn.Module, name: str) -> wrapper.Managed | None:
         """A wrapper's record of a parameter, pruned or not.
 
         Raises:
@@ -98,12 +98,11 @@ class ShardReader:
             return self.read_tensor(_registered(module, name, label), label, mask)
         if managed.unsupported:
             raise NotImplementedError(f"{label}: {managed.unsupported}.")
-        if isinstance(managed, ManagedDTensor):
-            return self.read_tensor(managed.sharded, label, mask, managed)
-        assert isinstance(managed, ManagedRun)
-        return self._read_run(managed, label, mask)
+        if isinstance(managed, StoredRun):
+            return self._read_run(managed, label, mask)
+        return self.read_tensor(managed.sharded, label, mask, managed)
 
-    def _read_run(self, run: ManagedRun, label: str, mask: Tensor | None) -> Shard:
+    def _read_run(self, run: StoredRun, label: str, mask: Tensor | None) -> Shard:
         """This rank's run of a parameter, whose mask is a run, too."""
         index = run_index_map(run.shape, run.stride, run.start)
         if index is None:
@@ -128,7 +127,7 @@ class ShardReader:
         parameter: Tensor,
         label: str,
         mask: Tensor | None = None,
-        managed: ManagedDTensor | None = None,
+        managed: wrapper.Managed | None = None,
     ) -> Shard:
         """This rank's part of a tensor: of a DTensor, or the whole of any other one.
 
@@ -184,10 +183,10 @@ class ShardReader:
     def communicator(self, module: nn.Module, name: str) -> Communicator | None:
         """The ranks over which a parameter is spread; None if it is not sharded."""
         managed = self.managed(module, name)
-        if isinstance(managed, ManagedRun):
+        if isinstance(managed, StoredRun):
             return over_groups(managed.groups)
         registered = module._parameters.get(name)
-        parameter = managed.sharded if isinstance(managed, ManagedDTensor) else registered
+        parameter = registered if managed is None else managed.sharded
         return over_mesh(parameter.device_mesh) if is_dtensor(parameter) else None
 
 

@@ -28,7 +28,7 @@ from distprune.base.naming import Pair
 from distprune.base.pruned_form import is_dtensor
 from distprune.shards.geometry import IndexMap
 from distprune.wrappers.dtensor import Specs, laid_out_like
-from distprune.wrappers.managed import Managed
+from distprune.wrappers.wrapper import Managed
 
 if TYPE_CHECKING:  # importing DTensor costs more than all the rest
     from torch.distributed.device_mesh import DeviceMesh

@@ -24,8 +24,8 @@ from distprune.shards.reader import ShardReader
 from distprune.shards.shard import Shard
 from distprune.wrappers import masked_value
 from distprune.wrappers.held import find_held, held_names
-from distprune.wrappers.managed import Managed, ManagedDTensor, ManagedRun
-from distprune.wrappers.wrapper import is_managed, managed_parameters
+from distprune.wrappers.managed import StoredRun
+from distprune.wrappers.wrapper import Managed, is_managed, managed_parameters
 
 # Elements at a time, so that temporaries stay in the second-level cache.
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 25
@@ -225,15 +225,15 @@ def _check_held(place: Place, mask: Tensor, record: Managed | None, problems: li
             "it was wrapped anew, and its mask acts on what the earlier wrapper had; call "
             "masks_aside(model) around the wrapping"
         )
-    if isinstance(record, ManagedDTensor):
-        if record.plain_replacement is not None:
-            raise _Broken(
-                f"{place.name} was replaced by {_described(record.plain_replacement)}, which its "
-                "wrapper cannot gather; load a state dict of DTensors, or without assign=True"
-            )
-        parameter = record.sharded
-    elif isinstance(record, ManagedRun):
+    if isinstance(record, StoredRun):
         parameter = record.values
+    elif record is not None:
+        parameter = record.sharded
+        if not is_dtensor(parameter):
+            raise _Broken(
+                f"{place.name} was replaced by {_described(parameter)}, which its wrapper cannot "
+                "gather; load a state dict of DTensors, or without assign=True"
+            )
     if record is not None and not record.has_registered(place.module, place.name):
         raise _Broken(f"{place.name} was replaced by a parameter that the wrapper does not have")
     # With CPU offload FSDP1 moves buffers to the accelerator for good, and parameters for use.

@@ -15,9 +15,7 @@ Zeros are held in each copy of this rank: see ``held``.
 
 from __future__ import annotations
 
-import functools
 import sys
-import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -26,21 +24,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distprune.base.mask_values import zero_pruned
-from distprune.base.pruned_form import mask_key
-from distprune.wrappers import private_fields
-from distprune.wrappers.managed import HoldsZeros
-from distprune.wrappers.masked_value import has_dense_gradient
-from distprune.wrappers.stored_run import StoredRun
-
-_HELD = "_distprune_held"
+from distprune.wrappers.managed import (
+    StoredRun,
+    replace_methods,
+    restore_methods,
+    users_of,
+)
 
 
 def find(module: nn.Module, name: str) -> PartitionedParameter | None:
     """The record of a parameter that ZeRO-3 partitions; None for any other."""
-    if "deepspeed" not in sys.modules:
-        return None
-    parameter = module._parameters.get(name)
-    if parameter is None or getattr(parameter, "ds_tensor", None) is None:
+    parameter = module._parameters.get(name) if "deepspeed" in sys.modules else None
+    if getattr(parameter, "ds_tensor", None) is None:
         return None
     return PartitionedParameter(parameter, module)
 
@@ -55,13 +50,10 @@ class PartitionedParameter(StoredRun):
 
     is_whole_in_backward = True
 
-    def __init__(self, parameter: nn.Parameter, module: nn.Module) -> None:
+    def __init__(self, parameter: Any, module: nn.Module) -> None:
         self.parameter: Any = parameter
         self.module = module
-
-    @property
-    def _optimizer(self) -> Any:
-        return getattr(self.parameter, "_z3_optimizer", None)
+        self.optimizer: Any = getattr(parameter, "_z3_optimizer", None)
 
     @property
     def key(self) -> Hashable:
@@ -73,15 +65,8 @@ class PartitionedParameter(StoredRun):
 
     @property
     def owners(self) -> list[tuple[nn.Module, str]]:
-        root = None if self._optimizer is None else self._optimizer.module
-        others = () if root is None else _modules_by_parameter(root).get(id(self.parameter), ())
-        modules = [self.module, *(other for other in others if other is not self.module)]
-        return [
-            (module, name)
-            for module in modules
-            for name, registered in module._parameters.items()
-            if registered is self.parameter
-        ]
+        names = self.module._parameters.items()
+        return [(self.module, name) for name, own in names if own is self.parameter]
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
@@ -89,34 +74,38 @@ class PartitionedParameter(StoredRun):
 
     @property
     def runs(self) -> Sequence[tuple[int, int]]:
-        return _equal_runs(
-            self.parameter.ds_numel,
-            self.parameter.ds_tensor.ds_numel,
-            self.parameter.ds_process_group.size(),
-        )
+        return [self._run_of(rank) for rank in range(self.groups[0].size())]
+
+    def _run_of(self, rank: int) -> tuple[int, int]:
+        size, chunk = self.parameter.ds_numel, self.parameter.ds_tensor.ds_numel
+        start = min(rank * chunk, size)
+        return start, min(chunk, size - start)
+
+    @property
+    def start(self) -> int:
+        return self._run_of(self.groups[0].rank())[0]
+
+    def _unpadded(self, run: Any) -> Tensor:
+        """This rank's run, of a tensor that may end with a padding."""
+        unpadded: Tensor = run.view(-1)[: self._run_of(self.groups[0].rank())[1]]
+        return unpadded
 
     @property
     def values(self) -> Tensor:
-        _, size = self.runs[self.groups[0].rank()]
-        values: Tensor = self.parameter.ds_tensor.detach().view(-1)[:size]
-        return values
+        return self._unpadded(self.parameter.ds_tensor.detach())
 
     @property
     def masters(self) -> Sequence[Tensor]:
-        place = self._place_in_optimizer
-        if place is None:
-            return ()
-        flat, run = place
-        return (flat.detach()[run],)
+        tensor, run = self.optimizer_tensor
+        return () if run is None else (tensor.detach()[run],)
 
     @property
-    def _place_in_optimizer(self) -> tuple[Tensor, slice] | None:
-        """What the optimizer steps, and where this rank's run is in it."""
-        optimizer = self._optimizer
+    def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
+        optimizer = self.optimizer
         if optimizer is None or not self.parameter.requires_grad:
-            return None
+            return self.parameter, None
         number, offset, _ = optimizer.grad_position[optimizer.get_param_id(self.parameter)]
-        size = self.runs[self.groups[0].rank()][1]
+        size = self._run_of(self.groups[0].rank())[1]
         return optimizer.fp32_partitioned_groups_flat[number], slice(offset, offset + size)
 
     @property
@@ -125,7 +114,7 @@ class PartitionedParameter(StoredRun):
 
     @property
     def unsupported(self) -> str | None:
-        parameter, optimizer = self.parameter, self._optimizer
+        parameter, optimizer = self.parameter, self.optimizer
         if parameter.requires_grad and optimizer is None:
             return (
                 "deepspeed.zero.Init has partitioned it, and no optimizer has a copy of it yet; "
@@ -142,108 +131,58 @@ class PartitionedParameter(StoredRun):
         if self.groups[0].size() != dist.get_world_size():
             return (
                 f"ZeRO-3 partitions it over {self.groups[0].size()} of {dist.get_world_size()} "
-                "ranks (MiCS, or tensor or expert parallelism of DeepSpeed), and nothing tells "
-                "whether the others have replicas; partition over all ranks"
+                "ranks (MiCS, or other parallelism of DeepSpeed); partition over all ranks"
             )
         return None
 
-    def check_fields(self) -> None:
-        private_fields.check(
-            "DeepSpeed",
-            {"parameter": self.parameter}
-            | ({} if self._optimizer is None else {"optimizer": self._optimizer}),
-        )
+    @property
+    def private_objects(self) -> dict[str, Any]:
+        return {"ZeRO-3's parameter": self.parameter, "ZeRO-3's optimizer": self.optimizer}
 
     def free_gathered(self) -> None:
         if self.parameter.ds_status.name == "AVAILABLE":
             self.parameter.partition()
 
     @property
-    def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
-        return self._place_in_optimizer or (self.parameter, None)
-
-    @property
     def gradient(self) -> Tensor | None:
-        optimizer = self._optimizer
         # DeepSpeed keeps the memory of gradients, whatever it has in it, between steps.
-        if optimizer is None or not optimizer._epilogue_ran_this_backward:
+        if self.optimizer is None or not self.optimizer._epilogue_ran_this_backward:
             return None
-        size = self.runs[self.groups[0].rank()][1]
-        gradient: Tensor = optimizer.get_local_fp32_grad_for_param(self.parameter)
-        gradient = gradient.view(-1)[:size].to(self.values.device) / self.loss_scale
-        name = self.owners[0][1]
-        mask = self.module._buffers.get(mask_key(name))
-        if mask is not None and not has_dense_gradient(self.module, name):
-            zero_pruned(gradient, mask.to(gradient.device))
+        gradient = self._unpadded(self.optimizer.get_local_fp32_grad_for_param(self.parameter))
+        gradient = gradient.to(self.values.device) / self.loss_scale
+        held = users_of(self.optimizer).get(id(self.parameter))
+        if held is not None and not held.has_dense_gradient:
+            zero_pruned(gradient, held.mask.to(gradient.device))
         return gradient
 
     @property
     def loss_scale(self) -> float:
-        return 1.0 if self._optimizer is None else float(self._optimizer.loss_scale)
+        return 1.0 if self.optimizer is None else float(self.optimizer.loss_scale)
 
     def drop_gradient(self) -> None:
         self.parameter.grad = None
-        if self._optimizer is not None:
-            self._optimizer._epilogue_ran_this_backward = False
-            self._optimizer.micro_step_id = 0  # the next gradient is not added to this one
+        if self.optimizer is not None:
+            self.optimizer._epilogue_ran_this_backward = False
+            self.optimizer.micro_step_id = 0  # the next gradient is not added to this one
 
-    def hold(self, held: HoldsZeros) -> None:
-        """The norm by which gradients are clipped is that of the masked ones."""
-        optimizer = self._optimizer
-        if optimizer is not None:
-            optimizer.__dict__.setdefault(_HELD, {})[id(self.parameter)] = held
-            optimizer.__dict__["step"] = functools.partial(_step, weakref.ref(optimizer))
+    def hold(self, held: Any) -> None:
+        if self.optimizer is not None:
+            replace_methods(self.optimizer, id(self.parameter), held, {"step": _step})
 
-    def release(self, held: HoldsZeros) -> None:
-        optimizer = self._optimizer
-        of_optimizer = {} if optimizer is None else optimizer.__dict__.get(_HELD, {})
-        if of_optimizer.get(id(self.parameter)) is held:
-            del of_optimizer[id(self.parameter)]
-            if not of_optimizer:
-                for name in (_HELD, "step"):
-                    optimizer.__dict__.pop(name)
-
-    def mask_gradient(self, mask: Tensor) -> None:
-        """Mask this rank's part of the reduced gradient, and of its norm, in place."""
-        if not self.parameter.requires_grad:
-            return
-        size = self.runs[self.groups[0].rank()][1]
-        gradient: Tensor = self._optimizer.get_local_fp32_grad_for_param(self.parameter).view(-1)
-        zero_pruned(gradient[:size], mask.to(gradient.device))
-        self._optimizer.set_local_grad_for_param(gradient, self.parameter)
+    def release(self, held: Any) -> None:
+        if self.optimizer is not None:
+            restore_methods(self.optimizer, id(self.parameter), held, ["step"])
 
 
-def _step(optimizer_ref: weakref.ref[Any], *args: Any, **kwargs: Any) -> Any:
-    """ZeRO-3's step, of masked gradients."""
-    optimizer = optimizer_ref()
-    assert optimizer is not None  # it owns this function
-    for held in optimizer.__dict__[_HELD].values():
-        if not held.has_dense_gradient:
-            held.record.mask_gradient(held.mask)
+def _step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """ZeRO-3's step, of masked gradients: the norm by which they are clipped is theirs."""
+    for held in users_of(optimizer).values():
+        parameter = held.record.parameter
+        if parameter.requires_grad and not held.has_dense_gradient:
+            gradient = optimizer.get_local_fp32_grad_for_param(parameter).view(-1)
+            zero_pruned(held.record._unpadded(gradient), held.mask.to(gradient.device))
+            optimizer.set_local_grad_for_param(gradient, parameter)
     return type(optimizer).step(optimizer, *args, **kwargs)
-
-
-@functools.lru_cache(maxsize=1 << 10)
-def _equal_runs(numel: int, chunk: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
-    starts = [min(rank * chunk, numel) for rank in range(num_ranks)]
-    return tuple((start, min(chunk, numel - start)) for start in starts)
-
-
-_modules: weakref.WeakKeyDictionary[nn.Module, dict[int, list[nn.Module]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _modules_by_parameter(root: nn.Module) -> dict[int, list[nn.Module]]:
-    """The modules that register each parameter of a model, by its id; found once."""
-    if root not in _modules:
-        found: dict[int, list[nn.Module]] = {}
-        for module in root.modules():
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    found.setdefault(id(parameter), []).append(module)
-        _modules[root] = found
-    return _modules[root]
 
 
 def has_master(parameter: Tensor | None) -> bool:

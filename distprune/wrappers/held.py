@@ -29,10 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as of_torch
 from torch.utils.hooks import RemovableHandle
 
 from distprune.base.mask_values import zero_pruned
@@ -41,28 +38,21 @@ from distprune.base.pruned_form import is_dtensor, local_tensor, lost_mask, mask
 from distprune.ranks.collectives import resolved
 from distprune.wrappers import deepspeed
 from distprune.wrappers.dtensor import laid_out_like
-from distprune.wrappers.managed import Managed
+from distprune.wrappers.managed import StoredRun
 from distprune.wrappers.masked_value import has_dense_gradient
-from distprune.wrappers.stored_run import StoredRun
+from distprune.wrappers.wrapper import Managed
 
 _ATTRIBUTE = "_distprune_held"
 
 
-class _OfModule(dict[str, "Held"]):
-    """What a module holds, by names of parameters. A copy of the module begins with nothing."""
+class _NotCopied(dict[Any, Any]):
+    """What a module or a parameter has here. A copy of it begins with nothing.
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[type[_OfModule], tuple[()]]:
-        return _OfModule, ()
-
-
-class _OfTensor(list["weakref.ref[Held]"]):
-    """What is held in a parameter. A copy of the parameter begins with nothing.
-
-    An attribute of it: torch cannot swap tensors, as ``.to()`` does, that have weak references.
+    An attribute: torch cannot swap tensors, as ``.to()`` does, that have weak references.
     """
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[type[_OfTensor], tuple[()]]:
-        return _OfTensor, ()
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[_NotCopied], tuple[()]]:
+        return _NotCopied, ()
 
 
 def find_held(module: nn.Module, name: str) -> Held | None:
@@ -131,9 +121,9 @@ class Held:
         if self.record is not None:
             pairs = [(values, mask) for values in self.record.stored]
         else:
-            pairs = [(_local(self._present), mask)]
-            for master, run in deepspeed.masters_of(self._present):
-                pairs.append((master, mask.reshape(-1)[run]))
+            masters = deepspeed.masters_of(self._present)
+            pairs = [(master, mask.reshape(-1)[run]) for master, run in masters]
+            pairs.append((_local(self._present), mask))
         for values, part in pairs:
             if values.shape != part.shape and values.numel():
                 module, name = self.places[0]
@@ -157,14 +147,15 @@ class Held:
 
     def before_forward(self) -> None:
         """Zero what no gather zeroes, before a forward reads it."""
-        if self.record is None or isinstance(self.record, StoredRun):
+        if self.record is None or not self.record.tells_gathers:
             self.zero()
 
     def attach(self) -> None:
         """Hold zeros from now on. A second call does nothing."""
         for module, name in self.places:
-            module.__dict__.setdefault(_ATTRIBUTE, _OfModule())[name] = self
+            module.__dict__.setdefault(_ATTRIBUTE, _NotCopied())[name] = self
         if self.record is not None:
+            self.record.free_gathered()  # it was gathered without this mask
             self.record.hold(self)
         self._follow()
 
@@ -175,11 +166,11 @@ class Held:
             if not module.__dict__[_ATTRIBUTE]:
                 del module.__dict__[_ATTRIBUTE]
         if self.record is not None:
+            self.record.free_gathered()
             self.record.release(self)
         if self._handle is not None:
             self._handle.remove()
-        others = getattr(self._present, _ATTRIBUTE, _OfTensor())
-        others[:] = [other for other in others if other() not in (None, self)]
+        getattr(self._present, _ATTRIBUTE, {}).pop(id(self), None)
         _in_memory.discard(self)
 
     @property
@@ -194,30 +185,32 @@ class Held:
 
     def _follow(self) -> None:
         """Turn to the parameter that ``load_state_dict(assign=True)`` put in place, if it did."""
-        present = self._present
-        if any(other() is self for other in getattr(present, _ATTRIBUTE, ())):
+        present, record, reference = self._present, self.record, weakref.ref(self)
+        known = getattr(present, _ATTRIBUTE, {}).get(id(self))
+        if known is not None and known() is self:
             return
-        if self.record is None and not isinstance(present, nn.Parameter):
+        if record is None and not isinstance(present, nn.Parameter):
             return  # transformers registers local tensors while the experts of a layer run
         if not _handles:
-            _handles.append(register_optimizer_step_pre_hook(_before_step))
-            _handles.append(register_optimizer_step_post_hook(_after_step))
-        present.__dict__.setdefault(_ATTRIBUTE, _OfTensor()).append(weakref.ref(self))
-        if isinstance(self.record, StoredRun) or deepspeed.has_master(present):
+            _handles.append(of_torch.register_optimizer_step_pre_hook(_before_step))
+            _handles.append(of_torch.register_optimizer_step_post_hook(_after_step))
+        present.__dict__.setdefault(_ATTRIBUTE, _NotCopied())[id(self)] = reference
+        has_master = deepspeed.has_master(present)
+        if has_master or not (record is None or record.tells_gathers):
             _in_memory.add(self)  # what an optimizer steps in its place is another tensor
-        if self.record is None and deepspeed.has_master(present) and present.requires_grad:
+        if self._handle is not None:
+            self._handle.remove()
+        if record is None and has_master and present.requires_grad:
             # DeepSpeed reduces it as it comes; masked first, the sum is masked.
-            hook_on: Callable[[Any], RemovableHandle] = present.register_hook
-            self._handle = hook_on(functools.partial(_masked, weakref.ref(self)))
+            hook: Callable[..., Any] = functools.partial(_masked, reference)
+            self._handle = present.register_hook(hook)  # type: ignore[no-untyped-call]
         if is_dtensor(present):
             requires_grad = present.requires_grad  # a frozen one may be trained later
             present.requires_grad_(True)
-            if self._handle is not None:
-                self._handle.remove()
             hooks = present._post_accumulate_grad_hooks
             if hooks is not None:  # a swap of tensors has left them without effect
                 present._post_accumulate_grad_hooks = hooks
-            hook = functools.partial(_on_gradient, weakref.ref(self))
+            hook = functools.partial(_on_gradient, reference)
             register: Callable[[Any], RemovableHandle] = present.register_post_accumulate_grad_hook
             self._handle = register(hook)
             present.requires_grad_(requires_grad)
@@ -264,29 +257,32 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for held in list(_in_memory):
         for master, mask in held.stored():
             _by_memory.setdefault(_storage_of(master), []).append((master, mask, held))
-    for stepped in _stepped_by(optimizer) if _by_memory else ():
-        for master, mask, held in _by_memory.get(_storage_of(stepped), ()):
-            if stepped.grad is not None and not held.has_dense_gradient:
-                first = master.storage_offset() - stepped.storage_offset()
-                run = stepped.grad.view(-1)[first : first + master.numel()]
-                zero_pruned(run, mask.reshape(-1).to(run.device))
+    for stepped, master, mask, held in _copies_of(optimizer):
+        if stepped.grad is not None and not held.has_dense_gradient:
+            first = master.storage_offset() - stepped.storage_offset()
+            run = stepped.grad.view(-1)[first : first + master.numel()]
+            zero_pruned(run, mask.reshape(-1).to(run.device))
 
 
 @torch.no_grad()
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for stepped in _stepped_by(optimizer):
-        for reference in getattr(stepped, _ATTRIBUTE, ()):
-            held = reference()
-            if held is not None:
-                held.zero()
-        for master, mask, _ in _by_memory.get(_storage_of(stepped), ()) if _by_memory else ():
-            zero_pruned(master.data, mask.to(master.device))
+    for group in optimizer.param_groups:
+        for stepped in group["params"]:
+            for reference in getattr(stepped, _ATTRIBUTE, {}).values():
+                held = reference()
+                if held is not None:
+                    held.zero()
+    for _, master, mask, _ in _copies_of(optimizer):
+        zero_pruned(master.data, mask.to(master.device))
     _by_memory.clear()
 
 
-def _stepped_by(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+def _copies_of(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor, Tensor, Held]]:
+    """What an optimizer steps in whose memory copies are: (stepped, copy, its mask, held)."""
+    for group in optimizer.param_groups if _by_memory else ():
+        for stepped in group["params"]:
+            for copy in _by_memory.get(_storage_of(stepped), ()):
+                yield stepped, *copy
 
 
 def _storage_of(tensor: Tensor) -> int:

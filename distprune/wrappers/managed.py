@@ -28,9 +28,11 @@ HYBRID_SHARD.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -40,41 +42,26 @@ from torch.utils.hooks import RemovableHandle
 from distprune.base.pruned_form import is_dtensor
 from distprune.ranks.collectives import resolved
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
+class StoredRun(ABC):
+    """One parameter of which each rank stores a run of elements, in the order of memory.
 
-class HoldsZeros(Protocol):
-    """What a wrapper needs of ``held.Held``."""
-
-    record: Any
-
-    @property
-    def mask(self) -> Tensor:
-        """This rank's part of the mask."""
-
-    @property
-    def has_dense_gradient(self) -> bool:
-        """Whether the gradient is not to be masked for now."""
-
-    def zero(self) -> None:
-        """Write +0 wherever the mask is 0."""
-
-
-class Managed(ABC):
-    """One parameter that a wrapper shards and gathers.
+    A subclass defines the abstract properties, and whatever else differs from the defaults. It is
+    made anew whenever the parameter is looked up, and should be cheap to make.
 
     Attributes:
-        persists_mask: whether the mask is an ordinary buffer of the state dict; if not,
-            :class:`~distprune.wrappers.run_masks.MaskInStateDict` puts it there.
+        parameter: what modules register, a leaf of autograd: the same object before, during and
+            after a forward. Its present shape and values do not matter.
+        is_whole_in_backward: whether it is whole when a backward reaches it, with the gradient
+            of this rank's batch; criteria of single batches need that.
+        tells_gathers: whether :meth:`hold` lets zeros be written before each gather; if not, they
+            are written before each forward, and into what optimizers step in the run's place.
+        unsupported: why a mask cannot act on the parameter; None if it can.
     """
 
-    persists_mask: ClassVar[bool]
-
-    @property
-    @abstractmethod
-    def key(self) -> Hashable:
-        """The same for every name of a tied parameter."""
+    parameter: nn.Parameter
+    is_whole_in_backward: ClassVar[bool] = False
+    tells_gathers: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -84,156 +71,138 @@ class Managed(ABC):
     @property
     @abstractmethod
     def owners(self) -> list[tuple[nn.Module, str]]:
-        """Every (module, name) under which the wrapper registers the parameter."""
+        """Every (module, name) that has the parameter."""
 
     @property
     @abstractmethod
-    def unsupported(self) -> str | None:
-        """Why a mask cannot act on this parameter; None if it can."""
-
-    @abstractmethod
-    def check_fields(self) -> None:
-        """Raise NotImplementedError naming the private fields that this torch lacks."""
-
-    @abstractmethod
-    def free_gathered(self) -> None:
-        """Free the gathered copy, if there is one."""
-
-    @abstractmethod
-    def has_registered(self, module: nn.Module, name: str) -> bool:
-        """Whether a module has this parameter under a name, or a copy or view that FSDP made."""
+    def groups(self) -> Sequence[dist.ProcessGroup]:
+        """Process groups of this rank: the ranks whose runs make up the whole parameter, and, for
+        each axis of replicas, the ranks that have the same run."""
 
     @property
     @abstractmethod
-    def stored(self) -> Sequence[Tensor]:
-        """This rank's shard and all other copies that it keeps of it, each laid out like the mask.
+    def runs(self) -> Sequence[tuple[int, int]]:
+        """(start, size) of the run of each rank of the first group, in its order.
 
-        They are zero where the parameter is pruned: see ``wrappers.held``.
+        In the order of the whole parameter's memory. Sizes may differ, and be 0.
         """
 
-    def hold(self, held: HoldsZeros) -> None:  # noqa: B027
-        """Let zeros, and the gradient, be held where only the wrapper knows when."""
-
-    def release(self, held: HoldsZeros) -> None:  # noqa: B027
-        """Undo :meth:`hold`."""
-
     @property
     @abstractmethod
+    def values(self) -> Tensor:
+        """This rank's run, 1-d: a view of the memory from which the wrapper gathers."""
+
+    @property
+    def masters(self) -> Sequence[Tensor]:
+        """Other copies of this rank's run, each a view: what optimizers step, in fp32 say.
+
+        They are looked up before every step of any optimizer.
+        """
+        return ()
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """This rank's part of the reduced gradient, 1-d, or None: by default ``.grad`` if it is
+        one."""
+        gradient = self.parameter.grad
+        if gradient is None or gradient.numel() != self.values.numel():
+            return None
+        return gradient.detach().reshape(-1)
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients are multiplied by on their way back (loss scaling)."""
+        return 1.0
+
+    def gather_again(self) -> None:  # noqa: B027
+        """Bring up to date what a rank keeps of other ranks' runs, between forwards.
+
+        It is called on every rank, in the same order, after values have changed.
+        """
+
+    # What follows rarely differs.
+
+    @property
+    def unsupported(self) -> str | None:
+        return None
+
+    @property
+    def key(self) -> Hashable:
+        """The same for every name of a tied parameter."""
+        return ("stored", id(self.parameter))
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Stride of the whole parameter: runs follow its memory."""
+        return torch.empty(self.shape, device="meta").stride()
+
+    @property
+    def start(self) -> int:
+        """Where this rank's run begins in the memory of the whole parameter."""
+        return self.runs[self.groups[0].rank()][0]
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Which copy of its elements this rank has, and how many copies there are."""
+        place, number = 0, 1
+        for group in self.groups[1:]:
+            place, number = place * group.size() + group.rank(), number * group.size()
+        return place, number
+
+    @property
+    def layout(self) -> str:
+        """How the parameter is sharded, for messages and for comparing ranks."""
+        return f"{type(self).__name__}: runs {list(self.runs)}, {self.replica[1]} replicas"
+
+    @property
+    def stored(self) -> Sequence[Tensor]:
+        """All that this rank keeps of the parameter, each laid out like the mask."""
+        return [self.values, *self.masters]
+
+    @property
     def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
         """The tensor registered with the optimizer, and this parameter's slice of it (None: all).
 
         The optimizer's state has tensors of the same form.
         """
-
-    @abstractmethod
-    def gradient_source(self) -> GradientSource:
-        """Where the un-averaged gradients of the parameter are seen."""
-
-    def of_leaf(self, gradient: Tensor) -> Tensor:
-        """The gradient of this parameter in what its ``gradient_source`` receives: a view."""
-        return gradient
+        return self.parameter, None
 
     @property
-    @abstractmethod
-    def gradient(self) -> Tensor | None:
-        """This rank's part of ``.grad``, a local tensor laid out like the shard, or None.
+    def private_objects(self) -> dict[str, Any]:
+        """The wrapper's objects whose private fields are used, by their ``private_fields``."""
+        return {}
 
-        What the last synchronised backward left; not what waits for its reduction.
-        """
+    def has_registered(self, module: nn.Module, name: str) -> bool:
+        """Whether a module has the parameter under a name, or a copy or view that a gather made."""
+        return module._parameters.get(name) is self.parameter
 
-    @abstractmethod
+    def free_gathered(self) -> None:  # noqa: B027
+        """Free the gathered copy, if there is one between a forward and the next."""
+
+    def hold(self, held: Any) -> None:  # noqa: B027
+        """Let zeros, and the gradient, be held where only the wrapper knows when."""
+
+    def release(self, held: Any) -> None:  # noqa: B027
+        """Undo :meth:`hold`."""
+
     def drop_gradient(self) -> None:
         """Set ``.grad`` to None, and what else the wrapper keeps together with it."""
+        self.parameter.grad = None
 
     @property
-    @abstractmethod
     def has_unreduced_gradient(self) -> bool:
         """Whether gradients of backward passes without synchronisation wait for their reduction."""
+        return False
 
-    @abstractmethod
-    def write(self, values: Tensor) -> None:
-        """Overwrite this rank's shard."""
-
-
-class ManagedDTensor(Managed):
-    """A parameter that is sharded as a DTensor (FSDP2)."""
-
-    @property
-    @abstractmethod
-    def sharded(self) -> DTensor:
-        """The sharded parameter, whatever is registered on the module at the moment."""
-
-    @property
-    @abstractmethod
-    def plain_replacement(self) -> Tensor | None:
-        """The plain tensor that ``load_state_dict(assign=True)`` put in place of the DTensor."""
-
-    @property
-    def stored(self) -> Sequence[Tensor]:
-        return [self.sharded._local_tensor]
-
-
-class ManagedRun(Managed):
-    """A parameter of which each rank has a run of elements, in the order of memory."""
-
-    persists_mask = False  # a run says nothing without its place; hooks put masks into state dicts
-
-    @property
-    @abstractmethod
-    def stride(self) -> tuple[int, ...]:
-        """Stride of the whole parameter: runs follow its memory."""
-
-    @property
-    @abstractmethod
-    def start(self) -> int:
-        """Where this rank's run begins in the memory of the whole parameter."""
-
-    @property
-    @abstractmethod
-    def values(self) -> Tensor:
-        """This rank's run, 1-d, a view of what it stores."""
-
-    @property
-    def stored(self) -> Sequence[Tensor]:
-        return [self.values]
-
-    # The mask in state dicts: this rank's run, unless the wrapper has another form.
-
-    def mask_in_state_dict(self, run: Tensor) -> Any:
-        """What a state dict gets of a mask, given this rank's run; None: nothing, on this rank."""
-        return run
-
-    def run_in_state_dict(self, saved: Any) -> Tensor:
-        """This rank's run of what :meth:`mask_in_state_dict` returned.
-
-        Raises:
-            ValueError: of another form; says what was expected.
-        """
-        size = self.values.numel()
-        if saved.numel() == self.shape.numel() and saved.shape != (size,):
-            saved = saved.reshape(-1)[self.start : self.start + size]
-        if saved.shape != (size,):
-            raise ValueError(
-                f"{(size,)}, the run of this rank, as a model that is sharded in the same way "
-                f"saves it, or the whole mask, {tuple(self.shape)}"
+    def gradient_source(self) -> GradientSource:
+        """Where the un-averaged gradients of the parameter are seen."""
+        if not self.is_whole_in_backward:
+            raise NotImplementedError(
+                f"{type(self).__name__} does not show gradients of single ranks; expected a "
+                'criterion of averaged gradients (unit="global_batch").'
             )
-        run: Tensor = saved
-        return run
-
-    @property
-    @abstractmethod
-    def groups(self) -> Sequence[dist.ProcessGroup]:
-        """Process groups of the ranks that have the parameter: shards, then replicas."""
-
-    @property
-    @abstractmethod
-    def runs(self) -> Sequence[tuple[int, int]]:
-        """(start, size) of the run of each rank of the first group, in its order."""
-
-    @property
-    @abstractmethod
-    def layout(self) -> str:
-        """How the parameter is sharded, for messages and for comparing ranks."""
+        shards, *replicas = self.groups
+        return GradientSource(self.parameter, shards, replicas, self._unscaled, self._pieces)
 
     @property
     def leaf_key(self) -> Hashable:
@@ -245,17 +214,85 @@ class ManagedRun(Managed):
         """(offset, size) of this rank's run in its piece of the leaf."""
         return 0, self.values.numel()
 
-    @property
-    def replica(self) -> tuple[int, int]:
-        """Which copy of its elements this rank has, and how many copies there are."""
-        _, *replicas = self.groups
-        place, number = 0, 1
-        for group in replicas:
-            place, number = place * group.size() + group.rank(), number * group.size()
-        return place, number
+    def of_leaf(self, gradient: Tensor) -> Tensor:
+        """The gradient of this parameter in what its ``gradient_source`` receives: a view."""
+        return gradient
+
+    def _unscaled(self, gradient: Tensor) -> Tensor:
+        scale = self.loss_scale
+        return gradient if scale == 1 else gradient / scale
+
+    def _pieces(self, gradient: Tensor) -> Tensor:
+        runs = self.runs
+        longest = max(size for _, size in runs)
+        if all(start == min(n * longest, gradient.numel()) for n, (start, _) in enumerate(runs)):
+            return padded_pieces(gradient, len(runs), longest)
+        pieces, flat = gradient.new_zeros((len(runs), longest)).float(), gradient.reshape(-1)
+        for piece, (start, size) in zip(pieces, runs, strict=True):
+            piece[:size] = flat[start : start + size]
+        return pieces
+
+    # The mask in state dicts.
+
+    def mask_in_state_dict(self, run: Tensor) -> Any:
+        """What a state dict gets of a mask, given this rank's run; None: nothing, on this rank."""
+        return run
+
+    def run_in_state_dict(self, saved: Any) -> Tensor:
+        """This rank's run of what :meth:`mask_in_state_dict` returned, or of a whole mask.
+
+        Raises:
+            ValueError: of another form; says what was expected.
+        """
+        size = self.values.numel()
+        if saved.shape == (size,):
+            run: Tensor = saved
+            return run
+        if saved.shape != self.shape:
+            raise ValueError(
+                f"this rank's {size} elements of the mask, as a model that is sharded in the same "
+                f"way saves them, or the whole mask, {tuple(self.shape)}"
+            )
+        in_memory = torch.empty_strided(self.shape, self.stride, dtype=torch.bool)
+        in_memory.copy_(saved != 0)
+        return in_memory.as_strided((self.shape.numel(),), (1,))[self.start : self.start + size]
 
 
-Receive = Callable[[Tensor], None]
+# [Note: replaced methods] An object of a wrapper has the users of the functions that stand in for
+# some of its methods; the functions stand there as long as there are any.
+_USERS = "_distprune_users"
+
+
+def replace_methods(
+    owner: Any, key: Hashable, user: Any, functions: Mapping[str, Callable[..., Any]]
+) -> None:
+    """Call functions, with the owner first, in the place of its methods of their names."""
+    owner.__dict__.setdefault(_USERS, {})[key] = user
+    for name, function in functions.items():
+        owner.__dict__[name] = functools.partial(_call, function, weakref.ref(owner))
+
+
+def restore_methods(owner: Any, key: Hashable, user: Any, names: Iterable[str]) -> bool:
+    """Undo :func:`replace_methods`; whether there is no other user."""
+    users = users_of(owner)
+    if users.get(key) is not user:
+        return False
+    del users[key]
+    if users:
+        return False
+    for name in (_USERS, *names):
+        del owner.__dict__[name]
+    return True
+
+
+def users_of(owner: Any) -> dict[Hashable, Any]:
+    """Those for which functions stand in for methods of an object."""
+    users: dict[Hashable, Any] = owner.__dict__.get(_USERS, {})
+    return users
+
+
+def _call(function: Callable[..., Any], owner: weakref.ref[Any], *args: Any, **kwargs: Any) -> Any:
+    return function(owner(), *args, **kwargs)  # it owns this, so it is there
 
 
 class GradientSource:
@@ -266,6 +303,9 @@ class GradientSource:
         shard_group: the ranks that each have a piece of what the gradient is of; None if this
             rank has all of it.
         replica_groups: the ranks that have the same elements as this one, and other batches.
+        own_part: makes this rank's part of the gradient that autograd gives a hook of the leaf.
+        pieces: makes what the ranks of ``shard_group`` have of that part: a copy, fp32 [ranks, n].
+            A piece that is shorter than n elements ends with zeros.
     """
 
     def __init__(
@@ -273,20 +313,30 @@ class GradientSource:
         leaf: Tensor | None,
         shard_group: dist.ProcessGroup | None = None,
         replica_groups: Iterable[dist.ProcessGroup] = (),
+        own_part: Callable[[Tensor], Tensor] | None = None,
+        pieces: Callable[[Tensor], Tensor] = torch.Tensor.float,
     ) -> None:
         self.shard_group = shard_group
         self.replica_groups = tuple(replica_groups)
+        self.pieces = pieces
         self._leaf = leaf
+        self._own_part = own_part or functools.partial(_resolved, leaf)
         self._handle: RemovableHandle | None = None
 
-    def attach(self, receive: Receive) -> None:
+    def attach(self, receive: Callable[[Tensor], None]) -> None:
         """Call ``receive`` with the gradient of every backward, until :meth:`detach`.
 
         It is called in the thread of the backward, without recording gradients of gradients, in
         the same order on all ranks that run the same model. What it gets belongs to autograd.
         """
+        own_part = self._own_part
+
+        def pass_on(gradient: Tensor) -> None:
+            with torch.no_grad():
+                receive(own_part(gradient))
+
         assert self._leaf is not None
-        self.hook(self._leaf, receive)
+        self._handle = self._leaf.register_hook(pass_on)  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
         """Undo :meth:`attach`, also if that failed half-way. A second call does nothing."""
@@ -294,29 +344,16 @@ class GradientSource:
             self._handle.remove()
             self._handle = None
 
-    def own_part(self, gradient: Tensor) -> Tensor:
-        """What :meth:`attach` promises of the gradient that autograd gives a hook of the leaf."""
-        return gradient
 
-    def hook(self, leaf: Tensor, receive: Receive) -> None:
-        """Put the hook on the leaf."""
+def _resolved(leaf: Tensor | None, gradient: Tensor) -> Tensor:
+    """This rank's part of the gradient of a parameter that no wrapper gathers.
 
-        def pass_on(gradient: Tensor) -> None:
-            with torch.no_grad():
-                receive(self.own_part(gradient))
-
-        self._handle = leaf.register_hook(pass_on)  # type: ignore[no-untyped-call]
-
-    def pieces(self, gradient: Tensor) -> Tensor:
-        """A gradient as the pieces that the ranks of ``shard_group`` have: a copy, fp32.
-
-        Args:
-            gradient: as ``receive`` got it.
-
-        Returns:
-            [ranks, n]. A piece that is shorter than n elements ends with zeros.
-        """
-        raise NotImplementedError("a leaf without a shard_group has no pieces")
+    Under sequence parallelism the gradient of a replicated parameter is a sum over the TP ranks
+    that is still pending. It is made here, before anything non-linear is done to it.
+    """
+    if is_dtensor(gradient) and is_dtensor(leaf):
+        return resolved(gradient, leaf.placements)
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def padded_pieces(gradient: Tensor, num_ranks: int, num_elements: int) -> Tensor:
@@ -326,15 +363,3 @@ def padded_pieces(gradient: Tensor, num_ranks: int, num_elements: int) -> Tensor
     flat[: gradient.numel()].view(gradient.shape).copy_(gradient)
     flat[gradient.numel() :].zero_()
     return pieces
-
-
-class ParameterSource(GradientSource):
-    """A parameter that no wrapper gathers: of a plain or DDP module, or sharded by TP."""
-
-    def own_part(self, gradient: Tensor) -> Tensor:
-        # Under sequence parallelism the gradient of a replicated parameter is a sum over the TP
-        # ranks that is still pending (``Partial``). It is made here, before anything non-linear is
-        # done to it.
-        if is_dtensor(gradient) and is_dtensor(self._leaf):
-            return resolved(gradient, self._leaf.placements)
-        return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -1,8 +1,8 @@
 """How ``module.weight`` of a plain module is computed: the masked product, in a hook or when read.
 
 ``nn.MultiheadAttention`` reads ``out_proj.weight`` without calling ``out_proj``, so no hook on
-``out_proj`` ever runs. There the module gets a subclass of its class with a property, made once per
-class and set of names, as ``torch.nn.utils.parametrize`` does. Every other module keeps its class.
+``out_proj`` ever runs. There the module gets a subclass of its class with properties, as
+``torch.nn.utils.parametrize`` makes one. Every other module keeps its class.
 
 A dense gradient leaves the value as it is, bit for bit; only the backward differs: it passes the
 gradient of ``mask * weight_orig`` on as it is. On sharded parameters ``held`` leaves the gradient
@@ -11,7 +11,6 @@ as it is.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -19,40 +18,68 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from distprune.base.pruned_form import mask_key, masked_product, orig_key
-
-_NAMES = "_distprune_live_names"
-_BASE = "_distprune_base"
+from distprune.base.pruned_form import lost_mask, mask_key, masked_product, orig_key
 
 
-def live_names(module: nn.Module) -> tuple[str, ...]:
+def _when_read(name: str) -> property:
+    def get(module: nn.Module) -> Tensor | None:
+        original, mask = module._parameters.get(orig_key(name)), module._buffers.get(mask_key(name))
+        if original is None:
+            return module._parameters[name]
+        if mask is None:
+            raise lost_mask(module, name)
+        return product(module, name, original, mask)
+
+    def refuse(module: nn.Module, value: Any) -> None:
+        raise AttributeError(
+            f"a pruned parameter of {type(module).__name__} cannot be assigned to; change "
+            f"{orig_key(name)} in place, or remove() the pruning first."
+        )
+
+    return property(get, refuse)
+
+
+class PrunedOutProjection(NonDynamicallyQuantizableLinear):
+    """The ``out_proj`` of an attention, whose pruned parameters are computed at each access."""
+
+    weight = _when_read("weight")  # type: ignore[assignment]
+    bias = _when_read("bias")  # type: ignore[assignment]
+
+    def _get_name(self) -> str:
+        return NonDynamicallyQuantizableLinear.__name__
+
+
+def live_names(module: nn.Module) -> list[str]:
     """Names of the parameters that are computed at each access."""
-    names: tuple[str, ...] = getattr(type(module), _NAMES, ())
-    return names
+    names = ("weight", "bias") if type(module) is PrunedOutProjection else ()
+    return [name for name in names if orig_key(name) in module._parameters]
 
 
 def is_live(module: nn.Module, name: str) -> bool:
     """Whether ``module.<name>`` is computed at each access."""
-    return name in live_names(module)
+    return type(module) is PrunedOutProjection and orig_key(name) in module._parameters
 
 
 def must_be_live(module: nn.Module) -> bool:
     """Whether ``module.<name>`` has to be computed when it is read: no hook runs before."""
-    return isinstance(module, NonDynamicallyQuantizableLinear)
+    is_projection = isinstance(module, NonDynamicallyQuantizableLinear)
+    if is_projection and type(module) not in (NonDynamicallyQuantizableLinear, PrunedOutProjection):
+        raise NotImplementedError(
+            f"{type(module).__name__}, a subclass of torch's out_proj, is read without a call."
+        )
+    return is_projection
 
 
 def make_live(module: nn.Module, name: str) -> None:
     """Compute ``module.<name>`` from now on."""
-    names = {*live_names(module), name}
     module.__dict__.pop(name, None)  # a value that an earlier hook had set
-    module.__class__ = _live_class(base_class(module), tuple(sorted(names)))
+    module.__class__ = PrunedOutProjection
 
 
 def end_live(module: nn.Module, name: str) -> None:
     """Undo :func:`make_live`; the class is the original one after the last name."""
-    names = {*live_names(module)} - {name}
-    base = base_class(module)
-    module.__class__ = _live_class(base, tuple(sorted(names))) if names else base
+    if live_names(module) == [name]:
+        module.__class__ = NonDynamicallyQuantizableLinear
 
 
 def assign(module: nn.Module, name: str, value: Tensor) -> None:
@@ -91,64 +118,13 @@ def release_graph(module: nn.Module, name: str) -> None:
         assign(module, name, kept.data)
 
 
-def base_class(module: nn.Module) -> type:
-    """The class of a module before :func:`make_live`."""
-    base: type = getattr(type(module), _BASE, type(module))
-    return base
-
-
-@functools.cache
-def _live_class(base: type, names: tuple[str, ...]) -> type:
-    attributes: dict[str, Any] = {
-        _NAMES: names,
-        _BASE: base,
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "__reduce_ex__": _reduce,
-    }
-    for name in names:
-        attributes[name] = _live_value(name)
-    return type(base.__name__, (base,), attributes)
-
-
-def _live_value(name: str) -> property:
-    def get(module: nn.Module) -> Tensor:
-        original, mask = module._parameters[orig_key(name)], module._buffers[mask_key(name)]
-        assert original is not None and mask is not None
-        return product(module, name, original, mask)
-
-    return property(get, _refuse)
-
-
-def own_property(cls: type, name: str) -> property | None:
-    """The property by which a class computes ``module.<name>`` of what it registers, if it does.
+def has_own_property(module: nn.Module, name: str) -> bool:
+    """Whether the class of a module computes ``module.<name>`` in a property of its own.
 
     torchtitan's SimpleFSDP gathers parameters in such properties.
     """
-    value = inspect.getattr_static(cls, name, None)
-    return value if isinstance(value, property) else None
-
-
-def _refuse(module: nn.Module, value: Any) -> None:
-    raise AttributeError(
-        f"a pruned parameter of {type(module).__name__} cannot be assigned to; change "
-        f"{orig_key('<name>')} in place, or remove() the pruning first."
-    )
-
-
-def _reduce(module: nn.Module, protocol: int) -> Any:
-    """Pickle and deepcopy through the original class: the generated one cannot be imported."""
-    own_state = getattr(module, "__getstate__", None)
-    state = module.__dict__ if own_state is None else own_state()
-    if state is module.__dict__:
-        state = dict(state)
-    return _restore, (base_class(module), live_names(module)), state
-
-
-def _restore(base: type, names: tuple[str, ...]) -> nn.Module:
-    module: nn.Module = object.__new__(_live_class(base, names))
-    return module
+    value = inspect.getattr_static(type(module), name, None)
+    return isinstance(value, property) and type(module) is not PrunedOutProjection
 
 
 class _Depth:

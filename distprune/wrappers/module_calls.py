@@ -28,22 +28,18 @@ def observed_calls(
     """
     thread = threading.get_ident()
 
-    def before(module: nn.Module, _: object) -> None:
-        if threading.get_ident() == thread:
-            begin(module)
+    def here(call: Callable[..., None]) -> Callable[..., None]:
+        def hook(module: nn.Module, *args: Any) -> None:
+            if threading.get_ident() == thread:
+                call(module, *args)
 
-    def after(module: nn.Module, args: Any, kwargs: Mapping[str, Any], _: object) -> None:
-        if threading.get_ident() == thread:
-            returned(module, args, kwargs)
+        return hook
 
-    def always(module: nn.Module, *_: object) -> None:
-        if threading.get_ident() == thread:
-            end(module)
-
+    before, after = here(lambda module, _: begin(module)), here(lambda *args: returned(*args[:3]))
     handles = [
         modules_of_torch.register_module_forward_pre_hook(before),
         modules_of_torch.register_module_forward_hook(after, with_kwargs=True),
-        modules_of_torch.register_module_forward_hook(always, always_call=True),
+        modules_of_torch.register_module_forward_hook(here(lambda m, *_: end(m)), always_call=True),
     ]
     try:
         yield

@@ -22,13 +22,10 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard
 
-from distprune.wrappers.managed import ManagedRun
-
-# (offsets, sizes) in the whole tensor.
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+from distprune.wrappers.managed import StoredRun
 
 
-def run_as_sharded_tensor(label: str, piece: ManagedRun, run: Tensor) -> ShardedTensor:
+def run_as_sharded_tensor(label: str, piece: StoredRun, run: Tensor) -> ShardedTensor:
     """A run as DCP saves and loads it: in place, and without communication.
 
     Args:
@@ -39,63 +36,50 @@ def run_as_sharded_tensor(label: str, piece: ManagedRun, run: Tensor) -> Sharded
     Raises:
         NotImplementedError: a parameter that is not row-major in memory.
     """
-    shape = tuple(piece.shape)
-    if piece.stride != torch.empty(shape, device="meta").stride():
+    if piece.stride != torch.empty(piece.shape, device="meta").stride():
         raise NotImplementedError(
-            f"{label}: its memory is not row-major (stride {tuple(piece.stride)}, channels_last "
-            "say), so runs of it are no boxes, which checkpoints need. Expected a contiguous "
-            "parameter: call .contiguous() before wrapping, or wrap with fully_shard."
+            f"{label}: its memory is not row-major (stride {tuple(piece.stride)}), so runs of it "
+            "are no boxes, which checkpoints need. Call .contiguous() before wrapping, or wrap "
+            "with fully_shard."
         )
-    group = piece.groups[0]
-    shards, metadata = [], []
+    group, shards, metadata = piece.groups[0], [], []
     for rank, (first, size) in enumerate(piece.runs):
+        place = f"rank:{get_global_rank(group, rank)}/{run.device}"
         taken = 0
-        for box in boxes_of_run(shape, first, first + size):  # see [Note: boxes]
+        for box in boxes_of_run(piece.shape, first, first + size):  # see [Note: boxes]
             sizes = list(map(len, box))
-            place = f"rank:{get_global_rank(group, rank)}/{run.device}"
             metadata.append(ShardMetadata([rows.start for rows in box], sizes, place))
             if rank == group.rank():
                 end = taken + math.prod(sizes)
                 shards.append(Shard(run[taken:end].view(sizes), metadata[-1]))
                 taken = end
     assert sum(shard.tensor.numel() for shard in shards) == run.numel()
-    properties = TensorProperties(
-        dtype=run.dtype,
-        layout=torch.strided,
-        requires_grad=False,
-        memory_format=torch.contiguous_format,
-        pin_memory=False,
-    )
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, ShardedTensorMetadata(metadata, torch.Size(shape), properties), group
-    )
+    properties = TensorProperties(dtype=run.dtype)
+    whole = ShardedTensorMetadata(metadata, piece.shape, properties)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(shards, whole, group)
 
 
-def check_boxes(label: str, piece: ManagedRun, tensor: ShardedTensor, run: Tensor) -> None:
-    """Refuse a tensor that has other boxes than :func:`run_as_sharded_tensor` makes of a run.
+def matching_boxes(
+    label: str, piece: StoredRun, tensor: ShardedTensor, run: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """The boxes of a run, as views of it, and those of a tensor that is cut in the same way.
 
     Raises:
-        ValueError: names the boxes.
+        ValueError: the tensor is cut in another way; names the boxes.
     """
-    expected = _boxes(run_as_sharded_tensor(label, piece, run))
-    if _boxes(tensor) != expected or tensor.size() != piece.shape:
+    like = run_as_sharded_tensor(label, piece, run)
+    found, expected = (
+        [(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in t.local_shards()]
+        for t in (tensor, like)
+    )
+    if found != expected or tensor.size() != piece.shape:
         raise ValueError(
-            f"{label}: the state has boxes {_boxes(tensor)} of a tensor of shape "
-            f"{tuple(tensor.size())} on this rank; expected {expected} of {tuple(piece.shape)}. "
-            "Load it with torch.distributed.checkpoint, which reshards."
+            f"{label}: the state has boxes {found} of a tensor of shape {tuple(tensor.size())} on "
+            f"this rank; expected {expected} of {tuple(piece.shape)}. Load it with "
+            "torch.distributed.checkpoint, which reshards."
         )
-
-
-def load_run(label: str, piece: ManagedRun, tensor: ShardedTensor, run: Tensor) -> None:
-    """Copy a tensor of :func:`run_as_sharded_tensor` into a run, of the same boxes."""
-    targets = run_as_sharded_tensor(label, piece, run).local_shards()
-    for target, source in zip(targets, tensor.local_shards(), strict=True):
-        target.tensor.copy_(source.tensor)
-
-
-def _boxes(tensor: ShardedTensor) -> list[Box]:
-    metadata = [shard.metadata for shard in tensor.local_shards()]
-    return [(tuple(each.shard_offsets), tuple(each.shard_sizes)) for each in metadata]
+    pairs = zip(like.local_shards(), tensor.local_shards(), strict=True)
+    return [(own.tensor, other.tensor) for own, other in pairs]
 
 
 def boxes_of_run(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[range, ...]]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distprune.wrappers import deepspeed, masked_value
-from distprune.wrappers.managed import Managed
-from distprune.wrappers.stored_run import StoredRun
+from distprune.wrappers import deepspeed
+from distprune.wrappers.managed import StoredRun
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
+
+    from distprune.wrappers.fsdp2 import FSDP2Parameter
+
+# A wrapper's record of a parameter: of a DTensor, or of a run. Both have the same methods.
+Managed: TypeAlias = "FSDP2Parameter | StoredRun"
 
 
 def managed_parameters(
@@ -35,12 +39,13 @@ def managed_parameters(
     if "torch.distributed.fsdp" in sys.modules:
         from distprune.wrappers import fsdp1, fsdp2
 
-        if everywhere:
-            fsdp1.find_modules()
         records.update(fsdp2.managed_parameters())
-        records.update(fsdp1.managed_parameters(root))
-    if root is not None:
-        records.update(runs_below(root))
+        records.update(fsdp1.managed_parameters(root, everywhere=everywhere))
+    for module in () if root is None else root.modules():
+        for name in module._parameters:
+            run = find_run(module, name)
+            if run is not None:
+                records[id(module), name] = run
     return records
 
 
@@ -53,72 +58,36 @@ def may_be_managed() -> bool:
     return is_loaded or ("torch.distributed.fsdp" in sys.modules and dist.is_initialized())
 
 
-def plain_class(module: nn.Module) -> type:
-    """The class of a module before FSDP2 or a mask gave it a subclass of it."""
-    base = masked_value.base_class(module)
-    if "torch.distributed.fsdp" not in sys.modules:
-        return base
-    from distprune.wrappers import fsdp2
-
-    return fsdp2.plain_class(base)
-
-
 def is_managed(module: nn.Module, name: str) -> bool:
-    """Whether a wrapper manages a parameter, pruned or not.
-
-    Cost: 0.1 microseconds for each parameter that FSDP2 shards; no dictionary.
-    """
-    if find_run(module, name) is not None:
+    """Whether a wrapper manages a parameter, pruned or not."""
+    if is_flattened(module, name) or find_run(module, name) is not None:
         return True
     if "torch.distributed.fsdp" not in sys.modules:
         return False
     from distprune.wrappers import fsdp2
 
-    return is_flattened(module, name) or fsdp2.is_managed(module, name)
+    return fsdp2.is_managed(module, name)
 
 
 def is_flattened(module: nn.Module, name: str) -> bool:
     """Whether FSDP1 manages a parameter."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return False
-    from distprune.wrappers.fsdp1 import is_managed
-
-    return is_managed(module, name)
+    found = module._parameters.get(name)
+    if found is None:  # without use_orig_params, or inside forward: a view of the flat parameter
+        found = module.__dict__.get(name)
+    elif is_piece_of_flat(found):
+        return True
+    base = found._base if isinstance(found, Tensor) else None
+    return base is not None and is_piece_of_flat(base)
 
 
 def is_flat(tensor: Tensor) -> bool:
     """Whether a tensor is a flat parameter of FSDP1: what a module registers for several."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return False
-    from distprune.wrappers import fsdp1
-
-    return fsdp1.is_flat(tensor)
+    return getattr(tensor, "_is_flat_param", False)
 
 
 def is_piece_of_flat(tensor: Tensor) -> bool:
     """Whether a tensor is a flat parameter of FSDP1, or one of its pieces."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return False
-    from distprune.wrappers import fsdp1
-
-    return fsdp1.is_piece(tensor)
-
-
-def active_ddp() -> DistributedDataParallel | None:
-    """The DDP wrapper whose forward is running, if any."""
-    ddp = sys.modules.get("torch.nn.parallel.distributed")
-    return None if ddp is None else ddp.DistributedDataParallel._active_ddp_module
-
-
-def ignore_buffers(wrapper: DistributedDataParallel, fqns: Iterable[str]) -> None:
-    """Stop DDP from broadcasting buffers before every forward.
-
-    Masks are equal on all ranks from the beginning; broadcasting them would double the traffic
-    of a step.
-    """
-    wrapper.parameters_to_ignore.update(fqns)
-    # DDP decides by its previous list whether to broadcast, and fails on an empty new one.
-    wrapper._assign_modules_buffers()  # type: ignore[no-untyped-call]
+    return is_flat(tensor) or getattr(tensor, "_fsdp_flattened", False)
 
 
 # (module, name that it registers) -> the record of the parameter; None if it is none of its kind
@@ -137,10 +106,18 @@ def find_run(module: nn.Module, name: str) -> StoredRun | None:
     return None
 
 
-def runs_below(root: nn.Module) -> Iterator[tuple[tuple[int, str], StoredRun]]:
-    """Every record below a model, by (id(module), registered name)."""
-    for module in root.modules():
-        for name in module._parameters:
-            record = find_run(module, name)
-            if record is not None:
-                yield (id(module), name), record
+def active_ddp() -> DistributedDataParallel | None:
+    """The DDP wrapper whose forward is running, if any."""
+    ddp = sys.modules.get("torch.nn.parallel.distributed")
+    return None if ddp is None else ddp.DistributedDataParallel._active_ddp_module
+
+
+def ignore_buffers(wrapper: DistributedDataParallel, fqns: Iterable[str]) -> None:
+    """Stop DDP from broadcasting buffers before every forward.
+
+    Masks are equal on all ranks from the beginning; broadcasting them would double the traffic
+    of a step.
+    """
+    wrapper.parameters_to_ignore.update(fqns)
+    # DDP decides by its previous list whether to broadcast, and fails on an empty new one.
+    wrapper._assign_modules_buffers()  # type: ignore[no-untyped-call]

@@ -130,7 +130,7 @@ def described(module: nn.Module) -> list:
     return [
         {name: (tensor.dtype, tensor.is_shared()) for name, tensor in tensors.items()},
         [weight.dtype for weight in getattr(module, "_flat_weights", ())],
-        type(module).__name__,
+        repr(module),
     ]
 
 

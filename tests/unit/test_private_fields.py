@@ -1,64 +1,49 @@
 """The table of torch's private fields is true of this torch; what it lacks is named."""
 
 import pytest
-import torch
 
 from distprune.testing import run_ranks
 from distprune.wrappers import private_fields
-from distprune.wrappers.wrapper import managed_parameters
 from helpers import wrappings
 from helpers.models import Net, seeded
 
 FIELDS, NAMES = private_fields.FIELDS, private_fields.NAMES
 
 
-@pytest.mark.parametrize("wrapper", NAMES)
-def test_every_name_can_be_imported(wrapper):
-    assert private_fields.missing_names(wrapper) == []
+def test_every_name_can_be_imported():
+    assert private_fields.missing_names() == []
 
 
 def test_names_that_are_gone_are_named(monkeypatch):
-    gone = {"torch.no_such_module": ("a",), "torch.nn": ("Linear", "NoSuchLayer.x")}
-    monkeypatch.setitem(NAMES, "FSDP2", gone)
-    assert private_fields.missing_names("FSDP2") == [
-        "torch.no_such_module",
+    monkeypatch.setitem(NAMES, "torch.no_such_module", ("a",))
+    monkeypatch.setitem(NAMES, "torch.nn", ("Linear", "NoSuchLayer.x"))
+    assert private_fields.missing_names() == [
+        "No module named 'torch.no_such_module'",
         "torch.nn.NoSuchLayer.x",
     ]
 
 
-def test_one_of_two_names_will_do(monkeypatch):
-    monkeypatch.setitem(FIELDS, "Module", {"Module": ("gone or training", "gone or lost")})
-    missing = private_fields.missing_fields("Module", {"Module": torch.nn.Linear(1, 1)})
-    assert missing == ["Module.gone or lost"]
+def missing_of(wrapping: str, kind: str) -> list[list[str]]:
+    """What a wrapped model is said to lack: with the table, and with one more name of a kind."""
+    model = wrappings.wrap(seeded(Net()), wrapping)
+    names, found = FIELDS[kind], [private_fields.missing(model)]
+    FIELDS[kind] = (*names, "_of_tomorrow", f"_of_tomorrow or {names[0]}")
+    try:
+        return [*found, private_fields.missing(model)]
+    finally:
+        FIELDS[kind] = names
 
 
-def refusals(wrapping: str, wrapper: str) -> list[str]:
-    """Per object of a wrapper: all fields are there; and what is said when one is not."""
-    found = []
-    for kind, names in FIELDS[wrapper].items():
-        model = wrappings.wrap(seeded(Net()), wrapping)
-        for managed in managed_parameters(model).values():
-            managed.check_fields()
-        if kind == "FSDPState":
-            assert private_fields.missing("FSDP2", model) == []
-            continue
-        FIELDS[wrapper][kind] = (*names, "_renamed")
-        try:
-            for managed in managed_parameters(model).values():
-                managed.check_fields()
-            found.append("nothing was refused")
-        except NotImplementedError as error:
-            found.append(str(error))
-        FIELDS[wrapper][kind] = names
-    return found
+KINDS = {
+    "ddp-2": ["Module", "DistributedDataParallel"],
+    "fsdp1-2": ["FullyShardedDataParallel", "FlatParamHandle", "FlatParameter"],
+    "fsdp2-2": ["DTensor", "FSDPState", "FSDPParam", "ParamModuleInfo", "FSDPParamGroup"],
+}
+CASES = [(wrapping, kind) for wrapping, kinds in KINDS.items() for kind in kinds]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wrapping", "wrapper"), [("fsdp2-2", "FSDP2"), ("fsdp1-2", "FSDP1")])
-def test_a_field_that_is_gone_is_refused_by_name(wrapping, wrapper):
-    kinds = [kind for kind in FIELDS[wrapper] if kind != "FSDPState"]
-    for messages in run_ranks(refusals, 2, wrapping, wrapper):
-        assert len(messages) == len(kinds)
-        for kind, message in zip(kinds, messages, strict=True):
-            assert f"changed {wrapper}'s {kind}._renamed" in message
-            assert "torch 2.11 to 2.15" in message
+@pytest.mark.parametrize(("wrapping", "kind"), CASES)
+def test_a_field_that_is_gone_is_named(wrapping, kind):
+    for with_table, with_more in run_ranks(missing_of, 2, wrapping, kind):
+        assert (with_table, with_more) == ([], [f"{kind}._of_tomorrow"])
