@@ -234,9 +234,11 @@ def _exact(what: str, value: Any) -> Fraction:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         kind = type(value).__name__
         raise TypeError(f"{what}={value!r} is a {kind}; expected a float in [0, 1].")
-    if not 0 <= float(value) <= 1:  # or NaN
+    is_decimal = not isinstance(value, numbers.Rational) and math.isfinite(value)
+    exact = Fraction(repr(float(value))) if is_decimal else value
+    if not isinstance(exact, numbers.Rational) or not 0 <= Fraction(exact) <= 1:
         raise ValueError(f"{what}={value!r} is not in [0, 1]; expected a sparsity.")
-    return Fraction(value if isinstance(value, numbers.Rational) else repr(float(value)))
+    return Fraction(exact)
 
 
 def collapsed(counts: Sequence[tuple[int, int]]) -> list[int]:

@@ -12,7 +12,7 @@ A term is wrong by at most half a unit of the grid, so the sum of n terms by abo
 of the largest one: the mean square of 10**8 scores of which the largest is 1000 times their rms
 has a relative error of about 10**-9.
 
-Live models and files divide scores by the same rule: :func:`largest_of`, :func:`exponent_of`,
+Live models and files divide scores by the same rule: :func:`exponent_of`,
 :func:`grid_sum`, :func:`statistic`, :func:`check_divisor`, :func:`scale_of`, :func:`scale_scores`.
 """
 
@@ -48,57 +48,41 @@ def power_of(normalize: Normalization) -> Literal[1, 2]:
     return 1 if normalize == "mean" else 2
 
 
-def largest_of(scores: Array) -> float:
-    """The largest |score|, 0.0 of no scores; NaN if there is one. Scores: 1-d floats on a CPU."""
-    if not scores.size:
-        return 0.0
-    return max(float(scores.max()), -float(scores.min()), key=_nan_last)
-
-
 def exponent_of(largest: float) -> int:
     """The smallest e with |score| < 2**e for all scores, given the largest of all ranks."""
     return math.frexp(largest)[1]
 
 
-def grid_sum(
-    scores: Array,
-    exponent: int,
-    power: Literal[1, 2],
-    scratch: Scratch,
-    live: Array | None = None,
-) -> int:
+def grid_sum(magnitudes: Array, exponent: int, power: Literal[1, 2], scratch: Scratch) -> int:
     """Sum of |score|**power in units of the grid, on a CPU: see [Note: grid].
 
     Args:
-        scores: 1-d, float32 or float64, finite, below 2**exponent.
+        magnitudes: 1-d, float32 or float64, finite, not negative, below 2**exponent.
         exponent: :func:`exponent_of` the largest score of the whole parameter.
         power: 1 or 2.
         scratch: memory to use again.
-        live: bool, of the same length: only these count; None: all.
 
     Cost: one read; scratch memory of 256 KiB.
     """
-    total = 0
-    for start in range(0, scores.size, SERIAL):
-        terms = _terms(scores[start : start + SERIAL], exponent, power, scratch)
-        if live is not None:
-            # Not by a product: what does not count may be infinite.
-            terms[~live[start : start + SERIAL]] = 0.0
-        total += int(terms.sum())
+    total, scales = 0, _scales(exponent, power)
+    for start in range(0, magnitudes.size, SERIAL):
+        block = magnitudes[start : start + SERIAL]
+        terms = scratch.array("terms", block.size, np.float64)
+        np.multiply(block, scales[0], out=terms, dtype=np.float64)
+        for scale in scales[1:]:
+            terms *= scale
+        if power == 2:
+            terms *= terms
+        total += int(np.rint(terms, out=terms).sum())
     return total
 
 
-def grid_sum_on_device(
-    scores: Tensor, exponent: int, power: Literal[1, 2], live: Tensor | None = None
-) -> Tensor:
+def grid_sum_on_device(magnitudes: Tensor, exponent: int, power: Literal[1, 2]) -> Tensor:
     """:func:`grid_sum` of at most 2**26 scores on any device: int64, 0-d; does not wait for it."""
-    terms = scores.double()
+    terms = magnitudes.double()
     for scale in _scales(exponent, power):
         terms = terms * scale
-    terms = terms.square_() if power == 2 else terms.abs_()
-    if live is not None:
-        terms = terms.where(live, 0.0)
-    return terms.round_().long().sum()
+    return (terms.square_() if power == 2 else terms).round_().long().sum()
 
 
 def to_words(total: int) -> tuple[int, int]:
@@ -201,28 +185,9 @@ def scale_scores(scores: Array, scale: float, out: Array) -> Array:
     return out
 
 
-def _terms(block: Array, exponent: int, power: Literal[1, 2], scratch: Scratch) -> Array:
-    """Scores of a block as whole numbers of units of the grid: float64, in scratch memory."""
-    terms = scratch.array("terms", block.size, np.float64)
-    scales = _scales(exponent, power)
-    np.multiply(block, scales[0], out=terms, dtype=np.float64)
-    for scale in scales[1:]:
-        np.multiply(terms, scale, out=terms)
-    if power == 2:
-        np.multiply(terms, terms, out=terms)
-    else:
-        np.abs(terms, out=terms)
-    np.rint(terms, out=terms)
-    return terms
-
-
 def _scales(exponent: int, power: Literal[1, 2]) -> tuple[float, ...]:
     """Powers of two whose product takes a score to the grid: one, unless that would overflow."""
     shift = GRID_BITS // power - exponent
     if abs(shift) < 1000:
         return (math.ldexp(1.0, shift),)
     return math.ldexp(1.0, shift // 2), math.ldexp(1.0, shift - shift // 2)
-
-
-def _nan_last(value: float) -> tuple[bool, float]:
-    return math.isnan(value), value

@@ -11,32 +11,26 @@ start quickly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True)
-class FloatFormat:
+class FloatFormat(NamedTuple):
     """How the bits of a number are used: the largest exponent is that of inf and NaN.
 
     Attributes:
         name: as safetensors headers spell it.
         torch_name: of the torch dtype.
-        num_exponent_bits, num_fraction_bits: of a number.
+        num_bits: of a number, the sign included.
+        inf: the pattern of +inf; larger magnitudes are NaN.
     """
 
     name: str
     torch_name: str
-    num_exponent_bits: int
-    num_fraction_bits: int
-
-    @property
-    def num_bits(self) -> int:
-        """Bits of a number, the sign included."""
-        return 1 + self.num_exponent_bits + self.num_fraction_bits
+    num_bits: int
+    inf: int
 
     @property
     def num_bytes(self) -> int:
@@ -49,11 +43,6 @@ class FloatFormat:
         import numpy as np
 
         return {2: np.uint16, 4: np.uint32, 8: np.uint64}[self.num_bytes]
-
-    @property
-    def inf(self) -> int:
-        """The pattern of +inf; larger magnitudes are NaN."""
-        return ((1 << self.num_exponent_bits) - 1) << self.num_fraction_bits
 
     def magnitudes(self, raw: np.ndarray) -> np.ndarray:
         """Patterns without the sign: in the order of magnitudes, 0 for both zeros.
@@ -69,10 +58,10 @@ class FloatFormat:
 PLAIN_FLOATS = {
     form.name: form
     for form in (
-        FloatFormat("BF16", "bfloat16", 8, 7),
-        FloatFormat("F16", "float16", 5, 10),
-        FloatFormat("F32", "float32", 8, 23),
-        FloatFormat("F64", "float64", 11, 52),
+        FloatFormat("BF16", "bfloat16", 16, 0x7F80),
+        FloatFormat("F16", "float16", 16, 0x7C00),
+        FloatFormat("F32", "float32", 32, 0x7F800000),
+        FloatFormat("F64", "float64", 64, 0x7FF0000000000000),
     )
 }
 # The other dtypes: the name of torch's ("" if torch has none with one number per element), and the

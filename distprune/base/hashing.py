@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune.base import memory
 from distprune.base.memory import Array, Scratch
 
 LARGEST_HASH = 2**63 - 2
@@ -30,10 +29,6 @@ def hash_keys(indices: Tensor, seed: int) -> Tensor:
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number
     generators", OOPSLA 2014. int64 arithmetic wraps, so every device agrees.
     """
-    if memory.takes_numpy(indices.device):
-        keys = indices.numpy().copy()
-        hash_in_place(keys, seed, Scratch())
-        return torch.from_numpy(keys)
     x = indices * _signed(_WEYL) + seed
     x ^= _shift(x, 30)
     x *= _signed(_MIX[0])

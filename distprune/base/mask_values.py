@@ -16,18 +16,6 @@ from torch import Tensor
 from distprune.base.memory import INTEGERS, Array
 
 
-def is_zero(mask: Tensor) -> Array:
-    """bool, of the mask's shape: where it is +0 or -0."""
-    if mask.dtype is torch.bool:
-        numbers = mask.view(torch.uint8).numpy()
-    elif mask.dtype is torch.bfloat16:
-        numbers = mask.view(torch.int16).numpy() << 1  # shifts the sign out
-    else:
-        numbers = mask.numpy()
-    flags: Array = numbers == 0
-    return flags
-
-
 def is_one(mask: Tensor, out: Array | None = None) -> Array:
     """bool, of the mask's shape: where it is exactly 1, or true.
 
@@ -66,7 +54,11 @@ def zero_pruned(values: Tensor, mask: Tensor) -> None:
     if values.device.type != "cpu" or values.itemsize not in INTEGERS:
         values.masked_fill_(mask.logical_not(), 0)
         return
-    keep = is_zero(mask)
-    np.logical_not(keep, out=keep)
+    if mask.dtype is torch.bool:
+        keep = mask.view(torch.uint8).numpy() != 0
+    elif mask.dtype is torch.bfloat16:
+        keep = (mask.view(torch.int16).numpy() << 1) != 0  # shifts the sign out
+    else:
+        keep = mask.numpy() != 0
     bits = values.view(INTEGERS[values.itemsize]).numpy()
     np.multiply(bits, keep, out=bits)

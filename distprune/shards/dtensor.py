@@ -150,16 +150,16 @@ def _check_strided(
     type, and means rows that lie apart. If all cuts are even then two placements with the pattern
     of FSDP2 mean the same, however they were made; if they are not, only FSDP2's own is a run.
     """
+    axes_of = _axes_of(name, shape, mesh_shape, placements)
     for axis, placement in enumerate(placements):
         if not isinstance(placement, _StridedShard) or mesh_shape[axis] == 1:
             continue
-        dim, others = placement.dim % len(shape), _cuts_beside(axis, shape, mesh_shape, placements)
-        num_chunks = mesh_shape[axis] * math.prod(mesh_shape[other] for other in others)
-        factor = int(placement.split_factor)
-        if not others and factor > 1:
+        dim, factor = placement.dim % len(shape), int(placement.split_factor)
+        axes, later = axes_of[dim], [other for other in axes_of[dim] if other > axis]
+        num_chunks = math.prod(mesh_shape[other] for other in axes)
+        if axes == [axis] and factor > 1:
             is_known = shape[dim] % (factor * num_chunks) == 0
         else:
-            later = [other for other in others if other > axis]
             is_known = factor == math.prod(mesh_shape[other] for other in later)
             is_known &= all(isinstance(placements[other], ShardPlacement) for other in later)
             if shape[dim] % num_chunks:
@@ -175,16 +175,20 @@ def _check_strided(
             )
 
 
-def _cuts_beside(
-    axis: int, shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
-) -> list[int]:
-    """The other axes that cut the dimension that a mesh axis cuts."""
-    dims = [p.dim % len(shape) if isinstance(p, _SHARDED) else None for p in placements]
-    return [
-        other
-        for other, dim in enumerate(dims)
-        if other != axis and dim == dims[axis] and mesh_shape[other] > 1
-    ]
+def _axes_of(
+    name: str, shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
+) -> dict[int, list[int]]:
+    """By dimension, the axes of more than one rank that cut it."""
+    found: dict[int, list[int]] = {dim: [] for dim in range(len(shape))}
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, _SHARDED):
+            found[placement.dim % len(shape)] += [axis] * (mesh_shape[axis] > 1)
+        elif not isinstance(placement, Replicate):
+            raise NotImplementedError(
+                f"{name}: placement {placement} is not supported; expected Shard or Replicate. "
+                "Call .redistribute() to resolve it before pruning."
+            )
+    return found
 
 
 def splits_of(
@@ -207,22 +211,15 @@ def splits_of(
     Raises:
         NotImplementedError: a placement that is neither Shard nor Replicate.
     """
+    axes_of = _axes_of(name, shape, mesh_shape, placements)
     plain, strided = list[Split](), list[Split]()
     for axis, placement in enumerate(placements):
         if isinstance(placement, _SHARDED):
-            size, chunk = mesh_shape[axis], coordinate[axis] if coordinate else 0
-            cut = Split(placement.dim % len(shape), size, chunk)
-            if isinstance(placement, ShardPlacement):
-                plain.append(cut)
-            elif size > 1 and not _cuts_beside(axis, shape, mesh_shape, placements):
-                strided.append(cut._replace(num_groups=int(placement.split_factor)))
-            else:
-                strided.append(cut)
-        elif not isinstance(placement, Replicate):
-            raise NotImplementedError(
-                f"{name}: placement {placement} is not supported; expected Shard or Replicate. "
-                "Call .redistribute() to resolve it before pruning."
-            )
+            dim, chunk = placement.dim % len(shape), coordinate[axis] if coordinate else 0
+            is_strided = isinstance(placement, _StridedShard)
+            groups = placement.split_factor if is_strided and axes_of[dim] == [axis] else 1
+            cuts = strided if is_strided else plain
+            cuts.append(Split(dim, mesh_shape[axis], chunk, int(groups)))
     return plain + strided
 
 

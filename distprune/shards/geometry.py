@@ -227,18 +227,10 @@ def index_map(
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def whole_index(shape: tuple[int, ...], stride: tuple[int, ...]) -> IndexMap | None:
-    """The :class:`IndexMap` of a whole tensor in the order of its memory.
-
-    Returns:
-        None if it has gaps or overlaps.
-    """
-    order = memory_order(torch.empty_strided(shape, stride, device="meta"))
-    return None if order is None else index_map(shape, dim_coordinates(shape, ()), order)
-
-
-def run_index_map(shape: Sequence[int], stride: Sequence[int], first: int) -> IndexMap | None:
-    """The :class:`IndexMap` of a run of a whole tensor's elements in the order of its memory.
+def run_index_map(
+    shape: tuple[int, ...], stride: tuple[int, ...], first: int = 0
+) -> IndexMap | None:
+    """The :class:`IndexMap` of a whole tensor, or of a run of it, in the order of its memory.
 
     Args:
         shape: the global shape.
@@ -248,9 +240,10 @@ def run_index_map(shape: Sequence[int], stride: Sequence[int], first: int) -> In
     Returns:
         None if the whole tensor has gaps or overlaps.
     """
-    whole = whole_index(tuple(shape), tuple(stride))
-    if whole is None:
+    order = memory_order(torch.empty_strided(shape, stride, device="meta"))
+    if order is None:
         return None
+    whole = index_map(shape, list(map(range, shape)), order)
     return replace(whole, offset=first) if whole.start is None else replace(whole, start=first)
 
 

@@ -54,9 +54,8 @@ def all_places(model: nn.Module) -> Iterator[Place]:
     for path, module, own in modules:
         for name in dict.fromkeys([*own, *names_of.get(id(module), ())]):
             record = managed.get((id(module), name))
-            key, shape = (
-                (id(own[name]), own[name].shape) if record is None else (record.key, record.shape)
-            )
+            key = id(own[name]) if record is None else record.key
+            shape = (own[name] if record is None else record).shape
             plain = name_of_pruned_orig(name, module._buffers) or name
             pair = NamedParameter(module, plain, full_name(path, plain))
             is_floating = name not in own or own[name].is_floating_point()

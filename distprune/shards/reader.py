@@ -18,7 +18,7 @@ from distprune.base.pruned_form import is_dtensor, mask_key, orig_key
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import grid, over_groups, over_mesh
 from distprune.shards.checksum import checksums
-from distprune.shards.geometry import run_index_map, whole_index
+from distprune.shards.geometry import index_map, run_index_map
 from distprune.shards.shard import Shard
 from distprune.wrappers import wrapper
 from distprune.wrappers.held import find_held
@@ -104,7 +104,7 @@ class ShardReader:
 
     def _read_run(self, run: StoredRun, label: str, mask: Tensor | None) -> Shard:
         """This rank's run of a parameter, whose mask is a run, too."""
-        index = run_index_map(run.shape, run.stride, run.start)
+        index = run_index_map(tuple(run.shape), tuple(run.stride), run.start)
         if index is None:
             raise NotImplementedError(
                 f"{label}: a parameter of shape {tuple(run.shape)} and stride {tuple(run.stride)} "
@@ -156,10 +156,9 @@ class ShardReader:
         values = parameter.detach()
         shape, stride = values.shape, values.stride()
         # With gaps or overlaps, it is copied when it is read.
-        index = whole_index(shape, stride) or whole_index(
-            shape, torch.empty(shape, device="meta").stride()
+        index = run_index_map(shape, stride) or index_map(
+            shape, list(map(range, shape)), range(len(shape))
         )
-        assert index is not None
         mask = None if mask is None else mask.detach()
         replica, of = self._replica, self._num_replicas
         return Shard(
@@ -206,11 +205,10 @@ def local_part(label: str, what: str, tensor: Tensor, shard: Shard) -> Tensor:
                 local = tensor.to_local().detach()
             # Outside of the mesh, where DTensor has one dimension only.
             return local if local.numel() else local.new_empty(shard.values.shape)
-        expected = f"{shard.placements} on {shard.mesh}, as the parameter, or the full tensor"
-        found = f"{tuple(tensor.placements)} on {tensor.device_mesh}"
         raise ValueError(
-            f"{label}: {what} is a DTensor of shape {tuple(tensor.shape)} with {found}; expected "
-            f"shape {tuple(shard.shape)} with {expected}."
+            f"{label}: {what} is a DTensor of shape {tuple(tensor.shape)} with "
+            f"{tensor.placements} on {tensor.device_mesh}; expected one like the parameter, "
+            f"{tuple(shard.shape)} with {shard.placements} on {shard.mesh}, or the full tensor."
         )
     if shard.is_run and tensor.shape == shard.values.shape != shard.shape:
         return tensor.detach()  # in the order of memory
@@ -249,14 +247,13 @@ def _registered(module: nn.Module, name: str, label: str) -> Tensor:
 
 
 def _check_kind(label: str, parameter: Tensor) -> None:
-    problem = None
-    if parameter.is_quantized or (parameter.is_floating_point() and parameter.itemsize == 1):
-        problem = f"dtype {parameter.dtype} is quantised; dequantise the parameter first"
-    elif parameter.layout is not torch.strided:
-        problem = f"layout {parameter.layout} is sparse already; expected torch.strided"
-    elif parameter.is_meta:
-        problem = "it is on the meta device and has no values; materialise the model first"
-    elif nn.parameter.is_lazy(parameter):
-        problem = "it is a lazy parameter without a shape; run one forward first"
-    if problem:
-        raise NotImplementedError(f"{label}: {problem}.")
+    dtype, is_narrow = parameter.dtype, parameter.is_floating_point() and parameter.itemsize == 1
+    problems = {
+        f"dtype {dtype} is quantised; dequantise it first": parameter.is_quantized or is_narrow,
+        "its layout is sparse already; expected a dense one": parameter.layout is not torch.strided,
+        "it is on the meta device; materialise the model first": parameter.is_meta,
+        "it is a lazy parameter; run one forward first": nn.parameter.is_lazy(parameter),
+    }
+    for problem, has_it in problems.items():
+        if has_it:
+            raise NotImplementedError(f"{label}: {problem}.")

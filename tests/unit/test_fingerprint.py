@@ -45,7 +45,7 @@ def run_of(mask, start, stop):
     """The same of a run of elements in the order of memory, as FSDP1 cuts."""
     order = memory_order(mask)
     local = mask.permute(order).reshape(-1)[start:stop]
-    index = run_index_map(mask.shape, mask.stride(), start)
+    index = run_index_map(tuple(mask.shape), mask.stride(), start)
     return Shard("p", local, local, local, mask.shape, index, is_run=True), local
 
 
