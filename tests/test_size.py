@@ -18,7 +18,7 @@ ROOMS = {
     "_transformers": (487, 4),
     "_version.py": (1, 1),
     "api": (1357, 10),
-    "base": (1040, 15),
+    "base": (999, 15),
     "budgets.py": (248, 1),
     "call": (936, 8),
     "checkpoint.py": (267, 1),
@@ -37,16 +37,16 @@ ROOMS = {
     "reconstruction.py": (348, 1),
     "schedule.py": (295, 1),
     "selftest.py": (291, 1),
-    "shards": (1037, 9),
+    "shards": (1033, 9),
     "statistics": (1597, 9),
     "streaming": (900, 7),
     "testing.py": (246, 1),
     "verification": (659, 4),
     "wrappers": (1343, 12),
 }
-TOTAL = (23018, 182)
+TOTAL = (22973, 182)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 40428, "launch": 967}
+FOLDERS = {"tests": 40417, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

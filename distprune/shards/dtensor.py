@@ -216,10 +216,13 @@ def splits_of(
     for axis, placement in enumerate(placements):
         if isinstance(placement, _SHARDED):
             dim, chunk = placement.dim % len(shape), coordinate[axis] if coordinate else 0
-            is_strided = isinstance(placement, _StridedShard)
-            groups = placement.split_factor if is_strided and axes_of[dim] == [axis] else 1
-            cuts = strided if is_strided else plain
-            cuts.append(Split(dim, mesh_shape[axis], chunk, int(groups)))
+            cut = Split(dim, mesh_shape[axis], chunk)
+            if not isinstance(placement, _StridedShard):
+                plain.append(cut)
+            elif axes_of[dim] == [axis]:
+                strided.append(cut._replace(num_groups=int(placement.split_factor)))
+            else:
+                strided.append(cut)
     return plain + strided
 
 
