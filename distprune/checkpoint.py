@@ -116,6 +116,7 @@ def load(
     pruner: Any = None,
     *,
     unmasked: Literal["error", "keep"] = "error",
+    model_key: str = _MODEL,
     storage_reader: StorageReader | None = None,
     group: ProcessGroup | None = None,
 ) -> None:
@@ -132,6 +133,8 @@ def load(
         pruner: restores its saved state.
         unmasked: what to do with a parameter that is pruned in the model and dense in the
             checkpoint: "error", or "keep" its mask on the loaded weights (rewinding).
+        model_key: the key of the model's state dict in the checkpoint; another one if another
+            program has saved it.
         storage_reader: for checkpoints that are not in files.
         group: the ranks that load together; every rank by default.
 
@@ -163,7 +166,7 @@ def load(
         if unmasked not in ("error", "keep"):
             raise ValueError(f"unmasked={unmasked!r}; expected 'error' or 'keep'.")
         entries.update(reader.read_metadata().state_dict_metadata)
-        prefix = _MODEL + "."
+        prefix = model_key + "."
         keys = {key.removeprefix(prefix) for key in entries if key.startswith(prefix)}
         dense.extend(n for n in _masks_of(model) if n in keys and mask_key(n) not in keys)
         if dense and unmasked == "error":
@@ -173,7 +176,7 @@ def load(
                 "loaded weights, or remove() the pruning first."
             )
         if ranks.index == 0:
-            _check_masks_of_ties(model, keys, entries, reader)
+            _check_masks_of_ties(model, keys, prefix, entries, reader)
         return sorted(keys)
 
     keys = ranks.run(
@@ -189,12 +192,14 @@ def load(
     if _RECORDS in entries:
         state[_RECORDS] = ""
     _rename(state, names)
+    state[model_key] = state.pop(_MODEL)
     state_dict_loader.load(
         state,
         checkpoint_id=checkpoint_id,
         storage_reader=storage_reader,
         process_group=group,
     )
+    state[_MODEL] = state.pop(model_key)
     _rename(state, {saved: name for name, saved in names.items()})
     set_model_state_dict(model, state[_MODEL] | kept)
     if optimizers:
@@ -329,7 +334,11 @@ def _dense_pairs(model: nn.Module, keys: Container[str]) -> list[NamedParameter]
 
 
 def _check_masks_of_ties(
-    model: nn.Module, keys: Container[str], entries: Mapping[str, Any], reader: StorageReader
+    model: nn.Module,
+    keys: Container[str],
+    prefix: str,
+    entries: Mapping[str, Any],
+    reader: StorageReader,
 ) -> None:
     """Raise if names that share one mask in a model have different masks in a checkpoint.
 
@@ -343,7 +352,7 @@ def _check_masks_of_ties(
         in_model = {id(module._buffers.get(mask_key(name))) for module, name in pruned}
         if len(pruned) < 2 or len(in_model) > 1:
             continue
-        names = [f"{_MODEL}.{mask_key(place.fqn)}" for place in pruned]
+        names = [prefix + mask_key(place.fqn) for place in pruned]
         state = {
             name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
             for name in names

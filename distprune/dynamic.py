@@ -148,26 +148,19 @@ def _gradients(pairs: list[Pair]) -> list[Tensor]:
     """Local: the dense gradient of every parameter, laid out like it."""
     reader, gradients = ShardReader(), []
     for position, pair in enumerate(pairs):
-        module, name = unwrap(pair[0]), pair[1]
-        label = label_of(pair, position)
-        if find_hook(module, name) is not None and not masked_value.has_dense_gradient(
-            module, name
-        ):
+        place, label = (unwrap(pair[0]), pair[1]), label_of(pair, position)
+        if find_hook(*place) is not None and not masked_value.has_dense_gradient(*place):
             raise RuntimeError(
                 f"{label}: the gradients of its pruned elements are masked; expected the call "
                 "inside dense_gradients, after the backward."
             )
-        shard = reader.read(module, name, label)
-        gradient = local_gradient(shard)
-        gradients.append(shard.as_parameter_layout(gradient))
+        shard = reader.read(*place, label)
+        gradients.append(shard.as_parameter_layout(local_gradient(shard)))
     return gradients
 
 
-Places = list[tuple[nn.Module, str]]
-
-
 @contextmanager
-def dense_gradients(parameters: nn.Module | Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
+def dense_gradients(parameters: nn.Module | Iterable[Pair]) -> Iterator[None]:
     """Let ``.grad`` of pruned parameters have the gradients of pruned elements, too.
 
     Inside, the forward uses the masked weights, bit for bit, as outside. The backward gives the
@@ -191,7 +184,7 @@ def dense_gradients(parameters: nn.Module | Iterable[tuple[nn.Module, str]]) -> 
             lists them. Those that are not pruned are left as they are: their gradients are dense.
 
     Raises:
-        TypeError: neither a module nor pairs.
+        TypeError: what is no (module, name) pair.
         RuntimeError: under FSDP, a backward without synchronisation before the context has left
             gradients that are not reduced yet: masking them later would be too late.
         NotImplementedError: a method with an ``apply_mask`` of its own. Nothing has changed then.
@@ -202,50 +195,37 @@ def dense_gradients(parameters: nn.Module | Iterable[tuple[nn.Module, str]]) -> 
     Cost: no memory, no communication; on leaving, one pass over the gradients.
     """
     places = _pruned_places(parameters)
-    _check(places)
-    for module, name in places:
-        masked_value.enter_dense(module, name)
+    for place in places:
+        masked_value.enter_dense(*place)
     try:
         yield
     finally:
-        for module, name in places:
-            masked_value.leave_dense(module, name)
+        for place in places:
+            masked_value.leave_dense(*place)
         _mask_gradients([place for place in places if not masked_value.has_dense_gradient(*place)])
 
 
-def _pruned_places(parameters: nn.Module | Iterable[tuple[nn.Module, str]]) -> Places:
-    """Every (module, name) of the pruned ones, with all names of those that are tied."""
-    expected = "a model, or (module, name) pairs as select(model) lists them"
-    given: Places = []
+def _pruned_places(parameters: nn.Module | Iterable[Pair]) -> list[Pair]:
+    """Every (module, name) of the pruned ones, with all names of those that are tied.
+
+    Raises:
+        NotImplementedError, RuntimeError: gradients that cannot be dense, or are masked already.
+    """
     if isinstance(parameters, nn.Module):
         given = [(module, hook._tensor_name) for _, module, hook in pruned_parameters(parameters)]
-    elif isinstance(parameters, Iterable):
-        for position, pair in enumerate(parameters):
-            given.append(checked_pair(pair, f"parameters[{position}]", expected))
     else:
-        raise TypeError(f"parameters is a {type(parameters).__name__}; expected {expected}.")
-    places: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+        given = [checked_pair(pair, f"parameters[{i}]") for i, pair in enumerate(parameters)]
     reader = ShardReader()
-    for place in given:
-        present = find_hook(*place)
-        if present is None:
+    places: dict[tuple[int, str], Pair] = {}
+    for module, name in given:
+        hook = find_hook(module, name)
+        if hook is None:
             continue
-        managed = reader.managed(*place)
-        owners = [] if managed is None else managed.owners
-        for module, name in (place, *present.tied_places, *owners):
-            places[id(unwrap(module)), name] = unwrap(module), name
-    return [place for place in places.values() if find_hook(*place) is not None]
-
-
-def _check(places: Places) -> None:
-    reader = ShardReader()
-    for module, name in places:
-        present = find_hook(module, name)
-        assert present is not None
-        if not present.multiplies:
+        label = f"{type(module).__name__}.{name}"
+        if not hook.multiplies:
             raise NotImplementedError(
-                f"{type(module).__name__}.{name}: {type(present).__name__} defines apply_mask, "
-                "so its mask is not a factor; expected a method that leaves apply_mask as it is."
+                f"{label}: {type(hook).__name__} defines apply_mask, so its mask is not a factor; "
+                "expected a method that leaves apply_mask as it is."
             )
         managed = reader.managed(module, name)
         if (
@@ -254,27 +234,31 @@ def _check(places: Places) -> None:
             and not masked_value.has_dense_gradient(module, name)
         ):
             raise RuntimeError(
-                f"{type(module).__name__}.{name}: a backward without gradient synchronisation "
-                "(no_sync, set_requires_gradient_sync(False)) has left gradients that are masked "
-                "when they are reduced; expected dense_gradients around all backward passes of a "
-                "step, or after one that reduces."
+                f"{label}: a backward without gradient synchronisation (no_sync, "
+                "set_requires_gradient_sync(False)) has left gradients that are masked when they "
+                "are reduced; expected dense_gradients around all backward passes of a step, or "
+                "after one that reduces."
             )
+        owners = () if managed is None else managed.owners
+        for other, key in ((module, name), *hook.tied_places, *owners):
+            if find_hook(unwrap(other), key) is not None:
+                places[id(unwrap(other)), key] = unwrap(other), key
+    return list(places.values())
 
 
 @torch.no_grad()
-def _mask_gradients(places: Places) -> None:
+def _mask_gradients(places: Iterable[Pair]) -> None:
     """Mask ``.grad`` in place, where there is one. One that is not reduced yet FSDP masks later."""
-    reader = ShardReader()
-    done = set()
+    reader, done = ShardReader(), set()
     for module, name in places:
         if find_hook(module, name) is None:  # removed inside the context
             continue
         shard = reader.read(module, name, f"{type(module).__name__}.{name}")
-        gradient = available_gradient(shard)
-        if shard.key in done or gradient is None or shard.mask is None:
+        gradient, mask = available_gradient(shard), shard.mask
+        if shard.key in done or gradient is None or mask is None:
             continue
         done.add(shard.key)
-        if shard.mask.dtype == torch.bool:
-            zero_pruned(gradient, shard.mask.to(gradient.device))
+        if mask.dtype == torch.bool:
+            zero_pruned(gradient, mask.to(gradient.device))
         else:
-            gradient.mul_(shard.mask.to(gradient.device, gradient.dtype))
+            gradient.mul_(mask.to(gradient.device, gradient.dtype))

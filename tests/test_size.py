@@ -21,12 +21,12 @@ ROOMS = {
     "base": (999, 15),
     "budgets.py": (248, 1),
     "call": (936, 8),
-    "checkpoint.py": (267, 1),
+    "checkpoint.py": (274, 1),
     "cli": (1291, 13),
     "criteria": (593, 5),
-    "dynamic.py": (156, 1),
+    "dynamic.py": (140, 1),
     "files": (3657, 30),
-    "integrations": (1027, 7),
+    "integrations": (975, 7),
     "language_models": (1068, 8),
     "layouts.py": (13, 1),
     "masks": (601, 6),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification": (659, 4),
     "wrappers": (1343, 12),
 }
-TOTAL = (22973, 182)
+TOTAL = (22912, 182)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 40417, "launch": 967}
+FOLDERS = {"tests": 40414, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

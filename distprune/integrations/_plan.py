@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from distprune.api.global_unstructured import global_unstructured
 from distprune.api.local import is_pruned
 from distprune.api.select import select
-from distprune.base.amount import Sparsities
-from distprune.base.blocks import Scope
-from distprune.base.exact_sums import Normalization
+from distprune.base.pruned_form import mask_key, name_of_pruned_mask
 from distprune.base.schedules import Schedule
 from distprune.call.report import PruningReport
 from distprune.call.request import ParameterArguments
@@ -22,6 +20,7 @@ from distprune.call.run import count_live
 from distprune.criteria.base import Criterion
 from distprune.criteria.gradient_moment import GradientMoment
 from distprune.masks.hook import put_records, records_of
+from distprune.methods.builtin import Identity
 from distprune.ranks.process_groups import world
 from distprune.schedule import ScheduledPruner
 from distprune.verification.verifying import verify
@@ -33,19 +32,24 @@ Pairs = Sequence[tuple[nn.Module, str]]
 MakeCriterion = Callable[[Pairs], Criterion]
 
 
+# Arguments of ``select``, which go with a schedule, as those of ScheduledPruner do.
+_SELECTION = ("include", "exclude", "types", "names")
+_RANKING = ("scope", "pattern", "normalize", "budget")
+
+
 class PlannedPruning:
     """What the callbacks of all trainers have: a plan, and the pruner and the reports of a run.
 
     Args:
         plan: a schedule; a recipe, or the path of one; or a function that makes a
             ``ScheduledPruner`` for the wrapped model.
-        include, exclude, types, names: as for ``select``; with a schedule only.
         criterion: a class of ``distprune.criteria``, or a function of the (module, name) pairs
             that returns a criterion; with a schedule only.
         reset_criterion: forget what it collected after each pruning.
-        scope, pattern, normalize, budget: as for ``ScheduledPruner``; with a schedule only.
         permanent: whether the zeros are made permanent when training ends.
         verify_every: number of steps after which the masks are checked; None: never.
+        options: with a schedule only: include, exclude, types, names, as for ``select``, and scope,
+            pattern, normalize, budget, as for ``ScheduledPruner``.
 
     Raises:
         TypeError: a plan of another type, or something that goes with a schedule only.
@@ -55,18 +59,11 @@ class PlannedPruning:
         self,
         plan: Schedule | Recipe | str | Path | Callable[[nn.Module], ScheduledPruner],
         *,
-        include: str | Sequence[str] | None = None,
-        exclude: str | Sequence[str] = (),
-        types: type | tuple[type, ...] | None = None,
-        names: str | Sequence[str] | None = None,
         criterion: MakeCriterion | None = None,
         reset_criterion: bool = False,
-        scope: Scope = "global",
-        pattern: str | None = None,
-        normalize: Normalization | None = None,
-        budget: Callable[[Pairs, float], Sparsities] | None = None,
         permanent: bool = True,
         verify_every: int | None = None,
+        **options: Any,
     ) -> None:
         if isinstance(plan, str | Path):
             from distprune.recipes import load_recipe
@@ -80,21 +77,19 @@ class PlannedPruning:
                 "distprune.schedule.Cubic(...), a recipe, its path, or a function of the model "
                 "that returns a ScheduledPruner."
             )
-        selects = (include, exclude, types, names) != (None, (), None, None)
-        ranks = (scope, pattern, normalize, budget) != ("global", None, None, None)
-        for is_given, text in (
-            (selects, "include, exclude, types and names go"),
-            (ranks, "scope, pattern, normalize and budget go"),
-            (criterion is not None, "criterion goes"),
-        ):
-            if is_given and not isinstance(plan, Schedule):
-                raise TypeError(
-                    f"{text} with a schedule; expected them in the recipe, or in the function "
-                    "that makes the ScheduledPruner."
-                )
-        if criterion is None and reset_criterion:
-            raise TypeError("reset_criterion=True goes with a criterion; expected one, or False.")
-        if criterion is not None and (isinstance(criterion, Criterion) or not callable(criterion)):
+        unknown = options.keys() - {*_SELECTION, *_RANKING}
+        if unknown:
+            raise TypeError(
+                f"{', '.join(sorted(unknown))}: no such option; expected some of "
+                f"{', '.join((*_SELECTION, *_RANKING))}."
+            )
+        if (options or criterion is not None) and not isinstance(plan, Schedule):
+            raise TypeError(
+                f"{', '.join([*options, *['criterion'] * (criterion is not None)])} go with a "
+                "schedule; expected them in the recipe, or in the function that makes the "
+                "ScheduledPruner."
+            )
+        if isinstance(criterion, Criterion) or not (criterion is None or callable(criterion)):
             raise TypeError(
                 f"criterion is a {type(criterion).__name__}; expected a class of "
                 "distprune.criteria, or a function of the (module, name) pairs that returns a "
@@ -105,12 +100,7 @@ class PlannedPruning:
                 f"verify_every={verify_every!r}; expected a number of steps >= 1, or None."
             )
         self._plan: Any = plan
-        self._select = functools.partial(
-            select, include=include, exclude=exclude, types=types, names=names
-        )
-        self._make_pruner = functools.partial(
-            ScheduledPruner, scope=scope, pattern=pattern, normalize=normalize, budget=budget
-        )
+        self._options = options
         self._make_criterion = criterion
         self._reset_criterion = reset_criterion
         self._permanent = permanent
@@ -134,33 +124,41 @@ class PlannedPruning:
         Raises:
             Exception: parameters that cannot be pruned, before hours of training.
         """
-        communicator = world()
-        with communicator.raising_everywhere():
-            pruner, self._criterion = self._made_for(model)
-        parameters = pruner.parameters
-        count_live(lambda: ParameterArguments(parameters=parameters), communicator)
+        ranks = world()
+        with ranks.raising_everywhere():
+            pruner = self._made_for(model)
+        arguments = ParameterArguments(parameters=pruner.parameters)
+        count_live(lambda: arguments, ranks)
         self.pruner, self._model = pruner, model
         return pruner
 
-    def _made_for(self, model: nn.Module) -> tuple[ScheduledPruner, Criterion | None]:
-        if isinstance(self._plan, Schedule):
-            pairs = self._select(model)
-            if self._make_criterion is None:
-                return self._make_pruner(pairs, self._plan), None
-            criterion = _checked_criterion(self._make_criterion(pairs))
-            pruner = self._make_pruner(
-                pairs,
-                self._plan,
-                pruning_method=criterion.pruning_method,
-                importance_scores=criterion.scores,
-            )
-            return pruner, criterion
-        if self._course is not None:
-            return ScheduledPruner.from_recipe(model, self._plan), None
-        pruner = self._plan(model)
-        if not isinstance(pruner, ScheduledPruner):
-            raise TypeError(f"plan returned a {type(pruner).__name__}; expected a ScheduledPruner.")
-        return pruner, None
+    def _made_for(self, model: nn.Module) -> ScheduledPruner:
+        """The pruner that the plan makes; with a criterion that the class keeps."""
+        self._criterion = None
+        if not isinstance(self._plan, Schedule):
+            if self._course is not None:
+                return ScheduledPruner.from_recipe(model, self._plan)
+            pruner = self._plan(model)
+            if not isinstance(pruner, ScheduledPruner):
+                raise TypeError(
+                    f"plan returned a {type(pruner).__name__}; expected a ScheduledPruner."
+                )
+            return pruner
+        options = dict(self._options)
+        selection = {key: options.pop(key) for key in _SELECTION if key in options}
+        pairs = select(model, **selection)
+        if self._make_criterion is not None:
+            criterion = self._criterion = self._make_criterion(pairs)
+            if isinstance(criterion, GradientMoment) and criterion.unit == "rank_batch":
+                name = type(criterion).__name__
+                raise NotImplementedError(
+                    f"{name} with unit='rank_batch' collects backwards inside of calibrating(), "
+                    "and a callback sees the averaged gradient of a step; expected "
+                    f"functools.partial({name}, unit='global_batch')."
+                )
+            options["pruning_method"] = criterion.pruning_method
+            options["importance_scores"] = criterion.scores
+        return ScheduledPruner(pairs, self._plan, **options)
 
     def _state(self) -> dict[str, Any]:
         """The position in the schedule and the records of the masks, in plain values."""
@@ -212,17 +210,17 @@ class PlannedPruning:
         return report
 
 
-def _checked_criterion(criterion: object) -> Criterion:
-    name = type(criterion).__name__
-    if not isinstance(criterion, Criterion):
-        raise TypeError(
-            f"criterion returned a {name}; expected a criterion of distprune.criteria, made of the "
-            "parameters that it is called with."
-        )
-    if isinstance(criterion, GradientMoment) and criterion.unit == "rank_batch":
-        raise NotImplementedError(
-            f"{name} with unit='rank_batch' collects backwards inside of calibrating(), and a "
-            "callback sees the averaged gradient of a step; expected "
-            f"functools.partial({name}, unit='global_batch')."
-        )
-    return criterion
+def add_masks(model: nn.Module, state_dict: dict[str, Tensor], *args: Any) -> None:
+    """Give a model masks of ones where a state dict has masks, before it is loaded.
+
+    A pre-hook of ``load_state_dict``. It communicates where the state dict has masks.
+    """
+    pruned = (name_of_pruned_mask(key, state_dict) for key in state_dict)
+    names = {name for name in pruned if name is not None}
+    if not names:
+        return
+    own_names = sorted({name.rpartition(".")[2] for name in names})
+    pairs = select(model, "*", names=own_names, everything=True)
+    missing = [p for p in pairs if p.fqn in names and mask_key(p[1]) not in p[0]._buffers]
+    if missing:  # under all names of a tied parameter
+        global_unstructured(missing, Identity)

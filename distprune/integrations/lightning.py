@@ -6,36 +6,30 @@
     trainer = Trainer(strategy="fsdp", callbacks=[callback])
     trainer.fit(model)  # ckpt_path=... goes on where an earlier run stopped
 
-[Note: resuming] Checkpoints contain ``weight_orig`` and ``weight_mask`` of pruned parameters, and
-``Strategy.load_checkpoint`` is where a model that is not pruned yet meets them: it reads the file
-(DDP), or loads it into the wrapped model at once (FSDP, ModelParallel). No hook of callbacks lies
-between wrapping and loading in all of them. So a callback wraps that one method of the strategy
-for the time of a run, and gives the model the masks that the checkpoint has. What a criterion has
-accumulated lies in the same file, or in a folder of its own inside of a distributed checkpoint.
+[Note: resuming] Checkpoints contain the masks of pruned parameters, which a model that is not
+pruned yet has no place for. Strategies that load before they wrap (a single device, DDP) call
+``load_state_dict`` of the module, which a hook precedes. Under FSDP and ModelParallel a sharded
+checkpoint has the names of the dense model, so Lightning loads it, with its zeros; when training
+starts it is loaded once more, with its masks. The tensors of a criterion lie beside those of the
+model there.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 
-from distprune.checkpoint import prepare_for_load
-from distprune.integrations._plan import PlannedPruning
-from distprune.integrations.accelerate import (
-    keys_of_sharded_model,
-    load_sharded_state,
-    save_sharded_state,
-)
-from distprune.ranks.process_groups import world
+from distprune import checkpoint
+from distprune.criteria.base import Criterion
+from distprune.integrations._plan import PlannedPruning, add_masks
+from distprune.integrations.accelerate import load_sharded_state
 
 try:
     import lightning.pytorch as pl
-    from lightning.pytorch.strategies import FSDPStrategy
 except ImportError as error:
     raise ImportError(
         "distprune.integrations.lightning needs Lightning: pip install 'distprune[lightning]'."
@@ -44,7 +38,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     # A type that does not depend on the stubs of Lightning's Callback.
     from lightning.pytorch.callbacks import Callback
-    from lightning.pytorch.strategies import Strategy
     from torch.optim import Optimizer
 else:
     Callback = pl.Callback
@@ -55,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 _SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
 _CRITERION = "distprune_criterion"
-_METHODS = ("load_checkpoint", "save_checkpoint")
 
 
 class PruningCallback(PlannedPruning, Callback):
@@ -65,7 +57,8 @@ class PruningCallback(PlannedPruning, Callback):
     optimizer made a step: under gradient accumulation not every batch counts. The present sparsity
     is logged as "sparsity", and this module's logger reports each pruning (INFO). Checkpoints
     contain the masks, and ``fit``, ``validate`` and ``test`` with a ``ckpt_path`` load them, into a
-    model that is not pruned yet.
+    model that is not pruned yet. Under FSDP and ModelParallel the checkpoint has to be sharded
+    (``FSDPStrategy(state_dict_type="sharded")``), and evaluation loads the zeros alone.
 
     Args:
         plan: a schedule; a recipe, or the path of one; or, for everything else, a function that
@@ -98,11 +91,12 @@ class PruningCallback(PlannedPruning, Callback):
     """
 
     _saved: Mapping[str, Any] | None = None
+    _saved_criterion: dict[str, Any] | None = None
     _num_steps = 0
-    _checkpoints: _MaskedCheckpoints | None = None
+    _hook: Any = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse other strategies, and let checkpoints bring their masks with them.
+        """Refuse other strategies, and let state dicts bring their masks with them.
 
         Raises:
             NotImplementedError: another strategy. (Lightning refuses two callbacks of one class.)
@@ -113,14 +107,39 @@ class PruningCallback(PlannedPruning, Callback):
                 f"{type(strategy).__name__} is not supported by distprune; expected a single "
                 "device, DDPStrategy, FSDPStrategy or ModelParallelStrategy."
             )
-        self.teardown(trainer, pl_module, stage)
-        self._checkpoints = _MaskedCheckpoints(strategy, self)
-        self._saved = None
+        self._saved = self._saved_criterion = None
+        if not strategy.restore_checkpoint_after_setup:
+            register: Any = pl_module.register_load_state_dict_pre_hook
+            self._hook = register(add_masks)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Leave the strategy as it was."""
-        if self._checkpoints is not None:
-            self._checkpoints.release()
+        """Leave the module without the hook."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Save what the criterion has collected."""
+        if self._criterion is None:
+            return
+        state = checkpoint[_CRITERION] = self._criterion.state_dict()
+        if not trainer.strategy.restore_checkpoint_after_setup:
+            return
+        of_model = checkpoint["state_dict"]
+        if all(type(value) is Tensor for value in of_model.values()):
+            raise NotImplementedError(
+                "the checkpoint is a single file, and what the criterion has collected is sharded; "
+                "expected FSDPStrategy(state_dict_type='sharded') or "
+                "ModelParallelStrategy(save_distributed_checkpoint=True)."
+            )
+        of_model |= _named(state.pop("accumulators"))
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep what the criterion had collected until there is one."""
+        self._saved_criterion = checkpoint.get(_CRITERION, {})
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the schedule and the records of the masks, in plain values."""
@@ -132,14 +151,17 @@ class PruningCallback(PlannedPruning, Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the pruner, and load its state from the checkpoint of a resumed run."""
         model = trainer.model
-        assert model is not None and self._checkpoints is not None
+        assert model is not None
         if self._make_criterion is not None and len(trainer.optimizers) != 1:
             raise NotImplementedError(
                 f"a criterion beside {len(trainer.optimizers)} optimizers, whose steps see "
                 "different gradients; expected one."
             )
-        self._start(model)
         saved, self._saved = self._saved, None
+        if saved and trainer.strategy.restore_checkpoint_after_setup:
+            assert trainer.ckpt_path is not None
+            checkpoint.load(trainer.ckpt_path, model, model_key=_model_key(trainer))
+        self._start(model)
         if saved:
             problem = (
                 "has no masks; expected one that was saved before its zeros were made permanent at "
@@ -147,7 +169,8 @@ class PruningCallback(PlannedPruning, Callback):
             )
             self._resume(dict(saved), problem)
         self._num_steps = trainer.global_step
-        self._checkpoints.load_criterion()
+        if self._criterion is not None and self._saved_criterion is not None:
+            self._load_criterion(self._criterion, self._saved_criterion, trainer)
         if trainer.max_steps > 0 and trainer.is_global_zero:
             self._warn_of_end(trainer.max_steps, logger)
 
@@ -176,90 +199,28 @@ class PruningCallback(PlannedPruning, Callback):
         if self._permanent:
             self.make_permanent()
 
-
-class _MaskedCheckpoints:
-    """Wraps a strategy's ``load_checkpoint`` and ``save_checkpoint``; see [Note: resuming].
-
-    Args:
-        strategy: of the Trainer.
-        pruning: has the criterion that is saved and loaded.
-    """
-
-    def __init__(self, strategy: Strategy, pruning: PlannedPruning) -> None:
-        self._strategy, self._pruning = strategy, pruning
-        self._loaded: dict[str, Any] | Path | None = None
-        self._load, self._save = strategy.load_checkpoint, strategy.save_checkpoint
-        for name, wrapper in zip(_METHODS, (self._load_masked, self._save_masked), strict=True):
-            setattr(strategy, name, wrapper)
-
-    def release(self) -> None:
-        """Give the strategy its own methods back."""
-        for name in _METHODS:
-            vars(self._strategy).pop(name, None)
-
-    def load_criterion(self) -> None:
-        """Load what the criterion had accumulated, if a checkpoint was loaded."""
-        saved, self._loaded = self._loaded, None
-        criterion = self._pruning._criterion
-        if saved is None or criterion is None:
-            return
-        if isinstance(saved, Path):
-            saved = load_sharded_state(criterion.state_dict(), saved)
-        elif not saved:
+    def _load_criterion(
+        self, criterion: Criterion, saved: dict[str, Any], trainer: pl.Trainer
+    ) -> None:
+        if not saved:
             raise ValueError(
                 "the checkpoint has no state of the criterion "
                 f"{type(criterion).__name__}; expected one that was saved by a run "
                 "with the same criterion."
             )
+        if "accumulators" not in saved:  # they are beside the model, each rank's shards
+            tensors = criterion.state_dict()["accumulators"]
+            assert trainer.ckpt_path is not None
+            load_sharded_state({_model_key(trainer): _named(tensors)}, Path(trainer.ckpt_path))
+            saved = saved | {"accumulators": tensors}
         criterion.load_state_dict(saved)
 
-    def _load_masked(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        model = self._strategy.model
-        assert model is not None
-        if not self._strategy.restore_checkpoint_after_setup:
-            checkpoint = self._load(checkpoint_path, *args, **kwargs)
-            prepare_for_load(model, checkpoint.get("state_dict", {}))
-            self._loaded = checkpoint.pop(_CRITERION, {})
-            return checkpoint
-        path = _path_of_leader(checkpoint_path)
-        # FSDPStrategy unpickles the same file next, without restrictions.
-        is_restricted = not isinstance(self._strategy, FSDPStrategy)
-        keys = world().run(lambda: _keys(path, weights_only=is_restricted))
-        prepare_for_load(model, keys)
-        self._loaded = path / _CRITERION if (path / _CRITERION).is_dir() else {}
-        return self._load(path, *args, **kwargs)
 
-    def _save_masked(
-        self, checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        criterion = self._pruning._criterion
-        if criterion is None or "callbacks" not in checkpoint:  # save_weights_only
-            self._save(checkpoint, filepath, *args, **kwargs)
-            return
-        state = criterion.state_dict()
-        if not self._strategy.restore_checkpoint_after_setup:
-            checkpoint[_CRITERION] = state
-            self._save(checkpoint, filepath, *args, **kwargs)
-            return
-        path = _path_of_leader(filepath)
-        self._save(checkpoint, path, *args, **kwargs)
-        if not world().run(path.is_dir):
-            raise NotImplementedError(
-                f"{path} is a single file, and what the criterion has accumulated is sharded; "
-                "expected FSDPStrategy(state_dict_type='sharded') or "
-                "ModelParallelStrategy(save_distributed_checkpoint=True)."
-            )
-        save_sharded_state(state, path / _CRITERION)
+def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{_CRITERION}.{key}": value for key, value in tensors.items()}
 
 
-def _path_of_leader(path: Any) -> Path:
-    """The leading rank's path, which Lightning uses on all ranks."""
-    return Path(world().distinct_texts(os.fspath(path))[0][0])
-
-
-def _keys(path: Path, *, weights_only: bool) -> list[str]:
-    """Keys of the model's state dict in a checkpoint of FSDP or ModelParallel."""
-    if path.is_dir():
-        return keys_of_sharded_model(path)
-    content = torch.load(path, map_location="meta", mmap=True, weights_only=weights_only)
-    return list(content["state_dict"])
+def _model_key(trainer: pl.Trainer) -> str:
+    """Under which key a strategy saves the model in a sharded checkpoint."""
+    names = [base.__name__ for base in type(trainer.strategy).__mro__]
+    return "model" if "FSDPStrategy" in names else "state_dict"

@@ -19,11 +19,10 @@ the model and loads the checkpoint into it in one go, with no hook between: ther
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     Trainer,
     TrainerCallback,
@@ -33,19 +32,15 @@ from transformers import (
 )
 from transformers.trainer_callback import ExportableState
 
-from distprune.api.global_unstructured import global_unstructured
 from distprune.api.local import is_pruned
-from distprune.api.select import select
-from distprune.base.pruned_form import mask_key, name_of_pruned_mask
 from distprune.checkpoint import prepare_for_load
 from distprune.criteria.base import Criterion
-from distprune.integrations._plan import PlannedPruning
+from distprune.integrations._plan import PlannedPruning, add_masks
 from distprune.integrations.accelerate import (
     keys_of_model,
     load_sharded_state,
     save_sharded_state,
 )
-from distprune.methods.builtin import L1Unstructured
 from distprune.ranks.process_groups import world
 
 logger = logging.getLogger(__name__)
@@ -137,10 +132,8 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
             )
         model: nn.Module | None = kwargs.get("model")
         if model is not None:
-            register: Callable[[Callable[..., None]], object] = (
-                model.register_load_state_dict_pre_hook
-            )
-            register(_add_masks)
+            register: Any = model.register_load_state_dict_pre_hook
+            register(add_masks)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -252,33 +245,22 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 
 def _check_arguments(args: TrainingArguments) -> None:
     """Raise for settings under which pruning would fail later, or silently not work."""
-    if args.n_gpu > 1:
-        raise NotImplementedError(
+    for is_set, text in (
+        (
+            args.n_gpu > 1,
             f"the Trainer would copy the model to {args.n_gpu} GPUs by nn.DataParallel, at every "
-            "step, which distprune does not support; start it with torchrun, or show it one GPU "
-            "(CUDA_VISIBLE_DEVICES=0)."
-        )
-    if args.load_best_model_at_end:
-        raise NotImplementedError(
+            "step; start it with torchrun, or show it one GPU (CUDA_VISIBLE_DEVICES=0).",
+        ),
+        (
+            args.load_best_model_at_end,
             "load_best_model_at_end=True would bring back the checkpoint with the lowest loss, "
-            "which is likely one that is hardly pruned; set it to False."
-        )
-    if args.restore_callback_states_from_checkpoint:
-        raise NotImplementedError(
+            "which is likely one that is hardly pruned; set it to False.",
+        ),
+        (
+            args.restore_callback_states_from_checkpoint,
             "restore_callback_states_from_checkpoint=True makes new callbacks, without their "
-            "schedule; set it to False. PruningCallback restores its state by itself."
-        )
-
-
-def _add_masks(model: nn.Module, state_dict: dict[str, Tensor], *args: Any) -> None:
-    """Give the model the masks of a state dict before it is loaded; see [Note: resuming]."""
-    pruned = (name_of_pruned_mask(key, state_dict) for key in state_dict)
-    names = {name for name in pruned if name is not None}
-    if not names:
-        return
-    own_names = sorted({name.rpartition(".")[2] for name in names})
-    pairs = select(model, "*", names=own_names, everything=True)
-    missing = [p for p in pairs if p.fqn in names and mask_key(p[1]) not in p[0]._buffers]
-    if missing:
-        # Masks of ones, under all names of a tied parameter.
-        global_unstructured(missing, L1Unstructured, amount=0)
+            "schedule; set it to False. PruningCallback restores its state by itself.",
+        ),
+    ):
+        if is_set:
+            raise NotImplementedError(text)
