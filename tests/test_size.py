@@ -17,10 +17,10 @@ ROOMS = {
     "_public.py": (61, 1),
     "_transformers": (487, 4),
     "_version.py": (1, 1),
-    "api": (1357, 10),
+    "api": (1337, 10),
     "base": (999, 15),
     "budgets.py": (248, 1),
-    "call": (936, 8),
+    "call": (939, 8),
     "checkpoint.py": (274, 1),
     "cli": (1291, 13),
     "criteria": (593, 5),
@@ -44,7 +44,7 @@ ROOMS = {
     "verification": (659, 4),
     "wrappers": (1343, 12),
 }
-TOTAL = (22912, 182)
+TOTAL = (22895, 182)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 40414, "launch": 967}
 NO_CODE = {

@@ -11,14 +11,15 @@ distprune.masks_from_zeros(model)  # train: what is zero now stays zero
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from distprune.base.naming import NamedParameter, Pair, checked_pair, label_of, tied_places, unwrap
+from distprune.base.memory import ordinary_tensors
+from distprune.base.naming import NamedParameter, Pair, checked_pair, label_of
 from distprune.base.pruned_form import is_dtensor, local_tensor
 from distprune.base.report_text import listed
 from distprune.base.selecting import reason_of_shape
@@ -26,6 +27,7 @@ from distprune.call.reading import read_parameters
 from distprune.call.report import PruningReport
 from distprune.call.request import (
     Decision,
+    Fact,
     LocalMasks,
     ParameterArguments,
     PruningArguments,
@@ -41,6 +43,7 @@ from distprune.shards.checksum import checksums
 from distprune.shards.parameters import find_places
 from distprune.shards.reader import ShardReader, local_part
 from distprune.shards.shard import Shard
+from distprune.wrappers.managed import StoredRun
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -64,7 +67,7 @@ def get_masks(parameters: Iterable[Pair]) -> list[Tensor]:
     Cost: 1 byte per element.
     """
     reader, masks = ShardReader(), []
-    with torch.inference_mode(False), torch.no_grad():
+    with ordinary_tensors(), torch.no_grad():
         for position, pair in enumerate(parameters):
             module, name = checked_pair(pair, f"parameters[{position}]")
             shard = reader.read(module, name, label_of(pair, position))
@@ -116,146 +119,116 @@ def set_masks(
         NotImplementedError: a layout or wrapper that is not supported.
 
     Cost: a read and a write of the masks, and with an optimizer one of its state; memory for 2 or 3
-    bytes per element for a moment. Five all-reduces, about 120 bytes per parameter.
+    bytes per element for a moment. Three all-reduces, about 70 bytes per parameter.
 
     Source: RigL, Evci et al., arXiv 1911.11134; SET, Mocanu et al., arXiv 1707.04780.
     """
     method = _GivenMasks(optimizer)
 
     def make_arguments() -> PruningArguments:
-        method.read(parameters, masks)
+        facts = method.read(parameters, masks)
         is_given = "per part" if pipeline_parallel else str(optimizer is not None)
         return PruningArguments(
             parameters=method.pairs,
             method=method,
             make_hook=partial(hook_for_chosen_mask, reuse=True),
             pipeline_parallel=pipeline_parallel,
-            facts=[("an optimizer is given", is_given)],
+            # Ranks of a pipeline have different parameters; masks of replicas are compared anyway.
+            facts=[("an optimizer is given", is_given), *([] if pipeline_parallel else facts)],
         )
 
     report = prune_parameters(make_arguments, world(group))
-    with torch.inference_mode(False), torch.no_grad():
+    with ordinary_tensors(), torch.no_grad():
         for tensor, where in method.zeroed:
             tensor.masked_fill_(where.to(tensor.device), 0)
         refresh_products(method.places)
-    entries = (
-        replace(entry, num_pruned_now=num_dropped, num_grown=num_grown)
-        for entry, (num_grown, num_dropped) in zip(report.parameters, method.counts, strict=True)
-    )
-    return replace(report, method="set_masks", parameters=tuple(entries))
+    return replace(report, method="set_masks")
 
 
-@dataclass
 class _GivenMasks:
     """Decides for given masks; see request.DecidesMasks.
 
     Attributes:
-        optimizer: as for :func:`set_masks`.
         pairs: the caller's.
-        masks: the caller's, by key of the parameter.
-        counts: the numbers of (grown, dropped) elements of every parameter, once it has decided ...
-        zeroed: ... and what is to be done on this rank when the masks are attached: tensors, N-d
-            views, and where they become zero ...
+        zeroed: what is to be done on this rank when the masks are attached: tensors, N-d views, and
+            where they become zero ...
         places: ... and every (module, name) of the parameters that changed.
     """
 
-    optimizer: Any
-    pairs: list[Pair] = field(default_factory=list)
-    masks: dict[Hashable, Tensor] = field(default_factory=dict)
-    counts: list[list[int]] = field(default_factory=list)
-    zeroed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    places: list[Pair] = field(default_factory=list)
-
     READS_VALUES = False
 
-    def read(self, parameters: Iterable[Pair], masks: Sequence[Tensor]) -> None:
-        """Read the arguments of :func:`set_masks`. Local."""
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._masks: dict[Hashable, Tensor] = {}
+        self.pairs: list[Pair] = []
+        self.zeroed: list[tuple[Tensor, Tensor]] = []
+        self.places: list[Pair] = []
+
+    def read(self, parameters: Iterable[Pair], masks: Sequence[Tensor]) -> list[Fact]:
+        """Read the arguments of :func:`set_masks`; what has to be equal on all ranks. Local."""
         reader = ShardReader()
         self.pairs.extend(parameters)
         if len(masks) != len(self.pairs):
             raise ValueError(
                 f"{len(masks)} masks for {len(self.pairs)} parameters; expected one for each."
             )
+        facts = []
         for position, (pair, mask) in enumerate(zip(self.pairs, masks, strict=True)):
-            key, _ = reader.identity(*checked_pair(pair, f"parameters[{position}]"))
+            module, name = checked_pair(pair, f"parameters[{position}]")
+            label, (key, shape) = label_of(pair, position), reader.identity(module, name)
             if not isinstance(mask, Tensor):
                 raise TypeError(f"masks[{position}] is a {type(mask).__name__}; expected a tensor.")
-            known = self.masks.setdefault(key, mask)
+            known = self._masks.setdefault(key, mask)
             if known is not mask and not torch.equal(local_tensor(known), local_tensor(mask)):
                 raise ValueError(
-                    f"{label_of(pair, position)} is tied, and has different masks under its names; "
+                    f"{label} is tied, and has different masks under its names; "
                     "expected equal ones."
                 )
+            # FSDP1's own form is each rank's run, 1-d.
+            is_run = mask.ndim == 1 and isinstance(reader.managed(module, name), StoredRun)
+            if mask.shape == shape and not is_dtensor(mask) and not is_run:  # ranks slice it
+                facts.append((f"the whole mask of {label}", str(checksums([mask != 0])[0])))
+        return facts
 
     def decide(self, call: PruningCall) -> Decision:
-        masks: list[Tensor] = []
-        changes: list[tuple[Tensor, Tensor]] = []
-        own: list[list[int]] = []  # this rank's numbers of grown and dropped elements
-
-        def read() -> Tensor:
-            numbers = []
-            for position, shard in enumerate(call.shards):
-                keep, number = self._own_part(shard)
-                before = call.start_mask(position) != 0
-                changes.append((keep & ~before, before & ~keep))
-                counted = slice(shard.counted.start, shard.counted.stop)
-                own.append([int(shard.flat(change)[counted].sum()) for change in changes[-1]])
-                masks.append(shard.new_mask(call.mask_dtypes[position]).copy_(keep))
-                numbers.append((_NONE, _NONE) if number is None else (number, -number))
-            return torch.tensor(numbers, dtype=torch.int64).view(-1)
-
-        # Ranks slice whole masks, which must be the same ones.
-        largest = call.communicator.reduce(2 * len(call.shards), read, "max").view(-1, 2).tolist()
-        for shard, (high, low) in zip(call.shards, largest, strict=True):
-            if high != -low and high != _NONE:
-                raise ValueError(
-                    f"{shard.name}: the ranks pass different masks; expected masks laid out like "
-                    "the parameter, or whole ones that are equal on all ranks."
-                )
-        total = call.communicator.reduce(2 * len(own), lambda: torch.tensor(own).view(-1))
-        self.counts = total.view(-1, 2).tolist()
-
         def finish() -> LocalMasks:
-            self._prepare(call.shards, changes)
-            return LocalMasks(masks, [dropped - grown for grown, dropped in own])
+            masks, num_dropped, num_grown = [], [], []
+            for position, shard in enumerate(call.shards):
+                keep, before = self._own_part(shard), call.start_mask(position) != 0
+                grown, dropped = keep & ~before, before & ~keep
+                counted = slice(shard.counted.start, shard.counted.stop)
+                num_grown.append(int(shard.flat(grown)[counted].sum()))
+                num_dropped.append(int(shard.flat(dropped)[counted].sum()))
+                masks.append(shard.new_mask(call.mask_dtypes[position]).copy_(keep))
+                if shard.places and bool((grown | dropped).any()):
+                    self._prepare(shard, grown, grown | dropped)
+            return LocalMasks(masks, num_dropped, num_grown)
 
         return Decision(finish)
 
-    def _own_part(self, shard: Shard) -> tuple[Tensor, int | None]:
-        """This rank's part of a new mask, bool, and a checksum of 62 bits if the mask is whole."""
-        mask = self.masks.get(shard.key)
+    def _own_part(self, shard: Shard) -> Tensor:
+        """This rank's part of a new mask, bool."""
+        mask = self._masks.get(shard.key)
         if mask is None:  # a parameter of another part of a pipeline: no elements
-            return shard.values != 0, None
+            return shard.values != 0
         part = local_part(shard.name, "masks", mask, shard)
         check_binary(part, shard.name)
-        is_whole = part.shape != mask.shape and not is_dtensor(mask)
-        return part != 0, checksums([mask != 0])[0] >> 2 if is_whole else None
+        return part != 0
 
-    def _prepare(self, shards: Sequence[Shard], changes: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Local: everything that may fail, before a mask is attached."""
-        reader = ShardReader()
-        places: dict[Hashable, list[Pair]] = {}
-        for pair in self.pairs:
-            key, _ = reader.identity(unwrap(pair[0]), pair[1])
-            places.setdefault(key, []).extend(tied_places(pair))
-        for shard, (grown, dropped), counts in zip(shards, changes, self.counts, strict=True):
-            if shard.key not in places or not any(counts):
-                continue
-            self.places += places[shard.key]
-            self.zeroed.append((shard.values, grown))
-            if self.optimizer is None:
-                continue
-            parameter, _ = shard.optimizer_tensor
-            known = any(p is parameter for g in self.optimizer.param_groups for p in g["params"])
-            if not known and parameter.requires_grad:
-                raise ValueError(
-                    f"{shard.name} is none of the optimizer's parameters; expected the optimizer "
-                    "that trains it, made after the model was wrapped."
-                )
-            self.zeroed += [(state, grown | dropped) for state in _states(self.optimizer, shard)]
-
-
-_NONE = -(2**63)
+    def _prepare(self, shard: Shard, grown: Tensor, changed: Tensor) -> None:
+        """Everything that may fail, before a mask is attached."""
+        self.places += shard.places
+        self.zeroed.append((shard.values, grown))
+        if self._optimizer is None:
+            return
+        parameter, _ = shard.optimizer_tensor
+        known = any(p is parameter for g in self._optimizer.param_groups for p in g["params"])
+        if not known and parameter.requires_grad:
+            raise ValueError(
+                f"{shard.name} is none of the optimizer's parameters; expected the optimizer "
+                "that trains it, made after the model was wrapped."
+            )
+        self.zeroed += [(state, changed) for state in _states(self._optimizer, shard)]
 
 
 def _states(optimizer: Any, shard: Shard) -> list[Tensor]:
@@ -324,7 +297,7 @@ def masks_from_zeros(
     def count(targets: Sequence[Shard]) -> Tensor:
         return torch.tensor([_count(target) for target in targets], dtype=torch.int64).view(-1)
 
-    with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
+    with communicator.exclusively(), ordinary_tensors(), torch.no_grad():
         _, targets = read_parameters(make_arguments, communicator)
         counts = communicator.reduce(2 * len(targets), lambda: count(targets)).view(-1, 2).tolist()
     chosen: list[Pair] = []

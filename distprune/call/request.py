@@ -127,10 +127,12 @@ class LocalMasks:
     Attributes:
         masks: local, N-d, 1 = keep; earlier masks are included.
         num_pruned: newly pruned elements among those that this rank counts, per parameter.
+        num_grown: those that were pruned and are not any more, likewise; none if it is empty.
     """
 
     masks: Sequence[Tensor]
     num_pruned: Sequence[int]
+    num_grown: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

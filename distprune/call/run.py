@@ -100,8 +100,8 @@ def prune_parameters(
             )
         if decision.bound_of is None:
             _refuse_options_of_rankings(arguments)
-        num_pruned = attach_masks(targets, num_live, decision, arguments, communicator)
-    entries = _report_each(targets, num_live, num_pruned, decision, segments.bounds)
+        changes = attach_masks(targets, num_live, decision, arguments, communicator)
+    entries = _report_each(targets, num_live, changes, decision, segments.bounds)
     shapes = [target.shape for target in targets]
     is_ranked = decision.bound_of is not None
     return PruningReport(
@@ -161,17 +161,17 @@ def attach_masks(
     decision: Decision,
     arguments: PruningArguments,
     communicator: Communicator,
-) -> list[int]:
+) -> list[tuple[int, int]]:
     """Write the masks and put them on the modules: on every rank, or on none.
 
     Returns:
-        Newly pruned elements of every whole parameter.
+        Newly pruned elements of every whole parameter, and grown ones.
 
     Raises:
         Exception: what any rank raised, on every rank; every module is as before.
         ValueError: replicas would get different masks.
 
-    Cost: one write of the masks; an all-reduce of 32 bytes per parameter, of counts, fingerprints,
+    Cost: one write of the masks; an all-reduce of 40 bytes per parameter, of counts, fingerprints,
     and whether replicas have the same masks.
     """
     prepared: list[Prepared] = []
@@ -181,8 +181,9 @@ def attach_masks(
         local = decision.finish()
         parts = fingerprint_parts(shards, local.masks)
         rows: list[int] = []
-        for shard, mask, pruned, part in zip(
-            shards, local.masks, local.num_pruned, parts, strict=True
+        num_grown = local.num_grown or [0] * len(shards)
+        for shard, mask, pruned, grown, part in zip(
+            shards, local.masks, local.num_pruned, num_grown, parts, strict=True
         ):
             if shard.mesh is not None:
                 mask = shard.as_parameter_layout(mask, specs)
@@ -194,11 +195,11 @@ def attach_masks(
             compared = (0, 0)
             if shard.num_replicas > 1:
                 compared = for_comparison(shard, communicator.rank, part)
-            rows += (pruned, part if shard.replica == 0 else 0, *compared)
+            rows += (pruned, grown, part if shard.replica == 0 else 0, *compared)
         return torch.tensor(rows, dtype=torch.int64)
 
-    rows = communicator.reduce(4 * len(shards), finish_and_prepare).view(-1, 4).tolist()
-    for shard, (_, _, of_all, of_first) in zip(shards, rows, strict=True):
+    rows = communicator.reduce(5 * len(shards), finish_and_prepare).view(-1, 5).tolist()
+    for shard, (*_, of_all, of_first) in zip(shards, rows, strict=True):
         if shard.num_replicas > 1 and not replicas_agree(shard.num_replicas, of_all, of_first):
             raise ValueError(
                 f"{shard.name}: replicas of this parameter would get different masks; "
@@ -207,19 +208,19 @@ def attach_masks(
                 "its arguments have to be equal on all ranks."
             )
     commit(prepared)
-    for shard, live, (_, places, _), (pruned, fingerprint, *_) in zip(
+    for shard, live, (_, places, _), (pruned, grown, fingerprint, *_) in zip(
         shards, num_live, prepared, rows, strict=True
     ):
-        record = MaskRecord(fingerprint, shard.numel - live + pruned)
+        record = MaskRecord(fingerprint, shard.numel - live + pruned - grown)
         for _, _, hook, _ in places:
             hook.record = record
-    return [row[0] for row in rows]
+    return [(pruned, grown) for pruned, grown, *_ in rows]
 
 
 def _report_each(
     shards: Sequence[Shard],
     num_live: Sequence[int],
-    num_pruned: Sequence[int],
+    changes: Sequence[tuple[int, int]],
     decision: Decision,
     bounds: Bounds | None,
 ) -> tuple[ParameterReport, ...]:
@@ -229,8 +230,9 @@ def _report_each(
     entries = []
     for i, shard in enumerate(shards):
         size = shard.numel
+        pruned, grown = changes[i]
         entry = ParameterReport(
-            shard.name, size, size - num_live[i], num_pruned[i], held_at[i], wanted[i]
+            shard.name, size, size - num_live[i], pruned, held_at[i], wanted[i], num_grown=grown
         )
         if bounds is not None:
             low, high = bounds.lowest[i], bounds.highest[i]
