@@ -42,9 +42,9 @@ ROOMS = {
     "streaming": (900, 7),
     "testing.py": (246, 1),
     "verification": (659, 4),
-    "wrappers": (1343, 12),
+    "wrappers": (1346, 12),
 }
-TOTAL = (22895, 182)
+TOTAL = (22898, 182)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 40414, "launch": 967}
 NO_CODE = {

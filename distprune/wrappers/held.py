@@ -33,6 +33,7 @@ from torch.optim import optimizer as of_torch
 from torch.utils.hooks import RemovableHandle
 
 from distprune.base.mask_values import zero_pruned
+from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import Pair
 from distprune.base.pruned_form import is_dtensor, local_tensor, lost_mask, mask_key
 from distprune.ranks.collectives import resolved
@@ -139,7 +140,7 @@ class Held:
 
         Cost: a read of the mask and a write of the values.
         """
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary_tensors():
             self._follow()
             for values, mask in self.stored():
                 zero_pruned(values.data, mask.to(values.device))
@@ -205,15 +206,17 @@ class Held:
             hook: Callable[..., Any] = functools.partial(_masked, reference)
             self._handle = present.register_hook(hook)  # type: ignore[no-untyped-call]
         if is_dtensor(present):
-            requires_grad = present.requires_grad  # a frozen one may be trained later
-            present.requires_grad_(True)
+            is_frozen = not present.requires_grad  # it may be trained later
+            if is_frozen:
+                present.requires_grad_(True)
             hooks = present._post_accumulate_grad_hooks
             if hooks is not None:  # a swap of tensors has left them without effect
                 present._post_accumulate_grad_hooks = hooks
             hook = functools.partial(_on_gradient, reference)
             register: Callable[[Any], RemovableHandle] = present.register_post_accumulate_grad_hook
             self._handle = register(hook)
-            present.requires_grad_(requires_grad)
+            if is_frozen:
+                present.requires_grad_(False)
 
 
 @torch.no_grad()
