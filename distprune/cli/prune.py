@@ -84,8 +84,8 @@ def prune(given: PruneOptions, keys: dict[str, Any], src: Path, dst: Path) -> No
         console.discard_unfinished(terminal, dst)
         return
     recipe = given.recipe_with(keys)
-    prune = _prune_by_text if given.texts else _prune_by_weights
-    report = prune(terminal, given, recipe, src, dst)
+    run = _prune_by_text if given.texts else _prune_by_weights
+    report = run(terminal, given, recipe, src, dst)
     if not terminal.is_leader:
         return
     for warning in report.warnings:
@@ -102,7 +102,8 @@ def prune(given: PruneOptions, keys: dict[str, Any], src: Path, dst: Path) -> No
         f"Pruned {console.share_text(report.num_pruned, report.num_elements)} in {num_tensors}."
     )
     for group, part in zip(report.groups, recipe.parts, strict=True):
-        _show_group(terminal, group, part, name=f"Group {group.index}: " * bool(recipe.groups))
+        name = f"Group {group.index}: " if recipe.groups else ""
+        _show_group(terminal, group, part, name)
     from distprune.base.memory import peak_rss_bytes
 
     peak = max(*report.run.peak_rss_bytes, peak_rss_bytes())  # after the last file, too

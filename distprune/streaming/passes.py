@@ -87,7 +87,8 @@ class Settings:
         """The passes over all layers, in their order."""
         has_backward = self.collects == "gradients" or bool(self.elementwise)
         has_update = self.moves or self.evaluation is not None
-        return ["forward", *["backward"] * has_backward, *["update"] * has_update]
+        needed = {"forward": True, "backward": has_backward, "update": has_update}
+        return [name for name, is_needed in needed.items() if is_needed]
 
     def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """What decides the result, as JSON."""
@@ -213,7 +214,7 @@ class Passes:
             module.get_parameter(name).requires_grad_(True)
         of_gradients = bool(parameters) and self.settings.collects == "gradients"
         statistics = [GradientStatistics(parameters)] if of_gradients else []
-        scores = self.settings.elementwise * bool(parameters)
+        scores = self.settings.elementwise if parameters else []
         criteria = {score: elementwise_criterion(score, parameters) for score in scores}
         stream.differentiate_layer(number, [*statistics, *criteria.values()])
         for each in statistics:

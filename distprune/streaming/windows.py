@@ -191,7 +191,6 @@ def perplexity(
     batch_size: int = 1,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    folder: str | Path | None = None,
     progress: Report | None = None,
 ) -> PerplexityReport:
     """The perplexity of texts under the model of a folder, layer by layer. Collective.
@@ -206,7 +205,6 @@ def perplexity(
         batch_size: windows that a rank runs at a time.
         dtype: in which the model computes; None: that of the config.
         device: where it computes; by default the CPU.
-        folder: gets a temporary folder with hidden states; by default that of the system.
         progress: called after every layer.
 
     Raises:
@@ -214,12 +212,13 @@ def perplexity(
         ValueError, TypeError: as ``language_models.perplexity``, on every rank.
 
     Cost: one read of the checkpoint by each rank. Memory: one layer and a batch, or embedding and
-    head. Disk: two stages of hidden states, tokens x width elements each.
+    head. Disk, in the system's temporary folder: two stages of hidden states, tokens x width
+    elements each.
     """
     require_extra()
     communicator = world()
     streamed = communicator.run(lambda: StreamedModel(source, dtype, torch.device(device or "cpu")))
-    with tempfile.TemporaryDirectory(dir=folder) as states, communicator.raising_everywhere():
+    with tempfile.TemporaryDirectory() as states, communicator.raising_everywhere():
         stream = communicator.run(
             lambda: WindowStream(streamed, windows, batch_size, Path(states) / "text")
         )
