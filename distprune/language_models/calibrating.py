@@ -110,8 +110,12 @@ def calibrate(
             arguments = {"logits_to_keep": 1} if _is_without_logits(model, collected) else {}
             with collected.collecting():
                 for step in steps:
-                    run = partial(_forward, model, windows, step, collected, **arguments)
-                    communicator.run(run)
+
+                    def forward(step: Step = step) -> None:
+                        with _batch_of(collected, windows, step):
+                            output_of(model, windows.tokens[step.rows], **arguments)
+
+                    communicator.run(forward)
                     finished(step.num_in_step)
         else:
             # A unit is the batch of a rank, or the batches of a step; see [Note: losses].
@@ -132,17 +136,12 @@ def calibrate(
     communicator.agree()
 
 
-def _forward(
-    model: nn.Module,
-    windows: TokenWindows,
-    step: Step,
-    statistics: ActivationStatistics,
-    **arguments: Any,
-) -> None:
-    """Run a batch, of which nothing is collected if it does not count."""
-    tokens = windows.tokens[step.rows]
-    with statistics.batch(None if step.num_windows else torch.zeros_like(tokens)):
-        output_of(model, tokens, **arguments)
+def _batch_of(
+    statistics: ActivationStatistics, windows: TokenWindows, step: Step
+) -> contextlib.AbstractContextManager[None]:
+    """Collect from a batch, but nothing if it does not count."""
+    keep = None if step.num_windows else torch.zeros_like(windows.tokens[step.rows])
+    return statistics.batch(keep)
 
 
 def _check_collected(model: nn.Module, collected: object, ranks: DataRanks) -> None:
@@ -278,8 +277,7 @@ def prune_block_by_block(
     def collect(number: int, position: int) -> None:
         step = steps[position]
         # FSDP communicates in the forward, also in that of a step that does not count.
-        keep = None if step.num_windows else torch.zeros_like(windows.tokens[step.rows])
-        with statistics.batch(keep):
+        with _batch_of(statistics, windows, step):
             states.run(number, position)
         finished(step.num_in_step)
 
@@ -294,15 +292,8 @@ def prune_block_by_block(
                 "share state, or FSDP1 is around several): expected layers that are called with "
                 "what the one before returned. prune_sequentially runs the whole model."
             )
-        return prune_sequentially(
-            statistics,
-            model,
-            blocks,
-            steps,
-            prune_block,
-            run_block=collect,
-            advance=states.advance,
-        )
+        runs: Any = {"run_block": collect, "advance": states.advance}
+        return prune_sequentially(statistics, model, blocks, steps, prune_block, **runs)
 
 
 # The weights of transformers' fused experts; those of JetMoe are called "weight".
