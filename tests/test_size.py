@@ -27,7 +27,7 @@ ROOMS = {
     "dynamic.py": (140, 1),
     "files": (3657, 30),
     "integrations": (975, 7),
-    "language_models": (1057, 8),
+    "language_models": (1056, 8),
     "layouts.py": (13, 1),
     "masks": (601, 6),
     "methods": (857, 5),
@@ -38,15 +38,15 @@ ROOMS = {
     "schedule.py": (295, 1),
     "selftest.py": (291, 1),
     "shards": (1033, 9),
-    "statistics": (1597, 9),
+    "statistics": (1454, 7),
     "streaming": (900, 7),
     "testing.py": (246, 1),
     "verification": (659, 4),
     "wrappers": (1346, 12),
 }
-TOTAL = (22888, 182)
+TOTAL = (22744, 180)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 40414, "launch": 967}
+FOLDERS = {"tests": 40415, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -49,10 +49,9 @@ from distprune.language_models.running import (
 )
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.process_groups import world
-from distprune.statistics.activation import ActivationStatistics
+from distprune.statistics.activation import ActivationStatistics, prune_sequentially
 from distprune.statistics.gradients import GradientStatistics
 from distprune.statistics.inputs import layout_of
-from distprune.statistics.sequential import prune_sequentially
 from distprune.wrappers.wrapper import is_piece_of_flat
 
 

@@ -10,10 +10,9 @@ with collected.collecting():
 
 from __future__ import annotations
 
-from distprune.statistics.activation import ActivationStatistics, Totals
+from distprune.statistics.activation import ActivationStatistics, Totals, prune_sequentially
 from distprune.statistics.gradients import GradientStatistics, GradientTotals
 from distprune.statistics.gram import GramMatrices
-from distprune.statistics.sequential import prune_sequentially
 
 __all__ = [
     "ActivationStatistics",

@@ -1,11 +1,11 @@
-"""ActivationStatistics: sums of what layers are called with, and the scores that need them."""
+"""Sums of what layers are called with, scores that need them, and pruning block after block."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,8 @@ from distprune.shards.shard import Shard
 from distprune.statistics.collecting import Collector
 from distprune.statistics.inputs import layout_of
 from distprune.statistics.parameters import (
+    Entry,
     Pairs,
-    ParameterStatistics,
     Statistics,
     difference_of,
     peers_of,
@@ -37,6 +37,7 @@ from distprune.statistics.parameters import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+R = TypeVar("R")
 Mode = Literal["one_pass", "sequential"]
 
 
@@ -76,8 +77,8 @@ class ActivationStatistics(Statistics, Collector):
 
     Layers: nn.Linear, transformers' Conv1D, and nn.Conv1d and nn.Conv2d, whose input features are
     the columns of the unfolded input; fused experts, each with sums and a number of tokens of its
-    own (see statistics.experts). Of a tied parameter, the calls of all its layers count. A use of
-    the weight outside of its layer, as ``F.linear(x, layer.weight)``, is not seen.
+    own (see statistics.collecting). Of a tied parameter, the calls of all its layers count. A use
+    of the weight outside of its layer, as ``F.linear(x, layer.weight)``, is not seen.
 
     Making the object, and everything that asks for statistics, is collective: all ranks do it, in
     the same order. Entering ``collecting`` or ``batch`` communicates nothing.
@@ -109,11 +110,11 @@ class ActivationStatistics(Statistics, Collector):
         "the sum of its inputs is not finite: a NaN or an infinity was among them. Expected finite "
         "activations. Padding may hold NaN: pass its attention_mask to batch()."
     )
+    _ZERO = "no token came to"
     _UNEQUAL = (
         "ranks of one tensor-parallel group saw different inputs; expected the same batches on all "
-        "of them, as tensor parallelism needs: split the data by the data-parallel rank, not by "
-        "the global rank. A layer that is not parallelised, on a plain local part of a sequence, "
-        "is not supported: make its input a DTensor, or leave it out."
+        "of them: split the data by the data-parallel rank. Of a layer that is not parallelised, "
+        "on a part of a sequence, the input has to be a DTensor."
     )
 
     def __init__(
@@ -167,8 +168,8 @@ class ActivationStatistics(Statistics, Collector):
         """
         if self._mode == "sequential":
             raise RuntimeError(
-                "these statistics are sequential: the inputs of one pass would mix with those of "
-                "pruned blocks. Expected new ActivationStatistics for each."
+                "these statistics are sequential, and the inputs of one pass would mix with those "
+                "of pruned blocks; expected new ActivationStatistics."
             )
         with self._communicator.raising_everywhere(), self._collecting(self._local):
             yield
@@ -233,7 +234,7 @@ class ActivationStatistics(Statistics, Collector):
         Source: Mecke et al., "STADE: standard deviation as a pruning metric", arXiv 2503.22451.
         """
 
-        def stade(parameter: ParameterStatistics) -> FactoredScores:
+        def stade(parameter: Entry) -> FactoredScores:
             _, sums, squares = parameter.sums
             return factored.stade(parameter.layout, sums, squares, self._count(parameter))
 
@@ -276,7 +277,7 @@ class ActivationStatistics(Statistics, Collector):
             found = magnitude_sums(weights, self._communicator)
         sums = {shard.name: both for shard, both in zip(shards, found, strict=True)}
 
-        def ria(parameter: ParameterStatistics) -> FactoredScores:
+        def ria(parameter: Entry) -> FactoredScores:
             count, magnitudes = self._count(parameter), sums[parameter.label]
             return factored.ria(parameter.layout, parameter.sums.second, count, magnitudes, power)
 
@@ -337,14 +338,14 @@ class ActivationStatistics(Statistics, Collector):
 
     _read_file = staticmethod(read_statistics)
 
-    def _count(self, parameter: ParameterStatistics) -> int | tuple[int, ...]:
-        counts = tuple(map(int, parameter.counts))
+    def _count(self, parameter: Entry) -> int | tuple[int, ...]:
+        counts = tuple(map(int, parameter.sums.counts.tolist()))
         return counts if parameter.layout.are_experts else counts[0]
 
     def _shapes(self, layout: WeightLayout) -> tuple[tuple[int, ...], ...]:
         return (layout.num_token_counts,), layout.input_shape, layout.input_shape
 
-    def _wanda(self, parameter: ParameterStatistics) -> FactoredScores:
+    def _wanda(self, parameter: Entry) -> FactoredScores:
         squares = parameter.sums.second
         return factored.wanda(parameter.layout, squares, self._count(parameter))
 
@@ -365,17 +366,7 @@ class ActivationStatistics(Statistics, Collector):
                     f"patterns for names such as {labels[0]}."
                 )
 
-    def _scores(
-        self,
-        parameters: Sequence[ParameterStatistics],
-        make: Callable[[ParameterStatistics], FactoredScores],
-    ) -> dict[NamedParameter, FactoredScores]:
-        """The scores of parameters whose totals are known, by (module, name)."""
-        seen = [(parameter, parameter.counts) for parameter in parameters]
-        self._warn_of_zeros("no token came to", seen, "text", stacklevel=4)
-        return self._by_pair(parameters, make)
-
-    def _sum(self, parameters: Sequence[ParameterStatistics]) -> None:
+    def _sum(self, parameters: Sequence[Entry]) -> None:
         """Sum up what all ranks have seen. Collective.
 
         Of ranks that run the model on the same tokens one counts; the others are compared with it.
@@ -401,10 +392,10 @@ class ActivationStatistics(Statistics, Collector):
         ]
         if silent:
             raise ValueError(
-                f"{listed(silent)}: the layer was not called on any rank while statistics "
-                "were collected, so nothing is known of its input. Either its weight is used "
-                "without calling it (nn.MultiheadAttention): leave it out. Or no token came to "
-                'it (an expert): allow_empty="..." gives such parameters scores of zero.'
+                f"{listed(silent)}: the layer was not called on any rank while statistics were "
+                "collected. Either its weight is used without calling it "
+                "(nn.MultiheadAttention): leave it out. Or no token came to it (an expert): "
+                'allow_empty="..." gives such parameters scores of zero.'
             )
         for parameter, sums in zip(parameters, found, strict=True):
             parameter.add_to_total(sums)
@@ -416,15 +407,14 @@ def _known_layout(target: Shard, module: nn.Module, name: str) -> WeightLayout:
     if layout is None:
         raise NotImplementedError(
             f"{target.name} ({name} of {type(module).__name__}): what is multiplied with it is "
-            "not known from what its module is called with. Expected the weight of nn.Linear, "
-            "nn.Conv1d, nn.Conv2d with their own forward, of transformers' Conv1D, or of its fused "
-            "experts that say `is_transposed`. Leave others (embeddings, nn.MultiheadAttention) "
-            "out, for example by select(model, types=torch.nn.Linear)."
+            "not known from what its module is called with. Expected weights of nn.Linear, "
+            "nn.Conv1d and nn.Conv2d, of transformers' Conv1D, or of its fused experts. Leave "
+            "others (embeddings, nn.MultiheadAttention) out."
         )
     return layout
 
 
-def _packed(parameter: ParameterStatistics, peers: tuple[int, ...], rank: int) -> Tensor:
+def _packed(parameter: Entry, peers: tuple[int, ...], rank: int) -> Tensor:
     """What this rank adds of a parameter, as ``Statistics`` sums it up."""
     layout = parameter.layout
     checks, tokens = [0.0, 0.0], [0.0] * layout.num_token_counts
@@ -441,3 +431,141 @@ def _packed(parameter: ParameterStatistics, peers: tuple[int, ...], rank: int) -
             totals[:, part.features.start : part.features.stop] += local
     head = torch.tensor([*checks, *tokens], dtype=torch.float64)
     return torch.cat([head, totals.view(-1)])
+
+
+def prune_sequentially(
+    statistics: ActivationStatistics,
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    batches: Iterable[Any],
+    prune_block: Callable[[list[NamedParameter]], R],
+    *,
+    forward: Callable[[Any], object] | None = None,
+    run_block: Callable[[int, int], None] | None = None,
+    advance: Callable[[int], None] | None = None,
+) -> list[R]:
+    """Collect statistics of one block after the other, and prune each before the next. Collective.
+
+    def prune_block(parameters):
+        return prune.global_unstructured(
+            parameters, prune.L1Unstructured, statistics.wanda(parameters), amount=0.5
+        )
+
+    reports = prune_sequentially(statistics, model, model.model.layers, batches, prune_block)
+
+    For each block the whole model runs over all batches, and the inputs of that block are
+    collected: those that the blocks before it give as they are now, pruned. This holds on every
+    wrapper, as nothing but the model itself is called. The statistics are ``sequential``
+    afterwards, and complete: they can be saved.
+
+    Args:
+        statistics: new ones; each of their parameters is in one of the blocks.
+        model: in evaluation mode, wrapped or not.
+        blocks: modules of the model, in the order in which they run.
+        batches: this rank's; they are run once per block, so a list or a data set, no iterator.
+            Ranks of DDP, or without a wrapper, may have unequal numbers of them.
+        prune_block: prunes the parameters that it gets, (module, name) pairs; what it returns is
+            collected.
+        forward: runs the model on a batch, and takes care of padding (``statistics.batch``). By
+            default a mapping becomes keyword arguments, a tuple or list arguments, and an
+            ``attention_mask`` [batch, tokens] in a mapping says what is padding.
+        run_block: runs only a block on a batch, by their numbers, where this is known to be the
+            same as a forward of the model: on what the blocks before have returned.
+        advance: with ``run_block``, runs a block on all batches: what it returns is for the next.
+
+    Returns:
+        What ``prune_block`` returned for each block that has parameters.
+
+    Raises:
+        RuntimeError: something was collected before.
+        TypeError: ``batches`` is an iterator.
+        ValueError: a parameter in no block, or in two; and as ``ActivationStatistics.totals``.
+        NotImplementedError: statistics with pipeline_parallel.
+        Exception: of the model, of ``batches`` and of ``prune_block``, on every rank. Blocks before
+            stay pruned; hooks are gone.
+
+    Cost: one forward of the model per block and batch: as many times that of one pass as there are
+    blocks. No activations are kept. Gram matrices of a block are forgotten after its pruning.
+    """
+    communicator = statistics._communicator
+
+    def begin() -> list[list[Entry]]:
+        if isinstance(batches, Iterator):
+            raise TypeError(
+                f"batches is a {type(batches).__name__}, which ends after one block; expected a "
+                "list or a data set."
+            )
+        return _parameters_of_blocks(statistics, blocks)
+
+    def facts(found: list[list[Entry]]) -> list[tuple[str, str]]:
+        return [("blocks", str([[parameter.label for parameter in each] for each in found]))]
+
+    with communicator.exclusively():
+        of_block = communicator.run(begin, facts)
+    statistics._mode = "sequential"
+    results = []
+    with communicator.raising_everywhere():
+        last = max((number for number, parameters in enumerate(of_block) if parameters), default=-1)
+        for number, parameters in enumerate(of_block[: last + 1]):
+            if parameters:
+                with statistics._collecting(parameters):
+                    for position, batch in enumerate(batches):
+                        if run_block is not None:
+                            run_block(number, position)
+                        elif forward is not None:
+                            forward(batch)
+                        else:
+                            _run(statistics, model, batch)
+                pairs = [NamedParameter(*p.places[0], p.label) for p in parameters]
+                results.append(prune_block(pairs))
+                statistics.forget(pairs)
+            if advance is not None and number < last:
+                advance(number)
+    communicator.agree()
+    return results
+
+
+def _parameters_of_blocks(
+    statistics: ActivationStatistics, blocks: Iterable[nn.Module]
+) -> list[list[Entry]]:
+    """Check that nothing was collected yet, and list the parameters of each block.
+
+    Raises:
+        NotImplementedError: parameters of pipeline stages.
+        RuntimeError: something was collected before.
+        ValueError: a parameter in no block, or in two.
+    """
+    if statistics._arguments.pipeline_parallel:
+        raise NotImplementedError(
+            "pipeline_parallel=True: the ranks have different blocks; expected every block on "
+            "every rank."
+        )
+    if statistics.mode == "sequential" or any(p.seen or p.total for p in statistics._local):
+        raise RuntimeError(
+            "something was collected already, and would mix with the inputs of pruned blocks; "
+            "expected new ActivationStatistics."
+        )
+    inside = [set(block.modules()) for block in blocks]
+    of_block: list[list[Entry]] = [[] for _ in inside]
+    for parameter in statistics._local:
+        owners = {module for module, _ in parameter.places}
+        numbers = [number for number, modules in enumerate(inside) if owners & modules]
+        if len(numbers) != 1:
+            where = f"blocks {numbers}" if numbers else "no block"
+            raise ValueError(
+                f"{parameter.label} is in {where}; expected every parameter in one block. Exclude "
+                "those outside of blocks."
+            )
+        of_block[numbers[0]].append(parameter)
+    return of_block
+
+
+def _run(statistics: ActivationStatistics, model: nn.Module, batch: Any) -> None:
+    """Run a model on a batch, without its padding."""
+    if isinstance(batch, Mapping):
+        mask = batch.get("attention_mask")
+        is_padding = isinstance(mask, Tensor) and mask.ndim == 2
+        with statistics.batch(mask if is_padding else None):
+            model(**batch)
+    else:
+        model(*batch if isinstance(batch, (tuple, list)) else (batch,))

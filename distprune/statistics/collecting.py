@@ -2,6 +2,21 @@
 
 What a layer is called with counts at once. After a forward that raised it is not known which inputs
 of it have counted: new statistics are needed.
+
+[Note: fused experts] All experts of a layer are one parameter, [experts, out, in] or
+[experts, in, out], and their module multiplies each matrix with the tokens that were routed to it.
+A hook sees the tokens before they are routed, and nothing of what comes between two matrices. So
+a TorchFunctionMode looks at every function of torch that the module calls, until it returns:
+
+    F.linear(x, w[e]), x @ w[e]            rows x came to expert e
+    grouped_mm(x, w, offs=offs)            rows offs[e - 1]:offs[e] came to e, those after the last
+                                           to none
+    views, w.shape, w.to(its own dtype)    nothing was multiplied
+    anything else of the weight's memory   refused by name: what it meets is not known
+
+w is what is registered under the parameter's name at that moment (sharded, gathered, masked or
+not), w[e] the matrix at the address of expert e, each also transposed. A module that returns and
+has not multiplied its weight in this way, in a kernel of its own, is refused too.
 """
 
 from __future__ import annotations
@@ -14,9 +29,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from distprune.base.pruned_form import is_dtensor, orig_key
-from distprune.statistics.experts import RunningExperts
+from distprune.ranks.collectives import with_whole_dim
 from distprune.statistics.inputs import (
     Convolution,
     Inputs,
@@ -24,14 +41,26 @@ from distprune.statistics.inputs import (
     as_dtensor,
     read_input,
     sums_of_rows,
-    sums_of_windows,
 )
-from distprune.statistics.parameters import ParameterStatistics
+from distprune.statistics.parameters import Entry
 from distprune.wrappers.module_calls import observed_calls
+
+_MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+# Of torch, public from 2.10 on, and what transformers has where they do not run.
+_GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback.default")
+# Addresses of others mean nothing, or not that of the elements.
+_PLAIN = (Tensor, nn.Parameter)
+_EXPECTED = (
+    "Expected F.linear or @ with the matrix of one expert, or grouped_mm with all, as "
+    'transformers\' experts do after model.set_experts_implementation("eager") or '
+    '"grouped_mm". Or leave these parameters out.'
+)
 
 
 class Collector:
     """Adds up what layers are called with; a part of :class:`ActivationStatistics`."""
+
+    _NEEDS_WHOLE_ROWS = False  # whether a sum needs all features of a token on one rank
 
     def __init__(self) -> None:
         # Ranks that run the model on the same tokens as this one, as the inputs of layers tell.
@@ -39,12 +68,12 @@ class Collector:
         self._has_failed = False  # a forward, or a batch, has raised
         self._keep: Tensor | None = None  # of the present batch: bool [batch, tokens], no padding
         # By module, the parameters that it has, and their names there; None: nothing is collected.
-        self._layers: dict[nn.Module, list[tuple[ParameterStatistics, str]]] | None = None
+        self._layers: dict[nn.Module, list[tuple[Entry, str]]] | None = None
         self._running: list[RunningExperts] = []
         self._num_open = 0  # calls of modules that have begun and not returned
 
     @contextlib.contextmanager
-    def _collecting(self, parameters: Sequence[ParameterStatistics]) -> Iterator[None]:
+    def _collecting(self, parameters: Sequence[Entry]) -> Iterator[None]:
         """Collect while the context is open: no gradients, compiled models run uncompiled.
 
         Raises:
@@ -52,8 +81,7 @@ class Collector:
         """
         if self._layers is not None:
             raise RuntimeError(
-                "collecting() is open already on these statistics; expected one at a time, or the "
-                "inputs would count twice."
+                "collecting() is open already on these statistics; expected one at a time."
             )
 
         def begin_experts(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -80,7 +108,7 @@ class Collector:
             for handle in handles:
                 handle.remove()
             while self._running:  # of a forward that was interrupted
-                self._running.pop().stop()
+                self._stop_experts()
             self._layers = None
 
     @contextlib.contextmanager
@@ -106,10 +134,6 @@ class Collector:
                     f"attention_mask is {dtype} of shape {shape}; expected a plain tensor [batch, "
                     "tokens] of this rank, of booleans or integers, where 0 is padding."
                 )
-            if before is not None:
-                raise RuntimeError(
-                    "batch() is open already on these statistics; expected one at a time."
-                )
             self._keep = attention_mask != 0
         try:
             yield
@@ -119,23 +143,15 @@ class Collector:
         finally:
             self._keep = before
 
-    def _add(self, parameter: ParameterStatistics, inputs: Inputs) -> None:
+    def _add(self, parameter: Entry, inputs: Inputs) -> None:
         """Add what the weight of a parameter was multiplied with."""
-        count: int | Tensor
-        if inputs.convolution is not None:
-            count, sums = sums_of_windows(inputs.values, inputs.convolution)
-        else:
-            # Not as an integer: a device would wait for it.
-            count = len(inputs.values) if inputs.keep is None else inputs.keep.sum()
-            sums = sums_of_rows(inputs.values, inputs.keep)
+        # Of a mask, not as an integer: a device would wait for it.
+        count = len(inputs.rows) if inputs.keep is None else inputs.keep.sum()
+        sums = sums_of_rows(inputs.rows, inputs.keep)
         if inputs.part in parameter.seen:
             before, earlier = parameter.seen[inputs.part]
             count, sums = count + before, sums + earlier.to(sums.device)
         parameter.seen[inputs.part] = count, sums
-
-    def _prepared(self, value: Tensor, feature_dim: int) -> Tensor:
-        """The input of a layer, with all features that a sum needs of it on this rank."""
-        return value
 
     def _begin(self, module: nn.Module) -> None:
         self._num_open += 1
@@ -157,7 +173,10 @@ class Collector:
     def _end(self, module: nn.Module) -> None:
         """Look no longer at fused experts, before FSDP shards the weights again."""
         if self._running and self._running[-1].module is module:
-            self._running.pop().stop()
+            self._stop_experts()
+
+    def _stop_experts(self) -> None:
+        self._running.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _begin_experts(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -171,43 +190,40 @@ class Collector:
         num_kept = -1 if self._keep is None else int(self._keep.sum())
         if self._keep is not None and num_kept not in (0, self._keep.numel()):
             raise NotImplementedError(
-                f"{label}: fused experts see tokens in another order, so that an attention_mask "
-                "does not say which of them are padding; expected batches that are all padding or "
-                "have none, or this parameter left out."
+                f"{label}: fused experts see tokens in an order of which attention_mask does not "
+                "tell; expected batches that are all padding, or have none."
             )
         if getattr(module, "_is_expert_parallel", False) or is_dtensor(value):
             raise NotImplementedError(
                 f"{label}: the experts are spread over ranks (expert parallelism), or called with "
-                "a DTensor; expected whole experts and plain tensors, as under DDP and FSDP. Leave "
-                "the parameter out."
+                "a DTensor; expected whole experts and plain tensors, as under DDP and FSDP."
             )
         if num_kept:
             running = RunningExperts(module, places, value.shape[:-1].numel(), self._add_expert)
-            running.start()
             self._running.append(running)
+            running.__enter__()  # type: ignore[no-untyped-call]
 
-    def _add_input(
-        self, parameter: ParameterStatistics, name: str, module: nn.Module, value: Tensor
-    ) -> None:
+    def _add_input(self, parameter: Entry, name: str, module: nn.Module, value: Tensor) -> None:
         label, layout = parameter.label, parameter.layout
         convolution = module if isinstance(module, Convolution) else None
         if convolution is not None and self._keep is not None:
             raise NotImplementedError(
                 f"{label}: an attention_mask says nothing of the windows of a convolution; "
-                "expected batches without padding and without attention_mask, or this "
-                "parameter left out."
+                "expected no attention_mask, or this parameter left out."
             )
         weight = module._parameters.get(name, module._parameters.get(orig_key(name)))
         if is_dtensor(weight) and not is_dtensor(value):
-            value = as_dtensor(label, value, weight, layout.input_dim, convolution is not None)
-        value = self._prepared(value, -1 if convolution is None else -1 - len(layout.shape[2:]))
+            value = as_dtensor(label, value, weight, layout)
+        if self._NEEDS_WHOLE_ROWS and is_dtensor(value):
+            dim = value.ndim - 1 - (0 if convolution is None else len(convolution.kernel_size))
+            value = with_whole_dim(value, dim)
         keep = None if self._keep is None else self._keep.to(value.device)
-        inputs = read_input(label, value, keep, convolution)
-        self._add(parameter, inputs)
-        if inputs.part.token_ranks is not None:
-            self._same_tokens.add(inputs.part.token_ranks)
+        for inputs in read_input(label, value, keep, convolution):
+            self._add(parameter, inputs)
+            if inputs.part.token_ranks is not None:
+                self._same_tokens.add(inputs.part.token_ranks)
 
-    def _add_expert(self, parameter: ParameterStatistics, expert: int, rows: Tensor) -> None:
+    def _add_expert(self, parameter: Entry, expert: int, rows: Tensor) -> None:
         """Add the rows [tokens, inputs] that came to one of fused experts."""
         num_inputs = parameter.layout.input_shape[1]
         if len(rows):
@@ -220,15 +236,10 @@ def _checked_input(label: str, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     """What a layer is called with, in a call that counts."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{label}: its layer runs with gradients enabled, inside collecting(). Activation "
-            "checkpointing would run it twice, and count its input twice; expected a forward "
-            "without torch.enable_grad()."
+            f"{label}: its layer runs with gradients enabled, inside collecting(): activation "
+            "checkpointing would run it twice. Expected a forward without torch.enable_grad()."
         )
-    value = args[0] if args else next(iter(kwargs.values()), None)
-    if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{label}: its layer is called with a {type(value).__name__}; expected a tensor."
-        )
+    value: Tensor = args[0] if args else next(iter(kwargs.values()))
     return value
 
 
@@ -251,3 +262,158 @@ def _uncompiled() -> Iterator[None]:
         # They are seen once more at the compiled module around a module, which does no harm.
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
         yield
+
+
+class RunningExperts(TorchFunctionMode):
+    """Looks at what a module of fused experts does; see [Note: fused experts].
+
+    Args:
+        module: of fused experts.
+        places: its parameters, and their names there.
+        num_rows: of what the module is called with.
+        add: is called with a parameter, the number of an expert, and the rows [tokens, inputs] that
+            came to it.
+
+    Raises:
+        NotImplementedError: a weight that is no plain tensor.
+
+    Cost: tens of microseconds for each function that the module calls; one wait for the device for
+    each grouped_mm.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        places: Sequence[tuple[Entry, str]],
+        num_rows: int,
+        add: Callable[[Entry, int, Tensor], None],
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._places = places
+        self._num_rows = num_rows
+        self._add = add
+        self._multiplied: set[str] = set()
+        for each in places:
+            self._weight(*each)
+
+    def _weight(self, parameter: Entry, name: str) -> Tensor:
+        """What is registered under a parameter's name now; NotImplementedError if not plain."""
+        value: Tensor = getattr(self.module, name)
+        if type(value) not in _PLAIN:
+            raise NotImplementedError(
+                f"{parameter.label}: the weight of fused experts is a {type(value).__name__} while "
+                "they run; expected a plain tensor with whole experts, as DDP and FSDP have them. "
+                "Leave the parameter out."
+            )
+        return value
+
+    def check(self) -> None:
+        """Raise NotImplementedError if a weight was not multiplied: the module has returned."""
+        labels = [parameter.label for parameter, _ in self._places]
+        missed = [label for label in labels if label not in self._multiplied]
+        if missed and self._num_rows:
+            raise NotImplementedError(
+                f"{', '.join(missed)}: {type(self.module).__name__} was called with "
+                f"{self._num_rows} tokens, and multiplied the fused experts in no way that is "
+                f"seen. {_EXPECTED}"
+            )
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        values = [*args, *kwargs.values()]
+        for parameter, name in self._places:
+            weight = self._weight(parameter, name)
+            if not any(_lies_in(tensor, weight) for tensor in _tensors(values)):
+                continue
+            if func is functional.linear or func in _MATMUL or _name_of(func) in _GROUPED:
+                self._add_product(parameter, weight, func, values, kwargs)
+                self._multiplied.add(parameter.label)
+            # A view of the weight multiplies nothing.
+            elif not all(_lies_in(each, weight) for each in _tensors([result]) if each.numel()):
+                raise _unknown(parameter.label, func)
+        return result
+
+    def _add_product(
+        self,
+        parameter: Entry,
+        weight: Tensor,
+        func: Callable[..., Any],
+        values: list[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Add the inputs of a product of rows and the weights of one expert, or of all."""
+        rows, matrix = values[:2]
+        is_grouped = _name_of(func) in _GROUPED
+        bounds = kwargs.get("offs", values[2] if len(values) > 2 else None)
+        has_bounds = isinstance(bounds, Tensor) and bounds.shape == weight.shape[:1]
+        is_swapped = (func is functional.linear) != (parameter.layout.input_dim == 2)
+        expert = _expert_of(matrix, weight, is_grouped, is_swapped)
+        if (
+            expert is None
+            or type(rows) not in _PLAIN
+            or _lies_in(rows, weight)
+            or (is_grouped and not (rows.ndim == 2 and has_bounds))
+        ):
+            raise _unknown(parameter.label, func)
+        if not is_grouped:
+            self._add(parameter, expert, rows.reshape(-1, rows.shape[-1]))
+            return
+        start = 0
+        for number, stop in enumerate(bounds.tolist()):
+            self._add(parameter, number, rows[start:stop])
+            start = stop
+
+
+def _unknown(label: str, func: Callable[..., Any]) -> NotImplementedError:
+    name = getattr(func, "__qualname__", None) or _name_of(func)
+    return NotImplementedError(
+        f"{label}: {name} uses the weight of fused experts, and which tokens come to which expert "
+        f"is not seen there. {_EXPECTED}"
+    )
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", str(func))
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among values, and in lists and tuples of them."""
+    for value in values:
+        every = value if isinstance(value, (list, tuple)) else [value]
+        yield from (each for each in every if isinstance(each, Tensor))
+
+
+def _lies_in(tensor: Tensor, weight: Tensor) -> bool:
+    """Whether a tensor is a view of the elements of a plain one."""
+    if type(tensor) not in _PLAIN or not tensor.numel() or not weight.numel():
+        return False
+    pairs = zip(weight.shape, weight.stride(), strict=True)
+    size = 1 + sum((length - 1) * stride for length, stride in pairs)
+    return 0 <= tensor.data_ptr() - weight.data_ptr() < size * weight.element_size()
+
+
+def _expert_of(matrix: Any, weight: Tensor, is_whole: bool, is_swapped: bool) -> int | None:
+    """Which expert's weight a tensor is, or None.
+
+    Args:
+        matrix: an operand of a product.
+        weight: of all experts.
+        is_whole: whether it should be that of all of them, from expert 0 on.
+        is_swapped: whether its last two dimensions should be in the other order.
+    """
+    if not isinstance(matrix, Tensor) or not _lies_in(matrix, weight):
+        return None
+    step = max(1, weight.stride(0) * weight.element_size())
+    expert = 0 if is_whole else (matrix.data_ptr() - weight.data_ptr()) // step
+    view = weight if is_whole else weight[expert]
+    view = view.mT if is_swapped else view
+    is_same = matrix.shape == view.shape and matrix.stride() == view.stride()
+    return expert if is_same and matrix.data_ptr() == view.data_ptr() else None

@@ -43,10 +43,10 @@ from distprune.shards.gradients import (
 )
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import Shard
-from distprune.statistics.inputs import matrices_of, ranks_at, spans
+from distprune.statistics.inputs import layout_of, ranks_at, spans
 from distprune.statistics.parameters import (
+    Entry,
     Pairs,
-    ParameterStatistics,
     Statistics,
     Sums,
     difference_of,
@@ -87,7 +87,7 @@ class GradientSums(RankBatches):
 
     def __init__(
         self,
-        parameters: Sequence[ParameterStatistics],
+        parameters: Sequence[Entry],
         shards: Sequence[Shard],
         data_ranks: ProcessGroup | None,
     ) -> None:
@@ -196,7 +196,8 @@ def gradient_block(
     """
     mesh = shard.mesh
     coordinate = None if mesh is None else mesh.get_coordinate()
-    whole = GradientBlock([range(n) for n in (layout.num_matrices, *_dims_of_matrix(layout))])
+    dims = layout.matrix_shape[::-1] if layout.is_transposed else layout.matrix_shape
+    whole = GradientBlock([range(size) for size in (layout.num_matrices, *dims)])
     if mesh is None:
         return whole
     if coordinate is None:  # outside of the mesh: no gradient comes, and no batch counts
@@ -227,19 +228,13 @@ def gradient_block(
     if splits and (layout.kind == "convolution" or any(split.num_groups > 1 for split in splits)):
         raise NotImplementedError(
             f"{shard.name}: the gradient on a rank is of a part of a convolution, or of groups of "
-            f"rows ({shard.layout}); expected matrices that are split along whole dimensions. Of "
-            "such a parameter, criteria take gradients element by element."
+            f"rows ({shard.layout}); expected matrices that are split along whole dimensions."
         )
     ranges = whole.ranges
     if splits:
         ranges = dim_coordinates(shard.shape, splits)
         ranges = ranges if layout.are_experts else (range(1), *ranges)
     return GradientBlock(ranges, ranks_at(mesh, same_batches), ranks_at(mesh, same_elements))
-
-
-def _dims_of_matrix(layout: WeightLayout) -> tuple[int, int]:
-    outputs, inputs = layout.matrix_shape
-    return (inputs, outputs) if layout.is_transposed else (outputs, inputs)
 
 
 class GradientStatistics(Statistics, CollectsRankBatches):
@@ -292,6 +287,7 @@ class GradientStatistics(Statistics, CollectsRankBatches):
     """
 
     _mode = "gradients"
+    _ZERO = "all gradients are zero of"
     _KIND = StoredGradients
     _NOT_FINITE = (
         "the sum of its squared gradients is not finite; expected finite gradients. Under fp16 a "
@@ -317,7 +313,7 @@ class GradientStatistics(Statistics, CollectsRankBatches):
             return ranks_with_shards(shards, group)
 
         communicator = world(group).run(ranks)
-        self._read(communicator, lambda: ParameterArguments(parameters=pairs), _matrices_of)
+        self._read(communicator, lambda: ParameterArguments(parameters=pairs), matrices_of)
         for parameter in self._local:  # the ranks have seen nothing, and add up when they have
             shapes = self._shapes(parameter.layout)
             parameter.total = Sums(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
@@ -426,15 +422,9 @@ class GradientStatistics(Statistics, CollectsRankBatches):
                     f"{parameter.label}: the weights of all its batches are 0, or there was none; "
                     "expected a batch with a positive one inside of calibrating()."
                 )
-        has_gradients = [
-            (p, p.sums.second.reshape(p.layout.num_matrices, -1).any(1).tolist()) for p in asked
-        ]
-        self._warn_of_zeros("all gradients are zero of", has_gradients, "data", stacklevel=3)
-        return self._by_pair(
-            asked, lambda p: factored.fisher(p.layout, *p.sums[1:], self._count(p))
-        )
+        return self._scores(asked, lambda p: factored.fisher(p.layout, *p.sums[1:], self._count(p)))
 
-    def _count(self, parameter: ParameterStatistics) -> float:
+    def _count(self, parameter: Entry) -> float:
         return float(parameter.sums.counts)
 
     def _shapes(self, layout: WeightLayout) -> tuple[tuple[int, ...], ...]:
@@ -461,8 +451,23 @@ class GradientStatistics(Statistics, CollectsRankBatches):
         self._sums.attach()
 
 
-def _matrices_of(shard: Shard, module: nn.Module, name: str) -> WeightLayout:
-    try:
-        return matrices_of(module, name, shard.shape)
-    except NotImplementedError as error:
-        raise NotImplementedError(f"{shard.name}: {error}") from None
+def matrices_of(shard: Shard, module: nn.Module, name: str) -> WeightLayout:
+    """How a parameter lies as matrices of outputs and inputs, whatever its layer does with it.
+
+    Where that is not known, rows are outputs: dimension 0 of two, and of more than three; of three
+    dimensions, dimension 0 counts matrices.
+
+    Raises:
+        NotImplementedError: fewer than two dimensions.
+    """
+    shape = shard.shape
+    known = layout_of(module, name, shape)
+    if known is not None:
+        return known
+    if len(shape) < 2:
+        raise NotImplementedError(
+            f"{shard.name}: it has {len(shape)} dimension(s); expected two or more."
+        )
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return WeightLayout("convolution", tuple(shape), 1 if module.transposed else module.groups)
+    return WeightLayout({2: "linear", 3: "experts"}.get(len(shape), "convolution"), tuple(shape))

@@ -1,8 +1,9 @@
 """GramMatrices: sums of x x^T of what layers are called with.
 
-[Note: shared inputs] The projections of an attention are called with one tensor. Parameters that
-have met the same rows so far, in value and in order, share one sum; at the first difference the
-sum is copied, and each part goes on alone. So the result does not depend on what is shared.
+[Note: shared inputs] The projections of an attention are called with one tensor. Rows that several
+parameters have met, one right after the other, are multiplied once, and added to the sum of exactly
+these parameters. The matrix of a parameter is the total of all sums that it is in: one, unless
+layers have met different rows in some calls.
 """
 
 from __future__ import annotations
@@ -17,40 +18,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter
-from distprune.base.pruned_form import is_dtensor
-from distprune.ranks.collectives import Communicator, with_whole_dim
+from distprune.ranks.collectives import Communicator
 from distprune.shards.factored import FactoredScores
 from distprune.statistics.activation import ActivationStatistics
-from distprune.statistics.inputs import Inputs, Part, product_of_rows, products_of_windows
-from distprune.statistics.parameters import Pairs, ParameterStatistics, peers_of
+from distprune.statistics.inputs import Inputs, product_of_rows
+from distprune.statistics.parameters import Entry, Pairs, peers_of
 
 
 @dataclass(eq=False)
 class LocalGram:
-    """This rank's sums of x x^T, of parameters that have met the same rows.
+    """This rank's sums of x x^T of rows that some parameters have met together.
 
     Attributes:
+        parameters: all of them, and no others.
         is_plain: whether the inputs do not tell which ranks have the same tokens.
         matrices: by number, [inputs, inputs]; one that has met no row is missing.
-        parameters: which share it.
     """
 
+    parameters: set[Entry]
     is_plain: bool
     matrices: dict[int, Tensor] = field(default_factory=dict)
-    parameters: set[ParameterStatistics] = field(default_factory=set)
 
 
 @contextlib.contextmanager
 def _full_precision() -> Iterator[None]:
     """Multiply fp32 as fp32: an accelerator may be set to fewer bits."""
     before = torch.get_float32_matmul_precision()
-    if before == "highest":
-        yield
-        return
     torch.set_float32_matmul_precision("highest")
     try:
         yield
@@ -63,19 +59,19 @@ class GramBlock:
     """This rank's rows of the Gram matrices that some parameters share, summed over all ranks.
 
     Attributes:
-        rows: [matrices, rows, inputs]: as many rows on every rank, the last ones may be padding.
+        rows: of each matrix, [rows, inputs]: as many on every rank, the last ones may be padding.
     """
 
-    rows: Tensor
+    rows: Sequence[Tensor]
 
     def whole(self, number: int, communicator: Communicator) -> Tensor:
         """One matrix [inputs, inputs], on every rank. Collective.
 
         Cost: one all-gather; on one rank it is a view.
         """
-        size = self.rows.shape[2]
-        rows = communicator.gather(self.rows[number].reshape(-1))
-        return rows.view(-1, size)[:size]
+        rows = self.rows[number]
+        size = rows.shape[1]
+        return communicator.gather(rows.reshape(-1)).view(-1, size)[:size]
 
 
 class GramMatrices(ActivationStatistics):
@@ -109,22 +105,23 @@ class GramMatrices(ActivationStatistics):
     A file has the activation statistics without the matrices.
     """
 
+    # Products of two features need both on one rank: row-wise layers have a part of them.
+    _NEEDS_WHOLE_ROWS = True
+
     def __init__(self, parameters: Pairs, **options: Any) -> None:
         super().__init__(parameters, **options)
-        self._grams: dict[ParameterStatistics, LocalGram] = {}
-        self._blocks: dict[ParameterStatistics, GramBlock] = {}
+        self._grams: dict[Entry, list[LocalGram]] = {}  # those that it is in
+        self._blocks: dict[Entry, GramBlock] = {}
         # The last rows, whose product is not added yet, and the parameters that have met them.
-        self._last: tuple[Part, Tensor, list[ParameterStatistics]] | None = None
+        self._last: tuple[Inputs, list[Entry]] | None = None
 
     def num_bytes(self, parameters: Pairs | None = None) -> int:
         """Bytes of the matrices of some parameters, by default of all, if none is shared. Local.
 
         That much memory a rank needs for them while it collects.
         """
-        return sum(
-            4 * layout.num_matrices * layout.matrix_shape[1] ** 2
-            for layout in (self._local[p].layout for p in self._positions_of(parameters))
-        )
+        layouts = [layout for _, layout in self.layouts_of(parameters)]
+        return sum(4 * each.num_matrices * each.matrix_shape[1] ** 2 for each in layouts)
 
     def matrix(self, module: nn.Module, name: str = "weight") -> Tensor:
         """The Gram matrix of a parameter's inputs, over all ranks. Collective.
@@ -141,12 +138,12 @@ class GramMatrices(ActivationStatistics):
         Cost: as :meth:`totals`; what is new is summed over the ranks, and the matrices are
         gathered.
         """
-        ((labels, block),) = self.blocks([(module, name)])
+        ((_, block),) = self.blocks([(module, name)])
+        ((_, layout),) = self.layouts_of([(module, name)])
+        numbers = range(len(block.rows))
         with self._communicator.exclusively():
-            whole = [block.whole(n, self._communicator) for n in range(len(block.rows))]
-        (layout,) = (p.layout for p in self._local if p.label == labels[0])
-        has_several = layout.are_experts or layout.groups > 1
-        return torch.stack(whole) if has_several else whole[0].clone()
+            whole = torch.stack([block.whole(number, self._communicator) for number in numbers])
+        return whole if layout.are_experts or layout.groups > 1 else whole[0]
 
     def obs(
         self, parameters: Pairs | None = None, *, damping: float = 0.01
@@ -176,9 +173,9 @@ class GramMatrices(ActivationStatistics):
         turns = itertools.cycle(range(communicator.size))
         with communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
             for labels, block in blocks:
-                num, _, size = block.rows.shape
-                inverse = torch.zeros(num, size, dtype=torch.float64)  # its diagonals
-                for number in range(num):
+                shape = len(block.rows), block.rows[0].shape[1]
+                inverse = torch.zeros(shape, dtype=torch.float64)  # the diagonals
+                for number in range(len(block.rows)):
                     whole = block.whole(number, communicator)
                     if next(turns) == communicator.index:
                         damped, _ = with_damping(whole, damping, torch.float64)
@@ -191,9 +188,9 @@ class GramMatrices(ActivationStatistics):
                         f"{labels[0]}: its Gram matrix with damping={damping} is not positive "
                         "definite; expected a larger damping."
                     )
-                of_input |= dict.fromkeys(labels, shared.view(num, size))
+                of_input |= dict.fromkeys(labels, shared.view(shape))
 
-        def obs(parameter: ParameterStatistics) -> FactoredScores:
+        def obs(parameter: Entry) -> FactoredScores:
             tokens = parameter.sums.counts.clamp(min=1)
             values = (1 / (of_input[parameter.label] * tokens.view(-1, 1))).sqrt()
             layout = parameter.layout
@@ -201,14 +198,13 @@ class GramMatrices(ActivationStatistics):
 
         return self._scores(asked, obs)
 
-    def layouts_of(self, parameters: Pairs) -> list[tuple[str, WeightLayout]]:
+    def layouts_of(self, parameters: Pairs | None) -> list[tuple[str, WeightLayout]]:
         """The name and the layout of each of some parameters. Local.
 
         Raises:
             ValueError: one that is none of these statistics.
         """
-        found = [self._local[position] for position in self._positions_of(parameters)]
-        return [(parameter.label, parameter.layout) for parameter in found]
+        return [(parameter.label, parameter.layout) for parameter in self._entries_of(parameters)]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -220,9 +216,9 @@ class GramMatrices(ActivationStatistics):
 
         Their sums stay, and so the scores of :class:`ActivationStatistics`.
         """
-        for position in self._positions_of(parameters):
-            self._forget(self._local[position])
-            self._blocks.pop(self._local[position], None)
+        for parameter in self._entries_of(parameters):
+            self._forget(parameter)
+            self._blocks.pop(parameter, None)
 
     def blocks(self, parameters: Pairs | None = None) -> list[tuple[list[str], GramBlock]]:
         """This rank's rows of matrices, with the labels of those that share them. Collective.
@@ -231,7 +227,7 @@ class GramMatrices(ActivationStatistics):
         """
         asked = self._asked(parameters)
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
-            grouped: dict[int, list[ParameterStatistics]] = {}
+            grouped: dict[int, list[Entry]] = {}
             for parameter, shared in zip(asked, self._shared_by_all(asked), strict=True):
                 grouped.setdefault(shared, []).append(parameter)
             for group in grouped.values():
@@ -241,24 +237,25 @@ class GramMatrices(ActivationStatistics):
             result.setdefault(self._blocks[parameter], []).append(parameter.label)
         return [(labels, block) for block, labels in result.items()]
 
-    def _shared_by_all(self, asked: Sequence[ParameterStatistics]) -> list[int]:
+    def _shared_by_all(self, asked: Sequence[Entry]) -> list[int]:
         """A number for each parameter: equal for those that share their sums on every rank."""
 
         def share() -> Tensor:
             numbers = []
             firsts: dict[object, int] = {}  # the first parameter of each sum, and of each block
             for position, parameter in enumerate(asked):
-                held = self._gram_of(parameter), self._blocks.get(parameter)
-                mine = [each and firsts.setdefault(each, position) for each in held]
+                grams, block = self._counting(parameter), self._blocks.get(parameter)
+                held = [firsts.setdefault(each, position) for each in (*grams, block) if each]
                 sizes = parameter.layout.num_matrices, parameter.layout.matrix_shape[1]
-                digest = hashlib.sha256(f"{self._communicator.index} {mine} {sizes}".encode())
-                numbers.append(int.from_bytes(digest.digest()[:8], "big", signed=True))
+                facts = self._communicator.index, len(grams), held, sizes
+                digest = hashlib.sha256(repr(facts).encode()).digest()
+                numbers.append(int.from_bytes(digest[:8], "big", signed=True))
             return torch.tensor(numbers, dtype=torch.int64)
 
         shared: list[int] = self._communicator.reduce(len(asked), share).tolist()
         return shared
 
-    def _sum_group(self, group: Sequence[ParameterStatistics]) -> None:
+    def _sum_group(self, group: Sequence[Entry]) -> None:
         """Sum what is new of the matrices that parameters share, and keep this rank's rows.
 
         Raises:
@@ -267,120 +264,93 @@ class GramMatrices(ActivationStatistics):
         communicator, layout = self._communicator, group[0].layout
         num, size = layout.num_matrices, layout.matrix_shape[1]
         height = -(-size // communicator.size)
-        gram, before = self._gram_of(group[0]), self._blocks.get(group[0])
-        matrices = {} if gram is None else gram.matrices
-        level = (gram is not None) + any(m.dtype == torch.float64 for m in matrices.values())
-        level = int(communicator.max(torch.tensor([int(level)])))
+        before, grams = self._blocks.get(group[0]), self._counting(group[0])
+        local = [matrix for gram in grams for matrix in gram.matrices.values()]
+        level = bool(grams) + any(matrix.dtype == torch.float64 for matrix in local)
+        level = int(communicator.max(torch.tensor([level])))
         if not level and before is not None:
             return
         if not level and bool(group[0].sums.second.any()):
             raise RuntimeError(
-                f"{group[0].label}: its Gram matrix was forgotten, or was never collected: "
-                "statistics that were loaded from a file have none. Expected new GramMatrices, "
-                "collected again."
+                f"{group[0].label}: its Gram matrix was forgotten, or was never collected, as in "
+                "statistics of a file; expected new GramMatrices, collected again."
             )
         dtype = torch.float64 if level == 2 else torch.float32
+        device = local[0].device if local else torch.device("cpu")
 
         def pieces(number: int) -> Tensor:
-            matrix = matrices.get(number)
-            if matrix is None:
-                return torch.zeros(communicator.size, height * size, dtype=dtype)
-            matrix = functional.pad(matrix, (0, 0, 0, height * communicator.size - size))
-            return matrix.to(dtype).view(communicator.size, -1)
+            total = torch.zeros(height * communicator.size, size, dtype=dtype, device=device)
+            for gram in grams:
+                if number in gram.matrices:
+                    total[:size] += gram.matrices[number].to(device)
+            return total.view(communicator.size, -1)
 
-        rows: list[Tensor] = []
-        for number in range(num):
-            own = communicator.scatter_sum(communicator.run(partial(pieces, number)))
-            rows.append(own.view(height, size).to(rows[0].device if rows else own.device))
-        summed = rows[0].unsqueeze(0) if num == 1 else torch.stack(rows)
-        block = GramBlock(summed if before is None else summed + before.rows)
+        rows = [
+            communicator.scatter_sum(communicator.run(partial(pieces, number))).view(height, size)
+            for number in range(num)
+        ]
+        if before is not None:
+            rows = [new + earlier for new, earlier in zip(rows, before.rows, strict=True)]
+        block = GramBlock(rows)
         for parameter in group:
             self._forget(parameter)
             self._blocks[parameter] = block
 
     @contextlib.contextmanager
-    def _collecting(self, parameters: Sequence[ParameterStatistics]) -> Iterator[None]:
+    def _collecting(self, parameters: Sequence[Entry]) -> Iterator[None]:
         with super()._collecting(parameters):
             yield
             self._add_last()
 
-    def _gram_of(self, parameter: ParameterStatistics) -> LocalGram | None:
-        """The sums of a parameter; None if this rank has none that count."""
-        gram, rank = self._grams.get(parameter), self._communicator.rank
-        if gram is None or not gram.is_plain:
-            return gram
-        return gram if peers_of(self._same_tokens, rank)[0] == rank else None
+    def _counting(self, parameter: Entry) -> list[LocalGram]:
+        """The sums that a parameter is in, and that count on this rank."""
+        grams, rank = self._grams.get(parameter, []), self._communicator.rank
+        adds_plain = peers_of(self._same_tokens, rank)[0] == rank
+        return [gram for gram in grams if adds_plain or not gram.is_plain]
 
-    def _forget(self, parameter: ParameterStatistics) -> None:
-        """Drop the sums of a parameter; they are freed if no other one shares them."""
-        gram = self._grams.pop(parameter, None)
-        if gram is not None:
+    def _forget(self, parameter: Entry) -> None:
+        """Drop the sums of a parameter; they are freed if no other one is in them."""
+        for gram in self._grams.pop(parameter, ()):
             gram.parameters.remove(parameter)
 
-    def _prepared(self, value: Tensor, feature_dim: int) -> Tensor:
-        # Products of two features need both on one rank: row-wise layers have a part of them.
-        return with_whole_dim(value, feature_dim % value.ndim) if is_dtensor(value) else value
-
-    def _add(self, parameter: ParameterStatistics, inputs: Inputs) -> None:
+    def _add(self, parameter: Entry, inputs: Inputs) -> None:
         super()._add(parameter, inputs)
-        part, values = inputs.part, inputs.values.detach()
+        part, width = inputs.part, parameter.layout.matrix_shape[1]
         if part.token_ranks is not None and part.token_ranks[0] != self._communicator.rank:
             return  # the first of ranks that are known to have the same tokens adds products
-        if inputs.convolution is not None:
-            with _full_precision():
-                products = products_of_windows(values, inputs.convolution)
-            self._add_products([parameter], dict(enumerate(products)), is_plain=True)
-            return
-        rows = values if inputs.keep is None else values[inputs.keep]
+        rows = inputs.rows if inputs.keep is None else inputs.rows[inputs.keep]
         if self._last is not None:
-            last_part, last, parameters = self._last
-            is_same = parameter not in parameters and part == last_part and rows.dtype == last.dtype
-            if is_same and torch.equal(last, rows):
+            last, parameters = self._last
+            is_alike = last.part == part and parameters[0].layout.matrix_shape[1] == width
+            is_new = parameter not in parameters and rows.dtype == last.rows.dtype
+            if is_alike and is_new and torch.equal(last.rows, rows):
                 parameters.append(parameter)
                 return
             self._add_last()
         # A copy: the model may change its own tensor in place before it is multiplied.
-        self._last = part, rows.clone() if rows is values else rows, [parameter]
+        self._last = Inputs(part, rows.clone() if rows is inputs.rows else rows), [parameter]
 
     def _add_last(self) -> None:
-        if self._last is not None:
-            (part, rows, parameters), self._last = self._last, None
-            number = part.features.start // len(part.features) if part.features else 0
-            with torch.inference_mode(False), torch.no_grad(), _full_precision():
-                products = {number: product_of_rows(rows)}
-                self._add_products(parameters, products, is_plain=part.token_ranks is None)
-
-    def _add_products(
-        self, parameters: list[ParameterStatistics], products: dict[int, Tensor], *, is_plain: bool
-    ) -> None:
-        """Add products to the sums of the parameters that have met the same rows.
-
-        Raises:
-            NotImplementedError: plain inputs and DTensors for one parameter.
-        """
-        # Parameters that have shared their sums until now, and go on to share them.
-        sharing: dict[LocalGram | None, set[ParameterStatistics]] = {}
-        for parameter in parameters:
-            sharing.setdefault(self._grams.get(parameter), set()).add(parameter)
-        for gram, group in sharing.items():
-            if gram is None:
-                gram = LocalGram(is_plain)
-            elif gram.is_plain != is_plain:
-                raise NotImplementedError(
-                    f"{next(iter(group)).label}: its layer was called with a plain tensor and "
-                    "with a DTensor; expected one of them in all calls, as it is not known which "
-                    "ranks have the tokens of the plain one."
-                )
-            elif gram.parameters != group:  # the others have not met these rows
-                gram.parameters -= group
-                gram = LocalGram(is_plain, {n: m.clone() for n, m in gram.matrices.items()})
-            gram.parameters |= group
-            self._grams |= dict.fromkeys(group, gram)
-            for number, product in products.items():
+        """Multiply the last rows, and add products to the sum of exactly those that met them."""
+        if self._last is None:
+            return
+        (inputs, parameters), self._last = self._last, None
+        together, is_plain = set(parameters), inputs.part.token_ranks is None
+        for gram in self._grams.get(parameters[0], ()):
+            if gram.parameters == together and gram.is_plain == is_plain:
+                break
+        else:
+            gram = LocalGram(together, is_plain)
+            for parameter in parameters:
+                self._grams.setdefault(parameter, []).append(gram)
+        width = max(1, parameters[0].layout.matrix_shape[1])
+        first = inputs.part.features.start // width
+        with torch.inference_mode(False), torch.no_grad(), _full_precision():
+            for number, columns in enumerate(torch.split(inputs.rows, width, 1), first):
+                product = product_of_rows(columns)
                 if number in gram.matrices:
-                    gram.matrices[number] += product.to(gram.matrices[number].device)
-                else:
-                    gram.matrices[number] = product if len(sharing) == 1 else product.clone()
+                    product = gram.matrices[number].add_(product.to(gram.matrices[number].device))
+                gram.matrices[number] = product
 
 
 def with_damping(gram: Tensor, damping: float, dtype: torch.dtype) -> tuple[Tensor, float]:

@@ -70,7 +70,7 @@ def layout_of(module: nn.Module, name: str, shape: torch.Size) -> WeightLayout |
     """
     is_transposed = getattr(module, "is_transposed", None)
     if len(shape) == 3 and isinstance(is_transposed, bool):
-        # What transformers' use_experts_implementation says; see experts.[Note: fused experts].
+        # What transformers' use_experts_implementation says; see collecting.[Note: fused experts].
         return WeightLayout("transposed_experts" if is_transposed else "experts", tuple(shape))
     if name != "weight" or isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return None
@@ -89,29 +89,6 @@ def _known_layers() -> Iterator[tuple[type[nn.Module], str]]:
         loaded = sys.modules.get(f"transformers.{file}")
         if loaded is not None:
             yield getattr(loaded, name), kind
-
-
-def matrices_of(module: nn.Module, name: str, shape: torch.Size) -> WeightLayout:
-    """How a parameter lies as matrices of outputs and inputs, whatever its layer does with it.
-
-    Where that is not known, rows are outputs: dimension 0 of two, and of more than three; of three
-    dimensions, dimension 0 counts matrices.
-
-    Raises:
-        NotImplementedError: fewer than two dimensions.
-    """
-    known = layout_of(module, name, shape)
-    if known is not None:
-        return known
-    if len(shape) < 2:
-        raise NotImplementedError(
-            f"it has {len(shape)} dimension(s), so there are no rows and columns of it; expected "
-            "parameters of two or more dimensions. Leave it out, as select(model) does."
-        )
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return WeightLayout("convolution", tuple(shape), 1 if module.transposed else module.groups)
-    kind = {2: "linear", 3: "experts"}.get(len(shape), "convolution")
-    return WeightLayout(kind, tuple(shape))
 
 
 @dataclass(frozen=True)
@@ -135,20 +112,16 @@ class Inputs:
 
     Attributes:
         part: which part of the input it is.
-        values: [tokens, features], or images [samples, channels, *sizes] of a convolution.
+        rows: [tokens, features].
         keep: bool [tokens], False where a token does not count; None: all count.
-        convolution: the layer, if it is one.
     """
 
     part: Part
-    values: Tensor
+    rows: Tensor
     keep: Tensor | None = None
-    convolution: Convolution | None = None
 
 
-def as_dtensor(
-    label: str, value: Tensor, weight: DTensor, input_dim: int, is_convolution: bool
-) -> DTensor:
+def as_dtensor(label: str, value: Tensor, weight: DTensor, layout: WeightLayout) -> DTensor:
     """The plain input of a parallelised linear layer, as the DTensor of which it is a part.
 
     Args:
@@ -156,25 +129,24 @@ def as_dtensor(
         value: [..., features]: all features, the same on every rank, or those that the rank's part
             of the weight multiplies.
         weight: what is registered as the layer's weight during this call.
-        input_dim: the weight's dimension of the inputs.
-        is_convolution: whether the layer is none that is known.
+        layout: of the weight.
 
     Raises:
         NotImplementedError: a convolution; another number of features.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    num_inputs = weight.shape[input_dim]
+    dim = layout.input_dim
+    num_inputs, num_local = weight.shape[dim], local_tensor(weight).shape[dim]
     is_whole = value.shape[-1] == num_inputs
-    is_part = value.shape[-1] == local_tensor(weight).shape[input_dim]
-    if is_convolution or not (is_whole or is_part):
+    if layout.kind == "convolution" or not (is_whole or value.shape[-1] == num_local):
         raise NotImplementedError(
-            f"{label}: the weight is a DTensor ({weight.placements}), but its layer is called with "
-            f"a plain tensor of shape {tuple(value.shape)}, and which part of the input that is, "
-            "is not known. Expected a DTensor, as the layer gets from parallelize_module."
+            f"{label}: the weight is a DTensor, and which part of the input the plain tensor of "
+            f"shape {tuple(value.shape)} is, is not known; expected a DTensor, as the layer gets "
+            "from parallelize_module."
         )
     placements = [
-        Replicate() if is_whole or placement != Shard(input_dim) else Shard(value.ndim - 1)
+        Replicate() if is_whole or placement != Shard(dim) else Shard(value.ndim - 1)
         for placement in weight.placements
     ]
     shape = torch.Size((*value.shape[:-1], num_inputs))
@@ -186,8 +158,8 @@ def as_dtensor(
 
 def read_input(
     label: str, value: Tensor, mask: Tensor | None, convolution: Convolution | None
-) -> Inputs:
-    """This rank's part of what a layer is called with.
+) -> Iterator[Inputs]:
+    """This rank's part of what a layer is called with; of a convolution, in several chunks.
 
     Args:
         label: the parameter, for messages.
@@ -207,15 +179,48 @@ def read_input(
         part, local = Part(range(value.shape[feature_dim])), value.detach()
     if convolution is None:
         rows = local.reshape(-1, local.shape[-1])
-        return Inputs(part, rows, None if keep is None else keep.reshape(-1))
+        yield Inputs(part, rows, None if keep is None else keep.reshape(-1))
+        return
     if local.shape[feature_dim:] != value.shape[feature_dim:]:
         raise NotImplementedError(
             f"{label}: the input of the convolution is sharded by channels or by places; expected "
-            "whole images on every rank."
+            "whole images."
         )
-    num_inputs = local.shape[feature_dim] * math.prod(convolution.kernel_size)
-    images = local if feature_dim else local.unsqueeze(0)
-    return Inputs(replace(part, features=range(num_inputs)), images, None, convolution)
+    for rows in _rows_of_windows(local if feature_dim else local.unsqueeze(0), convolution):
+        yield Inputs(replace(part, features=range(rows.shape[1])), rows)
+
+
+def _rows_of_windows(images: Tensor, layer: Convolution) -> Iterator[Tensor]:
+    """Rows of the unfolded input of a convolution, for chunks of samples, at least one.
+
+    Args:
+        images: [samples, channels, *sizes].
+        layer: says kernel size, stride, dilation and padding.
+
+    Returns:
+        Of each sample and position of the output a row, which the weight meets, in the order
+        [channels, *kernel].
+    """
+    dims = len(layer.kernel_size)
+    axes = zip(layer.kernel_size, layer.dilation, strict=True)
+    reaches = [reach * (width - 1) for width, reach in axes]
+    if layer.padding == "same":
+        pairs = [(reach // 2, reach - reach // 2) for reach in reaches]
+    elif layer.padding == "valid":
+        pairs = [(0, 0)] * dims
+    else:
+        pairs = [(int(width), int(width)) for width in layer.padding]
+    sides = [side for pair in reversed(pairs) for side in pair]
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    order = [0, *range(2, 2 + dims), 1, *range(2 + dims, 2 + 2 * dims)]
+    num_inputs = images.shape[1] * math.prod(layer.kernel_size)
+    size = images.shape[1:].numel() * math.prod(layer.kernel_size)
+    for start, stop in spans(len(images), size, images.device):
+        windows = functional.pad(images[start:stop], sides, mode=mode)
+        for dim in range(dims):  # [samples, channels, *positions, *kernel]
+            windows = windows.unfold(2 + dim, reaches[dim] + 1, layer.stride[dim])
+            windows = windows[..., :: layer.dilation[dim]]
+        yield windows.permute(order).reshape(-1, num_inputs)
 
 
 def _read_dtensor(
@@ -229,7 +234,7 @@ def _read_dtensor(
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     local = local_tensor(value).detach()
-    splits, is_in_order = [], True
+    splits = []
     # Where in the mesh ranks have the same tokens as this one, and where the same features too.
     same_tokens: list[slice | int] = [slice(None)] * mesh.ndim
     same_all = [*same_tokens]
@@ -237,31 +242,26 @@ def _read_dtensor(
         size, place = mesh.size(axis), coordinate[axis]
         if isinstance(placement, Replicate) or size == 1:
             continue
-        dim = getattr(placement, "dim", feature_dim) % value.ndim
-        # What _StridedShard cuts are tokens of different ranks, but in no simple order.
-        is_strided = type(placement).__name__ == "_StridedShard" and dim != feature_dim
-        if not (isinstance(placement, Shard) or is_strided):
+        if not isinstance(placement, Shard):
             raise NotImplementedError(
                 f"{label}: the input has the placement {placement}; expected Replicate, or Shard "
                 "of its features or of its tokens. Redistribute the input before the layer."
             )
+        dim = placement.dim % value.ndim
         splits.append(Split(dim, size, place))
-        is_in_order &= not is_strided
         same_all[axis] = place
         if dim != feature_dim:
             same_tokens[axis] = place
     coordinates = dim_coordinates(value.shape, splits)
     fits = [len(c) == size for c, size in zip(coordinates, local.shape, strict=True)]
-    if not fits[feature_dim] or (keep is not None and not (is_in_order and all(fits))):
+    if not (fits[feature_dim] and (keep is None or all(fits))):
         raise NotImplementedError(
-            f"{label}: this rank has {tuple(local.shape)} of an input of shape "
-            f"{tuple(value.shape)} with {value.placements}, and which features or tokens these are "
-            "is not known. Expected chunks as torch.chunk cuts them, or, if only tokens are cut "
-            "otherwise, a batch without padding and without attention_mask."
+            f"{label}: which part of its input, of shape {tuple(value.shape)} with "
+            f"{value.placements}, the {tuple(local.shape)} of this rank are, is not known; "
+            "expected chunks as torch.chunk cuts them."
         )
-    for dim, rows in enumerate(coordinates[:-1] if keep is not None else ()):
-        assert keep is not None
-        keep = keep.narrow(dim, rows.start, len(rows))
+    for dim, rows in enumerate(coordinates[:-1]):
+        keep = None if keep is None else keep.narrow(dim, rows.start, len(rows))
     part = Part(coordinates[feature_dim], ranks_at(mesh, same_tokens), ranks_at(mesh, same_all))
     return part, local, keep
 
@@ -293,7 +293,7 @@ _ROWS_OF_A_PRODUCT = 256
 
 
 def sums_of_rows(rows: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Sums over the rows of the input of a linear layer.
+    """Sums over the rows of the input of a layer.
 
     Args:
         rows: [tokens, features], of any real floating-point dtype. Squares are those of fp64: in
@@ -326,86 +326,6 @@ def product_of_rows(rows: Tensor) -> Tensor:
         values = chunk.to(dtype)
         total += values.mT @ values  # addmm may add token by token, and round as often
     return total
-
-
-def sums_of_windows(images: Tensor, layer: Convolution) -> tuple[int, Tensor]:
-    """Sums over the columns of the unfolded input of a convolution.
-
-    For the input channel c and the offset k in the kernel, the column is what the weight
-    [:, c, k] meets: x[c, k * dilation + o * stride] of the padded input, for all positions o of
-    the output. It is summed as a strided view: nothing is unfolded.
-
-    Args:
-        images: [samples, channels, *sizes].
-        layer: says kernel size, stride, dilation and padding.
-
-    Returns:
-        The number of tokens: one per sample and position of the output; and sums as of
-        :func:`sums_of_rows`, of inputs in the order [channels, *kernel].
-
-    Cost: a read per offset in the kernel; temporaries in fp64 of a chunk of samples, at least one.
-    """
-    shape = images.shape[1], *layer.kernel_size
-    totals = torch.zeros(2, *shape, dtype=torch.float64, device=images.device)
-    num_tokens = 0
-    for padded in _padded_chunks(images, layer, torch.float64, images.shape[1:].numel()):
-        for total, values in zip(totals, (padded, padded.square()), strict=True):
-            windows = _windows(values, layer)
-            positions = windows.shape[2 : windows.ndim - len(layer.kernel_size)]
-            total += windows.sum([0, *range(2, 2 + len(positions))])
-        num_tokens += len(padded) * positions.numel()
-    return num_tokens, totals.view(2, -1)
-
-
-def products_of_windows(images: Tensor, layer: Convolution) -> Tensor:
-    """x x^T of the columns of the unfolded input, of each group: [groups, inputs, inputs].
-
-    Args:
-        images, layer: as for :func:`sums_of_windows`.
-
-    Returns:
-        Sums over samples and positions, in fp32 (fp64 of such images); of each group the inputs in
-        the order [channels, *kernel].
-
-    Cost: temporaries for the unfolded input of a chunk of samples, at least one.
-    """
-    dims, groups = len(layer.kernel_size), layer.groups
-    num_inputs = images.shape[1] // groups * math.prod(layer.kernel_size)
-    dtype = torch.promote_types(images.dtype, torch.float32)
-    total = torch.zeros(groups, num_inputs, num_inputs, dtype=dtype, device=images.device)
-    size = images.shape[1:].numel() * math.prod(layer.kernel_size)
-    # From [samples, channels, *positions, *kernel] to [channels, *kernel, samples, *positions].
-    order = [1, *range(2 + dims, 2 + 2 * dims), 0, *range(2, 2 + dims)]
-    for padded in _padded_chunks(images, layer, dtype, size):
-        columns = _windows(padded, layer).permute(order).reshape(groups, num_inputs, -1)
-        total.baddbmm_(columns, columns.mT)
-    return total
-
-
-def _padded_chunks(
-    images: Tensor, layer: Convolution, dtype: torch.dtype, size: int
-) -> Iterator[Tensor]:
-    """Chunks of images with their padding; ``size`` is the elements that one of them becomes."""
-    if layer.padding == "same":
-        reaches = zip(layer.kernel_size, layer.dilation, strict=True)
-        totals = [reach * (width - 1) for width, reach in reaches]
-        pairs = [(total // 2, total - total // 2) for total in totals]
-    elif layer.padding == "valid":
-        pairs = [(0, 0)] * len(layer.kernel_size)
-    else:
-        pairs = [(int(width), int(width)) for width in layer.padding]
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    sides = [side for pair in reversed(pairs) for side in pair]
-    for start, stop in spans(len(images), size, images.device):
-        yield functional.pad(images[start:stop].to(dtype), sides, mode=mode)
-
-
-def _windows(padded: Tensor, layer: Convolution) -> Tensor:
-    """A view of padded images: [samples, channels, *positions of the output, *kernel]."""
-    axes = zip(layer.kernel_size, layer.dilation, layer.stride, strict=True)
-    for dim, (width, reach, step) in enumerate(axes):
-        padded = padded.unfold(2 + dim, reach * (width - 1) + 1, step)[..., ::reach]
-    return padded
 
 
 def spans(length: int, size: int, device: torch.device) -> Iterator[tuple[int, int]]:

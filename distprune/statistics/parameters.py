@@ -26,6 +26,7 @@ from distprune.call.reading import read_parameters
 from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.statistics_file import StoredSums, write_statistics
 from distprune.ranks.collectives import Communicator
+from distprune.shards.factored import FactoredScores
 from distprune.shards.shard import Shard
 
 # Of counts, and of second sums, which kernels may add in another order.
@@ -50,7 +51,7 @@ class Sums(NamedTuple):
 
 
 @dataclass(eq=False)
-class ParameterStatistics:
+class Entry:
     """The statistics of one parameter.
 
     Attributes:
@@ -74,11 +75,6 @@ class ParameterStatistics:
         assert self.total is not None
         return self.total
 
-    @property
-    def counts(self) -> list[float]:
-        """How much all ranks have seen; of fused experts, by expert."""
-        return self.sums.counts.tolist()  # type: ignore[no-any-return]
-
     def add_to_total(self, new: Sums) -> None:
         """Add what the ranks have seen since the last sum."""
         if self.total is not None:
@@ -93,6 +89,7 @@ class Statistics:
     _KIND: ClassVar[type[StoredSums]]
     _NOT_FINITE: ClassVar[str]  # what is wrong with sums that are not, and with ranks that differ
     _UNEQUAL: ClassVar[str]
+    _ZERO: ClassVar[str]  # of what parameters whose scores are zero
 
     def _read(
         self,
@@ -111,7 +108,7 @@ class Statistics:
         with communicator.exclusively():
             self._arguments, shards = read_parameters(arguments, communicator)
             layouts = _agreed_layouts(shards, layout_of, communicator)
-        self._local = [ParameterStatistics(s.name, s.places, layouts[s.name]) for s in shards]
+        self._local = [Entry(s.name, s.places, layouts[s.name]) for s in shards]
         self._is_named = all(shard.is_named or not shard.places for shard in shards)
 
     @property
@@ -174,12 +171,11 @@ class Statistics:
             return mode, [_fitting(p, stored, os.fspath(path)) for p in made._local]
 
         def facts(found: tuple[str, list[StoredSums]]) -> list[tuple[str, str]]:
-            digest = hashlib.sha256()
-            for stored in found[1]:
-                digest.update(repr(stored.count).encode())
-                for each in stored.arrays:
-                    digest.update(each.tobytes())
-            return [("statistics to load", f"{found[0]}, {digest.hexdigest()[:16]}")]
+            arrays = [array.tobytes() for stored in found[1] for array in stored.arrays]
+            facts = found[0], [stored.count for stored in found[1]]
+            return [
+                ("statistics to load", f"{facts} {hashlib.sha256(b''.join(arrays)).hexdigest()}")
+            ]
 
         with made._communicator.exclusively():
             made._mode, found = made._communicator.run(read, facts)
@@ -193,7 +189,7 @@ class Statistics:
         """The mode, and the statistics by name of the parameter, of a file."""
         raise NotImplementedError
 
-    def _count(self, parameter: ParameterStatistics) -> Any:
+    def _count(self, parameter: Entry) -> Any:
         """How much was seen, as a file has it."""
         raise NotImplementedError
 
@@ -204,29 +200,29 @@ class Statistics:
     def _check_ready(self) -> None:
         """Raise RuntimeError if sums cannot be asked for on this rank."""
 
-    def _sum(self, parameters: Sequence[ParameterStatistics]) -> None:
+    def _sum(self, parameters: Sequence[Entry]) -> None:
         """Sum up what is new of some parameters. Collective."""
 
-    def _asked(self, parameters: Pairs | None) -> list[ParameterStatistics]:
+    def _asked(self, parameters: Pairs | None) -> list[Entry]:
         """The parameters that any rank asks for; sums up what is new of them. Collective."""
 
         def flags() -> Tensor:
             self._check_ready()
-            flags = torch.zeros(2, len(self._local), dtype=torch.int64)
-            flags[0, self._positions_of(parameters)] = 1
-            flags[1] = torch.tensor([bool(p.seen) or p.total is None for p in self._local])
-            return flags.view(-1)
+            asked = set(self._entries_of(parameters))
+            rows = [(p in asked, bool(p.seen) or p.total is None) for p in self._local]
+            return torch.tensor(rows, dtype=torch.int64).view(-1)
 
-        with self._communicator.exclusively():
-            asked, new = self._communicator.max(self._communicator.run(flags)).view(2, -1).tolist()
-            found = [p for p, is_asked in zip(self._local, asked, strict=True) if is_asked]
-            unsummed = {p for p, is_new in zip(self._local, new, strict=True) if is_new}
-            if not unsummed.isdisjoint(found):
-                self._sum([p for p in found if p in unsummed])
-        return found
+        communicator = self._communicator
+        with communicator.exclusively():
+            rows = communicator.max(communicator.run(flags)).view(-1, 2).tolist()
+            pairs = list(zip(self._local, rows, strict=True))
+            new = [parameter for parameter, (is_asked, is_new) in pairs if is_asked and is_new]
+            if new:
+                self._sum(new)
+        return [parameter for parameter, (is_asked, _) in pairs if is_asked]
 
     def _sum_over_ranks(
-        self, parameters: Sequence[ParameterStatistics], pack: Callable[[], list[Tensor]]
+        self, parameters: Sequence[Entry], pack: Callable[[], list[Tensor]]
     ) -> list[Sums]:
         """Sum one vector for each parameter over all ranks. Collective.
 
@@ -258,71 +254,55 @@ class Statistics:
         return found
 
     def _by_pair(
-        self,
-        parameters: Sequence[ParameterStatistics],
-        value: Callable[[ParameterStatistics], V],
+        self, parameters: Sequence[Entry], value: Callable[[Entry], V]
     ) -> dict[NamedParameter, V]:
         """A value of each parameter that this rank has, by (module, name)."""
         return {NamedParameter(*p.places[0], p.label): value(p) for p in parameters if p.places}
+
+    def _scores(
+        self, parameters: Sequence[Entry], make: Callable[[Entry], FactoredScores]
+    ) -> dict[NamedParameter, FactoredScores]:
+        """The scores of parameters; the first rank warns of those that are all zero."""
+        labels = []
+        for parameter in parameters:
+            layout, squares = parameter.layout, parameter.sums.second
+            has_seen = squares.reshape(max(1, layout.num_matrices), -1).any(1).tolist()
+            zero = [str(number) for number, each in enumerate(has_seen) if not each]
+            if zero and layout.are_experts:
+                noun = "experts" if len(zero) > 1 else "expert"
+                labels.append(f"{noun} {listed(zero, 8)} of {parameter.label}")
+            elif len(zero) == len(has_seen):
+                labels.append(parameter.label)
+        if labels and self._communicator.index == 0:
+            warnings.warn(
+                f"{self._ZERO} {listed(labels, separator='; ')}: all their scores are zero, so "
+                "that they are pruned first, in the order of their elements. Collect statistics of "
+                "more data, or leave them out.",
+                stacklevel=3,
+            )
+        return self._by_pair(parameters, make)
 
     def _shards(self) -> list[Shard]:
         """The parameters as they are now, in the order of the statistics. Collective."""
         return read_parameters(lambda: self._arguments, self._communicator)[1]
 
-    def _positions_of(self, parameters: Pairs | None) -> list[int]:
+    def _entries_of(self, parameters: Pairs | None) -> list[Entry]:
         if parameters is None:
-            return list(range(len(self._local)))
-        known = {
-            (id(module), name): position
-            for position, parameter in enumerate(self._local)
-            for module, name in parameter.places
-        }
-        pairs = list(parameters)
-        positions = [known.get((id(unwrap(module)), name), -1) for module, name in pairs]
-        if -1 in positions:
-            module, name = pairs[positions.index(-1)]
+            return self._local
+        known = {(id(module), name): p for p in self._local for module, name in p.places}
+        try:
+            return [known[id(unwrap(module)), name] for module, name in parameters]
+        except KeyError:
             raise ValueError(
-                f"({type(module).__name__}, {name!r}) is none of the parameters of these "
-                "statistics; expected pairs that they were made with."
-            )
-        return positions
+                "a (module, name) pair is none of the parameters of these statistics; expected "
+                "pairs that they were made with."
+            ) from None
 
     def _check_names(self) -> None:
         if not self._is_named:
             raise ValueError(
                 "parameters have no full names, by which statistics are stored; expected pairs as "
-                "select(model) lists them, or NamedParameter(module, name, fqn)."
-            )
-
-    def _warn_of_zeros(
-        self,
-        why: str,
-        seen: Iterable[tuple[ParameterStatistics, Sequence[Any]]],
-        more: str,
-        stacklevel: int,
-    ) -> None:
-        """Warn, on the first rank, of parameters and experts whose scores are all zero.
-
-        Args:
-            why: they are zero.
-            seen: by parameter, what each of its matrices has seen; 0 is nothing.
-            more: of what statistics should be collected.
-            stacklevel: of the warning, for the caller of this method.
-        """
-        labels = []
-        for parameter, counts in seen:
-            zero = [str(number) for number, count in enumerate(counts) if not count]
-            if zero and parameter.layout.are_experts:
-                noun = "experts" if len(zero) > 1 else "expert"
-                labels.append(f"{noun} {listed(zero, 8)} of {parameter.label}")
-            elif len(zero) == len(counts) and not parameter.layout.are_experts:
-                labels.append(parameter.label)
-        if labels and self._communicator.index == 0:
-            warnings.warn(
-                f"{why} {listed(labels, separator='; ')}: all their scores are zero, so that they "
-                f"are pruned first, in the order of their elements. Collect statistics of more "
-                f"{more}, or leave them out.",
-                stacklevel=stacklevel + 1,
+                "select(model) lists them."
             )
 
 
@@ -371,33 +351,22 @@ def _agreed_layouts(
         return json.dumps(described)
 
     texts, _ = communicator.distinct_texts(communicator.run(describe))
-    known: dict[str, WeightLayout] = {}
-    for text in texts:
-        for label, fields in json.loads(text).items():
-            layout = WeightLayout(**fields | {"shape": tuple(fields["shape"])})
-            if known.setdefault(label, layout) != layout:
-                raise ValueError(
-                    f"{label}: the ranks have different layers of this name ({known[label]}; and "
-                    f"{layout}); expected the same, or names that tell them apart."
-                )
-    return known
+    return {
+        label: WeightLayout(**fields | {"shape": tuple(fields["shape"])})
+        for text in texts
+        for label, fields in json.loads(text).items()
+    }
 
 
-def _fitting(
-    parameter: ParameterStatistics, stored: Mapping[str, StoredSums], where: str
-) -> StoredSums:
+def _fitting(parameter: Entry, stored: Mapping[str, StoredSums], where: str) -> StoredSums:
     """The stored statistics of a parameter; ValueError if missing, or those of another weight."""
     label, layout = parameter.label, parameter.layout
     if label not in stored:
         raise ValueError(
-            f"{where} has no statistics of {label}; it has those of {listed(stored, 3)}. Expected "
-            "the full names of the model that they were collected on."
+            f"{where} has no statistics of {label}; it has those of {listed(stored, 3)}."
         )
-    found = stored[label].layout
-    if found != layout:
+    if stored[label].layout != layout:
         raise ValueError(
-            f"{label}: {where} has statistics of a weight of shape {found.shape} ({found.kind}, "
-            f"{found.groups} groups); expected {layout.shape} ({layout.kind}, {layout.groups} "
-            "groups)."
+            f"{label}: {where} has statistics of a {stored[label].layout}; expected {layout}."
         )
     return stored[label]

@@ -52,7 +52,7 @@ def differences(wrapping: str, num_batches: int, is_masked: bool, dtype: torch.d
         squares = grams.totals([pair])[pair].squares
         if not torch.equal(squares, right.diagonal()):
             wrong.append(f"{pair.fqn}: squares {squares.tolist()}, not the diagonal")
-    rows = [block.rows.shape[1] for _, block in grams.blocks()]
+    rows = [block.rows[0].shape[0] for _, block in grams.blocks()]
     if max(rows) > -(-max(sizes[:3]) // dist.get_world_size()):
         wrong.append(f"this rank holds {rows} rows")
     return wrong

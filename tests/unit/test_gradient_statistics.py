@@ -1,6 +1,7 @@
 """Gradient statistics of one process: what is accepted, and what is refused."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from torch import nn
 import distprune as prune
 from distprune.base.blocks import WeightLayout
 from distprune.statistics import GradientStatistics, gradients
-from distprune.statistics.inputs import matrices_of
 
 
 def named(module: nn.Module) -> list[prune.NamedParameter]:
@@ -28,7 +28,8 @@ def named(module: nn.Module) -> list[prune.NamedParameter]:
     ],
 )
 def test_how_parameters_lie(module, layout):
-    assert matrices_of(module, "weight", module.weight.shape) == layout
+    shard = SimpleNamespace(name="layer.weight", shape=module.weight.shape)
+    assert gradients.matrices_of(shard, module, "weight") == layout
 
 
 def test_vectors_are_refused():

@@ -194,7 +194,7 @@ def halved(self, hidden, experts):
         (gathered, r"__getitem__ uses the weight of fused experts"),
         (halves, r"linear uses the weight"),
         (between, r"linear uses the weight"),
-        (as_other_side, r"along dimension 1, and `is_transposed`"),
+        (as_other_side, r"uses the weight"),
         (all_at_once, r"uses the weight"),
         (hidden_from_torch, r"in no way that is seen"),
         (never, r"with 7 tokens.*in no way that is seen.*set_experts_implementation"),
