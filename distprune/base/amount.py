@@ -38,27 +38,19 @@ def validate_amount(amount: Amount) -> None:
         ValueError: a negative count, or a fraction outside [0, 1] (NaN included).
     """
     if isinstance(amount, bool) or not isinstance(amount, numbers.Real):
-        raise TypeError(
-            f"amount={amount!r} is a {type(amount).__name__}; "
-            "expected an int (a count) or a float in [0, 1] (a fraction)."
-        )
+        kind = type(amount).__name__
+        raise TypeError(f"amount={amount!r} is a {kind}; expected an int or a float in [0, 1].")
     if isinstance(amount, numbers.Integral):
         if amount < 0:
             raise ValueError(f"amount={amount!r} is negative; expected a count >= 0.")
     elif not 0.0 <= amount <= 1.0:  # or NaN
-        raise ValueError(
-            f"amount={amount!r} is not in [0, 1]; expected a fraction of what is "
-            "unpruned as a float in [0, 1], or a count as an int."
-        )
+        raise ValueError(f"amount={amount!r} is not in [0, 1]; expected a fraction, or a count.")
 
 
 def validate_count(amount: Amount, tensor_size: int) -> None:
     """Raise ValueError if an integer ``amount`` is more than there is to prune."""
     if isinstance(amount, numbers.Integral) and amount > tensor_size:
-        raise ValueError(
-            f"amount={amount} is more than the {tensor_size} units left to prune; "
-            f"expected an int <= {tensor_size}, or a fraction in [0, 1]."
-        )
+        raise ValueError(f"amount={amount} is more than the {tensor_size} units left to prune.")
 
 
 def resolve_count(amount: Amount, tensor_size: int) -> int:
@@ -247,8 +239,8 @@ def collapsed(counts: Sequence[tuple[int, int]]) -> list[int]:
     Args:
         counts: of all parameters that were ranked together: elements, and how many are pruned.
     """
-    num_elements = sum(elements for elements, _ in counts)
-    if 10 * sum(pruned for _, pruned in counts) > 9 * num_elements:
+    num_elements = sum([elements for elements, _ in counts])
+    if 10 * sum([pruned for _, pruned in counts]) > 9 * num_elements:
         return []
     return [i for i, (elements, pruned) in enumerate(counts) if is_nearly_empty(elements, pruned)]
 

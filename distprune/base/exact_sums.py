@@ -137,9 +137,7 @@ def check_divisor(divisor: float, normalize: Normalization, label: str) -> None:
     if divisor and not lowest <= divisor <= highest:
         raise UnfitScores(
             f"{label}: normalize={normalize!r} would divide its scores by {divisor:.3g}; expected "
-            f"a number between {lowest:.3g} and {highest:.3g}, which float64 holds with all its "
-            "digits, as it does the inverse. Multiply the scores by a power of two, or rank them "
-            "without a normalisation.",
+            f"a number between {lowest:.3g} and {highest:.3g}. Multiply them by a power of two.",
             "divisor",
             [label],
         )

@@ -43,12 +43,10 @@ class NamedParameter(tuple[nn.Module, str]):
 
 def is_pair(value: object) -> TypeGuard[Pair]:
     """Whether a value is a (module, name) pair."""
-    return (
-        isinstance(value, tuple | list)
-        and len(value) == 2
-        and isinstance(value[0], nn.Module)
-        and isinstance(value[1], str)
-    )
+    match value:
+        case (nn.Module(), str()):
+            return True
+    return False
 
 
 def checked_pair(
@@ -59,12 +57,14 @@ def checked_pair(
     Raises:
         TypeError: the value is no such pair; ``what`` names it, ``expected`` says what it may be.
     """
-    if not is_pair(value):
-        found = f"a {type(value).__name__}"
-        if isinstance(value, tuple | list) and len(value) == 2:
-            found = f"a pair of {type(value[0]).__name__} and {type(value[1]).__name__}"
-        raise TypeError(f"{what} is {found}; expected {expected}.")
-    return unwrap(value[0]), value[1]
+    match value:
+        case (nn.Module() as module, str() as name):
+            return unwrap(module), name
+        case (one, other):
+            found = f"a pair of {type(one).__name__} and {type(other).__name__}"
+        case _:
+            found = f"a {type(value).__name__}"
+    raise TypeError(f"{what} is {found}; expected {expected}.")
 
 
 def plain_key(key: Any) -> Any:

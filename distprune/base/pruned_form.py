@@ -35,11 +35,6 @@ def mask_key(name: str) -> str:
     return name + _MASK
 
 
-def name_of_orig(key: str) -> str | None:
-    """The inverse of :func:`orig_key`; None if ``key`` does not end like its results."""
-    return key.removesuffix(_ORIG) if key.endswith(_ORIG) else None
-
-
 def name_of_mask(key: str) -> str | None:
     """The inverse of :func:`mask_key`; None if ``key`` does not end like its results."""
     return key.removesuffix(_MASK) if key.endswith(_MASK) else None
@@ -58,8 +53,8 @@ def stored_key(name: str, keys: Container[str]) -> str:
 
 def name_of_pruned_orig(key: str, keys: Container[str]) -> str | None:
     """The parameter's name if ``key`` is its ``_orig`` and ``keys`` has its mask; else None."""
-    name = name_of_orig(key)
-    return name if name is not None and mask_key(name) in keys else None
+    name = name_without_orig(key)
+    return name if name != key and mask_key(name) in keys else None
 
 
 def name_of_pruned_mask(key: str, keys: Container[str]) -> str | None:
@@ -87,8 +82,8 @@ def masked_product(original: Tensor, mask: Tensor) -> Tensor:
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
     """Whether a value is a DTensor. Does not import DTensor: then there is none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    name = "torch.distributed.tensor"
+    return name in sys.modules and isinstance(value, sys.modules[name].DTensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -34,10 +34,7 @@ Power = Literal[1, 2]
 def check_trainable(shard: Shard) -> None:
     """Raise ValueError if a parameter is frozen: a backward gives it no gradient."""
     if not shard.optimizer_tensor[0].requires_grad:
-        raise ValueError(
-            f"{shard.name} is frozen, so it has no gradient; expected parameters that are trained. "
-            "Leave it out, or call requires_grad_() on it while gradients are collected."
-        )
+        raise ValueError(f"{shard.name} is frozen; expected parameters that are trained.")
 
 
 def local_gradient(shard: Shard) -> Tensor:
@@ -55,8 +52,7 @@ def local_gradient(shard: Shard) -> Tensor:
     gradient = available_gradient(shard)
     if gradient is None:
         raise RuntimeError(
-            f"{shard.name} has no gradient; expected a call after backward() and before "
-            "zero_grad(). Leave out a parameter on which the loss does not depend."
+            f"{shard.name} has no gradient; expected a call after a backward that depends on it."
         )
     return gradient
 
@@ -175,11 +171,10 @@ def _replicas_of(shard: Shard, group: ProcessGroup | None) -> tuple[ProcessGroup
     if ranks <= mesh and (ranks == mesh or group is None):
         return ()
     if group is None or ranks & mesh != {dist.get_rank()}:
-        found = "none" if group is None else f"one with {sorted(ranks & mesh)} of them"
         raise ValueError(
-            f"{shard.name} is sharded over {len(mesh)} of {len(ranks)} ranks; expected group= "
-            "(a process group): the data-parallel ranks, this rank and those that have the same "
-            f"part and other batches, or the ranks of the mesh if there are none; got {found}."
+            f"{shard.name} is sharded over {len(mesh)} of {len(ranks)} ranks; expected group=, the "
+            "data-parallel ranks: those that have this rank's part, and other batches, or the "
+            "ranks of the mesh if there are no others."
         )
     return (every,)
 
@@ -218,13 +213,10 @@ class RankBatches(ABC):
     def __init__(
         self, leaves: Sequence[LocalGradients], labels: Sequence[str], power: Power
     ) -> None:
-        self._gradients = tuple(leaves)
-        self._labels = labels
-        self._power = power
+        self._gradients, self._labels, self._power = tuple(leaves), labels, power
         self._factor: float | None = None  # of the present batch
         self._num_gradients = [0] * len(leaves)  # in it
-        self.num_batches = 0
-        self.weight = 0.0
+        self.num_batches, self.weight = 0, 0.0
         self.problem: RuntimeError | None = None
 
     @abstractmethod
@@ -330,6 +322,5 @@ class CollectsRankBatches:
         """Raise RuntimeError inside of a calibration."""
         if self._sums is not None:
             raise RuntimeError(
-                "the ranks have not added up what they saw yet; expected a call after "
-                "calibrating()."
+                "ranks have not added up what they saw yet: only after calibrating()"
             )

@@ -57,8 +57,7 @@ class ShardReader:
         if original is not None and (is_dtensor(original) or wrapper.is_managed(module, key)):
             raise RuntimeError(
                 f"{type(module).__name__}.{name} was pruned before it was sharded; expected a "
-                "model that is wrapped first. Wrap it inside distprune.masks_aside(model), which "
-                "takes the masks off and puts them on again, sharded."
+                "model that is wrapped first, or inside distprune.masks_aside(model)."
             )
         if not self._may_be_managed:
             return None
@@ -107,8 +106,8 @@ class ShardReader:
         index = run_index_map(tuple(run.shape), tuple(run.stride), run.start)
         if index is None:
             raise NotImplementedError(
-                f"{label}: a parameter of shape {tuple(run.shape)} and stride {tuple(run.stride)} "
-                "overlaps itself or has gaps; expected one that is dense in memory."
+                f"{label}: shape {tuple(run.shape)} and stride {tuple(run.stride)} overlap or have "
+                "gaps; expected a parameter that is dense in memory."
             )
         values = run.values
         if mask is not None:
