@@ -66,7 +66,7 @@ def local_shard(
         # Not which ranks: the same parameter may be on several meshes of one shape.
         layout = f"{placements} on a mesh of shape {tuple(mesh.shape)}"
         replicas = replica_of(mesh.shape, coordinate, placements)
-        parts[key] = (_index_of(shape, splits), *replicas, layout)
+        parts[key] = (_index_of(name, shape, splits), *replicas, layout)
     index, replica, num_replicas, layout = parts[key]
     values = _local(parameter)
     if coordinate is None:
@@ -104,9 +104,11 @@ def _local(tensor: Tensor) -> Tensor:
         return tensor.to_local().detach()
 
 
-def _index_of(shape: Sequence[int], splits: Sequence[Split]) -> IndexMap:
+def _index_of(name: str, shape: Sequence[int], splits: Sequence[Split]) -> IndexMap:
     """Where the parts of cuts are; at most one cut is of groups, and no other of its dimension."""
     folds = [Fold(dim, n, shape[dim] // n) for dim, _, _, n in splits if n > 1]
+    if len(folds) > 1:
+        raise NotImplementedError(f"{name}: parts of groups of rows in two dimensions.")
     for fold in folds:
         shape = fold.opened(shape)
         splits = [split._replace(dim=split.dim + (split.dim >= fold.dim)) for split in splits]

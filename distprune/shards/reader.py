@@ -246,10 +246,11 @@ def _registered(module: nn.Module, name: str, label: str) -> Tensor:
 
 
 def _check_kind(label: str, parameter: Tensor) -> None:
-    dtype, is_narrow = parameter.dtype, parameter.is_floating_point() and parameter.itemsize == 1
+    dtype, layout = parameter.dtype, parameter.layout
+    is_narrow = parameter.is_floating_point() and parameter.itemsize == 1
     problems = {
         f"dtype {dtype} is quantised; dequantise it first": parameter.is_quantized or is_narrow,
-        "its layout is sparse already; expected a dense one": parameter.layout is not torch.strided,
+        f"layout {layout} is sparse already; expected a dense one": layout is not torch.strided,
         "it is on the meta device; materialise the model first": parameter.is_meta,
         "it is a lazy parameter; run one forward first": nn.parameter.is_lazy(parameter),
     }
