@@ -28,7 +28,6 @@ import numbers
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -37,7 +36,7 @@ from torch import Tensor, nn
 
 from distprune.base import exact_sums
 from distprune.base.amount import Bounded, SparsityBound, resolve_count, to_bounds, validate_amount
-from distprune.base.memory import Count, Scratch
+from distprune.base.memory import Array, Count, Scratch
 from distprune.base.naming import (
     UnfitScores,
     checked_pair,
@@ -46,7 +45,7 @@ from distprune.base.naming import (
     plain_key,
     tied_places,
 )
-from distprune.ranking.sums import Scored, grid_sums, largest_scores, per_chunk
+from distprune.ranking.sums import Scored, grid_sums, largest_scores, per_part
 from distprune.ranks.collectives import Communicator
 from distprune.shards.reader import ShardReader
 
@@ -418,17 +417,18 @@ def outlier_ratios(
         for block in top
     }
 
+    def count_above(i: int, span: range, scratch: Scratch) -> Count:
+        return _count_above(thresholds[blocks[i]], parts[i].magnitudes(span, scratch), scratch)
+
     def count() -> Tensor:
-        measures = [partial(_count_above, thresholds[block]) for block in blocks]
-        return torch.tensor([sum(chunks) for chunks in per_chunk(parts, measures)])
+        return torch.tensor(per_part(parts, count_above), dtype=torch.int64)
 
     counts = of_blocks(communicator.reduce(len(parts), count).tolist())
     return [counts[block] / max(1, sizes[block]) for block in blocks]
 
 
-def _count_above(threshold: float, part: Scored, span: range, scratch: Scratch) -> Count:
-    """Live |scores| above a number of float64, which is not negative."""
-    magnitudes = part.magnitudes(span, scratch)
+def _count_above(threshold: float, magnitudes: Array | Tensor, scratch: Scratch) -> Count:
+    """Magnitudes above a number of float64, which is not negative."""
     if isinstance(magnitudes, Tensor):
         return (magnitudes > threshold).sum()
     limit = magnitudes.dtype.type(threshold)

@@ -19,7 +19,7 @@ ROOMS = {
     "_version.py": (1, 1),
     "api": (1337, 10),
     "base": (987, 15),
-    "budgets.py": (248, 1),
+    "budgets.py": (247, 1),
     "call": (939, 8),
     "checkpoint.py": (274, 1),
     "cli": (1292, 13),
@@ -31,7 +31,7 @@ ROOMS = {
     "layouts.py": (13, 1),
     "masks": (601, 6),
     "methods": (857, 5),
-    "ranking": (1923, 12),
+    "ranking": (1817, 12),
     "ranks": (344, 3),
     "recipes": (339, 3),
     "reconstruction.py": (348, 1),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification": (659, 4),
     "wrappers": (1346, 12),
 }
-TOTAL = (22725, 180)
+TOTAL = (22618, 180)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 40415, "launch": 967}
+FOLDERS = {"tests": 40417, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

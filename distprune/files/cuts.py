@@ -34,7 +34,7 @@ from distprune.ranking.descent import ChangedError
 from distprune.ranking.ranking import Common
 from distprune.ranking.ranking import Cuts as RankedCuts
 from distprune.ranking.scores import widened
-from distprune.ranking.sums import Scored, divisors_of, per_chunk
+from distprune.ranking.sums import Scored, divisors_of, per_part
 from distprune.ranking.within_bounds import Limits, cut_within
 from distprune.ranks.collectives import Communicator
 
@@ -216,12 +216,12 @@ def _count_nan(
     if plan.recipe.nan != "keep" or group.recipe.score == "random":
         return [0] * len(parts)
 
-    def count_nan(part: Scored, span: range, scratch: Scratch) -> int:
-        scores = part.scores.load(span.start, span.stop, scratch)
-        return int(np.count_nonzero(np.isnan(widened(scores, scratch, part.dtype))))
+    def count_nan(i: int, span: range, scratch: Scratch) -> int:
+        scores = parts[i].scores.load(span.start, span.stop, scratch)
+        return int(np.count_nonzero(np.isnan(widened(scores, scratch, parts[i].dtype))))
 
     def count() -> Tensor:
-        return torch.tensor([sum(chunks) for chunks in per_chunk(parts, [count_nan] * len(parts))])
+        return torch.tensor(per_part(parts, count_nan), dtype=torch.int64)
 
     num_nan = team.reduce(len(parts), count).tolist()
     _check_numbers(plan, group, num_nan)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from distprune.base import memory
 from distprune.base.memory import SERIAL, Array, Scratch
 from distprune.ranking import cpu, device
 from distprune.shards.geometry import IndexMap
+from distprune.shards.shard import Shard
 
 # With smaller chunks, threads would wait for each other more than they work.
 _THREADED_CHUNK = 1 << 19  # bytes
@@ -35,39 +36,19 @@ R = TypeVar("R")
 Flags = Any
 
 
-class Elements(Protocol):
-    """What a ranking needs to know of a shard; shards of live models have it."""
-
-    @property
-    def name(self) -> str:
-        """Of the parameter, for messages."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole parameter."""
-
-    @property
-    def index(self) -> IndexMap:
-        """From flat positions to global indices."""
-
-    @property
-    def counted(self) -> range:
-        """The flat positions that this rank counts; each rank of a replica counts some."""
-
-    @property
-    def flat_mask(self) -> Tensor | None:
-        """The mask in force; elements that are 1 compete. None: all do."""
-
-
 @dataclass(frozen=True)
 class Part:
-    """Elements that no model has: of a file, or of one plain tensor."""
+    """Elements that no model has: of a file, or of one plain tensor. Attributes as of ``Shard``."""
 
     name: str
     numel: int
     index: IndexMap
     counted: range
     flat_mask: Tensor | None = None
+
+
+# What is ranked.
+Elements = Shard | Part
 
 
 class Chunk:

@@ -42,9 +42,8 @@ def scan(
     edges: Sequence[int | Array],
     above: int | None,
     bounds: Array,
-    out: Tensor | None,
     scratch: Scratch,
-    capacity: int | None = None,
+    most: float,
 ) -> tuple[Array, Tensor, Tensor, Array]:
     """Count the live keys up to some edges, and collect those between the first two.
 
@@ -55,10 +54,9 @@ def scan(
             above the first and up to the second.
         above: the NaN are the keys above this one; None: they are not counted.
         bounds: of the pieces that are counted apart, as for :func:`count_pieces`.
-        out: a bool mask that the last result is written to, if it can be.
         scratch: memory to use again.
-        capacity: how many elements a device may collect without waiting for their number; it is
-            not used here.
+        most: the fraction of the elements that a device may collect, and 1024 more, without waiting
+            for their number; it is not used here.
 
     Returns:
         int64 [edges + 1, pieces]: keys up to each edge, and NaN; positions, int32, and keys of
@@ -66,8 +64,7 @@ def scan(
     """
     numbers, size = keys.numpy(), keys.numel()
     counts = np.zeros((len(edges) + 1, len(bounds) - 1), dtype=np.int64)
-    stay = scratch.array("stay", size, bool) if out is None else out.numpy()
-    np.greater(numbers, edges[0], out=stay)
+    stay = np.greater(numbers, edges[0], out=scratch.array("stay", size, bool))
     inside = np.less_equal(numbers, edges[1], out=scratch.array("inside", size, bool))
     inside &= stay
     if live is not None:
@@ -75,7 +72,8 @@ def scan(
         np.greater_equal(stay, live, out=stay)  # what does not compete stays
     counts[0] = bounds[1:] - bounds[:-1] - count_pieces(stay, bounds)
     positions = inside.nonzero()[0]
-    counts[1] = counts[0] + np.diff(positions.searchsorted(bounds))
+    ends = positions.searchsorted(bounds)
+    counts[1] = counts[0] + ends[1:] - ends[:-1]
     for row, edge in enumerate([*edges[2:], above], 2):
         if edge is None:
             continue
@@ -101,11 +99,6 @@ def kept(keys: Tensor, live: Array | None, first: int | Array, scratch: Scratch)
 def positions_of(keys: Tensor, key: int) -> Tensor:
     """int64 [m]: where a key is."""
     return torch.from_numpy((keys.numpy() == key).nonzero()[0])
-
-
-def clear(flags: Array, positions: Tensor) -> None:
-    """Set flags to False at some positions."""
-    flags[positions.numpy()] = False
 
 
 def store(out: Tensor, previous: Tensor | None, stay: Array) -> None:

@@ -1,6 +1,6 @@
 """The functions that touch every element, by torch operations; see cpu.py for what they do.
 
-Nothing here waits for the device, unless a scan without a capacity does: counts are copied to the
+Nothing here waits for the device, unless a scan collects most elements: counts are copied to the
 host together, at the end of a pass (see memory.on_host).
 """
 
@@ -35,17 +35,16 @@ def scan(
     edges: Sequence[int | Array],
     above: int | None,
     bounds: Array,
-    out: Tensor | None,
     scratch: Scratch,
-    capacity: int | None = None,
+    most: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     first, second, *others = (_like(keys, edge) for edge in edges)
-    stay = torch.gt(keys, first, out=out) if out is not None else keys > first
+    stay = keys > first
     inside = (keys <= second).logical_and_(stay)
     if live is not None:
         inside.logical_and_(live)
         stay.logical_or_(live.logical_not())  # what does not compete stays
-    sizes = len(keys) if len(bounds) == 2 else torch.from_numpy(np.diff(bounds)).to(keys.device)
+    sizes = keys.numel() if len(bounds) == 2 else torch.from_numpy(np.diff(bounds)).to(keys.device)
     num_below = sizes - count_pieces(stay, bounds)
     counts = [num_below, num_below + count_pieces(inside, bounds)]
     for row, edge in enumerate([*others, above], 2):
@@ -54,9 +53,11 @@ def scan(
             continue
         flags = torch.gt(keys, edge) if row == len(edges) else torch.le(keys, edge)
         counts.append(count_pieces(flags if live is None else flags.logical_and_(live), bounds))
-    if capacity is None:
+    size = keys.numel()
+    if most * size + 1024 >= size:
         positions = inside.nonzero().squeeze(1)
     else:
+        capacity = int(most * size) + 1024
         positions = torch.nonzero_static(inside, size=capacity, fill_value=0).squeeze(1)
     return torch.stack(counts), positions.int(), keys[positions], stay
 
@@ -72,10 +73,6 @@ def kept(keys: Tensor, live: Tensor | None, first: int | Array, scratch: Scratch
 
 def positions_of(keys: Tensor, key: int) -> Tensor:
     return (keys == key).nonzero().squeeze(1)
-
-
-def clear(flags: Tensor, positions: Tensor) -> None:
-    flags[positions] = False
 
 
 def store(out: Tensor, previous: Tensor | None, stay: Tensor) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+import itertools
 
 import numpy as np
 import torch
@@ -16,10 +15,6 @@ from distprune.base.memory import Array, Scratch
 _STRIPE = 1 << 19
 # Longer blocks are partitioned: comparing all pairs would take more time.
 _FEW = 16
-# Rows of at least so many elements are compared one by one.
-_WIDE = 64
-# About how many elements a pattern has.
-_PATTERN = 1 << 14
 
 
 def lowest_of(blocks: Blocks, keys: Array, scratch: Scratch | None = None) -> Array:
@@ -92,54 +87,28 @@ def _lowest_in_rows(keys: Array, k: int, lowest: Array, scratch: Scratch) -> Non
 
 
 def _lowest_of_few(keys: Array, blocks: Blocks, lowest: Array, scratch: Scratch) -> None:
-    """The lowest of short blocks, by comparing all pairs of a block.
+    """The lowest of short blocks, by comparing all pairs of elements in all blocks at once.
 
     The place of an element in its block is how many others come before it: as many as stand before
-    it, and those after it that are lower, less those before it that are larger. Elements at a
-    distance d are compared in all blocks at once, as ``keys[d:] < keys[:-d]``, and a pattern drops
-    the pairs that are not of one block. Of blocks of four::
-
-        distance 1     0-1 1-2 2-3  .  0-1 1-2 2-3  .
-        distance 2     0-2 1-3  .   .  0-2 1-3  .   .
-        distance 3     0-3  .   .   .  0-3  .   .   .
+    it, and those after it that are lower, less those before it that are larger.
     """
-    # Along the second dimension, neighbours are of one block; where its steps are short, bands
-    # are joined to long ones.
-    pattern = None if blocks.columns >= _WIDE else _indices(blocks.length, blocks.columns)
-    shape = (-1, blocks.length, blocks.columns) if pattern is None else (1, -1, blocks.columns)
-    places = scratch.array("places", keys.size, np.uint8)
-    if pattern is None:
-        np.copyto(places.reshape(shape), np.arange(blocks.length, dtype=np.uint8)[:, None])
-    else:
-        _repeat(np.copyto, places, pattern)
-    keys, lowest, places = keys.reshape(shape), lowest.reshape(shape), places.reshape(shape)
-    for distance in range(1, blocks.length):
-        left, right = np.s_[:, :-distance], np.s_[:, distance:]
-        np.less(keys[right], keys[left], out=lowest[left])
-        if pattern is not None:
-            _repeat(_and, lowest.reshape(-1), pattern < blocks.length - distance)
-        is_lower = lowest[left].view(np.uint8)
+
+    def planes(use: str, dtype: np.dtype | type) -> Array:
+        """[length, bands, columns]: neighbours are of different blocks."""
+        return scratch.array(use, keys.size, dtype).reshape(blocks.length, -1, blocks.columns)
+
+    shape = (-1, blocks.length, blocks.columns)
+    apart, places, flags = (
+        planes("apart", keys.dtype), planes("places", np.uint8), planes("lowest apart", bool)
+    )  # fmt: skip
+    np.copyto(apart, keys.reshape(shape).swapaxes(0, 1))
+    places[:] = np.arange(blocks.length, dtype=np.uint8)[:, None, None]
+    for left, right in itertools.combinations(range(blocks.length), 2):
+        is_lower = np.less(apart[right], apart[left], out=flags[0]).view(np.uint8)
         places[left] += is_lower
         places[right] -= is_lower
-    np.less(places, blocks.num_pruned, out=lowest)
-
-
-def _repeat(operation: Callable[[Array, Array], object], flat: Array, pattern: Array) -> None:
-    """Call an operation for an array, and for a pattern over and over."""
-    end = flat.size // pattern.size * pattern.size
-    operation(flat[:end].reshape(-1, pattern.size), pattern)
-    operation(flat[end:], pattern[: flat.size - end])
-
-
-def _and(flags: Array, pattern: Array) -> None:
-    np.logical_and(flags, pattern, out=flags)
-
-
-@lru_cache(maxsize=16)
-def _indices(length: int, columns: int) -> Array:
-    """uint8, 1-d: the index in its block of each element of some bands [length, columns]."""
-    band = np.repeat(np.arange(length, dtype=np.uint8), columns)
-    return np.tile(band, max(_PATTERN // band.size, 1))
+    np.less(places, blocks.num_pruned, out=flags)
+    np.copyto(lowest.reshape(shape), flags.swapaxes(0, 1))
 
 
 def lowest_on_device(blocks: Blocks, keys: Tensor) -> Tensor:
@@ -150,14 +119,3 @@ def lowest_on_device(blocks: Blocks, keys: Tensor) -> Tensor:
     first = rows.sort(dim=1, stable=True).indices[:, : blocks.num_pruned]
     chosen = torch.zeros(rows.shape, dtype=torch.bool, device=rows.device).scatter_(1, first, True)
     return chosen.view(turned.shape).transpose(1, 2).reshape(-1)
-
-
-def replace_dead(keys: Array, live: Array, key: int, scratch: Scratch) -> None:
-    """Set the keys of what does not compete, by integer operations: a masked copy takes longer."""
-    integer = keys.dtype.type
-    dead = scratch.array("dead", keys.size, keys.dtype)
-    np.subtract(live, integer(1), out=dead)  # all bits are 1 where an element does not compete
-    keys |= dead
-    if key != -1:
-        dead &= integer(~key)
-        keys ^= dead

@@ -50,7 +50,6 @@ from distprune.ranking.chunks import (
     join_small,
     on_host,
     operations_on,
-    per_shard,
     spans_of,
     spread,
 )
@@ -212,21 +211,19 @@ class Ranking:
         """
         owners, k = np.asarray(segments), np.asarray(counts)
         totals = sums_of(owners, self.num_live, len(k))
-        stored = np.minimum(totals, np.maximum(COLLECT_ALL, totals // 50)).cumsum()
-        if len(k) < 2 or stored[-1] <= _STORED:
+        stored = np.minimum(totals, np.maximum(COLLECT_ALL, totals // 50)).sum()
+        if len(k) < 2 or stored <= _STORED:
             return _Search(self, owners, k, totals).cut(count_each, bool(self.outs))
-        # What was collected to correct drafts is freed before the end, so there are none.
-        threshold, index, before = numbers = np.zeros((3, len(owners)), dtype=np.int64)
-        cuts = Cuts(threshold, index, np.zeros((len(k), 3), dtype=np.int64), before)
-        for batch in range(int(stored[-1]) // _STORED + 1):
-            rows = (stored // _STORED == batch).nonzero()[0]
-            members = np.isin(owners, rows)
-            own = np.where(members, owners - rows.min(initial=len(k)), -1)
-            part = _Search(self, own, k[rows], totals[rows]).cut(count_each, False)
-            cuts.segments[rows] = part.segments
-            for whole, found in ((0, part.threshold), (1, part.index), (2, part.num_before)):
-                numbers[whole, members] = found[members]
-        return cuts
+        half = len(k) // 2
+        is_first = owners < half  # or in no segment
+        first = self.cut(np.where(is_first, owners, -1), k[:half], count_each=count_each)
+        last = self.cut(np.where(is_first, -1, owners - half), k[half:], count_each=count_each)
+        return Cuts(
+            np.where(is_first, first.threshold, last.threshold),
+            np.where(is_first, first.index, last.index),
+            np.concatenate([first.segments, last.segments]),
+            np.where(is_first, first.num_before, last.num_before),
+        )
 
     def write(self, cuts: Cuts) -> list[int]:
         """Write the masks of this rank: zero what lies before the cuts, and no other live element.
@@ -240,19 +237,18 @@ class Ranking:
         """
         low, high = self._drafted
         is_drafted = (low < cuts.threshold) & (cuts.threshold <= high)
+        pruned = np.where(is_drafted, self._num_below, 0)
         corrected, gone = [], []
         for own in self.collected:
             for chunk, keys, positions in zip(own.chunks, own.keys, own.positions, strict=True):
                 if chunk.is_single and is_drafted[chunk.shards[0]]:
-                    number = self._correct(chunk, keys, positions, cuts)
-                    if chunk.is_counted:
-                        corrected.append(chunk)
-                        gone.append(number)
+                    corrected.append(chunk)
+                    gone.append(self._correct(chunk, keys, positions, cuts))
 
         def write(chunk: Chunk, scratch: Scratch) -> Array | Tensor:
             stay = self.kept(chunk, cuts, scratch)
             self.store(chunk, stay)
-            operations = operations_on(self.sources[chunk.shards[0]].device)
+            operations = operations_on(self.sources[chunk.pieces[0][0]].device)
             number: Array | Tensor = operations.count_pieces(stay, chunk.bounds)
             return number
 
@@ -262,15 +258,13 @@ class Ranking:
             if not (part.is_single and is_drafted[part.shards[0]])
             for chunk in part.cut(self._most)
         ]
-        kept = [
-            (chunk, number)
-            for chunk, number in zip(others, self.visit(others, write), strict=True)
-            if chunk.is_counted
-        ]
-        num_shards, counted = len(self.shards), [chunk for chunk, _ in kept]
-        pruned = np.where(is_drafted, self._num_below, 0) + per_shard(corrected, gone, num_shards)
-        pruned += per_shard(counted, [chunk.sizes for chunk in counted], num_shards)
-        pruned -= per_shard(counted, [number for _, number in kept], num_shards)
+        kept = self.visit(others, write)
+        for chunk, number in zip(corrected, on_host(gone), strict=True):
+            if chunk.is_counted:
+                pruned[chunk.shards] += number
+        for chunk, number in zip(others, on_host(kept), strict=True):
+            if chunk.is_counted:
+                pruned[chunk.shards] += chunk.sizes - number
         numbers: list[int] = pruned.tolist()
         return numbers
 
@@ -288,7 +282,7 @@ class Ranking:
             gone = memory.select(ties, before) + int(begin)
             if live is not None:
                 gone = memory.select(gone, memory.select(torch.as_tensor(live), gone))
-            operations.clear(stay, gone)
+            torch.as_tensor(stay)[gone] = False
         return stay
 
     def _correct(self, chunk: Chunk, keys: Tensor, positions: Tensor, cuts: Cuts) -> Array | Tensor:
@@ -369,17 +363,13 @@ class Ranking:
 
         def scan(chunk: Chunk, scratch: Scratch, *, waits: bool = False) -> tuple[Any, ...]:
             keys, may_have_nan, live = self.load(chunk, scratch)
-            i, start, stop = chunk.pieces[0]
             columns = [spread(own, chunk.sizes, keys.dtype) for own in edges[chunk.shards].T]
-            is_drafted, out = drafts and chunk.is_single, None
-            if is_drafted and self._masks[i] is None and self.outs[i].dtype is torch.bool:
-                out = self.outs[i][start:stop]
-            capacity = min(len(keys), int(4 * share[i] * len(keys)) + 1024)
+            most = math.inf if waits else 4 * float(share[chunk.pieces[0][0]])
             *found, stay = operations_on(keys.device).scan(
                 keys, live, columns, above if may_have_nan else None,
-                chunk.bounds, out, scratch, None if waits else capacity,
+                chunk.bounds, scratch, most,
             )  # fmt: skip
-            if is_drafted and out is None:
+            if drafts and chunk.is_single:
                 self.store(chunk, stay)
             return tuple(found)
 
@@ -391,7 +381,7 @@ class Ranking:
         for chunk, own, (_, positions, keys) in zip(chunks, counts, scanned, strict=True):
             inside = own[1] - own[0]
             number = int(inside.sum())
-            if number > len(positions):
+            if number > positions.numel():
                 _, positions, keys = scan(chunk, Scratch(), waits=True)
             found = chunk, inside, keys[:number], positions[:number]
             groups.setdefault((chunk.is_counted, keys.device), []).append(found)
@@ -621,8 +611,7 @@ class _Search:
                 members, np.where(members, edges[self._segments].T, self._ranking.keys.low - 1).T,
                 share[self._segments], drafts=drafts, counts_nan=counts_nan,
             )  # fmt: skip
-            totals = [sums_of(self._segments, row, len(is_open)) for row in own]
-            return torch.from_numpy(np.concatenate(totals))
+            return torch.from_numpy(sums_of(self._segments, own, len(is_open)).reshape(-1))
 
         totals = self._ranks.reduce((width + 1) * len(is_open), read).numpy()
         totals = totals.reshape(width + 1, -1)
@@ -634,7 +623,7 @@ class _Search:
         keys = np.concatenate([[self._low - 1], edges.T, [self._high]])
         upto = np.concatenate([[self._below], totals[:-1], [self._upto]])
         each = np.concatenate([self._each[:1], own[:-1], self._each[1:]])
-        if (np.diff(upto[:, is_open], axis=0) < 0).any():
+        if ((upto[1:] < upto[:-1]) & is_open).any():
             raise ChangedError
         # The first edge up to which there are k keys.
         at = np.where(is_open, (upto < self._k).sum(axis=0), 1)
@@ -693,7 +682,7 @@ class _Search:
         threshold = np.where(members, found.low[segments], self._ranking.keys.low)
         index = np.where(members & (num_pruned > 0)[segments], ALL, 0)
         num_before: Array = np.zeros(num_shards, dtype=np.int64)
-        cuts = Cuts(threshold, index, np.stack([found.low, found.size, num_pruned], 1), num_before)
+        cuts = Cuts(threshold, index, np.array([found.low, found.size, num_pruned]).T, num_before)
         is_divided = (num_pruned > 0) & (num_pruned < found.size)
         if not (count_each or is_divided.any()):
             return cuts
@@ -757,11 +746,11 @@ class _Search:
 
 
 def sums_of(segments: Array, numbers: Array, num_segments: int) -> Array:
-    """int64 [segments]: the sums of numbers of their members."""
+    """int64 [..., segments]: the sums of numbers, [..., parameters], of their members."""
     # The last sum is that of what is in no segment.
-    sums: Array = np.zeros(num_segments + 1, dtype=np.int64)
-    np.add.at(sums, segments, numbers)
-    return sums[:-1]
+    sums: Array = np.zeros((*numbers.shape[:-1], num_segments + 1), dtype=np.int64)
+    np.add.at(sums.T, segments, numbers.T)
+    return sums[..., :-1]
 
 
 def refuse_nan(ranking: Ranking, num_nan: Sequence[int]) -> None:

@@ -59,7 +59,7 @@ class TensorScores:
     is_thread_safe = True
 
     def __init__(self, scores: Tensor) -> None:
-        self.scores = scores.detach()
+        self.scores = scores
         self.dtype, self.size, self.device = scores.dtype, scores.numel(), scores.device
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
@@ -154,7 +154,7 @@ class FactorScores:
         for block in self._matrix.blocks(start, stop):
             shape = (block.rows.stop - block.rows.start, block.columns.stop - block.columns.start)
             out = scores[block.start : block.stop].reshape(shape)
-            factors = [[slice_of(factor, block) for factor in term] for term in terms]
+            factors = [[slice_of(factor, block).numpy() for factor in term] for term in terms]
             own = weights[block.start : block.stop].reshape(shape)
             total = _product(factors[0], out)
             for term in factors[1:]:
@@ -316,13 +316,12 @@ def widened(scores: Tensor, scratch: Scratch, dtype: torch.dtype) -> Array:
     return converted
 
 
-def slice_of(factor: Tensor, block: Block) -> Array:
+def slice_of(factor: Tensor, block: Block) -> Tensor:
     """The part of a factor that meets a block: [rows or 1, columns or 1]."""
     matrix = block.matrix if factor.shape[0] > 1 else 0
     rows = block.rows if factor.shape[1] > 1 else slice(None)
     columns = block.columns if factor.shape[2] > 1 else slice(None)
-    part: Array = factor[matrix, rows, columns].numpy()
-    return part
+    return factor[matrix, rows, columns]
 
 
 def factor_at(factor: Tensor, places: tuple[Tensor | int, Tensor, Tensor]) -> Tensor:

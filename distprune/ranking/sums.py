@@ -23,10 +23,10 @@ from distprune.base import exact_sums, memory
 from distprune.base.blocks import WeightLayout
 from distprune.base.exact_sums import GRID_BITS, Normalization
 from distprune.base.mask_values import is_one
-from distprune.base.memory import Array, Count, Scratch, on_host
+from distprune.base.memory import SERIAL, Array, Count, Scratch, on_host
 from distprune.base.naming import UnfitScores
 from distprune.ranking.chunks import Elements, call_all, operations_on, spans_of
-from distprune.ranking.scores import ScaledScores, ScoreSource, factor_at, slice_of, widened
+from distprune.ranking.scores import ScaledScores, ScoreSource, slice_of, widened
 from distprune.ranks.collectives import Communicator
 from distprune.shards.geometry import IndexMap, MatrixRun
 
@@ -76,36 +76,35 @@ class Scored:
         return out
 
 
-# From a part and a chunk of it to a number.
-Measure = Callable[[Scored, range, Scratch], Count]
-
-
-def per_chunk(parts: Sequence[Scored], measures: Sequence[Measure]) -> list[list[int]]:
-    """Per part, a number of each chunk of the elements that this rank counts."""
-    numbers: list[list[int]] = [[] for _ in parts]
-    found = _visit(parts, lambda i, span, scratch: (i, measures[i](parts[i], span, scratch)), 1)
-    values = on_host([number for _, number in found])
-    for (position, _), value in zip(found, values, strict=True):
-        numbers[position].append(value)
-    return numbers
-
-
-def _visit(
+def per_part(
     parts: Sequence[Scored],
-    call: Callable[[int, range, Scratch], tuple[int, Count]],
-    scale: int,
-) -> list[tuple[int, Count]]:
-    """Call a function for each chunk of the elements that this rank counts."""
-    calls, num_bytes = [], 0
+    measure: Callable[[int, range, Scratch], Count],
+    combine: Callable[[Sequence[int]], int] = sum,
+    most: int = 1 << 62,
+) -> list[int]:
+    """A number of each part: those of the chunks that this rank counts, combined.
+
+    Args:
+        measure: from the number of a part and a span of it.
+        most: elements of a span on a CPU.
+    """
+    calls, places, num_bytes = [], [], 0
     for i, part in enumerate(parts):
-        most = operations_on(part.scores.device).CHUNK_BYTES // (scale * part.dtype.itemsize)
-        for span in spans_of(part.shard.counted, most):
-            calls.append(partial(call, i, span))
-            num_bytes += len(span) * scale * part.dtype.itemsize
+        size = operations_on(part.scores.device).CHUNK_BYTES // part.dtype.itemsize
+        if memory.takes_numpy(part.scores.device):
+            size = min(size, most)
+        for span in spans_of(part.shard.counted, size):
+            calls.append(partial(measure, i, span))
+            places.append(i)
+            num_bytes += len(span) * part.dtype.itemsize
     are_safe = all(
         part.scores.is_thread_safe and memory.takes_numpy(part.scores.device) for part in parts
     )
-    return call_all(calls, num_bytes, are_safe=are_safe)
+    numbers: list[list[int]] = [[] for _ in parts]
+    found = on_host(call_all(calls, num_bytes, are_safe=are_safe))
+    for i, number in zip(places, found, strict=True):
+        numbers[i].append(number)
+    return [combine(own or [0]) for own in numbers]
 
 
 def normalized(
@@ -176,8 +175,8 @@ def largest_scores(
     Cost: a read of the scores; an all-reduce of 8 bytes per parameter.
     """
 
-    def largest_bits(part: Scored, span: range, scratch: Scratch) -> Count:
-        found = part.magnitudes(span, scratch).max()
+    def largest_bits(i: int, span: range, scratch: Scratch) -> Count:
+        found = parts[i].magnitudes(span, scratch).max()
         if isinstance(found, Tensor):
             return found.view(torch.int64)
         return int(np.float64(found).view(np.int64))
@@ -189,9 +188,7 @@ def largest_scores(
                     f"{part.name}: {what} of scores of dtype {part.scores.dtype}; expected "
                     "floating point."
                 )
-        found = per_chunk(parts, [largest_bits] * len(parts))
-        values = [max(chunks, default=0) for chunks in found]
-        return torch.tensor(values, dtype=torch.int64)
+        return torch.tensor(per_part(parts, largest_bits, max), dtype=torch.int64)
 
     # The bits of non-negative float64 numbers are in their order; those of NaN are above inf's.
     bits = ranks.reduce(len(parts), find_largest, "max")
@@ -225,17 +222,17 @@ def grid_sums(
     Cost: a read of the scores; an all-reduce of 16 bytes per parameter.
     """
 
-    def grid_sum(exponent: int | None, part: Scored, span: range, scratch: Scratch) -> Count:
+    def grid_sum(i: int, span: range, scratch: Scratch) -> Count:
+        exponent = exponents[i]
         if exponent is None:
             return 0
-        magnitudes = part.magnitudes(span, scratch)
+        magnitudes = parts[i].magnitudes(span, scratch)
         if isinstance(magnitudes, Tensor):
             return exact_sums.grid_sum_on_device(magnitudes, exponent, power)
         return exact_sums.grid_sum(magnitudes, exponent, power, scratch)
 
     def add_up() -> Tensor:
-        found = per_chunk(parts, [partial(grid_sum, exponent) for exponent in exponents])
-        return torch.tensor([exact_sums.to_words(sum(chunks)) for chunks in found]).view(-1)
+        return torch.tensor(list(map(exact_sums.to_words, per_part(parts, grid_sum)))).view(-1)
 
     words = ranks.reduce(2 * len(parts), add_up).view(-1, 2).tolist()
     return [exact_sums.from_words(high, low) for high, low in words]
@@ -334,41 +331,32 @@ def _reduced(weights: Sequence[Summed], exponents: list[list[Tensor]] | None) ->
     ]
     lock = threading.Lock()
 
-    def visit(i: int, span: range, scratch: Scratch) -> tuple[int, Count]:
-        weight, own = weights[i], None if exponents is None else exponents[i]
-        magnitudes = weight.part.magnitudes(span, scratch)
-        if isinstance(magnitudes, Tensor):
-            _add_on_device(weight, span, magnitudes, own, outs[i])
-            return i, 0
+    def visit(i: int, span: range, scratch: Scratch) -> Count:
+        weight = weights[i]
+        magnitudes = torch.as_tensor(weight.part.magnitudes(span, scratch)).double()
         for block in weight.matrix.blocks(span.start, span.stop):
             shape = (block.rows.stop - block.rows.start, block.columns.stop - block.columns.start)
-            values = magnitudes[block.start : block.stop].reshape(shape)
+            values = magnitudes[block.start : block.stop].view(shape)
             for kind, places in enumerate(weight.places):
-                place = slice_of(places, block)
-                axes = tuple(axis for axis in (0, 1) if place.shape[axis] == 1)
-                if own is None:
-                    found = values.max(axis=axes, keepdims=True).astype(np.float64).view(np.int64)
-                    combine: Callable[..., None] = np.maximum.at
+                place = slice_of(places.to(values.device), block)
+                axes = [axis for axis in (0, 1) if place.shape[axis] == 1]
+                if exponents is None:
+                    found = (values.amax(axes, keepdim=True) if axes else values).view(torch.int64)
                 else:
-                    terms = _on_grid(values, own[kind].numpy()[place], scratch)
-                    found, combine = terms.sum(axis=axes, keepdims=True), np.add.at
+                    own = exponents[i][kind].to(values.device)[place]
+                    first, second = _powers(GRID_BITS - own)
+                    found = (values * first).mul_(second).round_().long()
+                    found = found.sum(axes, keepdim=True) if axes else found
+                at, found = place.reshape(-1), found.reshape(-1)
                 with lock:
-                    combine(outs[i][kind].numpy(), place, found)
-        return i, 0
+                    if exponents is None:
+                        outs[i][kind].scatter_reduce_(0, at, found, "amax")
+                    else:
+                        outs[i][kind].index_add_(0, at, found)
+        return 0
 
-    _visit([weight.part for weight in weights], visit, 2)
-    results = [each.cpu() for own in outs for each in own]
-    return torch.cat(results) if results else torch.zeros(0).long()
-
-
-def _on_grid(values: Array, exponents: Array, scratch: Scratch) -> Array:
-    """Magnitudes as whole numbers of units of the grid of their sum: int64."""
-    terms = scratch.array("terms", values.size, np.float64).reshape(values.shape)
-    first, second = _powers(torch.from_numpy(GRID_BITS - exponents))
-    np.multiply(values, first.numpy(), out=terms)
-    np.multiply(terms, second.numpy(), out=terms)
-    np.rint(terms, out=terms)
-    return terms.astype(np.int64)
+    per_part([weight.part for weight in weights], visit, most=SERIAL)
+    return torch.cat([each.cpu() for own in outs for each in own] or [torch.zeros(0).long()])
 
 
 def _powers(exponents: Tensor) -> tuple[Tensor, Tensor]:
@@ -376,23 +364,3 @@ def _powers(exponents: Tensor) -> tuple[Tensor, Tensor]:
     half = exponents.long() // 2
     first, second = (((each + 1023) << 52) for each in (half, exponents.long() - half))
     return first.view(torch.float64), second.view(torch.float64)
-
-
-def _add_on_device(
-    weight: Summed,
-    span: range,
-    magnitudes: Tensor,
-    exponents: list[Tensor] | None,
-    out: list[Tensor],
-) -> None:
-    """What the loop over blocks does, by torch operations."""
-    device = magnitudes.device
-    at = weight.matrix.places(torch.arange(span.start, span.stop, device=device))
-    for kind, places in enumerate(weight.places):
-        place = factor_at(places.to(device), at).expand(magnitudes.shape)
-        if exponents is None:
-            out[kind].scatter_reduce_(0, place, magnitudes.view(torch.int64), "amax")
-        else:
-            first, second = _powers(GRID_BITS - exponents[kind].to(device)[place])
-            terms = (magnitudes * first * second).round_()
-            out[kind].index_add_(0, place, terms.long())

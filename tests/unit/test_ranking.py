@@ -118,9 +118,11 @@ def test_any_data_on_any_layout(device, data):
     serial = data.draw(st.sampled_from([0, 40, 1 << 15]), "elements of a small part")
     collected = data.draw(st.sampled_from([10, COLLECT_ALL]), "elements that are collected")
     most = data.draw(st.sampled_from([None, 20]), "most collected")
+    stored = data.draw(st.sampled_from([1, 1 << 24]), "keys of segments side by side")
     with (
         mock.patch("distprune.ranking.chunks.SERIAL", serial),
         mock.patch.object(module, "COLLECT_ALL", collected),
+        mock.patch.object(module, "_STORED", stored),
     ):
         check(
             tensors, masks, amounts, layouts, size,
