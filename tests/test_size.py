@@ -46,7 +46,7 @@ ROOMS = {
 }
 TOTAL = (22618, 180)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 40417, "launch": 967}
+FOLDERS = {"tests": 40438, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,
