@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distprune._transformers.loading import (
+from distprune._transformers.conversions import (
     MaskSource,
+    SavedMasks,
+    as_saved,
     match_masks,
     rules_for,
 )
-from distprune._transformers.table import SavedMasks, as_saved
 from distprune.base import mask_bits
 from distprune.base.naming import NamedParameter
 from distprune.base.report_text import listed

@@ -69,36 +69,45 @@ def check_wrapping(
 
     Cost: one walk over the modules; no communication.
     """
-    fsdp, tp_size = _requested_fsdp(accelerator), _requested_tp(accelerator)
-    size = accelerator.num_processes
+    config = getattr(accelerator, "parallelism_config", None)
+    of_environment = os.environ.get("PARALLELISM_CONFIG_TP_SIZE", 1)
+    tp_size = int(of_environment if config is None else config.tp_size)
+    fsdp, size = _requested_fsdp(accelerator), accelerator.num_processes
     num_requested = num_processes or int(os.environ.get("WORLD_SIZE", size))
     wrapping = _wrapping(model)
     kinds = wrapping.split("+")
-    text = "is what accelerate was asked for"
     if size != num_requested:
-        raise RuntimeError(
-            f"{num_requested} processes {text}, and it runs as {accelerator.distributed_type} with "
-            f"{size}. On the CPU set ACCELERATE_USE_CPU=true and call `accelerate launch "
-            f"--multi_gpu --num_processes {num_requested}`, or torchrun with Accelerator(cpu=True)."
+        asked, hint = (
+            f"{num_requested} processes",
+            (
+                "On the CPU set ACCELERATE_USE_CPU=true and call `accelerate launch --multi_gpu "
+                f"--num_processes {num_requested}`, or torchrun with Accelerator(cpu=True)."
+            ),
         )
-    if fsdp is not None and not (fsdp in kinds or (fsdp == "fsdp" and "fsdp" in wrapping)):
-        raise RuntimeError(
-            f"{fsdp} {text}, and the model is {wrapping}; expected what accelerator.prepare "
-            "returned. Accelerate has no FSDP on the CPU, and none if torch.distributed was "
-            "initialised before: leave FSDP out, or call torch's fully_shard under torchrun."
+    elif fsdp is not None and fsdp not in (*kinds, *(kind[:-1] for kind in kinds)):
+        asked, hint = (
+            fsdp,
+            (
+                "Accelerate has no FSDP on the CPU, and none if torch.distributed was initialised "
+                "before: leave FSDP out, or call torch's fully_shard under torchrun."
+            ),
         )
-    if tp_size > 1 and "tp" not in kinds:
-        raise RuntimeError(
-            f"tensor parallelism over {tp_size} ranks {text}, and the model is {wrapping}. "
-            'Accelerate does not add it: load the model with from_pretrained(..., tp_plan="auto") '
-            "or call parallelize_module, both before accelerator.prepare."
+    elif tp_size > 1 and "tp" not in kinds:
+        asked, hint = (
+            f"tensor parallelism over {tp_size} ranks",
+            (
+                "Accelerate does not add it: load the model with from_pretrained(tp_plan='auto') "
+                "or call parallelize_module, both before accelerator.prepare."
+            ),
         )
-    if size > 1 and wrapping == "plain":
-        raise RuntimeError(
-            f"the model is plain on each of {size} processes, which would train apart; expected "
-            "what accelerator.prepare(model, optimizer) returned."
-        )
-    return wrapping
+    elif size > 1 and wrapping == "plain":
+        asked, hint = f"one model on {size} processes", "They would train apart."
+    else:
+        return wrapping
+    raise RuntimeError(
+        f"{asked} is what accelerate was asked for, and the model is {wrapping}, on {size} "
+        f"processes; expected what accelerator.prepare(model, optimizer) returned. {hint}"
+    )
 
 
 def _requested_fsdp(accelerator: Accelerator) -> str | None:
@@ -110,12 +119,6 @@ def _requested_fsdp(accelerator: Accelerator) -> str | None:
     # A plugin that accelerate ignores is not kept; it leaves ACCELERATE_USE_FSDP, not the version.
     version = getattr(plugin, "fsdp_version", None) or os.environ.get("FSDP_VERSION", "")
     return f"fsdp{version}"
-
-
-def _requested_tp(accelerator: Accelerator) -> int:
-    config = getattr(accelerator, "parallelism_config", None)
-    size = os.environ.get("PARALLELISM_CONFIG_TP_SIZE", 1) if config is None else config.tp_size
-    return int(size)
 
 
 def _wrapping(model: nn.Module) -> str:
@@ -137,17 +140,11 @@ def _wrapping(model: nn.Module) -> str:
             kinds.append("fsdp1")
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         kinds.append("ddp")
-    if _has_tp(model, is_fsdp2="fsdp2" in kinds):
+    # FSDP2 makes DTensors of all parameters; tensor parallelism adds a mesh axis, "tp".
+    meshes = [p.device_mesh for p in model.parameters() if is_dtensor(p)]
+    if any("fsdp2" not in kinds or "tp" in (mesh.mesh_dim_names or ()) for mesh in meshes):
         kinds.append("tp")
     return "+".join(kinds) or "plain"
-
-
-def _has_tp(model: nn.Module, is_fsdp2: bool) -> bool:
-    """FSDP2 makes DTensors of all parameters; tensor parallelism adds a mesh axis, "tp"."""
-    meshes = [p.device_mesh for p in model.parameters() if is_dtensor(p)]
-    if is_fsdp2:
-        return any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes)
-    return bool(meshes)
 
 
 def register_pruning(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from distprune.base.memory import on_host
-from distprune.base.naming import named_modules, unwrap
+from distprune.base.naming import Pair, named_modules, unwrap
 from distprune.base.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
 from distprune.base.report_text import listed
 from distprune.masks.hook import find_hook
@@ -90,15 +90,20 @@ def hold_zeros(model: nn.Module, *, group: ProcessGroup | None = None) -> tuple[
             "pruned before get_peft_model. (Some values of init_lora_weights, such as 'pissa', "
             "change the base weights and fill their zeros.)"
         )
-    refused = [f"{each.name} {each.obstacle}" for each in pruned if each.obstacle is not None]
+    inits = _inits_of(model)
+    obstacles = {name: _obstacle(layer, inits) for name, layer in pruned.items()}
+    refused = [f"{name} {obstacle}" for name, obstacle in obstacles.items() if obstacle]
     if refused:
         raise NotImplementedError(
             f"{listed(refused, 3, '; ')}. Expected that only LoRA of nn.Linear and Conv1D changes "
             "weights with zeros. Leave such modules out of target_modules and modules_to_save."
         )
-    for each in pruned:
-        _hold(each.layer)
-    return tuple(each.name for each in pruned)
+    for layer in pruned.values():
+        held = next(iter(layer.lora_variant.values()), None) or HeldDelta()
+        layer.lora_variant.update(dict.fromkeys(layer.lora_A, held))
+        # Asked for each adapter that is added to the layer.
+        layer.resolve_lora_variant = functools.partial(_resolve, layer, held)
+    return tuple(pruned)
 
 
 def merge_and_unload(
@@ -126,7 +131,7 @@ def merge_and_unload(
     it, and under FSDP2 an all-gather of the factors A.
     """
     pruned = _pruned_layers(model, group)
-    unheld = [each.name for each in pruned if not _holds_zeros(each.layer)]
+    unheld = [name for name, layer in pruned.items() if not _holds_zeros(layer)]
     if unheld:
         raise ValueError(
             f"{listed(unheld, 3)}: the base weight has zeros, which merging would fill; "
@@ -172,30 +177,39 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str], **kwargs: Any) 
     communicator.run(gather_and_write)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A layer that PEFT trains, and what speaks against holding the zeros that it may have."""
+def _pruned_layers(model: nn.Module, group: ProcessGroup | None) -> dict[str, Any]:
+    """By name, the layers of PEFT whose base weights have zeros, on any rank."""
 
-    name: str
-    layer: Any
-    weights: tuple[tuple[nn.Module, str], ...]
-    obstacle: str | None
-
-
-def _pruned_layers(model: nn.Module, group: ProcessGroup | None) -> list[_Layer]:
-    """The layers of PEFT whose base weights have zeros, on any rank."""
+    def find() -> dict[str, tuple[nn.Module, list[Pair]]]:
+        found: dict[str, tuple[nn.Module, list[Pair]]] = {}
+        for path, module in named_modules(_unwrapped(model)):
+            if isinstance(module, BaseTunerLayer):
+                parts = [module.get_base_layer()]
+            elif isinstance(module, AuxiliaryTrainingWrapper):
+                parts = list(getattr(module, "modules_to_save", {}).values())
+            else:
+                continue
+            weights = [place for part in parts for place in _matrices(part)]
+            base = parts[0] if isinstance(module, BaseTunerLayer) else None
+            if base is not None and not weights and any(True for _ in base.parameters()):
+                raise NotImplementedError(
+                    f"{path}: the base layer is a {type(base).__name__} without a matrix of "
+                    "floating-point numbers, as quantised layers and those of FSDP1 are; expected "
+                    "an unquantised model, plain or under FSDP2."
+                )
+            found[path] = module, weights
+        return found
 
     def count() -> Tensor:
-        counts = [_count_zeros(each) for each in layers]
-        return torch.tensor(on_host(counts), dtype=torch.int64)
+        zeros = [_count_zeros(weights) for _, weights in layers.values()]
+        return torch.tensor(on_host(zeros), dtype=torch.int64)
 
-    communicator = world(group)
-    with communicator.exclusively():
-        layers = communicator.run(
-            lambda: _find(_unwrapped(model)), lambda found: [(each.name, "") for each in found]
-        )
-        counts = communicator.reduce(len(layers), count).tolist()
-    return [each for each, zeros in zip(layers, counts, strict=True) if zeros]
+    ranks = world(group)
+    with ranks.exclusively():
+        layers = ranks.run(find, lambda found: [(name, "") for name in found])
+        counts = ranks.reduce(len(layers), count).tolist()
+    named = zip(layers.items(), counts, strict=True)
+    return {name: layer for (name, (layer, _)), zeros in named if zeros}
 
 
 def _unwrapped(model: nn.Module) -> Any:
@@ -208,44 +222,28 @@ def _unwrapped(model: nn.Module) -> Any:
     return tuned
 
 
-def _find(model: Any) -> list[_Layer]:
-    inits = {name: config.init_lora_weights for name, config in model.peft_config.items()
-             if hasattr(config, "init_lora_weights")}  # fmt: skip
-    found = []
-    for path, module in named_modules(model):
-        if isinstance(module, BaseTunerLayer):
-            base = module.get_base_layer()
-            weights = _matrices(base)
-            if not weights and any(True for _ in base.parameters()):
-                raise NotImplementedError(
-                    f"{path}: the base layer is a {type(base).__name__} without a matrix of "
-                    "floating-point numbers, as quantised layers and those of FSDP1 are; expected "
-                    "an unquantised model, plain or under FSDP2."
-                )
-            found.append(_Layer(path, module, weights, _obstacle(module, base, inits)))
-        elif isinstance(module, AuxiliaryTrainingWrapper):
-            copies = getattr(module, "modules_to_save", {})
-            weights = tuple(place for copy in copies.values() for place in _matrices(copy))
-            obstacle = "is trained as a whole (modules_to_save or trainable tokens)"
-            found.append(_Layer(path, module, weights, obstacle))
-    return found
+def _inits_of(model: nn.Module) -> dict[str, Any]:
+    """How the factors of each adapter begin."""
+    configs = _unwrapped(model).peft_config.items()
+    return {name: getattr(config, "init_lora_weights", True) for name, config in configs}
 
 
-def _matrices(module: nn.Module) -> tuple[tuple[nn.Module, str], ...]:
-    return tuple(
+def _matrices(module: nn.Module) -> list[Pair]:
+    return [
         (owner, key)
         for owner in module.modules()
         for key, parameter in owner._parameters.items()
         if parameter is not None and parameter.ndim > 1 and parameter.is_floating_point()
-    )
+    ]
 
 
-def _obstacle(layer: Any, base: nn.Module, inits: dict[str, Any]) -> str | None:
+def _obstacle(layer: Any, inits: dict[str, Any]) -> str | None:
     """Why the zeros of a layer cannot be held; None if they can."""
     # FSDP2 puts a class of its own in front.
     kind = next(cls for cls in type(layer).__mro__ if not cls.__module__.startswith("torch."))
     if kind is not LoraLinear:
         return f"is a {kind.__module__}.{kind.__qualname__}"
+    base = layer.get_base_layer()
     if base._parameters.keys().isdisjoint(("weight", "weight_orig")):
         return f"has a base layer {type(base).__name__} that does not keep a weight"
     others = {
@@ -253,7 +251,7 @@ def _obstacle(layer: Any, base: nn.Module, inits: dict[str, Any]) -> str | None:
         for name, each in layer.lora_variant.items()
         if not isinstance(each, HeldDelta)
     }
-    changing = {name: inits[name] for name in layer.lora_A if inits.get(name, True) not in _INITS}
+    changing = {name: inits[name] for name in layer.lora_A if inits[name] not in _INITS}
     if others or changing:
         return f"has adapters of other forms: {others or changing}"
     if layer.merged and not _holds_zeros(layer):
@@ -275,28 +273,19 @@ def _holds_zeros(layer: nn.Module) -> bool:
     return bool(held) and set(getattr(layer, "lora_A", ())) <= held
 
 
-def _count_zeros(layer: _Layer) -> Tensor:
-    """Zeros of this rank's parts of the weights; 0 if they are the row of a padding token."""
+def _count_zeros(weights: Iterable[Pair]) -> Tensor:
+    """Zeros of this rank's parts of some weights; 0 if they are the row of a padding token."""
     total = torch.zeros((), dtype=torch.int64)
-    for owner, key in layer.weights:
+    for owner, key in weights:
         values = owner._parameters[key]
         assert values is not None
         if key in ("weight", "weight_orig"):
             zeros = zeros_of(owner).sum()
         else:
             zeros = (local_tensor(values.detach()) == 0).sum()
-        if isinstance(owner, nn.Embedding) and zeros <= owner.embedding_dim:
-            continue
-        total += zeros.to(total.device)
+        if not (isinstance(owner, nn.Embedding) and zeros <= owner.embedding_dim):
+            total += zeros.to(total.device)
     return total
-
-
-def _hold(layer: Any) -> None:
-    held = next(iter(layer.lora_variant.values()), None) or HeldDelta()
-    for adapter in layer.lora_A:
-        layer.lora_variant[adapter] = held
-    # Asked for each adapter that is added to the layer.
-    layer.resolve_lora_variant = functools.partial(_resolve, layer, held)
 
 
 def _resolve(layer: Any, held: HeldDelta, **kwargs: Any) -> HeldDelta:
@@ -442,13 +431,14 @@ def _parts(a: Tensor, b: Tensor, stored: Any, out_dim: int) -> tuple[Tensor, Ten
         is_out, is_sharded = placement.is_shard(out_dim), placement.is_shard()
         places_a.append(Shard(1) if is_sharded and not is_out else Replicate())
         places_b.append(Shard(0) if is_out else Replicate())
-    parts = []
-    for factor, places in ((a, places_a), (b, places_b)):
+
+    def part(factor: Tensor, places: list[Any]) -> Tensor:
         if not is_dtensor(factor):  # one that FSDP was told to ignore
-            replicated = [Replicate()] * stored.device_mesh.ndim
-            factor = DTensor.from_local(factor, stored.device_mesh, replicated, run_check=False)
-        parts.append(resolved(factor, places))
-    return parts[0], parts[1]
+            whole = [Replicate()] * stored.device_mesh.ndim
+            factor = DTensor.from_local(factor, stored.device_mesh, whole, run_check=False)
+        return resolved(factor, places)
+
+    return part(a, places_a), part(b, places_b)
 
 
 def _check_finite(stored: Tensor, local: Tensor, delta: Tensor, adapter: str) -> None:

@@ -16,8 +16,7 @@ from distprune._transformers.building import (
     put_tensor,
     tensors_of_checkpoints,
 )
-from distprune._transformers.loading import MaskSource, SameTensor, TransformersRules
-from distprune._transformers.table import as_saved
+from distprune._transformers.conversions import MaskSource, TransformersRules, as_saved
 from distprune.base.float_formats import TORCH_NAMES
 from distprune.base.naming import NamedParameter, named_modules
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -142,9 +141,7 @@ class StreamedModel:
 
     def values_of(self, source: MaskSource, like: Tensor) -> Tensor:
         """Read a tensor of the model from where it is stored, in the dtype of another one."""
-        if isinstance(source, SameTensor):
-            return self.read(source.name).to(self.device, like.dtype)
-        if not source.conversion.is_stack:
+        if source.conversion is None or not source.conversion.is_stack:
             return source.read(self.read).to(self.device, like.dtype)
         values = torch.empty_like(like, device=self.device)
         for expert in range(len(values)):  # one by one: together they take twice the memory
@@ -260,8 +257,7 @@ class StoredLayers:
                 return keep(stored).view(self._entries[stored].shape)
             return torch.ones(self._entries[stored].shape, dtype=torch.bool)
 
-        source = self._sources[name]
-        return read(source.name) if isinstance(source, SameTensor) else source.read(read)
+        return self._sources[name].read(read)
 
     def stored(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of the checkpoint that some parameters are saved as, in its dtypes."""

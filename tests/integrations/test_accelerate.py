@@ -76,9 +76,9 @@ def every_case() -> None:
         accelerator = Accelerator(cpu=True)
         assert check_wrapping(accelerator, prepared(accelerator)) == "ddp"
         text = message_of(accelerator, small_model())
-        assert "the model is plain on each of 2 processes" in text
+        assert "one model on 2 processes is what accelerate was asked for" in text
         text = message_of(accelerator, prepared(accelerator), num_processes=4)
-        assert "4 processes is what accelerate was asked for" in text and "with 2" in text
+        assert "4 processes is what accelerate was asked for" in text and "on 2 processes" in text
 
     with as_launched():
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(2))
@@ -99,7 +99,9 @@ def every_case() -> None:
         accelerator = real_fsdp2_on_the_cpu()
         model = prepared(accelerator)
         assert check_wrapping(accelerator, model) == "fsdp2"
-        assert "the model is plain; expected what" in message_of(accelerator, small_model())
+        assert "the model is plain, on 2 processes; expected what" in message_of(
+            accelerator, small_model()
+        )
         AcceleratorState._shared_state["fsdp_plugin"] = plugin(1)
         text = message_of(accelerator, model)
         assert "fsdp1 is what accelerate was asked for, and the model is fsdp2" in text

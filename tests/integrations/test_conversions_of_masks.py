@@ -7,11 +7,10 @@ import renamed_families
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
-from transformers import conversion_mapping
 from transformers import core_model_loading as loading
 
 import distprune as prune
-from distprune._transformers.table import MOVING_OPERATIONS
+from distprune._transformers.conversions import MOVING_OPERATIONS
 from distprune.files import planning, pruning
 from helpers.recipes import raw_recipe
 
@@ -128,17 +127,6 @@ def test_a_computing_conversion_is_refused_by_name(folder):
     report = prune.load_masks(model, folder, strict=False)
     refused = {f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)}
     assert set(report.unexpected_keys) == refused == set(report.missing_keys)
-
-
-def test_a_table_that_cannot_be_read_is_told(folder, monkeypatch):
-    def other_signature(model):
-        raise AssertionError
-
-    model = hf.LlamaForCausalLM.from_pretrained(folder)
-    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", other_signature)
-    with pytest.warns(UserWarning, match="conversion table of transformers .* cannot be read"):
-        report = prune.load_masks(model, folder)
-    assert report.num_pruned
 
 
 def renamed(folder, target, old, new):

@@ -288,7 +288,7 @@ def test_copies_hold_zeros_too():
     ("permanent", "config", "message"),
     [
         (True, lora(use_dora=True), r"q_proj has adapters of other forms: .*DoraLinearVariant"),
-        (True, lora(modules_to_save=["o_proj"]), r"o_proj is trained as a whole"),
+        (True, lora(modules_to_save=["o_proj"]), r"o_proj is a .*ModulesToSaveWrapper"),
         (True, lora(init_lora_weights="pissa"), "pissa"),
         (False, lora(init_lora_weights="pissa"), r"other forms: \{'default': 'pissa'\}"),
         (True, peft.IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"]),

@@ -1,6 +1,6 @@
 """Masks are matched to parameters by name."""
 
-from distprune._transformers.loading import match_masks
+from distprune._transformers.conversions import match_masks
 
 
 def test_without_rules_names_are_as_they_are():
