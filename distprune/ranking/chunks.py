@@ -160,8 +160,8 @@ def call_all(calls: Sequence[Callable[[Scratch], R]], num_bytes: int, *, are_saf
         num_bytes: that all of them read.
         are_safe: whether they may run on several threads.
     """
-    most = min(torch.get_num_threads(), _MAX_THREADS, len(calls))
-    if most < 2 or not are_safe or num_bytes < _THREADED_CHUNK * len(calls):
+    most = min(torch.get_num_threads(), _MAX_THREADS, len(calls)) if are_safe else 1
+    if most < 2 or num_bytes < _THREADED_CHUNK * len(calls):
         scratch = Scratch()
         return [call(scratch) for call in calls]
     own = threading.local()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from distprune.base.mask_values import bits_of_one, is_one
-from distprune.base.memory import INTEGERS, SERIAL, Array, Scratch
+from distprune.base.memory import INTEGERS, Array, Scratch
 
 # Keys and flags of a chunk stay in the cache. With smaller chunks, threads would wait more for the
 # interpreter's lock.
@@ -96,8 +96,8 @@ def kept(keys: Tensor, live: Array | None, first: int | Array, scratch: Scratch)
     return stay
 
 
-def positions_of(keys: Tensor, key: int) -> Tensor:
-    """int64 [m]: where a key is."""
+def positions_of(keys: Tensor, key: int | Array) -> Tensor:
+    """int64 [m]: where keys are equal to a key, or to those of an array."""
     return torch.from_numpy((keys.numpy() == key).nonzero()[0])
 
 
@@ -105,12 +105,7 @@ def store(out: Tensor, previous: Tensor | None, stay: Array) -> None:
     """Write a chunk of a mask: 0 where not ``stay``; elsewhere the previous value, or 1."""
     if previous is not None and (previous.dtype != out.dtype or out.itemsize not in INTEGERS):
         # Seldom: masks of another dtype came from importance scores of another dtype.
-        flags = torch.from_numpy(stay)
-        for start in range(0, out.numel(), SERIAL):
-            rows = slice(start, start + SERIAL)
-            out[rows] = previous[rows].to(out.dtype) * flags[rows]
-    elif out.dtype is torch.float32 and previous is None:
-        np.copyto(out.numpy(), stay)
+        out.copy_(previous).mul_(torch.from_numpy(stay))
     elif out.itemsize not in INTEGERS:
         out.copy_(torch.from_numpy(stay))
     else:

@@ -71,8 +71,8 @@ def kept(keys: Tensor, live: Tensor | None, first: int | Array, scratch: Scratch
     return stay if live is None else stay.logical_or_(live.logical_not())
 
 
-def positions_of(keys: Tensor, key: int) -> Tensor:
-    return (keys == key).nonzero().squeeze(1)
+def positions_of(keys: Tensor, key: int | Array) -> Tensor:
+    return (keys == _like(keys, key)).nonzero().squeeze(1)
 
 
 def store(out: Tensor, previous: Tensor | None, stay: Tensor) -> None:

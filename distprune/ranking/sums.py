@@ -334,11 +334,12 @@ def _reduced(weights: Sequence[Summed], exponents: list[list[Tensor]] | None) ->
     def visit(i: int, span: range, scratch: Scratch) -> Count:
         weight = weights[i]
         magnitudes = torch.as_tensor(weight.part.magnitudes(span, scratch)).double()
+        several = [places.to(magnitudes.device) for places in weight.places]
         for block in weight.matrix.blocks(span.start, span.stop):
             shape = (block.rows.stop - block.rows.start, block.columns.stop - block.columns.start)
             values = magnitudes[block.start : block.stop].view(shape)
-            for kind, places in enumerate(weight.places):
-                place = slice_of(places.to(values.device), block)
+            for kind, places in enumerate(several):
+                place = slice_of(places, block)
                 axes = [axis for axis in (0, 1) if place.shape[axis] == 1]
                 if exponents is None:
                     found = (values.amax(axes, keepdim=True) if axes else values).view(torch.int64)
