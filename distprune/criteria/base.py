@@ -227,19 +227,20 @@ class Criterion(CollectsRankBatches):
     def state_dict(self) -> dict[str, Any]:
         """What was accumulated, for torch.distributed.checkpoint (DCP) or ``torch.save``.
 
-        Collective over ``group``. Tensors are references, sharded as the parameters are: DTensors,
-        ShardedTensors under FSDP1, else plain ones. DCP saves them and, in place, loads them on
-        any other sharding; :meth:`load_state_dict` takes what it loaded.
+        Collective over ``group``. Tensors are references, sharded as the parameters are. DCP saves
+        them and, in place, loads them on any other sharding; under FSDP1 and ZeRO-3 on the same
+        one only: each rank's run has a key of its own. :meth:`load_state_dict` takes what it
+        loaded.
 
         Raises:
-            NotImplementedError: a shard that DCP of this torch would misplace (``check_writable``),
-                or under FSDP1 a parameter that is not row-major in memory; by name, on every rank.
+            NotImplementedError: a shard that DCP of this torch would misplace (``check_writable``);
+                by name, on every rank.
             RuntimeError: as :meth:`scores`.
 
         Cost: memory for accumulators if there was no unit yet; one all-reduce of 40 bytes.
         """
 
-        def to_save() -> dict[str, Tensor]:
+        def to_save() -> dict[str, Tensor | dict[str, Tensor]]:
             self._check_complete()
             return {part.key: part.to_save() for part in self._parts()}
 

@@ -1,15 +1,14 @@
 """The parameters that a criterion scores, each once, and what it adds up for them.
 
-Totals are laid out like their parameters, so that checkpoints reshard them.
+Totals are laid out like their parameters, so that checkpoints reshard them; not those of runs.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +20,6 @@ from distprune.shards.gradients import check_trainable
 from distprune.shards.reader import ShardReader, local_part
 from distprune.shards.shard import Shard
 from distprune.wrappers.managed import StoredRun
-
-if TYPE_CHECKING:
-    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-    from typing_extensions import TypeIs
 
 
 @dataclass(eq=False)
@@ -74,17 +69,14 @@ class Part:
             )
         return self._total
 
-    def to_save(self) -> Tensor:
-        """The total in the form of its parameter; of the same memory.
+    def to_save(self) -> Tensor | dict[str, Tensor]:
+        """The total in the form of its parameter, of the same memory; a run by its place.
 
         Raises:
             NotImplementedError: DCP of this torch cannot save it.
         """
-        run = self._run
-        if run is not None:
-            from distprune.wrappers import run_tensors
-
-            return run_tensors.run_as_sharded_tensor(self.label, run, self.total)
+        if self._place is not None:
+            return {self._place: self.total} if self.total.numel() else {}
         tensor = self.shard.as_parameter_layout(self.total)
         if is_dtensor(tensor) and is_misplaced(self.label, tensor):
             raise misplaced(self.label)
@@ -96,26 +88,26 @@ class Part:
         Raises:
             ValueError: another shape or layout.
         """
-        label, shard, run, total = self.label, self.shard, self._run, self.total
+        label, shard, total = self.label, self.shard, self.total
+        if isinstance(value, Mapping):
+            if total.numel() and self._place not in value:
+                raise ValueError(
+                    f"{label}: the state has the runs {list(value)} on this rank, and not "
+                    f"{self._place}; expected the state of a model that is sharded in the same way."
+                )
+            value = value.get(self._place, total)
         if not isinstance(value, Tensor):
             raise ValueError(f"{label}: the state has a {type(value).__name__}; expected a tensor.")
-        if not _is_sharded_tensor(value):
-            local_part(label, "the state", value, shard)
-            return lambda: total.copy_(local_part(label, "the state", value, shard))
-        if run is None:
-            raise ValueError(
-                f"{label}: the state has a ShardedTensor, and the parameter is not sharded into "
-                "runs, as FSDP1 does; expected a tensor laid out like it. Load the state with "
-                "torch.distributed.checkpoint, which reshards."
-            )
-        from distprune.wrappers import run_tensors
-
-        pairs = run_tensors.matching_boxes(label, run, value, total)
-        return lambda: [own.copy_(saved) for own, saved in pairs]
+        local_part(label, "the state", value, shard)
+        return lambda: total.copy_(local_part(label, "the state", value, shard))
 
     @property
-    def _run(self) -> StoredRun | None:
-        return self.shard.managed if isinstance(self.shard.managed, StoredRun) else None
+    def _place(self) -> str | None:
+        """Where this rank's run is in the parameter's memory; None if it has no run."""
+        managed = self.shard.managed
+        if not isinstance(managed, StoredRun):
+            return None
+        return f"{managed.start}:{managed.start + self.total.numel()}"
 
 
 def scored_parameters(parameters: Iterable[tuple[nn.Module, str]]) -> tuple[Part, ...]:
@@ -146,8 +138,3 @@ def scored_parameters(parameters: Iterable[tuple[nn.Module, str]]) -> tuple[Part
     if count > 1:
         raise ValueError(f"{key} is the name of two parameters; expected unique names.")
     return tuple(scored.values())
-
-
-def _is_sharded_tensor(value: object) -> TypeIs[ShardedTensor]:
-    module = sys.modules.get("torch.distributed._shard.sharded_tensor.api")
-    return module is not None and isinstance(value, module.ShardedTensor)

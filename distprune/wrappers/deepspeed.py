@@ -16,7 +16,7 @@ Zeros are held in each copy of this rank: see ``held``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,10 +56,6 @@ class PartitionedParameter(StoredRun):
         self.optimizer: Any = getattr(parameter, "_z3_optimizer", None)
 
     @property
-    def key(self) -> Hashable:
-        return ("zero", id(self.parameter))
-
-    @property
     def shape(self) -> torch.Size:
         return torch.Size(self.parameter.ds_shape)
 
@@ -80,10 +76,6 @@ class PartitionedParameter(StoredRun):
         size, chunk = self.parameter.ds_numel, self.parameter.ds_tensor.ds_numel
         start = min(rank * chunk, size)
         return start, min(chunk, size - start)
-
-    @property
-    def start(self) -> int:
-        return self._run_of(self.groups[0].rank())[0]
 
     def _unpadded(self, run: Any) -> Tensor:
         """This rank's run, of a tensor that may end with a padding."""
@@ -118,26 +110,20 @@ class PartitionedParameter(StoredRun):
         if parameter.requires_grad and optimizer is None:
             return (
                 "deepspeed.zero.Init has partitioned it, and no optimizer has a copy of it yet; "
-                "prune after deepspeed.initialize (or call requires_grad_(False) on a parameter "
-                "that is never trained)"
+                "prune after deepspeed.initialize"
             )
-        is_on_disk = getattr(parameter.ds_tensor, "final_location", None) is not None
-        if is_on_disk or (optimizer is not None and optimizer.swap_optimizer):
-            return "ZeRO-3 offloads it to NVMe, where no mask can be kept; offload to the CPU"
-        if getattr(parameter.ds_tensor, "ds_quant_scale", None) is not None:
-            return "ZeRO-3 stores it quantised (zero_quantized_nontrainable_weights)"
-        if getattr(parameter, "ds_secondary_tensor", None) is not None:
-            return "ZeRO++ keeps a second partition of it (zero_hpz_partition_size); set it to 1"
-        if self.groups[0].size() != dist.get_world_size():
+        if (
+            getattr(parameter.ds_tensor, "final_location", None) is not None
+            or (optimizer is not None and optimizer.swap_optimizer)
+            or getattr(parameter.ds_tensor, "ds_quant_scale", None) is not None
+            or getattr(parameter, "ds_secondary_tensor", None) is not None
+            or self.groups[0].size() != dist.get_world_size()
+        ):
             return (
-                f"ZeRO-3 partitions it over {self.groups[0].size()} of {dist.get_world_size()} "
-                "ranks (MiCS, or other parallelism of DeepSpeed); partition over all ranks"
+                "ZeRO-3 keeps it on NVMe, quantised, twice (zero_hpz_partition_size), or not over "
+                "all ranks (MiCS), where no mask can be held; use ZeRO-3 without these options"
             )
         return None
-
-    @property
-    def private_objects(self) -> dict[str, Any]:
-        return {"ZeRO-3's parameter": self.parameter, "ZeRO-3's optimizer": self.optimizer}
 
     def free_gathered(self) -> None:
         if self.parameter.ds_status.name == "AVAILABLE":
@@ -149,15 +135,15 @@ class PartitionedParameter(StoredRun):
         if self.optimizer is None or not self.optimizer._epilogue_ran_this_backward:
             return None
         gradient = self._unpadded(self.optimizer.get_local_fp32_grad_for_param(self.parameter))
-        gradient = gradient.to(self.values.device) / self.loss_scale
+        gradient = self._unscaled(gradient.to(self.values.device, copy=True))
         held = users_of(self.optimizer).get(id(self.parameter))
         if held is not None and not held.has_dense_gradient:
             zero_pruned(gradient, held.mask.to(gradient.device))
         return gradient
 
-    @property
-    def loss_scale(self) -> float:
-        return 1.0 if self.optimizer is None else float(self.optimizer.loss_scale)
+    def _unscaled(self, gradient: Tensor) -> Tensor:
+        scale = 1.0 if self.optimizer is None else float(self.optimizer.loss_scale)
+        return gradient if scale == 1 else gradient / scale
 
     def drop_gradient(self) -> None:
         self.parameter.grad = None

@@ -61,19 +61,14 @@ class FlatPiece(StoredRun):
 
     Attributes:
         wrapper: the FSDP1 module that owns the flat parameter.
+        handle: FSDP1's record of the flat parameter.
         number: of the parameter among those of the flat parameter.
     """
 
     wrapper: FullyShardedDataParallel
+    handle: FlatParamHandle
     number: int
     tells_gathers: ClassVar[bool] = True
-
-    @property
-    def handle(self) -> FlatParamHandle:
-        """FSDP1's record of the flat parameter."""
-        handle = self.wrapper._handle
-        assert handle is not None  # a wrapper without parameters has no pieces
-        return handle
 
     @property
     def flat(self) -> FlatParameter:
@@ -121,28 +116,14 @@ class FlatPiece(StoredRun):
     def unsupported(self) -> str | None:
         if not self.handle.uses_sharded_strategy:
             return (
-                "FSDP1 does not shard it (ShardingStrategy.NO_SHARD, to which FSDP1 also switches "
-                "by itself on one rank); wrap the model in DistributedDataParallel, or in nothing"
+                "FSDP1 does not shard it (ShardingStrategy.NO_SHARD, also used on one rank); wrap "
+                "the model in DistributedDataParallel, or in nothing"
             )
         if self.flat._param_extensions[self.number] is not None:
-            return (
-                "FSDP1 shards a DTensor there (tensor parallelism under FullyShardedDataParallel); "
-                "use fully_shard over parallelize_module"
-            )
+            return "FSDP1 shards a DTensor there; use fully_shard over parallelize_module"
         if self.handle._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:
-            return (
-                "it is gathered by summon_full_params, which may write it back; prune outside "
-                "of that context"
-            )
+            return "it is gathered by summon_full_params; prune outside of that context"
         return None
-
-    @property
-    def private_objects(self) -> dict[str, Any]:
-        return {
-            "FullyShardedDataParallel": self.wrapper,
-            "FlatParamHandle": self.handle,
-            "FlatParameter": self.flat,
-        }
 
     @property
     def span(self) -> tuple[int, int]:
@@ -186,9 +167,7 @@ class FlatPiece(StoredRun):
         registered = module._parameters.get(name)
         if registered is None:  # without use_orig_params, or gathered
             return isinstance(module.__dict__.get(name), Tensor)
-        fields = ("_params", "_shared_params")
-        views = [view for field in fields for view in getattr(self.flat, field, None) or ()]
-        return any(registered is view for view in views)
+        return getattr(registered, "_fsdp_flattened", False)
 
     def hold(self, held: Any) -> None:
         replace_methods(self.handle, self.number, held, _FUNCTIONS)
@@ -337,8 +316,8 @@ def managed_parameters(root: nn.Module | None, *, everywhere: bool) -> dict[tupl
     pieces: dict[tuple[int, str], FlatPiece] = {}
     for wrapper in list(_known) if _known else ():  # an empty set takes longer to walk than to ask
         handle = getattr(wrapper, "_handle", None)
-        for number in range(0 if handle is None else len(handle.flat_param._param_infos)):
-            piece = FlatPiece(wrapper, number)
-            for module, name in piece.owners:
-                pieces[id(module), name] = piece
+        if handle is not None:
+            for number in range(len(handle.flat_param._param_infos)):
+                piece = FlatPiece(wrapper, handle, number)
+                pieces |= {(id(module), name): piece for module, name in piece.owners}
     return pieces

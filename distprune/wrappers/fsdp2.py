@@ -74,21 +74,10 @@ class FSDP2Parameter:
     def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
         return self.sharded, None
 
-    @property
-    def private_objects(self) -> dict[str, Any]:
-        info = getattr(self.fsdp_param, "_module_info", None)
-        return {
-            "FSDPParam": self.fsdp_param,
-            "FSDPParamGroup": self.group,
-            "ParamModuleInfo": info,
-        }
-
     def has_registered(self, module: nn.Module, name: str) -> bool:
-        registered, record = module._parameters.get(name), self.fsdp_param
-        own: list[Tensor | None] = [record.sharded_param]
-        if record.sharded_state != ShardedState.SHARDED:
-            fields = ("_unsharded_param", "_sharded_post_forward_param")
-            own += [getattr(record, field, None) for field in fields]
+        registered = module._parameters.get(name)
+        fields = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+        own = [getattr(self.fsdp_param, field, None) for field in fields]
         return registered is not None and any(registered is each for each in own)
 
     def free_gathered(self) -> None:
@@ -156,8 +145,7 @@ def managed_parameters() -> dict[tuple[int, str], FSDP2Parameter]:
             if not group._reset_sharded_params:
                 _notice_loaded(fsdp_param)
             record = FSDP2Parameter(fsdp_param, group)
-            for module, name in _owners(fsdp_param):
-                records[id(module), name] = record
+            records |= {(id(module), name): record for module, name in _owners(fsdp_param)}
     return records
 
 
@@ -179,11 +167,9 @@ def _notice_loaded(fsdp_param: FSDPParam) -> None:
     """
     info, known = fsdp_param._module_info, fsdp_param.sharded_param
     loaded = info.module._parameters.get(info.param_name) if known.is_meta else known
-    if loaded is not known and isinstance(loaded, DTensor) and isinstance(known, DTensor):
-        layouts = [(t.shape, t._spec.mesh, t.placements) for t in (loaded, known)]
-        if layouts[0] == layouts[1]:
-            with torch.no_grad():
-                fsdp_param.reset_sharded_param()
+    if loaded is not known and isinstance(loaded, DTensor) and loaded.shape == known.shape:
+        with torch.no_grad():
+            fsdp_param.reset_sharded_param()
 
 
 def _owners(fsdp_param: FSDPParam) -> list[tuple[nn.Module, str]]:

@@ -130,8 +130,7 @@ class Held:
                 module, name = self.places[0]
                 raise RuntimeError(
                     f"the mask of {type(module).__name__}.{name} was replaced by one of shape "
-                    f"{tuple(part.shape)} on this rank; expected {tuple(values.shape)}, laid out "
-                    "like the parameter. Pass a whole mask to custom_from_mask."
+                    f"{tuple(part.shape)} on this rank; expected {tuple(values.shape)}"
                 )
         return [(values, part) for values, part in pairs if values.numel()]
 
@@ -289,12 +288,9 @@ def _copies_of(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor, Tensor, H
 
 
 def _storage_of(tensor: Tensor) -> int:
-    """Identifies the memory of a tensor, or of what a DTensor holds; 0 if it has none."""
-    try:
-        address: int = local_tensor(tensor).untyped_storage()._cdata
-        return address
-    except (NotImplementedError, RuntimeError):  # sparse
-        return 0
+    """Identifies the memory of a tensor, or of what a DTensor holds."""
+    address: int = local_tensor(tensor).untyped_storage()._cdata
+    return address
 
 
 _kept: list[Held] | None = None  # those whose zeros a context puts off

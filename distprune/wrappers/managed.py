@@ -109,11 +109,6 @@ class StoredRun(ABC):
             return None
         return gradient.detach().reshape(-1)
 
-    @property
-    def loss_scale(self) -> float:
-        """What gradients are multiplied by on their way back (loss scaling)."""
-        return 1.0
-
     def gather_again(self) -> None:  # noqa: B027
         """Bring up to date what a rank keeps of other ranks' runs, between forwards.
 
@@ -167,11 +162,6 @@ class StoredRun(ABC):
         """
         return self.parameter, None
 
-    @property
-    def private_objects(self) -> dict[str, Any]:
-        """The wrapper's objects whose private fields are used, by their ``private_fields``."""
-        return {}
-
     def has_registered(self, module: nn.Module, name: str) -> bool:
         """Whether a module has the parameter under a name, or a copy or view that a gather made."""
         return module._parameters.get(name) is self.parameter
@@ -219,8 +209,8 @@ class StoredRun(ABC):
         return gradient
 
     def _unscaled(self, gradient: Tensor) -> Tensor:
-        scale = self.loss_scale
-        return gradient if scale == 1 else gradient / scale
+        """The gradient of this rank, of what autograd gives: without a scale of the loss."""
+        return gradient
 
     def _pieces(self, gradient: Tensor) -> Tensor:
         runs = self.runs

@@ -30,13 +30,7 @@ def _when_read(name: str) -> property:
             raise lost_mask(module, name)
         return product(module, name, original, mask)
 
-    def refuse(module: nn.Module, value: Any) -> None:
-        raise AttributeError(
-            f"a pruned parameter of {type(module).__name__} cannot be assigned to; change "
-            f"{orig_key(name)} in place, or remove() the pruning first."
-        )
-
-    return property(get, refuse)
+    return property(get)
 
 
 class PrunedOutProjection(NonDynamicallyQuantizableLinear):

@@ -110,4 +110,4 @@ def test_fsdp1(use_orig_params, case, single):
 
 def test_fsdp1_without_its_wrapper():
     per_rank = run_ranks(fsdp1, 2, True, "without its wrapper", True)
-    assert_refused(per_rank, "FullyShardedDataParallel module is gone")
+    assert_refused(per_rank, "whose wrapper is gone")

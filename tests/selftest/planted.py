@@ -113,13 +113,13 @@ def changed_before_agreed(stack):
 
 def renamed_field(stack):
     fields = importlib.import_module("distprune.wrappers.private_fields").FIELDS
-    names = {"FSDPParam": ("sharded_param", "_of_tomorrow")}
+    names = {"FSDP2Parameter": "fsdp_param.sharded_param fsdp_param._of_tomorrow"}
     stack.enter_context(mock.patch.dict(fields, names))
 
 
 def lost_function(stack):
     names = importlib.import_module("distprune.wrappers.private_fields").NAMES
-    stack.enter_context(mock.patch.dict(names, {"torch.distributed.tensor": ("No",)}))
+    stack.enter_context(mock.patch.dict(names, {"torch.distributed.tensor": "No"}))
 
 
 def one_rank_raises(stack):

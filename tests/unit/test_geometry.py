@@ -1,10 +1,8 @@
 """Index maps against brute force, on random shapes and splits."""
 
-import itertools
 import math
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +14,6 @@ from distprune.shards.geometry import (
     memory_order,
     run_index_map,
 )
-from distprune.wrappers.run_tensors import boxes_of_run
 from helpers.sampling import num_examples
 
 shapes = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
@@ -130,17 +127,3 @@ def test_more_than_two_to_the_31_elements():
     shape = (2**17, 2**16)
     index = index_map(shape, dim_coordinates(shape, [Split(1, 2, 1)]), [0, 1])
     assert index(torch.tensor([2**32 - 1])).tolist() == [2**33 - 1]
-
-
-@pytest.mark.parametrize("shape", [(7,), (3, 4), (3, 1, 2), (2, 3, 2, 2), (1, 5), ()])
-def test_boxes_of_a_run_are_its_elements_in_order(shape):
-    indices = torch.arange(math.prod(shape)).reshape(shape)
-    for start, stop in itertools.combinations_with_replacement(range(math.prod(shape) + 1), 2):
-        found = []
-        boxes = list(boxes_of_run(shape, start, stop))
-        for box in boxes:
-            found += (
-                indices[tuple(slice(rows.start, rows.stop) for rows in box)].reshape(-1).tolist()
-            )
-        assert found == list(range(start, stop))
-        assert len(boxes) <= max(2 * len(shape) - 1, 1)
