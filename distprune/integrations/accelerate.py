@@ -76,32 +76,27 @@ def check_wrapping(
     num_requested = num_processes or int(os.environ.get("WORLD_SIZE", size))
     wrapping = _wrapping(model)
     kinds = wrapping.split("+")
+    hint = "They would train apart."
     if size != num_requested:
-        asked, hint = (
-            f"{num_requested} processes",
-            (
-                "On the CPU set ACCELERATE_USE_CPU=true and call `accelerate launch --multi_gpu "
-                f"--num_processes {num_requested}`, or torchrun with Accelerator(cpu=True)."
-            ),
+        asked = f"{num_requested} processes"
+        hint = (
+            "On the CPU set ACCELERATE_USE_CPU=true and call `accelerate launch --multi_gpu "
+            f"--num_processes {num_requested}`, or torchrun with Accelerator(cpu=True)."
         )
     elif fsdp is not None and fsdp not in (*kinds, *(kind[:-1] for kind in kinds)):
-        asked, hint = (
-            fsdp,
-            (
-                "Accelerate has no FSDP on the CPU, and none if torch.distributed was initialised "
-                "before: leave FSDP out, or call torch's fully_shard under torchrun."
-            ),
+        asked = fsdp
+        hint = (
+            "Accelerate has no FSDP on the CPU, and none if torch.distributed was initialised "
+            "before: leave FSDP out, or call torch's fully_shard under torchrun."
         )
     elif tp_size > 1 and "tp" not in kinds:
-        asked, hint = (
-            f"tensor parallelism over {tp_size} ranks",
-            (
-                "Accelerate does not add it: load the model with from_pretrained(tp_plan='auto') "
-                "or call parallelize_module, both before accelerator.prepare."
-            ),
+        asked = f"tensor parallelism over {tp_size} ranks"
+        hint = (
+            "Accelerate does not add it: load the model with from_pretrained(tp_plan='auto') "
+            "or call parallelize_module, both before accelerator.prepare."
         )
     elif size > 1 and wrapping == "plain":
-        asked, hint = f"one model on {size} processes", "They would train apart."
+        asked = f"one model on {size} processes"
     else:
         return wrapping
     raise RuntimeError(
