@@ -54,8 +54,7 @@ from distprune.methods.ranking import AT_RANDOM, rank
 from distprune.ranking.within_bounds import limits_for
 from distprune.ranks.process_groups import world
 from distprune.shards.parameters import Scores
-from distprune.verification.report import VerificationReport
-from distprune.verification.verifying import verify_parameters
+from distprune.verification.verifying import VerificationReport, verify_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

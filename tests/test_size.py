@@ -35,16 +35,16 @@ ROOMS = {
     "ranks": (344, 3),
     "recipes": (339, 3),
     "reconstruction.py": (348, 1),
-    "schedule.py": (295, 1),
+    "schedule.py": (294, 1),
     "selftest.py": (291, 1),
     "shards": (1026, 9),
-    "statistics": (1454, 7),
+    "statistics": (1400, 7),
     "streaming": (896, 7),
     "testing.py": (246, 1),
-    "verification": (659, 4),
+    "verification": (649, 3),
     "wrappers": (1201, 11),
 }
-TOTAL = (22397, 178)
+TOTAL = (22332, 177)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 40390, "launch": 967}
 NO_CODE = {

@@ -26,13 +26,7 @@ from distprune.shards.factored import POWER_OF_RIA, FactoredScores
 from distprune.shards.shard import Shard
 from distprune.statistics.collecting import Collector
 from distprune.statistics.inputs import layout_of
-from distprune.statistics.parameters import (
-    Entry,
-    Pairs,
-    Statistics,
-    difference_of,
-    peers_of,
-)
+from distprune.statistics.parameters import Entry, Pairs, Statistics, difference_of, peers_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -113,8 +107,7 @@ class ActivationStatistics(Statistics, Collector):
     _ZERO = "no token came to"
     _UNEQUAL = (
         "ranks of one tensor-parallel group saw different inputs; expected the same batches on all "
-        "of them: split the data by the data-parallel rank. Of a layer that is not parallelised, "
-        "on a part of a sequence, the input has to be a DTensor."
+        "of them, and DTensors as inputs of layers that run on parts of a sequence."
     )
 
     def __init__(
@@ -235,8 +228,7 @@ class ActivationStatistics(Statistics, Collector):
         """
 
         def stade(parameter: Entry) -> FactoredScores:
-            _, sums, squares = parameter.sums
-            return factored.stade(parameter.layout, sums, squares, self._count(parameter))
+            return factored.stade(parameter.layout, *parameter.sums[1:], self._count(parameter))
 
         return self._scores(self._asked(parameters), stade)
 
@@ -265,15 +257,11 @@ class ActivationStatistics(Statistics, Collector):
         asked = {parameter.label: parameter for parameter in self._asked(parameters)}
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
             shards = [shard for shard in self._shards() if shard.name in asked]
-            weights = [
-                Summed.of(
-                    Scored(shard, TensorScores(shard.flat_values)),
-                    shard.index,
-                    asked[shard.name].layout,
-                    is_here=bool(shard.places),
-                )
-                for shard in shards
-            ]
+            weights = []
+            for shard in shards:
+                part, here = Scored(shard, TensorScores(shard.flat_values)), bool(shard.places)
+                layout = asked[shard.name].layout
+                weights.append(Summed.of(part, shard.index, layout, is_here=here))
             found = magnitude_sums(weights, self._communicator)
         sums = {shard.name: both for shard, both in zip(shards, found, strict=True)}
 

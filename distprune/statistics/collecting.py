@@ -51,9 +51,8 @@ _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback", "grouped_mm_fall
 # Addresses of others mean nothing, or not that of the elements.
 _PLAIN = (Tensor, nn.Parameter)
 _EXPECTED = (
-    "Expected F.linear or @ with the matrix of one expert, or grouped_mm with all, as "
-    'transformers\' experts do after model.set_experts_implementation("eager") or '
-    '"grouped_mm". Or leave these parameters out.'
+    "Expected F.linear or @ with the matrix of one expert, or grouped_mm with all: "
+    'model.set_experts_implementation("eager") or ("grouped_mm") of transformers.'
 )
 
 
@@ -80,9 +79,7 @@ class Collector:
             RuntimeError: it is open already.
         """
         if self._layers is not None:
-            raise RuntimeError(
-                "collecting() is open already on these statistics; expected one at a time."
-            )
+            raise RuntimeError("collecting() is open already; expected one at a time.")
 
         def begin_experts(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
             self._begin_experts(module, args, kwargs)
@@ -156,9 +153,7 @@ class Collector:
     def _begin(self, module: nn.Module) -> None:
         self._num_open += 1
 
-    def _returned(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
+    def _returned(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Add what a layer was called with, or check what fused experts did."""
         assert self._layers is not None
         for parameter, name in self._layers.get(module, ()):
@@ -178,9 +173,7 @@ class Collector:
     def _stop_experts(self) -> None:
         self._running.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def _begin_experts(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
+    def _begin_experts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at what fused experts do until they return: a forward pre-hook."""
         places = (self._layers or {}).get(module)
         if places is None:  # a copy shares hooks
@@ -232,15 +225,14 @@ class Collector:
                 self._add(parameter, Inputs(part, rows.detach()))
 
 
-def _checked_input(label: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def _checked_input(label: str, args: Any, kwargs: Any) -> Tensor:
     """What a layer is called with, in a call that counts."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{label}: its layer runs with gradients enabled, inside collecting(): activation "
             "checkpointing would run it twice. Expected a forward without torch.enable_grad()."
         )
-    value: Tensor = args[0] if args else next(iter(kwargs.values()))
-    return value
+    return args[0] if args else next(iter(kwargs.values()))  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -303,8 +295,7 @@ class RunningExperts(TorchFunctionMode):
         if type(value) not in _PLAIN:
             raise NotImplementedError(
                 f"{parameter.label}: the weight of fused experts is a {type(value).__name__} while "
-                "they run; expected a plain tensor with whole experts, as DDP and FSDP have them. "
-                "Leave the parameter out."
+                "they run; expected a plain tensor with whole experts, as DDP and FSDP have them."
             )
         return value
 
@@ -314,18 +305,11 @@ class RunningExperts(TorchFunctionMode):
         missed = [label for label in labels if label not in self._multiplied]
         if missed and self._num_rows:
             raise NotImplementedError(
-                f"{', '.join(missed)}: {type(self.module).__name__} was called with "
-                f"{self._num_rows} tokens, and multiplied the fused experts in no way that is "
-                f"seen. {_EXPECTED}"
+                f"{', '.join(missed)}: {type(self.module).__name__}, called with {self._num_rows} "
+                f"tokens, multiplied the fused experts in no way that is seen. {_EXPECTED}"
             )
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         values = [*args, *kwargs.values()]
@@ -342,12 +326,7 @@ class RunningExperts(TorchFunctionMode):
         return result
 
     def _add_product(
-        self,
-        parameter: Entry,
-        weight: Tensor,
-        func: Callable[..., Any],
-        values: list[Any],
-        kwargs: Mapping[str, Any],
+        self, parameter: Entry, weight: Tensor, func: Any, values: list[Any], kwargs: Any
     ) -> None:
         """Add the inputs of a product of rows and the weights of one expert, or of all."""
         rows, matrix = values[:2]

@@ -44,14 +44,7 @@ from distprune.shards.gradients import (
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import Shard
 from distprune.statistics.inputs import layout_of, ranks_at, spans
-from distprune.statistics.parameters import (
-    Entry,
-    Pairs,
-    Statistics,
-    Sums,
-    difference_of,
-    peers_of,
-)
+from distprune.statistics.parameters import Entry, Pairs, Statistics, Sums, difference_of, peers_of
 from distprune.wrappers.held import find_held
 
 if TYPE_CHECKING:
@@ -86,10 +79,7 @@ class GradientSums(RankBatches):
     """
 
     def __init__(
-        self,
-        parameters: Sequence[Entry],
-        shards: Sequence[Shard],
-        data_ranks: ProcessGroup | None,
+        self, parameters: Sequence[Entry], shards: Sequence[Shard], data_ranks: ProcessGroup | None
     ) -> None:
         leaves = unaveraged_gradients(shards, data_ranks)
         super().__init__(leaves, [parameter.label for parameter in parameters], 2)
@@ -418,10 +408,8 @@ class GradientStatistics(Statistics, CollectsRankBatches):
         asked = self._asked(parameters)
         for parameter in asked:
             if not self._count(parameter):
-                raise ValueError(
-                    f"{parameter.label}: the weights of all its batches are 0, or there was none; "
-                    "expected a batch with a positive one inside of calibrating()."
-                )
+                text = "the weights of all its batches are 0, or there was none; expected a batch."
+                raise ValueError(f"{parameter.label}: {text}")
         return self._scores(asked, lambda p: factored.fisher(p.layout, *p.sums[1:], self._count(p)))
 
     def _count(self, parameter: Entry) -> float:
@@ -430,8 +418,7 @@ class GradientStatistics(Statistics, CollectsRankBatches):
     def _shapes(self, layout: WeightLayout) -> tuple[tuple[int, ...], ...]:
         return (1,), (layout.num_outputs,), layout.input_shape
 
-    def _check_ready(self) -> None:
-        self._check_between()
+    _check_ready = CollectsRankBatches._check_between
 
     @staticmethod
     def _read_file(path: str) -> tuple[str, Mapping[str, StoredSums]]:
@@ -443,9 +430,8 @@ class GradientStatistics(Statistics, CollectsRankBatches):
             check_trainable(shard)
             if find_held(*shard.places[0]) is not None:
                 raise NotImplementedError(
-                    f"{shard.name} is pruned and sharded, where the gradients of pruned elements "
-                    "are seen too, which would count; expected a parameter that is not pruned. "
-                    "Collect before you prune, or leave it out."
+                    f"{shard.name} is pruned and sharded, where gradients of pruned elements would "
+                    "count. Expected statistics that are collected before a pruning."
                 )
         self._sums = GradientSums(self._local, shards, self._group)
         self._sums.attach()
@@ -465,9 +451,8 @@ def matrices_of(shard: Shard, module: nn.Module, name: str) -> WeightLayout:
     if known is not None:
         return known
     if len(shape) < 2:
-        raise NotImplementedError(
-            f"{shard.name}: it has {len(shape)} dimension(s); expected two or more."
-        )
+        text = f"it has {len(shape)} dimension(s); expected two or more."
+        raise NotImplementedError(f"{shard.name}: {text}")
     if isinstance(module, nn.modules.conv._ConvNd):
         return WeightLayout("convolution", tuple(shape), 1 if module.transposed else module.groups)
     return WeightLayout({2: "linear", 3: "experts"}.get(len(shape), "convolution"), tuple(shape))

@@ -184,10 +184,8 @@ class GramMatrices(ActivationStatistics):
                         inverse[number] = torch.nan if has_failed else diagonal
                 shared = communicator.reduce_floats(inverse.numel(), inverse.flatten)
                 if bool(shared.isnan().any()):
-                    raise ValueError(
-                        f"{labels[0]}: its Gram matrix with damping={damping} is not positive "
-                        "definite; expected a larger damping."
-                    )
+                    text = f"with {damping=} its Gram matrix is not positive definite"
+                    raise ValueError(f"{labels[0]}: {text}; expected a larger damping.")
                 of_input |= dict.fromkeys(labels, shared.view(shape))
 
         def obs(parameter: Entry) -> FactoredScores:

@@ -212,7 +212,8 @@ def _rows_of_windows(images: Tensor, layer: Convolution) -> Iterator[Tensor]:
         pairs = [(int(width), int(width)) for width in layer.padding]
     sides = [side for pair in reversed(pairs) for side in pair]
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    order = [0, *range(2, 2 + dims), 1, *range(2 + dims, 2 + 2 * dims)]
+    # Columns are copied, as neighbouring positions are neighbours in memory: faster than rows.
+    order = [1, *range(2 + dims, 2 + 2 * dims), 0, *range(2, 2 + dims)]
     num_inputs = images.shape[1] * math.prod(layer.kernel_size)
     size = images.shape[1:].numel() * math.prod(layer.kernel_size)
     for start, stop in spans(len(images), size, images.device):
@@ -220,7 +221,7 @@ def _rows_of_windows(images: Tensor, layer: Convolution) -> Iterator[Tensor]:
         for dim in range(dims):  # [samples, channels, *positions, *kernel]
             windows = windows.unfold(2 + dim, reaches[dim] + 1, layer.stride[dim])
             windows = windows[..., :: layer.dilation[dim]]
-        yield windows.permute(order).reshape(-1, num_inputs)
+        yield windows.permute(order).reshape(num_inputs, -1).mT
 
 
 def _read_dtensor(

@@ -172,9 +172,9 @@ class Statistics:
 
         def facts(found: tuple[str, list[StoredSums]]) -> list[tuple[str, str]]:
             arrays = [array.tobytes() for stored in found[1] for array in stored.arrays]
-            facts = found[0], [stored.count for stored in found[1]]
+            digest = hashlib.sha256(b"".join(arrays)).hexdigest()[:16]
             return [
-                ("statistics to load", f"{facts} {hashlib.sha256(b''.join(arrays)).hexdigest()}")
+                ("statistics to load", f"{found[0]} {digest} {[each.count for each in found[1]]}")
             ]
 
         with made._communicator.exclusively():
@@ -293,17 +293,13 @@ class Statistics:
         try:
             return [known[id(unwrap(module)), name] for module, name in parameters]
         except KeyError:
-            raise ValueError(
-                "a (module, name) pair is none of the parameters of these statistics; expected "
-                "pairs that they were made with."
-            ) from None
+            text = "a (module, name) pair is none of the parameters of these statistics"
+            raise ValueError(f"{text}; expected pairs that they were made with.") from None
 
     def _check_names(self) -> None:
         if not self._is_named:
-            raise ValueError(
-                "parameters have no full names, by which statistics are stored; expected pairs as "
-                "select(model) lists them."
-            )
+            text = "parameters have no full names, by which statistics are stored"
+            raise ValueError(f"{text}; expected pairs as select(model) lists them.")
 
 
 def difference_of(value: float, ranks: Sequence[int], rank: int) -> float:

@@ -305,9 +305,7 @@ def _same(shard: Shard, other: Shard) -> bool:
 
 
 def _measure(
-    entries: Sequence[Inspected],
-    products: Mapping[str, Tensor | None],
-    communicator: Communicator,
+    entries: Sequence[Inspected], products: Mapping[str, Tensor | None], communicator: Communicator
 ) -> None:
     """Count and hash masks, and what is under them; the entries have shards.
 
