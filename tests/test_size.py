@@ -20,7 +20,7 @@ ROOMS = {
     "api": (1338, 10),
     "base": (987, 15),
     "budgets.py": (247, 1),
-    "call": (939, 8),
+    "call": (944, 8),
     "checkpoint.py": (274, 1),
     "cli": (1292, 13),
     "criteria": (584, 5),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification": (649, 3),
     "wrappers": (1201, 11),
 }
-TOTAL = (22332, 177)
+TOTAL = (22337, 177)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 40390, "launch": 967}
+FOLDERS = {"tests": 40391, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -146,13 +146,18 @@ def count_live(
 
 def _refuse_options_of_rankings(arguments: PruningArguments) -> None:
     """Raise NotImplementedError if a method that does not rank was given what needs a ranking."""
-    if arguments.divides or arguments.normalize is not None:
-        raise NotImplementedError(
-            f"{type(arguments.method).__name__} does not rank elements by a score, so scope, "
-            "pattern, a mapping as amount, min_sparsity, max_sparsity and normalize have no "
-            "meaning for it; expected a method that does, such as L1Unstructured, or your own with "
-            "DISTRIBUTED = 'scores'."
-        )
+    for option, is_given in (
+        ("scope or pattern", arguments.rule is not None),
+        ("a mapping as amount", isinstance(arguments.amount, Mapping)),
+        ("min_sparsity or max_sparsity", arguments.has_bounds),
+        (f"normalize={arguments.normalize!r}", arguments.normalize is not None),
+    ):
+        if is_given:
+            raise NotImplementedError(
+                f"{type(arguments.method).__name__} does not rank elements by a score, so {option} "
+                "has no meaning for it; expected a method that does, such as L1Unstructured, or "
+                "your own with DISTRIBUTED = 'scores'."
+            )
 
 
 def attach_masks(

@@ -168,14 +168,14 @@ class Half(prune.BasePruningMethod):
 @pytest.mark.parametrize(
     ("method", "options", "what"),
     [
-        (prune.Identity, {"max_sparsity": 0.9}, "min_sparsity and max_sparsity have"),
-        (Half, {"min_sparsity": 0.1}, "min_sparsity and max_sparsity have"),
+        (prune.Identity, {"max_sparsity": 0.9}, "min_sparsity or max_sparsity has"),
+        (Half, {"min_sparsity": 0.1}, "min_sparsity or max_sparsity has"),
         (
             Half,
             {"amount": {"l1.weight": 0.5, "l2.weight": 0, "l3.weight": 0}},
             "a mapping as amount has",
         ),
-        (Half, {"scope": "row", "amount": 0.5}, "scope and pattern have"),
+        (Half, {"scope": "row", "amount": 0.5}, "scope or pattern has"),
         (prune.Identity, {"normalize": "rms"}, "normalize='rms' has"),
     ],
 )

@@ -3,6 +3,7 @@ them kilobytes.
 """
 
 import functools
+import json
 from itertools import product
 
 import pytest
@@ -203,12 +204,13 @@ def test_a_thousand_ranks_send_what_two_send(few, many, data, dtype):
     assert abs(num_bytes - few_bytes) <= 2 * 17_000
 
 
-def test_copies_on_other_meshes_cost_eight_bytes_per_rank_and_per_parameter():
+def test_copies_on_other_meshes_cost_a_text_for_each_mesh():
     """What is left out of tensor parallelism lies on parts of the ranks, once on each."""
     # Equal values: the search sends as much for both, whatever sample it drew.
     on_all, on_some = (
         check_call(wrapping, "equal") for wrapping in ("fsdp2_tp-8x4", "fsdp2_some_tp-8x4")
     )
     assert on_some[0] - on_all[0] == 2
-    num_on_some = 2  # parameters; and a word in each all-reduce that says whether a rank failed
-    assert on_some[1] - on_all[1] == 8 * (32 + 1) + 8 * (num_on_some + 1)
+    # Two numbers of each rank; and of each mesh its ranks, and a number for both parameters.
+    texts = [json.dumps([[list(range(first, 32, 4))], [0, 0]]) for first in range(4)]
+    assert on_some[1] - on_all[1] == 16 * 32 + sum(8 * -(-len(text) // 8) for text in texts)
