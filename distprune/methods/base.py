@@ -176,11 +176,10 @@ class BasePruningMethod(PruningHook, ABC):
         ranks = reader.communicator(module, name)
         if ranks is not None:
             return cls._apply_sharded(module, name, args, kwargs, importance_scores, ranks)
-        checks.check_state(module, name)
+        present = checks.check_state(module, name)
         method = cls(*args, **kwargs)
         method._tensor_name = name
         shard = reader.read(module, name, f"{type(module).__name__}.{name}")
-        present = find_hook(module, name)
         scores = importance_scores
         if scores is None:
             scores = shard.parameter if present is None else shard.live_values()
@@ -188,6 +187,7 @@ class BasePruningMethod(PruningHook, ABC):
             f"importance_scores has shape {tuple(scores.shape)}; expected the parameter's shape "
             f"{tuple(shard.shape)}."
         )
+        hook = method
         if present is None:
             default_mask = torch.ones_like(shard.parameter, requires_grad=False)
             mask = method.compute_mask(scores, default_mask=default_mask)
@@ -195,7 +195,7 @@ class BasePruningMethod(PruningHook, ABC):
             assert shard.mask is not None  # the parameter is pruned
             default_mask = shard.mask.clone(memory_format=torch.contiguous_format)
             mask = combined_mask(method, scores, default_mask)
-        hook = hook_with(module, name, method)
+            hook = hook_with(module, name, method)
         mask = mask.detach()
         shard.places = ((module, name),)
         commit([prepare(shard, [hook], mask)])

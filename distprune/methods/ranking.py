@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from distprune.base.amount import Amount, checked_count
+from distprune.base.blocks import Blocks
 from distprune.base.hashing import draw_seed
-from distprune.base.memory import Scratch
+from distprune.base.memory import SERIAL, Scratch, takes_numpy
 from distprune.call.request import Decision, LocalMasks, PruningCall
 from distprune.ranking.chunks import Chunk, Part, operations_on
 from distprune.ranking.in_blocks import prune_in_blocks
-from distprune.ranking.keys import RANDOM_KEYS, KeyRange, Order, key_range
+from distprune.ranking.keys import RANDOM_KEYS, KeyRange, Order, key_range, to_keys
+from distprune.ranking.lowest import lowest_of
 from distprune.ranking.ranking import Common, Ranking
 from distprune.ranking.scores import (
     ComputedScores,
@@ -258,10 +260,14 @@ def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
         k: 0 <= k <= scores.numel().
         order: which elements come first; equal scores go by row-major index.
     """
-    flat = scores.detach().reshape(-1)
+    flat, size = scores.detach().reshape(-1), scores.numel()
     if flat.is_complex():
         flat = flat.abs()
-    keys, size = key_range(flat.dtype, order), flat.numel()
+    keys = key_range(flat.dtype, order)
+    if size <= SERIAL and takes_numpy(flat.device):  # a row by itself
+        lowest = lowest_of(Blocks(size, 1, 1, k), to_keys(flat, keys).values.numpy())
+        mask.view(-1)[torch.from_numpy(lowest)] = 0
+        return
     part = Part("scores", size, index_map(flat.shape, [range(size)], [0]), range(size))
     alone = Ranking(
         [part], (keys, [TensorScores(flat)]), [size], Communicator(()), refuse_nan=False

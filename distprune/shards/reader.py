@@ -88,11 +88,12 @@ class ShardReader:
 
         Cost: nine calls in Python for a plain parameter that is not pruned, if nothing is managed.
         """
-        if not self._may_be_managed and name in module._parameters:
-            parameter = module._parameters[name]
+        mask = module._buffers.get(mask_key(name))
+        if not self._may_be_managed:
+            parameter = module._parameters.get(name if mask is None else orig_key(name))
             if type(parameter) is nn.Parameter:
-                return self.read_tensor(parameter, label)
-        managed, mask = self.managed(module, name), module._buffers.get(mask_key(name))
+                return self.read_tensor(parameter, label, mask)
+        managed = self.managed(module, name)
         if managed is None:
             return self.read_tensor(_registered(module, name, label), label, mask)
         if managed.unsupported:
@@ -180,6 +181,8 @@ class ShardReader:
 
     def communicator(self, module: nn.Module, name: str) -> Communicator | None:
         """The ranks over which a parameter is spread; None if it is not sharded."""
+        if not self._may_be_managed and type(module._parameters.get(name)) is nn.Parameter:
+            return None
         managed = self.managed(module, name)
         if isinstance(managed, StoredRun):
             return over_groups(managed.groups)
