@@ -21,12 +21,7 @@ from distprune.base.naming import checked_pair
 from distprune.call.importance_scores import check_signed, part_of_scores
 from distprune.call.reading import check_names, check_ranks, describe
 from distprune.call.replicas import agree_on_copies, count_live_and_compare
-from distprune.methods.ranking import (
-    Keys,
-    agree_on_seed,
-    score_keys,
-    scores_or_values,
-)
+from distprune.methods.ranking import Keys, agree_on_seed, score_keys, scores_or_values
 from distprune.ranking.keys import Order, key_range
 from distprune.ranking.ranking import Ranking
 from distprune.ranking.scores import random_keys

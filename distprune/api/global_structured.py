@@ -6,7 +6,7 @@ number). All ranks cut it alike, because all have the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from distprune.methods.channels import (
     ChannelGroup,
     ChannelSlice,
     Flags,
-    Rows,
+    Floats,
     channel_sizes,
     joint_norms,
     live_channels,
@@ -171,36 +171,32 @@ class GlobalStructured:
     READS_VALUES = True
 
     def decide(self, call: PruningCall) -> Decision:
-        by_group = self._laid_out(call)
+        by_group = self._slices(call)
         parts = [part for of_group in by_group for part in of_group]
         sizes = channel_sizes(by_group)
         live = live_channels(parts, sizes, call.communicator)
         ranked = [[part for part in of_group if part.is_ranked] for of_group in by_group]
-        norms = joint_norms(
-            [partial(_read, call, part) for of_group in ranked for part in of_group],
-            self.n,
-            channel_sizes(ranked),
-            call.communicator,
-        )
+        rows = [
+            partial(part.counted_rows, partial(call.score_or_value, part.position), part.shard.mask)
+            for of_group in ranked
+            for part in of_group
+        ]
+        norms = joint_norms(rows, self.n, channel_sizes(ranked), call.communicator)
         # From here to the masks every rank does the same with the same numbers.
         scores = norms.numpy()
-        ends = np.cumsum([of_group[0].num_channels for of_group in by_group])[:-1].tolist()
-        self._refuse(np.isnan(scores) & live, "contain NaN; expected numbers", ends)
-        if self.normalize is not None:
-            what = f"are infinite, which normalize={self.normalize!r} cannot divide"
-            self._refuse(np.isinf(scores) & live, what, ends)
-            of_groups = zip(np.split(scores, ends), np.split(live, ends), strict=True)
-            scores = np.concatenate([normalized(*each, self.normalize) for each in of_groups])
+        spans = [slice(g[0].first, g[0].first + g[0].num_channels) for g in by_group]
+        for group, span in zip(self.groups, spans, strict=True):
+            scores[span] = self._checked_scores(group.label, scores[span], live[span])
         chosen = lowest_channels(scores, live, self.amount)
-        for group, of_group in zip(self.groups, by_group, strict=True):
-            first, num = of_group[0].first, of_group[0].num_channels
+        for group, span in zip(self.groups, spans, strict=True):
+            num = span.stop - span.start
             self.reports.append(
                 ChannelGroupReport(
                     group.label,
                     num,
-                    num - int(live[first : first + num].sum()),
-                    int(((chosen >= first) & (chosen < first + num)).sum()),
-                    int(sizes[first]) if num else 0,
+                    num - int(live[span].sum()),
+                    int(((chosen >= span.start) & (chosen < span.stop)).sum()),
+                    int(sizes[span.start]) if num else 0,
                 )
             )
         threshold = float(scores[chosen[-1]]) if chosen.size else None
@@ -211,7 +207,7 @@ class GlobalStructured:
             num_ties_pruned=int((scores[chosen] == threshold).sum()),
         )
 
-    def _laid_out(self, call: PruningCall) -> list[list[ChannelSlice]]:
+    def _slices(self, call: PruningCall) -> list[list[ChannelSlice]]:
         """By group, its parts in the parameters of the call; checked."""
         by_group: list[list[ChannelSlice]] = []
         positions, first = iter(range(len(call.shards))), 0
@@ -233,39 +229,31 @@ class GlobalStructured:
                     f"the parts of group {group.label} have different numbers of channels: {each}; "
                     "expected the same. Check dim and size of each part."
                 )
-            _check_scores(group, parts, call)
+            ranked = [part.shard for part in parts if part.is_ranked]
+            missing = [shard.name for shard in ranked if shard.scores is None]
+            if 0 < len(missing) < len(ranked):
+                raise ValueError(
+                    f"importance_scores has scores of some parameters of group {group.label}, and "
+                    f"none of {', '.join(missing)}; expected scores of all that are ranked, or of "
+                    "none. is_ranked=False leaves a part out of the norm."
+                )
+            for shard in ranked:
+                scores = shard.scores if isinstance(shard.scores, Tensor) else shard.values
+                if not scores.is_floating_point():
+                    raise NotImplementedError(
+                        f"{shard.name}: scores of {scores.dtype}; expected floating point."
+                    )
             by_group.append(parts)
             first += parts[0].num_channels
         return by_group
 
-    def _refuse(self, wrong: Flags, what: str, ends: Sequence[int]) -> None:
-        """Raise ValueError with the names and channels of scores that are wrong."""
+    def _checked_scores(self, label: str, norms: Floats, live: Flags) -> Floats:
+        """The scores of one group: norms, normalised if asked for."""
+        wrong, what = np.isnan(norms) & live, "contain NaN; expected numbers"
+        if not wrong.any() and self.normalize is not None:
+            wrong = np.isinf(norms) & live
+            what = f"are infinite, which normalize={self.normalize!r} cannot divide"
         if wrong.any():
-            shown = "; ".join(
-                f"{group.label}, channels {', '.join(map(str, np.flatnonzero(of_group)[:5]))}"
-                for group, of_group in zip(self.groups, np.split(wrong, ends), strict=True)
-                if of_group.any()
-            )
-            raise ValueError(f"the norms of {shown} {what}.")
-
-
-def _check_scores(group: ChannelGroup, parts: Sequence[ChannelSlice], call: PruningCall) -> None:
-    ranked = [part for part in parts if part.is_ranked]
-    missing = [part.shard.name for part in ranked if call.shards[part.position].scores is None]
-    if missing and len(missing) < len(ranked):
-        raise ValueError(
-            f"importance_scores has scores of some parameters of group {group.label}, and none "
-            f"of {', '.join(missing)}; expected scores of all that are ranked, or of none. "
-            "is_ranked=False leaves a part out of the norm."
-        )
-    for part in ranked:
-        scores = call.shards[part.position].scores
-        tensor = scores if isinstance(scores, Tensor) else part.shard.values
-        if not tensor.dtype.is_floating_point:
-            raise NotImplementedError(
-                f"{part.shard.name}: scores of dtype {tensor.dtype}; expected floating point."
-            )
-
-
-def _read(call: PruningCall, part: ChannelSlice) -> Rows:
-    return part.counted_rows(call.score_or_value(part.position), part.shard.mask)
+            channels = ", ".join(map(str, np.flatnonzero(wrong)[:5]))
+            raise ValueError(f"the norms of {label}, channels {channels} {what}.")
+        return norms if self.normalize is None else normalized(norms, live, self.normalize)

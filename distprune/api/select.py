@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -88,20 +87,45 @@ def select(
 
     Cost: one walk over the modules; no communication.
     """
-    rule = _Rule(
-        include=None if include is None else _as_list("include", include),
-        exclude=_as_list("exclude", exclude),
-        also=_as_list("also", also),
-        types=types,
-        min_ndim=min_ndim,
-        everything=everything,
-        head=head_of(model),
-    )
+    wanted = None if include is None else _as_list("include", include)
+    unwanted, added = _as_list("exclude", exclude), _as_list("also", also)
+    if added and wanted is not None:
+        raise ValueError(
+            f"also={added} adds to the default, which include={wanted} replaces; expected one of "
+            "them."
+        )
+    if everything and (added or min_ndim is not None):
+        raise ValueError(
+            f"also={added}, min_ndim={min_ndim} beside everything=True, which takes parameters of "
+            "any shape; expected one or the other."
+        )
     own_names = ["weight"] if everything and names is None else names
     own_names = None if own_names is None else _as_list("names", own_names)
     parameters = by_parameter(_places(model, own_names, prefix))
-    rule.match([place.pair.fqn for places in parameters.values() for place in places])
-    reasons = {key: rule.reason(places) for key, places in parameters.items()}
+    fqns = [place.pair.fqn for places in parameters.values() for place in places]
+    matched = _match([*(wanted or ()), *added, *unwanted], fqns)
+    head = head_of(model)
+
+    def is_in(patterns: Iterable[str], places: Iterable[Place]) -> bool:
+        return any(place.pair.fqn in matched[pattern] for place in places for pattern in patterns)
+
+    def reason_of(places: Sequence[Place]) -> str:
+        """Why a parameter with these names is left out; "" if it is taken."""
+        if is_in(unwanted, places):
+            return _EXCLUDED
+        if wanted is not None and not is_in(wanted, places):
+            return _NOT_INCLUDED
+        if types is not None and not any(isinstance(place.pair[0], types) for place in places):
+            return _OF_OTHER_TYPES
+        if everything:
+            is_asked_for = wanted is not None or types is not None
+            return NORM if not is_asked_for and any(map(_is_norm, places)) else ""
+        reason = reason_of_shape(places[0].shape, MIN_NDIM if min_ndim is None else min_ndim)
+        if reason or wanted is not None or is_in(added, places):
+            return reason
+        return next(filter(None, (_default_reason(place, head) for place in places)), "")
+
+    reasons = {key: reason_of(places) for key, places in parameters.items()}
     if names is not None and not everything:
         _check_names(own_names or [], parameters, reasons)
     selected = [
@@ -112,8 +136,8 @@ def select(
         called = "" if own_names is None else f" called {' or '.join(own_names)}"
         raise ValueError(
             f"nothing is selected in this {type(unwrap(model)).__name__}: its {len(reasons)} "
-            f"parameters{called} are left out ({why}) with include={rule.include}, "
-            f"exclude={rule.exclude}, types={types}. Expected at least one that is left. include "
+            f"parameters{called} are left out ({why}) with include={wanted}, "
+            f"exclude={unwanted}, types={types}. Expected at least one that is left. include "
             "takes what is left out by default, and min_ndim=1 takes vectors."
         )
     return selected
@@ -126,78 +150,28 @@ def head_of(model: nn.Module) -> nn.Module | None:
     return found
 
 
-@dataclass
-class _Rule:
-    """Which parameters are taken; the arguments are those of :func:`select`."""
+def _match(patterns: Iterable[str], fqns: Sequence[str]) -> dict[str, set[str]]:
+    """The full names that each pattern matches; ValueError for one that matches nothing."""
+    matched = {pattern: set(filter(matcher(pattern), fqns)) for pattern in patterns}
+    unused = [pattern for pattern, names in matched.items() if not names]
+    if unused:
+        raise ValueError(
+            f"{', '.join(map(repr, unused))} match no parameter; expected globs or 're:' "
+            f"patterns for the {len(fqns)} names such as {', '.join(fqns[:4]) or '(none)'}."
+        )
+    return matched
 
-    include: list[str] | None
-    exclude: list[str]
-    also: list[str]
-    types: type | tuple[type, ...] | None
-    min_ndim: int | None
-    everything: bool
-    head: nn.Module | None
-    matched: dict[str, set[str]] = field(default_factory=dict)  # full names by pattern
 
-    def __post_init__(self) -> None:
-        if self.also and self.include is not None:
-            raise ValueError(
-                f"also={self.also} adds to the default, which include={self.include} replaces; "
-                "expected one of them."
-            )
-        if self.everything and (self.also or self.min_ndim is not None):
-            raise ValueError(
-                f"also={self.also}, min_ndim={self.min_ndim} beside everything=True, which takes "
-                "parameters of any shape; expected one or the other."
-            )
-
-    def match(self, fqns: Sequence[str]) -> None:
-        """Find what the patterns match.
-
-        Raises:
-            ValueError: one matches nothing.
-        """
-        patterns = [*(self.include or ()), *self.also, *self.exclude]
-        self.matched = {pattern: set(filter(matcher(pattern), fqns)) for pattern in patterns}
-        unused = [pattern for pattern, matched in self.matched.items() if not matched]
-        if unused:
-            raise ValueError(
-                f"{', '.join(map(repr, unused))} match no parameter; expected globs or 're:' "
-                f"patterns for the {len(fqns)} names such as {', '.join(fqns[:4]) or '(none)'}."
-            )
-
-    def reason(self, places: Sequence[Place]) -> str:
-        """Why a parameter with these names is left out; "" if it is taken."""
-        if self._is_in(self.exclude, places):
-            return _EXCLUDED
-        if self.include is not None and not self._is_in(self.include, places):
-            return _NOT_INCLUDED
-        types = self.types
-        if types is not None and not any(isinstance(place.pair[0], types) for place in places):
-            return _OF_OTHER_TYPES
-        if self.everything:
-            is_asked_for = self.include is not None or types is not None
-            return NORM if not is_asked_for and any(map(_is_norm, places)) else ""
-        min_ndim = MIN_NDIM if self.min_ndim is None else self.min_ndim
-        reason = reason_of_shape(places[0].shape, min_ndim)
-        if reason or self.include is not None or self._is_in(self.also, places):
-            return reason
-        return next(filter(None, map(self._default_reason, places)), "")
-
-    def _is_in(self, patterns: Iterable[str], places: Iterable[Place]) -> bool:
-        fqns = [place.pair.fqn for place in places]
-        return any(not self.matched[pattern].isdisjoint(fqns) for pattern in patterns)
-
-    def _default_reason(self, place: Place) -> str:
-        """By type, where the module has one that tells more than names do; else by name."""
-        module = place.pair[0]
-        if isinstance(module, _EMBEDDINGS):
-            return EMBEDDING
-        if module is self.head:
-            return HEAD
-        if _is_norm(place):
-            return NORM
-        return reason_to_keep(place.pair.fqn, place.shape) if place.is_floating else "no float"
+def _default_reason(place: Place, head: nn.Module | None) -> str:
+    """By type, where the module has one that tells more than names do; else by name."""
+    module = place.pair[0]
+    if isinstance(module, _EMBEDDINGS):
+        return EMBEDDING
+    if module is head:
+        return HEAD
+    if _is_norm(place):
+        return NORM
+    return reason_to_keep(place.pair.fqn, place.shape) if place.is_floating else "no float"
 
 
 def _as_list(what: str, value: str | Iterable[str]) -> list[str]:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import full_name
 from distprune.base.pruned_form import local_tensor, mask_key
 from distprune.call.reading import read_at_rest
-from distprune.masks.attach import (
-    Prepared,
-    commit,
-    detach,
-    mask_dtype,
-    prepare,
-    tied_places,
-)
+from distprune.masks.attach import Prepared, commit, detach, mask_dtype, prepare, tied_places
 from distprune.masks.checks import check_binary, check_hook, check_state, check_ties
 from distprune.masks.hook import PruningHook, find_hook, named_hooks, unregister
-from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.shards.checksum import checksums
 from distprune.shards.reader import ShardReader
@@ -65,40 +57,27 @@ def masks_aside(model: nn.Module, *, group: ProcessGroup | None = None) -> Itera
     Cost: no copy of a weight or a mask; a few all-reduces of 40 bytes.
     """
     communicator = world(group)
-    detached = communicator.run(
-        lambda: _masks_of(model),
-        lambda detached: _describe({entry.label: _checksum(entry.mask) for entry in detached}),
-    )
+    detached = communicator.run(lambda: _masks_of(model), _describe)
     for entry in detached:
         if find_hook(entry.module, entry.name) is not None:  # else it was tied to an earlier one
             detach(entry.module, entry.name, None, tied_places(entry.module, entry.hook))
             unregister(entry.module, entry.name)
-    raised: BaseException | None = None
+    error: BaseException | None = None
     try:
         with communicator.raising_everywhere():
             yield
-    except BaseException as error_of_body:
-        raised = error_of_body
-    _put_back_everywhere(detached, communicator, raised)
-
-
-def _put_back_everywhere(
-    detached: Sequence[_PlacedMask], communicator: Communicator, raised: BaseException | None
-) -> None:
-    """Put all masks back on every rank, or on none; raises what the body of the context raised.
-
-    See [Note: all or none] in collectives; but a process that is about to end (KeyboardInterrupt)
-    talks to nobody.
-    """
+    except BaseException as raised:
+        error = raised
+    # See [Note: all or none] in collectives; but a process that is about to end
+    # (KeyboardInterrupt) talks to nobody.
+    is_ending = error is not None and not isinstance(error, Exception)
     prepared: list[Prepared] = []
     failure: BaseException | None = None
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary_tensors(), torch.no_grad():
             prepared += _prepare(detached)
     except BaseException as caught:
         failure = caught
-    error = raised
-    is_ending = raised is not None and not isinstance(raised, Exception)
     if error is None:
         try:
             communicator.agree(error=failure)
@@ -108,25 +87,12 @@ def _put_back_everywhere(
     if error is None or not bool(failed if is_ending else communicator.max(failed)):
         commit(prepared)
     else:
-        masks = {entry.label: entry.mask for entry in detached}
-        error.masks = masks  # type: ignore[attr-defined]
+        error.masks = {entry.label: entry.mask for entry in detached}  # type: ignore[attr-defined]
     if error is not None:
         raise error
 
 
-def _describe(masks: Mapping[str, int]) -> list[tuple[str, str]]:
-    """What must be equal on all ranks: the names of the pruned parameters, and their masks."""
-    facts = [("pruned parameters with a whole mask", ", ".join(masks))]
-    return facts + [(f"mask of {label}, checksum", str(of)) for label, of in masks.items()]
-
-
-def _checksum(mask: Tensor | None) -> int:
-    assert mask is not None
-    return checksums([local_tensor(mask) != 0])[0]
-
-
-@dataclass(frozen=True)
-class _PlacedMask:
+class _PlacedMask(NamedTuple):
     """A mask, and where it belongs."""
 
     label: str
@@ -134,6 +100,15 @@ class _PlacedMask:
     name: str
     hook: PruningHook
     mask: Tensor
+
+
+def _describe(detached: Sequence[_PlacedMask]) -> list[tuple[str, str]]:
+    """What must be equal on all ranks: the names of the pruned parameters, and their masks."""
+    facts = [("pruned parameters with a whole mask", ", ".join(e.label for e in detached))]
+    for entry in detached:
+        checksum = checksums([local_tensor(entry.mask) != 0])[0]
+        facts.append((f"mask of {entry.label}, checksum", str(checksum)))
+    return facts
 
 
 def _masks_of(model: nn.Module) -> list[_PlacedMask]:
@@ -159,16 +134,13 @@ def _masks_of(model: nn.Module) -> list[_PlacedMask]:
 def _prepare(detached: Sequence[_PlacedMask]) -> list[Prepared]:
     """Cut each mask like its parameter is cut now; tied parameters once, at all their places."""
     reader = ShardReader()
-    places: dict[Hashable, list[_PlacedMask]] = {}
-    shards: dict[Hashable, Shard] = {}
+    tied: dict[Hashable, tuple[Shard, list[_PlacedMask]]] = {}
     for entry in detached:
         shard = read_at_rest(reader, entry.module, entry.name, entry.label)
-        places.setdefault(shard.key, []).append(entry)
-        shards.setdefault(shard.key, shard)
+        tied.setdefault(shard.key, (shard, []))[1].append(entry)
     prepared = []
-    for key, shard in shards.items():
-        first, *_ = entries = places[key]
-        part = shard.slice_of(first.mask.to(shard.values.device))
+    for shard, entries in tied.values():
+        part = shard.slice_of(entries[0].mask.to(shard.values.device))
         if shard.is_sharded:  # else the mask goes on as it is
             part = shard.new_mask(mask_dtype(shard)).copy_(part)
         mask = shard.as_parameter_layout(part)

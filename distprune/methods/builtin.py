@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -247,10 +248,10 @@ class LnStructured(BasePruningMethod):
                 f"{shard.name}: n={self.n!r} of {scores.dtype} is not supported on a sharded "
                 "parameter; expected a number, +-inf included, and scores of floating point."
             )
-        mask = shard.mask if call.shards[0].scores is None else None
+        mask = shard.mask if shard.scores is None else None
         sizes = channel_sizes([[part]])
-        rows = call.communicator.run(lambda: part.counted_rows(scores, mask))
-        norms = joint_norms([lambda: rows], order, sizes, call.communicator).to(scores.dtype)
+        rows = partial(part.counted_rows, lambda: scores, mask)
+        norms = joint_norms([rows], order, sizes, call.communicator).to(scores.dtype)
         if norms.isnan().any():
             raise ValueError(
                 f"{shard.name}: the scores of channels "
@@ -318,9 +319,19 @@ class CustomFromMask(BasePruningMethod):
         return default_mask * self.mask.to(dtype=default_mask.dtype)
 
     def decide(self, call: PruningCall) -> Decision:
+        (shard,), given = call.shards, self.mask
+
+        def own_part() -> Tensor:
+            part = local_part(shard.name, "mask", given, shard)
+            if shard.is_sharded:
+                # Torch multiplies factors in; a mask on shards only says what is kept.
+                check_binary(local_tensor(given), shard.name)
+            return part
+
+        label = f"checksum of the mask of {shard.name}"
         part = call.communicator.run(
-            lambda: part_of_mask(self.mask, call.shards[0]), lambda made: [made[1]]
-        )[0]
+            own_part, lambda _: [(label, whole_checksum(given != 0, shard))]
+        )
 
         def prune(position: int, mask: Tensor) -> None:
             mask.mul_(part.to(mask.dtype))
@@ -331,20 +342,6 @@ class CustomFromMask(BasePruningMethod):
     def apply(cls, module: nn.Module, name: str, mask: Tensor) -> BasePruningMethod:  # type: ignore[override]
         """Prune ``module.<name>`` by a mask; see :meth:`BasePruningMethod.apply`."""
         return super().apply(module, name, mask=mask)
-
-
-def part_of_mask(mask: Tensor, shard: Shard) -> tuple[Tensor, Fact]:
-    """This rank's part of a mask of 0 and 1, and what must be equal on all ranks. Local.
-
-    Raises:
-        TypeError, ValueError: no tensor, another shape or layout than the parameter's, or, on a
-            sharded parameter, other values than 0 and 1.
-    """
-    part = local_part(shard.name, "mask", mask, shard)
-    if shard.is_sharded:
-        # Torch multiplies factors in; a mask on shards only says what is kept.
-        check_binary(local_tensor(mask), shard.name)
-    return part, (f"checksum of the mask of {shard.name}", whole_checksum(mask != 0, shard))
 
 
 def hook_for_chosen_mask(module: nn.Module, name: str, *, reuse: bool = False) -> BasePruningMethod:

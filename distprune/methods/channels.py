@@ -141,11 +141,11 @@ class ChannelSlice:
         rows = rows.unsqueeze(1) if rows.ndim == 1 else rows
         return rows, self.first + coordinates // self.size
 
-    def counted_rows(self, local: Tensor, mask: Tensor | None) -> Rows:
+    def counted_rows(self, read: Callable[[], Tensor], mask: Tensor | None) -> Rows:
         """The rows of a local tensor that this rank counts: none on a further replica."""
-        rows, channels = self.rows(local.detach())
         if self.shard.replica:
-            return rows[:0], channels[:0], None
+            return torch.empty(0, 1), torch.empty(0, dtype=torch.int64), None
+        rows, channels = self.rows(read().detach())
         return rows, channels, None if mask is None else self.rows(mask)[0]
 
 
@@ -258,14 +258,15 @@ def live_channels(
 
     Cost: a read of the masks and an all-reduce of 8 bytes per channel, if there are masks.
     """
-    if all(part.shard.mask is None for part in parts):
+    masked = [(part, part.shard.mask) for part in parts if part.shard.mask is not None]
+    if not masked:
         return sizes.numpy() > 0
 
     def count() -> Tensor:
         pruned = torch.zeros_like(sizes)
-        for part in parts:
-            if part.shard.mask is not None:
-                rows, channels, _ = part.counted_rows(part.shard.mask, None)
+        for part, mask in masked:
+            if not part.shard.replica:
+                rows, channels = part.rows(mask)
                 pruned.index_add_(0, channels, (rows == 0).flatten(1).sum(1).cpu())
         return pruned
 
