@@ -17,7 +17,7 @@ ROOMS = {
     "_public.py": (61, 1),
     "_transformers": (439, 3),
     "_version.py": (1, 1),
-    "api": (1338, 10),
+    "api": (1282, 10),
     "base": (987, 15),
     "budgets.py": (247, 1),
     "call": (944, 8),
@@ -30,23 +30,23 @@ ROOMS = {
     "language_models": (1056, 8),
     "layouts.py": (13, 1),
     "masks": (601, 6),
-    "methods": (857, 5),
+    "methods": (867, 5),
     "ranking": (1813, 12),
     "ranks": (344, 3),
     "recipes": (339, 3),
     "reconstruction.py": (348, 1),
     "schedule.py": (294, 1),
     "selftest.py": (291, 1),
-    "shards": (1026, 9),
+    "shards": (1029, 9),
     "statistics": (1400, 7),
     "streaming": (896, 7),
     "testing.py": (246, 1),
     "verification": (649, 3),
     "wrappers": (1201, 11),
 }
-TOTAL = (22337, 177)
+TOTAL = (22294, 177)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 40391, "launch": 967}
+FOLDERS = {"tests": 40395, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -209,7 +209,11 @@ WRONG = [
     ),
     ({"tensors": {"w": ONES * math.nan}, "k": 1}, ValueError, "the scores of w (6 of 6) are NaN"),
     ({"tensors": {"w": ONES * 1j}, "k": 1}, NotImplementedError, "w: scores of dtype torch.comp"),
-    ({"tensors": {"w": ONES.to_sparse()}, "k": 1}, NotImplementedError, "w: its layout is sparse"),
+    (
+        {"tensors": {"w": ONES.to_sparse()}, "k": 1},
+        NotImplementedError,
+        "w: layout torch.sparse_coo is sparse",
+    ),
     ({"tensors": {"w": ONES.to("meta")}, "k": 1}, NotImplementedError, "meta device"),
 ]
 
