@@ -3,7 +3,7 @@
     distprune.load_masks(model, "Llama-3-8B-sparse")  # wrapped or not: train with the zeros held
 
 The folder is what ``distprune prune`` or ``save_masks`` writes; see
-distprune.files.checkpoints.mask_files.
+distprune.files.mask_files.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from distprune.call.request import (
     PruningCall,
 )
 from distprune.call.run import prune_parameters
-from distprune.files.checkpoints.checkpoint import open_checkpoint
-from distprune.files.checkpoints.mask_files import (
+from distprune.files.checkpoint import open_checkpoint
+from distprune.files.disk import sync_folder
+from distprune.files.errors import CheckpointError
+from distprune.files.mask_files import (
     MASK_FILE,
     mask_layout,
     open_masks,
     read_keep,
 )
-from distprune.files.disk.access import sync_folder
-from distprune.files.errors import CheckpointError
 from distprune.masks.hook import find_hook
 from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.ranks.collectives import Communicator

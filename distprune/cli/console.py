@@ -18,7 +18,7 @@ from distprune.recipes import GroupRecipe
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files import team
-    from distprune.files.checkpoints.checkpoint import Checkpoint
+    from distprune.files.checkpoint import Checkpoint
     from distprune.files.planning import Plan
     from distprune.language_models import RunProgress
 

@@ -37,7 +37,7 @@ def apply(given: WritingOptions, masks: Path, src: Path, dst: Path) -> None:
         console.discard_unfinished(terminal, dst)
         return
 
-    from distprune.files.applying import Application
+    from distprune.files.pruning import Application
 
     with process_group(given.timeout), console.Meter(terminal) as meter:
         application = on_every_rank(lambda: Application(masks, src))
@@ -127,7 +127,7 @@ def diff(given: DiffOptions, a: Path, b: Path) -> None:
     \b
     distprune diff Llama-3.2-1B-50 Llama-3.2-1B-50-tuned
     """
-    from distprune.files.checkpoints.checkpoint import open_checkpoint
+    from distprune.files.checkpoint import open_checkpoint
     from distprune.files.inspecting import compare, compare_metadata
 
     first, second = open_checkpoint(a), open_checkpoint(b)

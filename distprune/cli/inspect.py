@@ -43,7 +43,7 @@ def inspect(given: InspectOptions, src: Path) -> None:
     distprune inspect Llama-3.2-1B-2of4 --pattern 2:4 --pattern 4:8
     distprune inspect Llama-3.2-1B-50 --plot sparsity.png
     """
-    from distprune.files.checkpoints.checkpoint import open_checkpoint
+    from distprune.files.checkpoint import open_checkpoint
     from distprune.files.inspecting import inspect as inspect_tensors
 
     try:
@@ -62,7 +62,7 @@ def inspect(given: InspectOptions, src: Path) -> None:
         reading = meter.reading(checkpoint.num_bytes)
         facts = list(inspect_tensors(checkpoint, tuple(patterns), reading, dims))
     if given.plot is not None:
-        from distprune.files.reports.model_card import cached_name
+        from distprune.files.reports import cached_name
 
         # Matrices of floats; vectors would be columns without zeros.
         counts = [

@@ -36,7 +36,7 @@ def on_every_rank(find: Callable[[], T]) -> T:
     from distprune.files.team import Team
     from distprune.ranks.process_groups import world
 
-    return Team(world()).attempt(find)
+    return Team(world()).run(find)
 
 
 @contextlib.contextmanager

@@ -10,10 +10,9 @@ import numpy as np
 
 from distprune.base.blocks import Layout
 from distprune.base.float_formats import PLAIN_FLOATS
-from distprune.files.checkpoints.checkpoint import Checkpoint
-from distprune.files.checkpoints.header import TensorEntry
-from distprune.files.disk.access import read_into, slabs
-from distprune.files.layouts import Layouts, UnknownLayout
+from distprune.files.checkpoint import Checkpoint, TensorEntry
+from distprune.files.disk import read_into, slabs
+from distprune.files.selecting import Layouts, UnknownLayout
 
 
 @dataclass

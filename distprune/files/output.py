@@ -22,14 +22,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from distprune.files.checkpoints.checkpoint import SIDECAR
-from distprune.files.disk.access import sync_folder, write_atomically, writing
+from distprune.files.checkpoint import SIDECAR, Checkpoint
+from distprune.files.disk import sync_folder, write_atomically, writing
 from distprune.files.errors import OutputError
-from distprune.files.reports import REPORT_FILE
 from distprune.files.text import printable
 
 DISCARD_HINT = "add --discard to that command to remove it"
 WORK = f"{SIDECAR}/work"  # the folder, inside an unfinished result, of what later runs need
+REPORT_FILE = f"{SIDECAR}/report.json"
 
 
 def resolve_destination(destination: str | Path) -> Path:
@@ -38,16 +38,11 @@ def resolve_destination(destination: str | Path) -> Path:
     Raises:
         OutputError: it has no name (as ``/``), or its parent is not a folder.
     """
-    try:
-        path = Path(os.path.abspath(destination))
-        os.stat(path.parent)
-    except FileNotFoundError:
-        parent = printable(str(path.parent))
-        raise OutputError(f"{parent} is not a folder; create it first.") from None
-    except (OSError, ValueError) as error:  # ValueError: the path has a NUL byte
-        raise OutputError(f"{printable(str(destination))} cannot be created: {error}.") from error
+    path = Path(os.path.abspath(destination))
     if not path.name:
-        raise OutputError(f"{printable(str(path))} has no name; expected that of a new folder.")
+        raise OutputError(f"{path} has no name; expected that of a new folder.")
+    if not path.parent.is_dir():
+        raise OutputError(f"{printable(str(path.parent))} is not a folder; create it first.")
     return path
 
 
@@ -157,41 +152,48 @@ def discard(destination: str | Path) -> list[tuple[str, int]]:
     return removed
 
 
-def check_place(source: str, destination: Path) -> None:
+def check_outside(destination: Path, source: Checkpoint) -> None:
     """Raise OutputError if the destination is inside the source."""
-    target, root = Path(os.path.realpath(destination)), Path(os.path.realpath(source))
+    target, root = Path(os.path.realpath(destination)), Path(os.path.realpath(source.root))
     if target == root or root in target.parents:
         raise OutputError(
-            f"{destination} is inside the source {source}; expected a path outside of it."
+            f"{destination} is inside the source {source.root}; expected a path outside of it."
         )
 
 
-def check_taken(
-    destination: Path, *, replaces: bool | None = False, inputs: Iterable[str | Path] = ()
+def check_destination(
+    destination: Path,
+    source: Checkpoint,
+    *,
+    replaces: bool | None = False,
+    inputs: Iterable[str | Path] = (),
 ) -> None:
-    """Raise OutputError if the destination exists, and may not be replaced.
+    """Raise OutputError if a result cannot be made here.
 
     Args:
+        destination: absolute.
+        source: what the result is made from; no result may be inside it.
         replaces: whether a finished result is to be replaced; None: the command cannot do that.
-        inputs: files that the new result is made from; none may be in the old one.
+        inputs: more files that the new result is made from; none may be in the old one.
     """
+    check_outside(destination, source)
     if not os.path.lexists(destination):
         return
     is_result = finished_report(destination) is not None and not destination.is_symlink()
+    way = "Delete it, or choose another destination."
     if not replaces:
         state = "holds a finished result of distprune" if is_result else "exists"
-        way = "Delete it, or choose another destination."
         if is_result and replaces is not None:
             way = "Add --force to replace it, or choose another destination."
         raise OutputError(f"{destination} {state}; expected a new name. {way}")
     if not is_result:
         raise OutputError(
             f"{destination} is no finished result of distprune; --force replaces nothing else. "
-            "Delete it, or choose another destination."
+            f"{way}"
         )
-    place = Path(os.path.realpath(destination))
-    for path in inputs:
-        if place in Path(os.path.realpath(path)).parents:
+    target = Path(os.path.realpath(destination))
+    for path in [*(file.path for file in source.all_files), *inputs]:
+        if target in Path(os.path.realpath(path)).parents:
             raise OutputError(
                 f"{path} is in {destination}, which --force would replace; expected inputs "
                 "outside of it. Choose another destination."
@@ -211,7 +213,7 @@ def _replaced(destination: Path) -> Path:
     return destination.with_name(f"{destination.name}.partial-replaced")
 
 
-def put(folder: Path, destination: Path, *, replaces: bool = False) -> None:
+def publish(folder: Path, destination: Path, *, replaces: bool = False) -> None:
     """Rename a complete result to the destination.
 
     Args:
@@ -234,11 +236,12 @@ def put(folder: Path, destination: Path, *, replaces: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(destination: Path, num_bytes: int) -> Iterator[Path]:
+def new_folder(destination: Path, source: Checkpoint, num_bytes: int) -> Iterator[Path]:
     """A folder that gets the destination's name when the context ends.
 
     Args:
         destination: absolute; must not exist.
+        source: what the result is made from.
         num_bytes: that the disk needs.
 
     Raises:
@@ -246,16 +249,17 @@ def new_folder(destination: Path, num_bytes: int) -> Iterator[Path]:
             the unfinished folder is removed.
     """
     folder = destination.with_name(f"{destination.name}.partial-save")
+    check_outside(destination, source)
     with locked(destination):
-        check_taken(destination, replaces=None)
+        check_destination(destination, source, replaces=None)
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
         try:
             with writing(folder):
                 folder.mkdir()
             check_free_bytes(folder, num_bytes, destination)
             yield folder
-            check_taken(destination, replaces=None)
-            put(folder, destination)
+            check_destination(destination, source, replaces=None)
+            publish(folder, destination)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -12,24 +12,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distprune.base.amount import resolve_count
+from distprune.base.amount import CEILING, FLOOR, Bounded, resolve_count, to_bounds, violated_bound
 from distprune.base.blocks import Blocks, Layout
+from distprune.base.float_formats import PLAIN_FLOATS
 from distprune.base.garbage import without_garbage_collection
 from distprune.base.selecting import natural_key
-from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, OtherFile, open_checkpoint
-from distprune.files.checkpoints.header import TensorEntry
-from distprune.files.errors import SelectionError
-from distprune.files.layouts import Layouts
-from distprune.files.scoring import KeptValues, ScoreInputs, find_inputs
-from distprune.files.selecting import Verdict, bounded_of, limits_of, select_tensors
+from distprune.files.checkpoint import SIDECAR, Checkpoint, OtherFile, TensorEntry, open_checkpoint
+from distprune.files.errors import CheckpointError, SelectionError
+from distprune.files.selecting import Layouts, Verdict, select_tensors
 from distprune.recipes import GroupRecipe, Recipe
-from distprune.recipes.recipe import STORED_STATISTICS
+from distprune.recipes.recipe import ELEMENTWISE, STORED_STATISTICS
+
+if TYPE_CHECKING:  # numpy comes with it
+    from distprune.files.statistics_file import TensorStatistics
 
 STATISTICS_FILE = f"{SIDECAR}/{STORED_STATISTICS}"  # of a result whose scores need them
 CARD_FILE = "README.md"  # the model card of a result, which is not that of its source
@@ -62,6 +63,76 @@ class PlannedTensor(NamedTuple):  # which is made in a third of the time of a fr
     lowest: int
     highest: int
     num_to_prune: int | None
+
+
+@dataclass(frozen=True)
+class KeptValues:
+    """What an update of the kept weights has made of some tensors.
+
+    Attributes:
+        facts: what decides the values, as JSON: the digest of a plan covers them.
+        tensors: the names of the tensors.
+        folder: safetensors files with these tensors, in the dtype of the source; None: nobody reads
+            them, as where a result is compared with its checksums.
+    """
+
+    facts: Mapping[str, Any]
+    tensors: tuple[str, ...]
+    folder: Path | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For a report, and for :meth:`from_json`."""
+        return {**self.facts, "tensors": list(self.tensors)}
+
+    @classmethod
+    def from_json(cls, values: Any) -> KeptValues:
+        """What :meth:`as_json` has made; raises CheckpointError if it was something else."""
+        try:
+            facts = dict(values)
+            return cls(facts, tuple(map(str, facts.pop("tensors"))))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                "the report names no tensors whose kept values were changed."
+            ) from error
+
+    @cached_property
+    def names(self) -> Collection[str]:
+        """The tensors, for lookups."""
+        return frozenset(self.tensors)
+
+
+@dataclass(frozen=True)
+class ScoreInputs:
+    """What scores are made from besides weights, and kept values from besides the source.
+
+    Attributes:
+        statistics: of activations or gradients, for the tensors that need them.
+        given: scores from files.
+        values: of kept elements, which are not those of the source.
+    """
+
+    statistics: TensorStatistics | None = None
+    given: Checkpoint | None = None
+    values: KeptValues | None = None
+
+    @cached_property
+    def given_entries(self) -> dict[str, TensorEntry]:
+        """The given scores, by name of the tensor."""
+        return {} if self.given is None else {entry.name: entry for entry in self.given.tensors}
+
+    def facts(self) -> dict[str, Any]:
+        """What decides the scores, as JSON, without paths: for digests and reports."""
+        facts: dict[str, Any] = {}
+        if self.statistics is not None:
+            facts["statistics"] = self.statistics.facts()
+        if self.given is not None:
+            facts["scores"] = {
+                f.name: {"size": f.size, "header_crc32": f.header_crc, "mtime_ns": f.mtime_ns}
+                for f in self.given.files
+            }
+        if self.values is not None:
+            facts["update"] = self.values.as_json()
+        return facts
 
 
 @dataclass(frozen=True)
@@ -146,7 +217,7 @@ def plan(
     """Read the headers of a checkpoint and decide what to prune.
 
     Args:
-        source: as for :func:`~distprune.files.checkpoints.checkpoint.open_checkpoint`.
+        source: as for :func:`~distprune.files.checkpoint.open_checkpoint`.
         recipe: what to prune.
         values: of kept elements, in place of those of the source.
         awaits_statistics: the plan only tells what will be done once there are statistics.
@@ -171,9 +242,8 @@ def plan(
             raise SelectionError(f"{where}{error}") from error
         tensors += planned
         groups.append(group)
-    scored = [(tensor.recipe, tensor.entry, tensor.layout) for tensor in tensors]
     names = {verdict.entry.name for verdict in selection.verdicts}
-    inputs = ScoreInputs() if awaits_statistics else find_inputs(recipe, scored, names)
+    inputs = ScoreInputs() if awaits_statistics else _find_inputs(recipe, tensors, names)
     inputs = replace(inputs, values=values)
     return Plan(
         checkpoint=checkpoint,
@@ -204,7 +274,8 @@ def _plan_group(
         num_to_prune = resolve_count(recipe.sparsity, num_elements)
     else:
         num_to_prune = sum(num_blocks * num_pruned for num_blocks, num_pruned in counts)
-    limits = limits_of(entries, recipe, num_to_prune)
+    bounded = [Bounded(e.name, (e.name,), e.numel, tuple(e.shape)) for e in entries]
+    limits = _limits_of(bounded, recipe, num_to_prune)
     of_each: Sequence[int | None] = [None] * len(entries)
     if not recipe.is_global:
         of_each = [num_blocks * num_pruned for num_blocks, num_pruned in counts]
@@ -212,7 +283,7 @@ def _plan_group(
         from distprune.budgets import divided, lines_of
 
         lowest, highest = zip(*limits, strict=True)
-        lines = lines_of(recipe.budget, bounded_of(entries))
+        lines = lines_of(recipe.budget, bounded)
         of_each = divided(lines, lowest, highest, num_to_prune)
     tensors, offset = [], 0
     for entry, layout, (_, num_pruned), limit, count in zip(
@@ -226,6 +297,120 @@ def _plan_group(
     has_limits = any((t.lowest, t.highest) != (0, t.entry.numel) for t in tensors)
     last = first + len(tensors)
     return tensors, PlannedGroup(recipe, first, last, num_elements, num_to_prune, has_limits)
+
+
+def _limits_of(
+    tensors: Sequence[Bounded], recipe: GroupRecipe, num_to_prune: int
+) -> list[tuple[int, int]]:
+    """How many elements of each tensor of a group have to be pruned at least, and at most.
+
+    Raises:
+        SelectionError: the limits of a tensor contradict each other, or those of all tensors do not
+            allow for the number to prune; with the numbers.
+    """
+    bounds = None
+    if recipe.has_limits:
+        try:
+            bounds = to_bounds(tensors, recipe.min_sparsity, recipe.max_sparsity)
+        except ValueError as error:
+            raise SelectionError(str(error)) from error
+    if bounds is None:
+        return [(0, tensor.num_elements) for tensor in tensors]
+    lowest, highest = sum(bounds.lowest), sum(bounds.highest)
+    violated = violated_bound(num_to_prune, lowest, highest)
+    budget = f"sparsity {recipe.sparsity} prunes {num_to_prune:,} elements"
+    if violated == FLOOR:
+        raise SelectionError(
+            f"{budget}, but min_sparsity {recipe.min_sparsity} of every tensor needs {lowest:,}. "
+            "Raise the sparsity, or lower min_sparsity."
+        )
+    if violated == CEILING:
+        raise SelectionError(
+            f"{budget}, but max_sparsity {recipe.max_sparsity} of every tensor leaves {highest:,} "
+            "that may go. Lower the sparsity, or raise max_sparsity."
+        )
+    return list(zip(bounds.lowest, bounds.highest, strict=True))
+
+
+def _find_inputs(
+    recipe: Recipe, tensors: Sequence[PlannedTensor], names: Collection[str]
+) -> ScoreInputs:
+    """Find what the scores of some tensors are made from.
+
+    Args:
+        names: of all tensors of the checkpoint.
+    """
+    statistics = given = None
+    if measured := [tensor for tensor in tensors if tensor.recipe.reads_statistics]:
+        of_gradients = are_of_gradients(tensor.recipe for tensor in measured)
+        if recipe.statistics is None:
+            part = measured[0].recipe
+            need = f"score {part.score}" if part.needs_statistics else f"budget {part.budget}"
+            raise SelectionError(
+                f"{need} needs statistics of {'gradients' if of_gradients else 'activations'}; "
+                "expected --statistics FILE, or 'statistics' in the recipe: the file that "
+                f"`distprune calibrate{' --gradients' * of_gradients}` writes. For a language "
+                "model, --text FILE makes them."
+            )
+        from distprune.files.statistics_file import match_statistics
+
+        pairs = [(tensor.entry, tensor.layout) for tensor in measured]
+        statistics = match_statistics(recipe.statistics, pairs, names, of_gradients)
+    if scored := [tensor.entry for tensor in tensors if tensor.recipe.reads_scores]:
+        check_scores(recipe)
+        assert recipe.scores is not None
+        given = open_checkpoint(recipe.scores)
+        found = {entry.name: entry for entry in given.tensors}
+        for entry in scored:
+            scores = found.get(entry.name)
+            if scores is None:
+                raise SelectionError(
+                    f"{recipe.scores} has no scores of {entry.name}; add them, or exclude the "
+                    "tensor."
+                )
+            if scores.shape != entry.shape or scores.dtype not in PLAIN_FLOATS:
+                raise SelectionError(
+                    f"the scores of {entry.name} in {recipe.scores} are {scores.dtype} "
+                    f"{list(scores.shape)}; expected {list(entry.shape)}, of one of "
+                    f"{', '.join(PLAIN_FLOATS)}."
+                )
+    return ScoreInputs(statistics, given)
+
+
+def check_scores(recipe: Recipe, made: Collection[str] = ()) -> None:
+    """Raise SelectionError if a score needs scores of single weights, and nothing says where.
+
+    Args:
+        recipe: the whole of it.
+        made: scores that will be made.
+    """
+    missing = [p.score for p in recipe.parts if p.reads_scores and p.score not in made]
+    if missing and recipe.scores is None:
+        text = ""
+        if missing[0] in ELEMENTWISE:
+            text = " For a language model, --text FILE makes them."
+        raise SelectionError(
+            f"score {missing[0]} needs scores; expected --scores FOLDER, or 'scores' in the "
+            "recipe: safetensors files with a tensor of the same name and shape for each pruned "
+            f"one.{text}"
+        )
+
+
+def are_of_gradients(parts: Iterable[GroupRecipe]) -> bool:
+    """Whether the statistics that parts of a recipe need are of gradients; all need one kind."""
+    needs: dict[bool, str] = {}
+    for part in parts:
+        of_activations = not part.reads_gradients or part.budget == "owl"
+        if part.needs_statistics:
+            needs.setdefault(part.reads_gradients, f"score {part.score}")
+        if of_activations:
+            needs.setdefault(False, f"budget {part.budget}")
+    if len(needs) > 1:
+        raise SelectionError(
+            f"{needs[True]} needs statistics of gradients and {needs[False]} those of activations, "
+            "and a pruning reads one file of statistics; expected one of the two."
+        )
+    return True in needs
 
 
 def digest_of(checkpoint: Checkpoint, recipe: Recipe, inputs: Mapping[str, Any]) -> str:
@@ -270,7 +455,7 @@ def _bytes_of_group(plan: Plan, group: PlannedGroup) -> int:
     if recipe.reads_scores:
         if plan.inputs.given is None:  # the plan awaits them, in 32 bits
             return num_reads * 4 * group.num_elements
-        entries = [plan.inputs.given.entries[entry.name] for entry in entries]
+        entries = [plan.inputs.given_entries[entry.name] for entry in entries]
     num_bytes = sum(entry.nbytes for entry in entries)
     of_outliers = 3 * num_bytes if recipe.budget == "owl" else 0
     return num_reads * num_bytes + of_outliers

@@ -1,4 +1,4 @@
-"""``prune``: carry out a plan, on one process or on all ranks together.
+"""``prune`` and ``apply``: copies with zeros, on one process or on all ranks together.
 
 plan --> find_cuts --cuts--> files written --> partial folder --> destination
          (scope "global")    (each once)          (one rename)
@@ -6,28 +6,47 @@ plan --> find_cuts --cuts--> files written --> partial folder --> destination
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distprune.base.memory import Array
-from distprune.files.cuts import Cuts, find_cuts
-from distprune.files.lowest import LowestElements
-from distprune.files.output import resolve_destination
-from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan
-from distprune.files.reading import Source
-from distprune.files.reports import Record, Report, RunFacts, parse_report
-from distprune.files.reports.building import check_counts, make_report
-from distprune.files.reports.model_card import card_of
-from distprune.files.results import Completed, check_unchanged, make_result, prune_task, versions
-from distprune.files.rewriting import Pieces
+from distprune.base.float_formats import PLAIN_FLOATS
+from distprune.files.checkpoint import Checkpoint, OtherFile, TensorEntry, open_checkpoint
+from distprune.files.disk import read_into, slabs
+from distprune.files.errors import CheckpointError
+from distprune.files.mask_files import MASK_FILE, MaskFile, open_masks, read_keep
+from distprune.files.output import REPORT_FILE, resolve_destination
+from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, source_facts
+from distprune.files.ranked import Counts, Piece, Pieces, RankedTensors
+from distprune.files.reports import (
+    Record,
+    Report,
+    RunFacts,
+    as_json,
+    card_of,
+    identity_of,
+    make_report,
+    parse_report,
+    summed,
+)
 from distprune.files.team import Progress, Team
+from distprune.files.writing import (
+    RECIPE_FILE,
+    Task,
+    check_unchanged,
+    make_result,
+    versions,
+)
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
+
+_VERSION = 1  # of apply; raised when the same masks and source would give other bytes
 
 
 def prune(
@@ -64,7 +83,8 @@ def prune(
             holds other files.
         tell: called with sentences for the user: that a run continues, or that nothing is left to
             do.
-        cuts: of :class:`RankedMasks` for the same recipe and source; None: they are found.
+        cuts: plain values of ``RankedTensors.cuts`` for the same recipe and source; None: they are
+            found.
 
     Returns:
         The report, the same on every rank.
@@ -86,78 +106,189 @@ def prune(
     """
     team = Team(communicator or world(), progress)
     target = resolve_destination(destination)
-    team.compare(_facts(plan, target))
-    task = prune_task(plan, replaces=replace)
-    source = Source(plan, team.count)
-    found: list[Cuts] = []
-
-    def rank() -> Pieces:
-        found.append(find_cuts(team, source, cuts))
-        return LowestElements(source, found[0]).pieces
-
-    def complete(records: Sequence[Record], run: RunFacts) -> Completed:
-        return _complete(source, found[0], records, run)
-
-    return parse_report(make_result(team, task, target, rank, complete, tell))
-
-
-class RankedMasks:
-    """The masks of a plan, tensor by tensor, before anything is written.
-
-    Args:
-        plan: what to prune.
-        team: the ranks.
-        cuts: what :attr:`cuts` was on an earlier run; None: they are found. Collective then.
-
-    Attributes:
-        cuts: where rankings are cut, as JSON.
-
-    Raises, Cost: as :func:`prune`, for what is read before it writes.
-    """
-
-    def __init__(self, plan: Plan, team: Team, cuts: Any = None) -> None:
-        self._source = Source(plan, team.count)
-        self._positions = {tensor.entry.name: i for i, tensor in enumerate(plan.tensors)}
-        found = find_cuts(team, self._source, cuts)
-        self.cuts = asdict(found)
-        self._lowest = LowestElements(self._source, found)
-
-    def keep(self, name: str) -> Array:
-        """bool, of the shape of the tensor: which of its elements are kept."""
-        position = self._positions[name]
-        entry = self._source.plan.tensors[position].entry
-        keep: Array = np.empty(entry.numel, dtype=np.bool_)
-        for piece in self._lowest.pieces(position, defaultdict(Counter)):
-            keep[piece.first : piece.first + len(piece.keep)] = piece.keep
-        return keep.reshape(entry.shape)
-
-
-def _complete(source: Source, cuts: Cuts, records: Sequence[Record], run: RunFacts) -> Completed:
-    """The report, the recipe, and what else stands beside the weights and masks."""
-    plan = source.plan
-    report = make_report(source, cuts, records, run)
-    check_counts(report, plan)
-    card = card_of(plan, report)
-    others: dict[str, bytes | Iterable[bytes]] = {} if card is None else {CARD_FILE: card}
-    inputs = plan.inputs
-    if inputs.statistics is not None:
-        others[STATISTICS_FILE] = inputs.statistics.blocks()
-    if inputs.given is not None:
-        check_unchanged(inputs.given.checkpoint.folder, inputs.given.checkpoint.files)
-    return report.to_json(), plan.recipe.as_stored().to_yaml().encode(), others
-
-
-def _facts(plan: Plan, target: Path) -> list[tuple[str, str]]:
-    """What has to be the same on all ranks, by what a user would call it."""
     recipe = [(f"recipe.{field}", repr(value)) for field, value in plan.recipe.as_values().items()]
     sources = [
         (f"source {file.name!a}", f"{file.size} bytes, header {file.header_crc:08x}")
         for file in plan.checkpoint.files
     ]
-    return [
-        ("destination", ascii(str(target))),
-        *recipe,
-        *versions().items(),
-        *sources,
-        ("plan", plan.digest),
-    ]
+    _compare(team, target, [*recipe, *sources, ("plan", plan.digest)])
+    ranked = RankedTensors(plan, team)
+
+    def rank() -> Pieces:
+        ranked.find_cuts(cuts)
+        return ranked.pieces
+
+    def complete(records: Sequence[Record], run: RunFacts) -> dict[str, bytes]:
+        report = make_report(ranked, records, run)
+        small = {RECIPE_FILE: plan.recipe.as_stored().to_yaml().encode()}
+        small[REPORT_FILE] = report.to_json()
+        if (card := card_of(plan, report)) is not None:
+            small[CARD_FILE] = card
+        if plan.inputs.statistics is not None:
+            small[STATISTICS_FILE] = plan.inputs.statistics.data
+        if plan.inputs.given is not None:
+            check_unchanged(plan.inputs.given.folder, plan.inputs.given.files)
+        return small
+
+    text = make_result(team, prune_task(plan, replaces=replace), target, rank, complete, tell)
+    return parse_report(text)
+
+
+def prune_task(plan: Plan, *, replaces: bool = False) -> Task:
+    """The files of the result of a plan."""
+    inputs = [] if plan.recipe.statistics is None else [plan.recipe.statistics]
+    if plan.inputs.given is not None:
+        inputs += [file.path for file in plan.inputs.given.files]
+    return Task(
+        checkpoint=plan.checkpoint,
+        digest=plan.digest,
+        tensors=[tensor.entry for tensor in plan.tensors],
+        copied=plan.copied,
+        has_masks=plan.recipe.masks,
+        values=plan.inputs.values,
+        replaces=replaces,
+        inputs=inputs,
+    )
+
+
+def _compare(team: Team, target: Path, facts: Sequence[tuple[str, str]]) -> None:
+    """Raise RanksError if the ranks were called with different arguments, or versions differ."""
+    team.compare([("destination", ascii(str(target))), *versions().items(), *facts])
+
+
+def masked_pieces(entries: Sequence[TensorEntry], masks: MaskFile) -> Pieces:
+    """What existing masks keep of the tensors of a checkpoint.
+
+    Args:
+        entries: the tensors, by position.
+        masks: one for each tensor.
+    """
+
+    def pieces(position: int, counts: Counts) -> Iterator[Piece]:
+        entry = entries[position]
+        form = PLAIN_FLOATS[entry.dtype]
+        for run in slabs(entry.numel, form.num_bytes):
+            raw = np.empty(len(run) * form.num_bytes, np.uint8)
+            read_into(entry.path, entry.start + run.start * form.num_bytes, raw.data)
+            keep = read_keep(masks, entry.name, run.start, run.stop)
+            is_zeroed = ~keep & (form.magnitudes(raw) != 0)
+            counts["zeroed"][position] += int(np.count_nonzero(is_zeroed))
+            yield Piece(run.start, raw.view(form.bits), keep)
+
+    return pieces
+
+
+class Application:
+    """Masks and the checkpoint that they are for, checked; nothing is written yet.
+
+    Args:
+        masks: a folder that ``distprune prune`` or ``save_masks`` wrote.
+        source: the checkpoint.
+
+    Attributes:
+        masks: the masks.
+        checkpoint: the source.
+        entries: its tensors that have a mask, in the order of the masks.
+        digest: a hash of everything that decides the result: headers, sizes and times of change of
+            both, and where the masks are.
+
+    Raises:
+        CheckpointError: either is malformed, or they do not fit.
+    """
+
+    def __init__(self, masks: str | Path, source: str | Path) -> None:
+        self.masks: MaskFile = open_masks(masks)
+        self.checkpoint: Checkpoint = open_checkpoint(source)
+        by_name = {entry.name: entry for entry in self.checkpoint.tensors}
+        for name, shape in self.masks.shapes.items():
+            entry = by_name.get(name)
+            if entry is None or entry.shape != shape or entry.dtype not in PLAIN_FLOATS:
+                has = "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+                raise CheckpointError(
+                    f"{masks} has a mask {list(shape)} of {name}, and {source} has {has} of this "
+                    "name; expected a plain float of this shape."
+                )
+        self.entries: Sequence[TensorEntry] = [by_name[name] for name in self.masks.shapes]
+        self._folder = os.path.abspath(masks)
+        facts = {
+            "kind": "apply",
+            "version": _VERSION,
+            "masks": [self._folder, *self.masks.state],
+            **source_facts(self.checkpoint),
+        }
+        self.digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def write(
+        self,
+        destination: str | Path,
+        *,
+        communicator: Communicator | None = None,
+        progress: Callable[[Progress], None] | None = None,
+        replace: bool = False,
+        tell: Callable[[str], None] | None = None,
+    ) -> dict[str, Any]:
+        """Write the copy. It appears by one rename at the end, or not at all.
+
+        ``destination/distprune/`` has the masks, the report and, as the recipe, which masks were
+        applied. All files but the report are the same to the byte for every number of ranks and
+        after any interruption. The arguments are those of :func:`prune`.
+
+        Returns:
+            What report.json holds: counts of all tensors and of each one.
+
+        Raises:
+            CheckpointError: the source or the masks cannot be read, or have changed.
+            OutputError: the destination is taken or in use, or the disk is full.
+            RanksError: the ranks were called with different arguments, or one was lost.
+            Each is raised on every rank that is left. The text says what is left on the disk.
+
+        Cost: one read and one write; some 50 MB of memory per process.
+        """
+        team = Team(communicator or world(), progress)
+        target = resolve_destination(destination)
+        _compare(team, target, [("plan", self.digest)])
+        task = Task(
+            checkpoint=self.checkpoint,
+            digest=self.digest,
+            tensors=self.entries,
+            copied=self.checkpoint.others,
+            replaces=replace,
+            inputs=[self.masks.path],
+        )
+        pieces = masked_pieces(self.entries, self.masks)
+        text = make_result(team, task, target, lambda: pieces, self._complete, tell)
+        report: dict[str, Any] = json.loads(text)
+        return report
+
+    def _complete(self, records: Sequence[Record], run: RunFacts) -> dict[str, bytes]:
+        """The report and, as the recipe, which masks were applied."""
+        path, (size, mtime_ns, header_crc) = self.masks.path, self.masks.state
+        check_unchanged(self._folder, [OtherFile(MASK_FILE, path, size, mtime_ns, 0)])
+        num_pruned, num_zeroed = (summed(records, what) for what in ("pruned", "zeroed"))
+        tensors = [
+            {
+                "name": entry.name,
+                "num_elements": entry.numel,
+                "num_pruned": num_pruned[position],
+                "num_zeroed": num_zeroed[position],
+            }
+            for position, entry in enumerate(self.entries)
+        ]
+        masks = {"folder": self._folder, "header_crc32": header_crc}
+        report = {
+            "schema": 1,
+            "status": "complete",
+            "kind": "apply",
+            "digest": self.digest,
+            "masks": masks,
+            "num_elements": sum(entry.numel for entry in self.entries),
+            "num_pruned": num_pruned.total(),
+            "num_zeroed": num_zeroed.total(),
+            "tensors": tensors,
+            "source": identity_of(self.checkpoint),
+            "copied": [other.name for other in self.checkpoint.others],
+            "skipped": self.checkpoint.skipped,
+            "run": asdict(run),
+        }
+        recipe = f"kind: apply\nmasks: {json.dumps(masks)}\n"  # JSON is YAML
+        return {REPORT_FILE: as_json(report), RECIPE_FILE: recipe.encode()}

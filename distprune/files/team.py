@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from distprune.files import errors
 from distprune.files.errors import RanksError, explained
 from distprune.ranks.collectives import Communicator, Op
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 # A rank works so long before the ranks exchange progress and errors.
@@ -75,15 +75,11 @@ class Team(Communicator):
         except ValueError as error:
             raise RanksError(str(error)) from error
 
-    def attempt(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function on every rank; if it raises on one, all ranks raise its error."""
-        return self.run(lambda: function(*args, **kwargs))
-
-    def from_leader(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def from_leader(self, function: Callable[[], T]) -> T:
         """Call a function on the leader; every rank returns its result, which must be JSON."""
         if self.size == 1:
-            return function(*args, **kwargs)
-        packed = self.run(lambda: json.dumps(function(*args, **kwargs)) if self.is_leader else "")
+            return function()
+        packed = self.run(lambda: json.dumps(function()) if self.is_leader else "")
         shared: T = json.loads(self.distinct_texts(packed)[0][0])
         return shared
 
@@ -133,7 +129,7 @@ class Team(Communicator):
             failed, is_unfinished, num_bytes = self.sum(facts).tolist()
             if failed:
                 self._raise_everywhere(error)
-            self.attempt(self._add, num_bytes)
+            self.run(functools.partial(self._add, num_bytes))
 
     def _add(self, num_bytes: int) -> None:
         state, now = self._state, time.monotonic()

@@ -16,49 +16,35 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from distprune.base.memory import Array
-from distprune.files.checkpoints.checkpoint import SourceFile
-from distprune.files.checkpoints.header import WeightFile
-from distprune.files.checkpoints.mask_files import (
-    MASK_FILE,
-    MaskFile,
-    read_keep,
-)
-from distprune.files.cuts import find_cuts
-from distprune.files.disk.access import read_into
-from distprune.files.errors import (
-    CheckpointError,
-    FilesError,
-    NaNError,
-    SelectionError,
-)
-from distprune.files.lowest import LowestElements
-from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
-from distprune.files.reading import Source
-from distprune.files.reports import REPORT_FILE, identity_of, read_report, recipe_of
-from distprune.files.results import (
-    RECIPE_FILE,
-    check_unchanged,
-    names_by_rank,
-    note_values,
-    prune_task,
-)
-from distprune.files.rewriting import Counts, Piece, Pieces, masked_pieces, parts_of
-from distprune.files.scoring import KeptValues
+from distprune.files.checkpoint import WeightFile
+from distprune.files.disk import read_into, slabs
+from distprune.files.errors import CheckpointError, NaNError, SelectionError
+from distprune.files.mask_files import MASK_FILE, MaskFile, read_keep
+from distprune.files.output import REPORT_FILE
+from distprune.files.planning import CARD_FILE, STATISTICS_FILE, KeptValues, Plan, plan
+from distprune.files.pruning import masked_pieces, prune_task
+from distprune.files.ranked import Counts, Piece, Pieces, RankedTensors
+from distprune.files.reports import Report, identity_of, read_report, recipe_of
 from distprune.files.team import Progress, Team
 from distprune.files.text import printable
+from distprune.files.writing import (
+    RECIPE_FILE,
+    Task,
+    add_checksum,
+    check_unchanged,
+    names_by_rank,
+)
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.recipes import Recipe
-
-_COPIED = 8 << 20  # bytes that are compared at a time
 
 
 @dataclass(frozen=True)
@@ -121,296 +107,211 @@ def verify(
     Cost: the reads that :func:`prune` needs to rank the source, and one read of source, result and
     masks; memory as for pruning. Communication as for pruning.
     """
-    team = Team(communicator or world(), progress)
-    result: _Result = team.attempt(_Result, Path(destination), source, scores)
-    plan, checkpoint = result.plan, result.plan.checkpoint
-    target = ascii(os.path.abspath(destination))
-    team.compare([("destination", target), ("plan", plan.digest)])
-    read = Source(plan, team.count)
-    pieces = masked_pieces(result.entries, result.masks)
+    team, folder = Team(communicator or world(), progress), Path(destination)
+    report, made = team.run(lambda: _plan_again(folder, source, scores))
+    task, checkpoint = prune_task(made), made.checkpoint
+    masks = replace(task.masks, path=str(folder / MASK_FILE))
+    team.compare([("destination", ascii(os.path.abspath(folder))), ("plan", made.digest)])
+    problems, bad = team.run(lambda: _check_files(folder, made, task, report))
+    update = made.inputs.values
+    has_order = update is None or not update.facts.get("rounds")
+    pieces = masked_pieces(task.tensors, masks)
+    sizes = {name: file.size for name, file in task.files.items() if name not in bad}
+    comparison = _Comparison(folder, task, masks, () if update is None else update.names)
     try:
-        sizes = {n: f.size for n, f in result.task.files.items() if result.is_readable(n)}
-        if result.has_order:
-            pieces = LowestElements(read, find_cuts(team, read)).pieces
+        if has_order:
+            ranked = RankedTensors(made, team)
+            ranked.find_cuts()
+            pieces = ranked.pieces
         team.begin("verify", sum(sizes.values()))
-        mine = names_by_rank(sizes, team.size)[team.index]
-        team.work(result.compare(mine, pieces))
-        found = [[*key, *what] for key, what in result.found.items()]
-        shared = [result.num_bytes, result.num_pruned, found, list(result.checksums.items())]
-        result.merge(team.share(shared))
-        team.attempt(check_unchanged, checkpoint.folder, checkpoint.all_files)
+        team.work(comparison.run(names_by_rank(sizes, team.size)[team.index], pieces))
     except (NaNError, SelectionError) as error:
-        raise _misfit(destination, source, error) from error
-    num_pruned = result.num_pruned
-    return VerifyReport(
-        tuple(result.all_problems()),
-        result.num_bytes,
-        plan.num_elements,
-        num_pruned,
-        result.has_order,
-    )
-
-
-class _Result:
-    """A result beside what it has to be: files, bytes, masks and zeros.
-
-    Attributes:
-        plan: derived from the source.
-        task: whose result it is.
-        entries: the tensors that are pruned.
-        masks: of the result.
-        num_bytes: how many bytes of the source were compared.
-        num_pruned: how many elements are pruned, according to the masks.
-        found: by (what is wrong, tensor or file): how often, and the first element or byte.
-        checksums: of moved weights, by position.
-    """
-
-    def __init__(self, folder: Path, source: str | Path, scores: str | Path | None) -> None:
-        self.folder = folder
-        _check_folder(folder)
-        self.report = read_report(folder)
-        recipe = recipe_of(self.report, str(folder))
-        if not recipe.masks:
-            raise CheckpointError(
-                f"{folder} was pruned without masks (masks: false); verify needs them. Prune again "
-                "with masks, and compare the two results with `distprune diff`."
-            )
-        try:
-            located = _located(recipe, folder, scores)
-            update = (self.report.inputs or {}).get("update")
-            values = None if update is None else KeptValues.from_json(update)
-            self.has_order = values is None or not values.facts.get("rounds")
-            self.plan: Plan = plan(source, located, values=values)
-        except SelectionError as error:
-            raise _misfit(folder, source, error) from error
-        checkpoint = self.plan.checkpoint
-        self.task = task = prune_task(self.plan)
-        layout, self.entries = task.layout, task.tensors
-        assert layout is not None  # the recipe has masks
-        self.masks = MaskFile(str(folder / MASK_FILE), layout.shapes, {}, layout.starts)
-        self.num_bytes = self.num_pruned = 0
-        self.found: dict[tuple[str, str], tuple[int, int]] = {}
-        self.checksums: dict[int, int] = {}
-        self._updated = frozenset[str]() if values is None else values.names
-        # What is wrong with files, and the names of those whose content cannot be compared.
-        small = [REPORT_FILE, RECIPE_FILE, *([CARD_FILE] if self.plan.has_card else [])]
-        small += [STATISTICS_FILE] if self.plan.inputs.statistics is not None else []
-        sizes: dict[str, int | None] = {name: file.size for name, file in task.files.items()}
-        sizes |= {MASK_FILE: layout.size, **dict.fromkeys(small)}
-        self.problems, self.bad = _look_through(folder, sizes)
-        self.has_expected_masks = MASK_FILE not in self.bad
-        if self.has_expected_masks:
-            with open(folder / MASK_FILE, "rb") as file:
-                header = file.read(len(layout.header))
-            self.has_expected_masks = header == layout.header
-        expected = identity_of(checkpoint).items()
-        is_same = all(self.report.source.get(name) == identity for name, identity in expected)
-        if not self.has_expected_masks and not is_same:
-            raise CheckpointError(
-                f"{folder} was not made from {source}: the sizes or headers of the weight files "
-                "were others."
-            )
-
-    def is_readable(self, name: str) -> bool:
-        """Whether a file can be compared."""
-        file = self.task.files[name]
-        is_pruned = isinstance(file, WeightFile) and any(
-            entry.name in self.task.positions for entry in file.tensors
-        )
-        return name not in self.bad and (self.has_expected_masks or not is_pruned)
-
-    def compare(self, names: Iterable[str], pieces: Pieces) -> Iterator[int]:
-        """Compare some files with what ``prune`` makes of the source; yields bytes."""
-        for name in names:
-            file, counts = self.task.files[name], Counts(Counter)
-            if not isinstance(file, WeightFile):
-                yield from self._compare_copy(file, range(file.size))
-                continue
-            for part in parts_of(file, self.task.positions, pieces, counts):
-                if isinstance(part, range):
-                    yield from self._compare_copy(file, part)
-                else:
-                    self._compare_piece(*part, counts)
-                    yield part[1].bits.nbytes
-            self.checksums |= counts["values"]
-
-    def _compare_piece(self, position: int, piece: Piece, counts: Counts) -> None:
-        """The mask is that of the recipe; the result is the source times the mask, with +0.
-
-        No bits are set after the last element of a mask.
-        """
-        entry, (first, bits, keep) = self.entries[position], piece
-        kept = read_keep(self.masks, entry.name, first, first + len(bits))
-        written: Array = np.empty_like(bits)
-        start = entry.start + first * bits.itemsize
-        read_into(str(self.folder / entry.file), start, written.data.cast("B"))
-        if entry.name in self._updated:  # the report has a checksum of what was kept
-            bits = written
-            note_values(counts, position, written)
-        self._note("wrong", entry.name, written != bits * kept, first)
-        self._note("misplaced", entry.name, kept != keep, first)
-        self.num_pruned += len(kept) - int(np.count_nonzero(kept))
-        self.num_bytes += bits.nbytes
-        last = first + len(bits)
-        if last == entry.numel and last % 8:
-            tail = read_keep(self.masks, entry.name, last, -(-last // 8) * 8)
-            self._note("tail", entry.name, tail, last)
-
-    def _compare_copy(self, file: SourceFile, part: range) -> Iterator[int]:
-        """Read bytes that have to be equal; yields numbers of bytes."""
-        path = str(self.folder / file.name)
-        for start in range(part.start, part.stop, _COPIED):
-            size = min(_COPIED, part.stop - start)
-            expected, written = (np.empty(size, dtype=np.uint8) for _ in range(2))
-            read_into(file.path, start, expected.data)
-            read_into(path, start, written.data)
-            self._note("copy", file.name, written != expected, start)
-            self.num_bytes += size
-            yield size
-
-    def _note(self, what: str, where: str, are_wrong: Array, first: int) -> None:
-        places = np.flatnonzero(are_wrong)
-        if len(places):
-            self._add((what, where), len(places), first + int(places[0]))
-
-    def _add(self, key: tuple[str, str], count: int, first: int) -> None:
-        num_before, first_before = self.found.get(key, (0, first))
-        self.found[key] = num_before + count, min(first, first_before)
-
-    def merge(self, of_ranks: Iterable[list[Any]]) -> None:
-        """Take together what all ranks have found."""
-        self.num_bytes = self.num_pruned = 0
-        self.found.clear()
-        for num_bytes, num_pruned, found, checksums in of_ranks:
-            self.num_bytes += num_bytes
-            self.num_pruned += num_pruned
-            self.checksums |= dict(checksums)
-            for what, where, count, first in found:
-                self._add((what, where), count, first)
-
-    def all_problems(self) -> list[str]:
-        """Everything that is wrong, in an order that does not depend on the ranks."""
-        problems = list(self.problems)
-        if MASK_FILE not in self.bad and not self.has_expected_masks:
-            problems.append(
-                f"{MASK_FILE}: its header is not the one that prune writes for these tensors."
-            )
-        keys = sorted(key for key in self.found if key[0] == "copy")
-        keys += [(w, e.name) for e in self.entries for w in ("wrong", "tail", "misplaced")]
-        problems += [
-            f"{printable(key[1])}: {_described(key[0], *self.found[key])}"
-            for key in keys
-            if key in self.found
-        ]
-        if not all(self.is_readable(entry.file) for entry in self.entries):
-            return problems
-        stored = dict(self.report.checksums or ())
+        raise _misfit(folder, source, error) from error
+    of_ranks = team.share(comparison.result())
+    team.run(lambda: check_unchanged(checkpoint.folder, checkpoint.all_files))
+    num_bytes, num_pruned = (sum(found[i] for found in of_ranks) for i in (0, 1))
+    problems += sorted(text for found in of_ranks for text in found[2])
+    if not bad:
+        checksums = dict(pair for found in of_ranks for pair in found[3])
+        stored = dict(report.checksums or ())
         problems += [
             f"{printable(entry.name)}: its kept weights are not those that were written."
-            for position, entry in enumerate(self.entries)
-            if stored.get(position) != self.checksums.get(position)
+            for position, entry in enumerate(task.tensors)
+            if stored.get(position) != checksums.get(position)
         ]
-        if self.num_pruned != self.plan.num_to_prune:
-            problems.append(
-                f"{self.num_pruned} elements are pruned in all; the recipe asks for "
-                f"{self.plan.num_to_prune}."
-            )
-        return problems
+        if num_pruned != made.num_to_prune:
+            text = f"{num_pruned} elements are pruned in all; the recipe asks for"
+            problems.append(f"{text} {made.num_to_prune}.")
+    return VerifyReport(tuple(problems), num_bytes, made.num_elements, num_pruned, has_order)
 
 
-def _described(what: str, count: int, first: int) -> str:
-    if what == "copy":
-        more = f"; so do {count - 1} more" if count > 1 else ""
-        return f"byte {first} differs from the source, and belongs to no pruned tensor{more}."
-    if what == "tail":
-        return "the last byte of its mask has bits that belong to no element."
-    problem = "are pruned or kept against the order of scores"
-    if what == "wrong":
-        problem = "are neither kept as they were nor pruned as the mask says"
-    return f"{count} elements {problem}; the first is number {first}."
-
-
-def _look_through(
-    folder: Path, sizes: Mapping[str, int | None]
-) -> tuple[list[str], frozenset[str]]:
-    """Compare the names and sizes of all files in a folder with those that are expected.
-
-    Links to files are read through, and so are links to folders in which a file is expected.
-    No file is opened that is not a regular one.
-
-    Returns:
-        A sentence for each file that is missing, unexpected or unreadable, or has another size, in
-        the order of names; and the names of expected files whose content cannot be compared.
-    """
-    problems: dict[str, str] = {}
-    for name, size in sizes.items():
-        if problem := _file_problem(folder / name, size):
-            problems[name] = f"{printable(name)} {problem}"
-    bad = frozenset(problems)
-    parents = {str(parent) for name in sizes for parent in Path(name).parents}
-    for parent in parents:
-        try:
-            entries = os.listdir(folder / parent)
-        except FileNotFoundError:
-            continue  # so its files are missing
-        except OSError as error:
-            shown = folder if parent == "." else printable(parent)
-            problems[parent] = f"{shown} cannot be listed: {error.strerror}."
-            continue
-        for entry in entries:
-            name = os.path.normpath(os.path.join(parent, entry))
-            if name not in sizes and name not in parents:
-                path = folder / name
-                what = "folder" if os.path.isdir(path) and not path.is_symlink() else "file"
-                problems[name] = f"{printable(name)} is a {what} that prune did not write."
-    return [problems[name] for name in sorted(problems)], bad
-
-
-def _file_problem(path: Path, size: int | None) -> str:
+def _plan_again(folder: Path, source: str | Path, scores: str | Path | None) -> tuple[Report, Plan]:
+    """The report of a result, and the plan that made it."""
+    if (folder / MASK_FILE).exists() and not (folder / REPORT_FILE).exists():
+        raise CheckpointError(
+            f"{folder} was not made by `distprune prune`: it has masks, but no report "
+            f"({REPORT_FILE} is missing). Masks that come from elsewhere have no order to be "
+            "compared with; use `distprune diff` to compare the weights."
+        )
+    report = read_report(folder)
+    recipe = recipe_of(report, folder)
+    if not recipe.masks:
+        raise CheckpointError(
+            f"{folder} was pruned without masks (masks: false); verify needs them. Prune again "
+            "with masks, and compare the two results with `distprune diff`."
+        )
+    update = (report.inputs or {}).get("update")
+    values = None if update is None else KeptValues.from_json(update)
     try:
-        info = os.stat(path)
-        if not stat.S_ISREG(info.st_mode):
-            return "is not a regular file."
-        if size is not None and info.st_size != size:
-            return f"has {info.st_size} bytes; expected {size}."
-        with open(path, "rb"):
-            return ""
-    except FileNotFoundError:
-        return "is missing."
-    except OSError as error:
-        return f"cannot be read: {error.strerror}."
+        return report, plan(source, _located(recipe, folder, scores), values=values)
+    except SelectionError as error:
+        raise _misfit(folder, source, error) from error
 
 
 def _located(recipe: Recipe, folder: Path, scores: str | Path | None) -> Recipe:
     """The recipe of a result with the paths of what its scores were made from."""
     if recipe.statistics is not None:
         recipe = recipe.model_copy(update={"statistics": str(folder / STATISTICS_FILE)})
-    if recipe.scores is None and scores is None:
-        return recipe
-    if recipe.scores is None:
-        raise CheckpointError(f"{folder} was not ranked by given scores; leave --scores out.")
-    if scores is None:
-        raise CheckpointError(
-            f"{folder} was ranked by scores of single weights, which it does not hold; expected "
-            "them, or a copy of them (--scores FOLDER). `distprune prune --text` keeps those that "
-            "it makes with --keep-scores."
-        )
-    return recipe.model_copy(update={"scores": str(scores)})
+    if (recipe.scores is None) != (scores is None):
+        was = "not ranked by given scores; leave --scores out"
+        if scores is None:
+            was = (
+                "ranked by scores of single weights, which it does not hold; expected them, or a "
+                "copy of them (--scores FOLDER). `distprune prune --text` keeps those that it "
+                "makes with --keep-scores"
+            )
+        raise CheckpointError(f"{folder} was {was}.")
+    return recipe if scores is None else recipe.model_copy(update={"scores": str(scores)})
 
 
-def _misfit(folder: str | Path, source: str | Path, error: FilesError) -> CheckpointError:
+def _misfit(folder: Path, source: str | Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"the recipe in {folder}/{REPORT_FILE} does not fit {source}: {error}")
 
 
-def _check_folder(folder: Path) -> None:
-    """Raise CheckpointError, and say what is missing, if prune did not write this folder."""
-    if not os.path.isdir(folder):
-        state = "is a file" if os.path.exists(folder) else "does not exist"
-        raise CheckpointError(f"{folder} {state}; expected a folder that distprune pruned.")
-    has_masks, has_report = (os.path.exists(folder / n) for n in (MASK_FILE, REPORT_FILE))
-    if has_masks and not has_report:
+def _check_files(
+    folder: Path, plan: Plan, task: Task, report: Report
+) -> tuple[list[str], set[str]]:
+    """What is wrong with the names and sizes of files, and the files that cannot be compared.
+
+    Raises:
+        CheckpointError: the result was made from another source.
+    """
+    small = [REPORT_FILE, RECIPE_FILE, *([CARD_FILE] if plan.has_card else [])]
+    small += [STATISTICS_FILE] if plan.inputs.statistics is not None else []
+    sizes: dict[str, int | None] = {name: file.size for name, file in task.files.items()}
+    sizes |= {MASK_FILE: task.masks.size, **dict.fromkeys(small)}
+    found = {name: _file_problem(folder / name, size) for name, size in sizes.items()}
+    if not found[MASK_FILE]:
+        with open(folder / MASK_FILE, "rb") as file:
+            if file.read(len(task.masks.header)) != task.masks.header:
+                found[MASK_FILE] = "has another header than prune writes for these tensors"
+    if found[MASK_FILE] and identity_of(plan.checkpoint) != report.source:
         raise CheckpointError(
-            f"{folder} was not made by `distprune prune`: it has masks, but no report "
-            f"({REPORT_FILE} is missing). Masks that come from elsewhere have no order to be "
-            "compared with; use `distprune diff` to compare the weights."
+            f"{folder} was not made from {plan.checkpoint.folder}: the sizes or headers of the "
+            "weight files were others."
         )
+    parents = {str(parent) for name in sizes for parent in Path(name).parents}
+    for parent in parents:
+        for entry in os.listdir(folder / parent) if os.path.isdir(folder / parent) else ():
+            name = os.path.normpath(os.path.join(parent, entry))
+            if name not in sizes and name not in parents:
+                found[name] = "was not written by prune"
+    problems = [f"{printable(name)} {text}." for name, text in sorted(found.items()) if text]
+    bad = {name for name in task.files if found[name]}
+    if found[MASK_FILE]:  # nothing says what the weights should be
+        bad |= {entry.file for entry in task.tensors}
+    return problems, bad
+
+
+def _file_problem(path: Path, size: int | None) -> str:
+    try:
+        info = os.stat(path)
+        if not stat.S_ISREG(info.st_mode):
+            return "is not a regular file"
+        if size is not None and info.st_size != size:
+            return f"has {info.st_size} bytes; expected {size}"
+        with open(path, "rb"):
+            return ""
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+class _Comparison:
+    """Files of a result beside what they have to be.
+
+    Args:
+        folder: of the result.
+        task: that makes it.
+        masks: of the result.
+        updated: the tensors whose kept weights were moved.
+    """
+
+    def __init__(self, folder: Path, task: Task, masks: MaskFile, updated: Iterable[str]) -> None:
+        self._folder, self._task, self._masks = folder, task, masks
+        self._updated = frozenset(updated)
+        self._num_bytes = self._num_pruned = 0
+        self._checksums: dict[int, int] = {}
+        # By name and by what is wrong: how many elements or bytes, and the first of them.
+        self._wrong: dict[tuple[str, str], tuple[int, int]] = {}
+
+    def result(self) -> list[Any]:
+        """Bytes that were compared, pruned elements, problems, and checksums of moved weights."""
+        problems = [
+            f"{printable(name)}: {count} {what}; the first is number {first}."
+            for (name, what), (count, first) in self._wrong.items()
+        ]
+        return [self._num_bytes, self._num_pruned, problems, list(self._checksums.items())]
+
+    def run(self, names: Iterable[str], pieces: Pieces) -> Iterator[int]:
+        """Compare some files with what ``prune`` makes of the source; yields bytes."""
+        for name in names:
+            file, counts, path = self._task.files[name], Counts(Counter), str(self._folder / name)
+            parts: Iterable[range | tuple[int, Piece]] = [range(file.size)]
+            if isinstance(file, WeightFile):
+                parts = self._task.parts(file, pieces, counts)
+            for part in parts:
+                if not isinstance(part, range):
+                    yield self._compare_piece(path, *part, counts)
+                    continue
+                for run in slabs(len(part)):
+                    start = part.start + run.start
+                    expected, written = np.empty((2, len(run)), dtype=np.uint8)
+                    read_into(file.path, start, expected.data)
+                    read_into(path, start, written.data)
+                    self._add(name, _COPIED, written != expected, start)
+                    self._num_bytes += len(run)
+                    yield len(run)
+            self._checksums |= counts["values"]
+
+    def _compare_piece(self, path: str, position: int, piece: Piece, counts: Counts) -> int:
+        """The mask is that of the recipe; the result is the source times the mask, with +0."""
+        entry, (first, bits, keep) = self._task.tensors[position], piece
+        last = first + len(bits)
+        kept = read_keep(self._masks, entry.name, first, last)
+        written: Array = np.empty_like(bits)
+        read_into(path, entry.start + first * bits.itemsize, written.data.cast("B"))
+        if entry.name in self._updated:  # the report has a checksum of what was kept
+            bits = written
+            add_checksum(counts, position, written)
+        self._add(entry.name, _VALUES, written != bits * kept, first)
+        self._add(entry.name, _ORDER, kept != keep, first)
+        if last == entry.numel and last % 8:
+            tail = read_keep(self._masks, entry.name, last, -(-last // 8) * 8)
+            self._add(entry.name, _TAIL, tail, last)
+        self._num_pruned += len(kept) - int(np.count_nonzero(kept))
+        self._num_bytes += bits.nbytes
+        return bits.nbytes
+
+    def _add(self, name: str, what: str, are_wrong: Array, first: int) -> None:
+        places = np.flatnonzero(are_wrong)
+        if len(places):
+            count, at = self._wrong.get((name, what), (0, first + int(places[0])))
+            self._wrong[name, what] = count + len(places), at
+
+
+_COPIED = "bytes differ from the source, and belong to no pruned tensor"
+_VALUES = "elements are neither kept as they were nor pruned as the mask says"
+_ORDER = "elements are pruned or kept against the order of scores"
+_TAIL = "bits of the last byte of its mask belong to no element"

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distprune.base.pruned_form import is_dtensor
 from distprune.checkpoint import prepare_for_load
 from distprune.criteria.base import Criterion
-from distprune.files.checkpoints.header import read_header
+from distprune.files.checkpoint import read_header
 from distprune.masks.hook import put_records, records_of
 from distprune.ranks.process_groups import world
 from distprune.schedule import ScheduledPruner

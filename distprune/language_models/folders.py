@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 from distprune.checkpoint import save_pretrained
-from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from distprune.files.checkpoints.locating import locate
-from distprune.files.disk.access import writing
+from distprune.files.checkpoint import Checkpoint, locate, open_checkpoint
+from distprune.files.disk import writing
 from distprune.files.errors import CheckpointError
-from distprune.files.output import check_place, new_folder, resolve_destination
+from distprune.files.output import new_folder, resolve_destination
 from distprune.ranks.process_groups import is_distributed, world
 
 if TYPE_CHECKING:
@@ -193,9 +192,9 @@ def save_sharded(
         """The folder that becomes the destination, on the first rank."""
         if communicator.index:
             return target
-        check_place(open_checkpoint(source).root, resolve_destination(folder))
+        checkpoint, place = open_checkpoint(source), resolve_destination(folder)
         num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        return unfinished.enter_context(new_folder(target, num_bytes))
+        return unfinished.enter_context(new_folder(place, checkpoint, num_bytes))
 
     def finish() -> None:
         if communicator.index:
@@ -228,7 +227,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     require_extra()
     from transformers import AutoTokenizer
 
-    place = locate(Path(folder)).folder
+    place = locate(Path(folder))[0]
     try:
         made: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:

@@ -17,7 +17,7 @@ from distprune.base.selecting import check_pattern, matcher
 from distprune.budgets import OWL_MULTIPLE, block_of, outlier_ratios
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
-from distprune.files.checkpoints.statistics_file import StoredStatistics, read_statistics
+from distprune.files.statistics_file import StoredStatistics, read_statistics
 from distprune.ranking.scores import FactorScores, ScoreSource, TensorScores
 from distprune.ranking.sums import Scored, Summed, magnitude_sums
 from distprune.ranks.process_groups import world

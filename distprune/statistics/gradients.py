@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter, checked_pair, label_of
 from distprune.call.request import ParameterArguments
-from distprune.files.checkpoints.statistics_file import (
+from distprune.files.statistics_file import (
     StoredGradients,
     StoredSums,
     read_gradient_statistics,

@@ -24,7 +24,7 @@ from distprune.base.naming import NamedParameter, unwrap
 from distprune.base.report_text import listed
 from distprune.call.reading import read_parameters
 from distprune.call.request import ParameterArguments
-from distprune.files.checkpoints.statistics_file import StoredSums, write_statistics
+from distprune.files.statistics_file import StoredSums, write_statistics
 from distprune.ranks.collectives import Communicator
 from distprune.shards.factored import FactoredScores
 from distprune.shards.shard import Shard
@@ -120,7 +120,7 @@ class Statistics:
         """Write the statistics to one small safetensors file. Collective; the first rank writes.
 
         It has the sums over all ranks of the whole weights, by full names: any run on any sharding
-        can load it. The form is in files.checkpoints.statistics_file.[Note: statistics file]. An
+        can load it. The form is in files.statistics_file.[Note: statistics file]. An
         existing file is replaced at the end, or stays as it was.
 
         Raises:

@@ -19,9 +19,8 @@ from distprune._transformers.building import (
 from distprune._transformers.conversions import MaskSource, TransformersRules, as_saved
 from distprune.base.float_formats import TORCH_NAMES
 from distprune.base.naming import NamedParameter, named_modules
-from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from distprune.files.checkpoints.header import TensorEntry
-from distprune.files.disk.access import read_into
+from distprune.files.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from distprune.files.disk import read_into
 from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.selecting import select_tensors
 from distprune.language_models.calibrating import decoder_blocks

@@ -16,18 +16,16 @@ from torch import Tensor
 from distprune._version import __version__
 from distprune.api.local import custom_from_mask, remove
 from distprune.base.naming import NamedParameter
-from distprune.files.checkpoints.checkpoint import Checkpoint
-from distprune.files.checkpoints.header import INDEX_SUFFIX, read_header
-from distprune.files.checkpoints.statistics_file import (
+from distprune.files.checkpoint import INDEX_SUFFIX, Checkpoint, read_header
+from distprune.files.disk import write_atomically
+from distprune.files.planning import KeptValues, are_of_gradients, plan, source_facts
+from distprune.files.ranked import RankedTensors
+from distprune.files.statistics_file import (
     StoredSums,
     read_gradient_statistics,
     read_statistics,
     write_statistics,
 )
-from distprune.files.disk.access import write_atomically
-from distprune.files.planning import plan, source_facts
-from distprune.files.pruning import RankedMasks
-from distprune.files.scoring import KeptValues, are_of_gradients
 from distprune.files.team import Team
 from distprune.language_models.running import Report, reporter
 from distprune.language_models.scoring import elementwise_criterion
@@ -168,8 +166,9 @@ class Passes:
         if "update" in settings.passes:
             held_out = [] if evaluation is None else [self._stream("after", evaluation)]
             planned = self.communicator.run(lambda: plan(self.streamed.checkpoint.folder, recipe))
-            masks = RankedMasks(planned, Team(self.communicator), work.get("cuts"))
-            work.once("cuts", lambda: masks.cuts)
+            masks = RankedTensors(planned, Team(self.communicator))
+            masks.find_cuts(work.get("cuts"))
+            work.once("cuts", masks.cuts.as_json)
             for number in layers("update", numbers):
                 self._update(dense, number, masks)
                 for stream in held_out:
@@ -263,7 +262,7 @@ class Passes:
             found["scores"] = str(place)
         return settings.recipe.model_copy(update=found)
 
-    def _update(self, stream: WindowStream, number: int, masks: RankedMasks) -> None:
+    def _update(self, stream: WindowStream, number: int, masks: RankedTensors) -> None:
         """Prune a layer, which is in memory, and move its kept weights, if any move.
 
         Afterwards it has the weights that a checkpoint with the new tensors has.

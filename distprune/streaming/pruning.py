@@ -21,13 +21,17 @@ from typing import Any
 
 import torch
 
-from distprune.files.checkpoints.checkpoint import open_checkpoint
+from distprune.files.checkpoint import open_checkpoint
 from distprune.files.errors import CheckpointError, SelectionError
-from distprune.files.output import check_place, check_taken, locked, resolve_destination
-from distprune.files.planning import STATISTICS_FILE, plan
+from distprune.files.output import (
+    REPORT_FILE,
+    check_destination,
+    locked,
+    resolve_destination,
+)
+from distprune.files.planning import STATISTICS_FILE, check_scores, plan
 from distprune.files.pruning import prune as prune_files
-from distprune.files.reports import REPORT_FILE, Report, read_report
-from distprune.files.scoring import check_scores
+from distprune.files.reports import Report, read_report
 from distprune.files.team import Progress
 from distprune.language_models.folders import require_extra
 from distprune.language_models.running import Report as ReportProgress
@@ -158,9 +162,7 @@ def prune_folder(
         facts = settings.facts(checkpoint) | ({"rounds": list(rounds)} if rounds else {})
         text = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         if _finished(target, text) is None:
-            check_place(checkpoint.root, target)
-            inputs = [file.path for file in checkpoint.all_files]
-            check_taken(target, replaces=replace, inputs=inputs)
+            check_destination(target, checkpoint, replaces=replace)
         return target, facts, text
 
     target, facts, text = communicator.run(

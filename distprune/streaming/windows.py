@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from distprune.criteria.gradient_moment import GradientMoment
-from distprune.files.disk.access import writing
+from distprune.files.disk import writing
 from distprune.language_models.folders import require_extra
 from distprune.language_models.hidden_states import HiddenStates
 from distprune.language_models.losses import BatchLosses, PerplexityReport, report_of

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from distprune.files.disk.access import write_atomically, writing
+from distprune.files.disk import write_atomically, writing
 from distprune.files.errors import OutputError
 from distprune.files.output import DISCARD_HINT, check_free_bytes, folder_bytes
 from distprune.ranks.collectives import Communicator

@@ -73,7 +73,7 @@ def make(folder: Path, num_bytes: float) -> None:
     """Write the checkpoint, tensor by tensor, in files of at most half a gigabyte."""
     import torch
 
-    from distprune.files.checkpoints.header import make_header
+    from distprune.files.checkpoint import make_header
 
     config, tensors = shapes(num_bytes)
     folder.mkdir()
@@ -202,8 +202,8 @@ def check_result(source: Path, destination: Path) -> str:
     """Compare masks and weights with those of an oracle that holds one tensor at a time."""
     import numpy as np
 
-    from distprune.files.checkpoints.checkpoint import open_checkpoint
-    from distprune.files.checkpoints.mask_files import open_masks, read_keep
+    from distprune.files.checkpoint import open_checkpoint
+    from distprune.files.mask_files import open_masks, read_keep
 
     checkpoint, masks = open_checkpoint(source), open_masks(destination)
     entries = {entry.name: entry for entry in checkpoint.tensors}

@@ -9,7 +9,7 @@ from commands import torchrun
 from safetensors.torch import load_file
 
 import distprune as prune
-from distprune.files.checkpoints.statistics_file import (
+from distprune.files.statistics_file import (
     read_gradient_statistics,
     read_statistics,
 )

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from distprune.files import output, results
+from distprune.files import output, writing
 from distprune.files.errors import OutputError
 from helpers.tiny_checkpoints import save, tree_digest
 from helpers.tiny_language_model import save_tiny_llama, write_text
@@ -60,7 +60,7 @@ def test_the_old_result_stays_until_the_new_one_is_complete(run, again, out, mon
         raise OutputError("stopped.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(results, "_publish", stop)
+        patch.setattr(writing, "_publish", stop)
         assert run(*begin, out, *end, "--force").code == 1
     assert tree_digest(out, RUN) == old
     assert run(*begin, out, *end, "--force").code == 0
@@ -75,7 +75,7 @@ def test_a_run_killed_between_the_renames_loses_neither(run, source, out, monkey
         raise OutputError("as if by SIGKILL.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(results, "put", killed)
+        patch.setattr(writing, "publish", killed)
         assert run(*command, "--force").code == 1
     assert not out.exists()
     assert run(*command).code == DESTINATION  # it puts the old result back
@@ -91,7 +91,7 @@ def test_a_run_killed_between_the_renames_loses_neither(run, source, out, monkey
 def test_a_rename_that_fails_puts_the_old_result_back(out, tmp_path):
     old = tree_digest(out, RUN)
     with pytest.raises(OutputError):
-        output.put(tmp_path / "nothing", out, replaces=True)
+        output.publish(tmp_path / "nothing", out, replaces=True)
     assert tree_digest(out, RUN) == old
 
 

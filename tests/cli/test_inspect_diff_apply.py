@@ -7,7 +7,7 @@ import torch
 
 import distprune as prune
 from distprune.base.float_formats import PLAIN_FLOATS
-from distprune.files.disk import access
+from distprune.files import disk as access
 from helpers.tiny_checkpoints import load, save, tree_digest
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -133,7 +133,7 @@ def test_verify_believes_only_what_it_compares(run, tmp_path):
     raw[-1] ^= 1
     path.write_bytes(raw)
     done = run("verify", out, "--against", source)
-    assert (done.code, done.err) == (3, "") and "differs from the source" in done.out
+    assert (done.code, done.err) == (3, "") and "differ from the source" in done.out
     found = run("verify", out, "--against", source, "--json")
     assert found.code == 3 and found.json["is_good"] is False and len(found.json["problems"]) == 1
 

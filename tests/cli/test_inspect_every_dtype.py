@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distprune.base.float_formats import DTYPE_BITS
-from distprune.files.checkpoints.checkpoint import open_checkpoint
+from distprune.files.checkpoint import open_checkpoint
 from distprune.files.inspecting import inspect
 from helpers.tiny_checkpoints import encode, save
 

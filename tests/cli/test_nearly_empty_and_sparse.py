@@ -25,7 +25,7 @@ def test_a_tensor_that_loses_nearly_all_is_named_with_its_share(run, tensors, tm
     done = run("prune", source, tmp_path / "out", *raw, "--json")
     assert done.code == 0
     (warning,) = done.json["warnings"]
-    assert warning.startswith("pooler.weight (100.00 % of 800 elements) loses more than 99 %")
+    assert warning.startswith("pooler.weight (100.00 % of 800 elements) lost at least 99 %")
     assert "--max-sparsity" in warning and "layers" not in warning
     assert f"Warning: {warning}" in done.err
     assert read_report(tmp_path / "out").warnings == (warning,)

@@ -54,7 +54,7 @@ def test_prunes_exactly_and_says_so(run, source, tmp_path):
     done = run("prune", source, tmp_path / "again", "-r", recipe, "--json", "-q")
     assert done.err == ""
     assert done.json["num_pruned"] == count and done.json["run"]["num_ranks"] == 1
-    assert len(done.json["tensors"]) == 22 and done.json["threshold"] > 0
+    assert len(done.json["tensors"]) == 22 and done.json["groups"][0]["threshold"] > 0
     assert tree_digest(tmp_path / "again", RUN) == tree_digest(tmp_path / "out", RUN)
 
     done = run("prune", source, tmp_path / "bare", "-r", recipe, "--no-masks", "-v")

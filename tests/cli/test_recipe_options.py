@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from distprune.files.checkpoints.statistics_file import (
+from distprune.files.statistics_file import (
     StoredStatistics,
     WeightLayout,
     write_statistics,

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from distprune.files import planning, pruning, reading
-from distprune.files.cuts import find_cuts
+from distprune.files import planning, pruning, ranked
 from distprune.files.planning import bytes_to_count
-from distprune.files.reading import Source
+from distprune.files.ranked import RankedTensors
 from distprune.files.team import Team
 from helpers import tiny_checkpoints
 from helpers.recipes import raw_recipe
@@ -26,13 +25,13 @@ BF16, FP32 = torch.bfloat16, torch.float32
 @pytest.fixture
 def num_read(monkeypatch):
     """Bytes of tensors that were read, read by read."""
-    sizes, read_into = [], reading.read_into
+    sizes, read_into = [], ranked.read_into
 
     def counting(path, offset, buffer):
         sizes.append(len(buffer))
         read_into(path, offset, buffer)
 
-    monkeypatch.setattr(reading, "read_into", counting)
+    monkeypatch.setattr(ranked, "read_into", counting)
     return sizes
 
 
@@ -61,7 +60,7 @@ def test_the_search_reads_no_more_than_it_has_to(
     plan = planning.plan(source, raw_recipe(0.5, **RECIPES[recipe]))
 
     def find(communicator):
-        return find_cuts(Team(communicator), Source(plan))
+        return RankedTensors(plan, Team(communicator)).find_cuts()
 
     first, *others = run_virtual_ranks(find, num_ranks)
     assert all(found == first for found in others)

@@ -7,7 +7,7 @@ import huggingface_hub
 import pytest
 import torch
 
-from distprune.files.checkpoints.checkpoint import open_checkpoint
+from distprune.files.checkpoint import open_checkpoint
 from distprune.files.errors import CheckpointError
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
@@ -113,12 +113,10 @@ def test_what_is_no_checkpoint(tmp_path, sharded, monkeypatch):
     assert "is one of 2 files" in refused(sharded / FIRST)
     assert "is not a safetensors file" in refused(sharded / "config.json")
     (sharded / INDEX).unlink()
-    assert "has 2 safetensors files and no index" in refused(sharded)
+    assert "or several with an index" in refused(sharded)
     assert [f.name for f in open_checkpoint(sharded / FIRST).files] == [FIRST]
     (tmp_path / "empty").mkdir()
-    assert refused(tmp_path / "empty") == (
-        f"expected safetensors files in {tmp_path / 'empty'}; it has no files."
-    )
+    assert "it has no files." in refused(tmp_path / "empty")
     (tmp_path / "empty" / "pytorch_model.bin").write_bytes(b"")
     assert "it has pytorch_model.bin." in refused(tmp_path / "empty")
 

@@ -6,16 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_meets_the_library import masks_of
 
-from distprune.files import planning, pruning
-from distprune.files.checkpoints.statistics_file import (
+from distprune.files import planning
+from distprune.files.errors import SelectionError
+from distprune.files.ranked import RankedTensors
+from distprune.files.statistics_file import (
     StoredStatistics,
     WeightLayout,
     write_statistics,
 )
-from distprune.files.errors import SelectionError
-from distprune.files.reading import Source
+from distprune.files.team import Team
+from distprune.ranks.process_groups import world
 from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import save
 
@@ -74,7 +75,7 @@ def problems_of(tmp_path, tensors, statistics, **more):
 def test_each_expert_has_its_own_row_of_statistics(tmp_path, on_disk, in_model):
     statistics = fused(in_model)
     plan = plan_of(tmp_path, separate(on_disk), statistics)
-    assert not plan.warnings and plan.inputs.statistics.num_tokens == 9
+    assert not plan.warnings and plan.inputs.statistics.facts()["num_tokens"] == 9
     for name, found in plan.inputs.statistics.of_tensor.items():
         expert, own = name.removeprefix(on_disk + ".").split(".")[:2]
         merged = "down_proj" if own == "down_proj" else "gate_up_proj"
@@ -165,7 +166,7 @@ def test_scores_of_any_range_of_elements(tmp_path, dtype, on_disk, in_model):
     weights = whole_experts(on_disk, dtype)
     plan = plan_of(tmp_path, weights, statistics_in(in_model))
     wide = torch.promote_types(dtype, torch.float32)
-    files, draws = Source(plan), random.Random(0)
+    files, draws = RankedTensors(plan, Team(world())), random.Random(0)
     for position, tensor in enumerate(plan.tensors):
         of_one = statistics_in("experts")[tensor.entry.name]
         factor = (torch.from_numpy(of_one.squares) / torch.tensor([[5.0], [9], [2]])).sqrt()
@@ -178,20 +179,6 @@ def test_scores_of_any_range_of_elements(tmp_path, dtype, on_disk, in_model):
             found = files.scores[position].load(first, last)
             assert found.equal(expected[first:last])
     assert len(plan.tensors) == 2
-
-
-def test_rows_of_transposed_experts_are_those_of_the_others(tmp_path):
-    masks = {}
-    for layout in LAYOUTS:
-        dim = 2 if layout == "experts" else 1
-        plan = plan_of(
-            tmp_path, whole_experts(layout, torch.float32), statistics_in("experts"), scope="row",
-            input_dims={"*": dim},
-        )  # fmt: skip
-        pruning.prune(plan, tmp_path / layout)
-        masks[layout] = masks_of(tmp_path / layout)
-    for name, keep in masks["experts"].items():
-        assert keep.mT.equal(masks["transposed_experts"][name]) and (~keep).any()
 
 
 def test_inputs_along_another_dimension_than_the_statistics_are_refused(tmp_path):

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from distprune.files import planning, pruning, results
-from distprune.files.checkpoints.statistics_file import (
+from distprune.files import planning, pruning, writing
+from distprune.files.errors import CheckpointError, NaNError, SelectionError
+from distprune.files.statistics_file import (
     StoredStatistics,
     WeightLayout,
     write_statistics,
 )
-from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.verifying import verify
 from distprune.recipes import Recipe, load_recipe
 from distprune.schedule import ScheduledPruner
@@ -101,18 +101,6 @@ def test_given_scores_are_needed_again_to_verify(source, scores, tmp_path):
         verify(magnitudes, source, scores=scores)
 
 
-def test_magnitudes_as_given_scores_prune_what_magnitude_prunes(source, tmp_path):
-    scores = save(tmp_path / "scores", {name: -w.abs() for name, w in weights().items()})
-    for number, more in enumerate([{}, {"normalize": "rms"}, {"scope": "row"}]):
-        recipes = raw_recipe(0.5, **more), raw_recipe(0.5, score="given", scores=scores, **more)
-        masks = []
-        for which, recipe in enumerate(recipes):
-            target = tmp_path / f"{number}-{which}"
-            pruning.prune(planning.plan(source, recipe), target)
-            masks.append((target / "distprune" / "masks.safetensors").read_bytes())
-        assert masks[0] == masks[1]
-
-
 @pytest.mark.parametrize("kind", ["statistics", "scores"])
 def test_a_run_continues_with_the_same_inputs_only(
     source, statistics, scores, tmp_path, monkeypatch, kind
@@ -124,7 +112,7 @@ def test_a_run_continues_with_the_same_inputs_only(
     pruning.prune(plan, tmp_path / "whole")
     target = tmp_path / "target"
     with monkeypatch.context() as patch:
-        patch.setattr(results, "check_unchanged", lambda *_: 1 / 0)
+        patch.setattr(writing, "check_unchanged", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             pruning.prune(plan, target)
     copied = tmp_path / "elsewhere.safetensors"
@@ -142,14 +130,6 @@ def test_a_run_continues_with_the_same_inputs_only(
         os.utime(file, ns=(0, 12345))
         changed = recipe
     assert planning.plan(source, changed).digest != plan.digest
-
-
-def test_inputs_that_change_during_a_run_are_noticed(source, statistics, tmp_path):
-    plan = planning.plan(source, wanda(statistics))
-    write(statistics, factor=3.0)
-    with pytest.raises(CheckpointError, match="has changed"):
-        pruning.prune(plan, tmp_path / "target")
-    assert not (tmp_path / "target").exists()
 
 
 @pytest.mark.parametrize("names", [[n.removeprefix("model.") for n in NAMES],
@@ -230,7 +210,7 @@ def test_nan_and_infinities(source, tmp_path, more):
     if more == {"normalize": "rms"}:
         values[NAMES[1]][2, 3] = float("inf")
         recipe = raw_recipe(0.5, score="given", scores=save(tmp_path / "inf", values), **more)
-        with pytest.raises(CheckpointError, match=f"infinite scores of {NAMES[1]}"):
+        with pytest.raises(CheckpointError, match=f"{NAMES[1]} has infinite scores"):
             pruning.prune(planning.plan(source, recipe), tmp_path / "target")
 
 
@@ -270,11 +250,3 @@ def test_models_refuse_these_scores_by_name(statistics):
     assert Recipe(**recipe.as_values()).as_values() == recipe.as_values()
     with pytest.raises(ValueError, match="the recipe has statistics, score 'wanda'"):
         ScheduledPruner.from_recipe(torch.nn.Linear(3, 3), recipe)
-
-
-def test_paths_in_a_recipe_start_at_the_recipe(source, statistics, tmp_path, monkeypatch):
-    (tmp_path / "recipes").mkdir()
-    path = tmp_path / "recipes" / "mine.yaml"
-    path.write_text("score: wanda\nstatistics: ../statistics.safetensors\nsparsity: 0.5\n")
-    monkeypatch.chdir("/")
-    assert planning.plan(source, load_recipe(path)).inputs.statistics.num_tokens == 100

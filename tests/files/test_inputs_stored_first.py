@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from distprune.files import planning, pruning, verifying
-from distprune.files.checkpoints.checkpoint import open_checkpoint
-from distprune.files.checkpoints.mask_files import open_masks, read_keep
+from distprune.files.checkpoint import open_checkpoint
 from distprune.files.errors import SelectionError
 from distprune.files.inspecting import inspect
-from distprune.files.layouts import Layouts
+from distprune.files.mask_files import open_masks, read_keep
+from distprune.files.selecting import Layouts
 from distprune.ranking import lowest
 from helpers import file_oracle, tiny_checkpoints
 from helpers.recipes import raw_recipe

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
 from distprune.files.errors import CheckpointError
+from distprune.files.mask_files import MASK_FILE, open_masks
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
 from helpers.recipes import raw_recipe

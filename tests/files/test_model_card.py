@@ -5,7 +5,7 @@ import torch
 
 import distprune
 from distprune.files import planning, pruning, verifying
-from distprune.files.reports import model_card
+from distprune.files import reports as model_card
 from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import save
 
@@ -86,36 +86,12 @@ def test_the_base_model_is_the_source(tmp_path, place, wanted):
     assert (f"[{wanted}](https://huggingface.co/{wanted})" in text) is (wanted is not None)
 
 
-@pytest.mark.parametrize(
-    "card",
-    [
-        None, b"", b"# Only text\n", b"---\nnot: [a\nmapping\n---\ntext\n", b"---\n- 1\n---\n",
-        b"---\na: 2024-13-32\n---\n", b"\xff\xfe\x00 no UTF-8\r\n",
-    ],
-)  # fmt: skip
-def test_a_source_without_metadata(tmp_path, card):
-    found = prune(source_of(tmp_path / "source", card), tmp_path / "out")
-    assert metadata(found)[0] == {"tags": ["pruned", "sparse"]}
-    assert found.endswith(card or b"") and (b"card of the source" in found) is bool(card)
-
-
 def test_no_card_copies_that_of_the_source(tmp_path):
     source = source_of(tmp_path / "source")
     assert prune(source, tmp_path / "out", raw_recipe(0.5, card=False)) == CARD.encode()
     bare = source_of(tmp_path / "bare", None)
     pruning.prune(planning.plan(bare, raw_recipe(0.5, card=False)), tmp_path / "plain")
     assert not (tmp_path / "plain" / "README.md").exists()
-
-
-def test_what_can_be_no_card_is_copied(tmp_path, monkeypatch):
-    source = source_of(tmp_path / "source", None)
-    (source / "README.md").mkdir()
-    (source / "README.md" / "a.txt").write_text("a")
-    pruning.prune(planning.plan(source, raw_recipe(0.5)), tmp_path / "out")
-    assert (tmp_path / "out" / "README.md" / "a.txt").read_text() == "a"
-    monkeypatch.setattr(planning, "MAX_CARD_BYTES", len(CARD) - 1)
-    large = source_of(tmp_path / "large")
-    assert prune(large, tmp_path / "copy") == CARD.encode()
 
 
 def test_a_result_pruned_again_has_one_card_over_the_other(tmp_path):

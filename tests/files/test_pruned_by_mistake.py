@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from distprune.files.checkpoints.checkpoint import open_checkpoint
+from distprune.files.checkpoint import open_checkpoint
 from distprune.files.errors import SelectionError
 from distprune.files.planning import plan
 from distprune.files.selecting import select_tensors

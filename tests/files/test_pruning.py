@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from distprune.files import cuts, planning, pruning, reading, verifying
+from distprune.files import planning, pruning, ranked, verifying
 from distprune.files.errors import CheckpointError, FilesError, SelectionError
 from distprune.files.reports import read_report
 from distprune.testing import run_ranks
@@ -98,7 +98,7 @@ def test_equals_the_oracle(tmp_path, kind, small_pieces):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_that_do_not_fit_into_memory(tmp_path, monkeypatch, kind, small_pieces):
-    monkeypatch.setattr(cuts, "_MOST_COLLECTED", 7)
+    monkeypatch.setattr(ranked, "_MOST_COLLECTED", 7)
     source = tiny_checkpoints.save(tmp_path / "source", KINDS[kind])
     for which in (0, 1, 5):
         check(KINDS[kind], source, tmp_path / f"target{which}", WAYS[which])
@@ -209,8 +209,8 @@ def test_masks_can_be_left_out(tmp_path):
 
 def test_weights_that_change_while_they_are_counted_are_an_error(tmp_path, monkeypatch):
     source = tiny_checkpoints.save(tmp_path / "source", {"a.weight": torch.randn(20, 40) + 9})
-    monkeypatch.setattr(cuts, "_MOST_COLLECTED", 0)  # the second read goes on from the first
-    num_reads, read_into = [], reading.read_into
+    monkeypatch.setattr(ranked, "_MOST_COLLECTED", 0)  # the second read goes on from the first
+    num_reads, read_into = [], ranked.read_into
 
     def changing(path, offset, buffer):
         read_into(path, offset, buffer)
@@ -218,7 +218,7 @@ def test_weights_that_change_while_they_are_counted_are_an_error(tmp_path, monke
         if len(num_reads) > 1:
             buffer[:] = bytes(len(buffer))
 
-    monkeypatch.setattr(reading, "read_into", changing)
+    monkeypatch.setattr(ranked, "read_into", changing)
     with pytest.raises(CheckpointError, match="The weights changed while they were read"):
         pruning.prune(planning.plan(source, raw_recipe(0.5)), tmp_path / "target")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

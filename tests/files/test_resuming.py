@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from distprune.files import planning, pruning, team
-from distprune.files.applying import Application
 from distprune.files.errors import (
     CheckpointError,
     FilesError,
@@ -22,6 +21,7 @@ from distprune.files.errors import (
     RanksError,
 )
 from distprune.files.output import discard, locked
+from distprune.files.pruning import Application
 from distprune.testing import RankError, run_ranks
 from helpers.disk_crashes import Steps, disk_is_full, kill_self, run_forked
 from helpers.recipes import raw_recipe
@@ -259,19 +259,6 @@ def test_destinations_that_are_refused(source, tmp_path):
     assert beside(taken) == {"taken", "link", "dangling"}
 
 
-def test_two_runs_on_one_destination(source, tmp_path):
-    target = tmp_path / "target"
-
-    def second():
-        with pytest.raises(OutputError, match="another process is at work"):
-            prune(source, target)
-
-    statuses = []
-    with Steps(20, lambda: statuses.append(run_forked(second))):
-        prune(source, target)
-    assert statuses == [0] and beside(target) == {"target"}
-
-
 def test_a_destination_that_appears_during_the_run_is_not_replaced(source, tmp_path):
     target = tmp_path / "target"
     with Steps(20, target.mkdir) as steps, pytest.raises(OutputError, match="exists"):
@@ -327,7 +314,7 @@ def test_a_source_that_changes_is_an_error(source, tmp_path):
     prune(source, tmp_path / "masks")
     application = Application(tmp_path / "masks", source)
     os.utime(tmp_path / "masks/distprune/masks.safetensors", ns=(1, 1))
-    with pytest.raises(CheckpointError, match=r"masks\.safetensors has changed"):
+    with pytest.raises(CheckpointError, match=r"masks\.safetensors of .* has changed"):
         application.write(tmp_path / "target")
 
 

@@ -45,7 +45,7 @@ def test_the_report_has_the_counts_of_the_model(tmp_path, model, source, budget,
     expected = {each.name: each for each in live.parameters}
     plan = planning.plan(source, raw_recipe(0.55, budget=budget, **limits, **WHERE))
     report = pruning.prune(plan, tmp_path / "target")
-    assert report.num_pruned == live.num_pruned_now and report.threshold is None
+    assert report.num_pruned == live.num_pruned_now and report.groups[0].threshold is None
     for tensor, planned in zip(report.tensors, plan.tensors, strict=True):
         of_model = expected[tensor.name]
         assert tensor.num_pruned == of_model.num_pruned_now

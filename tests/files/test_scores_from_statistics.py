@@ -12,14 +12,16 @@ from torch import nn
 import distprune
 from distprune import budgets
 from distprune.files import planning, pruning
-from distprune.files.checkpoints.statistics_file import (
+from distprune.files.ranked import RankedTensors
+from distprune.files.statistics_file import (
     StoredGradients,
     StoredStatistics,
     WeightLayout,
     write_statistics,
 )
-from distprune.files.reading import Source
+from distprune.files.team import Team
 from distprune.files.verifying import verify
+from distprune.ranks.process_groups import world
 from distprune.statistics import ActivationStatistics, GradientStatistics
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
@@ -166,7 +168,7 @@ def masks_of_model(calls, dtype, statistics, gradients, scores_dtype):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "no token")
             if (budget := keywords.pop("budget", None)) is not None:
-                more = {"ratios": collected} if budget == "owl" else {}
+                more = {"ratios": collected.outlier_ratios()} if budget == "owl" else {}
                 make, bounds = getattr(budgets, budget), {}
                 if "max_sparsity" in keywords:
                     bounds["max_sparsity"] = keywords.pop("max_sparsity")
@@ -271,7 +273,7 @@ def test_scores_are_those_of_the_model_to_the_bit(tmp_path, dtype, score):
         0.5, score=score, statistics=statistics, include=("layers.*",), exclude=excluded
     )
     plan = planning.plan(source, recipe)
-    files = Source(plan)
+    files = RankedTensors(plan, Team(world()))
     weights = {pair.fqn: pair[0].weight.detach() for pair in live}
     factors = {pair.fqn: factored.terms[0][0] for pair, factored in live.items()}
     draws = random.Random(0)

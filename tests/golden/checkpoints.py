@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from distprune.files.checkpoints.header import TensorEntry
-from distprune.files.checkpoints.statistics_file import (
+from distprune.files.checkpoint import TensorEntry
+from distprune.files.planning import plan
+from distprune.files.pruning import prune
+from distprune.files.statistics_file import (
     StoredStatistics,
     WeightLayout,
     write_statistics,
 )
-from distprune.files.planning import plan
-from distprune.files.pruning import prune
 from distprune.recipes import Recipe
 from distprune.testing import run_ranks
 from golden import corpus

@@ -21,7 +21,7 @@ from measuring import Table
 from stage import NotTried, Stage, main
 
 from distprune import streaming
-from distprune.files.checkpoints.header import make_header
+from distprune.files.checkpoint import make_header
 from distprune.language_models import TokenWindows
 from helpers.recipes import raw_recipe
 

@@ -1,6 +1,6 @@
 """Read and rank files in many small chunks, as large checkpoints are."""
 
-from distprune.files.disk import access
+from distprune.files import disk as access
 from distprune.ranking import cpu
 
 

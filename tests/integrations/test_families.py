@@ -7,12 +7,11 @@ import pytest
 import torch
 from selection_by_family import BOTH, PRUNED
 
-from distprune.files.checkpoints.checkpoint import open_checkpoint
+from distprune.files.checkpoint import open_checkpoint
 from distprune.files.inspecting import inspect
-from distprune.files.layouts import Layouts
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
-from distprune.files.selecting import select_tensors
+from distprune.files.selecting import Layouts, select_tensors
 from distprune.files.verifying import verify
 from helpers import file_oracle
 from helpers.recipes import raw_recipe

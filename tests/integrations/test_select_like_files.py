@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import distprune as prune
-from distprune.files.checkpoints.checkpoint import open_checkpoint
+from distprune.files.checkpoint import open_checkpoint
 from distprune.files.selecting import select_tensors
 from distprune.recipes import Recipe
 from distprune.schedule import ScheduledPruner

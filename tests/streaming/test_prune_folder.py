@@ -11,7 +11,7 @@ import torch
 import distprune as prune
 from distprune import language_models, streaming
 from distprune.files import output
-from distprune.files.checkpoints.header import read_header
+from distprune.files.checkpoint import read_header
 from distprune.files.errors import OutputError, SelectionError
 from distprune.files.reports import read_report
 from distprune.files.verifying import verify
@@ -284,7 +284,7 @@ def test_verify_says_what_it_knows_of_rounds(in_rounds):
     [
         ("pruned", "neither kept as they were nor pruned"),
         ("kept", "kept weights are not|neither kept as they were"),
-        ("dense", "belongs to no pruned tensor"),
+        ("dense", "belong to no pruned tensor"),
         ("mask", "elements are pruned in all|neither kept as they were"),
     ],
 )

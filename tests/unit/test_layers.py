@@ -67,11 +67,10 @@ ROOMS = {
 }  # fmt: skip
 # The rooms of ``files``: each may import those before it. Its commands come last.
 FILES_ROOMS = [
-    "text", "errors", "team", "disk", "checkpoints", "layouts", "selecting",
-    "matching", "scoring", "planning", "reading", "cuts", "rewriting", "lowest",
-    "reports", "output", "results",
+    "text", "errors", "team", "disk", "checkpoint", "mask_files", "selecting", "statistics_file",
+    "planning", "output", "ranked", "reports", "writing", "pruning",
 ]  # fmt: skip
-FILES_COMMANDS = {"pruning", "applying", "verifying", "inspecting"}
+FILES_COMMANDS = {"verifying", "inspecting"}
 
 
 def module_name(path: Path) -> str:

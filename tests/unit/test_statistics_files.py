@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune.files.checkpoints.statistics_file import (
+from distprune.files.errors import CheckpointError
+from distprune.files.statistics_file import (
     StoredStatistics,
     WeightLayout,
     read_statistics,
     write_statistics,
 )
-from distprune.files.errors import CheckpointError
 from distprune.statistics import ActivationStatistics
 
 

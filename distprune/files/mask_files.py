@@ -17,13 +17,8 @@ import numpy as np
 
 from distprune.base import mask_bits
 from distprune.base.mask_bits import num_bytes_of
-from distprune.files.checkpoints.checkpoint import SIDECAR
-from distprune.files.checkpoints.header import (
-    WeightFile,
-    make_header,
-    read_header,
-)
-from distprune.files.disk.access import read_into
+from distprune.files.checkpoint import SIDECAR, WeightFile, make_header, read_header
+from distprune.files.disk import read_into
 from distprune.files.errors import CheckpointError
 
 MASK_FILE = f"{SIDECAR}/masks.safetensors"
@@ -31,41 +26,31 @@ _FORMAT = "distprune-masks-1"
 
 
 @dataclass(frozen=True)
-class MaskLayout:
-    """The layout of a mask file.
-
-    Attributes:
-        shapes: of the tensors, by name.
-        header: the first bytes of the file.
-        starts: by name of a tensor, the first byte of its mask.
-        size: the size of the file.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    header: bytes
-    starts: dict[str, int]
-    size: int
-
-
-@dataclass(frozen=True)
 class MaskFile:
-    """An existing mask file; :func:`read_keep` reads parts of it.
+    """A mask file, described by its header; :func:`read_keep` reads parts of it.
 
     Attributes:
-        path: the path of the file.
+        path: the path of the file; "" if it is not written yet.
         shapes: by name of a tensor, its shape.
-        header_crcs: by name of a weight file, the crc32 of its header.
         starts: by name of a tensor, the first byte of its mask.
+        header_crcs: by name of a weight file, the crc32 of its header.
         is_of_checkpoint: whether names are those of a checkpoint; False: of a model's parameters.
+        header: the first bytes of the file.
         state: size and time of change of the file, and the crc32 of its header.
     """
 
     path: str
     shapes: Mapping[str, tuple[int, ...]]
-    header_crcs: dict[str, int]
     starts: dict[str, int]
+    header_crcs: dict[str, int]
     is_of_checkpoint: bool = True
+    header: bytes = b""
     state: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def size(self) -> int:
+        """The size of the file."""
+        return len(self.header) + sum(num_bytes_of(math.prod(s)) for s in self.shapes.values())
 
 
 def mask_layout(
@@ -73,8 +58,8 @@ def mask_layout(
     files: Sequence[WeightFile],
     *,
     is_of_checkpoint: bool = False,
-) -> MaskLayout:
-    """The layout of the masks of tensors, in this order.
+) -> MaskFile:
+    """A file of the masks of tensors, in this order, before it is written.
 
     Args:
         shapes: of the tensors, by name.
@@ -92,7 +77,7 @@ def mask_layout(
         metadata["names"] = "checkpoint"
     sizes = {name: num_bytes_of(math.prod(shape)) for name, shape in shapes.items()}
     header, starts = make_header({n: ("U8", [size], size) for n, size in sizes.items()}, metadata)
-    return MaskLayout(shapes, header, starts, len(header) + sum(sizes.values()))
+    return MaskFile("", shapes, starts, crcs, is_of_checkpoint or bool(files), header)
 
 
 def open_masks(folder: str | Path) -> MaskFile:
@@ -121,14 +106,10 @@ def open_masks(folder: str | Path) -> MaskFile:
             raise ValueError("the shapes in its metadata do not fit its tensors")
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is malformed: {error}.") from error
-    return MaskFile(
-        path=str(path),
-        shapes=shapes,
-        header_crcs=crcs,
-        starts={tensor.name: tensor.start for tensor in file.tensors},
-        is_of_checkpoint=bool(crcs) or file.metadata.get("names") == "checkpoint",
-        state=(file.size, file.mtime_ns, file.header_crc),
-    )
+    starts = {tensor.name: tensor.start for tensor in file.tensors}
+    is_of_checkpoint = bool(crcs) or file.metadata.get("names") == "checkpoint"
+    state = (file.size, file.mtime_ns, file.header_crc)
+    return MaskFile(str(path), shapes, starts, crcs, is_of_checkpoint, state=state)
 
 
 def read_keep(masks: MaskFile, name: str, first: int, last: int) -> np.ndarray:

@@ -1,1 +1,0 @@
-"""Files and folders: access at offsets, listings and locks; no formats."""

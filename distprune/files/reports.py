@@ -1,0 +1,450 @@
+"""What was done to a checkpoint: a file of JSON beside the masks, and a model card.
+
+The report is made of a plan, of where its rankings were cut, and of what was counted in each weight
+file. The card stands above that of the source. It has no date and no path, so that every run writes
+the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distprune._version import __version__
+from distprune.base.amount import collapsed
+from distprune.files.checkpoint import Checkpoint, load_json
+from distprune.files.disk import reading
+from distprune.files.errors import CheckpointError, OutputError
+from distprune.files.output import REPORT_FILE
+from distprune.files.planning import CARD_FILE, Plan
+from distprune.files.ranked import RankedTensors
+from distprune.files.text import format_percent
+from distprune.ranking.keys import KeyRange
+from distprune.recipes import Recipe
+from distprune.recipes.loading import make_recipe
+
+# A source is sparse if more than this fraction is zero: trained weights have hardly any zeros.
+_SPARSE = 0.01
+_NUM_SHOWN = 5
+# They describe the source; the hub would show them as facts about the result.
+_NOT_OF_THE_RESULT = ("model-index", "new_version")
+_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+_BLOCK = re.compile(
+    rb"\A(?:\xef\xbb\xbf)?\s*---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE
+)
+# What was counted in a weight file: by kind and by position of a tensor.
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One pruned tensor.
+
+    Attributes:
+        name, dtype, shape, file: as in its header.
+        num_elements: how many elements the tensor has.
+        num_pruned: elements that were pruned.
+        num_nan: elements that are NaN and were kept.
+        threshold: the largest score that was pruned, of a tensor that was ranked on its own, or
+            that a limit held: a magnitude unless the recipe has another score, in units of
+            ``divisor`` if that is given.
+        num_zero: elements that were zero in the source.
+        group: number of the tensor's group.
+        limits: how many elements had to be pruned, and how many at most; None: no limits were
+            given.
+        held_at: the limit that decided how many were pruned, "min_sparsity" or "max_sparsity";
+            None: the ranking decided.
+        divisor: what its scores were divided by before they were ranked (their rms, their l2 norm
+            or their mean, as the recipe says); None: by nothing. The scores were
+            ``fp32(score * fp32(1 / divisor))``, where the inverse has the digits of an fp32 and
+            any exponent.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    num_elements: int
+    num_pruned: int
+    num_nan: int
+    threshold: float | None
+    num_zero: int = 0
+    group: int = 0
+    limits: tuple[int, int] | None = None
+    held_at: str | None = None
+    divisor: float | None = None
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """One group of the recipe; the only one if the recipe has none.
+
+    Attributes:
+        index: its number in the recipe, from 0.
+        num_elements: how many elements its tensors have.
+        num_pruned: elements that were pruned, exactly as many as the plan said.
+        threshold: the largest score that was pruned by the ranking of the group, if its tensors
+            were ranked together by magnitude; None if they were not, or nothing was pruned by it.
+            If the group is normalised, it is a multiple of each tensor's ``divisor``.
+        threshold_bits: the threshold as a key (the bits of the score, or the hash), in hexadecimal.
+        num_ties: elements with that key; if the group has limits, only those that no
+            limit decided on.
+        num_ties_pruned: how many of these ties were pruned.
+    """
+
+    index: int
+    num_elements: int
+    num_pruned: int
+    threshold: float | None = None
+    threshold_bits: str | None = None
+    num_ties: int | None = None
+    num_ties_pruned: int | None = None
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """How a result was made; may differ from run to run.
+
+    Attributes:
+        num_ranks: how many ranks the run had that finished it.
+        seconds: how long that run took, by phase: "count" if it pruned by scores, and "write".
+        peak_rss_bytes: the peak memory of each of its ranks.
+        num_bytes: how many bytes were written, over all runs, without the masks.
+        versions: the versions of Python, torch and numpy.
+    """
+
+    num_ranks: int
+    seconds: dict[str, float]
+    peak_rss_bytes: list[int]
+    num_bytes: int
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A finished pruning.
+
+    Attributes:
+        digest: the digest of the plan.
+        recipe: with all defaults.
+        num_elements: how many elements the selected tensors have.
+        num_pruned: elements that were pruned, exactly as many as the plan said.
+        groups: those of the recipe, in its order.
+        tensors: the pruned ones, group by group, in the order of ranking.
+        kept: (name, reason) of the other tensors.
+        source: by name of a weight file, its size and the crc32 of its header.
+        copied: other files that were copied.
+        skipped: (name, reason) of files that were not.
+        run: how the result was made; all else is the same for every number of ranks.
+        warnings: what may be wrong with the result, one or two sentences each.
+        inputs: what scores were made from besides weights: ``statistics``, with the sha256 of the
+            file, its mode and its number of tokens, or of gradients their weight; ``scores``, with
+            sizes, crc32 of headers and times of change; ``update``, what was done to the kept
+            weights, and the tensors where they are others than in the source. None without.
+        checksums: (position of such a tensor, crc32 of what was written of it); None without.
+    """
+
+    digest: str
+    recipe: dict[str, Any]
+    num_elements: int
+    num_pruned: int
+    groups: tuple[GroupReport, ...]
+    tensors: tuple[TensorReport, ...]
+    kept: tuple[tuple[str, str], ...]
+    source: dict[str, dict[str, int]]
+    copied: tuple[str, ...]
+    skipped: tuple[tuple[str, str], ...]
+    run: RunFacts
+    warnings: tuple[str, ...] = ()
+    inputs: dict[str, Any] | None = None
+    checksums: tuple[tuple[int, int], ...] | None = None
+
+    def to_json(self) -> bytes:
+        """The content of report.json."""
+        return as_json({"schema": 1, "status": "complete", **asdict(self)})
+
+
+def identity_of(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
+    """What tells one source from another: size and crc32 of the header of each weight file."""
+    return {
+        file.name: {"size": file.size, "header_crc32": file.header_crc} for file in checkpoint.files
+    }
+
+
+def as_json(values: dict[str, Any]) -> bytes:
+    """A file of JSON as all commands write it."""
+    return (json.dumps(values, indent=1) + "\n").encode()
+
+
+def summed(records: Iterable[Record], what: str) -> Counter[int]:
+    """One kind of count, summed over files, by position; JSON made the positions into strings."""
+    sums: Counter[int] = Counter()
+    for record in records:
+        sums.update({int(position): count for position, count in record.get(what, {}).items()})
+    return sums
+
+
+def read_report(folder: str | Path) -> Report:
+    """The report of a pruned checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is malformed.
+    """
+    try:
+        text = Path(folder, REPORT_FILE).read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} has no report ({REPORT_FILE}: {error.strerror}); expected a folder that "
+            "distprune pruned."
+        ) from error
+    return parse_report(text, f"{folder}/{REPORT_FILE}")
+
+
+def parse_report(text: str | bytes, path: str = REPORT_FILE) -> Report:
+    """A report from the text of report.json.
+
+    Raises:
+        CheckpointError: it holds something else.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    values = load_json(text, path)
+    if isinstance(values, dict) and values.get("kind") == "apply":
+        raise CheckpointError(
+            f"{path} tells of `distprune apply`, not of a pruning: its masks come from another "
+            "checkpoint. Verify that checkpoint; `distprune diff` compares the weights of this one "
+            "with its source."
+        )
+    try:
+        report: Report = TypeAdapter(Report).validate_python(values)
+        return report
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))[:80]
+        raise CheckpointError(
+            f"{path} is no report of distprune: {ascii(where)[1:-1]}: {first['msg'][:80]}."
+        ) from None
+
+
+def recipe_of(report: Report, folder: str | Path) -> Recipe:
+    """The recipe in the report of a folder; raises CheckpointError if it is invalid."""
+    try:
+        return make_recipe(report.recipe, f"the recipe in {folder}/{REPORT_FILE}")
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def make_report(ranked: RankedTensors, records: Sequence[Record], run: RunFacts) -> Report:
+    """The report of a run.
+
+    Args:
+        ranked: the tensors of the plan, and where their rankings were cut.
+        records: of all weight files, each once.
+        run: how the result was made.
+
+    Raises:
+        OutputError: the records do not add up to what was planned.
+    """
+    plan, cuts = ranked.plan, ranked.cuts
+    num_pruned, num_zero, num_nan = (summed(records, what) for what in ("pruned", "zero", "nan"))
+    tensors = []
+    for position, (tensor, cut) in enumerate(zip(plan.tensors, cuts.tensors, strict=True)):
+        entry, threshold = tensor.entry, None
+        is_alone = tensor.num_to_prune is not None or tensor.recipe.budget is not None
+        if cut is not None and (cut.bound or is_alone) and num_pruned[position]:
+            threshold = _score(ranked.key_ranges[position], cut.threshold)
+        has_limits = plan.groups[tensor.group].has_limits
+        tensors.append(
+            TensorReport(
+                name=entry.name,
+                dtype=entry.dtype,
+                shape=entry.shape,
+                file=entry.file,
+                num_elements=entry.numel,
+                num_pruned=num_pruned[position],
+                num_nan=num_nan[position] if cut is None else cuts.num_nan.get(entry.name, 0),
+                threshold=threshold,
+                num_zero=num_zero[position],
+                group=tensor.group,
+                limits=(tensor.lowest, tensor.highest) if has_limits else None,
+                held_at=None if cut is None else cut.bound,
+                divisor=cuts.divisors[position],
+            )
+        )
+    groups = []
+    for index, (group, common) in enumerate(zip(plan.groups, cuts.groups, strict=True)):
+        total = sum(tensor.num_pruned for tensor in tensors[group.first : group.last])
+        if total != group.num_to_prune:
+            raise OutputError(
+                f"the records of what was done say that {total} elements were pruned; the plan "
+                f"says {group.num_to_prune}. They were changed during the run, and nothing is "
+                "published. Run the same command with --discard, and then again without."
+            )
+        found: tuple[Any, ...] = ()
+        if common is not None:
+            key = common.threshold
+            score = _score(ranked.key_ranges[group.first], key)
+            found = (score, hex(key), common.num_ties, common.num_ties_pruned)
+        groups.append(GroupReport(index, group.num_elements, total, *found))
+    sums = [(int(p), crc) for record in records for p, crc in record.get("values", {}).items()]
+    return Report(
+        digest=plan.digest,
+        recipe=plan.recipe.as_stored().as_values(),
+        num_elements=plan.num_elements,
+        num_pruned=sum(group.num_pruned for group in groups),
+        groups=tuple(groups),
+        tensors=tuple(tensors),
+        kept=tuple((v.entry.name, v.reason) for v in plan.verdicts if not v.is_pruned),
+        source=identity_of(plan.checkpoint),
+        copied=tuple(other.name for other in plan.copied),
+        skipped=plan.checkpoint.skipped,
+        run=run,
+        warnings=tuple(_warnings(plan, tensors)),
+        inputs=plan.inputs.facts() or None,
+        checksums=None if plan.inputs.values is None else tuple(sorted(sums)),
+    )
+
+
+def _score(keys: KeyRange, key: int) -> float | None:
+    """The score of a key; None if it has none, or JSON cannot hold it (inf)."""
+    score = keys.score_of(key) if keys.is_float else math.inf
+    return None if math.isinf(score) else score
+
+
+def _warnings(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
+    """One or two sentences for each thing that may be wrong with a result."""
+    warnings = []
+    emptied: list[TensorReport] = []
+    for group in plan.groups:
+        if group.recipe.is_global and group.recipe.budget is None:
+            members = tensors[group.first : group.last]
+            counts = [(tensor.num_elements, tensor.num_pruned) for tensor in members]
+            emptied += [members[i] for i in collapsed(counts) if members[i].held_at is None]
+    if emptied:
+        shown = [
+            f"{tensor.name} ({format_percent(tensor.num_pruned, tensor.num_elements)} of "
+            f"{tensor.num_elements:,} elements)"
+            for tensor in sorted(emptied, key=lambda t: (-t.num_pruned / t.num_elements, t.name))
+        ]
+        more = len(shown) - _NUM_SHOWN
+        names = ", ".join(shown[:_NUM_SHOWN]) + (f", {more} more" if more > 0 else "")
+        warnings.append(
+            f"{names} lost at least 99 %, because the scores there are smaller than those of the "
+            "other tensors. The model may be useless; max_sparsity (--max-sparsity) bounds what a "
+            "single tensor loses, and exclude leaves it alone."
+        )
+    num_zero = sum(tensor.num_zero for tensor in tensors)
+    # What the rounds before have pruned is no surprise.
+    in_rounds = plan.inputs.values is not None and "rounds" in plan.inputs.values.facts
+    if num_zero > _SPARSE * plan.num_elements and not in_rounds:
+        warnings.append(
+            f"the source is sparse already: {num_zero:,} of the {plan.num_elements:,} selected "
+            f"elements ({format_percent(num_zero, plan.num_elements)}) are zero in it. The "
+            "sparsity that was asked for is the total, and they count towards it."
+        )
+    return warnings
+
+
+def card_of(plan: Plan, report: Report) -> bytes | None:
+    """The README.md of a result; the same bytes for every number of ranks.
+
+    Returns:
+        The card; None if the recipe turns it off, or the source's ``README.md`` cannot be a card.
+
+    Raises:
+        CheckpointError: the card of the source cannot be read.
+
+    Cost: one read of the source's card.
+    """
+    if not plan.has_card:
+        return None
+    base = cached_name(plan.checkpoint.folder)
+    source = b""
+    for other in plan.checkpoint.others:
+        if other.name == CARD_FILE:
+            with reading(other.path):
+                source = Path(other.path).read_bytes()
+    metadata, below = split_front_matter(source)
+    metadata = {key: metadata[key] for key in metadata if key not in _NOT_OF_THE_RESULT}
+    if base is not None:  # else the base of the source stays: it is a base of the result, too
+        metadata = {**metadata, "base_model": base}
+        metadata.pop("base_model_relation", None)
+    tags = metadata.get("tags") or []
+    if isinstance(tags, list):
+        metadata["tags"] = [*tags, *(tag for tag in ("pruned", "sparse") if tag not in tags)]
+    head = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
+    text = f"---\n{head}---\n\n{_section(plan, report, base)}"
+    if below.strip():
+        text += (
+            "\n---\n\n*The card of the source follows as it was. What it says of the quality of "
+            "the model was measured before the pruning.*\n\n"
+        )
+    return text.encode("utf-8") + below.lstrip(b"\r\n")
+
+
+def _section(plan: Plan, report: Report, base: str | None) -> str:
+    percent = format_percent(report.num_pruned, report.num_elements)
+    values = plan.inputs.values
+    measured = None if values is None else values.facts.get("perplexity")
+    quality = "Its quality was not measured."
+    if measured is not None:
+        before, after = measured["before"], measured["after"]
+        quality = f"Its perplexity on held-out text went from {before:.4g} to {after:.4g}."
+    scores = "" if plan.inputs.given is None else " --scores SCORES"
+    again = f"distprune prune SRC DST -r distprune/recipe.yaml{scores}  # makes it again\n"
+    kept = "Every weight that was not pruned, and every other file but this one,"
+    if values is not None and values.tensors:  # nothing but the text makes it again
+        again = ""
+        kept = "The kept weights of pruned matrices were updated. Every other file but this one"
+    return f"""# Pruned copy of {base or "a checkpoint"}
+
+distprune {__version__} pruned exactly {report.num_pruned:,} of {report.num_elements:,} selected weights ({percent})
+of {f"[{base}](https://huggingface.co/{base})" if base else "the source"}, and nobody has trained it afterwards. {quality}
+{kept} is that of the source. It loads like its source;
+zeros alone make neither files smaller nor dense multiplication faster.
+
+The recipe, with every default (`distprune/recipe.yaml`):
+
+```yaml
+{plan.recipe.as_stored().to_yaml().rstrip()}
+```
+
+```bash
+{again}distprune verify DST --against SRC{scores}  # compares DST with its source
+```
+
+`distprune/report.json` has the counts of every tensor.
+"""  # noqa: E501
+
+
+def cached_name(folder: str | Path) -> str | None:
+    """The name on the hub of a folder in the hub cache; None for any other folder."""
+    for path in (Path(folder).absolute(), Path(folder).resolve()):
+        for cached, inner in pairwise(path.parts):
+            name = cached.removeprefix("models--").replace("--", "/", 1)
+            if cached.startswith("models--") and inner == "snapshots" and _ID.fullmatch(name):
+                return name
+    return None
+
+
+def split_front_matter(card: bytes) -> tuple[dict[Any, Any], bytes]:
+    """The metadata of a card, and the text below: {} and all of it if none can be read."""
+    match = _BLOCK.match(card)
+    if match is None:
+        return {}, card
+    try:
+        metadata = yaml.safe_load(match[1].decode("utf-8"))
+    except Exception:  # PyYAML raises anything for dates, numbers and tags that cannot be
+        return {}, card
+    if metadata is None or isinstance(metadata, dict):
+        return metadata or {}, card[match.end() :]
+    return {}, card

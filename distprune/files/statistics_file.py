@@ -1,0 +1,546 @@
+"""Files of statistics: safetensors, a few kilobytes per layer, read without torch.
+
+[Note: statistics file] Of each parameter of a model, by its full name, the file has two tensors,
+F64, of one number for each input feature that the weight multiplies, or for each output::
+
+    statistics of activations
+    layers.0.fc.weight.input_sum              of the input shape: sum of x over all tokens
+    layers.0.fc.weight.input_square_sum       of the input shape: sum of x**2 over all tokens
+
+    statistics of gradients
+    layers.0.fc.weight.gradient_sum_by_output   [outputs]: sum over a row of weight * g**2
+    layers.0.fc.weight.gradient_sum_by_input    of the input shape: sum over a column of the same
+
+Its metadata are::
+
+    format      "distprune-activation-statistics-1" or "distprune-gradient-statistics-1"
+    mode        of activations, "one_pass" or "sequential": see ActivationStatistics.mode
+    parameters  JSON, by name: {"layout": ..., "shape": [...], "groups": n, "num_tokens": n};
+                of gradients "weight", the sum of the weights of all batches, for "num_tokens"
+
+``shape`` is that of the whole weight. ``layout`` says which of its dimensions are the inputs:
+
+    layout                   weight                  input shape    outputs     num_tokens
+    linear                   [out, in]               [in]           out         an integer
+    conv1d_of_transformers   [in, out]               [in]           out         an integer
+    convolution              [out, in / groups, *k]  [in, *k]       out         an integer
+    experts                  [E, out, in]            [E, in]        E * out     a list of E integers
+    transposed_experts       [E, in, out]            [E, in]        E * out     a list of E integers
+
+The last two are E fused experts: matrices with tokens of their own. Row e of the sums is of the
+tokens that came to expert e, and ``num_tokens[e]`` is their number. Outputs are those of expert 0,
+then those of expert 1, and so on.
+
+Statistics are of the whole weight, whatever the sharding of the model that they were collected on.
+Sums divide by ``num_tokens``, which may be 0 (an expert), or by ``weight``.
+
+[Note: names] Statistics have the names of a model's parameters, which are those of the checkpoint's
+tensors, except that one of the two may have the prefix of a base model ("model." before each name),
+and that experts which have tensors of their own may be one parameter.
+
+[Note: experts] On disk, most families have a tensor for each matrix of each expert; in the model,
+one parameter has those of all experts of a layer::
+
+    ...block_sparse_moe.experts.3.w1.weight  [I, H]   part of [3] of  ...mlp.experts.gate_up_proj
+    ...block_sparse_moe.experts.3.w3.weight  [I, H]   part of [3] of  the same  [E, 2 I, H]
+    ...block_sparse_moe.experts.3.w2.weight  [H, I]   [3] of  ...mlp.experts.down_proj  [E, H, I]
+
+An expert has one input for all outputs of such a parameter. So the statistics of activations of a
+tensor are those of its expert, in whatever order the outputs are merged. Those of gradients by
+output are of the tensor's part: transformers merges by concatenation, w1 or gate_proj first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import numpy as np
+
+from distprune.base.blocks import EXPERT_LAYOUTS, LAYOUTS, Layout, WeightLayout, layout_along
+from distprune.base.report_text import listed
+from distprune.files.checkpoint import TensorEntry, WeightFile, make_header, read_header
+from distprune.files.disk import reading, write_atomically
+from distprune.files.errors import CheckpointError, SelectionError
+
+MODES = ("one_pass", "sequential")
+
+
+@dataclass(frozen=True)
+class StoredSums:
+    """The statistics of one parameter: a count, and two arrays of float64.
+
+    Attributes:
+        layout: of the weight.
+        FORMAT: of the file.
+        COUNT: the field that says how much was seen.
+        ARRAYS: the fields that are arrays, and what their names end with in a file.
+        ABOUT, MAKERS: what such statistics are of, and what writes them, for messages.
+    """
+
+    layout: WeightLayout
+
+    FORMAT: ClassVar[str]
+    COUNT: ClassVar[str]
+    ARRAYS: ClassVar[Mapping[str, str]]
+    ABOUT: ClassVar[str]
+    MAKERS: ClassVar[str]
+
+    @property
+    def count(self) -> Any:
+        """How much was seen."""
+        return getattr(self, self.COUNT)
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """What was added up."""
+        first, second = (getattr(self, field) for field in self.ARRAYS)
+        return first, second
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Those that the arrays should have."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class StoredStatistics(StoredSums):
+    """The statistics of the inputs of one parameter.
+
+    Attributes:
+        num_tokens: how many inputs were seen; of fused experts, by each of them.
+        sums, squares: float64, of the input shape.
+    """
+
+    num_tokens: int | tuple[int, ...]
+    sums: np.ndarray
+    squares: np.ndarray
+
+    FORMAT = "distprune-activation-statistics-1"
+    COUNT = "num_tokens"
+    ARRAYS: ClassVar = {"sums": ".input_sum", "squares": ".input_square_sum"}
+    ABOUT = "activations"
+    MAKERS = "ActivationStatistics.save and `distprune calibrate` without --gradients"
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.layout.input_shape, self.layout.input_shape
+
+    @property
+    def most_tokens(self) -> int:
+        """How many inputs were seen; of fused experts, by the one that saw most."""
+        if isinstance(self.num_tokens, int):
+            return self.num_tokens
+        return max(self.num_tokens, default=0)
+
+
+@dataclass(frozen=True)
+class StoredGradients(StoredSums):
+    """The statistics of the gradients of one parameter.
+
+    Attributes:
+        weight: the sum of the weights of all batches.
+        by_output: float64 [outputs]: the sum of weight * g**2 over each row and all batches.
+        by_input: float64, of the input shape: the same over each column.
+    """
+
+    weight: float
+    by_output: np.ndarray
+    by_input: np.ndarray
+
+    FORMAT = "distprune-gradient-statistics-1"
+    COUNT = "weight"
+    ARRAYS: ClassVar = {
+        "by_output": ".gradient_sum_by_output",
+        "by_input": ".gradient_sum_by_input",
+    }
+    ABOUT = "gradients"
+    MAKERS = "GradientStatistics.save and `distprune calibrate --gradients`"
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.layout.num_outputs,), self.layout.input_shape
+
+
+S = TypeVar("S", bound=StoredSums)
+
+
+def write_statistics(
+    path: str | os.PathLike[str], mode: str, parameters: Mapping[str, StoredSums]
+) -> None:
+    """Write statistics; an existing file is replaced at the end, or stays.
+
+    Args:
+        path: of the file.
+        mode: of activations, how they were collected; "gradients" of gradients.
+        parameters: the statistics by name of the parameter, all of one kind.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    if mode == "gradients":
+        metadata = {"format": StoredGradients.FORMAT}
+    else:
+        metadata = {"format": StoredStatistics.FORMAT, "mode": mode}
+    described, tensors, data = {}, {}, []
+    for name, stored in parameters.items():
+        layout = stored.layout
+        described[name] = {
+            "layout": layout.kind,
+            "shape": list(layout.shape),
+            "groups": layout.groups,
+            stored.COUNT: stored.count,
+        }
+        for suffix, values in zip(stored.ARRAYS.values(), stored.arrays, strict=True):
+            data.append(np.ascontiguousarray(values, "<f8").tobytes())
+            tensors[name + suffix] = ("F64", values.shape, len(data[-1]))
+    header, _ = make_header(tensors, metadata | {"parameters": json.dumps(described)})
+    write_atomically(os.path.abspath(path), [header, *data])
+
+
+def read_statistics(path: str | os.PathLike[str]) -> tuple[str, dict[str, StoredStatistics]]:
+    """The mode, and the statistics of activations by name of the parameter, in the file's order.
+
+    Raises:
+        CheckpointError: there is no such file, or it is malformed.
+
+    Cost: a read of the file, and as much memory.
+    """
+    file, stored = _read(path, StoredStatistics)
+    mode = file.metadata.get("mode", "")
+    if mode not in MODES:
+        raise CheckpointError(f"{file.name}: its mode is {mode!a}; expected one of {MODES}.")
+    return mode, stored
+
+
+def read_gradient_statistics(path: str | os.PathLike[str]) -> dict[str, StoredGradients]:
+    """The statistics of gradients by name of the parameter; see :func:`read_statistics`."""
+    return _read(path, StoredGradients)[1]
+
+
+def _read(path: str | os.PathLike[str], kind: type[S]) -> tuple[WeightFile, dict[str, S]]:
+    name = os.fspath(path)
+    file = read_header(name, name)
+    form = file.metadata.get("format")
+    if form != kind.FORMAT:
+        others = {each.FORMAT: each.ABOUT for each in (StoredStatistics, StoredGradients)}
+        has = f"statistics of {others[form]}" if form in others else "no statistics"
+        raise CheckpointError(
+            f"{name} holds {has}; expected those of {kind.ABOUT}, which {kind.MAKERS} write."
+        )
+    raw = np.fromfile(file.path, dtype=np.uint8)
+    try:
+        arrays = {
+            # A view of what was read, unless numbers lie across the words of memory.
+            entry.name: np.require(raw[entry.start : entry.stop].view("<f8"), np.float64, "A")
+            .reshape(entry.shape)
+            for entry in file.tensors
+        }  # fmt: skip
+        facts = json.loads(file.metadata["parameters"])
+        return file, {each: _stored(kind, each, facts[each], arrays) for each in facts}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{name} is malformed: {error}.") from error
+
+
+def _stored(kind: type[S], name: str, facts: Any, arrays: Mapping[str, np.ndarray]) -> S:
+    """The statistics of a parameter; raises KeyError, TypeError or ValueError if they are wrong."""
+    layout = WeightLayout(facts["layout"], tuple(facts["shape"]), facts["groups"])
+    sizes = (*layout.shape, layout.groups - 1)
+    fits = len(layout.shape) == 3 if layout.are_experts else len(layout.shape) > 1
+    if layout.kind not in LAYOUTS or min(sizes) < 0 or not fits:
+        raise ValueError(f"{name} has the layout {layout}")
+    count = facts[kind.COUNT]
+    counts = count if isinstance(count, Sequence) else (count,)
+    num_counts = 1
+    if kind is StoredStatistics:
+        num_counts, integers = layout.num_token_counts, [int(each) for each in counts]
+        if integers != list(counts) or isinstance(count, Sequence) != layout.are_experts:
+            raise ValueError(f"{name} has the count {count}")
+        count = tuple(integers) if layout.are_experts else integers[0]
+    if len(counts) != num_counts or not all(math.isfinite(each) and each >= 0 for each in counts):
+        raise ValueError(f"{name} has the count {count}")
+    fields = {field: arrays[name + suffix] for field, suffix in kind.ARRAYS.items()}
+    stored = kind(layout, **{kind.COUNT: count}, **fields)
+    shapes = tuple(array.shape for array in stored.arrays)
+    if shapes != stored.shapes:
+        raise ValueError(f"{name} has sums of the shapes {shapes}; expected {stored.shapes}")
+    sums_of_squares = stored.arrays[kind is StoredStatistics :]
+    if not all(np.isfinite(array).all() for array in stored.arrays) or any(
+        (array < 0).any() for array in sums_of_squares
+    ):
+        raise ValueError(f"{name} has sums that are not finite or negative")
+    return stored
+
+
+Stored = StoredStatistics | StoredGradients
+
+# By layout, the dimension of the inputs; of others, all but the first.
+_INPUT_DIMS = {"conv1d_of_transformers": 0, "experts": 2, "transposed_experts": 1}
+_OF_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>[0-9]+)\.(?P<matrix>\w+)\.weight")
+# By name of a matrix: the parameters that it may be a part of, and how many such parts one has.
+_GATED, _UNGATED, _LAST = ("gate_up_proj", 2), ("up_proj", 1), ("down_proj", 1)
+_MERGED = {
+    "w1": (_GATED,), "w3": (_GATED,), "w2": (_LAST,),
+    "gate_proj": (_GATED,), "up_proj": (_GATED, _UNGATED), "down_proj": (_LAST,),
+}  # fmt: skip
+_SECOND_PARTS = ("w3", "up_proj")  # of a merged parameter: the outputs after those of the first
+# What transformers renames in families with experts (Mixtral, Granite, Nemotron-H).
+_RENAMED = (
+    (".block_sparse_moe.", ".mlp."),
+    (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
+    (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
+    ("backbone.layers.", "model.layers."),
+)
+
+
+@dataclass(frozen=True)
+class TensorStatistics:
+    """Statistics of activations or of gradients, by tensor.
+
+    Attributes:
+        data: the file.
+        mode: "one_pass" or "sequential"; of gradients "gradients".
+        of_tensor: by name of the tensor.
+        warnings: sentences on what is no error, but probably not meant.
+    """
+
+    data: bytes
+    mode: str
+    of_tensor: Mapping[str, Stored]
+    warnings: tuple[str, ...] = ()
+
+    def facts(self) -> dict[str, Any]:
+        """What decides the scores, as JSON: with the largest number of tokens, or weight."""
+        facts = {"sha256": hashlib.sha256(self.data).hexdigest(), "mode": self.mode}
+        stored = self.of_tensor.values()
+        if self.mode == "gradients":
+            weights = [s.weight for s in stored if isinstance(s, StoredGradients)]
+            return {**facts, "weight": max(weights, default=None)}
+        tokens = [s.most_tokens for s in stored if isinstance(s, StoredStatistics)]
+        return {**facts, "num_tokens": max(tokens, default=0)}
+
+
+def match_statistics(
+    path: str,
+    tensors: Sequence[tuple[TensorEntry, Layout | None]],
+    names: Collection[str],
+    of_gradients: bool = False,
+) -> TensorStatistics:
+    """Read statistics, and find those of some tensors.
+
+    Args:
+        path: of the file.
+        tensors: that need them, with the place of their inputs if that is known.
+        names: of all tensors of the checkpoint.
+        of_gradients: whether the file has statistics of gradients, and not of activations.
+
+    Raises:
+        SelectionError: a tensor has no statistics, or those of another weight; names the first.
+        CheckpointError: the file cannot be read, or is malformed.
+
+    Cost: two reads of the file, and twice as much memory.
+    """
+    stored: Mapping[str, Stored]
+    if of_gradients:
+        mode, stored = "gradients", read_gradient_statistics(path)
+    else:
+        mode, stored = read_statistics(path)
+    renamed = _renaming([entry.name for entry, _ in tensors], stored)
+    # Of each matrix of an expert, how many experts have a tensor of it.
+    counts = Counter(map(_matrix_of_experts, names))
+    needed: dict[str, Stored] = {}
+    for entry, layout in tensors:
+        origin = next((o for o in origins_of(entry.name) if renamed(o.parameter) in stored), None)
+        if origin is None:
+            raise SelectionError(
+                f"{path} has no statistics of {entry.name}, but of {listed(list(stored))}; "
+                "calibrate a model with this layer, or exclude the tensor."
+            )
+        label = renamed(origin.parameter)
+        matrix = _matrix_of_experts(entry.name)
+        num_experts = 1 if matrix is None else counts[matrix]
+        found = _statistics_of(entry, origin, stored[label], num_experts)
+        if found is None:
+            experts = f" and is of one of {num_experts} experts" if num_experts > 1 else ""
+            raise SelectionError(
+                f"{entry.name} has the shape {list(entry.shape)}{experts}, and its statistics are "
+                f"those of {label}, of shape {list(stored[label].layout.shape)}; expected "
+                "statistics of this model."
+            )
+        if isinstance(found, StoredGradients) and not found.weight:
+            raise SelectionError(
+                f"{path}: the weights of all batches of {label} are 0; expected statistics of at "
+                "least one batch that counts."
+            )
+        _check_dims(entry, layout, found)
+        needed[entry.name] = found
+    own = {renamed(origin.parameter) for name in names for origin in origins_of(name)}
+    others = [label for label in stored if label not in own]
+    with reading(path):
+        data = Path(path).read_bytes()
+    return TensorStatistics(data, mode, needed, tuple(_warnings(path, needed, others)))
+
+
+def _renaming(tensors: Sequence[str], stored: Collection[str]) -> Callable[[str], str]:
+    """How parameters that tensors may be are called in statistics.
+
+    One of the two may have the prefix of a base model. Names stay as they are if some are equal, or
+    if not exactly one prefix fits.
+    """
+    labels = [[origin.parameter for origin in origins_of(name)] for name in tensors]
+    if not labels or any(label in stored for of_one in labels for label in of_one):
+        return str
+    pairs = [(label, own) for label in stored for own in labels[0]]
+    # What a name begins with on the disk, and in statistics.
+    prefixes = {("", label.removesuffix(own)) for label, own in pairs if label.endswith(f".{own}")}
+    prefixes |= {(own.removesuffix(label), "") for label, own in pairs if own.endswith(f".{label}")}
+    fitting = [
+        (old, new)
+        for old, new in prefixes
+        if (old + new).count(".") == 1
+        and all(any(new + label.removeprefix(old) in stored for label in one) for one in labels)
+    ]
+    if len(fitting) != 1:
+        return str
+    old, new = fitting[0]
+    return lambda name: new + name.removeprefix(old)
+
+
+def _check_dims(entry: TensorEntry, layout: Layout | None, stored: Stored) -> None:
+    """Raise SelectionError if the inputs of a weight are along another dimension."""
+    if isinstance(stored, StoredGradients):
+        return  # which of its dimensions are called inputs makes no difference
+    dims = list(range(1, len(entry.shape)))
+    if stored.layout.kind in _INPUT_DIMS:
+        dims = [_INPUT_DIMS[stored.layout.kind]]
+    if layout is not None and layout != layout_along(entry.name, entry.shape, dims):
+        raise SelectionError(
+            f"{entry.name}: its statistics say that the inputs are along the dimensions {dims} "
+            f"({stored.layout.kind}), and the selection says otherwise; correct input_dims "
+            "(--input-dim)."
+        )
+
+
+def _warnings(path: str, needed: Mapping[str, Stored], others: Sequence[str]) -> Iterator[str]:
+    empty, what = [], "no token came to"
+    for name, stored in needed.items():
+        if isinstance(stored, StoredGradients):
+            what = "all gradients are zero of"
+            empty += [] if stored.by_input.any() else [name]
+        elif not stored.most_tokens:
+            empty.append(name)
+        elif isinstance(stored.num_tokens, tuple) and not all(stored.num_tokens):
+            experts = [str(i) for i, count in enumerate(stored.num_tokens) if not count]
+            empty.append(f"{name} (experts {listed(experts)})")
+    if empty:
+        yield (
+            f"{what} {listed(empty)} in {path}: all scores are zero, so that these are pruned "
+            "first, in the order of their elements. Calibrate on more text, or exclude them."
+        )
+    if others:
+        yield (
+            f"{path} has statistics of {listed(others)}, which the checkpoint does not have; "
+            "expected statistics of this model."
+        )
+
+
+class Origin(NamedTuple):
+    """A parameter that a tensor on disk may be, or may be a part of.
+
+    Attributes:
+        parameter: its name, except for the prefix of a base model.
+        expert: the index of its dimension 0 where the tensor is; None: the tensor is all of it.
+        num_parts: the outputs of an expert are those of so many tensors of one shape.
+        part: which of them this one is.
+    """
+
+    parameter: str
+    expert: int | None = None
+    num_parts: int = 1
+    part: int = 0
+
+
+def origins_of(name: str) -> tuple[Origin, ...]:
+    """What a tensor may be in a model: first the parameter of its own name."""
+    origins = [Origin(name)]
+    match = _OF_EXPERT.fullmatch(name)
+    if match is not None:
+        origins += [
+            Origin(
+                f"{match['experts']}.{merged}",
+                int(match["number"]),
+                num_parts,
+                int(num_parts > 1 and match["matrix"] in _SECOND_PARTS),
+            )
+            for merged, num_parts in _MERGED.get(match["matrix"], ())
+        ]
+    renamed = [
+        origin._replace(parameter=origin.parameter.replace(own, other))
+        for origin in origins
+        for own, other in _RENAMED
+        if own in origin.parameter
+    ]
+    return (*origins, *renamed)
+
+
+def _matrix_of_experts(name: str) -> tuple[str, str] | None:
+    """What the tensors of all experts have in common that differ by the expert only."""
+    match = _OF_EXPERT.fullmatch(name)
+    return None if match is None else (match["experts"], match["matrix"])
+
+
+def _statistics_of(
+    entry: TensorEntry,
+    origin: Origin,
+    stored: Stored,
+    num_experts: int,
+) -> Stored | None:
+    """The statistics of a tensor; None if those of its parameter are of another shape.
+
+    Args:
+        entry: the tensor.
+        origin: the parameter, and which part of it the tensor is.
+        stored: statistics of the parameter.
+        num_experts: that the checkpoint has tensors of, beside this one and of it.
+    """
+    if origin.expert is None:
+        return _as_on_disk(entry, stored)
+    if not stored.layout.are_experts:
+        return None
+    count, (outputs, inputs) = stored.layout.num_matrices, stored.layout.matrix_shape
+    row, layout = origin.expert, WeightLayout("linear", entry.shape)
+    if num_experts != count or row >= count or len(entry.shape) != 2:
+        return None
+    if (entry.shape[0] * origin.num_parts, entry.shape[1]) != (outputs, inputs):
+        return None
+    if isinstance(stored, StoredGradients):
+        rows = stored.by_output.reshape(count, origin.num_parts, -1)[row, origin.part]
+        return StoredGradients(layout, stored.weight, rows, stored.by_input[row])
+    if isinstance(stored.num_tokens, int):
+        return None
+    return StoredStatistics(layout, stored.num_tokens[row], stored.sums[row], stored.squares[row])
+
+
+def _as_on_disk(entry: TensorEntry, stored: Stored) -> Stored | None:
+    """Statistics of a tensor that is a whole parameter.
+
+    Matrices of experts may be stored the other way round. transformers transposes them on loading
+    if their shape is not the expected one (qwen3_vl_moe), and so only then.
+    """
+    layout = stored.layout
+    if entry.shape == layout.shape:
+        return stored
+    count, *matrix = layout.shape
+    if not layout.are_experts or entry.shape != (count, *reversed(matrix)):
+        return None
+    return replace(
+        stored, layout=WeightLayout(EXPERT_LAYOUTS[not layout.is_transposed], entry.shape)
+    )
