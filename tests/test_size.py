@@ -46,7 +46,7 @@ ROOMS = {
 }
 TOTAL = (21811, 164)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 40098, "launch": 967}
+FOLDERS = {"tests": 40271, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

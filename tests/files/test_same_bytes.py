@@ -1,7 +1,12 @@
 """A result has the same bytes on any number of ranks."""
 
+import os
+import random
+import signal
+
 import pytest
 import test_groups_and_limits as budgets
+import test_inputs_of_scores
 import test_inputs_stored_first
 import test_normalized
 import test_pruning
@@ -9,6 +14,7 @@ import test_pruning
 from distprune.files import planning, pruning, verifying
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
+from helpers.disk_crashes import Steps, kill_self, run_forked
 from helpers.recipes import raw_recipe
 from helpers.sampling import every
 from helpers.small_chunks import small_chunks
@@ -69,3 +75,47 @@ def test_any_number_of_ranks_writes_the_same_bytes(tmp_path):
         folder.mkdir()
         found += run_ranks(digests_here, world_size, cases, folder)
     assert all(digests == found[0] for digests in found)
+
+
+def made_of_statistics(folder):
+    names = test_inputs_of_scores
+    statistics = names.write(folder / "statistics.safetensors")
+    source = tiny_checkpoints.save(folder / "source", names.weights())
+    return source, names.wanda(statistics, normalize="rms")
+
+
+def made_of_groups(folder):
+    groups = (
+        *budgets.GROUPS["kinds"][:1],
+        budgets.part(0.7, "*mlp*", max_sparsity=0.75),
+    )
+    source = budgets.save(folder / "source", budgets.llama("mixed"))
+    return source, raw_recipe(groups=groups)
+
+
+def prune(source, target, recipe):
+    pruning.prune(planning.plan(source, recipe), target)
+
+
+def killed_at(step, *what):
+    with Steps(step, kill_self):
+        prune(*what)
+
+
+MAKES = [made_of_statistics, made_of_groups]
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_killed_at_any_step_it_goes_on_and_ends_the_same(tmp_path, make):
+    source, recipe = make(tmp_path)
+    with Steps() as steps:
+        prune(source, tmp_path / "undisturbed", recipe)
+    wanted, num_steps = tree_digest(tmp_path / "undisturbed", RUN), steps.count
+    middle = random.Random(0).sample(range(6, num_steps - 12), 3)
+    last = (num_steps - 12, num_steps - 6, num_steps - 4, num_steps)
+    for step in every(3, (*middle, *last), MAKES.index(make)):
+        target = tmp_path / f"target{step}"
+        status = run_forked(killed_at, step, source, target, recipe)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, step
+        prune(source, target, recipe)
+        assert tree_digest(target, RUN) == wanted, step

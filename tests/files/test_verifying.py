@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import subprocess
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +17,7 @@ from distprune.files.checkpoint import read_header
 from distprune.files.errors import CheckpointError, FilesError
 from distprune.files.mask_files import MASK_FILE, open_masks
 from distprune.files.output import REPORT_FILE
+from distprune.files.reports import parse_report, read_report
 from distprune.files.verifying import verify
 from distprune.files.writing import RECIPE_FILE
 from distprune.ranks.process_groups import world
@@ -423,3 +426,169 @@ def test_progress_counts_every_byte_once(make):
     found = verify(target, source, progress=seen.append)
     assert seen[-1].phase == "verify" and seen[-1].num_bytes == seen[-1].total_bytes
     assert seen[-1].num_bytes == found.num_bytes
+
+
+def test_two_exchanged_bits_of_masks(found, made, turn):
+    bits = Bits(*made)
+    pairs = [(one, other) for one in bits.some(True) for other in bits.some(False)]
+    pairs = every(9, pairs, turn)
+    for one, other in pairs:
+
+        def exchange(target, one=one, other=other):
+            bits.flip(*one)
+            bits.flip(*other)
+
+        problems = found(exchange)
+        assert all("against the order of scores" in problem for problem in problems)
+        assert len(problems) == len({one[0], other[0]})
+    is_mixed = any(bits.some(True)) and any(bits.some(False))
+    assert len(pairs) > 2 or not is_mixed
+
+
+@pytest.mark.parametrize("scope", ["global", "layer"])
+@pytest.mark.parametrize("apart", [1, 24, 25, 90, 200])
+def test_two_exchanged_ties(tmp_path, monkeypatch, scope, apart):
+    """All elements are equal: the last pruned one stays, and a later one goes in its place."""
+    small_chunks(monkeypatch, 24)
+    ones = {f"{n}.weight": torch.ones(20, 20).bfloat16() for n in "ab"}
+    source = tiny_checkpoints.save(tmp_path / "source", ones)
+    pruning.prune(planning.plan(source, raw_recipe(0.25, scope)), tmp_path / "target")
+    bits = Bits(source, tmp_path / "target")
+    last = {"global": 199, "layer": 99}[scope]
+    for index in (last, last + apart):
+        bits.flip("a.weight", index)
+    (problem,) = verify(tmp_path / "target", source).problems
+    assert problem == f"a.weight: 2 {THE_ORDER} {last}."
+
+
+@pytest.mark.parametrize("change", ["within", "between", "limit"])
+def test_an_exchange_in_a_group(tmp_path, change):
+    """As many elements are pruned as before, but others."""
+    g = torch.Generator().manual_seed(0)
+    names = ["a.0.weight", "a.1.weight", "b.weight"]
+    weights = {n: (torch.randn(4, 40, generator=g) * 4).round() / 4 + 9 for n in names}
+    weights["a.1.weight"] += 50 if change == "limit" else 1
+    source = tiny_checkpoints.save(tmp_path / "source", weights)
+    groups = (
+        raw_recipe(0.5, include=("a*",), max_sparsity=0.8 if change == "limit" else 1.0),
+        raw_recipe(0.25, include=("b*",)),
+    )
+    target = tmp_path / "target"
+    pruning.prune(planning.plan(source, raw_recipe(groups=groups)), target)
+    pair = {
+        "within": ("a.0.weight", "a.0.weight"),
+        "between": ("a.0.weight", "b.weight"),
+        "limit": ("a.1.weight", "a.0.weight"),  # a.0 is at its ceiling
+    }[change]
+    exchange(source, target, *pair)
+    problems = verify(target, source).problems
+    for name in pair:
+        text = f"{name}: {pair.count(name)} elements are pruned or kept against the order of scores"
+        assert any(problem.startswith(text) for problem in problems), problems
+    assert not any("neither kept" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("made", ["global"], indirect=True)
+def test_a_healthy_result_passes_wherever_it_and_its_source_lie(made, tmp_path):
+    source, target = made
+    subprocess.run(["cp", "-r", source, tmp_path / "copy"], check=True)
+    subprocess.run(["cp", "-a", source, tmp_path / "exact copy"], check=True)
+    subprocess.run(["cp", "-r", target, tmp_path / "result"], check=True)
+    assert read_times(tmp_path / "copy") != read_times(source)
+    assert read_times(tmp_path / "exact copy") == read_times(source)
+    # As the cache of a hub has them: links to files, and the folder itself behind a link.
+    for folder in ("copy", "result"):
+        linked = tmp_path / f"linked {folder}"
+        for path in [p for p in (tmp_path / folder).rglob("*") if p.is_file()]:
+            blob = tmp_path / "blobs" / f"{folder}-{path.name}"
+            blob.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, blob)
+            link = linked / path.relative_to(tmp_path / folder)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(blob)
+        (tmp_path / f"way to {folder}").symlink_to(linked)
+    for one in (source, "copy", "exact copy", "linked copy", "way to copy"):
+        for other in (target, "result", "linked result", "way to result"):
+            assert verify(tmp_path / other, tmp_path / one).problems == (), (one, other)
+
+
+def read_times(folder):
+    return [path.stat().st_mtime_ns for path in sorted(folder.glob("*.safetensors"))]
+
+
+@pytest.mark.parametrize("claimed", ["global", "row", "pattern"])
+def test_a_random_pruning_that_says_it_is_one_by_magnitude(tmp_path, claimed):
+    """Masks and weights fit together, and the report has another recipe."""
+    source = tiny_checkpoints.save(tmp_path / "source", tensors([torch.bfloat16]))
+    told = RECIPES[claimed]
+    done = raw_recipe(told.sparsity, told.scope, pattern=told.pattern, score="random", seed=1)
+    pruning.prune(planning.plan(source, done), tmp_path / "target")
+    assert verify(tmp_path / "target", source).is_good
+    path = tmp_path / "target" / REPORT_FILE
+    values = json.loads(path.read_text())
+    values["recipe"] |= {"score": "magnitude", "seed": None}
+    path.write_text(json.dumps(values))
+    problems = verify(tmp_path / "target", source).problems
+    assert any("order of scores" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("made", ["global"], indirect=True)
+@pytest.mark.parametrize("name", [REPORT_FILE, MASK_FILE])
+def test_what_is_no_json_or_another_one(found, made, name):
+    for raw in NO_JSON:
+        text = "; ".join(found(lambda target, raw=raw: (target / name).write_bytes(raw)))
+        assert name in text and len(text) < 1500 and "\x1b" not in text
+        if name == REPORT_FILE:
+            with pytest.raises(CheckpointError, match=name):
+                parse_report(raw)
+
+
+def test_a_name_of_a_file_that_no_json_can_hold(tmp_path):
+    """Names that are not UTF-8 come through the report."""
+    source = tiny_checkpoints.save(tmp_path / "source", {"a.weight": torch.randn(4, 6)})
+    (source / "caf\udce9 \x1b[2J").write_text("x")
+    pruning.prune(planning.plan(source, raw_recipe(0.5)), tmp_path / "target")
+    assert verify(tmp_path / "target", source).is_good
+    (tmp_path / "target" / "caf\udce9 \x1b[2J").write_text("xx")
+    (problem,) = verify(tmp_path / "target", source).problems
+    assert problem == r"caf\udce9 \x1b[2J has 2 bytes; expected 1."
+
+
+@pytest.mark.parametrize("made", ["global"], indirect=True)
+def test_a_report_is_what_was_written(made):
+    report = read_report(made[1])
+    assert parse_report(report.to_json()) == parse_report(report.to_json().decode()) == report
+    assert isinstance(report.tensors[0].shape, tuple) and isinstance(report.kept, tuple)
+
+
+@pytest.mark.parametrize(
+    ("way", "num_reads"), [(WAYS[0], 2), (WAYS[1], 2), (WAYS[2], 1), (WAYS[3], 1)]
+)
+def test_the_result_is_read_once_and_the_source_as_prune_reads_it(
+    make, monkeypatch, way, num_reads
+):
+    """What is ranked as a whole is counted before it is compared.
+
+    And blocks of ties that a cut divides are read for the places of these.
+    """
+    small_chunks(monkeypatch, 24)
+    source, target = make(way)
+    counts = {}
+    preadv = os.preadv
+
+    def counting(descriptor, buffers, offset):
+        count = preadv(descriptor, buffers, offset)
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        counts[path] = counts.get(path, 0) + count
+        return count
+
+    monkeypatch.setattr(os, "preadv", counting)
+    assert verify(target, source).is_good
+    for path in source.glob("*.safetensors"):
+        names = [t for t in read_header(path).tensors if t.name.startswith("layers")]
+        again = (num_reads - 1) * sum(tensor.nbytes for tensor in names)
+        ties = sum(tensor.nbytes for tensor in names) if again else 0
+        assert 0 <= counts[str(path)] - path.stat().st_size - again <= ties
+        result = target / path.name
+        assert counts[str(result)] == result.stat().st_size
+    assert counts[str(target / MASK_FILE)] <= (target / MASK_FILE).stat().st_size
