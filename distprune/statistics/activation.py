@@ -397,7 +397,7 @@ def _known_layout(target: Shard, module: nn.Module, name: str) -> WeightLayout:
             f"{target.name} ({name} of {type(module).__name__}): what is multiplied with it is "
             "not known from what its module is called with. Expected weights of nn.Linear, "
             "nn.Conv1d and nn.Conv2d, of transformers' Conv1D, or of its fused experts. Leave "
-            "others out, for example by select(model, types=torch.nn.Linear)."
+            "others (embeddings) out, for example by select(model, types=torch.nn.Linear)."
         )
     return layout
 
