@@ -31,7 +31,7 @@ ROOMS = {
     "layouts.py": (13, 1),
     "masks": (601, 6),
     "methods": (867, 5),
-    "ranking": (1813, 12),
+    "ranking": (1815, 12),
     "ranks": (344, 3),
     "recipes": (339, 3),
     "reconstruction.py": (348, 1),
@@ -42,9 +42,9 @@ ROOMS = {
     "streaming": (896, 7),
     "testing.py": (246, 1),
     "verification": (649, 3),
-    "wrappers": (1201, 11),
+    "wrappers": (1202, 11),
 }
-TOTAL = (21811, 164)
+TOTAL = (21814, 164)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 40271, "launch": 967}
 NO_CODE = {

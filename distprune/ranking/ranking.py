@@ -373,7 +373,8 @@ class Ranking:
                 self.store(chunk, stay)
             return tuple(found)
 
-        scanned = self.visit(chunks, scan)
+        calls = [partial(scan, chunk) for chunk in chunks]
+        scanned = call_all(calls, self._num_bytes(chunks), are_safe=self._are_safe)
         counts = on_host([own for own, _, _ in scanned])
         totals: Array = np.zeros((edges.shape[1] + 1, len(self.shards)), dtype=np.int64)
         groups: dict[Any, list[tuple[Chunk, Array, Tensor, Tensor]]] = {}
@@ -453,9 +454,11 @@ class Ranking:
 
     def visit(self, chunks: Sequence[Chunk], call: Callable[..., R]) -> list[R]:
         """Call a function for each chunk, on several threads where that is safe and worth it."""
-        num_bytes = sum([chunk.bounds[-1] for chunk in chunks]) * self.keys.dtype.itemsize
         calls = [partial(call, chunk) for chunk in chunks]
-        return call_all(calls, num_bytes, are_safe=self._are_safe)
+        return call_all(calls, self._num_bytes(chunks), are_safe=self._are_safe)
+
+    def _num_bytes(self, chunks: Sequence[Chunk]) -> int:
+        return sum([int(chunk.bounds[-1]) for chunk in chunks]) * self.keys.dtype.itemsize
 
     def _pieces(self) -> Iterator[tuple[Any, tuple[int, int, int], bool, bool]]:
         """What this rank counts of each shard, and the rest, as ``join_small`` takes them."""
