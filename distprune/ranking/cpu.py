@@ -106,6 +106,8 @@ def store(out: Tensor, previous: Tensor | None, stay: Array) -> None:
     if previous is not None and (previous.dtype != out.dtype or out.itemsize not in INTEGERS):
         # Seldom: masks of another dtype came from importance scores of another dtype.
         out.copy_(previous).mul_(torch.from_numpy(stay))
+    elif previous is None and out.dtype is torch.float32:
+        np.copyto(out.numpy(), stay)  # takes half the time of the product below
     elif out.itemsize not in INTEGERS:
         out.copy_(torch.from_numpy(stay))
     else:

@@ -324,8 +324,10 @@ def _measure(
     ]
     # Small parameters of a kind are looked at together.
     groups: dict[object, list[int]] = {}
+    num_elements = 0
     for i, (mask, values, product) in enumerate(flat):
-        kind = (mask.dtype, values.dtype, mask.device, values.device, product is None)
+        part = (num_elements := num_elements + mask.numel()) >> 20  # temporaries of some megabytes
+        kind = (mask.dtype, values.dtype, mask.device, values.device, product is None, part)
         groups.setdefault(kind if mask.numel() <= memory.SERIAL else i, []).append(i)
     counted = [_numbers([flat[i] for i in group]) for group in groups.values()]
     order = [i for group in groups.values() for i in group]
