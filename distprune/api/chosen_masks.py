@@ -39,11 +39,9 @@ from distprune.masks.hook import refresh_products
 from distprune.methods.base import elementwise_decision
 from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.ranks.process_groups import world
-from distprune.shards.checksum import checksums
 from distprune.shards.parameters import find_places
-from distprune.shards.reader import ShardReader, local_part
+from distprune.shards.reader import ShardReader, local_part, whole_checksum
 from distprune.shards.shard import Shard
-from distprune.wrappers.managed import StoredRun
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -175,19 +173,18 @@ class _GivenMasks:
         facts = []
         for position, (pair, mask) in enumerate(zip(self.pairs, masks, strict=True)):
             module, name = checked_pair(pair, f"parameters[{position}]")
-            label, (key, shape) = label_of(pair, position), reader.identity(module, name)
+            shard = reader.read(module, name, label_of(pair, position))
             if not isinstance(mask, Tensor):
                 raise TypeError(f"masks[{position}] is a {type(mask).__name__}; expected a tensor.")
-            known = self._masks.setdefault(key, mask)
+            known = self._masks.setdefault(shard.key, mask)
             if known is not mask and not torch.equal(local_tensor(known), local_tensor(mask)):
                 raise ValueError(
-                    f"{label} is tied, and has different masks under its names; "
+                    f"{shard.name} is tied, and has different masks under its names; "
                     "expected equal ones."
                 )
-            # FSDP1's own form is each rank's run, 1-d.
-            is_run = mask.ndim == 1 and isinstance(reader.managed(module, name), StoredRun)
-            if mask.shape == shape and not is_dtensor(mask) and not is_run:  # ranks slice it
-                facts.append((f"the whole mask of {label}", str(checksums([mask != 0])[0])))
+            if shard.is_sharded:  # ranks slice a whole mask
+                fact = whole_checksum(mask if mask.dtype is torch.bool else mask != 0, shard)
+                facts.append((f"the whole mask of {shard.name}", fact))
         return facts
 
     def decide(self, call: PruningCall) -> Decision:
