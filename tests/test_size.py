@@ -17,7 +17,7 @@ ROOMS = {
     "_public.py": (61, 1),
     "_transformers": (439, 3),
     "_version.py": (1, 1),
-    "api": (1282, 10),
+    "api": (1280, 10),
     "base": (987, 15),
     "budgets.py": (247, 1),
     "call": (944, 8),
@@ -25,7 +25,7 @@ ROOMS = {
     "cli": (1292, 13),
     "criteria": (584, 5),
     "dynamic.py": (140, 1),
-    "files": (3175, 17),
+    "files": (3174, 17),
     "integrations": (963, 7),
     "language_models": (1055, 8),
     "layouts.py": (13, 1),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification": (651, 3),
     "wrappers": (1202, 11),
 }
-TOTAL = (21818, 164)
+TOTAL = (21815, 164)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 40271, "launch": 967}
+FOLDERS = {"tests": 40578, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

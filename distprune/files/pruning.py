@@ -126,6 +126,7 @@ def prune(
             small[CARD_FILE] = card
         if plan.inputs.statistics is not None:
             small[STATISTICS_FILE] = plan.inputs.statistics.data
+            check_unchanged("the recipe", [plan.inputs.statistics.file])
         if plan.inputs.given is not None:
             check_unchanged(plan.inputs.given.folder, plan.inputs.given.files)
         return small

@@ -60,7 +60,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -68,9 +67,10 @@ import numpy as np
 from distprune.base.blocks import EXPERT_LAYOUTS, LAYOUTS, Layout, WeightLayout, layout_along
 from distprune.base.report_text import listed
 from distprune.files.checkpoint import TensorEntry, WeightFile, make_header, read_header
-from distprune.files.disk import reading, write_atomically
+from distprune.files.disk import write_atomically
 from distprune.files.errors import CheckpointError, SelectionError
 
+StrPath = str | os.PathLike[str]
 MODES = ("one_pass", "sequential")
 
 
@@ -173,9 +173,7 @@ class StoredGradients(StoredSums):
 S = TypeVar("S", bound=StoredSums)
 
 
-def write_statistics(
-    path: str | os.PathLike[str], mode: str, parameters: Mapping[str, StoredSums]
-) -> None:
+def write_statistics(path: StrPath, mode: str, parameters: Mapping[str, StoredSums]) -> None:
     """Write statistics; an existing file is replaced at the end, or stays.
 
     Args:
@@ -206,7 +204,7 @@ def write_statistics(
     write_atomically(os.path.abspath(path), [header, *data])
 
 
-def read_statistics(path: str | os.PathLike[str]) -> tuple[str, dict[str, StoredStatistics]]:
+def read_statistics(path: StrPath) -> tuple[str, dict[str, StoredStatistics]]:
     """The mode, and the statistics of activations by name of the parameter, in the file's order.
 
     Raises:
@@ -214,19 +212,24 @@ def read_statistics(path: str | os.PathLike[str]) -> tuple[str, dict[str, Stored
 
     Cost: a read of the file, and as much memory.
     """
-    file, stored = _read(path, StoredStatistics)
+    file, _, stored = _read(path, StoredStatistics)
+    return _mode_of(file), stored
+
+
+def read_gradient_statistics(path: StrPath) -> dict[str, StoredGradients]:
+    """The statistics of gradients by name of the parameter; see :func:`read_statistics`."""
+    return _read(path, StoredGradients)[2]
+
+
+def _mode_of(file: WeightFile) -> str:
     mode = file.metadata.get("mode", "")
     if mode not in MODES:
         raise CheckpointError(f"{file.name}: its mode is {mode!a}; expected one of {MODES}.")
-    return mode, stored
+    return mode
 
 
-def read_gradient_statistics(path: str | os.PathLike[str]) -> dict[str, StoredGradients]:
-    """The statistics of gradients by name of the parameter; see :func:`read_statistics`."""
-    return _read(path, StoredGradients)[1]
-
-
-def _read(path: str | os.PathLike[str], kind: type[S]) -> tuple[WeightFile, dict[str, S]]:
+def _read(path: StrPath, kind: type[S]) -> tuple[WeightFile, np.ndarray, dict[str, S]]:
+    """A file, its bytes, and the statistics in them."""
     name = os.fspath(path)
     file = read_header(name, name)
     form = file.metadata.get("format")
@@ -245,7 +248,7 @@ def _read(path: str | os.PathLike[str], kind: type[S]) -> tuple[WeightFile, dict
             for entry in file.tensors
         }  # fmt: skip
         facts = json.loads(file.metadata["parameters"])
-        return file, {each: _stored(kind, each, facts[each], arrays) for each in facts}
+        return file, raw, {each: _stored(kind, each, facts[each], arrays) for each in facts}
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{name} is malformed: {error}.") from error
 
@@ -306,12 +309,14 @@ class TensorStatistics:
     """Statistics of activations or of gradients, by tensor.
 
     Attributes:
-        data: the file.
+        file: where they were read.
+        data: its bytes, of which they are made.
         mode: "one_pass" or "sequential"; of gradients "gradients".
         of_tensor: by name of the tensor.
         warnings: sentences on what is no error, but probably not meant.
     """
 
+    file: WeightFile
     data: bytes
     mode: str
     of_tensor: Mapping[str, Stored]
@@ -346,13 +351,11 @@ def match_statistics(
         SelectionError: a tensor has no statistics, or those of another weight; names the first.
         CheckpointError: the file cannot be read, or is malformed.
 
-    Cost: two reads of the file, and twice as much memory.
+    Cost: a read of the file, and twice as much memory.
     """
-    stored: Mapping[str, Stored]
-    if of_gradients:
-        mode, stored = "gradients", read_gradient_statistics(path)
-    else:
-        mode, stored = read_statistics(path)
+    kind: type[Stored] = StoredGradients if of_gradients else StoredStatistics
+    file, raw, stored = _read(path, kind)
+    mode = "gradients" if of_gradients else _mode_of(file)
     renamed = _renaming([entry.name for entry, _ in tensors], stored)
     # Of each matrix of an expert, how many experts have a tensor of it.
     counts = Counter(map(_matrix_of_experts, names))
@@ -384,9 +387,8 @@ def match_statistics(
         needed[entry.name] = found
     own = {renamed(origin.parameter) for name in names for origin in origins_of(name)}
     others = [label for label in stored if label not in own]
-    with reading(path):
-        data = Path(path).read_bytes()
-    return TensorStatistics(data, mode, needed, tuple(_warnings(path, needed, others)))
+    warnings = tuple(_warnings(path, needed, others))
+    return TensorStatistics(file, raw.tobytes(), mode, needed, warnings)
 
 
 def _renaming(tensors: Sequence[str], stored: Collection[str]) -> Callable[[str], str]:

@@ -249,3 +249,20 @@ def test_every_command_and_option_that_a_text_names_exists():
         options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w(?![\w-])", text))
         assert options <= known, (place, text)
         assert {*re.findall(r"`distprune (\w+)", text)} <= commands.keys(), (place, text)
+
+
+def test_a_recipe_for_checkpoints(run, source, tmp_path):
+    from distprune.recipes import load_recipe
+    from distprune.schedule import ScheduledPruner
+
+    path = tmp_path / "recipe.yaml"
+    path.write_text("sparsity: 0.5\nnan: keep\n")
+    with pytest.raises(ValueError, match="`distprune prune` prunes checkpoints"):
+        ScheduledPruner.from_recipe(torch.nn.Linear(2, 2), load_recipe(path))
+    works(run("prune", source, tmp_path / "out", "-r", path))
+
+
+def test_every_command_has_help(run):
+    for name in app.commands:
+        works(run(name, "--help"))
+    works(run("recipe", "ls"))  # of the help of --recipe

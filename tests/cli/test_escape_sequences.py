@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from distprune.cli.console import Terminal
+from distprune.files.text import printable
 from helpers.tiny_checkpoints import encode, save
 
 EVIL = "layers.0.\x1b]0;owned\x07\x1b[2K\r\u202e\u200f\u2066\x85\x7f\n:bomb:[red].weight"
@@ -84,3 +85,14 @@ def test_markup_and_emoji_are_text(capsys):
     terminal.note(":bomb: [red]x[/red]")
     out, err = capsys.readouterr()
     assert (out + err).count(":bomb: [red]x[/red]") == 3
+
+
+def test_what_is_visible_stays_and_the_rest_is_shown():
+    assert printable(EVIL) == SEEN
+    for text in ("größe-模型_слой.weight", "back\\slash", "", 'it\'s "quoted"'):
+        assert printable(text) == text
+    assert printable("caf\udce9 \ud800 \U000e0041 \xa0\u2028") == (
+        "caf\\udce9 \\ud800 \\U000e0041 \\xa0\\u2028"
+    )
+    harmless = [chr(each) for each in range(0x110000) if printable(chr(each)) == chr(each)]
+    assert all(each.isprintable() for each in harmless)

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from commands import torchrun
+from commands import start, torchrun
 from safetensors.torch import load_file
 
 import distprune as prune
@@ -243,3 +243,23 @@ def test_without_the_extra_it_says_what_to_install(run, made, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     done = run("eval", made[0], "--text", made[1])
     assert done.code == 2 and "pip install 'distprune[language-models]'" in done.err
+
+
+@pytest.mark.slow
+def test_an_interrupted_calibration_leaves_the_old_file(made, tmp_path):
+    import signal
+
+    model, text, _ = made
+    out = tmp_path / "stats.safetensors"
+    out.write_text("old")
+    options = ["--text", text, "--length", "16", "--device", "cpu", "--json"]
+    process = start("-m", "distprune", "calibrate", model, *options, "--out", out)
+    with pytest.raises(Exception, match="timed out"):
+        process.communicate(timeout=3)
+    process.send_signal(signal.SIGTERM)
+    written, err = process.communicate(timeout=100)
+    assert (process.returncode, written) == (-signal.SIGTERM, ""), err
+    assert out.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["model", "a.txt", "b.txt", "stats.safetensors"]
+    )

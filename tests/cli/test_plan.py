@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from distprune.recipes import load_recipe
+from distprune.recipes import load_recipe, shipped_recipes
 from helpers.tiny_checkpoints import save, tree_digest
 
 NAMES = {
@@ -108,3 +108,36 @@ def test_pruning_much_of_a_language_model_by_magnitude_is_advised_against(
     done = run("plan", source, *flags)
     assert done.code == 0
     assert ("(--text FILE)" in done.err) == is_warned
+
+
+FOR_TRAINING = {"cubic_80"}
+
+
+@pytest.mark.parametrize(
+    "name", sorted(shipped_recipes().keys() - {"by_kind_of_layer", "wanda_row_50"} - FOR_TRAINING)
+)
+def test_shipped_recipes_fit(run, source, name):
+    if name.startswith("language_model"):
+        done = run("plan", source, "-r", name)
+        assert done.code == 2 and "--text FILE makes them" in done.err
+        return
+    found = run("plan", source, "-r", name, "--json").json
+    assert found["num_to_prune"] == 64 and found["num_elements"] == 128
+
+
+def test_a_thousand_files_are_planned_from_their_headers(run, tmp_path):
+    shards = [{f"layers.{i}.mlp.weight": torch.ones(4, 4)} for i in range(1000)]
+    source = save(tmp_path / "source", *shards)
+    found = run("plan", source, "-s", "0.5").out
+    assert "layers.*.mlp.weight   1,000  F32    4 x 4    16,000  prune" in found
+    assert "Prunes 8,000 of 16,000 elements" in found and "in 1,000 weight files" in found
+
+
+def test_recipes_for_training_are_refused_by_name(run, source, tmp_path):
+    path = tmp_path / "cubic.yaml"
+    path.write_text(
+        "schedule: {kind: cubic, begin: 0, end: 9, frequency: 1, final_sparsity: 0.5}\n"
+        "names: [weight, bias]\n"
+    )
+    done = run("plan", source, "-r", path)
+    assert done.code == 2 and "the recipe has schedule or names" in done.err

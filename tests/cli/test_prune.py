@@ -17,6 +17,7 @@ from distprune.cli.console import Terminal
 from distprune.cli.main import main
 from distprune.files import planning
 from distprune.files.team import Progress
+from distprune.files.text import format_size
 from helpers.sampling import THOROUGH
 from helpers.tiny_checkpoints import load, save, save_zeros, tree_digest
 
@@ -194,3 +195,34 @@ def test_without_its_packages_the_command_says_what_to_install(tmp_path):
     process = start("-c", script)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 2 and "pip install 'distprune[cli]'" in err
+
+
+TAKES_MEMORY = r"""
+import re, resource, subprocess, sys
+from pathlib import Path
+from distprune.cli.main import main
+from distprune.files.output import Output
+
+publish = Output.publish
+def take_memory(*arguments):
+    subprocess.run([sys.executable, "-c", "b'1' * 600_000_000"], check=True)
+    return publish(*arguments)
+Output.publish = take_memory
+try:
+    main(sys.argv[1:])
+finally:
+    # ru_maxrss of the process itself begins with the peak of the one that started it.
+    own = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    print(max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) * 1024)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_the_peak_of_memory_is_that_of_the_end_with_children(source, tmp_path):
+    process = start("-c", TAKES_MEMORY, "prune", source, tmp_path / "out", "-s", "0.5")
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    *_, said, peak = out.splitlines()
+    assert int(peak) > 600_000_000
+    assert said.endswith(f"peak memory {format_size(int(peak))}."), out

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from distprune.files.statistics_file import (
     StoredStatistics,
@@ -181,3 +182,31 @@ def test_statistics_and_budgets_beside_a_recipe(run, recipe_of, source, statisti
     assert (made["budget"], made["scope"], made["score"]) == ("owl", "global", "wanda")
     known = run("plan", source, "-s", "0.5", "--budget", "erk")
     assert "divided by budget erk, by magnitude" in known.out
+
+
+def test_raw_scores_are_pointed_out(run, source):
+    assert "normalize: none" in run("plan", source, "-s", "0.5", "--normalize", "none").err
+    assert "normalize" not in run("plan", source, "-s", "0.5").err
+
+
+def test_scores_from_elsewhere(run, source, tmp_path):
+    scores = save(tmp_path / "scores", {name: torch.randn(s) for name, s in NAMES.items()})
+    done = run("prune", source, tmp_path / "out", "-s", "0.5", "--scores", scores)
+    assert done.code == 0 and "by given scores / rms of its tensor" in done.err
+    refused = run("verify", tmp_path / "out", "--against", source)
+    assert refused.code == 1 and "--scores FOLDER" in refused.err
+    checked = run("verify", tmp_path / "out", "--against", source, "--scores", scores)
+    assert checked.code == 0, checked.out
+
+
+def test_the_card_can_be_left_as_it_is(run, source, tmp_path):
+    assert run("prune", source, tmp_path / "out", "-s", "0.5", "--no-card").code == 0
+    assert (tmp_path / "out" / "README.md").read_text() == CARD
+    assert run("verify", tmp_path / "out", "--against", source).code == 0
+    stored = tmp_path / "out" / "distprune" / "recipe.yaml"
+    assert yaml.safe_load(stored.read_text())["card"] is False
+    assert run("prune", source, tmp_path / "again", "-r", stored).code == 0
+    assert (tmp_path / "again" / "README.md").read_text() == CARD
+    assert run("prune", source, tmp_path / "over", "-r", stored, "--card").code == 0
+    assert "Pruned copy of" in (tmp_path / "over" / "README.md").read_text()
+    assert "README.md" not in run("plan", source, "-s", "0.5", "--json").json["copied"]

@@ -81,3 +81,25 @@ def test_input_dims_that_are_wrong(run, source, option):
     for command in (("plan", source, "--pattern", "2:4"), ("inspect", source)):
         done = run(*command, "--input-dim", option, "--json")
         assert done.code == 2 and "input" in done.err and "Traceback" not in done.err
+
+
+def test_also_that_adds_nothing_is_a_warning(run, tmp_path):
+    tensors = {"a.weight": torch.ones(4, 4), "a.bias": torch.ones(4), "b.bias": torch.ones(1, 4)}
+    source = save(tmp_path / "source", tensors)
+    found = run("plan", source, "-s", "0.5", "--also", "*.bias", "--json")
+    assert found.json["warnings"] == [
+        "also: a.bias is left alone all the same: fewer than 2 dimensions.",
+        "also: b.bias is left alone all the same: fewer than 2 dimensions that are larger than 1.",
+    ]
+    assert pruned(found) == {"a.weight"}
+    found = run("plan", source, "-s", "0.5", "--also", "*.bias", "--min-ndim", "1", "--json")
+    assert found.json["warnings"] == [] and pruned(found) == set(tensors)
+
+
+def test_a_recipe_that_excludes_a_head_fits_a_model_whose_head_is_tied(run, tmp_path):
+    tensors = {"model.embed_tokens.weight": torch.ones(8, 4), "layers.0.q.weight": torch.ones(4, 4)}
+    source = save(tmp_path / "source", tensors, config={"tie_word_embeddings": True})
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("sparsity: 0.5\nexclude: [lm_head]\n")
+    done = run("prune", source, tmp_path / "out", "-r", recipe)
+    assert done.code == 0 and "Warning: exclude: 'lm_head' matches none" in done.err

@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from test_meets_the_library import masks_of
 
-from distprune.files import planning
+from distprune.files import planning, pruning
 from distprune.files.errors import SelectionError
 from distprune.files.ranked import RankedTensors
 from distprune.files.statistics_file import (
@@ -185,3 +186,17 @@ def test_inputs_along_another_dimension_than_the_statistics_are_refused(tmp_path
     weights = whole_experts("experts", torch.float32)
     text = problems_of(tmp_path, weights, fused(), scope="row", input_dims={"*": 1})
     assert "along the dimensions [2]" in text and "--input-dim" in text
+
+
+def test_rows_of_transposed_experts_are_those_of_the_others(tmp_path):
+    masks = {}
+    for layout in LAYOUTS:
+        dim = 2 if layout == "experts" else 1
+        plan = plan_of(
+            tmp_path, whole_experts(layout, torch.float32), statistics_in("experts"), scope="row",
+            input_dims={"*": dim},
+        )  # fmt: skip
+        pruning.prune(plan, tmp_path / layout)
+        masks[layout] = masks_of(tmp_path / layout)
+    for name, keep in masks["experts"].items():
+        assert keep.mT.equal(masks["transposed_experts"][name]) and (~keep).any()

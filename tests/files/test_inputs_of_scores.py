@@ -250,3 +250,31 @@ def test_models_refuse_these_scores_by_name(statistics):
     assert Recipe(**recipe.as_values()).as_values() == recipe.as_values()
     with pytest.raises(ValueError, match="the recipe has statistics, score 'wanda'"):
         ScheduledPruner.from_recipe(torch.nn.Linear(3, 3), recipe)
+
+
+def test_magnitudes_as_given_scores_prune_what_magnitude_prunes(source, tmp_path):
+    scores = save(tmp_path / "scores", {name: -w.abs() for name, w in weights().items()})
+    for number, more in enumerate([{}, {"normalize": "rms"}, {"scope": "row"}]):
+        recipes = raw_recipe(0.5, **more), raw_recipe(0.5, score="given", scores=scores, **more)
+        masks = []
+        for which, recipe in enumerate(recipes):
+            target = tmp_path / f"{number}-{which}"
+            pruning.prune(planning.plan(source, recipe), target)
+            masks.append((target / "distprune" / "masks.safetensors").read_bytes())
+        assert masks[0] == masks[1]
+
+
+def test_inputs_that_change_during_a_run_are_noticed(source, statistics, tmp_path):
+    plan = planning.plan(source, wanda(statistics))
+    write(statistics, factor=3.0)
+    with pytest.raises(CheckpointError, match="has changed"):
+        pruning.prune(plan, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+def test_paths_in_a_recipe_start_at_the_recipe(source, statistics, tmp_path, monkeypatch):
+    (tmp_path / "recipes").mkdir()
+    path = tmp_path / "recipes" / "mine.yaml"
+    path.write_text("score: wanda\nstatistics: ../statistics.safetensors\nsparsity: 0.5\n")
+    monkeypatch.chdir("/")
+    assert planning.plan(source, load_recipe(path)).inputs.statistics.facts()["num_tokens"] == 100

@@ -108,3 +108,31 @@ def test_fp64_that_cannot_be_divided_exactly_is_refused_by_name(tmp_path, value)
     source = tiny_checkpoints.save(tmp_path / "source", {"0.weight": weight})
     with pytest.raises(CheckpointError, match=text):
         pruning.prune(planning.plan(source, raw_recipe(0.5, normalize="l2")), tmp_path / "target")
+
+
+@pytest.mark.parametrize("normalize", ["rms", "l2", "mean"])
+@pytest.mark.parametrize(
+    ("dtype", "exponent"),
+    [
+        (torch.float32, -149),  # 1 / rms is above the largest float32
+        (torch.float32, 124),  # 1 / norm is a denormal float32
+        (torch.bfloat16, -133),
+        (torch.float64, -1000),
+    ],
+)
+def test_multiples_of_one_another_are_pruned_alike(tmp_path, dtype, exponent, normalize):
+    torch.manual_seed(0)
+    values = (torch.randperm(12) + 1).view(3, 4).double()
+    weights = {"a.weight": values.to(dtype), "b.weight": (values * 2.0**exponent).to(dtype)}
+    model = nn.ModuleDict({name: nn.Linear(4, 3, dtype=dtype) for name in "ab"})
+    for name, layer in model.items():
+        layer.weight = nn.Parameter(weights[f"{name}.weight"].clone())
+    distprune.global_unstructured(
+        distprune.select(model), distprune.L1Unstructured, amount=0.5, normalize=normalize
+    )
+    source = tiny_checkpoints.save(tmp_path / "source", weights)
+    pruning.prune(planning.plan(source, raw_recipe(0.5, normalize=normalize)), tmp_path / "target")
+    found = masks_of(tmp_path / "target")
+    for name, layer in model.items():
+        assert torch.equal(layer.weight_mask.bool(), values > 6)
+        assert torch.equal(found[f"{name}.weight"], values > 6)

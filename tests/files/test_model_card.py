@@ -101,3 +101,27 @@ def test_a_result_pruned_again_has_one_card_over_the_other(tmp_path):
     values, text = metadata(again)
     assert values["tags"] == ["llama", "pruned", "sparse"]
     assert "exactly 96 of 128" in text and text.endswith(metadata(first)[1].lstrip("\n"))
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        None, b"", b"# Only text\n", b"---\nnot: [a\nmapping\n---\ntext\n", b"---\n- 1\n---\n",
+        b"---\na: 2024-13-32\n---\n", b"\xff\xfe\x00 no UTF-8\r\n",
+    ],
+)  # fmt: skip
+def test_a_source_without_metadata(tmp_path, card):
+    found = prune(source_of(tmp_path / "source", card), tmp_path / "out")
+    assert metadata(found)[0] == {"tags": ["pruned", "sparse"]}
+    assert found.endswith(card or b"") and (b"card of the source" in found) is bool(card)
+
+
+def test_what_can_be_no_card_is_copied(tmp_path, monkeypatch):
+    source = source_of(tmp_path / "source", None)
+    (source / "README.md").mkdir()
+    (source / "README.md" / "a.txt").write_text("a")
+    pruning.prune(planning.plan(source, raw_recipe(0.5)), tmp_path / "out")
+    assert (tmp_path / "out" / "README.md" / "a.txt").read_text() == "a"
+    monkeypatch.setattr(planning, "MAX_CARD_BYTES", len(CARD) - 1)
+    large = source_of(tmp_path / "large")
+    assert prune(large, tmp_path / "copy") == CARD.encode()

@@ -1,6 +1,7 @@
 """Names, links and permissions of sources and destinations; no copy is less private."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -147,3 +148,14 @@ def test_what_may_not_be_read_is_named(source, name):
         open_checkpoint(source)
     (source / name).chmod(0o777)
     assert f"{name or source} cannot be read: Permission denied." in str(error.value)
+
+
+def test_a_destination_whose_name_is_no_utf_8(write, tmp_path):
+    assert write(tmp_path / os.fsdecode(b"caf\xe9")) == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of bytes")
+def test_a_whole_source_whose_name_is_no_utf_8(source, tmp_path):
+    odd = tmp_path / os.fsdecode(b"mod\xe9le")
+    source.rename(odd)
+    assert plan(odd, raw_recipe(0.5)).num_to_prune == 32

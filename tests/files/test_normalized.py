@@ -155,3 +155,19 @@ def test_numbers_that_have_no_statistic(tmp_path, small_pieces):
     recipe = raw_recipe(0.5, normalize="rms", nan="keep")
     with pytest.raises(CheckpointError, match=r"layers\.10\.weight has infinite scores"):
         pruning.prune(planning.plan(source, recipe), tmp_path / "other")
+
+
+def test_many_small_numbers_tie_after_the_multiplication(tmp_path, small_pieces):
+    """Denormal scores: several magnitudes have one score, and go by their place, not their size."""
+    g = torch.Generator().manual_seed(0)
+    tiny = torch.randint(1, 40, (6, 16), generator=g).float() * 2.0**-149
+    tiny[0, 0] = 2.0**-130
+    tensors = {"layers.0.weight": tiny, "layers.1.weight": tiny.flip(1)}
+    tensors["layers.1.weight"][0, 1] = 2.5
+    source = tiny_checkpoints.save(tmp_path / "source", tensors)
+    for number, sparsity in enumerate((0.2, 0.4, 0.55, 0.7)):
+        recipe = raw_recipe(sparsity, normalize="l2")
+        report = check(tensors, recipe, source, tmp_path / f"target{number}")
+    magnitudes = tensors["layers.1.weight"].unique()
+    scores = file_oracle.normalized(tensors["layers.1.weight"], "l2").unique()
+    assert len(scores) < len(magnitudes) and report.groups[0].num_ties > 1

@@ -448,3 +448,16 @@ def test_one_run_at_a_time_has_the_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse)  # a file system without locks
     with locked(target), locked(target):
         pass
+
+
+def test_two_runs_on_one_destination(source, tmp_path):
+    target = tmp_path / "target"
+
+    def second():
+        with pytest.raises(OutputError, match="another process is at work"):
+            prune(source, target)
+
+    statuses = []
+    with Steps(20, lambda: statuses.append(run_forked(second))):
+        prune(source, target)
+    assert statuses == [0] and beside(target) == {"target"}

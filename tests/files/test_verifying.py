@@ -16,8 +16,7 @@ from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoint import read_header
 from distprune.files.errors import CheckpointError, FilesError
 from distprune.files.mask_files import MASK_FILE, open_masks
-from distprune.files.output import REPORT_FILE
-from distprune.files.reports import parse_report, read_report
+from distprune.files.reports import REPORT_FILE, parse_report, read_report
 from distprune.files.verifying import verify
 from distprune.files.writing import RECIPE_FILE
 from distprune.ranks.process_groups import world
@@ -592,3 +591,20 @@ def test_the_result_is_read_once_and_the_source_as_prune_reads_it(
         result = target / path.name
         assert counts[str(result)] == result.stat().st_size
     assert counts[str(target / MASK_FILE)] <= (target / MASK_FILE).stat().st_size
+
+
+@pytest.mark.parametrize("scope", ["global", "layer"])
+def test_a_threshold_that_json_has_no_number_for(tmp_path, scope):
+    """The largest magnitude that went is infinite: the report stays JSON for every program."""
+    values = torch.tensor([[1.0, float("inf")], [float("-inf"), 2.0]])
+    source = tiny_checkpoints.save(tmp_path / "source", {"a.weight": values})
+    report = pruning.prune(planning.plan(source, raw_recipe(1.0, scope)), tmp_path / "target")
+    assert report.groups[0].threshold is None and report.tensors[0].threshold is None
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    raw = (tmp_path / "target" / REPORT_FILE).read_text()
+    bits = json.loads(raw, parse_constant=refuse)["groups"][0]["threshold_bits"]
+    assert bits == ("0x7f800000" if scope == "global" else None)
+    assert verify(tmp_path / "target", source).is_good
