@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import checked_pair
-from distprune.call.importance_scores import check_signed, part_of_scores
-from distprune.call.reading import check_names, check_ranks, describe
+from distprune.call.reading import check_names, check_ranks, check_signed, describe, part_of_scores
 from distprune.call.replicas import agree_on_copies, count_live_and_compare
 from distprune.methods.ranking import Keys, agree_on_seed, score_keys, scores_or_values
 from distprune.ranking.keys import Order, key_range

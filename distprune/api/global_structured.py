@@ -17,7 +17,7 @@ from torch import Tensor
 from distprune.base.amount import Amount, validate_amount
 from distprune.base.exact_sums import Normalization, check_normalization
 from distprune.base.naming import unwrap
-from distprune.call.importance_scores import SignedScores, check_mapping
+from distprune.call.reading import SignedScores, check_mapping
 from distprune.call.report import ChannelGroupReport, StructuredReport
 from distprune.call.request import Decision, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters

@@ -10,11 +10,10 @@ from torch import nn
 from distprune.base.amount import Amount, Sparsities, SparsityBound
 from distprune.base.blocks import Scope
 from distprune.base.exact_sums import Normalization, check_normalization
-from distprune.call.importance_scores import check_mapping, check_order
+from distprune.call.reading import check_mapping, check_order
 from distprune.call.report import PruningReport, warn_of_collapse
-from distprune.call.request import InputDims, PruningArguments
+from distprune.call.request import InputDims, PruningArguments, to_rule
 from distprune.call.run import prune_parameters
-from distprune.call.segments import to_rule
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.ranks.process_groups import world

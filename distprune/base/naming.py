@@ -60,6 +60,8 @@ def checked_pair(
     match value:
         case (nn.Module() as module, str() as name):
             return unwrap(module), name
+        case str() | int() | float():
+            found = repr(value)
         case (one, other):
             found = f"a pair of {type(one).__name__} and {type(other).__name__}"
         case _:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ from distprune.call.request import (
     ParameterArguments,
     PruningArguments,
     PruningCall,
+    agree_on_segments,
 )
-from distprune.call.segments import agree_on_segments
 from distprune.masks.attach import Prepared, commit, mask_dtype, prepare
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import MaskRecord
@@ -233,18 +233,16 @@ def _report_each(
     nothing = [None] * len(shards)
     held_at, wanted = decision.bound_of or nothing, decision.wanted or nothing
     entries = []
-    for i, shard in enumerate(shards):
-        size = shard.numel
-        pruned, grown = changes[i]
-        entry = ParameterReport(
-            shard.name, size, size - num_live[i], pruned, held_at[i], wanted[i], num_grown=grown
-        )
+    for i, (shard, (pruned, grown)) in enumerate(zip(shards, changes, strict=True)):
+        size, low, high = shard.numel, 0, shard.numel
         if bounds is not None:
             low, high = bounds.lowest[i], bounds.highest[i]
-            entry = replace(
-                entry,
+        entries.append(
+            ParameterReport(
+                shard.name, size, size - num_live[i], pruned, held_at[i], wanted[i],
                 min_sparsity=share_of(low, size) if low > 0 else None,
                 max_sparsity=share_of(high, size) if high < size else None,
+                num_grown=grown,
             )
-        entries.append(entry)
+        )  # fmt: skip
     return tuple(entries)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from distprune.call.importance_scores import SignedScores
+from distprune.call.reading import SignedScores
 from distprune.criteria.parts import Part, scored_parameters
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import distprune as prune
-from distprune.call.importance_scores import SignedScores
+from distprune.call.reading import SignedScores
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, wrong_masks

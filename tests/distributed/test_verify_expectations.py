@@ -77,7 +77,7 @@ def test_what_is_expected_and_missing_is_told():
     prune_all(model, 0.1)
     with pytest.raises(prune.VerificationError, match="as in the report"):
         prune.verify(model, expected=report)
-    with pytest.raises(TypeError, match=r"expected\[0\] is a int"):
+    with pytest.raises(TypeError, match=r"expected\[0\] is 1"):
         prune.verify(model, expected=[1])
     with pytest.raises(TypeError, match="model is a list"):
         prune.verify([model])
