@@ -51,7 +51,7 @@ from distprune.masks.hook import find_hook
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured, RandomUnstructured
 from distprune.methods.ranking import AT_RANDOM, rank
-from distprune.ranking.within_bounds import limits_for
+from distprune.ranking.ranking import limits_for
 from distprune.ranks.process_groups import world
 from distprune.shards.parameters import Scores
 from distprune.verification.verifying import VerificationReport, verify_parameters

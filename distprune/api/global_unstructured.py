@@ -128,7 +128,7 @@ def global_unstructured(
     write of the masks; a dozen all-reduces, about 100 KB in all whatever the size of the
     model; memory for the masks and a few megabytes. With ``normalize`` two more reads, and 24
     bytes per parameter. With bounds, two to four times as much
-    in practice (one ranking per round of within_bounds.[Note: active set]), and about 100 KB
+    in practice (one ranking per round of ranking.[Note: active set]), and about 100 KB
     more per parameter whose bound decides. With a mapping or the scope "layer" there is no common
     ranking but one of each parameter, side by side: about 70 KB per parameter. Rows and groups of
     N:M that are whole on a rank take one read, and memory for a

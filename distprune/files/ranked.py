@@ -40,11 +40,11 @@ from distprune.files.planning import Plan, PlannedGroup, bytes_to_count
 from distprune.files.statistics_file import StoredSums
 from distprune.files.team import Team
 from distprune.ranking.chunks import Chunk, Part
-from distprune.ranking.descent import ChangedError
+from distprune.ranking.in_blocks import lowest_of
 from distprune.ranking.keys import RANDOM_KEYS, KeyRange, Order, key_range
-from distprune.ranking.lowest import lowest_of
-from distprune.ranking.ranking import Common, Ranking
-from distprune.ranking.ranking import Cuts as RankedCuts
+from distprune.ranking.passes import Common
+from distprune.ranking.passes import Cuts as RankedCuts
+from distprune.ranking.ranking import Limits, Ranking, cut_within
 from distprune.ranking.scores import (
     FactorScores,
     RandomKeys,
@@ -53,6 +53,7 @@ from distprune.ranking.scores import (
     terms_on,
     widened,
 )
+from distprune.ranking.search import ChangedError
 from distprune.ranking.sums import (
     Scored,
     Summed,
@@ -61,7 +62,6 @@ from distprune.ranking.sums import (
     matrices_of,
     per_part,
 )
-from distprune.ranking.within_bounds import Limits, cut_within
 from distprune.ranks.collectives import Communicator
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores

@@ -15,10 +15,10 @@ from distprune.base.hashing import draw_seed
 from distprune.base.memory import SERIAL, Scratch, takes_numpy
 from distprune.call.request import Decision, LocalMasks, PruningCall
 from distprune.ranking.chunks import Chunk, Part, operations_on
-from distprune.ranking.in_blocks import prune_in_blocks
+from distprune.ranking.in_blocks import lowest_of, prune_in_blocks
 from distprune.ranking.keys import RANDOM_KEYS, KeyRange, Order, key_range, to_keys
-from distprune.ranking.lowest import lowest_of
-from distprune.ranking.ranking import Common, Ranking
+from distprune.ranking.passes import Common
+from distprune.ranking.ranking import Ranking, cut_within, limits_for
 from distprune.ranking.scores import (
     ComputedScores,
     FactorScores,
@@ -27,7 +27,6 @@ from distprune.ranking.scores import (
     random_keys,
 )
 from distprune.ranking.sums import Scored, normalized
-from distprune.ranking.within_bounds import cut_within, limits_for
 from distprune.ranks.collectives import Communicator
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import index_map

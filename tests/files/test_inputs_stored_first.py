@@ -11,7 +11,7 @@ from distprune.files.errors import SelectionError
 from distprune.files.inspecting import inspect
 from distprune.files.mask_files import open_masks, read_keep
 from distprune.files.selecting import Layouts
-from distprune.ranking import lowest
+from distprune.ranking import in_blocks
 from helpers import file_oracle, tiny_checkpoints
 from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import load
@@ -87,7 +87,7 @@ def expected(tensors, turned, way):
 def sizes(request, monkeypatch):
     """With blocks that fit into memory, and with none that does."""
     if request.param == "in stripes":
-        monkeypatch.setattr(lowest, "_STRIPE", 24)
+        monkeypatch.setattr(in_blocks, "_STRIPE", 24)
     if request.param == "in pieces":
         request.getfixturevalue("small_pieces")
 

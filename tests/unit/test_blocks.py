@@ -10,7 +10,7 @@ from distprune.base import memory
 from distprune.base.blocks import Blocks
 from distprune.base.memory import Scratch
 from distprune.ranking import chunks, cpu, in_blocks
-from distprune.ranking.lowest import lowest_of
+from distprune.ranking.in_blocks import lowest_of
 from helpers import reference
 from helpers.models import values
 
