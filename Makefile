@@ -9,6 +9,8 @@
 #   make test    lint, then run all tests
 #   make test-thorough   the same with every case of every matrix, which takes far longer
 #   make quick   run the unit tests that start no processes, in about a minute
+#   make test-gpu   run the tests and the measurements that take a device on a GPU; DEVICE=cpu: a rehearsal
+#   make mutants    plant small faults in a copy of the package, one by one, and see that tests find each
 #   make lint    check style, spelling and types
 #   make docs    build the documentation into build/docs; warnings are errors
 #   make dist    build a wheel and a source distribution into dist/
@@ -25,7 +27,7 @@ NPROC ?= 2
 # Two workers: most tests run processes of their own.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
-.PHONY: help prune language-model language-model-table peers test test-thorough quick lint docs dist bench clean
+.PHONY: help prune language-model language-model-table peers test test-thorough quick test-gpu mutants lint docs dist bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -99,6 +101,19 @@ test-thorough: lint
 quick: $(READY)
 	@echo "== testing what starts no processes"
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" tests/unit tests/docs
+
+# What fails in the tests is in the file; measurements follow all the same.
+DEVICE ?= cuda
+test-gpu: $(READY)
+	@echo "== testing and measuring on $(DEVICE); results in build/gpu"
+	mkdir -p build/gpu
+	-$(BIN)/python -m pytest -q --device $(DEVICE) tests/gpu tests/unit tests/compat > build/gpu/tests.txt 2>&1
+	tail -n 20 build/gpu/tests.txt
+	$(BIN)/python tests/benchmarks/bench.py --device $(DEVICE) --save $(abspath build/gpu/bench) $(ARGS)
+
+mutants: $(READY)
+	@echo "== planting faults, which takes about half an hour"
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 # Material warns about a coming MkDocs 2, which is not installed here.
 docs: $(READY)

@@ -81,6 +81,7 @@ def pytest_collection_modifyitems(config, items):
         others = {item for item in items if "device" not in getattr(item, "fixturenames", ())}
     elif not THOROUGH and not any("::" in argument for argument in config.args):
         others = {item for item in items if item.get_closest_marker("thorough")}
+        others |= {item for item in items if item.get_closest_marker("gpu")}
         matrices = {}
         for item in items:
             params = getattr(getattr(item, "callspec", None), "params", {})

@@ -36,6 +36,8 @@ PARTS = (
     "forward",
     "training_step",
 )
+# Those that measure on another device than a CPU.
+PARTS_OF_DEVICES = ("many",)
 
 
 def run_part(name: str, options: Options, out: Path) -> None:
@@ -104,8 +106,9 @@ def save(name: str, text: str, values: dict[str, Any]) -> None:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--parts", default=",".join(PARTS), help="names, separated by commas (default: %(default)s)"
+        "--parts", help="names, separated by commas; by default all that run on the device"
     )
+    parser.add_argument("--device", default="cpu", help="the type of a device (default: cpu)")
     parser.add_argument(
         "--quick", action="store_true", help="small sizes, one round; bounds are not judged"
     )
@@ -113,7 +116,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--save", metavar="NAME", help="write results/NAME.txt and .json")
     parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    given.parts = given.parts.split(",")
+    parts = PARTS if given.device == "cpu" else PARTS_OF_DEVICES
+    given.parts = given.parts.split(",") if given.parts else list(parts)
     unknown = [name for name in given.parts if name not in PARTS]
     if unknown:
         parser.error(f"unknown parts {', '.join(unknown)}; expected some of {', '.join(PARTS)}")
@@ -127,7 +131,7 @@ def main() -> None:
     given = parse(arguments)
     if given.run:
         name, out = given.run
-        return run_part(name, Options(given.quick, given.rounds), Path(out))
+        return run_part(name, Options(given.quick, given.rounds, given.device), Path(out))
     command = " ".join(["python tests/benchmarks/bench.py", *arguments])
     head = [command, *machine()]
     print("\n".join(head), end="\n\n", flush=True)

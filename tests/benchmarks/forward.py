@@ -14,12 +14,12 @@ from collections.abc import Iterator
 import data
 import torch
 import torch.nn.utils.prune as torch_prune
-from gloo_ranks import on_gloo_ranks
 from many import WRAPPINGS, linears, wrapped
 from measuring import Bound, Cell, Options, Table, Verdict
 from sharded_models import AMOUNT, prune
 
 import distprune
+from helpers.on_ranks import on_ranks
 
 NUM_LAYERS, WIDTH = 100, 64
 KINDS = ("dense", "pruned", "pruned by torch")
@@ -33,7 +33,7 @@ def tables(options: Options) -> Iterator[Table]:
     verdicts = []
     for wrapping in WRAPPINGS:
         for grad in (True, False):
-            (found,) = on_gloo_ranks(measure, 1, wrapping, grad, options.num_rounds(40))
+            (found,) = on_ranks(measure, 1, wrapping, grad, options.num_rounds(40))
             times = {kind: statistics.median(rounds) for kind, rounds in found.items()}
             pairs = zip(found["pruned"], found["dense"], strict=True)
             ratio = statistics.median(own / other for own, other in pairs)

@@ -19,7 +19,6 @@ import data
 import torch
 import torch.distributed as dist
 import torch.nn.utils.prune as torch_prune
-from gloo_ranks import on_gloo_ranks
 from measuring import Bound, Cell, Options, Table, Verdict
 from sharded_models import AMOUNT, prune
 from torch import nn
@@ -29,6 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import distprune
+from helpers.on_ranks import on_ranks
 
 WRAPPINGS = ("plain", "fsdp2", "tp", "ddp")
 NUMBERS = (1, 10, 400, 10_000)
@@ -55,7 +55,10 @@ def tables(options: Options) -> Iterator[Table]:
         found = {}
         for model in models:
             rounds = options.num_rounds(_rounds(model))
-            (found[model],) = on_gloo_ranks(measure, 1, wrapping, model, rounds, timeout=1800)
+            (found[model],) = on_ranks(
+                measure, 1, wrapping, model, rounds, options.device,
+                device=options.device, timeout=1800,
+            )  # fmt: skip
         yield _table(wrapping, found)
 
 

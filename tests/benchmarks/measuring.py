@@ -32,10 +32,12 @@ class Options:
     Attributes:
         quick: small sizes, to see that everything runs; bounds are not judged.
         rounds: how often each contestant runs; None leaves it to the part.
+        device: the type of the one that has the weights.
     """
 
     quick: bool = False
     rounds: int | None = None
+    device: str = "cpu"
 
     def num_rounds(self, default: int) -> int:
         return self.rounds or (1 if self.quick else default)

@@ -16,7 +16,6 @@ import data
 import torch
 import torch.distributed as dist
 import torch.nn.utils.prune as torch_prune
-from gloo_ranks import on_gloo_ranks
 from measuring import (
     Bound,
     Cell,
@@ -47,6 +46,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from helpers.collective_traffic import Traffic
+from helpers.on_ranks import on_ranks
 
 
 def tables(options: Options) -> Iterator[Table]:
@@ -85,7 +85,7 @@ def against_gathering(options: Options) -> Table:
     for case in cases(options.quick):
         # The rival takes half a minute at the large size.
         rounds = options.num_rounds(3) if case.num_elements < 5e7 else min(options.num_rounds(2), 2)
-        found = on_gloo_ranks(measure_case, case.num_ranks, vars(case), rounds, timeout=900)
+        found = on_ranks(measure_case, case.num_ranks, vars(case), rounds, timeout=900)
         ours, naive = (slowest(found, name) for name in ("distprune", "naive"))
         in_all_reduce = statistics.median(each.result for each in ours)
         peak = max(each["peak bytes per local element"]["distprune"] for each in found)

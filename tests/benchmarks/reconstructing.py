@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gloo_ranks import on_gloo_ranks
 from measuring import Bound, Cell, CheckFailed, Options, Table, Verdict, measured
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import distprune as prune
 from distprune.statistics import GramMatrices
+from helpers.on_ranks import on_ranks
 
 AMOUNT = 0.5
 
@@ -48,9 +48,9 @@ def tables(options: Options) -> Iterator[Table]:
     width, hidden, num_tokens = (64, 256, 512) if options.quick else (2048, 8192, 8192)
     size = (width, hidden, num_tokens)
     threads = os.cpu_count() or 1
-    whole = on_gloo_ranks(measure, 1, *size, threads, "float64", True, timeout=3600)[0]
-    single = on_gloo_ranks(measure, 1, *size, threads, "float32", False, timeout=3600)[0]
-    halves = on_gloo_ranks(measure, 2, *size, max(1, threads // 2), "float64", False, timeout=3600)
+    whole = on_ranks(measure, 1, *size, threads, "float64", True, timeout=3600)[0]
+    single = on_ranks(measure, 1, *size, threads, "float32", False, timeout=3600)[0]
+    halves = on_ranks(measure, 2, *size, max(1, threads // 2), "float64", False, timeout=3600)
     slower = {name: max(each[name] for each in halves) for name in halves[0]}
     rows: list[list[Cell]] = [
         ["one process", *_cells(whole)],

@@ -12,7 +12,6 @@ import data
 import numpy as np
 import torch
 import torch.distributed as dist
-from gloo_ranks import on_gloo_ranks
 from measuring import (
     Bound,
     Cell,
@@ -30,6 +29,7 @@ from sharded_models import local, local_like, shard, undo
 from torch import Tensor, nn
 
 import distprune
+from helpers.on_ranks import on_ranks
 
 GLOBAL = "global"
 WAYS: dict[str, dict[str, Any]] = {
@@ -61,13 +61,13 @@ def tables(options: Options) -> Iterator[Table]:
     shapes = data.LanguageModel(num_elements, multiple=64)
     of_rows = {}
     for wrapping, name in WRAPPINGS.items():
-        on_ranks = on_gloo_ranks(measure, RANKS, wrapping, num_elements, rounds, timeout=3000)
+        on_each = on_ranks(measure, RANKS, wrapping, num_elements, rounds, timeout=3000)
         found = {
             way: [
                 Measurement(max(seconds), 0, 0, sent[0])
                 for seconds, sent in (
                     zip(*each, strict=True)
-                    for each in zip(*(of_rank[way] for of_rank in on_ranks), strict=True)
+                    for each in zip(*(of_rank[way] for of_rank in on_each), strict=True)
                 )
             ]
             for way in WAYS

@@ -11,10 +11,10 @@ import pytest
 import sharded_models
 import torch
 import torch.distributed as dist
-from gloo_ranks import on_gloo_ranks
 from measuring import CheckFailed
 
 from helpers.collective_traffic import Traffic
+from helpers.on_ranks import on_ranks
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ def wait_on_one_rank():
 def test_a_hang_does_not_last():
     started = time.monotonic()
     with pytest.raises(TimeoutError, match="wait_on_one_rank on 2 ranks"):
-        on_gloo_ranks(wait_on_one_rank, 2, timeout=5)
+        on_ranks(wait_on_one_rank, 2, timeout=5)
     assert time.monotonic() - started < 300  # not the 600 that it would take
 
 
@@ -78,6 +78,6 @@ def find_what_is_wrong():
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_wrong_masks_and_hidden_traffic_are_found():
-    first, second = on_gloo_ranks(find_what_is_wrong, 2, timeout=300)
+    first, second = on_ranks(find_what_is_wrong, 2, timeout=300)
     assert first[0] == "nothing" and second[0] == "rank 1: the mask of parameter 2 is wrong"
     assert "report.num_collectives=" in first[1] and "report.num_collectives=" in second[1]

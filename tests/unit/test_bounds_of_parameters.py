@@ -86,6 +86,13 @@ def test_many_parameters_at_both_bounds():
     assert None in held
 
 
+def test_a_floor_that_holds_by_itself_once_a_ceiling_does():
+    """The first cut takes ten of the first tensor, and none of the second, whose floor is two."""
+    tensors = [torch.arange(1.0, 11) * 0.01, torch.arange(1.0, 21, 2), torch.arange(2.0, 22, 2)]
+    held = check(tensors, None, 10, [0.0, 0.2, 0.0], [0.2, 1.0, 1.0])
+    assert held == ["max_sparsity", None, None]
+
+
 def test_more_elements_than_are_collected_outright():
     generator = torch.Generator().manual_seed(5)
     tensors = [
