@@ -35,13 +35,13 @@ def sentence() -> str:
     return (
         f"Perplexity of Gemma-3-270M at 50 % (dense: {perplexity_of(results['dense'])}): magnitude "
         f"{found['magnitude', 'global']} ranked globally and {found['magnitude', 'row']} by row; "
-        f"Wanda {found['wanda', 'global']} globally, {found['wanda', 'global-rms']} with\n"
+        f"Wanda {found['wanda', 'global']} globally, {found['wanda', 'global-rms']} with "
         f'`normalize="rms"`, {found["wanda", "row"]} by row; Fisher {found["fisher", "global"]} '
-        f"globally, by factors {found['factored_fisher', 'global']}; the latter "
-        "with\n[the kept weights moved](docs/reconstruction.md) "
+        f"globally, by factors {found['factored_fisher', 'global']}; the latter"
+        "\nwith [the kept weights moved](docs/reconstruction.md) "
         f"{found['factored_fisher, least-squares', 'global']}, and in rounds "
-        f"{found['factored_fisher, rounds', 'global']}; llm-compressor's SparseGPT\n"
-        f"{found['SparseGPT (llm-compressor)', 'layer']} from the same text.\n"
+        f"{found['factored_fisher, rounds', 'global']}; llm-compressor's SparseGPT "
+        f"{found['SparseGPT (llm-compressor)', 'layer']} from the same text. "
         "[The whole table, and what it is not](docs/criteria.md#which-criterion-which-scope)."
     )
 

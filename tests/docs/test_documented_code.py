@@ -197,7 +197,7 @@ def test_a_wrong_command_is_noticed():
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
 def test_no_page_is_missing_from_the_navigation():
