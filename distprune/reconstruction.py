@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 STEPS = 15
-# Elements of the rows that are solved at a time: six temporaries of so many.
+# Elements of the rows that are solved at a time: seven temporaries of so many.
 _CPU_CHUNK = 1 << 21
 _DEVICE_CHUNK = 1 << 25
 
@@ -69,6 +69,8 @@ class ReconstructedParameter:
         error_after: ... and with the new w. 0 if w0 X is zero.
         damping: what was added to the diagonal of the Gram matrix; of several matrices, to that
             with the largest.
+        num_rows_unmoved: rows that least squares would have moved further than their own norm, as
+            with a singular Gram matrix and hardly any damping: they keep their weights.
     """
 
     name: str
@@ -77,6 +79,7 @@ class ReconstructedParameter:
     error_before: float
     error_after: float
     damping: float
+    num_rows_unmoved: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,10 @@ class ReconstructionReport(CallReport):
         heading = ["parameter", "pruned", "error before", "error after"]
         lines = table(heading, rows, ["mean", "", f"{before:.4g}", f"{after:.4g}"])
         facts = [f"least squares, {self.steps} steps, damping {self.damping:g}", *self._cost()]
+        if unmoved := sum(entry.num_rows_unmoved for entry in self.parameters):
+            facts.insert(
+                1, f"{unmoved:,} rows kept their weights, as they would have moved too far"
+            )
         return "\n".join([*lines, "; ".join(facts)])
 
 
@@ -142,11 +149,19 @@ def reconstruct(
 
         |(w0 - w) X|^2 + d |w0 - w|^2
 
-    over all w that are zero where the mask in force is, for the inputs X of the calibration data.
-    w0 is what the parameter holds, under the mask too (``weight_orig``): right after a pruning the
-    weights before it. Where parameters are sharded, both calls belong into
-    :func:`keep_pruned_values`. Masks do not change. What is pruned becomes +0, so that a second
-    pruning and ``reconstruct`` begin with the weights that this one gave.
+    over all w that are zero where the mask in force or w0 is, for the inputs X of the calibration
+    data. A row that would move further than |w0| keeps its weights. w0 is what the parameter holds,
+    under the mask too (``weight_orig``): right after a pruning the weights before it. Where
+    parameters are sharded, both calls belong into :func:`keep_pruned_values`. Masks do not change.
+    What is pruned becomes +0, so that a second pruning and ``reconstruct`` begin with the weights
+    that this one gave.
+
+    A weight that is exactly zero stays zero, pruned or not: a sparse model that was loaded stays
+    as sparse. To a pruning its zeros are weights like others, as in torch, unless they are made
+    masks first: ``prune.masks_from_zeros(model)``.
+
+    Name a parameter that several modules share with all of its places, as ``select`` does: one that
+    is pruned in some of them only is moved in all.
 
     Any mask will do, and any wrapper: DDP, FSDP1, FSDP2, HSDP, tensor parallelism and their
     combinations give what one process gives, to 1e-5 of the layer's largest weight.
@@ -167,8 +182,8 @@ def reconstruct(
 
     Raises:
         ValueError: a parameter that is none of those of ``grams``; a damping or a number of steps
-            out of range; with damping 0 a singular Gram matrix; weights that are not finite. On
-            every rank; every parameter is as it was.
+            out of range; with damping 0 a singular Gram matrix; weights that are not finite, or
+            would not be in the dtype of the parameter. On every rank; every parameter is as it was.
         RuntimeError: Gram matrices that were forgotten; a sharded parameter that was pruned outside
             :func:`keep_pruned_values`.
         NotImplementedError: dtypes other than real floating-point ones; as ``global_unstructured``.
@@ -221,16 +236,17 @@ def reconstruct(
                         weight.solve(number, gram, added)
                     del gram, whole
             sums = ranks.reduce_floats(
-                3 * len(weights), lambda: torch.cat([w.errors for w in weights.values()])
+                4 * len(weights), lambda: torch.cat([w.errors for w in weights.values()])
             )
-            errors = dict(zip(weights, sums.view(-1, 3).tolist(), strict=True))
+            errors = dict(zip(weights, sums.view(-1, 4).tolist(), strict=True))
             entries = []
             for shard, live, (label, _) in zip(shards, num_live, known, strict=True):
-                before, after, total = errors.get(label, (0.0, 0.0, 0.0))
+                before, after, total, unmoved = errors.get(label, (0.0, 0.0, 0.0, 0.0))
                 if not all(map(math.isfinite, (before, after, total))):
                     raise ValueError(
-                        f"{shard.name}: weights that are not finite, or outputs beyond the range "
-                        "of their dtype; expected finite ones."
+                        f"{shard.name}: weights that are not finite, before or after they moved, "
+                        f"or outputs beyond the range of {shard.values.dtype}; expected finite "
+                        "ones. float16 ends at 65504."
                     )
                 entries.append(
                     ReconstructedParameter(
@@ -240,6 +256,7 @@ def reconstruct(
                         max(0.0, before) / total if total > 0 else 0.0,
                         max(0.0, after) / total if total > 0 else 0.0,
                         weights[label].damping if label in weights else 0.0,
+                        int(unmoved),
                     )
                 )
             for weight in weights.values():
@@ -305,7 +322,8 @@ class _Weight:
         ranks: of the call; making the object is collective.
 
     Attributes:
-        errors: fp64 [3], of the rows that this rank has solved; see ``least_squares``.
+        errors: fp64 [4], of the rows that this rank has solved; see ``least_squares``. NaN if new
+            values are not finite in the dtype of the parameter.
         damping: the largest that was added to the diagonal of one of its Gram matrices.
 
     Cost: a copy of this rank's values.
@@ -324,7 +342,7 @@ class _Weight:
         shape = layout.num_matrices, height
         chunk = _CPU_CHUNK if shard.values.device.type == "cpu" else _DEVICE_CHUNK
         self._height = max(1, chunk // max(1, self._width))
-        self.errors = torch.zeros(3, dtype=torch.float64)
+        self.errors = torch.zeros(4, dtype=torch.float64)
         self.damping = 0.0
 
         def find_whole_rows() -> Tensor:
@@ -398,14 +416,19 @@ class _Weight:
         yield from torch.split(ids, self._height) if len(ids) else ()
 
     def _read(self, blocks: Iterable[Block], ids: Tensor) -> Tensor:
-        """Values and mask of some rows, 0 where this rank has none: [2, rows, inputs]."""
+        """Values, and 1 where they are kept and not 0, of some rows: [2, rows, inputs].
+
+        Both are 0 where this rank has none.
+        """
         values, mask = self._shard.values, self._shard.mask
         both = values.new_zeros(2, len(ids), self._width, dtype=self._dtype)
         for block in blocks:
             here, rows, columns = block.find(ids)
             part = block.view(values)[rows].flatten(1).to(self._dtype)
             both[0, here, columns] = part
-            keep = part.new_ones(()) if mask is None else block.view(mask)[rows].flatten(1) != 0
+            keep = part != 0
+            if mask is not None:
+                keep &= block.view(mask)[rows].flatten(1) != 0
             both[1, here, columns] = keep.to(self._dtype)
         return both
 
@@ -415,6 +438,8 @@ class _Weight:
             here, rows, columns = block.find(ids)
             piece = block.view(self._new)
             part = new[here, columns].to(piece.dtype)
+            if not bool(part.isfinite().all()):
+                self.errors += torch.nan
             piece[rows] = part.view(len(rows), *piece.shape[1:])
 
 
@@ -432,15 +457,17 @@ def least_squares(
             or distinct eigenvalues; see [Note: least squares].
 
     Returns:
-        The new rows, +0 where nothing is kept; and fp64 [3], sums over them: the squared change of
-        the outputs by the mask alone, that by the new rows, and the squared outputs themselves.
+        The new rows, +0 where nothing is kept; and fp64 [4], sums over them: the squared change of
+        the outputs by the mask alone, that by the new rows, and the squared outputs themselves; and
+        the number of rows that would move further than their norm, and keep their weights.
 
     Cost: 2 x rows x inputs**2 operations for each step, and for two products more; temporaries of
-    six times ``weights``.
+    seven times ``weights``.
     """
+    masked = weights * keep
     outputs = weights @ gram
     total = _inner(weights, outputs)
-    new = weights * keep
+    new = masked.clone()
     residual = outputs.sub_(new @ gram)
     before = _inner(weights - new, residual)
     residual.mul_(keep)
@@ -451,21 +478,24 @@ def least_squares(
     for _ in range(steps):
         product = (direction @ gram).mul_(keep)
         step = _ratio(change, (direction * product).sum(1, keepdim=True))
-        after -= (step * change).sum(dtype=torch.float64)
+        after -= (step * change).view(-1)
         new.addcmul_(step, direction)
         residual.addcmul_(step, product, value=-1)
         torch.mul(residual, inverse, out=product)
         before_step, change = change, (residual * product).sum(1, keepdim=True)
         direction = product.addcmul_(_ratio(change, before_step), direction)
+    is_far = _inner(new - masked, new - masked) > _inner(weights, weights)
+    new = torch.where(is_far.view(-1, 1), masked, new)
     new = torch.where(keep != 0, new, 0)
-    distances = torch.stack(
-        [_inner(d, d) for d in (weights - weights * keep, weights - new, weights)]
-    )
-    return new, torch.stack([before, after, total]) - added * distances
+    after = torch.where(is_far, before, after)
+    distances = [_inner(d, d) for d in (weights - masked, weights - new, weights)]
+    errors = torch.stack([before, after, total]) - added * torch.stack(distances)
+    return new, torch.cat([errors.sum(1), is_far.sum(dtype=torch.float64).view(1)])
 
 
 def _inner(one: Tensor, other: Tensor) -> Tensor:
-    return (one * other).sum(dtype=torch.float64)
+    """The inner product of each row, fp64."""
+    return (one * other).sum(1, dtype=torch.float64)
 
 
 def _ratio(values: Tensor, others: Tensor) -> Tensor:

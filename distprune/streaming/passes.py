@@ -282,6 +282,12 @@ class Passes:
             remove(*parameter)
         if grams is not None:
             made = stored.stored({p.fqn: _weight(p).detach().cpu() for p in parameters})
+            for name, tensor in made.items():
+                if not bool(tensor.isfinite().all()):
+                    raise ValueError(
+                        f"{name}: moved weights are not finite as {tensor.dtype}, its dtype in the "
+                        "checkpoint; expected update none, or a source of bfloat16."
+                    )
             for weight in map(_weight, parameters):
                 for dtype in {tensor.dtype for tensor in made.values()}:
                     weight.data.copy_(weight.data.to(dtype))

@@ -200,6 +200,43 @@ def test_other_scores_and_no_update(llama, tmp_path, score):
     assert verify(tmp_path / "out", llama / "source").is_good
 
 
+def test_zeros_of_the_source_stay_zero(llama, tmp_path):
+    """Under a pattern, too, which keeps zeros of a block that has lost more already."""
+    magnitude = raw_recipe(sparsity=0.7, scope="row")
+    sparse, windows = tmp_path / "sparse", tokens(6, seed=1, vocabulary=200)
+    streaming.prune_folder(llama / "source", sparse, magnitude, windows, update="none")
+    before = weights_of(sparse)
+    for name, recipe in {
+        "pattern": raw_recipe(score="fisher", pattern="2:4"),
+        "global": RECIPE,
+    }.items():
+        streaming.prune_folder(sparse, tmp_path / name, recipe, windows)
+        after = weights_of(tmp_path / name)
+        for key, weight in before.items():
+            assert not bool(after[key][weight == 0].any()), (name, key)
+        moved = any(not torch.equal(after[key], before[key]) for key in after)
+        assert moved == (name == "pattern")  # else all that is pruned was zero before
+
+
+def test_moved_weights_that_overflow_are_refused(llama, tmp_path):
+    """In float16, as the checkpoint stores them, whatever the model computes in."""
+    from safetensors.torch import load_file, save_file
+
+    source = shutil.copytree(llama / "source", tmp_path / "source")
+    tensors = {name: t.half() for name, t in load_file(source / "model.safetensors").items()}
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = torch.full_like(tensors[name], 65000)
+    for each in ("up_proj", "gate_proj"):  # all inputs of it are equal
+        tensors[f"model.layers.1.mlp.{each}.weight"][:] = 0.001
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{re.escape(name)}: moved weights are not finite"):
+        streaming.prune_folder(
+            source, tmp_path / "out", RECIPE.model_copy(update={"scope": "row"}),
+            tokens(6, seed=1, vocabulary=200), dtype=torch.float32,
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
 def on_ranks(folder, destination):
     made = run(folder, destination)
     return made.before, made.after, made.report.num_pruned

@@ -168,6 +168,76 @@ def test_weights_that_are_not_finite_are_refused():
     assert layer.weight_orig[0, 0] == float("inf")
 
 
+def test_weights_that_overflow_are_refused_before_anything_changes():
+    """Of four equal inputs two are kept: each weight has to become 120,000."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).half()
+    for parameter in net.parameters():
+        parameter.data.fill_(60000.0 if len(parameter) == 1 else 0.0025)
+    grams = GramMatrices(pairs := prune.select(net, everything=True, names="weight"))
+    with torch.no_grad(), grams.collecting():
+        net(torch.ones(9, 4).half())
+    for module in net:
+        mask = torch.tensor([0, 0, 1, 1]).expand(len(module.weight), 4)
+        prune.custom_from_mask(module, "weight", mask)
+    before = [module.weight_orig.detach().clone() for module in net]
+    with pytest.raises(ValueError, match=r"^1\.weight: weights that are not finite.*float16 ends"):
+        prune.reconstruct(pairs, grams)
+    assert all(torch.equal(m.weight_orig, old) for m, old in zip(net, before, strict=True))
+
+
+@pytest.mark.parametrize("damping", [1e-12, 0.01])
+def test_no_row_moves_further_than_its_norm(damping):
+    """With a Gram matrix of rank 1 and hardly any damping, rounding may lead anywhere."""
+    torch.manual_seed(0)
+    layer, direction = nn.Linear(16, 8), torch.randn(1, 16)
+    grams, weight = pruned_layer(layer, torch.randn(5, 1) * direction)
+    (entry,) = prune.reconstruct([(layer, "weight")], grams, damping=damping).parameters
+    masked = weight * layer.weight_mask
+    moved = (layer.weight_orig - masked).norm(dim=1)
+    assert bool((moved <= weight.norm(dim=1)).all())
+    assert entry.num_rows_unmoved == int((moved == 0).sum())
+    assert entry.error_after <= entry.error_before * (1 + 1e-6)
+
+    stretched = torch.cat([torch.ones(5, 1), torch.full((5, 3), 10.0)], 1)
+    layer = nn.Linear(4, 2, bias=False)
+    layer.weight.data = torch.tensor([[1.0, 1, 1, 1], [1, 0.01, 0, 0]])
+    grams = GramMatrices([(layer, "weight")])
+    with torch.no_grad(), grams.collecting():
+        layer(stretched)
+    prune.custom_from_mask(layer, "weight", torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0]]))
+    report = prune.reconstruct([(layer, "weight")], grams, damping=damping)
+    assert layer.weight[0].tolist() == [1, 0, 0, 0]  # 31 would be best
+    assert 1.05 < layer.weight[1, 0].item() < 1.1 + 1e-6  # 1.1 is best, without damping
+    assert report.parameters[0].num_rows_unmoved == 1
+    assert "1 rows kept their weights" in str(report)
+
+
+def test_a_weight_that_is_zero_stays_zero():
+    """A 2:4 pattern prunes no more of blocks that have lost three elements already."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(16, 8), torch.randn(40, 16)
+    layer.weight.data[torch.rand(8, 16) < 0.7] = 0
+    weight, is_zero = layer.weight.detach().clone(), layer.weight == 0
+    grams = GramMatrices(pairs := prune.select(layer))
+    with torch.no_grad(), grams.collecting():
+        layer(x)
+    prune.global_unstructured(pairs, prune.L1Unstructured, pattern="2:4")
+    assert bool((layer.weight_mask.bool() & is_zero).any())
+    prune.reconstruct(pairs, grams, steps=80)
+    assert not bool(layer.weight[is_zero].any())
+    right = reconstructed(weight, layer.weight_mask * ~is_zero, gram_of(x), 0.01)
+    assert torch.allclose(layer.weight.double(), right, atol=1e-6)
+
+
+def test_parameters_made_in_inference_mode():
+    with torch.inference_mode():
+        layer = nn.Linear(4, 2)
+        grams, _ = pruned_layer(layer, torch.randn(9, 4))
+        (entry,) = prune.reconstruct([(layer, "weight")], grams).parameters
+    assert 0 < entry.error_after < entry.error_before
+    assert int((layer.weight_orig == 0).sum()) == 4
+
+
 def test_training_goes_on_from_the_new_weights():
     torch.manual_seed(0)
     layer, x = nn.Linear(4, 2), torch.randn(9, 4)
