@@ -25,7 +25,7 @@ ROOMS = {
     "cli": (1292, 13),
     "criteria": (584, 5),
     "dynamic.py": (140, 1),
-    "files": (3174, 17),
+    "files": (3233, 17),
     "integrations": (963, 7),
     "language_models": (1055, 8),
     "layouts.py": (13, 1),
@@ -34,19 +34,19 @@ ROOMS = {
     "ranking": (1817, 11),
     "ranks": (344, 3),
     "recipes": (339, 3),
-    "reconstruction.py": (348, 1),
+    "reconstruction.py": (362, 1),
     "schedule.py": (294, 1),
     "selftest.py": (291, 1),
     "shards": (1029, 9),
-    "statistics": (1400, 7),
-    "streaming": (896, 7),
+    "statistics": (1393, 7),
+    "streaming": (935, 7),
     "testing.py": (246, 1),
     "verification": (651, 3),
     "wrappers": (1202, 11),
 }
-TOTAL = (21781, 161)
+TOTAL = (21886, 161)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 39457, "launch": 967}
+FOLDERS = {"tests": 39591, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -34,6 +34,12 @@ then those of expert 1, and so on.
 Statistics are of the whole weight, whatever the sharding of the model that they were collected on.
 Sums divide by ``num_tokens``, which may be 0 (an expert), or by ``weight``.
 
+[Note: empty] A matrix that saw nothing, such as an expert that no token came to, would have equal
+scores, all 0: it would lose its first elements, and in a ranking of several matrices all of them.
+It is scored as if each of its inputs had the mean that inputs of its siblings have: by magnitude
+times their typical score per magnitude. Siblings are the other experts of the layer: of a fused
+parameter, or those whose names differ in the last number. Where none saw anything, all others are.
+
 [Note: names] Statistics have the names of a model's parameters, which are those of the checkpoint's
 tensors, except that one of the two may have the prefix of a base model ("model." before each name),
 and that experts which have tensors of their own may be one parameter.
@@ -84,6 +90,7 @@ class StoredSums:
         COUNT: the field that says how much was seen.
         ARRAYS: the fields that are arrays, and what their names end with in a file.
         ABOUT, MAKERS: what such statistics are of, and what writes them, for messages.
+        EMPTY: what is said of matrices that saw nothing.
     """
 
     layout: WeightLayout
@@ -92,6 +99,7 @@ class StoredSums:
     COUNT: ClassVar[str]
     ARRAYS: ClassVar[Mapping[str, str]]
     ABOUT: ClassVar[str]
+    EMPTY: ClassVar[str]
     MAKERS: ClassVar[str]
 
     @property
@@ -108,6 +116,24 @@ class StoredSums:
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Those that the arrays should have."""
+        raise NotImplementedError
+
+    @property
+    def num_units(self) -> int:
+        """How many matrices may see nothing alone: the experts, or 1."""
+        return self.layout.num_matrices if self.layout.are_experts else 1
+
+    def units(self) -> tuple[np.ndarray, np.ndarray]:
+        """The arrays with one row for each matrix that may see nothing alone."""
+        first, second = (each.reshape(self.num_units, -1) for each in self.arrays)
+        return first, second
+
+    def typical(self: S, number: int) -> tuple[float, float] | None:
+        """Two means over a matrix, by which its siblings can be scored; None if it saw nothing."""
+        raise NotImplementedError
+
+    def filled(self: S, numbers: Sequence[int], first: float, second: float) -> S:
+        """The same, where some matrices have the means of others; see :meth:`typical`."""
         raise NotImplementedError
 
 
@@ -128,6 +154,7 @@ class StoredStatistics(StoredSums):
     COUNT = "num_tokens"
     ARRAYS: ClassVar = {"sums": ".input_sum", "squares": ".input_square_sum"}
     ABOUT = "activations"
+    EMPTY = "no token came to"
     MAKERS = "ActivationStatistics.save and `distprune calibrate` without --gradients"
 
     @property
@@ -140,6 +167,20 @@ class StoredStatistics(StoredSums):
         if isinstance(self.num_tokens, int):
             return self.num_tokens
         return max(self.num_tokens, default=0)
+
+    def typical(self, number: int) -> tuple[float, float] | None:
+        count = np.reshape(self.num_tokens, -1)[number]
+        if not count or not self.squares.size:
+            return None
+        first, second = (each[number] / count for each in self.units())
+        return float((first**2).mean()), float(second.mean())
+
+    def filled(self, numbers: Sequence[int], first: float, second: float) -> StoredStatistics:
+        counts, rows = np.array(self.num_tokens).reshape(-1), [each.copy() for each in self.units()]
+        counts[numbers], rows[0][numbers], rows[1][numbers] = 1, math.sqrt(first), second
+        sums, squares = (row.reshape(self.sums.shape) for row in rows)
+        tokens = tuple(counts.tolist()) if self.layout.are_experts else int(counts[0])
+        return StoredStatistics(self.layout, tokens, sums, squares)
 
 
 @dataclass(frozen=True)
@@ -163,11 +204,23 @@ class StoredGradients(StoredSums):
         "by_input": ".gradient_sum_by_input",
     }
     ABOUT = "gradients"
+    EMPTY = "all gradients are zero of"
     MAKERS = "GradientStatistics.save and `distprune calibrate --gradients`"
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (self.layout.num_outputs,), self.layout.input_shape
+
+    def typical(self, number: int) -> tuple[float, float] | None:
+        by_output, by_input = (each[number] for each in self.units())
+        mean = float(by_input.sum()) / (self.weight or 1.0) / max(1, len(by_output))
+        return (0.0, mean) if mean else None
+
+    def filled(self, numbers: Sequence[int], first: float, second: float) -> StoredGradients:
+        by_output, by_input = (each.copy() for each in self.units())
+        by_output[numbers], by_input[numbers] = second * self.weight, 1.0
+        by_output, by_input = by_output.reshape(-1), by_input.reshape(self.by_input.shape)
+        return StoredGradients(self.layout, self.weight, by_output, by_input)
 
 
 S = TypeVar("S", bound=StoredSums)
@@ -360,6 +413,7 @@ def match_statistics(
     # Of each matrix of an expert, how many experts have a tensor of it.
     counts = Counter(map(_matrix_of_experts, names))
     needed: dict[str, Stored] = {}
+    sources: dict[str, tuple[TensorEntry, Origin, str, int]] = {}
     for entry, layout in tensors:
         origin = next((o for o in origins_of(entry.name) if renamed(o.parameter) in stored), None)
         if origin is None:
@@ -385,9 +439,18 @@ def match_statistics(
             )
         _check_dims(entry, layout, found)
         needed[entry.name] = found
+        sources[entry.name] = entry, origin, label, num_experts
+    used = {label: stored[label] for _, _, label, _ in sources.values()}
+    filled, empty = scored_as_siblings(used)
+    if empty is not None:
+        empty = scored_as_siblings(needed)[1]  # by the names of tensors
+        needed = {
+            name: _statistics_of(entry, origin, filled[label], num_experts) or needed[name]
+            for name, (entry, origin, label, num_experts) in sources.items()
+        }
     own = {renamed(origin.parameter) for name in names for origin in origins_of(name)}
     others = [label for label in stored if label not in own]
-    warnings = tuple(_warnings(path, needed, others))
+    warnings = tuple(_warnings(path, empty, others))
     return TensorStatistics(file, raw.tobytes(), mode, needed, warnings)
 
 
@@ -431,22 +494,46 @@ def _check_dims(entry: TensorEntry, layout: Layout | None, stored: Stored) -> No
         )
 
 
-def _warnings(path: str, needed: Mapping[str, Stored], others: Sequence[str]) -> Iterator[str]:
-    empty, what = [], "no token came to"
-    for name, stored in needed.items():
-        if isinstance(stored, StoredGradients):
-            what = "all gradients are zero of"
-            empty += [] if stored.by_input.any() else [name]
-        elif not stored.most_tokens:
-            empty.append(name)
-        elif isinstance(stored.num_tokens, tuple) and not all(stored.num_tokens):
-            experts = [str(i) for i, count in enumerate(stored.num_tokens) if not count]
-            empty.append(f"{name} (experts {listed(experts)})")
-    if empty:
-        yield (
-            f"{what} {listed(empty)} in {path}: all scores are zero, so that these are pruned "
-            "first, in the order of their elements. Calibrate on more text, or exclude them."
-        )
+def scored_as_siblings(stored: Mapping[str, S]) -> tuple[dict[str, S], str | None]:
+    """Statistics by name in which no matrix is empty; a warning if some were. See [Note: empty]."""
+    typical: dict[str, list[tuple[float, float] | None]] = {}
+    by_key: dict[str, list[tuple[float, float]]] = {}
+    for name, each in stored.items():
+        typical[name] = [each.typical(number) for number in range(each.num_units)]
+        by_key.setdefault(_siblings_of(each, name), []).extend(filter(None, typical[name]))
+    empty = {name: [n for n, t in enumerate(found) if t is None] for name, found in typical.items()}
+    empty = {name: numbers for name, numbers in empty.items() if numbers}
+    if not empty:
+        return dict(stored), None
+    filled, everything = dict(stored), [each for found in by_key.values() for each in found]
+    for name, numbers in empty.items():
+        known = by_key[_siblings_of(stored[name], name)] or everything or [(0.0, 1.0)]
+        means = [math.fsum(column) / len(column) for column in zip(*known, strict=True)]
+        filled[name] = stored[name].filled(numbers, *means)
+    experts = {n: f" (experts {listed(map(str, empty[n]), 8)})" for n in empty}
+    whole = [n for n in empty if len(empty[n]) == len(typical[n])]
+    names = [name + experts[name] * (name not in whole) for name in empty]
+    num_empty, total = (sum(map(len, each.values())) for each in (empty, typical))
+    return filled, (
+        f"{stored[next(iter(empty))].EMPTY} {listed(names)} ({num_empty} of {total} matrices): "
+        "these are ranked by magnitude, times what matrices beside them score for it. Calibrate on "
+        "more text, or exclude them."
+    )
+
+
+def _siblings_of(stored: StoredSums, name: str) -> str:
+    """What the names of siblings have in common; see [Note: empty]."""
+    return name if stored.num_units > 1 else siblings_key(name)
+
+
+def siblings_key(name: str) -> str:
+    """A name without its last number."""
+    return re.sub(r"\.\d+(?=\.(?!.*\.\d+\.))", ".*", name)
+
+
+def _warnings(path: str, empty: str | None, others: Sequence[str]) -> Iterator[str]:
+    if empty is not None:
+        yield empty
     if others:
         yield (
             f"{path} has statistics of {listed(others)}, which the checkpoint does not have; "

@@ -84,7 +84,8 @@ class ActivationStatistics(Statistics, Collector):
             with their data-parallel group, and another one for all other parameters.
         pipeline_parallel: the ranks have different parameters, which are joined by name.
         allow_empty: patterns, as ``select`` takes them, of parameters that may see no token, such
-            as an expert: their scores are zero, with a warning. Of fused experts, some may always.
+            as an expert: with a warning, they are ranked by magnitude times the typical score of
+            the other experts of the layer. Of fused experts, some may always.
 
     Raises:
         NotImplementedError: a parameter whose layer's input is not seen or not known:
@@ -104,7 +105,6 @@ class ActivationStatistics(Statistics, Collector):
         "the sum of its inputs is not finite: a NaN or an infinity was among them. Expected finite "
         "activations. Padding may hold NaN: pass its attention_mask to batch()."
     )
-    _ZERO = "no token came to"
     _UNEQUAL = (
         "ranks of one tensor-parallel group saw different inputs; expected the same batches on all "
         "of them, and DTensors as inputs of layers that run on parts of a sequence."
@@ -300,7 +300,7 @@ class ActivationStatistics(Statistics, Collector):
         """
         if per not in ("block", "parameter"):
             raise ValueError(f"per={per!r}; expected 'block' or 'parameter'.")
-        local, parts = self._asked(None), []
+        local, parts = self._without_empty(self._asked(None)), []
         names = [parameter.label for parameter in local]
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
             shards = self._shards()
@@ -383,7 +383,7 @@ class ActivationStatistics(Statistics, Collector):
                 f"{listed(silent)}: the layer was not called on any rank while statistics were "
                 "collected. Either its weight is used without calling it "
                 "(nn.MultiheadAttention): leave it out. Or no token came to it (an expert): "
-                'allow_empty="..." gives such parameters scores of zero.'
+                'allow_empty="..." ranks it by magnitude.'
             )
         for parameter, sums in zip(parameters, found, strict=True):
             parameter.add_to_total(sums)

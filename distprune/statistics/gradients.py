@@ -277,7 +277,6 @@ class GradientStatistics(Statistics, CollectsRankBatches):
     """
 
     _mode = "gradients"
-    _ZERO = "all gradients are zero of"
     _KIND = StoredGradients
     _NOT_FINITE = (
         "the sum of its squared gradients is not finite; expected finite gradients. Under fp16 a "
@@ -387,8 +386,8 @@ class GradientStatistics(Statistics, CollectsRankBatches):
         is the sum of all of it. ``r_i * c_j / T`` is the matrix of rank one with these sums, by
         which Adafactor replaces the second moment of each element. So the scores are the root
         of ``w**2 * r_i * c_j / T``, Fisher's ``w**2 * E[g**2]`` with that matrix for ``E[g**2]``:
-        a root changes no order, within a parameter or between parameters. Where T is 0, all
-        scores are 0, and a warning names the parameter.
+        a root changes no order, within a parameter or between parameters. A matrix whose T is
+        0 is ranked by magnitude, times the typical score of its siblings; a warning names it.
 
         Args:
             parameters: some of the parameters, the same on all ranks; by default all.

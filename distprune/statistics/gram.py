@@ -177,7 +177,7 @@ class GramMatrices(ActivationStatistics):
                 inverse = torch.zeros(shape, dtype=torch.float64)  # the diagonals
                 for number in range(len(block.rows)):
                     whole = block.whole(number, communicator)
-                    if next(turns) == communicator.index:
+                    if next(turns) == communicator.index and bool(whole.any()):
                         damped, _ = with_damping(whole, damping, torch.float64)
                         factor, has_failed = torch.linalg.cholesky_ex(damped)
                         diagonal = torch.cholesky_inverse(factor).diagonal()
@@ -189,9 +189,10 @@ class GramMatrices(ActivationStatistics):
                 of_input |= dict.fromkeys(labels, shared.view(shape))
 
         def obs(parameter: Entry) -> FactoredScores:
-            tokens = parameter.sums.counts.clamp(min=1)
-            values = (1 / (of_input[parameter.label] * tokens.view(-1, 1))).sqrt()
-            layout = parameter.layout
+            layout, inverse = parameter.layout, of_input[parameter.label]
+            counts = parameter.sums.counts.view(-1, 1)
+            wanda = (parameter.sums.second.view(inverse.shape) / counts).sqrt()
+            values = torch.where(inverse == 0, wanda, (1 / (inverse * counts)).sqrt())
             return FactoredScores([[layout.of_inputs(values.view(layout.input_shape)).float()]])
 
         return self._scores(asked, obs)

@@ -13,7 +13,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ from distprune.base.naming import NamedParameter, unwrap
 from distprune.base.report_text import listed
 from distprune.call.reading import read_parameters
 from distprune.call.request import ParameterArguments
-from distprune.files.statistics_file import StoredSums, write_statistics
+from distprune.files.statistics_file import StoredSums, scored_as_siblings, write_statistics
 from distprune.ranks.collectives import Communicator
 from distprune.shards.factored import FactoredScores
 from distprune.shards.shard import Shard
@@ -89,7 +89,6 @@ class Statistics:
     _KIND: ClassVar[type[StoredSums]]
     _NOT_FINITE: ClassVar[str]  # what is wrong with sums that are not, and with ranks that differ
     _UNEQUAL: ClassVar[str]
-    _ZERO: ClassVar[str]  # of what parameters whose scores are zero
 
     def _read(
         self,
@@ -131,11 +130,7 @@ class Statistics:
 
         Cost: as :meth:`totals`; 8 bytes for each number of the sums on disk.
         """
-        kind: Any = self._KIND
-        stored = {
-            p.label: kind(p.layout, self._count(p), *(each.numpy() for each in p.sums[1:]))
-            for p in self._asked(None)
-        }
+        stored = self._stored(self._asked(None))
 
         def write() -> None:
             self._check_names()
@@ -180,9 +175,16 @@ class Statistics:
         with made._communicator.exclusively():
             made._mode, found = made._communicator.run(read, facts)
         for parameter, stored in zip(made._local, found, strict=True):
-            counts = torch.tensor(stored.count, dtype=torch.float64).view(-1)
-            parameter.total = Sums(counts, *map(torch.from_numpy, stored.arrays))
+            parameter.total = _sums_of(stored)
         return made
+
+    def _stored(self, parameters: Iterable[Entry]) -> dict[str, StoredSums]:
+        """The statistics of parameters by name, as a file has them."""
+        kind: Any = self._KIND
+        return {
+            p.label: kind(p.layout, self._count(p), *(each.numpy() for each in p.sums[1:]))
+            for p in parameters
+        }
 
     @staticmethod
     def _read_file(path: str) -> tuple[str, Mapping[str, StoredSums]]:
@@ -262,25 +264,18 @@ class Statistics:
     def _scores(
         self, parameters: Sequence[Entry], make: Callable[[Entry], FactoredScores]
     ) -> dict[NamedParameter, FactoredScores]:
-        """The scores of parameters; the first rank warns of those that are all zero."""
-        labels = []
-        for parameter in parameters:
-            layout, squares = parameter.layout, parameter.sums.second
-            has_seen = squares.reshape(max(1, layout.num_matrices), -1).any(1).tolist()
-            zero = [str(number) for number, each in enumerate(has_seen) if not each]
-            if zero and layout.are_experts:
-                noun = "experts" if len(zero) > 1 else "expert"
-                labels.append(f"{noun} {listed(zero, 8)} of {parameter.label}")
-            elif len(zero) == len(has_seen):
-                labels.append(parameter.label)
-        if labels and self._communicator.index == 0:
-            warnings.warn(
-                f"{self._ZERO} {listed(labels, separator='; ')}: all their scores are zero, so "
-                "that they are pruned first, in the order of their elements. Collect statistics of "
-                "more data, or leave them out.",
-                stacklevel=3,
-            )
-        return self._by_pair(parameters, make)
+        """The scores of parameters; the first rank warns of matrices that saw nothing."""
+        return self._by_pair(self._without_empty(parameters), make)
+
+    def _without_empty(self, parameters: Sequence[Entry]) -> list[Entry]:
+        """Parameters whose empty matrices have the means of their siblings."""
+        stored = self._stored(parameters)
+        filled, warning = scored_as_siblings(stored)
+        if warning is None:
+            return list(parameters)
+        if self._communicator.index == 0:
+            warnings.warn(warning, stacklevel=4)
+        return [replace(p, total=_sums_of(filled[p.label])) for p in parameters]
 
     def _shards(self) -> list[Shard]:
         """The parameters as they are now, in the order of the statistics. Collective."""
@@ -300,6 +295,11 @@ class Statistics:
         if not self._is_named:
             text = "parameters have no full names, by which statistics are stored"
             raise ValueError(f"{text}; expected pairs as select(model) lists them.")
+
+
+def _sums_of(stored: StoredSums) -> Sums:
+    counts = torch.tensor(stored.count, dtype=torch.float64).view(-1)
+    return Sums(counts, *map(torch.from_numpy, stored.arrays))
 
 
 def difference_of(value: float, ranks: Sequence[int], rank: int) -> float:

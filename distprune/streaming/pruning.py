@@ -204,8 +204,11 @@ def prune_folder(
             with communicator.raising_everywhere():
                 before = None if made is None else made.before
                 chosen, values = Passes(streamed, stored, now, work, before).run(told)
+        planned = communicator.run(partial(plan, begun_from, chosen, values=values))
+        for warning in planned.warnings:
+            say(f"Warning: {warning}")
         report = prune_files(
-            communicator.run(partial(plan, begun_from, chosen, values=values)),
+            planned,
             places[number],
             progress=progress_of_files,
             replace=replace and is_last,

@@ -62,6 +62,8 @@ def factor_of(stored, score):
     squares = stored.squares / counts
     if score == "stade":
         squares = np.maximum(squares - (stored.sums / counts) ** 2, 0)
+    if stored.layout.are_experts:  # the one without a token has the mean of the others
+        squares[-1] = squares[:-1].mean()
     factor = torch.from_numpy(np.sqrt(squares)).float()
     outputs = {"linear": 0, "experts": 1, "transposed_experts": 2}[stored.layout.kind]
     return factor.unsqueeze(outputs).expand(stored.layout.shape)

@@ -218,6 +218,42 @@ def test_zeros_of_the_source_stay_zero(llama, tmp_path):
         assert moved == (name == "pattern")  # else all that is pruned was zero before
 
 
+@pytest.mark.parametrize("score", ["fisher", "wanda", "ria", "taylor"])
+@pytest.mark.filterwarnings("ignore:no token came to", "ignore:all gradients are zero of")
+def test_experts_without_a_token_are_ranked_by_magnitude(tmp_path, score):
+    """Not by position: they would lose the first half of each row, or all in a global ranking."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = {
+        "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 12, "num_experts": 32,
+        "num_experts_per_tok": 1,
+    }  # fmt: skip
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**config)).save_pretrained(tmp_path / "source")
+    source, windows = tmp_path / "source", tokens(2, seed=1)  # 24 tokens
+    recipe = raw_recipe(sparsity=0.5, score=score, scope="row")
+    told = []
+    options = {"update": "none", "tell": told.append}
+    streaming.prune_folder(source, tmp_path / "row", recipe, windows, **options)
+    recipe = raw_recipe(sparsity=0.5, score=score, normalize=None)
+    streaming.prune_folder(source, tmp_path / "all", recipe, windows, **options)
+    before, rows, everywhere = map(weights_of, (source, tmp_path / "row", tmp_path / "all"))
+    num_equal = 0
+    for name, weight in before.items():
+        if "experts" in name:
+            order = weight.abs().argsort(-1).argsort(-1)
+            by_magnitude = order >= weight.shape[-1] // 2
+            num_equal += int((by_magnitude == (rows[name] != 0)).all(-1).all(-1).sum())
+            is_zero = (everywhere[name] == 0).double().mean((1, 2))
+            # All inputs of down_proj are small, of whatever expert.
+            assert "down" in name or bool((is_zero < 1).all()), (name, is_zero)
+    # Of 32 experts 8 or more saw nothing; of RIA, the order is that of relative magnitudes.
+    assert num_equal >= 16 * (score != "ria")
+    if score != "taylor":
+        assert len([text for text in told if "matrices): these are ranked" in text]) == 2, told
+
+
 def test_moved_weights_that_overflow_are_refused(llama, tmp_path):
     """In float16, as the checkpoint stores them, whatever the model computes in."""
     from safetensors.torch import load_file, save_file

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import distprune as prune
-from distprune.statistics import ActivationStatistics
+from distprune.statistics import ActivationStatistics, GramMatrices
 
 LAYERS = ["linear", "conv1d of transformers", "conv2d", "grouped conv2d", "depthwise conv1d"]
 
@@ -232,16 +232,28 @@ def test_outlier_ratios_of_equal_scores_and_of_a_wrong_argument():
         statistics.outlier_ratios(per="layer")
 
 
-def test_an_expert_without_tokens_scores_zero_and_is_named():
-    model = nn.ModuleDict({"expert": nn.Linear(3, 3), "other": nn.Linear(3, 3)})
-    statistics = ActivationStatistics(prune.select(model), allow_empty="expert")
-    with statistics.collecting():
-        model["other"](torch.ones(2, 3))
-    for scores_of in (statistics.wanda, statistics.stade, statistics.ria):
-        with pytest.warns(UserWarning, match=r"no token came to expert\.weight"):
-            scores = scores_of()
-        found = multiplied(model["expert"].weight, scores[model["expert"], "weight"])
-        assert not found.any()
+@pytest.mark.parametrize("score", ["wanda", "stade", "ria", "obs"])
+def test_an_expert_without_tokens_is_ranked_by_magnitude(score):
+    """Times what the experts beside it score for it, in the mean of squares over their inputs."""
+    model = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(3, 4) for _ in range(4))})
+    model["other"] = nn.Linear(3, 3)  # of another kind, with larger inputs
+    grams = GramMatrices(prune.select(model, everything=True, names="weight"), allow_empty="*")
+    with torch.no_grad(), grams.collecting():
+        for number, scale in ((0, 1.0), (2, 3.0)):
+            model["experts"][number](scale * torch.tensor([[1.0, 2, 2], [-1, -2, -2]]))
+        model["other"](torch.full((2, 3), 100.0))
+    message = r"no token came to experts\.1\.weight, experts\.3\.weight \(2 of 5 matrices"
+    with pytest.warns(UserWarning, match=message):
+        scores = getattr(grams, score)()
+    norm = torch.tensor((3 + 27) / 2).sqrt()  # squares of the inputs: 1, 4, 4 and 9, 36, 36
+    for number in (1, 3):
+        weight = model["experts"][number].weight.detach()
+        factor = norm
+        if score == "ria":
+            magnitudes = weight.abs()
+            factor = norm.sqrt() * (1 / magnitudes.sum(0) + 1 / magnitudes.sum(1, keepdim=True))
+        found = multiplied(weight, scores[model["experts"][number], "weight"])
+        torch.testing.assert_close(found, weight.abs() * factor)
 
 
 def test_layers_with_other_numbers_of_tokens_compare():
