@@ -41,12 +41,12 @@ ROOMS = {
     "statistics": (1393, 7),
     "streaming": (935, 7),
     "testing.py": (246, 1),
-    "verification": (651, 3),
+    "verification": (652, 3),
     "wrappers": (1202, 11),
 }
-TOTAL = (21886, 161)
+TOTAL = (21887, 161)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 39591, "launch": 967}
+FOLDERS = {"tests": 38833, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

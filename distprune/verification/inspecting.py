@@ -279,10 +279,12 @@ def _described(tensor: Tensor) -> str:
 def _product(place: Place, shard: Shard) -> Tensor | None:
     """The masked weight that the module keeps, 1-d, in the order of the shard.
 
-    None if there is none: it is computed when it is read, or at the next forward.
+    None if there is none: zeros are held, or it is computed when it is read or at the next forward.
     """
     product = place.module.__dict__.get(place.name)
-    if not isinstance(product, Tensor) or masked_value.is_live(place.module, place.name):
+    # FSDP1 leaves a view there, of memory that it may have freed.
+    is_kept = isinstance(product, Tensor) and not place.is_held
+    if not is_kept or masked_value.is_live(place.module, place.name):
         return None
     # After .to() the product keeps the old device and dtype until the next forward.
     values = shard.values

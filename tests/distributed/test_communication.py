@@ -99,6 +99,37 @@ def test_a_step_of_the_pruned_model_sends_what_the_dense_one_sends(wrapping, wei
     assert run_ranks(traffic_of_steps, size, wrapping, True, weights) == dense
 
 
+def traffic_with_bounds(wrapping: str) -> tuple:
+    """What one call sends, counted here and by its report; and how many parameters are held."""
+    sizes = (100, 400, 100, 8)  # 81 thousand elements: more than are collected outright
+    model = wrappings.wrap(fill(Net(sizes), "normal", "float32"), wrapping)
+    targets = prune.select(wrappings.unwrapped(model))
+    with torch.no_grad():
+        wrappings.local(targets[0][0].weight).mul_(0.5)
+    with Traffic() as traffic:
+        report = prune.global_unstructured(
+            targets,
+            prune.L1Unstructured,
+            amount=0.5,
+            min_sparsity={"l3.weight": 0.9},
+            max_sparsity={"l1.weight": 0.52},
+        )
+    assert (report.num_collectives, report.bytes_sent) == (
+        len(traffic.calls), sum(num_bytes for _, num_bytes in traffic.calls),
+    )  # fmt: skip
+    held = sum(entry.held_at is not None for entry in report.parameters)
+    return [name for name, _ in traffic.calls], report.bytes_sent, held
+
+
+@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-3"])
+def test_bounds_cost_kilobytes_per_parameter(wrapping):
+    per_rank = run_ranks(traffic_with_bounds, wrappings.world_size(wrapping), wrapping)
+    assert all(found == per_rank[0] for found in per_rank)
+    calls, num_bytes, held = per_rank[0]
+    assert held == 2 and not [name for name in calls if "gather" in name]
+    assert len(calls) < 60 and num_bytes < 800_000
+
+
 class WithBatchNorm(nn.Module):
     """DDP broadcasts the running statistics at each forward; masks must not travel with them."""
 

@@ -88,6 +88,7 @@ def growth(wrapping: str, removed: bool) -> dict[str, tuple[int, int]]:
 
     def prune_and_run() -> None:
         prune.global_unstructured(targets, prune.L1Unstructured, amount=0.02)
+        prune.set_masks(targets, prune.get_masks(targets))
         with torch.no_grad():
             model(torch.ones(2, wrappings.runnable_sizes(wrapping)[0]))
         if removed:

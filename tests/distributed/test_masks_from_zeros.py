@@ -10,96 +10,9 @@ from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.comparisons import (
     assert_nothing_wrong,
-    assert_nothing_wrong_on,
     changes,
     snapshot,
-    wrong_masks,
 )
-from helpers.models import Net, ShapesNet, fill
-
-WRAPPINGS = wrappings.sampled(["plain-1", *wrappings.ALL])
-
-
-@torch.no_grad()
-def with_zeros(net: type = ShapesNet, dtype: str = "float32") -> nn.Module:
-    """A third of every parameter is zero, of either sign; but none of those of one element."""
-    model = fill(net(), "normal", dtype)
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter[parameter == 0] = 1
-        dead = torch.rand(parameter.shape, generator=generator) < 1 / 3
-        dead.view(-1)[0], dead.view(-1)[-1] = True, False
-        parameter[dead] = -0.0 if parameter.numel() % 2 else 0.0
-    return model
-
-
-def keeps_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.detach() != 0 for n, p in model.named_parameters() if (p == 0).any()}
-
-
-def pairs_of(model: nn.Module) -> list:
-    return prune.select(model, include="*", names=("weight", "bias"), everything=True)
-
-
-def problems(wrapping: str, net: type, dtype: str) -> list[str]:
-    model = with_zeros(net, dtype)
-    keeps, indices = keeps_of(model), wrappings.local_indices(model, wrapping)
-    model = wrappings.wrap(model, wrapping)
-    report = prune.masks_from_zeros(pairs_of(model))
-    wrong = wrong_masks(model, keeps, indices)
-    expected = {name: int((~keep).sum()) for name, keep in keeps.items()}
-    counts = {each.name: each.num_pruned for each in report.parameters}
-    if counts != expected:
-        wrong.append(f"{counts} pruned, not {expected}")
-    # Nothing else is to be done; a second call finds nothing.
-    try:
-        prune.masks_from_zeros(pairs_of(model))
-        wrong.append("a second call found zeros")
-    except ValueError as error:
-        wrong += [str(error)] * ("has a zero that is not pruned yet" not in str(error))
-    return wrong
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_masks_are_the_zeros(wrapping, dtype):
-    # FSDP1 without use_orig_params makes one flat parameter of a layer, whatever its shapes.
-    net = Net if wrappings.kind_of(wrapping) == "fsdp1_flat" else ShapesNet
-    assert_nothing_wrong_on(wrapping, problems, net, dtype)
-
-
-def zeros_after_training(wrapping: str) -> list[str]:
-    model = fill(Net(wrappings.runnable_sizes(wrapping)), "normal", "float32")
-    pairs = [(module, "weight") for module in (model.l1, model.l2, model.l3)]
-    prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5)
-    for module, name in pairs:
-        prune.remove(module, name)
-    keeps = {f"l{i}.weight": m.weight.detach() != 0 for i, (m, _) in enumerate(pairs, 1)}
-    indices = wrappings.local_indices(model, wrapping)
-    model = wrappings.wrap(model, wrapping)
-    prune.masks_from_zeros(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(0))).sum().backward()
-        optimizer.step()
-    wrong = wrong_masks(model, keeps, indices)
-    for name in keeps:
-        module = wrappings.unwrapped(model).get_submodule(name.partition(".")[0])
-        before = wrappings.local(wrappings.stored(module, "weight")).flatten()
-        prune.remove(module, "weight")
-        after, keep = (
-            wrappings.local(module.weight).flatten(),
-            keeps[name].flatten()[indices[name].flatten()],
-        )
-        if not torch.equal(after, before * keep) or (after[keep] == 0).any():
-            wrong.append(f"{name} is {after}")
-    return wrong
-
-
-@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp2-2", "fsdp1-2", "tp-2"])
-def test_zeros_stay_zero_in_training(wrapping):
-    assert_nothing_wrong_on(wrapping, zeros_after_training)
 
 
 def test_a_model_stands_for_its_matrices_under_any_name():

@@ -227,3 +227,46 @@ def loaded_plain(path: str, how: str) -> list[str]:
 def test_checkpoint_into_a_plain_model(tmp_path, how):
     run_ranks(saved, 1, str(tmp_path), how)
     assert_nothing_wrong(run_ranks(loaded_plain, 1, str(tmp_path), how))
+
+
+def under_any_name(wrapping: str, listed: str, scored: str) -> list[str]:
+    """The scores of a tied parameter are found, whichever of its names they are given under."""
+    model = fill(TiedNet(), "normal", "float32")
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.rand(7, 4, generator=generator)
+    keep = reference.prune([scores], 10)[0]
+    model = wrappings.wrap(model, wrapping)
+    inner = wrappings.unwrapped(model)
+    pair, key = (getattr(inner, listed), "weight"), (getattr(inner, scored), "weight")
+    prune.global_unstructured([pair], prune.L1Unstructured, {key: scores}, amount=10)
+    mask = getattr(inner, listed).weight_mask
+    if hasattr(mask, "full_tensor"):
+        mask = mask.full_tensor()
+    return [] if torch.equal(mask.bool(), keep) else [f"{mask}, not {keep}"]
+
+
+@pytest.mark.parametrize("listed", ["embedding", "head"])
+@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp2_root-2"])
+def test_scores_under_any_name_of_a_tied_parameter(wrapping, listed):
+    size = wrappings.world_size(wrapping)
+    for scored in ("embedding", "head"):
+        assert_nothing_wrong(run_ranks(under_any_name, size, wrapping, listed, scored))
+
+
+def contradictory() -> str:
+    model = fill(TiedNet(), "normal", "float32")
+    pairs = prune.select(model, "embedding.weight")
+    scores = {
+        (model.embedding, "weight"): torch.ones(7, 4),
+        (model.head, "weight"): torch.rand(7, 4),
+    }
+    with pytest.raises(ValueError) as caught:
+        prune.global_unstructured(pairs, prune.L1Unstructured, scores, amount=10)
+    assert not prune.is_pruned(model)
+    scores[model.head, "weight"] = scores[model.embedding, "weight"].clone()
+    prune.global_unstructured(pairs, prune.L1Unstructured, scores, amount=10)
+    return str(caught.value)
+
+
+def test_two_scores_for_one_tied_parameter():
+    assert re.search("embedding.weight(.|\n)*several of its names", contradictory())

@@ -3,6 +3,7 @@
 They do not raise: a rank that raised during a test would leave the others in a collective.
 """
 
+import re
 from collections.abc import Callable, Iterable
 
 import torch
@@ -89,6 +90,26 @@ def _bytes(tensor: Tensor) -> bytes:
 
 def changes(before: dict[str, object], after: dict[str, object]) -> list[str]:
     return [key for key in {**before, **after} if before.get(key) != after.get(key)]
+
+
+def outcome(model: nn.Module, call: Callable[[], object]) -> tuple[str, str, list[str]]:
+    """(built-in type, text, what changed all the same) of the error that a call raises."""
+    before = snapshot(model)
+    try:
+        call()
+        error = ("nothing", "")
+    except BaseException as raised:
+        error = (kind_of(raised), str(raised))
+    return *error, changes(before, snapshot(model))
+
+
+def other_errors(per_rank: Iterable, kind: str, text: str, when: str = "") -> list[str]:
+    """The outcomes of ranks that are not this: a type, a text with a pattern, no changes."""
+    return [
+        f"{when} [rank {rank}] {found}: {message}; changed {changed}"
+        for rank, (found, message, changed) in enumerate(per_rank)
+        if found != kind or not re.search(text, message) or changed
+    ]
 
 
 def kind_of(error: BaseException) -> str:

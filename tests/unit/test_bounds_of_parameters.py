@@ -1,4 +1,4 @@
-"""Pruning with floors and ceilings equals the definition; distributed/test_bounds.py has ranks."""
+"""Floors and ceilings equal the definition; distributed/test_operations.py has ranks."""
 
 import functools
 import math

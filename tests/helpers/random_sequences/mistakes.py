@@ -28,6 +28,10 @@ def _bias(run, name):
     raise ValueError("every bias is pruned")
 
 
+def _matrix(run):
+    return next(run.target(name) for name in run.indices if run.oracle.value(name).ndim > 1)
+
+
 def _mask_of(run, name):
     module, parameter = run.target(name)
     return module, parameter + "_mask"
@@ -71,6 +75,10 @@ MISTAKES = {
     "norm of a bias": (
         ValueError,
         lambda run, name: prune.ln_structured(*_bias(run, name), 1, 2, 0),
+    ),
+    "no such dimension": (
+        IndexError,
+        lambda run, name: prune.ln_structured(*_matrix(run), 0.5, 2, 5),
     ),
     "random channels of a bias": (
         ValueError,

@@ -18,6 +18,7 @@ from helpers import reference, wrappings
 from helpers.models import values
 from helpers.random_sequences.mistakes import MISTAKES
 from helpers.random_sequences.oracle import Counts, Refused, places
+from helpers.random_sequences.plans import INPUTS
 from helpers.random_sequences.state import SideBySide, bounds, by_name
 
 Act = Callable[[], Any]
@@ -27,6 +28,38 @@ Both = tuple[Act, Act]  # what the oracle does, and what the sharded model does
 # DDP counts the masks of a model that was pruned first among its buffers until its first forward,
 # and fails where they all are removed before it.
 DDP_REMOVES_BEFORE_A_FORWARD = False
+
+
+class BelowLimit(prune.BasePruningMethod):
+    """A user's method: a function of each element alone."""
+
+    PRUNING_TYPE = "unstructured"
+    DISTRIBUTED = "elementwise"
+
+    def __init__(self, limit):
+        self.limit = limit
+
+    def compute_mask(self, t, default_mask):
+        return default_mask * (t.abs() >= self.limit)
+
+
+class Undeclared(BelowLimit):
+    """The same, as torch's methods are; it cannot be run on shards."""
+
+    DISTRIBUTED = None
+
+
+class LowestSigned(prune.BasePruningMethod):
+    """Scores of each element alone, compared over all; the most negative go first."""
+
+    PRUNING_TYPE = "unstructured"
+    DISTRIBUTED = "scores"
+
+    def __init__(self, amount):
+        self.amount = amount
+
+    def compute_scores(self, t):
+        return 2 * t
 
 
 class Run(SideBySide):
@@ -43,14 +76,15 @@ class Run(SideBySide):
     ) -> Both:
         names, pairs = self.targets(names, select)
         whole = self.scores(scores)
+        parts = self.shards_of(whole) if scores and scores.get("sharded") else whole
         given = {
-            pair: whole[name] for name, pair in zip(names, pairs, strict=True) if name in whole
+            pair: parts[name] for name, pair in zip(names, pairs, strict=True) if name in whole
         }
         low, high = by_name(names, low), by_name(names, high)
         return (
             lambda: self.oracle.rank(names, amount, scores=whole, low=low, high=high),
-            lambda: prune.global_unstructured(
-                pairs, prune.L1Unstructured, given or None, amount=amount,
+            lambda: prune.global_unstructured(  # an iterator, with one parameter in it twice
+                iter([*pairs, *pairs[:1]]), prune.L1Unstructured, given or None, amount=amount,
                 **bounds(pairs, names, low, high),
             ),
         )  # fmt: skip
@@ -84,9 +118,26 @@ class Run(SideBySide):
         if given is None:
             return {}
         generator = torch.Generator().manual_seed(given["seed"])
-        dtype = getattr(torch, given["dtype"])
-        shapes = {name: self.oracle.value(name).shape for name in given["names"]}
-        return {n: values(given["data"], s, dtype, generator) for n, s in shapes.items()}
+        drawn = {}
+        for name in given["names"]:
+            shape, dtype = self.oracle.value(name).shape, getattr(torch, given["dtype"])
+            if given["data"] == "tiny":
+                drawn[name] = torch.randn(shape, generator=generator, dtype=dtype) * 1e-60
+            elif dtype == torch.int64:
+                drawn[name] = torch.randint(-9, 10, shape, generator=generator)
+            else:
+                drawn[name] = values(given["data"], shape, dtype, generator)
+        return drawn
+
+    def shards_of(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors, laid out as the parameters are."""
+        scorer = self.filled(0)
+        for name, tensor in whole.items():
+            scorer.get_parameter(name).data.copy_(tensor)
+        scorer = wrappings.wrap(scorer, self.wrapping)
+        return {
+            name: wrappings.shard(scorer, name, self.indices, as_dtensor=True) for name in whole
+        }
 
     def single_l1(self, name: str, amount: Any, scores: dict[str, Any] | None) -> Both:
         whole = self.scores(scores)
@@ -104,8 +155,16 @@ class Run(SideBySide):
             else:
                 self.oracle.random_of_torch(name, amount, seed)
 
-        # Ranks of different meshes, and replicas, do not agree on a seed: see README.
-        return expect, seeded(seed, prune.random_unstructured, *self.target(name), amount)
+        return expect, self.seeded(seed, prune.random_unstructured, name, amount)
+
+    def seeded(self, seed: int, call: Callable, name: str, *arguments: Any) -> Act:
+        """A call with a seed: of a sharded parameter that of its first rank, else of every rank."""
+
+        def act() -> None:
+            torch.manual_seed(seed + (dist.get_rank() if self.is_sharded(name) else 0))
+            call(*self.target(name), *arguments)
+
+        return act
 
     def norm_channels(
         self, name: str, amount: Any, dim: int, n: float, scores: dict[str, Any] | None
@@ -121,13 +180,15 @@ class Run(SideBySide):
     def random_channels(self, name: str, amount: Any, dim: int, seed: int) -> Both:
         return (
             lambda: self.oracle.random_channels(name, amount, dim, seed),
-            seeded(seed, prune.random_structured, *self.target(name), amount, dim),
+            self.seeded(seed, prune.random_structured, name, amount, dim),
         )
 
     def custom(self, name: str, share: float, dtype: str, seed: int) -> Both:
         generator = torch.Generator().manual_seed(seed)
         mask = torch.rand(self.oracle.value(name).shape, generator=generator) < share
         given = mask.to(getattr(torch, dtype))
+        if seed % 2 and not self.kind.startswith("fsdp1"):
+            given = self.shards_of({name: mask})[name] != 0
         return (
             lambda: self.oracle.custom(name, mask),
             lambda: ignored(prune.custom_from_mask(*self.target(name), given)),
@@ -138,6 +199,140 @@ class Run(SideBySide):
         return (
             lambda: self.oracle.custom(name, ones),
             lambda: ignored(prune.identity(*self.target(name))),
+        )
+
+    def segments(self, names: Sequence[str], scope: str, amount: float) -> Both:
+        names, pairs = self.targets(names, select=False)
+
+        def groups_of(name: str) -> list:
+            shape = self.oracle.value(name).shape
+            if scope == "layer":
+                return [list(range(shape.numel()))]
+            inputs = tuple(range(1, len(shape))) if len(shape) > 1 else (0,)
+            return reference.rows_of(shape, INPUTS.get(name, inputs))
+
+        return (
+            lambda: self.oracle.segments(names, groups_of, lambda size: round(amount * size)),
+            lambda: prune.global_unstructured(
+                pairs, prune.L1Unstructured, scope=scope, amount=amount,
+                input_dims=self.input_dims(pairs),
+            ),
+        )  # fmt: skip
+
+    def pattern(self, pattern: str) -> Both:
+        """N:M of every weight that the pattern fits."""
+        n, m = map(int, pattern.split(":"))
+        input_of = {name: INPUTS.get(name, (1,))[0] for name in self.indices}
+        names = [
+            name
+            for name, dim in input_of.items()
+            if self.oracle.value(name).ndim > 1 and self.oracle.value(name).shape[dim] % m == 0
+        ]
+        if not names:
+            return ignored, ignored
+        names, pairs = self.targets(names, select=False)
+
+        def groups_of(name: str) -> list:
+            return reference.groups_along(self.oracle.value(name).shape, input_of[name], m)
+
+        return (
+            lambda: self.oracle.segments(names, groups_of, lambda size: m - n),
+            lambda: prune.global_unstructured(
+                pairs, prune.L1Unstructured, pattern=pattern, input_dims=self.input_dims(pairs)
+            ),
+        )
+
+    @staticmethod
+    def input_dims(pairs: Sequence[Any]) -> dict | None:
+        return {tuple(pair): 1 for pair in pairs if pair[1] == "gate_up"} or None
+
+    def own_method(self, names: Sequence[str], limit: float | None, amount: Any) -> Both:
+        """A method of the user's: of all parameters together, or of one."""
+        names, pairs = list(names), [self.target(name) for name in names]
+        method = LowestSigned if amount is not None else BelowLimit
+        if amount is None and self.kind in ("plain", "ddp") and len(names) % 2:
+            method = Undeclared
+        arguments = {"limit": limit} if amount is None else {"amount": amount}
+
+        def expect() -> None:
+            if amount is not None:
+                ranks = {name: self.oracle.value(name) for name in names}
+                self.oracle.rank(names, amount, ranks=ranks, key=float)
+                return
+            for name in names:
+                self.oracle.custom(name, self.oracle.value(name).abs() >= limit)
+
+        def act() -> None:
+            if len(pairs) == 1:
+                method.apply(*pairs[0], **arguments)
+            else:
+                prune.global_unstructured(pairs, method, **arguments)
+
+        return expect, act
+
+    def global_mask(
+        self, names: Sequence[str], k: int, largest: bool, share: float | None, seed: int
+    ) -> Both:
+        """Select, by pairs and by tensors; nothing changes."""
+        names, pairs = list(names), [self.target(name) for name in names]
+        whole = self.random_masks(names, share or 1.0, seed)
+        expected = []
+        options = {"candidates": list(whole.values())} if share else {}
+
+        def act() -> None:
+            given = [pairs]
+            # Runs of FSDP1, and uneven shards over tensor-parallel ones, need their module.
+            by_module = self.kind.startswith(("fsdp1", "fsdp2_tp"))
+            if not by_module and not self.oracle.masks:
+                given.append([getattr(module, leaf) for module, leaf in pairs])
+            for tensors in given:
+                found = prune.global_mask(tensors, k, largest=largest, **options)
+                for name, mask, selected in zip(names, found.masks, expected, strict=True):
+                    part = wrappings.my_part(selected, self.indices[name])
+                    if not torch.equal(wrappings.local(mask), part):
+                        self.wrong.append(f"global_mask, {name}: {mask} is not {part}")
+
+        return (
+            lambda: expected.extend(self.oracle.largest(names, k, list(whole.values()), largest)),
+            act,
+        )
+
+    def random_masks(self, names: Sequence[str], share: float, seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            name: torch.rand(self.oracle.value(name).shape, generator=generator) < share
+            for name in names
+        }
+
+    def set_masks(
+        self, names: Sequence[str], share: float, with_optimizer: bool, seed: int
+    ) -> Both:
+        masks = self.random_masks(names, share, seed)
+        old = {name: self.oracle.mask(name) for name in names}
+        pairs = [self.target(name) for name in names]
+        given = list(masks.values())
+        if seed % 2:
+            given = [part != 0 for part in self.shards_of(masks).values()]
+        optimizer = self.optimizer if with_optimizer else None
+
+        def act() -> None:
+            report = prune.set_masks(pairs, given, optimizer=optimizer)
+            for name, entry in zip(names, report.parameters, strict=True):
+                grown, gone = masks[name] & ~old[name], old[name] & ~masks[name]
+                if (entry.num_grown, entry.num_pruned_now) != (int(grown.sum()), int(gone.sum())):
+                    self.wrong.append(f"set_masks, {name}: {entry}")
+            for name, mask in zip(names, prune.get_masks(pairs), strict=True):
+                part = wrappings.my_part(masks[name], self.indices[name])
+                if not torch.equal(wrappings.local(mask), part):
+                    self.wrong.append(f"get_masks, {name}: {mask} is not {part}")
+
+        return lambda: self.oracle.set_masks(masks, with_optimizer), act
+
+    def masks_from_zeros(self, names: Sequence[str]) -> Both:
+        pairs = [self.target(name) for name in names]
+        return (
+            lambda: self.oracle.masks_from_zeros(names),
+            lambda: ignored(prune.masks_from_zeros(pairs, all_zero="prune")),
         )
 
     def schedule(self) -> Both:
@@ -178,7 +373,13 @@ class Run(SideBySide):
 
     def remove_here(self, name: str) -> None:
         """Remove under all names of a tied parameter; on FSDP the first call may remove all."""
-        prune.remove(*self.target(name))
+        module, leaf = self.target(name)
+        stored = module._parameters.get(leaf + "_orig", module._parameters.get(leaf))
+        prune.remove(module, leaf)
+        if module._parameters.get(leaf) is not stored:
+            self.wrong.append(f"{name} is another Parameter object")
+        if not module._buffers:
+            self.wrong += [f"left: {key}" for key in vars(module) if key.startswith("_distprune")]
         for pair in self.twins.get(name, ()):
             if prune.is_pruned(self.modules[pair[0]]):
                 prune.remove(self.modules[pair[0]], pair[1])
@@ -365,11 +566,3 @@ class Run(SideBySide):
 
 def ignored(*_: Any) -> None:
     """Return None, for an operation that has no report to compare."""
-
-
-def seeded(seed: int, call: Callable, *arguments: Any) -> Act:
-    def act() -> None:
-        torch.manual_seed(seed)
-        call(*arguments)
-
-    return act

@@ -213,6 +213,52 @@ class Oracle:
     def custom(self, name: str, mask: Tensor) -> None:
         self.masks[name] = self.mask(name) & (mask != 0)
 
+    def segments(
+        self, names: Sequence[str], groups_of: Callable[[str], list], count_of: Callable[[int], int]
+    ) -> Counts:
+        """Prune as many of each group of elements as ``count_of`` says of its size."""
+        before = [self.num_pruned(name) for name in names]
+        for name in names:
+            groups = groups_of(name)
+            count = count_of(len(groups[0]))
+            self.masks[name] = reference.prune_in_blocks(
+                self.value(name), groups, count, self.mask(name)
+            )
+        after = [self.num_pruned(name) for name in names]
+        return Counts(before, [new - old for old, new in zip(before, after, strict=True)])
+
+    def largest(
+        self, names: Sequence[str], k: int, candidates: Sequence[Tensor], largest: bool
+    ) -> list[Tensor]:
+        """The k largest, or smallest, elements among candidates: True is selected."""
+        values = [self.value(name) for name in names]
+        num = sum(int(mask.sum()) for mask in candidates)
+        if not 0 <= k <= num:
+            raise Refused(ValueError)
+        kept = reference.prune(values, num - k if largest else k, candidates)
+        if largest:
+            return kept
+        return [mask & ~keep for mask, keep in zip(candidates, kept, strict=True)]
+
+    @torch.no_grad()
+    def set_masks(self, masks: dict[str, Tensor], with_optimizer: bool) -> None:
+        """Replace masks: what grows is zero, and so is the state of what grows or is dropped."""
+        for name, mask in masks.items():
+            changed = mask ^ self.mask(name)
+            self.value(name).masked_fill_(mask & changed, 0)
+            state = self.optimizer.state.get(self.dense.get_parameter(name), {})
+            for value in state.values() if with_optimizer else ():
+                if isinstance(value, Tensor) and value.shape == mask.shape:
+                    value.masked_fill_(changed, 0)
+            self.masks[name] = mask
+
+    def masks_from_zeros(self, names: Sequence[str]) -> None:
+        masks = {name: self.mask(name) & (self.value(name) != 0) for name in names}
+        found = {n: mask for n, mask in masks.items() if not torch.equal(mask, self.mask(n))}
+        if not found:
+            raise Refused(ValueError)
+        self.masks.update(found)
+
     def _check_dim(self, name: str, dim: int) -> None:
         num_dims = self.value(name).ndim
         if num_dims < 2:
@@ -243,6 +289,8 @@ def split_mix(index: int, seed: int) -> int:
 def _norm(magnitudes: list[Fraction], n: float) -> float:
     if n == math.inf:
         return float(max(magnitudes))
+    if n == 0:  # as torch: how many are not zero
+        return float(sum(magnitude > 0 for magnitude in magnitudes))
     total = float(sum(magnitude**n for magnitude in magnitudes))
     return math.sqrt(total) if n == 2 else total
 

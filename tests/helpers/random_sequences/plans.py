@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers import wrappings
-from helpers.models import EVEN, EVEN_HIDDEN, UNEVEN, Net, fqns
+from helpers.models import EVEN, EVEN_HIDDEN, UNEVEN, Net, ShapesNet, fqns
 from helpers.random_sequences.mistakes import MISTAKES
 
 BATCH = 25  # seeds in a row that share a world size, and a process group
@@ -75,7 +75,28 @@ class TiedNet(nn.Module):
         return self.head(torch.tanh(self.hidden(self.embedding(tokens))))
 
 
-FAMILIES = {"net": Net, "norm": NormNet, "conv": ConvNet, "tied": TiedNet}
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.zeros(2, 12, 5))  # [experts, in, out]
+
+
+class GroupsNet(Net):
+    """Net, and weights whose inputs lie along other dimensions; no forward uses these."""
+
+    def __init__(self, sizes: tuple[int, int, int, int]):
+        super().__init__(sizes)
+        self.conv = nn.Conv2d(12, 3, 2)
+        self.turned = nn.ConvTranspose2d(12, 3, 2)
+        self.experts = Experts()
+
+
+FAMILIES = {
+    "net": Net, "norm": NormNet, "conv": ConvNet, "tied": TiedNet, "shapes": ShapesNet,
+    "groups": GroupsNet,
+}  # fmt: skip
+# Where an output sums over others than the last dimensions.
+INPUTS = {"conv.weight": (1, 2, 3), "turned.weight": (0, 2, 3), "experts.gate_up": (1,)}
 
 
 @dataclass(frozen=True)
@@ -253,6 +274,42 @@ class _Drawing:
     def identity(self) -> dict[str, Any]:
         return {"name": self.random.choice(self.single)}
 
+    def segments(self) -> dict[str, Any]:
+        amount = self.random.choice([0.0, 0.25, 0.5, 0.8, 1.0])
+        scope = self.random.choice(["layer", "row"])
+        return {"names": self.some(self.names), "scope": scope, "amount": amount}
+
+    def pattern(self) -> dict[str, Any]:
+        return {"pattern": self.random.choice(["1:2", "2:3", "2:4", "1:5"])}
+
+    def own_method(self) -> dict[str, Any]:
+        names = self.some(self.single)
+        if self.random.random() < 0.5:
+            return {"names": names, "limit": round(self.random.random(), 2), "amount": None}
+        return {"names": names, "limit": None, "amount": self.amount(10)}
+
+    def global_mask(self) -> dict[str, Any]:
+        names = self.some(self.single)
+        total = sum(self.numel[name] for name in names)
+        return {
+            "names": names,
+            "k": self.random.randint(0, total // 2),
+            "largest": self.random.random() < 0.7,
+            "share": self.random.choice([None, 0.8]),
+            "seed": self.number(),
+        }
+
+    def set_masks(self) -> dict[str, Any]:
+        return {
+            "names": self.some(self.single),
+            "share": self.random.choice([0.2, 0.5, 0.9]),
+            "with_optimizer": self.random.random() < 0.5,
+            "seed": self.number(),
+        }
+
+    def masks_from_zeros(self) -> dict[str, Any]:
+        return {"names": self.some(self.single)}
+
     def schedule(self) -> dict[str, Any]:
         return {}
 
@@ -307,6 +364,12 @@ _WEIGHTS = {
     "random_channels": 1,
     "custom": 2,
     "identity": 1,
+    "segments": 2,
+    "pattern": 1,
+    "own_method": 2,
+    "global_mask": 1,
+    "set_masks": 2,
+    "masks_from_zeros": 1,
     "schedule": 3,
     "remove": 2,
     "remove_all": 1,

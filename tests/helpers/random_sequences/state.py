@@ -109,12 +109,24 @@ class SideBySide:
             self.wrong += [f"changed in spite of the error: {what}" for what in changed]
         if isinstance(counts, Counts) and report is not None:
             self.compare_report(counts, report)
-        if agreed(error, self.wrong):
+        told: object = type(error).__name__
+        if isinstance(report, prune.PruningReport):
+            told = {**report.to_dict(), "seconds": 0}
+        if agreed(told, self.wrong):
             self.compare()
             if operation.arguments["look"]:
                 self.compare_outputs(self.plan.seed, torch.no_grad())
+                self.verify()
             agreed(None, self.wrong)
         return self.wrong
+
+    def verify(self) -> None:
+        """Nothing is found on a healthy model, and all that is pruned is counted."""
+        expected = {name: self.oracle.num_pruned(name) for name in self.oracle.masks}
+        report = prune.verify(self.model, expected=list(expected), raise_errors=False)
+        found = {entry.name: entry.num_pruned for entry in report.parameters}
+        if not report.ok or found != expected:
+            self.wrong.append(f"verify: {report}, not {expected}")
 
     def is_sharded(self, name: str) -> bool:
         return wrappings.is_sharded(self.wrapping, name)
@@ -189,13 +201,13 @@ def indices_of(
     return wrappings.local_indices(model, wrapping)
 
 
-def agreed(error: Exception | None, wrong: list[str]) -> bool:
-    """Whether no rank found a difference and all raised the same error; if not, record it."""
-    kind = zlib.crc32(type(error).__name__.encode())
+def agreed(told: object, wrong: list[str]) -> bool:
+    """Whether no rank found a difference and all were told the same; if not, record it."""
+    kind = zlib.crc32(repr(told).encode())
     facts = torch.tensor([bool(wrong), kind, -kind])
     dist.all_reduce(facts, dist.ReduceOp.MAX)
     if facts[1] != -facts[2]:
-        wrong.append(f"the ranks raised different errors, and this one {error!r}")
+        wrong.append(f"the ranks were told different things, and this one {told!r}")
     elif facts[0] and not wrong:
         wrong.append("another rank differs")
     return not wrong

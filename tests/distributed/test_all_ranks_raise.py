@@ -1,0 +1,535 @@
+"""One rank differs, or asks for what is not possible: all ranks raise the same, nothing changes.
+
+A row is what happens to the call of the odd rank, and the error. All rows of a wrapping run in one
+start of its ranks, with the first rank as the odd one, with the last one, or with all of them.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distprune as prune
+from distprune.base.naming import unwrap
+from distprune.testing import run_ranks
+from helpers import reference, wrappings
+from helpers.comparisons import assert_nothing_wrong_on, other_errors, outcome, wrong_masks
+from helpers.models import Net, fill, target
+from helpers.sampling import every
+
+NAMES = ["l1.weight", "l2.weight", "l2.bias", "l3.weight"]
+SECONDS = 100  # to agree on the errors of all rows; a rank that is left alone would wait for ever
+COLLIDING = ([0, 4, 5], [1, 2, 6])  # with equal sums of i and of i * i
+REST = "[^;]*"  # of what is said about a parameter
+
+
+class Undeclared(prune.BasePruningMethod):
+    """A method that says nothing about shards."""
+
+    PRUNING_TYPE = "unstructured"
+
+    def __init__(self, amount=0.5):
+        self.amount = amount
+
+    def compute_mask(self, t, default_mask):
+        return default_mask * (t.abs() >= 0.5)
+
+
+class Colliding(Undeclared):
+    """Leaves out three elements: others on each replica, with equal checksums of a simple kind."""
+
+    def compute_mask(self, t, default_mask):
+        return default_mask * colliding_mask(t.shape, dist.get_rank() % 2)
+
+
+class AsRank(Undeclared):
+    DISTRIBUTED = "elementwise"
+
+    def compute_mask(self, t, default_mask):
+        return default_mask * (t.abs() >= dist.get_rank())
+
+
+class ScoresOfRank(Undeclared):
+    DISTRIBUTED = "scores"
+
+    def compute_scores(self, t):
+        return t * (1 - 2 * dist.get_rank())
+
+
+class WrongShape(AsRank):
+    def compute_mask(self, t, default_mask):
+        return torch.ones(7)
+
+
+class Above(AsRank):
+    """Keeps what is above the first of some limits."""
+
+    def __init__(self, limits, amount=None):
+        self.limits = limits
+
+    def compute_mask(self, t, default_mask):
+        return default_mask * (t.abs() > float(next(iter(self.limits))))
+
+
+class Fails(AsRank):
+    def __init__(self, amount, is_odd=False):
+        self.is_odd = is_odd
+
+    def compute_mask(self, t, default_mask):
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise RuntimeError("this rank cannot")
+        return default_mask
+
+
+def colliding_mask(shape, which: int) -> torch.Tensor:
+    mask = torch.ones(shape)
+    mask.view(-1)[COLLIDING[which]] = 0
+    return mask
+
+
+class Setting:
+    """A wrapped model, and whether this rank is the odd one."""
+
+    def __init__(self, wrapping: str, odd_rank: int | None):
+        dense = fill(Net(), "normal", "float32")
+        self.indices = wrappings.local_indices(dense, wrapping)
+        self.model = wrappings.wrap(dense, wrapping)
+        self.is_odd = odd_rank in (dist.get_rank(), None)
+        self.pairs = [self.pair(name) for name in NAMES]
+
+    def pair(self, name: str):
+        module, leaf = target(wrappings.unwrapped(self.model), name)
+        return unwrap(module), leaf
+
+    def usual(self, odd, usual):
+        return odd if self.is_odd else usual
+
+
+def calling(function=prune.global_unstructured, usual=(), **odd):
+    """A row: the odd rank passes other arguments; one that is called is made from the setting."""
+
+    def prepare(setting: Setting):
+        is_global = function is prune.global_unstructured
+        first = [setting.pairs] if is_global else list(setting.pairs[0])
+        arguments = {"pruning_method": prune.L1Unstructured} if is_global else {}
+        arguments |= {"amount": 0.5, **dict(usual)}
+        for name, value in odd.items() if setting.is_odd else ():
+            value = value(setting) if callable(value) and not isinstance(value, type) else value
+            if name == "parameters":
+                first = [value]
+            elif value is missing:
+                del arguments[name]
+            else:
+                arguments[name] = value
+        return partial(function, *first, **arguments)
+
+    return prepare
+
+
+missing = "left out"
+
+
+def after(change, **arguments):
+    """A row: what happens to the model before the call."""
+
+    def prepare(setting: Setting):
+        with torch.no_grad():
+            change(setting)
+        return calling(**arguments)(setting)
+
+    return prepare
+
+
+def name_in_the_way(setting: Setting) -> None:
+    if setting.is_odd:
+        setting.pairs[3][0].weight_mask = "an attribute of the user's own"
+
+
+def nan(setting: Setting) -> None:
+    if setting.is_odd:
+        wrappings.shard(setting.model, NAMES[1], setting.indices)[:1] = torch.nan
+
+
+def replica_in_another_order(setting: Setting, shift: int) -> None:
+    """The same numbers, in another order."""
+    if setting.is_odd:
+        weight = wrappings.shard(setting.model, NAMES[0], setting.indices)
+        weight.copy_(weight.flatten().roll(shift).view_as(weight))
+
+
+def replica_of_the_mask(setting: Setting, shift: int) -> None:
+    mask = (torch.arange(60) ** 2 % 7 > 2).view(10, 6)  # no roll by less than 7 maps it to itself
+    prune.custom_from_mask(*setting.pairs[0], mask.roll(setting.usual(shift, 0)))
+
+
+def another_model(setting: Setting, sizes=(6, 10, 5, 3), dtype="float32") -> None:
+    if setting.is_odd:
+        setting.model = fill(Net(sizes), "normal", dtype)
+        setting.pairs = [setting.pair(name) for name in NAMES]
+
+
+def own_mask(setting: Setting):
+    """custom_from_mask with a whole mask that one rank has otherwise."""
+    mask = colliding_mask((10, 6), int(setting.is_odd))
+    return partial(prune.custom_from_mask, *setting.pairs[0], mask)
+
+
+def global_mask(**odd):
+    def prepare(setting: Setting):
+        weights = {name: setting.pair(name) for name in NAMES}
+        arguments = {"k": 20} | (odd if setting.is_odd else {})
+        if arguments.pop("keys", None):
+            weights["another"] = weights.pop("l2.weight")
+        return partial(prune.global_mask, weights, **arguments)
+
+    return prepare
+
+
+def set_masks(change=None, options=None):
+    def prepare(setting: Setting):
+        generator = torch.Generator().manual_seed(3)
+        shapes = [getattr(Net().get_submodule(n[:2]), n[3:]).shape for n in NAMES]
+        masks = [torch.rand(shape, generator=generator) < 0.5 for shape in shapes]
+        if change and setting.is_odd:
+            change(masks)
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        given = {"optimizer": optimizer} if options and setting.is_odd else {}
+        return partial(prune.set_masks, setting.pairs, masks, **given)
+
+    return prepare
+
+
+def scored(key, value=None):
+    """A row: importance scores under this key, which is made from the setting."""
+
+    def scores(setting: Setting) -> dict:
+        made = key(setting) if callable(key) else key
+        return {setting.pairs[1]: torch.ones(5, 10), made: value or torch.ones(5, 10)}
+
+    return calling(importance_scores=scores)
+
+
+def structured(setting: Setting):
+    return partial(prune.random_structured, *setting.pairs[0], setting.usual(4, 3), 0)
+
+
+def differ(fact: str, usual: str, odd: str) -> str:
+    """What the text says of a fact in which one rank differs: expressions for both values."""
+    orders = [rf"{one}; rank \d has {fact}: {other}" for one, other in ((usual, odd), (odd, usual))]
+    return (
+        "^the ranks were called with different arguments: "
+        rf"rank 0 has {fact}: ({'|'.join(orders)})\. Expected the same parameters"
+    )
+
+
+def on_rank(text: str) -> str:
+    return rf"^on rank \d: {text}"
+
+
+@dataclass
+class Row:
+    """What is called, the error on every rank, and the wrappings of the row; () for all."""
+
+    prepare: object
+    kind: str
+    text: str
+    on: tuple[str, ...] = ()
+    odd: tuple = field(default=("first", "last"))
+
+
+ALL = ("all",)  # ranks make the same mistake
+SHARDED = ("fsdp2-3", "tp-2", "fsdp2_root-2")
+REPLICAS = ("plain-2", "ddp-3", "hsdp-2x2")
+ONE = ("fsdp2-3", "tp-2", "hsdp-2x2", "fsdp2_tp-2x2")  # one parameter is collective there
+WHOLE = ("fsdp1-2", "fsdp2-3", "tp-2")  # whole masks and scores are sliced by each rank
+NOT_NUMBERS = r"the scores of \w*Linear\.weight \(#1\) \([1-9]\d* of 50\) are NaN; expected numbers"
+REPLICAS_DIFFER = r"the ranks hold replicas of this parameter \(or of its scores or mask\) that"
+PARAMETER = r"\w*Linear\.weight \(#{}\)"
+single = partial(calling, prune.l1_unstructured)
+bounded = partial(calling, usual={"amount": 50, "min_sparsity": 0.2, "max_sparsity": 0.6})
+
+ROWS = {
+    "amount": Row(calling(amount=0.4), "ValueError", differ("amount", r"0\.5", r"0\.4")),
+    "amount of another type": Row(
+        calling(usual={"amount": 1.0}, amount=1), "ValueError", differ("amount", r"1\.0", "1")
+    ),
+    "amount out of range": Row(
+        calling(amount=-0.1), "ValueError", on_rank(r"amount=-0\.1 is not in \[0, 1\]; expected")
+    ),
+    "amount missing": Row(
+        calling(amount=missing), "TypeError", on_rank(r"\w+\.__init__\(\) missing .* 'amount'")
+    ),
+    "unknown argument": Row(
+        calling(amuont=0.5), "TypeError", on_rank(r"\w+\.__init__\(\) got an unexpected .*'amuont'")
+    ),
+    "method": Row(
+        calling(pruning_method=prune.RandomUnstructured),
+        "ValueError",
+        differ("pruning method", r"\S+\.L1Unstructured", r"\S+\.RandomUnstructured"),
+    ),
+    "structured method": Row(
+        calling(pruning_method=prune.LnStructured),
+        "TypeError",
+        on_rank(r"LnStructured\.__init__\(\) missing .* 'n'"),
+    ),
+    "fewer parameters": Row(
+        calling(parameters=lambda s: s.pairs[:-1]),
+        "ValueError",
+        differ("number of parameters", "4", "3"),
+    ),
+    "no parameters": Row(
+        calling(parameters=lambda s: []), "ValueError", on_rank("parameters is empty; expected at")
+    ),
+    "order": Row(
+        calling(parameters=lambda s: s.pairs[::-1]),
+        "ValueError",
+        differ(PARAMETER.format(0), rf"shape \(10, 6\){REST}", rf"shape \(3, 5\){REST}"),
+    ),
+    "another parameter": Row(
+        calling(parameters=lambda s: [*s.pairs[:2], (s.pairs[3][0], "bias"), s.pairs[3]]),
+        "ValueError",
+        differ(r"\w*Linear\.bias \(#2\)", rf"shape \(5,\){REST}", rf"shape \(3,\){REST}"),
+    ),
+    "missing attribute": Row(
+        calling(parameters=lambda s: [s.pairs[0], (s.pairs[1][0], "weigth")]),
+        "AttributeError",
+        on_rank(r"'\w*Linear' object has no .* 'weigth'"),
+    ),
+    "scores": Row(
+        calling(importance_scores=lambda s: {s.pairs[0]: torch.ones(10, 6)}),
+        "ValueError",
+        differ(
+            PARAMETER.format(0),
+            rf"{REST}, importance scores: none",
+            rf"{REST}, importance scores: torch\.float32, checksum {REST}",
+        ),
+    ),
+    "scores of another shape": Row(
+        calling(importance_scores=lambda s: {s.pairs[0]: torch.ones(10, 7)}),
+        "ValueError",
+        on_rank(PARAMETER.format(0) + r": importance_scores has shape \(10, 7\); expected"),
+    ),
+    "scores are no dict": Row(
+        calling(importance_scores=lambda s: [torch.ones(10, 6)]),
+        "TypeError",
+        on_rank("importance_scores is a list; expected a dict"),
+    ),
+    "whole scores that differ": Row(
+        calling(
+            usual={"importance_scores": None},
+            importance_scores=lambda s: {s.pairs[0]: torch.ones(10, 6) + torch.eye(10, 6)},
+        ),
+        "ValueError",
+        "scores",
+        WHOLE,
+    ),
+    "name in the way": Row(
+        after(name_in_the_way),
+        "KeyError",
+        on_rank(r".*\w*Linear has an attribute .*'weight_mask.*' already; expected none")[1:],
+    ),
+    # NaN in one replica, in one shard, and everywhere; a replica with other values.
+    "NaN in a replica": Row(after(nan), "ValueError", REPLICAS_DIFFER, REPLICAS),
+    "NaN in a shard": Row(after(nan), "ValueError", NOT_NUMBERS, SHARDED),
+    "NaN everywhere": Row(after(nan), "ValueError", NOT_NUMBERS, odd=ALL),
+    **{
+        f"{what} rolled by {shift}": Row(
+            after(partial(change, shift=shift)),
+            "ValueError",
+            PARAMETER.format(0) + ": " + REPLICAS_DIFFER,
+            ("plain-2", "ddp-3", *(("hsdp-2x1", "hsdp-2x2") if what == "values" else ())),
+        )
+        for what, change in (("values", replica_in_another_order), ("mask", replica_of_the_mask))
+        for shift in (1, 2, 6)
+    },
+    "a whole mask of one parameter": Row(own_mask, "ValueError", "mask", (*ONE, "fsdp1-2")),
+    "dtype": Row(
+        after(partial(another_model, dtype="float64")),
+        "ValueError",
+        differ(PARAMETER.format(0), rf"{REST}float32, {REST}", rf"{REST}float64, {REST}"),
+        ("plain-2",),
+    ),
+    "shape": Row(
+        after(partial(another_model, sizes=(6, 10, 7, 3))),
+        "ValueError",
+        differ(PARAMETER.format(1), rf"shape \(5, 10\), {REST}", rf"shape \(7, 10\), {REST}"),
+        ("plain-2",),
+    ),
+    # One parameter, on the ranks of its mesh.
+    "one, amount": Row(single(amount=0.4), "ValueError", differ("amount", r"0\.5", r"0\.4"), ONE),
+    "one, type": Row(single(amount=1), "ValueError", differ("amount", r"0\.5", "1"), ONE),
+    "one, negative": Row(
+        single(amount=-1), "ValueError", on_rank("amount=-1 is negative; expected a count"), ONE
+    ),
+    "one, above one": Row(
+        single(amount=2.5), "ValueError", on_rank(r"amount=2\.5 is not in \[0, 1\]; expected"), ONE
+    ),
+    "one, channels": Row(structured, "ValueError", differ("amount", "3", "4"), ONE),
+    "one, norm": Row(
+        lambda s: partial(prune.ln_structured, *s.pairs[0], 0.5, "fro", 0),
+        "NotImplementedError",
+        "n='fro'",
+        ONE,
+        ALL,
+    ),
+    # Floors and ceilings.
+    "floor": Row(bounded(min_sparsity=0.25), "ValueError", "segments of .* pruned elements"),
+    "ceiling": Row(
+        bounded(max_sparsity=lambda s: {s.pairs[0]: 0.5}), "ValueError", "segments of .* pruned el"
+    ),
+    "no bounds": Row(
+        bounded(min_sparsity=None, max_sparsity=None), "ValueError", "bounds on the sparsity"
+    ),
+    "NaN as a bound": Row(bounded(max_sparsity=float("nan")), "ValueError", "max_sparsity=nan"),
+    "text as a bound": Row(bounded(min_sparsity="0.2"), "TypeError", "min_sparsity='0.2'"),
+    "bound of nothing": Row(bounded(min_sparsity={"l9": 0.2}), "ValueError", "l9"),
+    # Scores under a key that stands for no parameter would be ignored.
+    "misspelt": Row(scored(lambda s: (s.pairs[0][0], "weigth")), "ValueError", r"Linear, 'weigth'"),
+    "another module": Row(
+        scored(lambda s: (torch.nn.Linear(5, 10), "weight")), "ValueError", r"Linear, 'weight'\)"
+    ),
+    "not in the list": Row(
+        scored(lambda s: (s.pairs[0][0], "bias")), "ValueError", r"Linear, 'bias'"
+    ),
+    "full name": Row(scored("l1.wieght"), "TypeError", r"'l1\.wieght'(.|\n)*\(module, name\)"),
+    "name of two letters": Row(scored("l1"), "TypeError", r"'l1'(.|\n)*\(module, name\)"),
+    "a number": Row(scored(7), "TypeError", r"7(.|\n)*\(module, name\)"),
+    # Methods of the user's.
+    "undeclared on shards": Row(
+        calling(pruning_method=Undeclared),
+        "NotImplementedError",
+        "Undeclared(.|\n)*elementwise(.|\n)*scores|Undeclared(.|\n)*scores(.|\n)*elementwise",
+        (*SHARDED, "hsdp-2x2"),
+        ALL,
+    ),
+    "undeclared, of one": Row(
+        lambda s: partial(Undeclared.apply, *s.pairs[0]),
+        "NotImplementedError",
+        "Undeclared",
+        ONE,
+        ALL,
+    ),
+    "undeclared, replicas": Row(
+        calling(pruning_method=Colliding), "ValueError", "mask", ("plain-2", "ddp-3"), ALL
+    ),
+    "of the rank": Row(
+        calling(pruning_method=AsRank), "ValueError", "mask", REPLICAS, ALL
+    ),
+    "scores of the rank": Row(
+        calling(pruning_method=ScoresOfRank), "ValueError", "mask", REPLICAS, ALL
+    ),
+    **{
+        f"limits in a {type(limits(0)).__name__}": Row(
+            calling(
+                usual={"pruning_method": Above, "limits": limits(0.1)},
+                limits=lambda s, limits=limits: limits(0.2),
+            ),
+            "ValueError",
+            "limits",
+        )
+        for limits in (
+            lambda x: [x],
+            lambda x: {x: None},
+            lambda x: torch.tensor([x]),
+            lambda x: ([[x]],),
+        )
+    },
+    "fails on one rank": Row(
+        calling(pruning_method=Fails), "RuntimeError", "this rank cannot", odd=ALL
+    ),
+    "fails on one rank, of one": Row(
+        lambda s: partial(Fails.apply, *s.pairs[0], amount=1),
+        "RuntimeError",
+        "this rank cannot",
+        ONE,
+        ALL,
+    ),
+    "mask of another shape": Row(
+        calling(pruning_method=WrongShape), "RuntimeError", "shape", odd=ALL
+    ),
+    # global_mask and set_masks.
+    "global_mask, k": Row(global_mask(k=21), "ValueError", "k:"),
+    "global_mask, largest": Row(global_mask(largest=False), "ValueError", "largest"),
+    "global_mask, candidates": Row(
+        global_mask(candidates={"l1.weight": torch.ones(10, 6) > 0}), "ValueError", "l1.weight"
+    ),
+    "global_mask, too many": Row(
+        global_mask(k=10**6), "ValueError", "k is 1,000,000, and", odd=ALL
+    ),
+    "global_mask, NaN": Row(
+        lambda s: (after(nan)(s), global_mask()(s))[1], "ValueError", "l2.weight(.|\n)*NaN", SHARDED
+    ),
+    "global_mask, keys": Row(global_mask(keys=True), "ValueError", "l2.weight"),
+    "set_masks, differ": Row(
+        set_masks(lambda masks: masks[1].logical_not_()), "ValueError", r"Linear\.weight"
+    ),
+    "set_masks, missing": Row(
+        set_masks(lambda m: m.__setitem__(1, None)), "TypeError", r"masks\[1\] is a NoneType"
+    ),
+    "set_masks, shape": Row(
+        set_masks(lambda m: m.__setitem__(1, m[1][:2])), "ValueError", r"has shape \(2, ", odd=ALL
+    ),
+    "set_masks, values": Row(
+        set_masks(lambda m: m.__setitem__(1, m[1] * 0.5)), "ValueError", "the value 0.5", odd=ALL
+    ),
+    "set_masks, list": Row(set_masks(list.pop), "ValueError", "3 masks for 4 parameters"),
+    "set_masks, one optimizer": Row(set_masks(options=True), "ValueError", "an optimizer is given"),
+    "set_masks, another optimizer": Row(
+        set_masks(options=True), "ValueError", "none of the optimizer's parameters", odd=ALL
+    ),
+}  # fmt: skip
+
+
+def outcomes(wrapping: str, rows: list[tuple[str, str]]) -> list[tuple]:
+    """What this rank sees of each row, with one rank as the odd one."""
+    odd_ranks = {"first": 0, "last": dist.get_world_size() - 1, "all": None}
+    found = []
+    for name, odd in rows:
+        setting = Setting(wrapping, odd_ranks[odd])
+        call = ROWS[name].prepare(setting)
+        found.append(outcome(setting.model, call))
+    return found
+
+
+def rows_of(wrapping: str, rows: dict[str, Row]) -> list[tuple[str, str]]:
+    fitting = [name for name, row in rows.items() if not row.on or wrapping in row.on]
+    return [(name, odd) for name in fitting for odd in rows[name].odd]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "wrapping", ["plain-2", "fsdp2-3", "ddp-3", "tp-2", "hsdp-2x2", "fsdp1-2", "fsdp2_tp-2x2"]
+)
+def test_all_ranks_raise_the_same(wrapping):
+    rows = rows_of(wrapping, ROWS)
+    if wrapping not in ("plain-2", "fsdp2-3"):  # what no layout changes is tried there in full
+        own = {name: row for name, row in ROWS.items() if wrapping in row.on}
+        others = {name: row for name, row in ROWS.items() if not row.on}
+        rows = rows_of(wrapping, own) + every(4, rows_of(wrapping, others), len(wrapping))
+    size = wrappings.world_size(wrapping)
+    per_rank = run_ranks(outcomes, size, wrapping, rows, timeout=SECONDS)
+    wrong = []
+    for (name, odd), found in zip(rows, zip(*per_rank, strict=True), strict=True):
+        wrong += other_errors(found, ROWS[name].kind, ROWS[name].text, f"{name} ({odd})")
+    assert not wrong, "\n".join(wrong)[:5000]
+
+
+@torch.no_grad()
+def differences_with_pruned_nan(wrapping: str) -> list[str]:
+    """NaN wherever the first pruning has put the mask to 0 is no error."""
+    setting, dense = Setting(wrapping, None), fill(Net(), "normal", "float32")
+    scores = [dense.get_parameter(name) for name in NAMES]
+    prune.global_unstructured(setting.pairs, prune.L1Unstructured, amount=0.5)
+    for module, name in setting.pairs:
+        mask, orig = getattr(module, name + "_mask"), wrappings.stored(module, name)
+        wrappings.local(orig)[wrappings.local(mask) == 0] = torch.nan
+    prune.global_unstructured(setting.pairs, prune.L1Unstructured, amount=0.5)
+    keeps = reference.prune(scores, 0.5, reference.prune(scores, 0.5))
+    return wrong_masks(setting.model, dict(zip(NAMES, keeps, strict=True)), setting.indices)
+
+
+@pytest.mark.parametrize("wrapping", ["plain-2", "fsdp2-3", "fsdp2_tp-2x2"])
+def test_nan_among_the_pruned_elements_is_no_error(wrapping):
+    assert_nothing_wrong_on(wrapping, differences_with_pruned_nan)

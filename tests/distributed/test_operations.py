@@ -1,0 +1,268 @@
+"""The table: every operation on every wrapping does what it does in one process, bit for bit.
+
+A row is a model, its data, and operations one after the other; after each, the oracle of
+helpers/random_sequences compares masks, values, reports and outputs. A new wrapping is a name in
+WRAPPINGS, and a new operation a row: each is tested with all of the other kind. What is random in
+test_sequences.py is here in full.
+"""
+
+import math
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from helpers import wrappings
+from helpers.models import DATA, DTYPES, EVEN, UNEVEN, fqns
+from helpers.random_sequences.mistakes import MISTAKES
+from helpers.random_sequences.plans import FAMILIES, Operation, Plan
+from helpers.random_sequences.run import run_together
+from helpers.sampling import THOROUGH, every
+
+# Every kind, every number of ranks, uneven and empty shards, more and fewer ranks than rows.
+WRAPPINGS = [
+    "plain-1", "plain-2", "ddp-3", "fsdp1-3", "fsdp1_root-2", "fsdp1_flat-2", "fsdp1_hybrid-2x2",
+    "fsdp2-1", "fsdp2-2", "fsdp2-4", "fsdp2_root-3", "fsdp2_dim1-3", "hsdp-2x2", "hsdp-3x1", "tp-2",
+    "tp-3", "fsdp2_tp-2x2", "fsdp2_tp-1x3", "replicate-3", "fsdp2_replicate-2",
+]  # fmt: skip
+if THOROUGH:
+    WRAPPINGS = [*wrappings.MATRIX, *wrappings.FSDP2_DIM1]
+WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]
+NAMES = ["l2.weight", "l1.weight", "l1.bias", "l3.weight", "l3.bias"]
+EVERYTHING = [*WEIGHTS, "l1.bias", "l2.bias", "l3.bias"]
+
+
+def do(operation: str, look: bool = False, /, **arguments) -> Operation:
+    return Operation(operation, {**arguments, "look": look})
+
+
+def l1(amount, names=NAMES, scores=None, low=None, high=None, look=False) -> Operation:
+    given = {"names": names, "select": False, "scores": scores, "low": low, "high": high}
+    return do("global_l1", look, amount=amount, **given)
+
+
+def random_masks(amount, names, low=None, high=None) -> Operation:
+    given = {"names": names, "select": False, "low": low, "high": high}
+    return do("global_random", amount=amount, seed=7, **given)
+
+
+def scores(data: str, names: list, dtype: str = "float32", **where) -> dict:
+    return {"names": names, "data": data, "dtype": dtype, "seed": 2, **where}
+
+
+def shuffled(family: str, sizes: tuple, seed: int) -> list[str]:
+    names = fqns(FAMILIES[family](sizes))
+    return random.Random(seed).sample(names, len(names))
+
+
+def amounts(number: int, sizes: tuple, step: int) -> list[tuple]:
+    """Any data and dtype, and any amounts one after the other."""
+    shapes = shuffled("shapes", sizes, number)
+    size = sum(p.numel() for p in FAMILIES["shapes"](sizes).parameters())
+    rounds = [(0.1, 0.9), (0.5, 0.5), (7, 0.5), (0, 0.0, 1, 0.9, 1.0, 0), (1.0, 0.5), (size,)]
+    rows = []
+    for turn, data in enumerate(DATA, number):
+        dtypes = DTYPES if THOROUGH else [DTYPES[turn % len(DTYPES)]]
+        chosen = rounds[(turn + number) % len(rounds)]
+        rows += [("shapes", data, dtype, [l1(each, shapes) for each in chosen]) for dtype in dtypes]
+    return every(step, rows, number)
+
+
+def ranked_globally(number: int) -> list[tuple]:
+    """Floors and ceilings, scores of all kinds, random scores, values that have changed."""
+    low = {"l2.weight": 0.5, "l3.weight": 0.8}
+    high = {"l1.weight": 0.3, "l1.bias": 0.0, "l3.bias": 0.34}
+    bounds = [
+        [l1(40, low=0.2, high=0.6), l1(30, low=0.2, high=0.6)],
+        [l1(68, low=0.0, high=0.5)],  # all that the ceilings leave
+        [
+            l1(
+                k,
+                low={"l2.weight": 0.5, "l3.weight": 0.8},
+                high={"l1.weight": 0.3, "l3.bias": 0.34},
+            )
+            for k in (60, 12)
+        ],
+        [
+            l1(k, low={"l1.weight": 0.9, "l1.bias": 0.3, "l3.bias": 0.5}, high={"l2.weight": 0.05})
+            for k in (80, 10, 0)
+        ],
+    ]
+    given = [
+        l1(0.3, scores=scores("few", ["l1.weight", "l3.bias"])),
+        l1(10, scores=scores("normal", WEIGHTS, "float64")),
+        l1(10, scores=scores("normal", WEIGHTS, "int64")),
+        l1(10, scores=scores("tiny", ["l1.weight"], "float64")),  # float32 would round it to 0
+        l1(0.5, scores=scores("few", ["l1.weight", "l3.bias"], sharded=True)),
+    ]
+    drawn = [random_masks(0.2, EVERYTHING), random_masks(60, EVERYTHING, low, high)]
+    again = [l1(0.4), do("set_values", data="rounded", seed=3), l1(0.4)]
+    data = ["normal", "few"][number % 2]
+    return [
+        *(("net", data, "float32", operations) for operations in every(2, bounds, number)),
+        ("net", "normal", "float32", given),
+        ("net", "normal", "bfloat16", drawn),
+        ("net", "normal", "float32", again),
+    ]
+
+
+def single(number: int) -> list[tuple]:
+    """The functions for one parameter."""
+    amounts = [0, 1, 0.3, 0.5, 1.0, 60]
+    magnitudes = [
+        do("single_l1", name=name, amount=amounts[(i + number) % 5], scores=None)
+        for i, name in enumerate(EVERYTHING)
+    ]
+    norms = [
+        do("norm_channels", name=WEIGHTS[i % 3], n=n, dim=dim, amount=amount, scores=None)
+        for i, (n, dim, amount) in enumerate(product((1, 2, math.inf, 0), (0, 1, -1), (1, 0.5)))
+    ]
+    masks = [
+        do("custom", name=name, share=0.7, dtype=dtype, seed=seed)
+        for name, dtype, seed in [("l1.weight", "bool", 3), ("l2.weight", "int64", 4)]
+    ]
+    drawn = [
+        *(do("single_random", name="l1.weight", amount=a, seed=number) for a in (0, 1, 0.25, 5)),
+        do("random_channels", name="l1.weight", amount=0.5, dim=0, seed=5),
+        do("random_channels", name="l2.weight", amount=3, dim=1, seed=5),
+        do("single_random", name="l3.weight", amount=1.0, seed=5),
+    ]
+    mixed = [
+        do("identity", name="l2.weight"),
+        *magnitudes[1:3],
+        *masks,
+        *norms[number % 2 :: 6],
+        do("remove", name="l1.weight"),
+        do("remove", name="l1.weight"),  # which is refused
+        do("remove_all"),
+    ]
+    data = ["normal", "few", "equal"][number % 3]  # sums of few are exact, so ties are true
+    return [
+        ("net", ["normal", "few"][number % 2], ["float32", "bfloat16"][number % 2], magnitudes),
+        ("net", data, "float32", norms if THOROUGH else norms[number % 3 :: 3]),
+        ("net", "normal", "float32", drawn),
+        ("net", "normal", "float32", mixed),
+    ]
+
+
+def segments(number: int, family: str, sizes: tuple) -> list[tuple]:
+    """Rows, layers and N:M of weights whose inputs lie along any dimension."""
+    names = fqns(FAMILIES[family](sizes))
+
+    def of(scope: str, amount: float) -> Operation:
+        return do("segments", names=names, scope=scope, amount=amount)
+
+    def pattern(text: str) -> Operation:
+        return do("pattern", pattern=text)
+
+    rows = [
+        (family, "few", "float32", [of("row", 0.3), of("row", 0.5), pattern("2:4")]),
+        (family, "normal", "bfloat16", [of("row", 0.75)]),
+        (family, "few", "float64", [of("layer", 0.35), of("row", 0.5)]),
+        (family, "equal", "float32", [pattern("2:4")]),
+        (family, "few", "mixed", [pattern("2:3"), pattern("1:4")]),
+        (family, "zeros", "float16", [of("layer", 0.5), pattern("1:2")]),
+    ]
+    return every(2, rows, number)
+
+
+def chosen_masks(number: int) -> list[tuple]:
+    """Methods of the user's, masks that are selected, replaced, and read from zeros."""
+
+    def own(names, limit=None, amount=None) -> Operation:
+        return do("own_method", names=names, limit=limit, amount=amount)
+
+    def select(names, k, largest=True, share=None) -> Operation:
+        return do("global_mask", names=names, k=k, largest=largest, share=share, seed=2)
+
+    size = {name: p.numel() for name, p in FAMILIES["net"](UNEVEN).named_parameters()}
+    total = sum(size[name] for name in EVERYTHING)
+    selections = [
+        *(select(EVERYTHING, k) for k in (0, total // 3, total // 3 + 1)),
+        select(EVERYTHING, total // 4, True, 0.7),
+        select(EVERYTHING, total // 4, False, 0.7),
+        select(EVERYTHING, total + 1000),  # refused
+        l1(0.3),
+        select(NAMES, 20),
+    ]
+    data = ["rounded", "equal", "few"][number % 3]
+    elementwise = [own(NAMES, limit=0.9), own(NAMES, limit=0.5), own(WEIGHTS[:1], limit=1.0)]
+    signed = [own(NAMES, amount=0.3), own(NAMES, amount=20), own(["l3.weight"], amount=0.5)]
+    zeros = [l1(0.1), *[do("masks_from_zeros", names=NAMES)] * 2]
+    return [
+        ("net", "rounded", "float32", elementwise),
+        ("net", "rounded", "float32", signed),
+        ("net", data, ["float32", "bfloat16", "float16"][number % 3], selections),
+        ("net", "zeros", "float32", zeros),
+    ]
+
+
+def life(number: int, sizes: tuple, wrapping: str) -> list[tuple]:
+    """What a model goes through; with training, so of sizes that torch can run."""
+
+    def masks(share: float, with_optimizer: bool) -> Operation:
+        names = WEIGHTS[:2] if share == 0.4 else WEIGHTS
+        seed = 4 + with_optimizer  # of whole masks, and of shards
+        arguments = {"share": share, "with_optimizer": with_optimizer, "seed": seed}
+        return do("set_masks", True, names=names, **arguments)
+
+    train, look = do("train", seed=5), do("evaluate", seed=6, inference=True)
+    load = do("load_rewrapped", True, wrapping=wrapping, pruned=[], unmasked="error", seed=8)
+    replaced = [masks(0.5, False), train, masks(0.4, True), train, load, masks(0.6, False), train]
+    zeros = [do("masks_from_zeros", names=WEIGHTS), train, train, do("remove_all", True)]
+    states = [l1(0.5, look=True), look, train, do("state_dict"), do("schedule"), train, look]
+    wrong = [do("mistake", kind=kind, name="l1.weight") for kind in MISTAKES]
+    return [
+        ("net", "normal", "float32", replaced, sizes),
+        ("net", "zeros", "float32", zeros, sizes),
+        ("net", "few", "bfloat16", states, sizes),
+        ("net", "normal", "float32", [*wrong, l1(0.3), *wrong[:1]], sizes),
+    ]
+
+
+def plans_of(wrapping: str) -> list[Plan]:
+    """The rows of a wrapping; the number of it chooses among data, dtypes and cases."""
+    number, kind = WRAPPINGS.index(wrapping), wrappings.kind_of(wrapping)
+    step = 1 if wrappings.world_size(wrapping) < 3 else 2  # many ranks are dear
+    uneven = EVEN if kind == "fsdp2_dim1" else UNEVEN
+    # torch puts convolutions and experts of these into other units than the layers of a Net.
+    family = "net" if kind == "fsdp2_dim1" else "shapes" if kind == "fsdp1_flat" else "groups"
+    rows = [
+        *([] if kind == "fsdp2_dim1" else amounts(number, uneven, step)),
+        *ranked_globally(number),
+        *single(number),
+        *(row + (EVEN,) for row in segments(number, family, EVEN)),
+        *chosen_masks(number),
+        *life(number, wrappings.runnable_sizes(wrapping), wrapping),
+    ]
+    plans = []
+    for seed, (family, data, dtype, operations, *sizes) in enumerate(rows):
+        is_one_unit = kind == "fsdp1_root" or (kind.startswith("fsdp1") and family == "groups")
+        if dtype == "mixed" and is_one_unit:  # a flat parameter has one dtype
+            dtype = "float32"
+        optimizer = ["adamw", "sgd"][(number + seed) % 2]
+        sizes = sizes[0] if sizes else uneven
+        plans.append(Plan(seed, family, sizes, dtype, data, wrapping, optimizer, tuple(operations)))
+    return plans
+
+
+def assert_nothing_differs(plans: list[Plan]) -> None:
+    wrong = [str(outcome) for outcome in run_together(plans) if outcome.wrong]
+    assert not wrong, "\n\n".join(wrong)[:10000]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_every_operation_is_that_of_one_process(wrapping):
+    assert_nothing_differs(plans_of(wrapping))
+
+
+@pytest.mark.parametrize(
+    "wrapping", ["fsdp2_tp-4x2", *(["fsdp2_tp-3x2", "fsdp2_tp-2x3"] if THOROUGH else [])]
+)
+def test_nested_uneven_shards(wrapping):
+    """Splits where torch's own offsets and full_tensor() are wrong (9 rows on 4x2)."""
+    operations = (l1(0.3, EVERYTHING), l1(0.5, EVERYTHING))
+    plan = Plan(0, "net", UNEVEN, "bfloat16", "equal", wrapping, "sgd", operations)
+    assert_nothing_differs([replace(plan, sizes=(6, rows, 5, 3)) for rows in (1, 9, 11)])
