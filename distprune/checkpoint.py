@@ -48,7 +48,7 @@ from distprune.masks.hook import (
 )
 from distprune.methods.builtin import Identity
 from distprune.ranks.process_groups import is_distributed, world
-from distprune.shards.parameters import all_places, by_parameter
+from distprune.shards.reader import all_places, by_parameter
 from distprune.wrappers.wrapper import is_flattened, managed_parameters
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from distprune.api.chosen_masks import get_masks, set_masks
 from distprune.api.global_mask import global_mask
-from distprune.base.mask_values import zero_pruned
+from distprune.base.mask_bits import zero_pruned
 from distprune.base.naming import Pair, checked_pair, label_of, unwrap
 from distprune.base.pruned_form import local_tensor
 from distprune.call.report import PruningReport
@@ -259,6 +259,6 @@ def _mask_gradients(places: Iterable[Pair]) -> None:
             continue
         done.add(shard.key)
         if mask.dtype == torch.bool:
-            zero_pruned(gradient, mask.to(gradient.device))
+            zero_pruned(gradient, mask)
         else:
             gradient.mul_(mask.to(gradient.device, gradient.dtype))

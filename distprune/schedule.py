@@ -53,7 +53,7 @@ from distprune.methods.builtin import L1Unstructured, RandomUnstructured
 from distprune.methods.ranking import AT_RANDOM, rank
 from distprune.ranking.ranking import limits_for
 from distprune.ranks.process_groups import world
-from distprune.shards.parameters import Scores
+from distprune.shards.reader import Scores
 from distprune.verification.verifying import VerificationReport, verify_parameters
 
 if TYPE_CHECKING:

@@ -39,8 +39,7 @@ from distprune.masks.hook import refresh_products
 from distprune.methods.base import elementwise_decision
 from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.ranks.process_groups import world
-from distprune.shards.parameters import find_places
-from distprune.shards.reader import ShardReader, local_part, whole_checksum
+from distprune.shards.reader import ShardReader, find_places, local_part, whole_checksum
 from distprune.shards.shard import Shard
 
 if TYPE_CHECKING:

@@ -36,8 +36,7 @@ from distprune.methods.channels import (
     prune_channels,
 )
 from distprune.ranks.process_groups import world
-from distprune.shards.parameters import Scores
-from distprune.shards.reader import ShardReader
+from distprune.shards.reader import Scores, ShardReader
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -17,7 +17,7 @@ from distprune.call.run import prune_parameters
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.ranks.process_groups import world
-from distprune.shards.parameters import Scores
+from distprune.shards.reader import Scores
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

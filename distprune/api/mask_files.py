@@ -51,7 +51,7 @@ from distprune.masks.hook import find_hook
 from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
-from distprune.shards.parameters import all_places, by_parameter, find_places
+from distprune.shards.reader import all_places, by_parameter, find_places
 from distprune.shards.shard import Shard
 
 if TYPE_CHECKING:

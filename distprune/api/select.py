@@ -20,7 +20,7 @@ from distprune.base.selecting import (
     reason_to_keep,
 )
 from distprune.masks.hook import find_hook
-from distprune.shards.parameters import Place, all_places, by_parameter
+from distprune.shards.reader import Place, all_places, by_parameter
 
 _EXCLUDED, _NOT_INCLUDED, _OF_OTHER_TYPES = "excluded", "not included", "of other types"
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)

@@ -24,6 +24,19 @@ from typing import Any, NamedTuple
 Amount = int | float
 # By (module, name) or full name.
 Sparsities = Mapping[Any, float | Fraction]
+# One bound for all parameters, or by (module, name) or full name.
+SparsityBound = float | Fraction | Sparsities
+# The bounds by name, as keywords, recipes and reports have them.
+FLOOR, CEILING = "min_sparsity", "max_sparsity"
+
+
+def check_share(what: str, value: float, expected: str = "a sparsity") -> None:
+    """Raise TypeError for what is no real number, ValueError for one outside [0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        kind = type(value).__name__
+        raise TypeError(f"{what}={value!r} is a {kind}; expected a float in [0, 1].")
+    if not 0 <= value <= 1:  # or NaN
+        raise ValueError(f"{what}={value!r} is not in [0, 1]; expected {expected}.")
 
 
 def validate_amount(amount: Amount) -> None:
@@ -37,14 +50,10 @@ def validate_amount(amount: Amount) -> None:
         TypeError: not a real number, or a ``bool``.
         ValueError: a negative count, or a fraction outside [0, 1] (NaN included).
     """
-    if isinstance(amount, bool) or not isinstance(amount, numbers.Real):
-        kind = type(amount).__name__
-        raise TypeError(f"amount={amount!r} is a {kind}; expected an int or a float in [0, 1].")
-    if isinstance(amount, numbers.Integral):
-        if amount < 0:
-            raise ValueError(f"amount={amount!r} is negative; expected a count >= 0.")
-    elif not 0.0 <= amount <= 1.0:  # or NaN
-        raise ValueError(f"amount={amount!r} is not in [0, 1]; expected a fraction, or a count.")
+    if isinstance(amount, bool) or not isinstance(amount, numbers.Integral):
+        check_share("amount", amount, "a fraction, or a count")
+    elif amount < 0:
+        raise ValueError(f"amount={amount!r} is negative; expected a count >= 0.")
 
 
 def validate_count(amount: Amount, tensor_size: int) -> None:
@@ -60,9 +69,8 @@ def resolve_count(amount: Amount, tensor_size: int) -> int:
         amount: a fraction of ``tensor_size`` or a count, already validated.
         tensor_size: how many elements are unpruned.
     """
-    if isinstance(amount, numbers.Integral):
-        return int(amount)
-    return round(amount * tensor_size)
+    is_count = isinstance(amount, numbers.Integral)
+    return int(amount) if is_count else round(amount * tensor_size)
 
 
 def checked_count(amount: Amount, tensor_size: int) -> int:
@@ -70,12 +78,6 @@ def checked_count(amount: Amount, tensor_size: int) -> int:
     count = resolve_count(amount, tensor_size)
     validate_count(count, tensor_size)
     return count
-
-
-# One bound for all parameters, or by (module, name) or full name.
-SparsityBound = float | Fraction | Sparsities
-# The bounds by name, as keywords, recipes and reports have them.
-FLOOR, CEILING = "min_sparsity", "max_sparsity"
 
 
 class Bounds(NamedTuple):
@@ -126,7 +128,7 @@ def to_bounds(
     """
     floors = per_parameter(FLOOR, min_sparsity, parameters, default=0)
     ceilings = per_parameter(CEILING, max_sparsity, parameters, default=1)
-    sizes = [parameter.num_elements for parameter in parameters]
+    sizes = tuple(parameter.num_elements for parameter in parameters)
     lowest = tuple(math.ceil(s * n) for s, n in zip(floors, sizes, strict=True))
     highest = tuple(math.floor(s * n) for s, n in zip(ceilings, sizes, strict=True))
     for parameter, low, high in zip(parameters, lowest, highest, strict=True):
@@ -136,8 +138,7 @@ def to_bounds(
                 f"{parameter.num_elements:,} and max_sparsity for at most {high:,}; expected a "
                 "floor that is not above the ceiling."
             )
-    is_bounded = any(lowest) or list(highest) != sizes
-    return Bounds(lowest, highest) if is_bounded else None
+    return Bounds(lowest, highest) if any(lowest) or highest != sizes else None
 
 
 def violated_bound(num_to_prune: int, num_lowest: int, num_highest: int) -> str | None:
@@ -153,20 +154,6 @@ def violated_bound(num_to_prune: int, num_lowest: int, num_highest: int) -> str 
     if num_lowest > num_to_prune:
         return FLOOR
     return CEILING if num_highest < num_to_prune else None
-
-
-def bound_met(count: int, lowest: int, highest: int, num_elements: int, pruned: int) -> str | None:
-    """The floor or the ceiling that the count of a budget meets, if any.
-
-    Args:
-        count: elements of a parameter that are pruned after the call.
-        lowest, highest: its bounds.
-        num_elements: of the parameter.
-        pruned: elements that were pruned before.
-    """
-    if count == lowest > pruned:
-        return FLOOR
-    return CEILING if count == highest < num_elements else None
 
 
 def per_parameter(
@@ -193,44 +180,35 @@ def per_parameter(
     given: dict[Hashable, list[Any]] = {}
     for key, value in bound.items():
         given.setdefault(plain_key(key), []).append(value)
-    used: set[Hashable] = set()
+    known = {key for parameter in parameters for key in parameter.keys}
+    for key in given:
+        if key not in known:
+            shown = (type(key[0]).__name__, *key[1:]) if isinstance(key, tuple) and key else key
+            raise ValueError(
+                f"{keyword} has {shown!r}, which is none of the parameters; expected (module, "
+                f"name) pairs or full names among them, such as {parameters[0].label!r}."
+            )
     sparsities = []
-    for parameter in parameters:
-        keys = [key for key in parameter.keys if key in given]
-        used.update(keys)
-        values = [value for key in keys for value in given[key]]
+    for label, keys, *_ in parameters:
+        values = [value for key in keys for value in given.get(key, ())]
         if not values and default is None:
             raise ValueError(
-                f"{keyword} does not have {parameter.label}; expected a sparsity of every "
-                "parameter of the call (0 keeps it dense)."
+                f"{keyword} does not have {label}; expected a sparsity of every parameter of the "
+                "call (0 keeps it dense)."
             )
-        exact = {_exact(f"{keyword}[{parameter.label}]", v) for v in values or [default or 0]}
+        exact = {_exact(f"{keyword}[{label}]", value) for value in values or [default or 0]}
         if len(exact) > 1:
-            raise ValueError(
-                f"{keyword} has several values for {parameter.label}: "
-                f"{', '.join(map(repr, values))}; expected one."
-            )
+            shown = ", ".join(map(repr, values))
+            raise ValueError(f"{keyword} has several values for {label}: {shown}; expected one.")
         sparsities.append(exact.pop())
-    unknown = [key for key in given if key not in used]
-    if unknown:
-        key = unknown[0]
-        shown = (type(key[0]).__name__, *key[1:]) if isinstance(key, tuple) and key else key
-        raise ValueError(
-            f"{keyword} has {shown!r}, which is none of the parameters; expected "
-            f"(module, name) pairs or full names among them, such as {parameters[0].label!r}."
-        )
     return sparsities
 
 
 def _exact(what: str, value: Any) -> Fraction:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        kind = type(value).__name__
-        raise TypeError(f"{what}={value!r} is a {kind}; expected a float in [0, 1].")
-    is_decimal = not isinstance(value, numbers.Rational) and math.isfinite(value)
-    exact = Fraction(repr(float(value))) if is_decimal else value
-    if not isinstance(exact, numbers.Rational) or not 0 <= Fraction(exact) <= 1:
-        raise ValueError(f"{what}={value!r} is not in [0, 1]; expected a sparsity.")
-    return Fraction(exact)
+    """A sparsity, as the decimal that was written."""
+    check_share(what, value)
+    is_exact = isinstance(value, numbers.Rational)
+    return Fraction(value) if is_exact else Fraction(repr(float(value)))
 
 
 def collapsed(counts: Sequence[tuple[int, int]]) -> list[int]:

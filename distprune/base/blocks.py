@@ -54,11 +54,6 @@ class Layout(NamedTuple):
     kernel: int = 1
 
     @property
-    def outputs(self) -> int:
-        """The number of outputs."""
-        return self.outer * self.columns
-
-    @property
     def stride(self) -> int:
         """The distance of neighbours along the inputs, in elements."""
         return self.columns * self.kernel
@@ -96,6 +91,10 @@ class Blocks(NamedTuple):
         """Elements of the shortest run of whole blocks."""
         return self.size * self.columns
 
+    def num_pruned_of(self, numel: int) -> int:
+        """Elements that a tensor of so many loses."""
+        return numel // self.size * self.num_pruned if self.size else 0
+
     @property
     def stride(self) -> int:
         """Elements of a band for one step along its length."""
@@ -123,12 +122,9 @@ def layout_along(label: str, shape: Sequence[int], dims: Sequence[int]) -> Layou
             "expected one of its dimensions, counted from 0, and after it, for a convolution, "
             "those of the kernel: the last ones."
         )
-    first = inner[0]
+    first, size = inner[0], math.prod
     return Layout(
-        math.prod(shape[:first]),
-        shape[first],
-        math.prod(shape[first + 1 : start]),
-        math.prod(shape[start:]),
+        size(shape[:first]), shape[first], size(shape[first + 1 : start]), size(shape[start:])
     )
 
 
@@ -155,11 +151,10 @@ class BlockRule:
     @property
     def wanted(self) -> float:
         """The sparsity that every tensor is to have, before rounding; they do not compete."""
-        if self.kept_of is None:
-            assert self.sparsity is not None
-            return self.sparsity
-        kept, block = self.kept_of
-        most = (block - kept) / block
+        most = 1.0
+        if self.kept_of is not None:
+            kept, block = self.kept_of
+            most = (block - kept) / block
         return most if self.sparsity is None else min(self.sparsity, most)
 
     def misfit(self, label: str, shape: Sequence[int], layout: Layout) -> str | None:
@@ -172,42 +167,26 @@ class BlockRule:
             f"{n}:{m} does not fit. Exclude it."
         )
 
-    def counts(self, numel: int, layout: Layout | None) -> tuple[int, int]:
-        """How many blocks a tensor has, and how many elements each of them loses.
+    def blocks(self, numel: int, layout: Layout | None) -> Blocks:
+        """The blocks of a tensor, or of whole blocks of it that lie like a tensor.
 
         The sparsity of a block becomes a count with halves to even: each layer and each row by
         itself, so that the total may differ from the sparsity of all by half an element per block.
-        """
-        if self.kept_of is not None:
-            kept, block = self.kept_of
-            most = block - kept
-            wanted = most if self.sparsity is None else resolve_count(self.sparsity, block)
-            return numel // block, min(wanted, most)
-        if self.scope == "global":
-            return 0, 0
-        assert self.sparsity is not None
-        if self.scope == "layer":
-            return 1, resolve_count(self.sparsity, numel)
-        assert layout is not None
-        size = numel // layout.outputs if layout.outputs else 0
-        return layout.outputs, resolve_count(self.sparsity, size)
-
-    def blocks(self, numel: int, layout: Layout | None, num_pruned: int) -> Blocks:
-        """The blocks of a tensor, or of whole blocks of it that lie like a tensor.
 
         Args:
             numel: elements.
-            layout: where the inputs are, if the rule goes along them.
-            num_pruned: elements that each block loses, from :meth:`counts`.
+            layout: where the inputs are; None where the rule does not go along them.
         """
         if self.kept_of is not None:
             assert layout is not None
-            return Blocks(self.kept_of[1], layout.stride, 1, num_pruned)
-        if layout is None or not self.needs_input_dim:
-            return Blocks(numel, 1, 1, num_pruned)
-        if layout.columns == 1:
-            return Blocks(layout.inputs * layout.kernel, 1, 1, num_pruned)
-        return Blocks(layout.inputs, layout.columns, layout.kernel, num_pruned)
+            form = self.kept_of[1], layout.stride, 1
+        elif layout is None or not self.needs_input_dim:
+            form = numel, 1, 1
+        elif layout.columns == 1:
+            form = layout.inputs * layout.kernel, 1, 1
+        else:
+            form = layout.inputs, layout.columns, layout.kernel
+        return Blocks(*form, resolve_count(self.wanted, form[0] * form[2]))
 
 
 EXPERT_LAYOUTS = ("experts", "transposed_experts")
@@ -215,73 +194,47 @@ _TRANSPOSED_LAYOUTS = ("conv1d_of_transformers", "transposed_experts")
 LAYOUTS = ("linear", "conv1d_of_transformers", "convolution", *EXPERT_LAYOUTS)
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class WeightLayout:
     """How the weight of a layer meets its input.
 
-    Attributes:
+    Args:
         kind: "linear" ([out, in]), "conv1d_of_transformers" ([in, out]), "convolution", or
             "experts" ([experts, out, in]) or "transposed_experts" ([experts, in, out]).
         shape: of the whole weight.
         groups: of a convolution.
+
+    Attributes:
+        are_experts: whether it is matrices of fused experts: each has tokens of its own.
+        is_transposed: whether the matrices are [in, out].
+        input_dim: the dimension of the inputs; of a convolution, that of the channels in a group.
+        output_dim: the dimension of the weight that has one row for each output.
+        num_matrices: how many matrices it is: fused experts, or groups of a convolution.
+        num_token_counts: how many numbers of tokens there are: one, or one for each expert.
+        input_shape: shape of a statistic that has one number for each input feature.
+        num_inputs: number of input features.
+        num_outputs: number of outputs; of experts, those of each counted.
+        matrix_shape: outputs and inputs of each of its matrices.
     """
 
     kind: str
     shape: tuple[int, ...]
     groups: int = 1
 
-    @property
-    def are_experts(self) -> bool:
-        """Whether it is matrices of fused experts: each has tokens of its own."""
-        return self.kind in EXPERT_LAYOUTS
-
-    @property
-    def is_transposed(self) -> bool:
-        """Whether the matrices are [in, out]."""
-        return self.kind in _TRANSPOSED_LAYOUTS
-
-    @property
-    def input_dim(self) -> int:
-        """The dimension of the inputs; of a convolution, that of the channels in a group."""
-        return self.are_experts + (not self.is_transposed)
-
-    @property
-    def output_dim(self) -> int:
-        """The dimension of the weight that has one row for each output."""
-        return self.are_experts + self.is_transposed
-
-    @property
-    def num_matrices(self) -> int:
-        """How many matrices it is: fused experts, or groups of a convolution."""
-        return self.shape[0] if self.are_experts else self.groups
-
-    @property
-    def num_token_counts(self) -> int:
-        """How many numbers of tokens there are: one, or one for each expert."""
-        return self.shape[0] if self.are_experts else 1
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """Shape of a statistic that has one number for each input feature."""
+    def __post_init__(self) -> None:
+        self.are_experts = self.kind in EXPERT_LAYOUTS
+        self.is_transposed = self.kind in _TRANSPOSED_LAYOUTS
+        self.input_dim = self.are_experts + (not self.is_transposed)
+        self.output_dim = self.are_experts + self.is_transposed
+        self.num_token_counts = self.shape[0] if self.are_experts else 1
+        self.num_matrices = self.shape[0] if self.are_experts else self.groups
+        self.input_shape = tuple(n for d, n in enumerate(self.shape) if d != self.output_dim)
         if self.kind == "convolution":
-            return (self.groups * self.shape[1], *self.shape[2:])
-        return tuple(n for dim, n in enumerate(self.shape) if dim != self.output_dim)
-
-    @property
-    def num_inputs(self) -> int:
-        """Number of input features."""
-        return math.prod(self.input_shape)
-
-    @property
-    def num_outputs(self) -> int:
-        """Number of outputs; of experts, those of each counted."""
-        return self.num_token_counts * self.shape[self.output_dim]
-
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """Outputs and inputs of each of its matrices."""
+            self.input_shape = (self.groups * self.shape[1], *self.shape[2:])
+        self.num_inputs = math.prod(self.input_shape)
+        self.num_outputs = self.num_token_counts * self.shape[self.output_dim]
         num = max(1, self.num_matrices)
-        return self.num_outputs // num, self.num_inputs // num
+        self.matrix_shape = self.num_outputs // num, self.num_inputs // num
 
     def of_inputs(self, values: Tensor) -> Tensor:
         """A number per input feature, as a factor that broadcasts to the weight.

@@ -32,7 +32,7 @@ Normalization = Literal["rms", "l2", "mean"]
 NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)
 
 GRID_BITS = 36  # SERIAL terms, 2**15, have a sum below 2**53: exact in float64
-_WORD = 1 << 32
+WORD = 1 << 32  # sums are two integers, whose own sums over ranks fit into int64
 
 
 def check_normalization(normalize: object) -> None:
@@ -83,16 +83,6 @@ def grid_sum_on_device(magnitudes: Tensor, exponent: int, power: Literal[1, 2]) 
     for scale in _scales(exponent, power):
         terms = terms * scale
     return (terms.square_() if power == 2 else terms).round_().long().sum()
-
-
-def to_words(total: int) -> tuple[int, int]:
-    """A sum as two integers whose own sums over ranks fit into int64."""
-    return total // _WORD, total % _WORD
-
-
-def from_words(high: int, low: int) -> int:
-    """The sum that two words stand for, after they were added over all ranks."""
-    return high * _WORD + low
 
 
 def statistic(normalize: Normalization, total: int, exponent: int, num_elements: int) -> float:

@@ -132,7 +132,7 @@ def registered_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, str
     """(full name, module, registered name, parameter) of what the modules of a model register.
 
     A tied parameter comes once for each of its names. What a wrapper has taken away, or gathered,
-    comes as the wrapper registers it; ``shards.parameters`` knows better.
+    comes as the wrapper registers it; ``shards.reader`` knows better.
     """
     for path, module in named_modules(root):
         for name, parameter in module._parameters.items():

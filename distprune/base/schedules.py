@@ -9,34 +9,18 @@ the next.
 from __future__ import annotations
 
 import numbers
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-
-class Schedule(ABC):
-    """Base of all schedules: frozen dataclasses that compare equal if their fields do."""
-
-    @abstractmethod
-    def is_due(self, step: int) -> bool:
-        """Whether a pruning is due after optimizer step number ``step`` (from 0)."""
-
-    @abstractmethod
-    def sparsity_at(self, step: int) -> float:
-        """The share of all elements to be pruned, from ``step`` until the next due step.
-
-        It is 0.0 before the first due step.
-        """
-
-    @property
-    def ends_at(self) -> float | None:
-        """The final value of :meth:`sparsity_at`; None if it is unknown."""
-        return None
+from distprune.base.amount import check_share
 
 
-class _Repeated(Schedule):
-    """Due at ``begin``, every ``frequency`` steps, and at ``end`` if there is one."""
+class Schedule:
+    """Base of all schedules: frozen dataclasses that compare equal if their fields do.
+
+    A pruning is due at ``begin``, every ``frequency`` steps, and at ``end`` if there is one.
+    """
 
     begin: int
     end: int | None
@@ -50,20 +34,29 @@ class _Repeated(Schedule):
             )
 
     def is_due(self, step: int) -> bool:
+        """Whether a pruning is due after optimizer step number ``step`` (from 0)."""
         if step < self.begin or (self.end is not None and step > self.end):
             return False
         return step == self.end or (step - self.begin) % self.frequency == 0
 
     def sparsity_at(self, step: int) -> float:
+        """The share of all elements to be pruned, from ``step`` until the next due step.
+
+        It is 0.0 before the first due step.
+        """
         if step < self.begin:
             return 0.0
-        if self.end is not None and step >= self.end:
-            return self._due_sparsity(self.end)
-        return self._due_sparsity(step - (step - self.begin) % self.frequency)
+        last = step - (step - self.begin) % self.frequency
+        return self._due_sparsity(last if self.end is None or step < self.end else self.end)
 
-    @abstractmethod
+    @property
+    def ends_at(self) -> float | None:
+        """The final value of :meth:`sparsity_at`; None if it is unknown."""
+        return None if self.end is None else self._due_sparsity(self.end)
+
     def _due_sparsity(self, step: int) -> float:
         """The sparsity at a due step."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -80,23 +73,15 @@ class OneShot(Schedule):
 
     step: int
     sparsity: float
+    frequency = 1
+    begin = end = property(lambda self: self.step)  # type: ignore[assignment]
 
-    def __post_init__(self) -> None:
-        _check_fields(self)
-
-    def is_due(self, step: int) -> bool:
-        return step == self.step
-
-    def sparsity_at(self, step: int) -> float:
-        return self.sparsity if step >= self.step else 0.0
-
-    @property
-    def ends_at(self) -> float:
+    def _due_sparsity(self, step: int) -> float:
         return self.sparsity
 
 
 @dataclass(frozen=True)
-class _Ramp(_Repeated):
+class _Ramp(Schedule):
     """Raises the sparsity."""
 
     begin: int
@@ -123,13 +108,9 @@ class _Ramp(_Repeated):
         between = self._between((step - self.begin) / (self.end - self.begin))
         return min(max(between, self.initial_sparsity), self.final_sparsity)
 
-    @property
-    def ends_at(self) -> float:
-        return self.final_sparsity
-
-    @abstractmethod
     def _between(self, progress: float) -> float:
         """The sparsity at ``progress``, the share of steps from begin to end, in [0, 1)."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -175,7 +156,7 @@ class Cubic(_Ramp):
 
 
 @dataclass(frozen=True, repr=False)
-class Function(_Repeated):
+class Function(Schedule):
     """A function of the step.
 
     Args:
@@ -203,6 +184,8 @@ class Function(_Repeated):
             raise TypeError(f"fn={self.fn!r} is a {kind}; expected a function of the step.")
         super().__post_init__()
 
+    ends_at = None  # its values are asked for when they are due
+
     def _due_sparsity(self, step: int) -> float:
         return _checked_sparsity(f"fn({step})", self.fn(step))
 
@@ -225,10 +208,10 @@ def schedule_fields(schedule: Schedule) -> dict[str, Any]:
     Raises:
         ValueError: recipes have no such schedule.
     """
-    for kind, schedule_class in SCHEDULES.items():
-        if type(schedule) is schedule_class:
-            return {"kind": kind, **vars(schedule)}
-    raise ValueError(f"{schedule!r} has no form in a recipe; expected OneShot, Linear or Cubic.")
+    kinds: dict[type[Schedule], str] = {made: kind for kind, made in SCHEDULES.items()}
+    if type(schedule) not in kinds:
+        raise ValueError(f"{schedule!r} has no form in a recipe; expected OneShot, Linear, Cubic.")
+    return {"kind": kinds[type(schedule)], **vars(schedule)}
 
 
 def _check_fields(schedule: Schedule) -> None:
@@ -246,9 +229,5 @@ def _check_fields(schedule: Schedule) -> None:
 
 
 def _checked_sparsity(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        kind = type(value).__name__
-        raise TypeError(f"{name}={value!r} is a {kind}; expected a float in [0, 1].")
-    if not 0.0 <= value <= 1.0:  # or NaN
-        raise ValueError(f"{name}={value!r} is not in [0, 1]; expected a sparsity.")
+    check_share(name, value)
     return float(value)

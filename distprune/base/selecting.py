@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
+from fnmatch import translate
 
 from distprune.base.float_formats import NOT_FLOATS
 
@@ -27,24 +27,15 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     """Whether a pattern matches the full name of a parameter, as a function of the name.
 
     Raises:
-        re.error: no regular expression after ``re:``.
+        ValueError: no regular expression after ``re:``; says why.
     """
-    if pattern.startswith(_REGEX):
-        is_match = re.compile(pattern.removeprefix(_REGEX)).fullmatch
-        return lambda name: bool(is_match(name) or is_match(_module_of(name)))
-    return lambda name: fnmatchcase(name, pattern) or fnmatchcase(_module_of(name), pattern)
-
-
-def check_pattern(pattern: str) -> None:
-    """Raise ValueError, with the reason, for what is no regular expression after ``re:``."""
+    is_regex = pattern.startswith(_REGEX)
     try:
-        matcher(pattern)
+        found = re.compile(pattern.removeprefix(_REGEX) if is_regex else translate(pattern))
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(str(error)) from error
-
-
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]
+    is_match = found.fullmatch
+    return lambda name: bool(is_match(name) or is_match(name.rpartition(".")[0]))
 
 
 SortKey = list[tuple[int, int, str]]

@@ -15,8 +15,7 @@ from distprune.call.request import Fact, ParameterArguments
 from distprune.masks.checks import check_idle, check_state
 from distprune.ranks.collectives import Communicator
 from distprune.shards.factored import FactoredScores
-from distprune.shards.parameters import Scores
-from distprune.shards.reader import ShardReader, local_part, whole_checksum
+from distprune.shards.reader import Scores, ShardReader, local_part, whole_checksum
 from distprune.shards.shard import Shard
 
 A = TypeVar("A", bound=ParameterArguments)

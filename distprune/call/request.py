@@ -32,7 +32,7 @@ from distprune.ranking.in_blocks import BlockedParameter
 from distprune.ranking.scores import scores_in_memory
 from distprune.ranks.collectives import Communicator
 from distprune.shards.factored import FactoredScores
-from distprune.shards.parameters import Scores
+from distprune.shards.reader import Scores
 from distprune.shards.shard import Shard
 
 # By (module, name), or a pattern for full names: the dimensions that an output sums over.
@@ -321,7 +321,7 @@ def agree_on_segments(
             )
             return Segments(blocks=blocks, wanted=(rule.wanted,) * len(targets))
         if rule is not None:  # layers
-            counts = [rule.counts(size, None)[1] for size in sizes]
+            counts = [rule.blocks(size, None).num_pruned for size in sizes]
             return Segments(counts=tuple(counts), wanted=(rule.wanted,) * len(sizes))
         if isinstance(amount, Mapping):
             shares = per_parameter("amount", amount, named, default=None)
@@ -356,8 +356,7 @@ def _grouped(rule: BlockRule, target: Shard, given: tuple[int, ...] | None) -> B
     problem = rule.misfit(target.name, shape, layout)
     if problem is not None:
         raise ValueError(problem)
-    _, num_pruned = rule.counts(target.numel, layout)
-    groups = rule.blocks(target.numel, layout, num_pruned)
+    groups = rule.blocks(target.numel, layout)
     return BlockedParameter(groups, rule, shape, dims)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distprune.base.garbage import without_garbage_collection
-from distprune.base.mask_bits import num_bytes_of
 from distprune.cli import console
 from distprune.cli.options import command
 from distprune.cli.process import FAILURE, translated
@@ -159,7 +158,7 @@ def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> dict
     from distprune.files.planning import bytes_to_count
 
     size = plan.checkpoint.num_bytes + sum(file.size for file in plan.checkpoint.others)
-    masks = sum(num_bytes_of(tensor.entry.numel) for tensor in plan.tensors) * plan.recipe.masks
+    masks = sum(-(-tensor.entry.numel // 8) for tensor in plan.tensors) * plan.recipe.masks
     report = 2 * sum(len(verdict.entry.name) + 200 for verdict in plan.verdicts)
     writes = size + masks + report
     cost = {"read_bytes": size + bytes_to_count(plan), "write_bytes": writes}

@@ -11,16 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from distprune.criteria.base import Criterion, Unit, is_finite
+from distprune.criteria.rank_batches import Power, RankBatches, checked_unit
 from distprune.ranks.collectives import Communicator, sum_of_pieces
 from distprune.ranks.process_groups import over_groups, world
-from distprune.shards.gradients import (
-    LocalGradients,
-    Power,
-    RankBatches,
-    checked_unit,
-    ranks_with_shards,
-    unaveraged_gradients,
-)
+from distprune.shards.gradients import ranks_with_shards, unaveraged_gradients
+from distprune.wrappers.managed import GradientSource
 from distprune.wrappers.masked_value import has_own_property
 
 if TYPE_CHECKING:
@@ -48,29 +43,29 @@ class RankBatchSums(RankBatches):
     counted once per replica.
 
     Args:
-        leaves: where the gradients come from.
+        sources: where the gradients come from.
         parts: by position, the parameters with their totals so far.
         power: of the moment.
     """
 
     def __init__(
-        self, leaves: Sequence[LocalGradients], parts: Sequence[Part], power: Power
+        self, sources: Sequence[GradientSource], parts: Sequence[Part], power: Power
     ) -> None:
-        super().__init__(leaves, [part.label for part in parts], power)
+        super().__init__(sources, [part.label for part in parts], power)
         self._parts = parts
         self._order = hashlib.sha256()
 
     def begin(self) -> None:
         """Reset the earlier total that another replica keeps: see [Note: sums over replicas]."""
-        for leaf in self._gradients:
-            if any(group.rank() for group in leaf.source.replica_groups):
-                for position in leaf.runs:
+        for source in self._sources:
+            if any(group.rank() for group in source.replica_groups):
+                for position in source.runs:
                     self._parts[position].total.zero_()
 
     def finish(self, communicator: Communicator, facts: Sequence[tuple[str, str]]) -> None:
         """Add up sums and weights over the ranks that have the same elements.
 
-        Collective over ``communicator``, and over the groups of the leaves.
+        Collective over ``communicator``, and over the groups of the sources.
 
         Args:
             communicator: the ranks of the call.
@@ -84,34 +79,34 @@ class RankBatchSums(RankBatches):
         self._check_order(communicator)
         weight = torch.tensor([self.weight], dtype=torch.float64)
         weights: dict[tuple[ProcessGroup, ...], float] = {(): self.weight}
-        for leaf in self._gradients:
-            groups, replicas = leaf.data_groups, leaf.source.replica_groups
+        for source in self._sources:
+            groups, replicas = source.data_groups, source.replica_groups
             if groups not in weights:
                 weights[groups] = float(over_groups(groups).reduce_floats(1, lambda: weight))
             summing = over_groups(replicas) if replicas else None
-            for position in leaf.runs:
+            for position in source.runs:
                 if summing is not None:  # does nothing for one rank
                     summing.sum_floats(self._parts[position].total)
                 self._parts[position].weight += weights[groups]
 
     def _add(self, number: int, gradient: Tensor, factor: float) -> None:
-        leaf = self._gradients[number]
-        group = leaf.source.shard_group
+        source = self._sources[number]
+        group = source.shard_group
         if group is None:
-            (position,) = leaf.runs
+            (position,) = source.runs
             if factor:
                 add_moment(self._parts[position].total, gradient, self._power, factor)
             return
         # All ranks that share the leaf sum up here, also a rank whose factor is 0.
         self._order.update(number.to_bytes(4, "big"))
-        pieces = leaf.source.pieces(gradient)
+        pieces = source.pieces(gradient)
         if factor:
             pieces = pieces.square_() if self._power == 2 else pieces.abs_()
             pieces.mul_(factor)
         else:
             pieces.zero_()  # not by a product: inf * 0 is NaN
         own = sum_of_pieces(pieces, group)
-        for position, run in leaf.runs.items():
+        for position, run in source.runs.items():
             total = self._parts[position].total
             total.view(-1).add_(own[run].to(total.device))
 
@@ -129,7 +124,7 @@ class RankBatchSums(RankBatches):
     def _check_order(self, communicator: Communicator) -> None:
         """Raise unless the ranks of each shard group got gradients of the same leaves in turn."""
         digest = int.from_bytes(self._order.digest()[:7], "big")
-        groups = dict.fromkeys(leaf.source.shard_group for leaf in self._gradients)
+        groups = dict.fromkeys(source.shard_group for source in self._sources)
         both = torch.tensor([digest, -digest])
         found = [over_groups([group]).max(both) for group in groups if group is not None]
         error = None
@@ -299,8 +294,8 @@ class GradientMoment(Criterion):
                     "where the gradients of single ranks are not seen; expected "
                     'unit="global_batch".'
                 )
-        leaves = unaveraged_gradients([part.shard for part in parts], self._group)
-        self._sums = RankBatchSums(leaves, parts, self._power)
+        sources = unaveraged_gradients([part.shard for part in parts], self._group)
+        self._sums = RankBatchSums(sources, parts, self._power)
         self._sums.attach()
 
     def _facts(self) -> list[tuple[str, str]]:

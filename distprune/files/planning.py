@@ -267,18 +267,17 @@ def _plan_group(
     rule = recipe.group_rule
     needs_input_dim = rule.needs_input_dim
     of_tensors = [layouts.of(entry) if needs_input_dim else None for entry in entries]
-    pairs = zip(entries, of_tensors, strict=True)
-    counts = [rule.counts(entry.numel, layout) for entry, layout in pairs]
+    pairs = list(zip(entries, of_tensors, strict=True))
+    blocks = [rule.blocks(entry.numel, layout) for entry, layout in pairs]
+    of_each: Sequence[int | None] = [None] * len(entries)
     if recipe.is_global:
         assert recipe.sparsity is not None  # a recipe has a pattern N:M, or a sparsity
         num_to_prune = resolve_count(recipe.sparsity, num_elements)
     else:
-        num_to_prune = sum(num_blocks * num_pruned for num_blocks, num_pruned in counts)
+        counts = [own.num_pruned_of(e.numel) for own, e in zip(blocks, entries, strict=True)]
+        of_each, num_to_prune = counts, sum(counts)
     bounded = [Bounded(e.name, (e.name,), e.numel, tuple(e.shape)) for e in entries]
     limits = _limits_of(bounded, recipe, num_to_prune)
-    of_each: Sequence[int | None] = [None] * len(entries)
-    if not recipe.is_global:
-        of_each = [num_blocks * num_pruned for num_blocks, num_pruned in counts]
     if recipe.budget in ("uniform", "erk"):
         from distprune.budgets import divided, lines_of
 
@@ -286,13 +285,9 @@ def _plan_group(
         lines = lines_of(recipe.budget, bounded)
         of_each = divided(lines, lowest, highest, num_to_prune)
     tensors, offset = [], 0
-    for entry, layout, (_, num_pruned), limit, count in zip(
-        entries, of_tensors, counts, limits, of_each, strict=True
-    ):
-        blocks = None
-        if needs_input_dim:
-            blocks = rule.blocks(entry.numel, layout, num_pruned)
-        tensors.append(PlannedTensor(entry, recipe, number, layout, offset, blocks, *limit, count))
+    for (entry, layout), own, limit, count in zip(pairs, blocks, limits, of_each, strict=True):
+        ranked = own if needs_input_dim else None
+        tensors.append(PlannedTensor(entry, recipe, number, layout, offset, ranked, *limit, count))
         offset += entry.numel
     has_limits = any((t.lowest, t.highest) != (0, t.entry.numel) for t in tensors)
     last = first + len(tensors)

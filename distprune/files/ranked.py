@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune.base.amount import bound_met
+from distprune.base.amount import CEILING, FLOOR
 from distprune.base.exact_sums import scale_of
 from distprune.base.float_formats import PLAIN_FLOATS
 from distprune.base.hashing import draw_seed
@@ -329,8 +329,11 @@ class RankedTensors:
                 lines = self._owl_lines(positions, shares, numbers)
                 counts = tuple(divided(lines, lowest, highest, k))
             if recipe.budget is not None:
-                none = [0] * len(counts)
-                bounds = list(map(bound_met, counts, lowest, highest, sizes, none))
+                for i, count in enumerate(counts):
+                    if count == highest[i] < sizes[i]:
+                        bounds[i] = CEILING
+                    if count == lowest[i] > 0:
+                        bounds[i] = FLOOR
             found = ranking.cut(range(len(parts)), counts)
         elif group.has_limits:
             found, common, bounds = cut_within(ranking, k, Limits(lowest, highest))

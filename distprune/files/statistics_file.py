@@ -302,7 +302,7 @@ def _read(path: StrPath, kind: type[S]) -> tuple[WeightFile, np.ndarray, dict[st
         }  # fmt: skip
         facts = json.loads(file.metadata["parameters"])
         return file, raw, {each: _stored(kind, each, facts[each], arrays) for each in facts}
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{name} is malformed: {error}.") from error
 
 

@@ -23,7 +23,6 @@ from distprune.base.naming import named_modules, unwrap
 from distprune.base.pruned_form import is_dtensor
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.process_groups import is_distributed, over_groups, world
-from distprune.wrappers.managed import StoredRun
 from distprune.wrappers.wrapper import managed_parameters
 
 
@@ -82,13 +81,8 @@ def data_ranks(model: nn.Module) -> DataRanks:
     paths = {id(module): path for path, module in named_modules(model)}
     for (owner, name), record in managed_parameters(model).items():
         if owner in paths:
-            if isinstance(record, StoredRun):
-                groups = list(record.groups)
-            else:
-                source = record.gradient_source()
-                shards = source.shard_group
-                groups = ([] if shards is None else [shards]) + list(source.replica_groups)
-            found.setdefault(tuple(over_groups(groups).ranks), f"{paths[owner]}.{name}")
+            ranks = over_groups(record.groups).ranks
+            found.setdefault(tuple(ranks), f"{paths[owner]}.{name}")
     if len(found) > 1:
         (ranks, name), (others, other) = list(found.items())[:2]
         raise NotImplementedError(

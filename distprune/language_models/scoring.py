@@ -21,7 +21,7 @@ from distprune.language_models.text import TokenWindows
 from distprune.methods.builtin import L1Unstructured
 from distprune.ranks.process_groups import world
 from distprune.reconstruction import ReconstructionReport, reconstruct
-from distprune.shards.parameters import Scores
+from distprune.shards.reader import Scores
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
 from distprune.statistics.gram import GramMatrices

@@ -26,8 +26,7 @@ from distprune.base.pruned_form import (
 from distprune.masks.attach import tied_places
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.ranks.process_groups import world
-from distprune.wrappers.dtensor import doubtful_box
-from distprune.wrappers.wrapper import managed_parameters
+from distprune.wrappers.wrapper import doubtful_box, managed_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

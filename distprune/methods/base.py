@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distprune.base.mask_values import zero_pruned
+from distprune.base.mask_bits import zero_pruned
 from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import NamedParameter, unwrap
 from distprune.call.reading import read_at_rest

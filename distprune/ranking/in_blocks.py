@@ -370,7 +370,7 @@ def _blocks_of_box(index: IndexMap, size: int, parameter: BlockedParameter) -> B
             return None
     elif any(sizes[dim] != shape[dim] for dim in dims):
         return None
-    return rule.blocks(size, layout_along("", sizes, dims), parameter.blocks.num_pruned)
+    return rule.blocks(size, layout_along("", sizes, dims))
 
 
 def _spans(ranges: Sequence[range]) -> Iterator[range]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from distprune.base import exact_sums, memory
 from distprune.base.blocks import WeightLayout
 from distprune.base.exact_sums import GRID_BITS, Normalization
-from distprune.base.mask_values import is_one
+from distprune.base.mask_bits import is_one
 from distprune.base.memory import SERIAL, Array, Count, Scratch, on_host
 from distprune.base.naming import UnfitScores
 from distprune.ranking.chunks import Elements, call_all, operations_on, spans_of
@@ -232,10 +232,11 @@ def grid_sums(
         return exact_sums.grid_sum(magnitudes, exponent, power, scratch)
 
     def add_up() -> Tensor:
-        return torch.tensor(list(map(exact_sums.to_words, per_part(parts, grid_sum)))).view(-1)
+        words = [divmod(total, exact_sums.WORD) for total in per_part(parts, grid_sum)]
+        return torch.tensor(words).view(-1)
 
     words = ranks.reduce(2 * len(parts), add_up).view(-1, 2).tolist()
-    return [exact_sums.from_words(high, low) for high, low in words]
+    return [high * exact_sums.WORD + low for high, low in words]
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -99,13 +99,20 @@ class Communicator:
         self.num_collectives = 0
         self.bytes_sent = 0
 
-    def reduce(self, size: int, step: Callable[[], Tensor], op: Op = "sum") -> Tensor:
+    def reduce(
+        self,
+        size: int,
+        step: Callable[[], Tensor],
+        op: Op = "sum",
+        dtype: torch.dtype = torch.int64,
+    ) -> Tensor:
         """Run a local step on every rank and reduce what it returns; see [Note: all or none].
 
         Args:
             size: number of elements of the result; a value that all ranks share.
-            step: local work that may fail; returns int64 [size].
+            step: local work that may fail; returns [size] of the dtype.
             op: "sum" (modulo 2**64), "max" or "min", elementwise.
+            dtype: int64, or float64 for :meth:`reduce_floats`.
 
         Raises:
             BaseException: what the step raised on this rank, if it failed on all; otherwise what it
@@ -113,30 +120,6 @@ class Communicator:
 
         Cost: one all-reduce of ``size`` + 1 words.
         """
-        return self._reduce_step(size, step, op, torch.int64)
-
-    def reduce_floats(self, size: int, step: Callable[[], Tensor]) -> Tensor:
-        """Run a local step on every rank and sum what it returns in float64; see :meth:`reduce`.
-
-        Args:
-            size: number of elements of the result; a value that all ranks share.
-            step: local work that may fail; returns float64 [size].
-
-        Returns:
-            The sums, bit-equal on all ranks. Sums of integers are exact while they are below 2**53;
-            others are rounded, in an order that depends on the ranks.
-
-        Raises:
-            BaseException: as :meth:`reduce`.
-
-        Cost: one all-reduce of ``size`` + 1 words.
-        """
-        return self._reduce_step(size, step, "sum", torch.float64)
-
-    def _reduce_step(
-        self, size: int, step: Callable[[], Tensor], op: Op, dtype: torch.dtype
-    ) -> Tensor:
-        """See :meth:`reduce`."""
         if self.size == 1:
             return step()
         shared = torch.zeros(size + 1, dtype=dtype)
@@ -154,6 +137,14 @@ class Communicator:
         if shared[size] != 0:
             self._raise_everywhere(error)
         return shared[:size]
+
+    def reduce_floats(self, size: int, step: Callable[[], Tensor]) -> Tensor:
+        """The sums in float64 of what a local step returns on every rank; see :meth:`reduce`.
+
+        They are bit-equal on all ranks. Sums of integers are exact while they are below 2**53;
+        others are rounded, in an order that depends on the ranks.
+        """
+        return self.reduce(size, step, "sum", torch.float64)
 
     def leader_of(self, size: int, step: Callable[[], Tensor]) -> Tensor:
         """What a local step returns on the leader; see :meth:`reduce`. All ranks run it."""
@@ -301,19 +292,15 @@ class Communicator:
         kinds = list(dict.fromkeys(digests))
         firsts = [digests.index(digest) for digest in kinds]
         # Eight bytes to an integer; every text begins at an integer of its own.
-        num_words = [-(-lengths[first] // 8) for first in firsts]
-        words = torch.zeros(sum(num_words), dtype=torch.int64)
-        starts = [sum(num_words[:number]) for number in range(len(kinds))]
-        if self.index in firsts:
-            number = firsts.index(self.index)
-            padded = raw.ljust(8 * num_words[number], b"\0")
-            if padded:
-                own_words = torch.frombuffer(bytearray(padded), dtype=torch.int64)
-                words[starts[number] : starts[number] + num_words[number]] = own_words
-        joined = self.sum(words).numpy().tobytes()
+        sizes = [-(-lengths[first] // 8) for first in firsts]
+        parts = list(torch.zeros(sum(sizes), dtype=torch.int64).split(sizes))
+        if raw and self.index in firsts:
+            padded = bytearray(raw.ljust(-(-len(raw) // 8) * 8, b"\0"))
+            parts[firsts.index(self.index)] = torch.frombuffer(padded, dtype=torch.int64)
+        joined = self.sum(torch.cat(parts)).split(sizes)
         texts = [
-            joined[8 * start : 8 * start + lengths[first]].decode()
-            for start, first in zip(starts, firsts, strict=True)
+            part.numpy().tobytes()[: lengths[first]].decode()
+            for part, first in zip(joined, firsts, strict=True)
         ]
         return texts, [kinds.index(digest) for digest in digests]
 
@@ -360,18 +347,11 @@ class Communicator:
             if not holders:
                 _in_use.update(dict.fromkeys(keys, thread))
         if holders:
-            where, way_out = (
-                ("this", "Do not call distprune from a function that it calls.")
-                if holders[0] == thread
-                else (
-                    "another",
-                    "Wait for the other thread, or give each thread a group of its own "
-                    "(torch.distributed.new_group).",
-                )
-            )
+            where = "this" if holders[0] == thread else "another"
             raise RuntimeError(
                 f"a distprune call is under way on this process group, in {where} thread; expected "
-                f"one call at a time. {way_out}"
+                "one call at a time. Do not call distprune from a function that it calls; wait for "
+                "other threads, or give each a group of its own (torch.distributed.new_group)."
             )
         try:
             yield
@@ -453,14 +433,11 @@ _WAITS = (
     "or of a wrapper such as FSDP, all end with the timeout of the process group."
 )
 
-# torch 2.13 gave it another name, and warns of the old one.
-_reduce_scatter: Callable[..., object] = (
-    dist.reduce_scatter_single
-    if hasattr(dist, "reduce_scatter_single")
-    else dist.reduce_scatter_tensor
-)
-_all_gather: Callable[..., object] = (
-    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+# torch 2.13 gave them other names, and warns of the old ones.
+_IS_NEW = hasattr(dist, "all_gather_single")
+_all_gather: Any = getattr(dist, "all_gather_single" if _IS_NEW else "all_gather_into_tensor")
+_reduce_scatter: Any = getattr(
+    dist, "reduce_scatter_single" if _IS_NEW else "reduce_scatter_tensor"
 )
 
 

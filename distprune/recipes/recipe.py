@@ -19,7 +19,7 @@ from pydantic import (
 
 from distprune.base.blocks import BlockRule, Scope, parse_pattern
 from distprune.base.schedules import SCHEDULES, OneShot, Schedule, schedule_fields
-from distprune.base.selecting import check_pattern
+from distprune.base.selecting import matcher
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,7 +52,7 @@ def _pattern(value: Any) -> str:
 
 
 def _checked(pattern: str) -> str:
-    check_pattern(pattern)
+    matcher(pattern)
     return pattern
 
 

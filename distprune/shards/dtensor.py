@@ -14,15 +14,9 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distprune.base.pruned_form import is_dtensor
-from distprune.shards.geometry import (
-    Fold,
-    IndexMap,
-    Split,
-    dim_coordinates,
-    index_map,
-    memory_order,
-)
+from distprune.base.pruned_form import local_tensor
+from distprune.shards import geometry
+from distprune.shards.geometry import Fold, IndexMap, Split, dim_coordinates, index_map
 from distprune.shards.shard import Shard
 
 _SHARDED = (ShardPlacement, _StridedShard)  # the second is no subclass since torch 2.10
@@ -61,8 +55,7 @@ def local_shard(
     key = (shape, placements, is_from_fsdp2)
     if key not in parts:
         _check_order(name, mesh, placements)
-        _check_strided(name, shape, mesh.shape, placements, is_from_fsdp2)
-        splits = splits_of(name, shape, mesh.shape, coordinate, placements)
+        splits = splits_of(name, shape, mesh.shape, coordinate, placements, is_from_fsdp2)
         # Not which ranks: the same parameter may be on several meshes of one shape.
         layout = f"{placements} on a mesh of shape {tuple(mesh.shape)}"
         replicas = replica_of(mesh.shape, coordinate, placements)
@@ -89,19 +82,18 @@ def local_shard(
                 "parallelize_module or fully_shard make."
             )
         if not is_row_major:
-            index = index_map(shape, index.coordinates, memory_order(values) or range(len(shape)))
-    shard = Shard(
-        name, parameter, values, mask, shape, index, replica=replica, num_replicas=num_replicas
-    )
+            index = index_map(
+                shape, index.coordinates, geometry.memory_order(values) or range(len(shape))
+            )
+    shard = Shard(name, parameter, values, mask, shape, index, False, replica, num_replicas)
     shard.ranks, shard.layout, shard.key = ranks, layout, id(parameter)
     shard.mesh, shard.placements = mesh, placements
     return shard
 
 
 def _local(tensor: Tensor) -> Tensor:
-    assert is_dtensor(tensor)
     with torch.no_grad():  # else to_local() is an operation of autograd, which takes longer
-        return tensor.to_local().detach()
+        return local_tensor(tensor).detach()
 
 
 def _index_of(name: str, shape: Sequence[int], splits: Sequence[Split]) -> IndexMap:
@@ -134,40 +126,64 @@ def _check_order(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -
             )
 
 
-def _check_strided(
+def splits_of(
     name: str,
     shape: Sequence[int],
     mesh_shape: Sequence[int],
+    coordinate: Sequence[int] | None,
     placements: Sequence[Placement],
-    is_from_fsdp2: bool,
-) -> None:
-    """Refuse every ``_StridedShard`` but two kinds: a run of rows, and runs of groups of rows.
-
-    Where no other cut is of the dimension, each of ``split_factor`` groups is cut evenly: see
-    geometry.[Note: folds].
+    is_from_fsdp2: bool = True,
+) -> list[Split]:
+    """The cuts that placements describe, in the order in which they were made.
 
     FSDP2 over tensor parallelism writes its cut, made last, as ``_StridedShard`` on an axis to the
-    left of the other cuts of that dimension; the split factor is the product of the sizes of
-    their axes. A view of a DTensor that merges a dimension with a sharded one writes the same
-    type, and means rows that lie apart. If all cuts are even then two placements with the pattern
-    of FSDP2 mean the same, however they were made; if they are not, only FSDP2's own is a run.
+    left of the other cuts of that dimension; the split factor is the product of the sizes of their
+    axes. So strided cuts come last here. Walking placements from left to right, as torch's own
+    helper does, is right only when that cut is even.
+
+    A view of a DTensor that merges a dimension with a sharded one writes the same type, and means
+    rows that lie apart. If all cuts are even then two placements with the pattern of FSDP2 mean the
+    same, however they were made; if they are not, only FSDP2's own is a run. Where no other cut is
+    of the dimension, each of ``split_factor`` groups is cut evenly: see geometry.[Note: folds].
+
+    Returns:
+        For a rank outside the mesh the cuts of the first rank.
+
+    Raises:
+        NotImplementedError: a placement that is neither Shard nor Replicate; a ``_StridedShard`` of
+            another kind than these two.
     """
-    axes_of = _axes_of(name, shape, mesh_shape, placements)
+    axes_of: list[list[int]] = [[] for _ in shape]  # of more than one rank, that cut a dimension
     for axis, placement in enumerate(placements):
-        if not isinstance(placement, _StridedShard) or mesh_shape[axis] == 1:
+        if isinstance(placement, _SHARDED):
+            axes_of[placement.dim] += [axis] * (mesh_shape[axis] > 1)
+        elif not isinstance(placement, Replicate):
+            raise NotImplementedError(
+                f"{name}: placement {placement} is not supported; expected Shard or Replicate. "
+                "Call .redistribute() to resolve it before pruning."
+            )
+    plain, strided = list[Split](), list[Split]()
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, _SHARDED):
             continue
-        dim, factor = placement.dim % len(shape), int(placement.split_factor)
-        axes, later = axes_of[dim], [other for other in axes_of[dim] if other > axis]
-        num_chunks = math.prod(mesh_shape[other] for other in axes)
+        dim, axes = placement.dim % len(shape), axes_of[placement.dim]
+        cut = Split(dim, mesh_shape[axis], coordinate[axis] if coordinate else 0)
+        if not isinstance(placement, _StridedShard):
+            plain.append(cut)
+            continue
+        factor, num_chunks = int(placement.split_factor), math.prod(mesh_shape[a] for a in axes)
+        if axes == [axis]:
+            cut = cut._replace(num_groups=factor)
         if axes == [axis] and factor > 1:
             is_known = shape[dim] % (factor * num_chunks) == 0
         else:
+            later = [other for other in axes if other > axis]
             is_known = factor == math.prod(mesh_shape[other] for other in later)
             is_known &= all(isinstance(placements[other], ShardPlacement) for other in later)
             if shape[dim] % num_chunks:
                 is_outermost = all(isinstance(other, Replicate) for other in placements[:axis])
                 is_known &= is_from_fsdp2 and is_outermost
-        if not is_known:
+        if not is_known and mesh_shape[axis] > 1:
             raise NotImplementedError(
                 f"{name}: {placement} of {tuple(placements)}, of a dimension of size {shape[dim]} "
                 f"on a mesh of shape {tuple(mesh_shape)}, spreads rows that lie apart over the "
@@ -175,56 +191,7 @@ def _check_strided(
                 "even cut of equal groups of rows. Keep the parameter in the shape in which it was "
                 f"sharded, or call .redistribute() to Shard({dim}) before pruning."
             )
-
-
-def _axes_of(
-    name: str, shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
-) -> dict[int, list[int]]:
-    """By dimension, the axes of more than one rank that cut it."""
-    found: dict[int, list[int]] = {dim: [] for dim in range(len(shape))}
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, _SHARDED):
-            found[placement.dim % len(shape)] += [axis] * (mesh_shape[axis] > 1)
-        elif not isinstance(placement, Replicate):
-            raise NotImplementedError(
-                f"{name}: placement {placement} is not supported; expected Shard or Replicate. "
-                "Call .redistribute() to resolve it before pruning."
-            )
-    return found
-
-
-def splits_of(
-    name: str,
-    shape: Sequence[int],
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int] | None,
-    placements: Sequence[Placement],
-) -> list[Split]:
-    """The cuts that placements describe, in the order in which they were made.
-
-    FSDP2 over tensor parallelism records its cut as ``_StridedShard`` on the
-    *left* mesh axis although it is made *after* those of the axes to its right.
-    Walking placements from left to right, as torch's own helper does, is right
-    only when that cut is even; so strided cuts come last here.
-
-    Returns:
-        For a rank outside the mesh the cuts of the first rank.
-
-    Raises:
-        NotImplementedError: a placement that is neither Shard nor Replicate.
-    """
-    axes_of = _axes_of(name, shape, mesh_shape, placements)
-    plain, strided = list[Split](), list[Split]()
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, _SHARDED):
-            dim, chunk = placement.dim % len(shape), coordinate[axis] if coordinate else 0
-            cut = Split(dim, mesh_shape[axis], chunk)
-            if not isinstance(placement, _StridedShard):
-                plain.append(cut)
-            elif axes_of[dim] == [axis]:
-                strided.append(cut._replace(num_groups=int(placement.split_factor)))
-            else:
-                strided.append(cut)
+        strided.append(cut)
     return plain + strided
 
 

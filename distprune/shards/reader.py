@@ -7,24 +7,28 @@ registered, which look like replicas.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distprune.base.naming import unwrap
-from distprune.base.pruned_form import is_dtensor, mask_key, orig_key
+from distprune.base.naming import NamedParameter, full_name, named_modules, unwrap
+from distprune.base.pruned_form import is_dtensor, mask_key, name_of_pruned_orig, orig_key
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import grid, over_groups, over_mesh
 from distprune.shards.checksum import checksums
+from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import index_map, run_index_map
 from distprune.shards.shard import Shard
 from distprune.wrappers import wrapper
 from distprune.wrappers.held import find_held
-from distprune.wrappers.managed import StoredRun
+from distprune.wrappers.managed import Managed, StoredRun
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+# By (module, name): a score per element, or the factors of all scores.
+Scores = Mapping[tuple[nn.Module, str], Tensor | FactoredScores]
 
 
 class ShardReader:
@@ -36,16 +40,15 @@ class ShardReader:
     """
 
     def __init__(self, replica: int = 0, num_replicas: int = 1) -> None:
-        self._replica = replica
-        self._num_replicas = num_replicas
+        self._replicas = replica, num_replicas
         # Asked once, and not for each of many parameters.
         self._may_be_managed = wrapper.may_be_managed()
         # Made on demand: a call for one parameter may not need the records of all others.
-        self._managed: dict[tuple[int, str], wrapper.Managed] | None = None
+        self._managed: dict[tuple[int, str], Managed] | None = None
         # By process groups: lists of ranks are long, and the same for many parameters.
         self._ranks: dict[tuple[ProcessGroup, ...], tuple[int, ...]] = {}
 
-    def managed(self, module: nn.Module, name: str) -> wrapper.Managed | None:
+    def managed(self, module: nn.Module, name: str) -> Managed | None:
         """A wrapper's record of a parameter, pruned or not.
 
         Raises:
@@ -69,14 +72,16 @@ class ShardReader:
             return record
         if self._managed is None:
             self._managed = wrapper.managed_parameters()
-        if (id(module), name) not in self._managed and wrapper.is_flattened(module, name):
+        record = self._managed.get((id(module), name))
+        if record is None and wrapper.is_flattened(module, name):
             self._managed = wrapper.managed_parameters(everywhere=True)
-            if (id(module), name) not in self._managed:
+            record = self._managed.get((id(module), name))
+            if record is None:
                 raise NotImplementedError(
                     f"{type(module).__name__}.{name} is a piece of an FSDP1 flat parameter whose "
                     "wrapper is gone; expected that the wrapped model is kept and used."
                 )
-        return self._managed.get((id(module), name))
+        return record
 
     def read(self, module: nn.Module, name: str, label: str) -> Shard:
         """This rank's part of ``module.name``.
@@ -100,7 +105,7 @@ class ShardReader:
             raise NotImplementedError(f"{label}: {managed.unsupported}.")
         if isinstance(managed, StoredRun):
             return self._read_run(managed, label, mask)
-        return self.read_tensor(managed.sharded, label, mask, managed)
+        return self.read_tensor(managed.parameter, label, mask, managed)
 
     def _read_run(self, run: StoredRun, label: str, mask: Tensor | None) -> Shard:
         """This rank's run of a parameter, whose mask is a run, too."""
@@ -110,12 +115,10 @@ class ShardReader:
                 f"{label}: shape {tuple(run.shape)} and stride {tuple(run.stride)} overlap or have "
                 "gaps; expected a parameter that is dense in memory."
             )
-        values = run.values
-        if mask is not None:
-            # FSDP1 with CPU offload moves masks to the accelerator, as all buffers, and not values.
-            mask = mask.detach().to(values.device)
+        values, groups = run.values, tuple(run.groups)
+        # FSDP1 with CPU offload moves masks to the accelerator, as all buffers, and not values.
+        mask = None if mask is None else mask.detach().to(values.device)
         shard = Shard(label, values, values, mask, run.shape, index, True, *run.replica)
-        groups = tuple(run.groups)
         if groups not in self._ranks:
             self._ranks[groups] = tuple(grid(groups))
         shard.ranks, shard.layout = self._ranks[groups], run.layout
@@ -127,7 +130,7 @@ class ShardReader:
         parameter: Tensor,
         label: str,
         mask: Tensor | None = None,
-        managed: wrapper.Managed | None = None,
+        managed: Managed | None = None,
     ) -> Shard:
         """This rank's part of a tensor: of a DTensor, or the whole of any other one.
 
@@ -160,9 +163,8 @@ class ShardReader:
             shape, list(map(range, shape)), range(len(shape))
         )
         mask = None if mask is None else mask.detach()
-        replica, of = self._replica, self._num_replicas
         return Shard(
-            label, parameter, values, mask, shape, index, False, replica, of, key=id(parameter)
+            label, parameter, values, mask, shape, index, False, *self._replicas, key=id(parameter)
         )
 
     def identity(self, module: nn.Module, name: str) -> tuple[Hashable, torch.Size]:
@@ -187,7 +189,7 @@ class ShardReader:
         if isinstance(managed, StoredRun):
             return over_groups(managed.groups)
         registered = module._parameters.get(name)
-        parameter = registered if managed is None else managed.sharded
+        parameter = getattr(managed, "sharded", registered)
         return over_mesh(parameter.device_mesh) if is_dtensor(parameter) else None
 
 
@@ -260,3 +262,59 @@ def _check_kind(label: str, parameter: Tensor) -> None:
     for problem, has_it in problems.items():
         if has_it:
             raise NotImplementedError(f"{label}: {problem}.")
+
+
+class Place(NamedTuple):
+    """Where a model has a parameter.
+
+    Attributes:
+        key: the same for all places of a tied parameter.
+        shape: of the whole parameter.
+        pair: (module, name), with the plain full name.
+        is_floating: whether the parameter is of real floating-point numbers.
+    """
+
+    key: Hashable
+    shape: tuple[int, ...]
+    pair: NamedParameter
+    is_floating: bool
+
+    def with_all(self, places: Iterable[Place]) -> NamedParameter:
+        """The pair, with all places of its parameter."""
+        return self.pair.with_places(place.pair for place in places)
+
+
+def all_places(model: nn.Module) -> Iterator[Place]:
+    """Every parameter at every place, in the order of registration."""
+    managed = wrapper.managed_parameters(model)
+    names_of: dict[int, list[str]] = {}
+    for module_id, name in managed:
+        names_of.setdefault(module_id, []).append(name)
+    for path, module in named_modules(model):
+        parameters = module._parameters.items()
+        own = {n: p for n, p in parameters if p is not None and not wrapper.is_flat(p)}
+        for name in dict.fromkeys([*own, *names_of.get(id(module), ())]):
+            record = managed.get((id(module), name))
+            key = id(own[name]) if record is None else record.key
+            shape = (own[name] if record is None else record).shape
+            plain = name_of_pruned_orig(name, module._buffers) or name
+            pair = NamedParameter(module, plain, full_name(path, plain))
+            is_floating = name not in own or own[name].is_floating_point()
+            yield Place(key, tuple(shape), pair, is_floating)
+
+
+def by_parameter(places: Iterable[Place]) -> dict[Hashable, list[Place]]:
+    """The places of each parameter, by its key, in the order of their first ones."""
+    found: dict[Hashable, list[Place]] = {}
+    for place in places:
+        found.setdefault(place.key, []).append(place)
+    return found
+
+
+def find_places(model: nn.Module, is_wanted: Callable[[Place], bool]) -> list[NamedParameter]:
+    """Some parameters; a tied one once, with all its places."""
+    return [
+        next(filter(is_wanted, places)).with_all(places)
+        for places in by_parameter(all_places(model)).values()
+        if any(map(is_wanted, places))
+    ]

@@ -27,8 +27,8 @@ from torch import Tensor
 from distprune.base.naming import Pair
 from distprune.base.pruned_form import is_dtensor
 from distprune.shards.geometry import IndexMap
-from distprune.wrappers.dtensor import Specs, laid_out_like
-from distprune.wrappers.wrapper import Managed
+from distprune.wrappers.managed import Managed
+from distprune.wrappers.wrapper import Specs, laid_out_like
 
 if TYPE_CHECKING:  # importing DTensor costs more than all the rest
     from torch.distributed.device_mesh import DeviceMesh
@@ -200,7 +200,7 @@ class Shard:
         """A local tensor in the form of the parameter: a DTensor if the parameter is one.
 
         Args:
-            specs: the same dictionary for many parameters saves time; see wrappers.dtensor.
+            specs: the same dictionary for many parameters saves time; see wrappers.wrapper.
         """
         if not is_dtensor(self.parameter):
             return local

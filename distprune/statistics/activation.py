@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter
 from distprune.base.report_text import listed
-from distprune.base.selecting import check_pattern, matcher
+from distprune.base.selecting import matcher
 from distprune.budgets import OWL_MULTIPLE, block_of, outlier_ratios
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
@@ -347,7 +347,6 @@ class ActivationStatistics(Statistics, Collector):
     def _check_patterns(self) -> None:
         labels = [parameter.label for parameter in self._local]
         for pattern in self._allow_empty:
-            check_pattern(pattern)
             if not any(map(matcher(pattern), labels)):
                 raise ValueError(
                     f"allow_empty: {pattern!r} matches no parameter; expected globs or 're:' "

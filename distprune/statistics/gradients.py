@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter, checked_pair, label_of
 from distprune.call.request import ParameterArguments
+from distprune.criteria.rank_batches import CollectsRankBatches, RankBatches
 from distprune.files.statistics_file import (
     StoredGradients,
     StoredSums,
@@ -35,8 +36,6 @@ from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import dim_coordinates
 from distprune.shards.gradients import (
-    CollectsRankBatches,
-    RankBatches,
     check_trainable,
     ranks_with_shards,
     unaveraged_gradients,
@@ -81,13 +80,13 @@ class GradientSums(RankBatches):
     def __init__(
         self, parameters: Sequence[Entry], shards: Sequence[Shard], data_ranks: ProcessGroup | None
     ) -> None:
-        leaves = unaveraged_gradients(shards, data_ranks)
-        super().__init__(leaves, [parameter.label for parameter in parameters], 2)
+        sources = unaveraged_gradients(shards, data_ranks)
+        super().__init__(sources, [parameter.label for parameter in parameters], 2)
         self._layouts, self._shards = [parameter.layout for parameter in parameters], shards
         self._blocks = {
-            position: gradient_block(shards[position], self._layouts[position], leaf.data_groups)
-            for leaf in leaves
-            for position in leaf.runs
+            position: gradient_block(shards[position], self._layouts[position], source.data_groups)
+            for source in sources
+            for position in source.runs
         }
         # By position, sums by output and by input, of the whole parameter.
         self._sums: dict[int, list[Tensor]] = {}
@@ -117,7 +116,7 @@ class GradientSums(RankBatches):
         return vectors
 
     def _add(self, number: int, gradient: Tensor, factor: float) -> None:
-        for position in self._gradients[number].runs if factor else ():
+        for position in self._sources[number].runs if factor else ():
             managed, layout = self._shards[position].managed, self._layouts[position]
             own = gradient if managed is None else managed.of_leaf(gradient)
             if position not in self._sums:
@@ -179,7 +178,7 @@ def gradient_block(
     Args:
         shard: this rank's part of the parameter.
         layout: of the parameter.
-        data_groups: the ranks that run other batches on it: see ``LocalGradients``.
+        data_groups: the ranks that run other batches on it: see ``GradientSource``.
 
     Raises:
         NotImplementedError: a part of a convolution, or of groups of rows.

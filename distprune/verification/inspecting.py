@@ -24,8 +24,8 @@ from distprune.shards.reader import ShardReader
 from distprune.shards.shard import Shard
 from distprune.wrappers import masked_value
 from distprune.wrappers.held import find_held, held_names
-from distprune.wrappers.managed import StoredRun
-from distprune.wrappers.wrapper import Managed, is_managed, managed_parameters
+from distprune.wrappers.managed import Managed, StoredRun
+from distprune.wrappers.wrapper import is_managed, managed_parameters
 
 # Elements at a time, so that temporaries stay in the second-level cache.
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 25
@@ -228,7 +228,7 @@ def _check_held(place: Place, mask: Tensor, record: Managed | None, problems: li
     if isinstance(record, StoredRun):
         parameter = record.values
     elif record is not None:
-        parameter = record.sharded
+        parameter = record.parameter
         if not is_dtensor(parameter):
             raise _Broken(
                 f"{place.name} was replaced by {_described(parameter)}, which its wrapper cannot "

@@ -23,13 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distprune.base.mask_values import zero_pruned
-from distprune.wrappers.managed import (
-    StoredRun,
-    replace_methods,
-    restore_methods,
-    users_of,
-)
+from distprune.base.mask_bits import zero_pruned
+from distprune.wrappers import managed
 
 
 def find(module: nn.Module, name: str) -> PartitionedParameter | None:
@@ -40,7 +35,7 @@ def find(module: nn.Module, name: str) -> PartitionedParameter | None:
     return PartitionedParameter(parameter, module)
 
 
-class PartitionedParameter(StoredRun):
+class PartitionedParameter(managed.StoredRun):
     """One parameter that ZeRO-3 partitions.
 
     Args:
@@ -136,9 +131,9 @@ class PartitionedParameter(StoredRun):
             return None
         gradient = self._unpadded(self.optimizer.get_local_fp32_grad_for_param(self.parameter))
         gradient = self._unscaled(gradient.to(self.values.device, copy=True))
-        held = users_of(self.optimizer).get(id(self.parameter))
+        held = managed.users_of(self.optimizer).get(id(self.parameter))
         if held is not None and not held.has_dense_gradient:
-            zero_pruned(gradient, held.mask.to(gradient.device))
+            zero_pruned(gradient, held.mask)
         return gradient
 
     def _unscaled(self, gradient: Tensor) -> Tensor:
@@ -153,20 +148,20 @@ class PartitionedParameter(StoredRun):
 
     def hold(self, held: Any) -> None:
         if self.optimizer is not None:
-            replace_methods(self.optimizer, id(self.parameter), held, {"step": _step})
+            managed.replace_methods(self.optimizer, id(self.parameter), held, step=_step)
 
     def release(self, held: Any) -> None:
         if self.optimizer is not None:
-            restore_methods(self.optimizer, id(self.parameter), held, ["step"])
+            managed.restore_methods(self.optimizer, id(self.parameter), held, "step")
 
 
 def _step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """ZeRO-3's step, of masked gradients: the norm by which they are clipped is theirs."""
-    for held in users_of(optimizer).values():
+    for held in managed.users_of(optimizer).values():
         parameter = held.record.parameter
         if parameter.requires_grad and not held.has_dense_gradient:
             gradient = optimizer.get_local_fp32_grad_for_param(parameter).view(-1)
-            zero_pruned(held.record._unpadded(gradient), held.mask.to(gradient.device))
+            zero_pruned(held.record._unpadded(gradient), held.mask)
             optimizer.set_local_grad_for_param(gradient, parameter)
     return type(optimizer).step(optimizer, *args, **kwargs)
 

@@ -24,27 +24,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, fsdp
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.fsdp import (
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    StateDictType,
-    _shard_utils,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, _shard_utils
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 
 from distprune.base import mask_bits
-from distprune.base.mask_values import zero_pruned
+from distprune.base.mask_bits import zero_pruned
 from distprune.ranks.process_groups import over_groups
-from distprune.wrappers.managed import (
-    GradientSource,
-    StoredRun,
-    padded_pieces,
-    replace_methods,
-    restore_methods,
-    users_of,
-)
+from distprune.wrappers import managed
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FlatParameter
@@ -56,7 +44,7 @@ _LOADED = -1  # under which a wrapper has our hook; torch counts its hooks from 
 
 
 @dataclass(frozen=True)
-class FlatPiece(StoredRun):
+class FlatPiece(managed.StoredRun):
     """One parameter inside a flat parameter.
 
     Attributes:
@@ -170,13 +158,13 @@ class FlatPiece(StoredRun):
         return getattr(registered, "_fsdp_flattened", False)
 
     def hold(self, held: Any) -> None:
-        replace_methods(self.handle, self.number, held, _FUNCTIONS)
+        managed.replace_methods(self.handle, self.number, held, **_FUNCTIONS)
         # Only after this FSDP1 has written what it loads into the shards.
         after = functools.partial(_after_loading, weakref.ref(self.handle))
         self.wrapper._load_state_dict_post_hooks[_LOADED] = after
 
     def release(self, held: Any) -> None:
-        if restore_methods(self.handle, self.number, held, _FUNCTIONS):
+        if managed.restore_methods(self.handle, self.number, held, *_FUNCTIONS):
             del self.wrapper._load_state_dict_post_hooks[_LOADED]
 
     @property
@@ -207,15 +195,12 @@ class FlatPiece(StoredRun):
         gradient = self.flat.grad
         return gradient is not None and gradient.numel() != _slice_of(self.flat).numel()
 
-    def gradient_source(self) -> GradientSource:
+    def gradient_source(self) -> managed.GradientSource:
         """The flat parameter, for all its pieces; :attr:`span` says where this one is."""
         shards, *replicas = self.groups
-        flat, size = self.flat, _slice_of(self.flat).numel()
-
-        def pieces(gradient: Tensor) -> Tensor:
-            return padded_pieces(gradient, shards.size(), size)
-
-        return GradientSource(flat, shards, replicas, pieces=pieces)
+        num_ranks, size = shards.size(), _slice_of(self.flat).numel()
+        pieces = functools.partial(managed.padded_pieces, num_ranks=num_ranks, num_elements=size)
+        return managed.GradientSource(self.flat, shards, replicas, pieces=pieces)
 
     def of_leaf(self, gradient: Tensor) -> Tensor:
         start = gradient.storage_offset() + self._first
@@ -228,7 +213,7 @@ class FlatPiece(StoredRun):
         flags = np.zeros(self.shape.numel(), dtype=bool)
         flags[self.start : self.start + run.numel()] = run.cpu().numpy()
         whole = self._joined(flags).as_strided(self.shape, self.stride).contiguous()
-        if isinstance(config, FullStateDictConfig) and config.rank0_only and wrapper.rank:
+        if isinstance(config, fsdp.FullStateDictConfig) and config.rank0_only and wrapper.rank:
             return None
         part: Tensor | ShardedTensor = whole.to(run.device)
         if wrapper._state_dict_type == StateDictType.SHARDED_STATE_DICT:
@@ -264,7 +249,7 @@ def _slice_of(flat: FlatParameter) -> Tensor:
 
 def _after_loading(reference: weakref.ref[FlatParamHandle], *_: Any) -> None:
     handle = reference()
-    for held in () if handle is None else users_of(handle).values():
+    for held in () if handle is None else managed.users_of(handle).values():
         held.zero()
 
 
@@ -279,7 +264,7 @@ def _pre_unshard(handle: FlatParamHandle) -> bool:
             handle._skip_writeback_check or handle._skipped_use_sharded_views
         ):
             has_changed = handle._writeback_orig_params()  # type: ignore[no-untyped-call]
-        for held in users_of(handle).values():
+        for held in managed.users_of(handle).values():
             held.zero()
     return bool(type(handle).pre_unshard(handle)) or has_changed
 
@@ -288,10 +273,10 @@ def _prepare_gradient_for_optim(handle: FlatParamHandle) -> None:
     """Mask the reduced gradient before the handle's own method lets the optimizer see it."""
     for name in ("_saved_grad_shard", "_cpu_grad"):
         gradient = getattr(handle.flat_param, name, None)
-        for held in () if gradient is None else users_of(handle).values():
+        for held in () if gradient is None else managed.users_of(handle).values():
             run = held.record._part(gradient)
             if run.numel() and not held.has_dense_gradient:
-                zero_pruned(run, held.mask.to(run.device))
+                zero_pruned(run, held.mask)
     type(handle).prepare_gradient_for_optim(handle)  # type: ignore[no-untyped-call]
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import _composable_state
+from torch.distributed import ProcessGroup, _composable_state
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DDPMeshInfo,
     FSDPMeshInfo,
@@ -18,13 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-from distprune.wrappers.managed import (
-    GradientSource,
-    padded_pieces,
-    replace_methods,
-    restore_methods,
-    users_of,
-)
+from distprune.wrappers import managed
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -32,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FSDP2Parameter:
-    """One parameter that FSDP2 shards; :class:`managed.StoredRun` says what each method does.
+class FSDP2Parameter(managed.Managed):
+    """One parameter that FSDP2 shards.
 
     Attributes:
         fsdp_param: FSDP2's own record of it.
@@ -43,7 +37,6 @@ class FSDP2Parameter:
     fsdp_param: FSDPParam
     group: FSDPParamGroup
     tells_gathers: ClassVar[bool] = True
-    unsupported: ClassVar[None] = None
 
     @property
     def sharded(self) -> DTensor:
@@ -54,9 +47,7 @@ class FSDP2Parameter:
         parameter: Any = self.fsdp_param.sharded_param
         return parameter  # type: ignore[no-any-return]
 
-    @property
-    def key(self) -> Hashable:
-        return id(self.fsdp_param.sharded_param)
+    parameter = sharded  # type: ignore[assignment]
 
     @property
     def shape(self) -> torch.Size:
@@ -71,8 +62,18 @@ class FSDP2Parameter:
         return [self.sharded._local_tensor]
 
     @property
-    def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
-        return self.sharded, None
+    def shard_group(self) -> ProcessGroup | None:
+        """The ranks that each have a part; None if this rank has all."""
+        info = self.fsdp_param.mesh_info
+        is_cut = isinstance(info, FSDPMeshInfo) and info.shard_mesh_size > 1
+        return info.shard_process_group if is_cut else None
+
+    @property
+    def groups(self) -> Sequence[ProcessGroup]:
+        info, shards = self.fsdp_param.mesh_info, self.shard_group
+        # HSDP, or torch's composable replicate()
+        replicas = [info.replicate_process_group] if isinstance(info, DDPMeshInfo) else []
+        return replicas if shards is None else [shards, *replicas]
 
     def has_registered(self, module: nn.Module, name: str) -> bool:
         registered = module._parameters.get(name)
@@ -91,18 +92,15 @@ class FSDP2Parameter:
             self.group._to_sharded()  # type: ignore[no-untyped-call]
 
     def hold(self, held: Any) -> None:
-        replace_methods(self.group, id(self.fsdp_param), held, {"unshard": _unshard})
+        managed.replace_methods(self.group, id(self.fsdp_param), held, unshard=_unshard)
 
     def release(self, held: Any) -> None:
-        restore_methods(self.group, id(self.fsdp_param), held, ["unshard"])
+        managed.restore_methods(self.group, id(self.fsdp_param), held, "unshard")
 
     @property
     def gradient(self) -> Tensor | None:
         gradient = self.sharded.grad
         return gradient._local_tensor if isinstance(gradient, DTensor) else None
-
-    def drop_gradient(self) -> None:
-        self.sharded.grad = None
 
     @property
     def has_unreduced_gradient(self) -> bool:
@@ -113,11 +111,8 @@ class FSDP2Parameter:
             or self.group._partial_reduce_output is not None  # HSDP without its all-reduce
         )
 
-    def gradient_source(self) -> GradientSource:
-        return GatheredSource(self.fsdp_param)
-
-    def of_leaf(self, gradient: Tensor) -> Tensor:
-        return gradient
+    def gradient_source(self) -> managed.GradientSource:
+        return GatheredSource(self)
 
 
 def _unshard(group: FSDPParamGroup, async_op: bool = False) -> None:
@@ -132,7 +127,7 @@ def _unshard(group: FSDPParamGroup, async_op: bool = False) -> None:
         if isinstance(info, FSDPMeshInfo) and info.shard_mesh_size > 1:
             stream, _ = group.comm_ctx.get_all_gather_streams(async_op, state)
         with group.device_handle.stream(stream):
-            for held in users_of(group).values():
+            for held in managed.users_of(group).values():
                 held.zero()
     type(group).unshard(group, async_op)  # type: ignore[no-untyped-call]
 
@@ -147,16 +142,6 @@ def managed_parameters() -> dict[tuple[int, str], FSDP2Parameter]:
             record = FSDP2Parameter(fsdp_param, group)
             records |= {(id(module), name): record for module, name in _owners(fsdp_param)}
     return records
-
-
-def is_managed(module: nn.Module, name: str) -> bool:
-    """Whether FSDP2 shards what it registers on a module under a name."""
-    return any(
-        owner is module and owned == name
-        for group in _groups()
-        for fsdp_param in group.fsdp_params
-        for owner, owned in _owners(fsdp_param)
-    )
 
 
 def _notice_loaded(fsdp_param: FSDPParam) -> None:
@@ -191,35 +176,32 @@ def _groups() -> Iterator[FSDPParamGroup]:
             yield from groups
 
 
-class GatheredSource(GradientSource):
+class GatheredSource(managed.GradientSource):
     """The gathered copy of one parameter: see managed.[Note: hooks on leaves].
 
     FSDP2 makes the copy at the first gather and keeps the object.
 
     Args:
-        fsdp_param: of the parameter.
+        record: of the parameter.
     """
 
-    def __init__(self, fsdp_param: FSDPParam) -> None:
-        info = fsdp_param.mesh_info
-        is_cut = isinstance(info, FSDPMeshInfo) and info.shard_mesh_size > 1
-        # HSDP, or torch's composable replicate()
-        replicas = [info.replicate_process_group] if isinstance(info, DDPMeshInfo) else []
+    def __init__(self, record: FSDP2Parameter) -> None:
+        self._fsdp_param, shards = record.fsdp_param, record.shard_group
         # Under TP: this rank's part, after the sum that sequence parallelism leaves open.
-        own_part: Callable[[Tensor], Tensor] = fsdp_param._get_grad_inner_tensor
-        shards = info.shard_process_group if is_cut else None
+        own_part: Callable[[Tensor], Tensor] = self._fsdp_param._get_grad_inner_tensor
+        replicas = record.groups[shards is not None :]
         super().__init__(None, shards, replicas, own_part, self._pieces)
-        self._fsdp_param = fsdp_param
         self._receive: Callable[[Tensor], None] | None = None
 
     def attach(self, receive: Callable[[Tensor], None]) -> None:
         self._receive = receive
         self.hook_gathered()
-        functions = {"init_unsharded_param": _init_unsharded_param}
-        replace_methods(self._fsdp_param, id(self), self, functions)
+        managed.replace_methods(
+            self._fsdp_param, id(self), self, init_unsharded_param=_init_unsharded_param
+        )
 
     def detach(self) -> None:
-        restore_methods(self._fsdp_param, id(self), self, ["init_unsharded_param"])
+        managed.restore_methods(self._fsdp_param, id(self), self, "init_unsharded_param")
         super().detach()
         self._receive = self._leaf = None
 
@@ -242,11 +224,11 @@ class GatheredSource(GradientSource):
         if dim:  # FSDP2 shards other dimensions only if they are even
             gradient = torch.unflatten(gradient, dim, (num_ranks, -1)).movedim(dim, 0)
         # Rows are cut into equal pieces but for the last ones: padding comes at the end.
-        return padded_pieces(gradient, num_ranks, num_elements)
+        return managed.padded_pieces(gradient, num_ranks, num_elements)
 
 
 def _init_unsharded_param(fsdp_param: FSDPParam) -> None:
     """FSDP2 calls it after every gather; the first time it makes the copy."""
     type(fsdp_param).init_unsharded_param(fsdp_param)  # type: ignore[no-untyped-call]
-    for source in users_of(fsdp_param).values():
+    for source in managed.users_of(fsdp_param).values():
         source.hook_gathered()

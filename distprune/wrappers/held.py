@@ -32,16 +32,15 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as of_torch
 from torch.utils.hooks import RemovableHandle
 
-from distprune.base.mask_values import zero_pruned
+from distprune.base.mask_bits import zero_pruned
 from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import Pair
 from distprune.base.pruned_form import is_dtensor, local_tensor, lost_mask, mask_key
 from distprune.ranks.collectives import resolved
 from distprune.wrappers import deepspeed
-from distprune.wrappers.dtensor import laid_out_like
-from distprune.wrappers.managed import StoredRun
+from distprune.wrappers.managed import Managed, StoredRun
 from distprune.wrappers.masked_value import has_dense_gradient
-from distprune.wrappers.wrapper import Managed
+from distprune.wrappers.wrapper import laid_out_like
 
 _ATTRIBUTE = "_distprune_held"
 
@@ -143,7 +142,7 @@ class Held:
         with ordinary_tensors():
             self._follow()
             for values, mask in self.stored():
-                zero_pruned(values.data, mask.to(values.device))
+                zero_pruned(values.data, mask)
         self.is_zero = True
 
     def before_forward(self) -> None:
@@ -230,7 +229,7 @@ def _on_gradient(reference: weakref.ref[Held], parameter: Tensor) -> None:
         assert is_dtensor(gradient) and is_dtensor(parameter)
         local = resolved(gradient, parameter.placements)
         parameter.grad = gradient = laid_out_like(parameter, local, {})
-    zero_pruned(_local(gradient), mask.to(gradient.device))
+    zero_pruned(_local(gradient), mask)
 
 
 def _masked(reference: weakref.ref[Held], gradient: Tensor) -> Tensor | None:
@@ -249,22 +248,17 @@ def _local(tensor: Tensor) -> Tensor:
 # [Note: steps] An optimizer is asked what it steps. Most parameters say who holds zeros in them.
 # Those of which a wrapper steps another copy, which may move, are found by its memory.
 _in_memory: weakref.WeakSet[Held] = weakref.WeakSet()
-_by_memory: dict[int, list[tuple[Tensor, Tensor, Held]]] = {}  # only while an optimizer steps
 _handles: list[RemovableHandle] = []
 
 
 @torch.no_grad()
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Mask the gradients of copies, which autograd does not know."""
-    _by_memory.clear()
-    for held in list(_in_memory):
-        for master, mask in held.stored():
-            _by_memory.setdefault(_storage_of(master), []).append((master, mask, held))
     for stepped, master, mask, held in _copies_of(optimizer):
         if stepped.grad is not None and not held.has_dense_gradient:
             first = master.storage_offset() - stepped.storage_offset()
             run = stepped.grad.view(-1)[first : first + master.numel()]
-            zero_pruned(run, mask.reshape(-1).to(run.device))
+            zero_pruned(run, mask.reshape(-1))
 
 
 @torch.no_grad()
@@ -276,15 +270,18 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 if held is not None:
                     held.zero()
     for _, master, mask, _ in _copies_of(optimizer):
-        zero_pruned(master.data, mask.to(master.device))
-    _by_memory.clear()
+        zero_pruned(master.data, mask)
 
 
 def _copies_of(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor, Tensor, Held]]:
     """What an optimizer steps in whose memory copies are: (stepped, copy, its mask, held)."""
-    for group in optimizer.param_groups if _by_memory else ():
+    by_memory: dict[int, list[tuple[Tensor, Tensor, Held]]] = {}
+    for held in list(_in_memory):
+        for master, mask in held.stored():
+            by_memory.setdefault(_storage_of(master), []).append((master, mask, held))
+    for group in optimizer.param_groups if by_memory else ():
         for stepped in group["params"]:
-            for copy in _by_memory.get(_storage_of(stepped), ()):
+            for copy in by_memory.get(_storage_of(stepped), ()):
                 yield stepped, *copy
 
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -43,24 +43,19 @@ from distprune.base.pruned_form import is_dtensor
 from distprune.ranks.collectives import resolved
 
 
-class StoredRun(ABC):
-    """One parameter of which each rank stores a run of elements, in the order of memory.
+class Managed(ABC):
+    """A wrapper's record of one parameter, which it takes away from the module that registers it.
 
-    A subclass defines the abstract properties, and whatever else differs from the defaults. It is
-    made anew whenever the parameter is looked up, and should be cheap to make.
+    A record is made anew whenever the parameter is looked up, and should be cheap to make.
 
     Attributes:
-        parameter: what modules register, a leaf of autograd: the same object before, during and
-            after a forward. Its present shape and values do not matter.
-        is_whole_in_backward: whether it is whole when a backward reaches it, with the gradient
-            of this rank's batch; criteria of single batches need that.
+        parameter: what an optimizer and modules have: the same object before, during and after a
+            forward. Its present shape and values do not matter.
         tells_gathers: whether :meth:`hold` lets zeros be written before each gather; if not, they
             are written before each forward, and into what optimizers step in the run's place.
-        unsupported: why a mask cannot act on the parameter; None if it can.
     """
 
     parameter: nn.Parameter
-    is_whole_in_backward: ClassVar[bool] = False
     tells_gathers: ClassVar[bool] = False
 
     @property
@@ -76,83 +71,34 @@ class StoredRun(ABC):
     @property
     @abstractmethod
     def groups(self) -> Sequence[dist.ProcessGroup]:
-        """Process groups of this rank: the ranks whose runs make up the whole parameter, and, for
-        each axis of replicas, the ranks that have the same run."""
+        """Process groups of this rank: the ranks whose parts make up the whole parameter, and, for
+        each axis of replicas, the ranks that have the same part."""
 
     @property
     @abstractmethod
-    def runs(self) -> Sequence[tuple[int, int]]:
-        """(start, size) of the run of each rank of the first group, in its order.
-
-        In the order of the whole parameter's memory. Sizes may differ, and be 0.
-        """
+    def stored(self) -> Sequence[Tensor]:
+        """All that this rank keeps of the parameter, each laid out like the mask."""
 
     @property
     @abstractmethod
-    def values(self) -> Tensor:
-        """This rank's run, 1-d: a view of the memory from which the wrapper gathers."""
-
-    @property
-    def masters(self) -> Sequence[Tensor]:
-        """Other copies of this rank's run, each a view: what optimizers step, in fp32 say.
-
-        They are looked up before every step of any optimizer.
-        """
-        return ()
-
-    @property
     def gradient(self) -> Tensor | None:
-        """This rank's part of the reduced gradient, 1-d, or None: by default ``.grad`` if it is
-        one."""
-        gradient = self.parameter.grad
-        if gradient is None or gradient.numel() != self.values.numel():
-            return None
-        return gradient.detach().reshape(-1)
+        """This rank's part of the reduced gradient, or None."""
 
-    def gather_again(self) -> None:  # noqa: B027
-        """Bring up to date what a rank keeps of other ranks' runs, between forwards.
-
-        It is called on every rank, in the same order, after values have changed.
-        """
+    @abstractmethod
+    def gradient_source(self) -> GradientSource:
+        """Where the un-averaged gradients of the parameter are seen."""
 
     # What follows rarely differs.
 
     @property
     def unsupported(self) -> str | None:
+        """Why a mask cannot act on the parameter; None if it can."""
         return None
 
     @property
     def key(self) -> Hashable:
         """The same for every name of a tied parameter."""
-        return ("stored", id(self.parameter))
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """Stride of the whole parameter: runs follow its memory."""
-        return torch.empty(self.shape, device="meta").stride()
-
-    @property
-    def start(self) -> int:
-        """Where this rank's run begins in the memory of the whole parameter."""
-        return self.runs[self.groups[0].rank()][0]
-
-    @property
-    def replica(self) -> tuple[int, int]:
-        """Which copy of its elements this rank has, and how many copies there are."""
-        place, number = 0, 1
-        for group in self.groups[1:]:
-            place, number = place * group.size() + group.rank(), number * group.size()
-        return place, number
-
-    @property
-    def layout(self) -> str:
-        """How the parameter is sharded, for messages and for comparing ranks."""
-        return f"{type(self).__name__}: runs {list(self.runs)}, {self.replica[1]} replicas"
-
-    @property
-    def stored(self) -> Sequence[Tensor]:
-        """All that this rank keeps of the parameter, each laid out like the mask."""
-        return [self.values, *self.masters]
+        return id(self.parameter)
 
     @property
     def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
@@ -184,8 +130,88 @@ class StoredRun(ABC):
         """Whether gradients of backward passes without synchronisation wait for their reduction."""
         return False
 
+    def of_leaf(self, gradient: Tensor) -> Tensor:
+        """The gradient of this parameter in what its ``gradient_source`` receives: a view."""
+        return gradient
+
+
+class StoredRun(Managed):
+    """One parameter of which each rank stores a run of elements, in the order of memory.
+
+    A subclass defines ``parameter``, the abstract properties, and whatever else differs from the
+    defaults.
+
+    Attributes:
+        is_whole_in_backward: whether ``parameter`` is whole when a backward reaches it, with the
+            gradient of this rank's batch; criteria of single batches need that.
+    """
+
+    is_whole_in_backward: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def runs(self) -> Sequence[tuple[int, int]]:
+        """(start, size) of the run of each rank of the first group, in its order.
+
+        In the order of the whole parameter's memory. Sizes may differ, and be 0.
+        """
+
+    @property
+    @abstractmethod
+    def values(self) -> Tensor:
+        """This rank's run, 1-d: a view of the memory from which the wrapper gathers."""
+
+    @property
+    def masters(self) -> Sequence[Tensor]:
+        """Other copies of this rank's run, each a view: what optimizers step, in fp32 say.
+
+        They are looked up before every step of any optimizer.
+        """
+        return ()
+
+    @property
+    def stored(self) -> Sequence[Tensor]:
+        return [self.values, *self.masters]
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """This rank's part of the reduced gradient, 1-d, or None: by default ``.grad`` if it is
+        one."""
+        gradient = self.parameter.grad
+        if gradient is None or gradient.numel() != self.values.numel():
+            return None
+        return gradient.detach().reshape(-1)
+
+    def gather_again(self) -> None:
+        """Bring up to date what a rank keeps of other ranks' runs, between forwards.
+
+        It is called on every rank, in the same order, after values have changed.
+        """
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Stride of the whole parameter: runs follow its memory."""
+        return torch.empty(self.shape, device="meta").stride()
+
+    @property
+    def start(self) -> int:
+        """Where this rank's run begins in the memory of the whole parameter."""
+        return self.runs[self.groups[0].rank()][0]
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Which copy of its elements this rank has, and how many copies there are."""
+        place, number = 0, 1
+        for group in self.groups[1:]:
+            place, number = place * group.size() + group.rank(), number * group.size()
+        return place, number
+
+    @property
+    def layout(self) -> str:
+        """How the parameter is sharded, for messages and for comparing ranks."""
+        return f"{type(self).__name__}: runs {list(self.runs)}, {self.replica[1]} replicas"
+
     def gradient_source(self) -> GradientSource:
-        """Where the un-averaged gradients of the parameter are seen."""
         if not self.is_whole_in_backward:
             raise NotImplementedError(
                 f"{type(self).__name__} does not show gradients of single ranks; expected a "
@@ -204,20 +230,14 @@ class StoredRun(ABC):
         """(offset, size) of this rank's run in its piece of the leaf."""
         return 0, self.values.numel()
 
-    def of_leaf(self, gradient: Tensor) -> Tensor:
-        """The gradient of this parameter in what its ``gradient_source`` receives: a view."""
-        return gradient
-
     def _unscaled(self, gradient: Tensor) -> Tensor:
         """The gradient of this rank, of what autograd gives: without a scale of the loss."""
         return gradient
 
     def _pieces(self, gradient: Tensor) -> Tensor:
         runs = self.runs
-        longest = max(size for _, size in runs)
-        if all(start == min(n * longest, gradient.numel()) for n, (start, _) in enumerate(runs)):
-            return padded_pieces(gradient, len(runs), longest)
-        pieces, flat = gradient.new_zeros((len(runs), longest)).float(), gradient.reshape(-1)
+        flat, longest = gradient.reshape(-1), max(size for _, size in runs)
+        pieces = gradient.new_zeros((len(runs), longest), dtype=torch.float32)
         for piece, (start, size) in zip(pieces, runs, strict=True):
             piece[:size] = flat[start : start + size]
         return pieces
@@ -253,26 +273,23 @@ class StoredRun(ABC):
 _USERS = "_distprune_users"
 
 
-def replace_methods(
-    owner: Any, key: Hashable, user: Any, functions: Mapping[str, Callable[..., Any]]
-) -> None:
+def replace_methods(owner: Any, key: Hashable, user: Any, **functions: Callable[..., Any]) -> None:
     """Call functions, with the owner first, in the place of its methods of their names."""
     owner.__dict__.setdefault(_USERS, {})[key] = user
     for name, function in functions.items():
         owner.__dict__[name] = functools.partial(_call, function, weakref.ref(owner))
 
 
-def restore_methods(owner: Any, key: Hashable, user: Any, names: Iterable[str]) -> bool:
+def restore_methods(owner: Any, key: Hashable, user: Any, *names: str) -> bool:
     """Undo :func:`replace_methods`; whether there is no other user."""
     users = users_of(owner)
     if users.get(key) is not user:
         return False
     del users[key]
-    if users:
-        return False
-    for name in (_USERS, *names):
-        del owner.__dict__[name]
-    return True
+    if not users:
+        for name in (_USERS, *names):
+            del owner.__dict__[name]
+    return not users
 
 
 def users_of(owner: Any) -> dict[Hashable, Any]:
@@ -296,6 +313,10 @@ class GradientSource:
         own_part: makes this rank's part of the gradient that autograd gives a hook of the leaf.
         pieces: makes what the ranks of ``shard_group`` have of that part: a copy, fp32 [ranks, n].
             A piece that is shorter than n elements ends with zeros.
+
+    Attributes:
+        runs: by number of a parameter, where this rank's part of it is in this rank's piece of the
+            leaf, 1-d. Without a ``shard_group`` there is one, and the leaf is the part.
     """
 
     def __init__(
@@ -312,6 +333,13 @@ class GradientSource:
         self._leaf = leaf
         self._own_part = own_part or functools.partial(_resolved, leaf)
         self._handle: RemovableHandle | None = None
+        self.runs: dict[int, slice] = {}
+
+    @property
+    def data_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The ranks that run other batches on the same parameters: groups like axes of a grid."""
+        shards = self.shard_group
+        return ((shards,) if shards is not None else ()) + self.replica_groups
 
     def attach(self, receive: Callable[[Tensor], None]) -> None:
         """Call ``receive`` with the gradient of every backward, until :meth:`detach`.

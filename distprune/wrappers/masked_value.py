@@ -45,8 +45,7 @@ class PrunedOutProjection(NonDynamicallyQuantizableLinear):
 
 def live_names(module: nn.Module) -> list[str]:
     """Names of the parameters that are computed at each access."""
-    names = ("weight", "bias") if type(module) is PrunedOutProjection else ()
-    return [name for name in names if orig_key(name) in module._parameters]
+    return [name for name in ("weight", "bias") if is_live(module, name)]
 
 
 def is_live(module: nn.Module, name: str) -> bool:

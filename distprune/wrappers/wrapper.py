@@ -1,24 +1,21 @@
-"""Every parameter that a wrapper manages: the choice of adapter."""
+"""Every parameter that a wrapper manages: the choice of adapter. Fields of DDP and DTensor."""
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from distprune.wrappers import deepspeed
-from distprune.wrappers.managed import StoredRun
+from distprune.wrappers.managed import Managed, StoredRun
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
-
-    from distprune.wrappers.fsdp2 import FSDP2Parameter
-
-# A wrapper's record of a parameter: of a DTensor, or of a run. Both have the same methods.
-Managed: TypeAlias = "FSDP2Parameter | StoredRun"
 
 
 def managed_parameters(
@@ -36,16 +33,24 @@ def managed_parameters(
         everywhere: search all Python objects for FSDP1 modules (a fraction of a second).
     """
     records: dict[tuple[int, str], Managed] = {}
-    if "torch.distributed.fsdp" in sys.modules:
+    has_fsdp = "torch.distributed.fsdp" in sys.modules
+    if has_fsdp:
         from distprune.wrappers import fsdp1, fsdp2
 
         records.update(fsdp2.managed_parameters())
         records.update(fsdp1.managed_parameters(root, everywhere=everywhere))
     for module in () if root is None else root.modules():
-        for name in module._parameters:
+        for name, parameter in module._parameters.items():
             run = find_run(module, name)
             if run is not None:
                 records[id(module), name] = run
+            elif (
+                has_fsdp
+                and (id(module), name) not in records
+                and is_flattened(module, name)
+                and not (everywhere or is_flat(parameter))
+            ):  # the model is inside an FSDP1 module that was not seen yet
+                return managed_parameters(root, everywhere=True)
     return records
 
 
@@ -66,7 +71,7 @@ def is_managed(module: nn.Module, name: str) -> bool:
         return False
     from distprune.wrappers import fsdp2
 
-    return fsdp2.is_managed(module, name)
+    return (id(module), name) in fsdp2.managed_parameters()
 
 
 def is_flattened(module: nn.Module, name: str) -> bool:
@@ -80,7 +85,7 @@ def is_flattened(module: nn.Module, name: str) -> bool:
     return base is not None and is_piece_of_flat(base)
 
 
-def is_flat(tensor: Tensor) -> bool:
+def is_flat(tensor: Tensor | None) -> bool:
     """Whether a tensor is a flat parameter of FSDP1: what a module registers for several."""
     return getattr(tensor, "_is_flat_param", False)
 
@@ -121,3 +126,46 @@ def ignore_buffers(wrapper: DistributedDataParallel, fqns: Iterable[str]) -> Non
     wrapper.parameters_to_ignore.update(fqns)
     # DDP decides by its previous list whether to broadcast, and fails on an empty new one.
     wrapper._assign_modules_buffers()  # type: ignore[no-untyped-call]
+
+
+# DTensor's descriptions of layouts, to use again for tensors that are laid out alike.
+Specs = dict[object, Any]
+
+
+def laid_out_like(parameter: DTensor, local: Tensor, specs: Specs) -> DTensor:
+    """A DTensor of this rank's part, on the mesh and with the placements of another one.
+
+    As ``DTensor.from_local`` without a check, which takes six times as long.
+
+    Args:
+        local: detached; shares its memory with the result.
+        specs: those of the meshes in use; gets what is made here.
+    """
+    from torch.distributed.tensor import DTensor
+
+    mesh, meta = parameter.device_mesh, parameter._spec.tensor_meta
+    assert meta is not None
+    if not local.numel() and mesh.get_coordinate() is None:  # outside of the mesh
+        local = local.new_empty(0)
+    key = (id(mesh), parameter.placements, meta.shape, meta.stride, local.dtype)
+    spec = specs.get(key)
+    if spec is None:
+        spec = specs[key] = copy.copy(parameter._spec)
+        spec.tensor_meta = meta._replace(dtype=local.dtype)
+    return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def doubtful_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(sizes, offsets) that DCP takes this rank's shard for, if they may be wrong; else None.
+
+    They may be where FSDP2 cuts a shard of tensor parallelism: torch 2.13 walks the cuts from left
+    to right.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if not any(isinstance(placement, _StridedShard) for placement in tensor.placements):
+        return None
+    return compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )

@@ -79,25 +79,17 @@ class Injector:
 
             return run_step
 
-        run, reduce, reduce_floats = (
-            Communicator.run, Communicator.reduce, Communicator.reduce_floats
-        )  # fmt: skip
-        reduce_values = Communicator._reduce
+        run, reduce, reduce_values = Communicator.run, Communicator.reduce, Communicator._reduce
 
         def watched_run(
             communicator: Communicator, step: Callable[..., Any], facts_of: Any = None
         ) -> Any:
             return run(communicator, watched(step), facts_of)
 
-        def watched_reduce_floats(
-            communicator: Communicator, size: int, step: Callable[..., Any]
-        ) -> Any:
-            return reduce_floats(communicator, size, watched(step))
-
         def watched_reduce(
-            communicator: Communicator, size: int, step: Callable[..., Any], op: Any = "sum"
+            communicator: Communicator, size: int, step: Callable[..., Any], *kind: Any
         ) -> Any:
-            return reduce(communicator, size, watched(step), op)
+            return reduce(communicator, size, watched(step), *kind)
 
         def watched_reduce_values(communicator: Communicator, values: torch.Tensor, op: Any) -> Any:
             self.reach("before reduce")
@@ -109,7 +101,6 @@ class Injector:
             for name, replacement in (
                 ("run", watched_run),
                 ("reduce", watched_reduce),
-                ("reduce_floats", watched_reduce_floats),
                 ("_reduce", watched_reduce_values),
             ):
                 patches.enter_context(mock.patch.object(Communicator, name, replacement))

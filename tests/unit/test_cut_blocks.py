@@ -22,8 +22,7 @@ from helpers.virtual_shards import KINDS, LAYOUTS, fill, part_of
 def blocked(rule: BlockRule, shape: tuple[int, ...], dims: tuple[int, ...]) -> BlockedParameter:
     layout: Layout = layout_along("the tensor", shape, dims)
     numel = torch.Size(shape).numel()
-    _, count = rule.counts(numel, layout)
-    return BlockedParameter(rule.blocks(numel, layout, count), rule, shape, dims)
+    return BlockedParameter(rule.blocks(numel, layout), rule, shape, dims)
 
 
 def groups_of(parameter: BlockedParameter) -> list[list[int]]:

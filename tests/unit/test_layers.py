@@ -34,7 +34,7 @@ ROOMS = {
     },
     "criteria": {"base", "ranks", "wrappers", "shards", "masks", "call", "methods"},
     "statistics": {
-        "base", "ranks", "wrappers", "shards", "ranking", "call", "files", "budgets",
+        "base", "ranks", "wrappers", "shards", "ranking", "call", "files", "budgets", "criteria",
     },
     "reconstruction": {"base", "ranks", "shards", "masks", "call", "statistics"},
     "checkpoint": {"base", "ranks", "wrappers", "shards", "masks", "methods", "api"},
