@@ -33,11 +33,16 @@ class FloatFormat(NamedTuple):
     inf: int
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of a number."""
+        return self.num_bits // 8
+
+    @property
     def bits(self) -> type[np.unsignedinteger]:
         """The unsigned integer of a number's size."""
         import numpy as np
 
-        return {16: np.uint16, 32: np.uint32, 64: np.uint64}[self.num_bits]
+        return {2: np.uint16, 4: np.uint32, 8: np.uint64}[self.num_bytes]
 
     def magnitudes(self, raw: np.ndarray) -> np.ndarray:
         """Patterns without the sign: in the order of magnitudes, 0 for both zeros.

@@ -293,11 +293,11 @@ class Communicator:
         firsts = [digests.index(digest) for digest in kinds]
         # Eight bytes to an integer; every text begins at an integer of its own.
         sizes = [-(-lengths[first] // 8) for first in firsts]
-        parts = list(torch.zeros(sum(sizes), dtype=torch.int64).split(sizes))
+        parts = list(torch.split(torch.zeros(sum(sizes), dtype=torch.int64), sizes))
         if raw and self.index in firsts:
             padded = bytearray(raw.ljust(-(-len(raw) // 8) * 8, b"\0"))
             parts[firsts.index(self.index)] = torch.frombuffer(padded, dtype=torch.int64)
-        joined = self.sum(torch.cat(parts)).split(sizes)
+        joined = torch.split(self.sum(torch.cat(parts)), sizes)
         texts = [
             part.numpy().tobytes()[: lengths[first]].decode()
             for part, first in zip(joined, firsts, strict=True)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules import module as of_modules
 from torch.overrides import TorchFunctionMode
 
 from distprune.base.pruned_form import is_dtensor, orig_key
@@ -43,7 +45,6 @@ from distprune.statistics.inputs import (
     sums_of_rows,
 )
 from distprune.statistics.parameters import Entry
-from distprune.wrappers.module_calls import observed_calls
 
 _MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 # Of torch, public from 2.10 on, and what transformers has where they do not run.
@@ -84,6 +85,15 @@ class Collector:
         def begin_experts(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
             self._begin_experts(module, args, kwargs)
 
+        thread = threading.get_ident()
+
+        def here(call: Callable[..., None]) -> Callable[..., None]:
+            def hook(*args: Any) -> None:
+                if threading.get_ident() == thread:
+                    call(*args)
+
+            return hook
+
         self._layers, self._num_open = {}, 0
         experts: dict[nn.Module, None] = {}
         handles = []
@@ -97,13 +107,22 @@ class Collector:
                 # Runs after the hooks that are there, such as those of FSDP, which gather weights.
                 # A function, as copies of the module would copy a method together with its object.
                 handles.append(module.register_forward_pre_hook(begin_experts, with_kwargs=True))
-            calls = observed_calls(self._begin, self._returned, self._end)
-            with calls, torch.no_grad(), _uncompiled():
+            # Calls of all modules: global hooks, which copies of a module do not have. Arguments
+            # are as the module's own hooks have changed them; the last also runs after an error.
+            after = of_modules.register_module_forward_hook
+            handles += [
+                of_modules.register_module_forward_pre_hook(here(self._begin)),
+                after(here(self._returned), with_kwargs=True),
+                after(here(self._end), always_call=True),
+            ]
+            with torch.no_grad(), _uncompiled():
                 yield
         finally:
             self._has_failed |= self._num_open > 0
             for handle in handles:
                 handle.remove()
+                # Handles forget this one, and torch.compile would warn of global hooks for ever.
+                of_modules._global_forward_hooks_with_kwargs.pop(handle.id, None)
             while self._running:  # of a forward that was interrupted
                 self._stop_experts()
             self._layers = None
@@ -150,10 +169,10 @@ class Collector:
             count, sums = count + before, sums + earlier.to(sums.device)
         parameter.seen[inputs.part] = count, sums
 
-    def _begin(self, module: nn.Module) -> None:
+    def _begin(self, module: nn.Module, *_: Any) -> None:
         self._num_open += 1
 
-    def _returned(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _returned(self, module: nn.Module, args: Any, kwargs: Any, _: Any) -> None:
         """Add what a layer was called with, or check what fused experts did."""
         assert self._layers is not None
         for parameter, name in self._layers.get(module, ()):
@@ -165,7 +184,7 @@ class Collector:
             self._running[-1].check()
         self._num_open -= 1
 
-    def _end(self, module: nn.Module) -> None:
+    def _end(self, module: nn.Module, *_: Any) -> None:
         """Look no longer at fused experts, before FSDP shards the weights again."""
         if self._running and self._running[-1].module is module:
             self._stop_experts()

@@ -25,21 +25,13 @@ from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter, checked_pair, label_of
 from distprune.call.request import ParameterArguments
 from distprune.criteria.rank_batches import CollectsRankBatches, RankBatches
-from distprune.files.statistics_file import (
-    StoredGradients,
-    StoredSums,
-    read_gradient_statistics,
-)
+from distprune.files.statistics_file import StoredGradients, StoredSums, read_gradient_statistics
 from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import dim_coordinates
-from distprune.shards.gradients import (
-    check_trainable,
-    ranks_with_shards,
-    unaveraged_gradients,
-)
+from distprune.shards.gradients import check_trainable, ranks_with_shards, unaveraged_gradients
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import Shard
 from distprune.statistics.inputs import layout_of, ranks_at, spans

@@ -343,14 +343,14 @@ def _agreed_layouts(
                     "layers of one kind."
                 )
             for layout in layouts:
-                described[shard.name] = vars(layout)
+                described[shard.name] = layout.kind, layout.shape, layout.groups
         return json.dumps(described)
 
     texts, _ = communicator.distinct_texts(communicator.run(describe))
     return {
-        label: WeightLayout(**fields | {"shape": tuple(fields["shape"])})
+        label: WeightLayout(kind, tuple(shape), groups)
         for text in texts
-        for label, fields in json.loads(text).items()
+        for label, (kind, shape, groups) in json.loads(text).items()
     }
 
 
