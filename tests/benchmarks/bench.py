@@ -37,7 +37,7 @@ PARTS = (
     "training_step",
 )
 # Those that measure on another device than a CPU.
-PARTS_OF_DEVICES = ("many",)
+PARTS_OF_DEVICES = ("one_process", "many", "training_step")
 
 
 def run_part(name: str, options: Options, out: Path) -> None:

@@ -1,19 +1,21 @@
 """Models to prune, and an oracle that knows the exact masks.
 
-Nothing here uses distprune: the oracle is numpy's partition on the bits of all magnitudes.
+The oracle is numpy's partition on the bits of all magnitudes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.nn.utils.prune as torch_prune
 from measuring import CheckFailed
 from torch import Tensor, nn
+
+import distprune
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 STANDARD_DEVIATION = 0.02
@@ -76,12 +78,12 @@ class Weight(nn.Module):
 
 
 def build(
-    num_elements: int, dtype: torch.dtype = torch.float32, seed: int = 0, multiple: int = 16
+    num_elements: int, dtype: torch.dtype = torch.float32, multiple: int = 16, device: str = "cpu"
 ) -> LanguageModel:
-    """A language model with weights as after initialisation, on the CPU."""
+    """A language model with weights as after initialisation."""
     model = LanguageModel(num_elements, multiple).to(dtype).to_empty(device="cpu")
-    fill_normal(model, seed)
-    remember(model)
+    fill_normal(model)
+    model.to(device)
     return model
 
 
@@ -122,37 +124,31 @@ def num_elements(model: nn.Module) -> int:
     return sum(weight.numel() for weight in weights(model))
 
 
-_REMEMBERED: WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = WeakKeyDictionary()
+def undo(model: nn.Module) -> int:
+    """Take off all masks, whoever put them on, with the values untouched; the bytes of the masks.
 
-
-def remember(model: nn.Module) -> None:
-    """Let :func:`undo` come back to what the model is made of now."""
-    _REMEMBERED[model] = [_snapshot(module) for module in model.modules()]
-
-
-def undo(model: nn.Module) -> None:
-    """Take off the masks that came since :func:`build`, whoever put them on; values stay.
-
-    For plain models: a wrapper keeps records of its own.
+    Masked values that hooks keep count, too.
     """
-    for restore in _REMEMBERED[model]:
-        restore()
+    num_bytes = 0
+    for module, name in pairs(model):
+        mask = module._buffers.get(name + "_mask")
+        if mask is None:
+            continue
+        product = module.__dict__.get(name)
+        for held in (mask, product):
+            if isinstance(held, Tensor):
+                num_bytes += local(held).numel() * held.itemsize
+        local(mask).fill_(1)
+        is_torchs = any(
+            isinstance(hook, torch_prune.BasePruningMethod)
+            for hook in module._forward_pre_hooks.values()
+        )
+        (torch_prune if is_torchs else distprune).remove(module, name)
+    return num_bytes
 
 
-def _snapshot(module: nn.Module) -> Callable[[], None]:
-    cls = module.__class__
-    contents: dict[str, Any] = {
-        key: value.copy() if isinstance(value, dict) else value
-        for key, value in module.__dict__.items()
-    }
-
-    def restore() -> None:
-        module.__class__ = cls
-        module.__dict__.clear()
-        for key, value in contents.items():
-            module.__dict__[key] = value.copy() if isinstance(value, dict) else value
-
-    return restore
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @dataclass(frozen=True)
@@ -162,7 +158,7 @@ class Expected:
     Attributes:
         num_pruned: elements that are newly pruned.
         threshold: the largest magnitude that is pruned.
-        num_ties: live elements of this magnitude ...
+        num_ties: elements of this magnitude ...
         num_ties_pruned: ... and those of them that are pruned: the first ones in the order of
             (position of the parameter, row-major index).
     """
@@ -173,32 +169,20 @@ class Expected:
     num_ties_pruned: int
 
 
-def oracle(
-    values: Sequence[Tensor], amount: float | int, earlier: Sequence[Tensor] | None = None
-) -> Expected:
-    """The exact cut, found by numpy's partition of the bits of all live magnitudes.
+def oracle(values: Sequence[Tensor], amount: float | int) -> Expected:
+    """The exact cut, found by numpy's partition of the bits of all magnitudes.
 
     Args:
         values: whole parameters of one floating-point dtype, in the order of the call.
-        amount: a share of the live elements, in (0, 1), or a count of them.
-        earlier: masks of earlier prunings, 1 = live; None: all are.
+        amount: a share of the elements, in (0, 1), or a count of them.
 
     Cost: memory for a second copy of the values.
     """
-    num_live = sum(v.numel() for v in values)
-    if earlier is not None:
-        num_live = sum(int(_keep(mask).sum()) for mask in earlier)
-    count = amount if isinstance(amount, int) else round(amount * num_live)
-    if not 0 < count < num_live:
-        raise ValueError(f"amount={amount} prunes {count} of {num_live} elements; it needs a cut.")
-    bits = np.empty(num_live, _bits(values[0][:1]).dtype)
-    start = 0
-    for which, value in enumerate(values):
-        live = _bits(value)
-        if earlier is not None:
-            live = live[_keep(earlier[which])]
-        bits[start : start + live.size] = live
-        start += live.size
+    total = sum(v.numel() for v in values)
+    count = amount if isinstance(amount, int) else round(amount * total)
+    if not 0 < count < total:
+        raise ValueError(f"amount={amount} prunes {count} of {total} elements; it needs a cut.")
+    bits = np.concatenate([_bits(value) for value in values])
     bits.partition(count - 1)
     cut = bits[count - 1]
     num_below = int(np.count_nonzero(bits[:count] < cut))
@@ -207,35 +191,26 @@ def oracle(
     return Expected(count, threshold.item(), num_ties, count - num_below)
 
 
-def expected_masks(
-    values: Sequence[Tensor], expected: Expected, earlier: Sequence[Tensor] | None = None
-) -> Iterator[np.ndarray]:
+def expected_masks(values: Sequence[Tensor], expected: Expected) -> Iterator[np.ndarray]:
     """The exact mask of every parameter, one after the other: flat, bool, True = keep."""
     cut = _bits(torch.tensor([expected.threshold], dtype=values[0].dtype))[0]
     num_ties_left = expected.num_ties_pruned
-    for which, value in enumerate(values):
+    for value in values:
         bits = _bits(value)
         keep = bits >= cut
-        live = None if earlier is None else _keep(earlier[which])
-        ties = np.flatnonzero(bits == cut if live is None else (bits == cut) & live)
-        ties = ties[:num_ties_left]
+        ties = np.flatnonzero(bits == cut)[:num_ties_left]
         keep[ties] = False
         num_ties_left -= ties.size
-        yield keep if live is None else keep & live
+        yield keep
 
 
-def check_masks(
-    values: Sequence[Tensor],
-    found: Sequence[Tensor],
-    expected: Expected,
-    earlier: Sequence[Tensor] | None = None,
-) -> None:
+def check_masks(values: Sequence[Tensor], found: Sequence[Tensor], expected: Expected) -> None:
     """Every bit of every mask.
 
     Raises:
         CheckFailed: names the parameter, and how many elements differ.
     """
-    for which, keep in enumerate(expected_masks(values, expected, earlier)):
+    for which, keep in enumerate(expected_masks(values, expected)):
         num_wrong = int(np.count_nonzero(keep != _keep(found[which])))
         if num_wrong:
             raise CheckFailed(
@@ -267,9 +242,9 @@ def check_count(found: Sequence[Tensor], num_zeros: int) -> None:
 def _bits(values: Tensor) -> np.ndarray:
     """Magnitudes as integers of the same order, flat; a copy."""
     integer = INTEGERS[values.itemsize]
-    bits = values.detach().reshape(-1).view(integer).numpy()
+    bits = values.detach().reshape(-1).view(integer).cpu().numpy()
     return bits & np.array(torch.iinfo(integer).max, bits.dtype)
 
 
 def _keep(mask: Tensor) -> np.ndarray:
-    return (mask != 0).reshape(-1).numpy()
+    return (mask != 0).reshape(-1).cpu().numpy()

@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
+
 T = TypeVar("T")
 Cell = str | int | float | None
 
@@ -62,38 +65,47 @@ class Measurement:
     result: Any = None
 
 
-def measured(call: Callable[[], Any], *, release: bool = True) -> Measurement:
+def measured(call: Callable[[], Any], *, device: str = "cpu") -> Measurement:
     """Run ``call`` once, from a process without garbage and without pages that malloc kept.
 
-    Args:
-        release: False keeps these pages, for a call that follows others: its memory is no figure.
+    On another device than a CPU, bytes are those of tensors there, and it is waited for.
     """
-    if release:
-        release_memory()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what is resident now
-    before = resident_bytes()
+    release_memory()
+    if device == "cpu":
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what is resident now
+    else:
+        torch.accelerator.reset_peak_memory_stats()
+    before = _bytes("VmRSS", device)
+    synchronize(device)
     started = time.perf_counter()
     result = call()
+    synchronize(device)
     seconds = time.perf_counter() - started
-    peak = max(_status("VmHWM"), before)
+    peak = max(_bytes("VmHWM", device), before)
     release_memory()
-    return Measurement(seconds, peak - before, resident_bytes() - before, result)
+    return Measurement(seconds, peak - before, _bytes("VmRSS", device) - before, result)
+
+
+def synchronize(device: torch.device | str) -> None:
+    """Wait until a device has done everything."""
+    if torch.device(device).type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _bytes(name: str, device: str) -> int:
+    """The present memory of this process, or of its tensors on a device ("VmRSS"); or the peak."""
+    if device == "cpu":
+        text = Path("/proc/self/status").read_text()
+        return int(text.split(name + ":")[1].split()[0]) * 1024
+    if name == "VmHWM":
+        return torch.accelerator.max_memory_allocated()
+    return torch.accelerator.memory_allocated()
 
 
 def release_memory() -> None:
     """Give everything that is free back to the operating system."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM."""
-    return _status("VmRSS")
-
-
-def _status(name: str) -> int:
-    text = Path("/proc/self/status").read_text()
-    return int(text.split(name + ":")[1].split()[0]) * 1024
 
 
 def interleaved(contestants: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
@@ -218,9 +230,6 @@ def _cell(value: Cell) -> str:
 
 def machine() -> list[str]:
     """What the figures depend on, beside the code."""
-    import numpy as np
-    import torch
-
     pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     huge = pages.read_text().strip() if pages.exists() else "unknown"
     gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9

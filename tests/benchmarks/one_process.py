@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import data
 import torch
@@ -21,10 +22,10 @@ from measuring import (
     Table,
     Verdict,
     interleaved,
-    measured,
     median_ratio,
     median_seconds,
 )
+from measuring import measured as measure
 from torch import Tensor, nn
 
 import distprune
@@ -44,12 +45,17 @@ class Case:
     dtype: torch.dtype
     has_torch: bool = True
     amount: float = 0.5
+    device: str = "cpu"
 
 
 def cases(options: Options) -> list[Case]:
     dtypes = (torch.float32, torch.bfloat16)
     if options.quick:
-        return [Case(1_000_000, dtype) for dtype in dtypes]
+        return [Case(1_000_000, dtype, device=options.device) for dtype in dtypes]
+    if options.device != "cpu":  # more elements than 32 bits count, at last
+        sizes = [(10**8, torch.float32), (10**8, torch.bfloat16), (10**9, torch.bfloat16)]
+        largest = Case(5 * 10**9, torch.bfloat16, has_torch=False, device=options.device)
+        return [*(Case(size, dtype, device=options.device) for size, dtype in sizes), largest]
     large = [Case(500_000_000, dtype, has_torch=False) for dtype in dtypes]
     return [Case(size, dtype) for size in (10**7, 10**8) for dtype in dtypes] + large
 
@@ -61,7 +67,7 @@ def tables(options: Options) -> Iterator[Table]:
 
 def compared(case: Case, rounds: int) -> Table:
     """One case: everything is checked, then all contestants run in turn."""
-    model = data.build(case.num_elements, case.dtype)
+    model = data.build(case.num_elements, case.dtype, device=case.device)
     values = data.weights(model)
     expected = data.oracle(values, case.amount)
     total = data.num_elements(model)
@@ -80,7 +86,9 @@ def compared(case: Case, rounds: int) -> Table:
     where = f"{case.num_elements / 1e6:.0f}M {dtype}"
     verdicts = []
     if case.num_elements == 10**8:
-        is_aim = case.dtype != torch.float32  # what holds for float32 is aimed at for bfloat16
+        is_aim = (
+            case.dtype != torch.float32 or case.device != "cpu"
+        )  # what holds for float32 is aimed at for bfloat16
         for bound, value in (
             (
                 Bound(f"{where}: ranking, times faster than torch's call", 60, at_least=True),
@@ -112,6 +120,7 @@ def contestants(
     """What runs in turn; each checks its result."""
     parameters = data.pairs(model)
     num_kept = data.num_elements(model) - expected.num_pruned
+    measured = partial(measure, device=case.device)
 
     def whole() -> Measurement:
         run = measured(
@@ -148,7 +157,8 @@ def contestants(
     def limit() -> Measurement:
         return replace(measured(lambda: [torch.abs(value) for value in values]), result=None)
 
-    found = {WHOLE: whole, RANKING: ranking, LIMIT: limit, COMPARE: compare}
+    found = {WHOLE: whole, RANKING: ranking, LIMIT: limit}
+    found |= {COMPARE: compare} if case.device == "cpu" else {}
     return found | ({TORCH: torch_call} if case.has_torch else {})
 
 

@@ -1,8 +1,8 @@
 """Several ranks: time, memory and communication, beside gathering everything on every rank.
 
 The rival is the only other way to the same masks: make every tensor whole on every rank, and
-call torch.nn.utils.prune there. The masks of all ranks are compared with the oracle's, and what
-a call reports to have sent with what torch.distributed was seen to send, before anything is timed.
+call torch.nn.utils.prune there. The masks of all ranks are compared with the oracle's before
+anything is timed.
 """
 
 from __future__ import annotations
@@ -29,23 +29,10 @@ from measuring import (
     median_ratio,
     median_seconds,
 )
-from sharded_models import (
-    AMOUNT,
-    MAX_KIB,
-    check_local_masks,
-    check_traffic,
-    local,
-    local_like,
-    placed,
-    prune,
-    shard,
-    time_of_all_reduces,
-    undo,
-)
+from sharded_models import AMOUNT, check_local_masks, local_like, placed, prune, shard
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from helpers.collective_traffic import Traffic
 from helpers.on_ranks import on_ranks
 
 
@@ -87,7 +74,6 @@ def against_gathering(options: Options) -> Table:
         rounds = options.num_rounds(3) if case.num_elements < 5e7 else min(options.num_rounds(2), 2)
         found = on_ranks(measure_case, case.num_ranks, vars(case), rounds, timeout=900)
         ours, naive = (slowest(found, name) for name in ("distprune", "naive"))
-        in_all_reduce = statistics.median(each.result for each in ours)
         peak = max(each["peak bytes per local element"]["distprune"] for each in found)
         first = found[0]
         times = median_ratio(naive, ours) if naive else None
@@ -96,7 +82,7 @@ def against_gathering(options: Options) -> Table:
             [
                 case.wrapping, case.num_ranks, case.num_elements, case.dtype,
                 median_seconds(naive) if naive else None, median_seconds(ours), times,
-                in_all_reduce, first["collectives"], first["bytes"] / 1024,
+                first["collectives"], first["bytes"] / 1024,
                 naive_peak or None, peak,
             ]
         )  # fmt: skip
@@ -112,19 +98,18 @@ def against_gathering(options: Options) -> Table:
         f"Sharded models on gloo ranks of one thread each, amount={AMOUNT}",
         [
             "wrapping", "ranks", "elements", "dtype", "gather + torch s", "distprune s", "times",
-            "of it in all-reduces s", "collectives", "KiB per rank", "gather + torch GB per rank",
+            "collectives", "KiB per rank", "gather + torch GB per rank",
             "extra bytes per local element",
         ],
         rows,
         [
             Verdict(Bound(f"{at}, fp32: times faster", 100, at_least=True), headline["times"]),
-            Verdict(Bound("KiB sent per rank, worst of all rows", MAX_KIB), most_bytes / 1024),
+            Verdict(Bound("KiB sent per rank, worst of all rows", 256), most_bytes / 1024),
             Verdict(Bound("collectives, worst of all rows", 16), most_collectives),
             Verdict(Bound(f"{at}: extra bytes per local element", 0.2), max(extra)),
         ],
         [
-            "Everything is measured. Seconds: the slowest rank, medians. All-reduces include "
-            "waiting for the other ranks; 1 rank has none.",
+            "Everything is measured. Seconds: the slowest rank, medians.",
             "GB and extra bytes: rise of the resident set at its peak, of the worst rank; for "
             "distprune without the masks, and the masked weights of TP's hooks, that it leaves.",
             "Gathering and torch at 100 million elements takes more memory than 4 ranks have here.",
@@ -133,11 +118,11 @@ def against_gathering(options: Options) -> Table:
 
 
 def slowest(found: Sequence[dict[str, Any]], name: str) -> list[Measurement]:
-    """Of the ranks, round by round; the result is the time that it spent in all-reduces."""
+    """Of the ranks, round by round."""
     if name not in found[0]["rounds"]:
         return []
     by_round = zip(*(each["rounds"][name] for each in found), strict=True)
-    return [Measurement(max(each)[0], 0, 0, max(each)[1]) for each in by_round]
+    return [Measurement(max(each), 0, 0) for each in by_round]
 
 
 def measure_case(fields: dict[str, Any], rounds: int) -> dict[str, Any]:
@@ -154,42 +139,38 @@ def measure_case(fields: dict[str, Any], rounds: int) -> dict[str, Any]:
     shard(model, case.wrapping)
     keeps = [local_like(keep, p) for keep, (p, _) in zip(keeps, placed(model), strict=True)]
     targets = data.pairs(model)
-    with Traffic() as traffic:
-        report = prune(targets)
+    report = prune(targets)
     data.check_report(report, expected)
     check_local_masks(model, keeps)
-    check_traffic(report, traffic)
-    left_bytes = undo(model)
-    num_local = sum(local(p).numel() for p, _ in placed(model))
+    left_bytes = data.undo(model)
+    num_local = sum(data.local(p).numel() for p, _ in placed(model))
 
-    def ours() -> list[tuple[float, float, int]]:
+    def ours() -> list[tuple[float, int]]:
         found = []
         for _ in range(3):  # it is quick: one call is not more than noise
             dist.barrier()
-            with time_of_all_reduces() as spent:
-                measurement = measured(lambda: prune(targets).num_pruned_now)
+            measurement = measured(lambda: prune(targets).num_pruned_now)
             if measurement.result != expected.num_pruned:
                 raise CheckFailed(f"{measurement.result:,} elements pruned in a later round")
-            undo(model)
-            peak = measurement.peak_extra_bytes - left_bytes
-            found.append((measurement.seconds, sum(spent), peak))
+            data.undo(model)
+            found.append((measurement.seconds, measurement.peak_extra_bytes - left_bytes))
         return found
 
-    def naive() -> list[tuple[float, float, int]]:
+    def naive() -> list[tuple[float, int]]:
         dist.barrier()
         measurement = measured(lambda: gather_and_prune(model))
         if measurement.result != expected.num_pruned:
             raise CheckFailed(f"gathering and torch pruned {measurement.result:,} elements")
-        return [(measurement.seconds, 0.0, measurement.peak_extra_bytes)]
+        return [(measurement.seconds, measurement.peak_extra_bytes)]
 
     contestants = {"naive": naive, "distprune": ours} if case.has_rival else {"distprune": ours}
     found = {
         name: [each for several in results for each in several]
         for name, results in interleaved(contestants, rounds).items()
     }
-    peaks = {name: statistics.median(peak for *_, peak in each) for name, each in found.items()}
+    peaks = {name: statistics.median(peak for _, peak in each) for name, each in found.items()}
     return {
-        "rounds": {name: [each[:2] for each in several] for name, several in found.items()},
+        "rounds": {name: [each[0] for each in several] for name, several in found.items()},
         "peak bytes": peaks,
         "peak bytes per local element": {name: peak / num_local for name, peak in peaks.items()},
         "collectives": report.num_collectives,

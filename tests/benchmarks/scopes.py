@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import data
-import numpy as np
 import torch
 import torch.distributed as dist
 from measuring import (
     Bound,
     Cell,
-    CheckFailed,
     Measurement,
     Options,
     Table,
@@ -25,7 +23,7 @@ from measuring import (
     median_ratio,
     median_seconds,
 )
-from sharded_models import local, local_like, shard, undo
+from sharded_models import shard
 from torch import Tensor, nn
 
 import distprune
@@ -42,8 +40,6 @@ LIMITS = {"row": 5.0, "2:4": 3.0}
 WRAPPINGS = {"fsdp2": "FSDP2", "tp": "Tensor parallelism"}
 # Rows under tensor parallelism, of which some are cut, beside FSDP2, which cuts none.
 CUT_LIMIT = 2.0
-# The masks of larger models are not compared with the oracle, which sorts every group.
-NUM_CHECKED = 1_000_000
 RANKS = 2
 
 
@@ -52,9 +48,8 @@ def tables(options: Options) -> Iterator[Table]:
     rounds = options.num_rounds(5)
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        check(data.build(NUM_CHECKED, dtype, multiple=64), lambda model: None, data.undo)
         model = data.build(num_elements, dtype, multiple=64)
-        found = timed(model, data.undo, rounds)
+        found = timed(model, rounds)
         threads = torch.get_num_threads()
         yield table(f"one process, {threads} thread{'s' * (threads > 1)}", name, model, found)
         del model
@@ -104,8 +99,6 @@ def table(where: str, dtype: str, model: nn.Module, found: dict[str, list[Measur
         [
             "The whole call, with attaching. Seconds: the slowest rank, medians; ratios: medians "
             "of those of a round.",
-            f"The masks of {NUM_CHECKED / 1e6:g}M elements are compared with a stable sort of each "
-            "group before.",
         ],
     )
 
@@ -113,27 +106,21 @@ def table(where: str, dtype: str, model: nn.Module, found: dict[str, list[Measur
 def measure(
     wrapping: str, num_elements: int, rounds: int
 ) -> dict[str, list[tuple[float, tuple[int, int]]]]:
-    """On every rank: check, then time."""
+    """On every rank."""
 
-    def sharded(model: data.LanguageModel) -> None:
-        shard(model, wrapping)
-
-    check(data.build(NUM_CHECKED, multiple=64), sharded, undo)
     model = data.build(num_elements, multiple=64)
-    sharded(model)
-    found = timed(model, undo, rounds)
+    shard(model, wrapping)
+    found = timed(model, rounds)
     return {way: [(each.seconds, each.result) for each in runs] for way, runs in found.items()}
 
 
-def timed(
-    model: nn.Module, take_off: Callable[[nn.Module], object], rounds: int
-) -> dict[str, list[Measurement]]:
+def timed(model: nn.Module, rounds: int) -> dict[str, list[Measurement]]:
     def contestant(way: str) -> Callable[[], Measurement]:
         def call() -> Measurement:
             if dist.is_initialized():
                 dist.barrier()
             run = measured(lambda: prune(model, way))
-            take_off(model)
+            data.undo(model)
             return run
 
         return call
@@ -158,38 +145,3 @@ def matrix_pairs(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 def matrices(model: nn.Module) -> list[Tensor]:
     return [weight for weight in data.weights(model) if weight.ndim == 2]
-
-
-def check(
-    model: data.LanguageModel,
-    wrap: Callable[[data.LanguageModel], None],
-    take_off: Callable[[nn.Module], object],
-) -> None:
-    """The masks of every way that has groups, in all bits.
-
-    Raises:
-        CheckFailed: names the way and the parameter.
-    """
-    values = [weight.clone() for weight in matrices(model)]
-    wrap(model)
-    for way in WAYS:
-        if way == GLOBAL:
-            continue
-        prune(model, way)
-        for which, (module, name) in enumerate(matrix_pairs(model)):
-            keep = expected(values[which], way)
-            mask = module._buffers[name + "_mask"]
-            parameter = module._parameters.get(name + "_orig", module._parameters.get(name))
-            if not torch.equal(local(mask) != 0, local_like(keep, parameter)):
-                raise CheckFailed(f"{way}: the mask of parameter {which} is wrong")
-        take_off(model)
-
-
-def expected(values: Tensor, way: str) -> Tensor:
-    """The mask that a stable sort of each group gives."""
-    sizes = {"layer": values.numel(), "row": values.shape[1], "2:4": 4}
-    magnitudes = values.detach().abs().double().numpy().reshape(-1, sizes[way])
-    lowest = magnitudes.argsort(axis=1, kind="stable")[:, : round(sizes[way] / 2)]
-    keep = np.ones(magnitudes.shape, dtype=bool)
-    np.put_along_axis(keep, lowest, False, axis=1)
-    return torch.from_numpy(keep).view(values.shape)

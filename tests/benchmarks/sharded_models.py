@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import data
 import torch
@@ -25,10 +22,8 @@ from torch.distributed.tensor.parallel import (
 
 import distprune
 from distprune.call.report import PruningReport
-from helpers.collective_traffic import Traffic
 
 AMOUNT = 0.5
-MAX_KIB = 256
 COLWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWWISE = ("o_proj", "down_proj")
 
@@ -66,10 +61,6 @@ def placed(model: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
     ]
 
 
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def local_like(whole: Tensor, parameter: Tensor) -> Tensor:
     """This rank's part of a tensor, as torch itself cuts it."""
     if not isinstance(parameter, DTensor):
@@ -86,51 +77,5 @@ def check_local_masks(model: nn.Module, keeps: Sequence[Tensor]) -> None:
         CheckFailed: names the parameter.
     """
     for which, ((_, mask), keep) in enumerate(zip(placed(model), keeps, strict=True)):
-        if mask is None or not torch.equal(local(mask) != 0, keep):
+        if mask is None or not torch.equal(data.local(mask) != 0, keep):
             raise CheckFailed(f"rank {dist.get_rank()}: the mask of parameter {which} is wrong")
-
-
-def check_traffic(report: PruningReport, traffic: Traffic) -> None:
-    """Whether a call sent what it reports, and summed only.
-
-    Raises:
-        CheckFailed: shows both.
-    """
-    num_calls = len(traffic.calls) if dist.get_world_size() > 1 else 0
-    sent = traffic.num_bytes if num_calls else 0
-    kinds = {name for name, _ in traffic.calls}
-    if (report.num_collectives, report.bytes_sent) != (num_calls, sent) or len(kinds) > 1:
-        raise CheckFailed(f"{report.num_collectives=}, {report.bytes_sent=}; seen {traffic.calls}")
-
-
-def undo(model: nn.Module) -> int:
-    """Make the model dense with its values untouched; the bytes of what pruning had left."""
-    num_bytes = 0
-    for module, name in data.pairs(model):
-        mask = module._buffers.get(name + "_mask")
-        if mask is None:
-            continue
-        mask = local(mask)
-        num_bytes += mask.numel() * mask.itemsize
-        product = module.__dict__.get(name)  # of the hook that torch's pruning has
-        if isinstance(product, Tensor):
-            num_bytes += local(product).numel() * product.itemsize
-        mask.fill_(1)
-        distprune.remove(module, name)
-    return num_bytes
-
-
-@contextlib.contextmanager
-def time_of_all_reduces() -> Iterator[list[float]]:
-    """Seconds of every all-reduce inside, in order."""
-    spent: list[float] = []
-    original = dist.all_reduce
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        result = original(*args, **kwargs)
-        spent.append(time.perf_counter() - started)
-        return result
-
-    with mock.patch.object(dist, "all_reduce", timed):
-        yield spent

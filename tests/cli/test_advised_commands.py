@@ -47,12 +47,9 @@ def works(done):
 HOW = [
     ["-s", "0.5"],
     ["-s", "0.5", "--scope", "row"],
-    ["-s", "0.5", "--scope", "layer"],
     ["-s", "0.5", "--max-sparsity", "0.9"],
-    ["-s", "0.5", "--normalize", "none"],
-    ["-s", "0.5", "--normalize", "l2"],
     ["--pattern", "2:4"],
-    *(["-r", name] for name in ("semi_structured_2_4", "magnitude_50", "layer_50", "row_50")),
+    ["-r", "magnitude_50"],
 ]
 
 
@@ -67,41 +64,6 @@ def test_text_for_a_language_model(run, llama, tmp_path, how):
     assert recipe["score"] == "fisher" and "may ruin it" not in done.err
     if how == HOW[0]:
         works(run("eval", tmp_path / "out", *on_cpu))
-
-
-def test_options_of_text_need_text(run, llama, tmp_path):
-    model, _, text = llama
-    command = ["prune", model, tmp_path / "out", "-s", "0.5", "--windows", "2", "--length", "16"]
-    said(run(*command), "--windows have no effect without --text", code=2)
-    works(run(*command, "--text", text, "--device", "cpu"))
-
-
-def test_normalize_where_raw_magnitudes_empty_a_tensor(run, tmp_path):
-    scales = {"a.weight": 1.0, "b.weight": 1e-4}
-    source = save(tmp_path / "source", {n: s * torch.randn(8, 200) for n, s in scales.items()})
-    how = ["-s", "0.5", "--normalize", "none"]
-    raw, emptied = "Raw scores of several tensors", "lost at least 99 %"
-    done = run("prune", source, tmp_path / "raw", *how)
-    said(done, f"{raw} are", "normalize: rms divides", emptied)
-    said(done, "max_sparsity (--max-sparsity)")
-    done = works(run("prune", source, tmp_path / "rms", *how[:2], "--normalize", "rms"))
-    assert raw not in done.err and emptied not in done.err
-    done = works(run("prune", source, tmp_path / "limited", *how, "--max-sparsity", "0.9"))
-    assert emptied not in done.err
-
-
-AMOUNTS = {"--sparsity": ["0.5"], "--pattern": ["2:4"], "--recipe": ["row_50"]}
-
-
-def test_an_amount_where_there_is_none(run, source, tmp_path):
-    said(run("plan", source), "No sparsity is given: --sparsity, --pattern or --recipe says")
-    done = run("prune", source, tmp_path / "out", "--scope", "global")
-    said(done, "expected one of sparsity, pattern and schedule", code=2)
-    for number, (option, value) in enumerate(AMOUNTS.items()):
-        works(run("plan", source, option, *value))
-        works(run("prune", source, tmp_path / f"{number}", option, *value))
-    said(run("plan", source, "--pattern", "4x4"), "expected a pattern N:M such as '2:4'", code=2)
-    works(run("plan", source, "-r", "semi_structured_2_4"))
 
 
 def test_what_a_score_is_made_from(run, llama, source, tmp_path):
@@ -136,25 +98,6 @@ def test_what_a_score_is_made_from(run, llama, source, tmp_path):
     verify = ["verify", tmp_path / "other", "--against", source]
     said(run(*verify, "--scores", scores), "leave --scores out", code=1)
     works(run(*verify))
-
-
-def test_the_dimension_of_the_inputs(run, llama, tmp_path):
-    source = save(tmp_path / "source", {"layers.0.experts.w1": torch.randn(2, 4, 8)})
-    command = ["plan", source, "--pattern", "2:4"]
-    written = said(run(*command), "its input dimension is not known", code=2)
-    option = re.search(r"--input-dim '(.*?)=DIM'", written)[1]
-    for dim in re.findall(r"(\d) for \[\.\.\., ", written):
-        works(run(*command, "--input-dim", f"{option}={dim}"))
-    said(run(*command, "--input-dim", "w1"), "such as '*.c_fc.weight=0'", code=2)
-    conv1d = save(tmp_path / "conv1d", {"h.0.c_fc.weight": torch.randn(4, 8)})
-    works(run("plan", conv1d, "--pattern", "2:4", "--input-dim", "*.c_fc.weight=0"))
-    model, statistics, text = llama
-    options = ["--text", text, "--length", "16", "--device", "cpu", "--out", statistics]
-    works(run("calibrate", model, *options))
-    command = ["plan", model, "-r", "wanda_row_50", "--statistics", statistics]
-    done = run(*command, "--input-dim", "*.q_proj.weight=0")
-    said(done, "correct input_dims (--input-dim)", code=2)
-    works(run(*command, "--input-dim", "*.q_proj.weight=1"))
 
 
 def test_what_to_compare_by_diff(run, source, tmp_path):
@@ -249,17 +192,6 @@ def test_every_command_and_option_that_a_text_names_exists():
         options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w(?![\w-])", text))
         assert options <= known, (place, text)
         assert {*re.findall(r"`distprune (\w+)", text)} <= commands.keys(), (place, text)
-
-
-def test_a_recipe_for_checkpoints(run, source, tmp_path):
-    from distprune.recipes import load_recipe
-    from distprune.schedule import ScheduledPruner
-
-    path = tmp_path / "recipe.yaml"
-    path.write_text("sparsity: 0.5\nnan: keep\n")
-    with pytest.raises(ValueError, match="`distprune prune` prunes checkpoints"):
-        ScheduledPruner.from_recipe(torch.nn.Linear(2, 2), load_recipe(path))
-    works(run("prune", source, tmp_path / "out", "-r", path))
 
 
 def test_every_command_has_help(run):

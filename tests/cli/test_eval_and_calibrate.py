@@ -1,11 +1,9 @@
 """``distprune eval`` and ``distprune calibrate``: a folder with a model, and files of text."""
 
 import importlib.util
-import json
 
 import numpy as np
 import pytest
-from commands import start, torchrun
 from safetensors.torch import load_file
 
 import distprune as prune
@@ -21,8 +19,7 @@ from distprune.language_models import (
     read_windows,
 )
 from distprune.statistics import ActivationStatistics, GradientStatistics
-from helpers.sampling import THOROUGH
-from helpers.tiny_language_model import save_tiny_llama, save_tiny_mixtral, tiny_llama, write_text
+from helpers.tiny_language_model import save_tiny_llama, tiny_llama, write_text
 
 pytest.importorskip("transformers")
 
@@ -140,60 +137,6 @@ def test_calibrate_writes_gradients_that_prune_a_checkpoint(run, made, tmp_path)
     assert refused.code == 2 and "--allow-empty has no effect with --gradients" in refused.err
 
 
-def test_calibrate_takes_fused_experts(run, tmp_path):
-    save_tiny_mixtral(tmp_path / "model")
-    text = write_text(tmp_path / "a.txt", 200)
-    out = tmp_path / "stats.safetensors"
-    options = ["--text", text, "--length", "16", "--device", "cpu", "--limit", "3", "--out", out]
-    done = run("calibrate", tmp_path / "model", *options)
-    assert done.code == 0 and "Warning" not in done.err, done.err
-    stored = read_statistics(out)[1]
-    assert f"statistics of {len(stored)} layers over 48 tokens" in done.out
-    experts = {name: of_one for name, of_one in stored.items() if "experts" in name}
-    assert list(experts) == [
-        f"model.layers.{n}.mlp.experts.{name}_proj" for n in (0, 1) for name in ("gate_up", "down")
-    ]
-    assert {of_one.layout.kind for of_one in experts.values()} == {"experts"}
-    assert {sum(of_one.num_tokens) for of_one in experts.values()} == {2 * 48}
-    some = run("calibrate", tmp_path / "model", *options, "--json", "--include", "*experts*")
-    assert some.json["layers"] == list(experts)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_processes_share_the_windows_and_say_the_same(run, made, tmp_path):
-    """How the library comes to the same numbers on every wrapper, its own tests say."""
-    model, text, _ = made
-    shared = ["--text", text, "--length", "16", "--limit", "5", "--device", "cpu", "--json"]
-    expected = run("eval", model, *shared).json["all"]
-    out = tmp_path / "one.safetensors"
-    assert run("calibrate", model, *shared, "--out", out).code == 0
-    of_one = read_statistics(out)[1]
-    other = tmp_path / "two.safetensors"
-    ways = {
-        "fsdp2": ("eval", model, *shared),
-        "ddp": ("calibrate", model, *shared, "--wrap", "ddp", "--out", other),
-    }
-    if not THOROUGH:
-        del ways["fsdp2"]
-    else:
-        ways["tp"] = ("eval", model, *shared, "--wrap", "tp")
-    found = {}
-    for way, process in {way: torchrun(2, *command) for way, command in ways.items()}.items():
-        written, err = process.communicate(timeout=250)
-        assert process.returncode == 0, err
-        found[way] = json.loads(written)
-        assert (found[way]["num_ranks"], found[way]["wrap"]) == (2, way)
-    if THOROUGH:
-        assert found["fsdp2"]["all"] == expected
-        assert found["tp"]["all"]["nll"] == pytest.approx(expected["nll"], rel=1e-6)
-    of_two = read_statistics(other)[1]
-    assert list(of_two) == list(of_one)
-    for name, stored in of_two.items():
-        assert stored.num_tokens == of_one[name].num_tokens == 80
-        assert np.allclose(stored.squares, of_one[name].squares, rtol=1e-12, atol=0), name
-
-
 def test_what_is_wrong_is_said_with_an_exit_code(run, made, tmp_path):
     model, text, _ = made
     short, out = tmp_path / "short.txt", tmp_path / "stats.safetensors"
@@ -243,23 +186,3 @@ def test_without_the_extra_it_says_what_to_install(run, made, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     done = run("eval", made[0], "--text", made[1])
     assert done.code == 2 and "pip install 'distprune[language-models]'" in done.err
-
-
-@pytest.mark.slow
-def test_an_interrupted_calibration_leaves_the_old_file(made, tmp_path):
-    import signal
-
-    model, text, _ = made
-    out = tmp_path / "stats.safetensors"
-    out.write_text("old")
-    options = ["--text", text, "--length", "16", "--device", "cpu", "--json"]
-    process = start("-m", "distprune", "calibrate", model, *options, "--out", out)
-    with pytest.raises(Exception, match="timed out"):
-        process.communicate(timeout=3)
-    process.send_signal(signal.SIGTERM)
-    written, err = process.communicate(timeout=100)
-    assert (process.returncode, written) == (-signal.SIGTERM, ""), err
-    assert out.read_text() == "old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        ["model", "a.txt", "b.txt", "stats.safetensors"]
-    )

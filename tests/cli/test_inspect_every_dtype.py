@@ -32,9 +32,11 @@ def look(folder):
     return {facts.entry.name: facts for facts in inspect(open_checkpoint(folder), [(2, 4)])}
 
 
-def test_a_scalar_has_no_groups(tmp_path):
+def test_scalars_and_empty_tensors_have_no_groups(tmp_path):
     scalars = {"logit_scale": torch.tensor(2.5), "zero": torch.tensor(-0.0).bfloat16()}
-    found = look(save(tmp_path / "source", {**scalars, "a.weight": torch.eye(4)}))
+    empty = {str(shape): torch.ones(shape) for shape in ((0,), (0, 4), (4, 0), (0, 4, 3, 3))}
+    found = look(save(tmp_path / "source", {**scalars, **empty, "a.weight": torch.eye(4)}))
+    assert all((found[name].num_zero, found[name].num_groups) == (0, {}) for name in empty)
     assert [found[name].num_zero for name in ("logit_scale", "zero", "a.weight")] == [0, 1, 12]
     assert found["logit_scale"].num_groups == found["zero"].num_groups == {}
     assert found["a.weight"].num_groups == found["a.weight"].num_kept == {(2, 4): 4}
@@ -65,19 +67,3 @@ def test_zeros_that_are_not_counted_are_not_told(run, tmp_path, dtype):
     assert rows["all"][1:] == ["floats", "1", "2", "2", "100.00", "%", "-", "0", "0"]
     tensors = {each["name"]: each for each in run("inspect", source, "--json").json["tensors"]}
     assert tensors["a"]["num_zero"] is None and tensors["b"]["num_zero"] == 2
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (2, 0, 3), (0, 4, 3, 3)])
-def test_a_tensor_without_elements(tmp_path, shape):
-    found = look(save(tmp_path / "source", {"e": torch.ones(shape), "a": torch.ones(4)}))
-    assert (found["e"].num_zero, found["e"].num_groups) == (0, {})
-
-
-def test_integers_are_shown_but_do_not_count_among_floats(run, tmp_path):
-    made = {"ids": torch.arange(4), "logit_scale": torch.tensor(1.0), "a.weight": torch.eye(4)}
-    done = run("inspect", save(tmp_path / "source", made))
-    assert done.code == 0, done.err
-    rows = [line.split() for line in done.out.splitlines()]
-    assert ["ids", "I64", "4", "1", "4", "-", "-", "-", "0", "0"] in rows
-    assert ["logit_scale", "F32", "scalar", "1", "1", "0", "0.00", "%", "-", "0", "0"] in rows
-    assert rows[-1] == ["all", "floats", "2", "17", "12", "70.59", "%", "100.00", "%", "0", "0"]

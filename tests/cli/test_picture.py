@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from commands import start
 
 from distprune.cli import plotting
 from helpers.tiny_checkpoints import save
@@ -73,16 +72,3 @@ def test_what_cannot_be_drawn_is_said_before_the_weights_are_read(run, tmp_path,
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = run("inspect", source, "--plot", tmp_path / "a.png")
     assert done.code == 2 and "pip install 'distprune[plot]'" in done.err
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_no_display_is_needed(tmp_path):
-    source = save(tmp_path / "source", {"layers.0.a.weight": torch.eye(4)})
-    process = start(
-        "-m", "distprune", "inspect", source, "--plot", tmp_path / "a.PDF", MPLBACKEND="TkAgg",
-        DISPLAY="",
-    )  # fmt: skip
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert (tmp_path / "a.PDF").read_bytes().startswith(b"%PDF")

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from distprune.recipes import load_recipe, shipped_recipes
+from distprune.recipes import shipped_recipes
 from helpers.tiny_checkpoints import save, tree_digest
 
 NAMES = {
@@ -53,24 +53,6 @@ def test_json_has_every_tensor(run, source):
     assert done.json["copied"] == [
         "config.json", "model.safetensors.index.json", "tokenizer.json"
     ]  # fmt: skip
-
-
-def test_options_take_the_place_of_what_the_recipe_says(run, source, tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        "score: random\nseed: 3\nscope: row\nsparsity: 0.5\nnan: keep\n"
-        "include: ['*.mlp.*']\nexclude: [b]\nmin_ndim: 1\nmasks: false\n"
-    )
-    whole = load_recipe(path).as_values()
-    for options, expected in [
-        ([], {}),
-        (["-s", 0], {"sparsity": 0.0}),
-        (["--seed", 4, "--exclude", "c", "--exclude", "d"], {"seed": 4, "exclude": ["c", "d"]}),
-        (["--scope", "global"], {"scope": "global"}),
-    ]:
-        assert run("plan", source, "-r", path, *options, "--json").json["recipe"] == {
-            **whole, **expected
-        }  # fmt: skip
 
 
 def test_what_does_not_fit_is_refused(run, source, tmp_path):
@@ -123,14 +105,6 @@ def test_shipped_recipes_fit(run, source, name):
         return
     found = run("plan", source, "-r", name, "--json").json
     assert found["num_to_prune"] == 64 and found["num_elements"] == 128
-
-
-def test_a_thousand_files_are_planned_from_their_headers(run, tmp_path):
-    shards = [{f"layers.{i}.mlp.weight": torch.ones(4, 4)} for i in range(1000)]
-    source = save(tmp_path / "source", *shards)
-    found = run("plan", source, "-s", "0.5").out
-    assert "layers.*.mlp.weight   1,000  F32    4 x 4    16,000  prune" in found
-    assert "Prunes 8,000 of 16,000 elements" in found and "in 1,000 weight files" in found
 
 
 def test_recipes_for_training_are_refused_by_name(run, source, tmp_path):

@@ -64,29 +64,3 @@ def test_what_an_interrupted_run_left_is_not_needed_again(source, tmp_path):
     assert plan_command.estimate(made, tmp_path / "out[1]")["missing_bytes"] == whole > 0
     (part / "masks.safetensors").write_bytes(bytes(4096))
     assert plan_command.estimate(made, tmp_path / "out[1]")["missing_bytes"] == max(whole - 4096, 0)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "dtypes", "passes"),
-    [
-        (raw_recipe(0.5, normalize="rms"), "BF16", 3),
-        (raw_recipe(0.5, normalize="rms"), "F32", 3),
-        (raw_recipe(0.5, normalize="l2"), "F64", 3),
-        (raw_recipe(0.5), "BF16", 1),
-        (raw_recipe(0.5), "BF16 F16", 1),
-        (raw_recipe(0.5), "F32 F64", 1),
-        (raw_recipe(0.5, scope="row"), "F32", 0),
-        (raw_recipe(pattern="2:4"), "F32", 0),
-        (raw_recipe(0.5, score="random"), "F32", 0),
-    ],
-)
-def test_bytes_that_are_read_to_find_the_threshold(tmp_path, recipe, dtypes, passes):
-    kinds = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-    kinds["F64"] = torch.float64
-    tensors = {f"{name}.weight": torch.ones(4, 4, dtype=kinds[name]) for name in dtypes.split()}
-    source = save(tmp_path / "source", tensors)
-    total = sum(path.stat().st_size for path in source.iterdir())
-    weights = sum(tensor.nbytes for tensor in tensors.values())
-    assert (
-        plan_command.estimate(plan(source, recipe), None)["read_bytes"] == total + passes * weights
-    )

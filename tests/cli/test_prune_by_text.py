@@ -62,38 +62,13 @@ def test_processes_share_the_text(made, tmp_path, launched):
     assert "on 2 processes" in out
 
 
-def test_scores_of_single_weights(run, made, tmp_path):
-    """They take 4 bytes of the disk each, and verify needs them."""
-    model, text, _ = made
-    out, kept = tmp_path / "out", tmp_path / "kept"
-    plans = {
-        score: run("plan", model, *OPTIONS, "--text", text, "--score", score, "--json").json
-        for score in ("fisher", "taylor")
-    }
-    of_taylor = plans["taylor"]["cost_by_text"]["disk"] - plans["fisher"]["cost_by_text"]["disk"]
-    assert of_taylor == 4 * plans["taylor"]["num_elements"]
-    assert plans["taylor"]["recipe"].get("normalize", "none") == "none"
-    done = run(
-        "prune", model, out, *OPTIONS, "--text", text, "--score", "taylor", "--update", "none",
-        "--keep-scores", kept,
-    )  # fmt: skip
-    assert done.code == 0 and "score taylor" in done.err, done.err
-    assert "verify DST --against SRC --scores SCORES" in (out / "README.md").read_text()
-    done = run("verify", out, "--against", model)
-    assert done.code == 1 and "--keep-scores" in done.err
-    assert run("verify", out, "--against", model, "--scores", kept).code == 0
-    again = run(
-        "prune", model, tmp_path / "again", "-s", "0.5", "--score", "taylor", "--scores", kept
-    )
-    assert again.code == 0, again.err
-
-
 def test_what_is_wrong_is_said_before_the_work(run, made, tmp_path):
     model, text, _ = made
     short = write_text(tmp_path / "short.txt", 4)
     cases = [
         (["--text", short], 1, "expected a number from 1 to"),
         (["--text", tmp_path / "none.txt"], 1, "cannot be read"),
+        ([], 2, "--windows have no effect without --text"),
         (["--text", text, "--round", "0.6"], 2, "rising ones below the sparsity"),
         (["--text", text, "--update", "adam"], 2, "is not one of 'least-squares', 'none'"),
         (["--text", text, "--also", "lm_head.weight"], 2, "is in no decoder layer"),

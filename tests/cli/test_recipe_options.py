@@ -63,6 +63,8 @@ def write(path, text):
             "-s 0.5 --min-sparsity 0.45 --max-sparsity 0.55",
             {"min_sparsity": 0.45, "max_sparsity": 0.55},
         ),
+        ("-s 0.5 --score random --seed 4", {"seed": 4, "normalize": None}),
+        ("-r magnitude_50 -s 0 --exclude c --exclude d", {"sparsity": 0.0, "exclude": ["c", "d"]}),
         ("-r magnitude_50", {"normalize": "rms"}),
         ("-r magnitude_50 --normalize l2", {"normalize": "l2"}),
         ("-r magnitude_50 --scope layer", {"normalize": None, "scope": "layer"}),
@@ -150,21 +152,6 @@ def test_what_is_said_of_a_normalization(run, source, tmp_path):
     assert run("inspect", source, "--json").json["recipe"] is None
 
 
-def test_plan_prune_and_verify_by_wanda(run, source, statistics, tmp_path):
-    given = ["--score", "wanda", "--statistics", statistics, "-s", "0.5"]
-    found = run("plan", source, *given, "--json").json
-    assert found["recipe"]["normalize"] == "rms" and found["recipe"]["score"] == "wanda"
-    done = run("prune", source, tmp_path / "out", *given)
-    assert "Largest pruned score" in done.out and "times the rms of its tensor" in done.out
-    assert run("verify", tmp_path / "out", "--against", source).code == 0
-    raw = run("prune", source, tmp_path / "raw", *given, "--normalize", "none")
-    assert "Raw scores of several tensors" in raw.err
-    refused = run("plan", source, "-r", "wanda_row_50")
-    assert refused.code == 2 and "--statistics FILE" in refused.err
-    fits = run("plan", source, "-r", "wanda_row_50", "--statistics", statistics, "--json").json
-    assert fits["num_to_prune"] == fits["num_elements"] / 2
-
-
 def test_statistics_and_budgets_beside_a_recipe(run, recipe_of, source, statistics, tmp_path):
     path = write(
         tmp_path / "recipe.yaml",
@@ -182,21 +169,6 @@ def test_statistics_and_budgets_beside_a_recipe(run, recipe_of, source, statisti
     assert (made["budget"], made["scope"], made["score"]) == ("owl", "global", "wanda")
     known = run("plan", source, "-s", "0.5", "--budget", "erk")
     assert "divided by budget erk, by magnitude" in known.out
-
-
-def test_raw_scores_are_pointed_out(run, source):
-    assert "normalize: none" in run("plan", source, "-s", "0.5", "--normalize", "none").err
-    assert "normalize" not in run("plan", source, "-s", "0.5").err
-
-
-def test_scores_from_elsewhere(run, source, tmp_path):
-    scores = save(tmp_path / "scores", {name: torch.randn(s) for name, s in NAMES.items()})
-    done = run("prune", source, tmp_path / "out", "-s", "0.5", "--scores", scores)
-    assert done.code == 0 and "by given scores / rms of its tensor" in done.err
-    refused = run("verify", tmp_path / "out", "--against", source)
-    assert refused.code == 1 and "--scores FOLDER" in refused.err
-    checked = run("verify", tmp_path / "out", "--against", source, "--scores", scores)
-    assert checked.code == 0, checked.out
 
 
 def test_the_card_can_be_left_as_it_is(run, source, tmp_path):

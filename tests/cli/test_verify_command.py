@@ -4,9 +4,7 @@ import json
 
 import pytest
 import torch
-from commands import torchrun
 
-from helpers.sampling import THOROUGH
 from helpers.tiny_checkpoints import save
 
 
@@ -39,27 +37,6 @@ def test_a_result_is_good_or_all_that_is_wrong_is_listed(run, made):
     found = run("verify", out, "--against", source, "--json")
     assert found.code == 3 and found.json["problems"] == done.out.splitlines()
     assert found.json["is_good"] is False and found.json["num_pruned"] == 360
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_any_number_of_processes_says_the_same(run, made):
-    source, out = made
-    for is_good in (True, False) if THOROUGH else (False,):
-        if not is_good:
-            damage(out)
-        expected = run("verify", out, "--against", source)
-        assert (expected.code == 0) == is_good
-        command = ("verify", out, "--against", source)
-        for num_ranks in (2, 3) if THOROUGH else (2,):
-            options = ["--json"] if num_ranks == 3 else []
-            process = torchrun(num_ranks, *command, *options)
-            text, err = process.communicate(timeout=200)
-            assert process.returncode == int(not is_good), err  # torchrun turns every code into 1
-            if options:
-                assert json.loads(text)["is_good"] is is_good
-            else:
-                assert text == expected.out
 
 
 def test_what_prune_did_not_write(run, made, tmp_path):

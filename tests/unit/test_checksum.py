@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distprune.base import memory
-from distprune.shards.checksum import _WORDS, checksums
+from distprune.shards.checksum import _WORDS, at_position, checksums, replicas_agree
 from helpers.sampling import num_examples
 
 DTYPES = (
@@ -107,3 +107,12 @@ def test_the_last_elements_or_signs_of_words_may_not_be_exchanged(dtype):
         tensor[where] = False if dtype is torch.bool else -1
         found.add(checksum(tensor))
     assert len(found) == 400
+
+
+def test_replicas_that_exchanged_their_shards_show():
+    """Two replicas of two shards; the second has each shard in the place of the other."""
+    shards = [11, 22]
+    first = [at_position(place, shards[place]) for place in (0, 1)]
+    exchanged = [at_position(place, shards[1 - place]) for place in (0, 1)]
+    assert replicas_agree(2, 2 * sum(first), sum(first))
+    assert not replicas_agree(2, sum(first) + sum(exchanged), sum(first))
