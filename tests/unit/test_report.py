@@ -26,6 +26,7 @@ def test_totals():
     assert (REPORT.num_pruned_before, REPORT.num_pruned_now, REPORT.num_pruned) == (100, 401, 501)
     assert REPORT.parameters[0].sparsity == 0.5
     assert REPORT.sparsity == 501 / 3_000_001_000
+    assert replace(REPORT.parameters[0], num_grown=20).num_pruned == 480
 
 
 def test_table():
