@@ -159,54 +159,30 @@ def test_mixed_dtypes(amount, device):
     assert_same_modules(ours, theirs)
 
 
-def no_parameters(library: Any, model: nn.Module) -> None:
-    library.global_unstructured([], library.L1Unstructured, amount=1)
+def calling(pairs, method="L1Unstructured", scores=None, **arguments):
+    """A call on pairs of a model, and with methods of either library."""
+
+    def call(library: Any, model: nn.Module) -> None:
+        chosen = [(model[i], name) for i, name in pairs] if isinstance(pairs, list) else pairs
+        library.global_unstructured(chosen, getattr(library, method), scores, **arguments)
+
+    return call
 
 
-def not_iterable(library: Any, model: nn.Module) -> None:
-    library.global_unstructured(3, library.L1Unstructured, amount=1)
+FIRST = [(0, "weight")]
+WRONG = {
+    "no parameters": calling([], amount=1),
+    "not iterable": calling(3, amount=1),
+    "structured": calling(FIRST, "RandomStructured", amount=1, dim=0),
+    "no amount": calling(FIRST),
+    "an unknown argument": calling(FIRST, amount=1, n=2),
+    "scores in a list": calling(FIRST, scores=[torch.ones(5, 7)], amount=1),
+    "a missing name": calling([*FIRST, (1, "weights")], amount=1),
+    "more than there is": calling([*FIRST, (2, "weight")], amount=51),
+}
 
 
-def structured(library: Any, model: nn.Module) -> None:
-    library.global_unstructured([(model[0], "weight")], library.RandomStructured, amount=1, dim=0)
-
-
-def no_amount(library: Any, model: nn.Module) -> None:
-    library.global_unstructured([(model[0], "weight")], library.L1Unstructured)
-
-
-def unknown_argument(library: Any, model: nn.Module) -> None:
-    library.global_unstructured([(model[0], "weight")], library.L1Unstructured, amount=1, n=2)
-
-
-def scores_in_a_list(library: Any, model: nn.Module) -> None:
-    pairs = [(model[0], "weight")]
-    library.global_unstructured(pairs, library.L1Unstructured, [torch.ones(5, 7)], amount=1)
-
-
-def missing_name(library: Any, model: nn.Module) -> None:
-    pairs = [(model[0], "weight"), (model[1], "weights")]
-    library.global_unstructured(pairs, library.L1Unstructured, amount=1)
-
-
-def more_than_there_is(library: Any, model: nn.Module) -> None:
-    pairs = [(model[0], "weight"), (model[2], "weight")]
-    library.global_unstructured(pairs, library.L1Unstructured, amount=51)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        no_parameters,
-        not_iterable,
-        structured,
-        no_amount,
-        unknown_argument,
-        scores_in_a_list,
-        missing_name,
-        more_than_there_is,
-    ],
-)
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
 def test_wrong_calls_raise_the_same(call):
     theirs = network(torch.float32, seed=0)
     ours = twin(theirs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -93,21 +94,17 @@ def transposed() -> nn.Module:
     return module
 
 
-def l1(library: Any, module: nn.Module) -> None:
-    library.l1_unstructured(module, "weight", 3)
+def by(function: str) -> Callable[[Any, nn.Module], Any]:
+    return lambda library, module: getattr(library, function)(module, "weight", 3)
 
 
-def random(library: Any, module: nn.Module) -> None:
-    library.random_unstructured(module, "weight", 3)
-
-
-def globally(library: Any, module: nn.Module) -> None:
-    library.global_unstructured([(module, "weight")], library.L1Unstructured, amount=3)
+def globally(library: Any, module: nn.Module, pairs: Any = None) -> None:
+    pairs = pairs or [(module, "weight")]
+    library.global_unstructured(pairs, library.L1Unstructured, amount=3)
 
 
 def globally_from_a_generator(library: Any, module: nn.Module) -> None:
-    pairs = ((module, name) for name in ["weight"])
-    library.global_unstructured(pairs, library.L1Unstructured, amount=3)
+    globally(library, module, ((module, name) for name in ["weight"]))
 
 
 def by_a_container_of_two(library: Any, module: nn.Module) -> None:
@@ -122,12 +119,11 @@ def by_a_container_of_two(library: Any, module: nn.Module) -> None:
     ("make", "call", "error"),
     [
         # Torch views scores as flat, which memory in another order does not allow.
-        (channels_last, l1, RuntimeError),
-        (channels_last, random, RuntimeError),
-        (channels_last, globally, RuntimeError),
-        (transposed, l1, RuntimeError),
-        (transposed, random, RuntimeError),
-        (transposed, globally, RuntimeError),
+        *(
+            (make, call, RuntimeError)
+            for make in (channels_last, transposed)
+            for call in (by("l1_unstructured"), by("random_unstructured"), globally)
+        ),
         # It reads the list three times.
         (partial(nn.Linear, 4, 3), globally_from_a_generator, ValueError),
         # It compares names with that of a container that has none yet.

@@ -197,10 +197,6 @@ def test_layouts_that_are_known(tmp_path, name, shape, model_type, layout):
     assert (found.outer, found.inputs, found.columns, found.kernel) == layout
 
 
-def plan_row(source):
-    return planning.plan(source, raw_recipe(0.5, "row")).tensors
-
-
 def test_transposed_convolutions(tmp_path, sizes):
     """[in, out, kernel]: rows sum over inputs and kernel, N:M goes along the inputs."""
     tensors = {"up.conv.weight": ties(8, 3, 5), "up.conv.bias": ties(3)}

@@ -40,8 +40,6 @@ FSDP1_ROOT = ["fsdp1_root-2", "fsdp1_root-3"]  # one flat parameter, layers cut 
 FSDP1_FLAT = ["fsdp1_flat-2", "fsdp1_flat-4"]  # use_orig_params=False
 TP = [f"tp-{size}" for size in (1, 2, 3, 4)]
 FSDP2_TP = [f"fsdp2_tp-{mesh}" for mesh in ("1x2", "2x1", "1x3", "3x1", "2x2")]
-# torch's composable replicate(), of each layer; and of one layer under fully_shard.
-REPLICATE = ["replicate-1", "replicate-3", "fsdp2_replicate-2"]
 ANY_FSDP1 = ["fsdp1-2", "fsdp1-3", "fsdp1_root-3", "fsdp1_flat-2", "fsdp1_hybrid-2x2"]
 SHARDED = ANY_FSDP1 + FSDP2 + FSDP2_ROOT + HSDP + TP + FSDP2_TP  # any sizes
 ALL = REPLICATED + SHARDED
@@ -53,7 +51,6 @@ MATRIX = [
     *(f"replicate-{size}" for size in (1, 2, 3, 4)),
     *(f"fsdp2_replicate-{size}" for size in (2, 3, 4)),
 ]
-ZERO = [f"zero{stage}-{size}" for stage in (1, 2, 3) for size in (1, 2, 3, 4)]
 # Every kind once, with even or uneven shards, and one process: see sampled.
 _SAMPLE = {
     "plain-2", "ddp-3", "fsdp1-2", "fsdp1_root-3", "fsdp1_flat-2", "fsdp1_hybrid-2x2", "fsdp2-1",

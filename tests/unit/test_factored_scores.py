@@ -149,6 +149,16 @@ def test_methods_that_do_not_rank_in_chunks_get_a_tensor():
     assert torch.equal(layer.weight_mask, (weight.abs() * factor > 1.0).float())
 
 
+@pytest.mark.parametrize("normalize", ["rms", "l2", "mean"])
+def test_scores_of_pruned_elements_are_not_in_a_norm(normalize):
+    first, second = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+    prune.custom_from_mask(first, "weight", torch.tensor([[0, 1, 1, 1]]))
+    given = [(first, [1000.0, 3, 3, 3]), (second, [1.0, 2, 10, 10])]
+    scores = {(layer, "weight"): torch.tensor([row]) for layer, row in given}
+    prune.global_unstructured(scores, prune.L1Unstructured, scores, amount=2, normalize=normalize)
+    assert [layer.weight_mask.tolist() for layer, _ in given] == [[[0, 1, 1, 1]], [[0, 0, 1, 1]]]
+
+
 @pytest.mark.parametrize("normalize", ["rms", "mean", None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_operations_of_other_devices_give_the_same_masks(monkeypatch, normalize, dtype):
