@@ -39,14 +39,14 @@ ROOMS = {
     "selftest.py": (291, 1),
     "shards": (882, 8),
     "statistics": (1396, 7),
-    "streaming": (935, 7),
+    "streaming": (998, 7),
     "testing.py": (246, 1),
     "verification": (652, 3),
     "wrappers": (1145, 9),
 }
-TOTAL = (21671, 158)
+TOTAL = (21734, 158)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 37942, "launch": 967}
+FOLDERS = {"tests": 38023, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -24,6 +24,8 @@ from distprune.files.disk import read_into
 from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.selecting import select_tensors
 from distprune.language_models.calibrating import decoder_blocks
+from distprune.language_models.hidden_states import HiddenStates
+from distprune.language_models.running import output_of
 from distprune.recipes import Recipe
 
 # All names of a parameter or persistent buffer, and what it is read from.
@@ -50,8 +52,8 @@ class StreamedModel:
     Raises:
         CheckpointError: the folder does not exist or is damaged.
         ValueError: tensors are missing, or have another shape; no decoder layers are known.
-        NotImplementedError: a model whose layers share parameters, or are no decoder; as
-            ``load_sharded``.
+        NotImplementedError: a model whose layers share parameters, or are no decoder, or no chain;
+            as ``load_sharded``.
         ImportError: the extra ``language-models`` is not installed.
 
     Cost: no memory for parameters.
@@ -90,6 +92,7 @@ class StreamedModel:
             if not buffer.is_meta:
                 put_tensor(self.model, name, buffer.to(device))
         self._tensors = dict(tensors_of_checkpoints(self.model))
+        self._find_chain()
 
     def num_bytes(self, number: int) -> int:
         """Bytes of a layer, or of all that is around the layers (-1)."""
@@ -110,24 +113,83 @@ class StreamedModel:
         Args:
             enter: makes what the first layer returns of what it is called with.
         """
-        with contextlib.ExitStack() as changes:
-            changes.enter_context(self._in_memory(-1))
-            for number, layer in enumerate(self.layers):
-
-                def forward(state: Tensor, *_: Any, is_first: bool = not number, **__: Any) -> Any:
-                    return enter(state) if is_first else state
-
-                vars(layer)["forward"] = forward
-                changes.callback(vars(layer).pop, "forward")
+        with self._in_memory(-1), self._through(enter, lambda state: state):
             yield self.model
 
     @contextlib.contextmanager
-    def _in_memory(self, number: int) -> Iterator[None]:
+    def _through(
+        self, enter: Callable[[Tensor], Tensor], leave: Callable[[Tensor], Tensor]
+    ) -> Iterator[None]:
+        """Make layers return what they are called with; the first ``enter``, the last ``leave``."""
+        last = len(self.layers) - 1
+        with contextlib.ExitStack() as changes:
+            for number, layer in enumerate(self.layers):
+
+                def forward(hidden: Tensor, /, *_: Any, number: int = number, **__: Any) -> Any:
+                    hidden = hidden if number else enter(hidden)
+                    hidden = hidden if number < last else leave(hidden)
+                    rest = (None,) * (self._num_returned - 1)
+                    return (hidden, *rest) if self._num_returned else hidden
+
+                vars(layer)["forward"] = forward
+                changes.callback(vars(layer).pop, "forward")
+            yield
+
+    def _find_chain(self) -> None:
+        """Find out what layers return: a tensor, or a tuple of so many elements, it first.
+
+        It runs the model on two tokens, with numbers that take no memory in place of the weights
+        around the layers, up to the last layer.
+
+        Raises:
+            NotImplementedError: layers are no chain: see hidden_states.[Note: a chain].
+        """
+        error: Exception | None = None
+
+        def leave(state: Tensor) -> Tensor:
+            raise _ArrivedError
+
+        def run() -> None:
+            with contextlib.suppress(_ArrivedError):
+                tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+                output_of(self.model, tokens)
+
+        for self._num_returned in range(4):
+            states = HiddenStates(self.layers)
+            try:
+                with (
+                    torch.no_grad(),
+                    self._in_memory(-1, are_made_up=True),
+                    self._through(lambda state: state, leave),
+                ):
+                    states.catch(run)
+            except Exception as raised:
+                error = error or raised
+                states.is_chain = False
+            if states.is_chain:
+                break
+        self.check_chain(states, error)
+
+    def check_chain(self, states: HiddenStates, error: Exception | None = None) -> None:
+        """Raise NotImplementedError if layers turned out to be no chain, or of an error."""
+        if not states.is_chain or states.shares_objects:
+            raise NotImplementedError(
+                f"the decoder layers of {type(self.model).__name__} are no chain: expected that "
+                "each is called with what the one before it returned, and with arguments that it "
+                "does not change. Load the model whole, with load_sharded."
+            ) from error
+
+    @contextlib.contextmanager
+    def _in_memory(self, number: int, are_made_up: bool = False) -> Iterator[None]:
         """Give tensors of the model their values, and take them away again."""
         try:
             for names, source in self.sources[number]:
                 empty = self._tensors[names[0]]
-                values = self.values_of(source, empty)
+                if are_made_up:
+                    half = torch.tensor(0.5, device=self.device).to(empty.dtype)
+                    values = half.expand(empty.shape)
+                else:
+                    values = self.values_of(source, empty)
                 if isinstance(empty, nn.Parameter):
                     values = nn.Parameter(values, requires_grad=False)
                 for name in names:
@@ -193,6 +255,10 @@ class StreamedModel:
                 )
             found.append((names, sources[0]))
         return found
+
+
+class _ArrivedError(Exception):
+    """A forward has come to the last layer."""
 
 
 class StoredLayers:

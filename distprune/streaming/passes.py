@@ -321,10 +321,10 @@ def _score_as_siblings(scores: Mapping[str, Tensor], weights: Mapping[str, Tenso
         if not 0 < len(seen) < len(matrices):
             continue
         sums = [[float(each.sum(dtype=torch.float64)) for each in pair] for pair in seen]
-        score, weight = map(sum, zip(*sums, strict=True))
+        total, magnitude = map(sum, zip(*sums, strict=True))
         for scores_of_one, magnitudes in matrices:
             if not bool(scores_of_one.any()):
-                scores_of_one.copy_(magnitudes * (score / weight))
+                scores_of_one.copy_(magnitudes * (total / magnitude))
                 empty.append(name)
     if empty and world().index == 0:
         warnings.warn(

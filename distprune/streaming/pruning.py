@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -35,10 +36,12 @@ from distprune.files.reports import Report, read_report
 from distprune.files.team import Progress
 from distprune.language_models.folders import require_extra
 from distprune.language_models.running import Report as ReportProgress
+from distprune.language_models.running import check_run
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.process_groups import world
 from distprune.recipes import Recipe
 from distprune.recipes.recipe import ELEMENTWISE
+from distprune.statistics.inputs import layout_of
 from distprune.streaming.cost import StreamCost, cost_of
 from distprune.streaming.layers import StoredLayers, StreamedModel
 from distprune.streaming.passes import Passes, Settings, Update
@@ -171,6 +174,7 @@ def prune_folder(
     told = {"text": text} | ({"rounds": list(rounds)} if rounds else {})
     numbers = range(len(rounds))
     places = [*(target.with_name(f"{target.name}.partial-text-{n}") for n in numbers), target]
+    of_rounds = [facts | ({"round": n} if rounds else {}) for n in range(len(places))]
     done = communicator.run(lambda: [_finished(place, text) for place in places])
     made = done[-1]
     if made is not None:
@@ -192,12 +196,14 @@ def prune_folder(
         with contextlib.ExitStack() as lock:
             first_rank = contextlib.nullcontext() if communicator.index else locked(places[number])
             communicator.run(partial(lock.enter_context, first_rank))
-            streamed = communicator.run(partial(StreamedModel, begun_from, dtype, place))
-            stored = communicator.run(partial(StoredLayers, streamed, now.recipe))
-            num_bytes = cost_of(streamed, stored, now).disk + streamed.checkpoint.num_bytes
-            of_round = facts | ({"round": number} if rounds else {})
+            streamed, stored, cost = communicator.run(partial(_open, begun_from, now))
+            num_bytes = cost.disk + streamed.checkpoint.num_bytes
             work = Work(
-                places[number], of_round, num_bytes, communicator, kept if is_last else None
+                places[number],
+                of_rounds[number],
+                num_bytes,
+                communicator,
+                kept if is_last else None,
             )
             if work.is_resumed:
                 say(f"Resuming what is in {work.path}.")
@@ -221,6 +227,28 @@ def prune_folder(
             shutil.rmtree(places[number - 1], ignore_errors=True)
     assert made is not None
     return made
+
+
+def _open(source: str | Path, settings: Settings) -> tuple[StreamedModel, StoredLayers, StreamCost]:
+    """The model of a round, its stored layers, and what it needs. Local; changes nothing.
+
+    Raises: what the layers, the windows, or what the recipe selects cannot do.
+    """
+    streamed = StreamedModel(source, settings.dtype, settings.device)
+    for windows in (settings.windows, settings.evaluation):
+        if windows is not None:
+            check_run(streamed.model, windows.tokens, settings.batch_size)
+    stored = StoredLayers(streamed, settings.recipe)
+    for module, name in itertools.chain(*stored.parameters):
+        reads_inputs = settings.moves or settings.collects == "activations"
+        shape = module.get_parameter(name).shape
+        if reads_inputs and layout_of(module, name, shape) is None:
+            raise NotImplementedError(
+                f"{type(streamed.model).__name__}: what is multiplied with {name} of "
+                f"{type(module).__name__} is not known, by which weights are ranked or moved; "
+                "expected score fisher and update none, or exclude it."
+            )
+    return streamed, stored, cost_of(streamed, stored, settings)
 
 
 def _check_request(settings: Settings, kept: Path | None, rounds: Sequence[float]) -> None:
@@ -272,8 +300,7 @@ def estimate(
     settings = Settings(
         recipe, text(num_windows), held_out, update, 0.01, batch_size, dtype, device
     )
-    streamed = StreamedModel(source, dtype, device)
-    return cost_of(streamed, StoredLayers(streamed, recipe), settings)
+    return _open(source, settings)[2]
 
 
 def _finished(target: Path, text: str) -> PrunedFolder | None:

@@ -55,8 +55,7 @@ class WindowStream(HiddenStates):
 
     Raises:
         ValueError: tokens or positions that the model does not have.
-        NotImplementedError: the layers are no chain: what one returns is not what the next is
-            called with, or they are called with objects that they may change.
+        NotImplementedError: the layers are no chain.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class WindowStream(HiddenStates):
     ) -> None:
         super().__init__(streamed.layers)
         self._streamed, self._windows, self._place = streamed, windows, place
-        check_run(streamed.model, windows.tokens, batch_size)
         ranks = DataRanks(world().index, world().size, True)
         steps = steps_of(len(windows), batch_size, ranks)
         self.batches: list[Step] = [step for step in steps if step.num_windows]
@@ -156,12 +154,7 @@ class WindowStream(HiddenStates):
             for step in self.batches:
                 tokens = self._windows.tokens[step.rows]
                 self.catch(partial(output_of, model, tokens, **arguments))
-                if not self.is_chain or self.shares_objects:
-                    raise NotImplementedError(
-                        f"the decoder layers of {type(model).__name__} are no chain: expected that "
-                        "each is called with what the one before it returned, and with arguments "
-                        "that it does not change. Load the model whole, with load_sharded."
-                    )
+                self._streamed.check_chain(self)
 
     @contextlib.contextmanager
     def _after_layers(self) -> Iterator[tuple[torch.nn.Module, list[Tensor]]]:
@@ -218,6 +211,7 @@ def perplexity(
     require_extra()
     communicator = world()
     streamed = communicator.run(lambda: StreamedModel(source, dtype, torch.device(device or "cpu")))
+    communicator.run(lambda: check_run(streamed.model, windows.tokens, batch_size))
     with tempfile.TemporaryDirectory() as states, communicator.raising_everywhere():
         stream = communicator.run(
             lambda: WindowStream(streamed, windows, batch_size, Path(states) / "text")

@@ -152,10 +152,18 @@ def test_tensors_outside_of_the_layers_are_refused(llama, tmp_path):
         streaming.prune_folder(llama / "source", tmp_path / "out", recipe, tokens(2, 1))
 
 
-def test_tokens_that_the_model_does_not_have_are_refused(llama, tmp_path):
-    windows = tokens(2, 1, vocabulary=5000)
-    with pytest.raises(ValueError, match="expected the tokenizer of this model"):
-        streaming.prune_folder(llama / "source", tmp_path / "out", RECIPE, windows)
+def test_windows_that_the_model_cannot_run_leave_nothing(llama, tmp_path):
+    """So that the right command can follow."""
+    wrong = {"tokenizer of this": tokens(2, 1, 5000), "not longer": tokens(2, 1, length=5000)}
+    for message, windows in wrong.items():
+        for text in ((windows, None), (tokens(2, 1), windows)):
+            with pytest.raises(ValueError, match=message):
+                streaming.prune_folder(
+                    llama / "source", tmp_path / "out", RECIPE, text[0], evaluation=text[1]
+                )
+            assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="not longer"):
+        streaming.estimate(llama / "source", RECIPE, 2, 5000)
 
 
 def test_an_encoder_decoder_is_refused(tmp_path):
