@@ -13,7 +13,7 @@ of the largest one: the mean square of 10**8 scores of which the largest is 1000
 has a relative error of about 10**-9.
 
 Live models and files divide scores by the same rule: :func:`exponent_of`,
-:func:`grid_sum`, :func:`statistic`, :func:`check_divisor`, :func:`scale_of`, :func:`scale_scores`.
+:func:`grid_sum`, :func:`statistic`, :func:`scale_of`, :func:`scale_scores`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from distprune.base.memory import SERIAL, Array, Scratch
-from distprune.base.naming import UnfitScores
 
 Normalization = Literal["rms", "l2", "mean"]
 NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)
 
+# Of a parameter, for sums; the smallest is its inverse. float64 has statistics and their inverses.
+LARGEST_SCORE = 2.0**900
 GRID_BITS = 36  # SERIAL terms, 2**15, have a sum below 2**53: exact in float64
 WORD = 1 << 32  # sums are two integers, whose own sums over ranks fit into int64
 
@@ -64,13 +65,11 @@ def grid_sum(magnitudes: Array, exponent: int, power: Literal[1, 2], scratch: Sc
 
     Cost: one read; scratch memory of 256 KiB.
     """
-    total, scales = 0, _scales(exponent, power)
+    total, scale = 0, _scale(exponent, power)
     for start in range(0, magnitudes.size, SERIAL):
         block = magnitudes[start : start + SERIAL]
         terms = scratch.array("terms", block.size, np.float64)
-        np.multiply(block, scales[0], out=terms, dtype=np.float64)
-        for scale in scales[1:]:
-            terms *= scale
+        np.multiply(block, scale, out=terms, dtype=np.float64)
         if power == 2:
             terms *= terms
         total += int(np.rint(terms, out=terms).sum())
@@ -79,9 +78,7 @@ def grid_sum(magnitudes: Array, exponent: int, power: Literal[1, 2], scratch: Sc
 
 def grid_sum_on_device(magnitudes: Tensor, exponent: int, power: Literal[1, 2]) -> Tensor:
     """:func:`grid_sum` of at most 2**26 scores on any device: int64, 0-d; does not wait for it."""
-    terms = magnitudes.double()
-    for scale in _scales(exponent, power):
-        terms = terms * scale
+    terms = magnitudes.double() * _scale(exponent, power)
     return (terms.square_() if power == 2 else terms).round_().long().sum()
 
 
@@ -95,42 +92,13 @@ def statistic(normalize: Normalization, total: int, exponent: int, num_elements:
         num_elements: elements in the sum, over all ranks.
 
     Returns:
-        inf, or the smallest denormal, if float64 does not hold it: see :func:`check_divisor`.
+        0.0, by which nothing is divided, of scores that are all zero.
     """
-    if not total or not num_elements:
-        return 0.0
     # Integers: their quotient is rounded once.
-    amount = total / (1 if normalize == "l2" else num_elements)
+    amount = total / (1 if normalize == "l2" else max(1, num_elements))
     power = power_of(normalize)
-    try:
-        root = math.sqrt(amount) if power == 2 else amount
-        return max(math.ldexp(root, exponent - GRID_BITS // power), math.ulp(0.0))
-    except OverflowError:
-        return math.inf
-
-
-def check_divisor(divisor: float, normalize: Normalization, label: str) -> None:
-    """Refuse a statistic that float64 holds in part only, or whose inverse it does.
-
-    Only scores in float64 have such ones. A statistic of 0.0 is that of scores that are all zero,
-    by which nothing is divided.
-
-    Args:
-        divisor: :func:`statistic`.
-        normalize: which of them it is.
-        label: the parameter or tensor, for the message.
-
-    Raises:
-        ValueError: names it.
-    """
-    lowest, highest = 2.0**-1022, 2.0**1022
-    if divisor and not lowest <= divisor <= highest:
-        raise UnfitScores(
-            f"{label}: normalize={normalize!r} would divide its scores by {divisor:.3g}; expected "
-            f"a number between {lowest:.3g} and {highest:.3g}. Multiply them by a power of two.",
-            "divisor",
-            [label],
-        )
+    root = math.sqrt(amount) if power == 2 else amount
+    return math.ldexp(root, exponent - GRID_BITS // power)
 
 
 def scale_of(divisor: float, dtype: torch.dtype) -> float:
@@ -173,9 +141,6 @@ def scale_scores(scores: Array, scale: float, out: Array) -> Array:
     return out
 
 
-def _scales(exponent: int, power: Literal[1, 2]) -> tuple[float, ...]:
-    """Powers of two whose product takes a score to the grid: one, unless that would overflow."""
-    shift = GRID_BITS // power - exponent
-    if abs(shift) < 1000:
-        return (math.ldexp(1.0, shift),)
-    return math.ldexp(1.0, shift // 2), math.ldexp(1.0, shift - shift // 2)
+def _scale(exponent: int, power: Literal[1, 2]) -> float:
+    """The power of two that takes a score to the grid."""
+    return math.ldexp(1.0, GRID_BITS // power - exponent)

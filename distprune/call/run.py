@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distprune.base import without_garbage_collection
 from distprune.base.amount import Bounds
-from distprune.base.garbage import without_garbage_collection
 from distprune.base.memory import ordinary_tensors
 from distprune.base.report_text import share as share_of
 from distprune.call.reading import read_parameters

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distprune.base.garbage import without_garbage_collection
+from distprune.base import without_garbage_collection
 from distprune.cli import console
 from distprune.cli.options import command
 from distprune.cli.process import FAILURE, translated

@@ -18,10 +18,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from distprune.base import without_garbage_collection
 from distprune.base.amount import CEILING, FLOOR, Bounded, resolve_count, to_bounds, violated_bound
 from distprune.base.blocks import Blocks, Layout
 from distprune.base.float_formats import PLAIN_FLOATS
-from distprune.base.garbage import without_garbage_collection
 from distprune.base.selecting import natural_key
 from distprune.files.checkpoint import SIDECAR, Checkpoint, OtherFile, TensorEntry, open_checkpoint
 from distprune.files.errors import CheckpointError, SelectionError

@@ -139,8 +139,7 @@ def divisors_of(
         ranks: the ranks that have the parts.
 
     Raises:
-        ValueError: a live score is infinite; names its parameter.
-        ValueError: a statistic is too small or too large for float64; names its parameter.
+        ValueError: as :func:`largest_scores`.
         NotImplementedError: scores that are no floating-point numbers. On every rank.
 
     Cost: two reads of the scores; all-reduces of 8 and of 16 bytes per parameter.
@@ -150,11 +149,10 @@ def divisors_of(
     # NaN is not above 0 either: the ranking itself refuses it, by the name of the parameter.
     exponents = [exact_sums.exponent_of(value) if value > 0 else None for value in largest]
     totals = grid_sums(parts, exponents, exact_sums.power_of(normalize), ranks)
-    divisors = []
-    for part, total, exponent, number in zip(parts, totals, exponents, num_live, strict=True):
-        divisors.append(exact_sums.statistic(normalize, total, exponent or 0, number))
-        exact_sums.check_divisor(divisors[-1], normalize, part.name)
-    return divisors
+    return [
+        exact_sums.statistic(normalize, total, exponent or 0, number)
+        for total, exponent, number in zip(totals, exponents, num_live, strict=True)
+    ]
 
 
 def largest_scores(
@@ -169,7 +167,8 @@ def largest_scores(
         way_out: how to do without finite scores, for messages.
 
     Raises:
-        ValueError: a live score is infinite; names its parameter.
+        ValueError: the largest is infinite, above 2**900, or below 2**-900 and not 0, where float64
+            may not hold a statistic or its inverse; names its parameter.
         NotImplementedError: scores that are no floating-point numbers. On every rank.
 
     Cost: a read of the scores; an all-reduce of 8 bytes per parameter.
@@ -193,14 +192,16 @@ def largest_scores(
     # The bits of non-negative float64 numbers are in their order; those of NaN are above inf's.
     bits = ranks.reduce(len(parts), find_largest, "max")
     largest: list[float] = bits.view(torch.float64).tolist()
-    infinite = [p.name for p, value in zip(parts, largest, strict=True) if math.isinf(value)]
-    if infinite:
-        have = "has" if len(infinite) == 1 else "have"
+    most = exact_sums.LARGEST_SCORE
+    unfit = [i for i, value in enumerate(largest) if value > most or 0 < value < 1 / most]
+    if unfit:
+        names = [parts[i].name for i in unfit]
+        kind = "infinite" if math.inf in largest else "too large or too small"
         raise UnfitScores(
-            f"{', '.join(infinite)} {have} infinite scores, so {what} has no meaning; "
-            f"expected finite scores{way_out}.",
+            f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} {kind} scores, so {what} "
+            f"has no meaning; expected finite scores, the largest from 2**-900 to 2**900{way_out}.",
             "infinite",
-            infinite,
+            names,
         )
     return largest
 

@@ -224,10 +224,6 @@ class Communicator:
         """
         return self._reduce(values, "sum")
 
-    def min(self, values: Tensor) -> Tensor:
-        """Elementwise minimum of an int64 tensor over all ranks."""
-        return self._reduce(values, "min")
-
     def max(self, values: Tensor) -> Tensor:
         """Elementwise maximum of an int64 tensor over all ranks."""
         return self._reduce(values, "max")
@@ -409,7 +405,7 @@ class Communicator:
         # Last, because one rank's facts may be the beginning of another's.
         texts.append(f"{len(facts)} facts in all")
         digests = torch.tensor(list(map(_digest, texts)))
-        number = int((self.min(digests) != self.max(digests)).nonzero()[0])
+        number = int((self._reduce(digests, "min") != self.max(digests)).nonzero()[0])
         values, number_of = self.distinct_texts(texts[number][:_MOST_CHARACTERS])
         examples = [(self.ranks[number_of.index(n)], value) for n, value in enumerate(values[:2])]
         shown = "; ".join(f"rank {rank} has {value}" for rank, value in examples)

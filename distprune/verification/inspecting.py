@@ -283,8 +283,8 @@ def _product(place: Place, shard: Shard) -> Tensor | None:
     """
     product = place.module.__dict__.get(place.name)
     # FSDP1 leaves a view there, of memory that it may have freed.
-    is_kept = isinstance(product, Tensor) and not place.is_held
-    if not is_kept or masked_value.is_live(place.module, place.name):
+    is_kept = not (place.is_held or masked_value.is_live(place.module, place.name))
+    if not is_kept or not isinstance(product, Tensor):
         return None
     # After .to() the product keeps the old device and dtype until the next forward.
     values = shard.values

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from distprune.base.garbage import without_garbage_collection
+from distprune.base import without_garbage_collection
 from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import Pair, checked_pair, label_of, tied_places
 from distprune.base.report_text import CallReport, share, table

@@ -176,14 +176,12 @@ class FlatPiece(managed.StoredRun):
 
     @property
     def gradient(self) -> Tensor | None:
-        if self.has_unreduced_gradient:
-            return None
-        if self.flat._params is None:
-            return None if self.flat.grad is None else self._part(self.flat.grad).detach()
+        tensor, run = self.optimizer_tensor
         if not self.span[1]:  # FSDP1 makes no gradient of what it has not
             return self.values.new_empty(0)
-        gradient = self.flat._params[self.number].grad
-        return None if gradient is None else gradient.detach()
+        if self.has_unreduced_gradient or tensor.grad is None:
+            return None
+        return tensor.grad.detach()[run or slice(None)]
 
     def drop_gradient(self) -> None:
         views = (*(self.flat._params or ()), *(self.flat._shared_params or ()))

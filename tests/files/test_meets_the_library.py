@@ -99,7 +99,7 @@ def test_fp64_that_cannot_be_divided_exactly_is_refused_by_name(tmp_path, value)
     weight = torch.full((3, 4), value, dtype=torch.float64)
     model = nn.Sequential(nn.Linear(4, 3, dtype=torch.float64))
     model[0].weight = nn.Parameter(weight.clone())
-    text = r"0\.weight: normalize='l2' would divide its scores by (inf|[\d.]+e-3\d\d); expected"
+    text = r"0\.weight has too large or too small scores, so normalize='l2' has no meaning"
     with pytest.raises(ValueError, match=text):
         distprune.global_unstructured(
             distprune.select(model), distprune.L1Unstructured, amount=0.5, normalize="l2"
@@ -117,7 +117,7 @@ def test_fp64_that_cannot_be_divided_exactly_is_refused_by_name(tmp_path, value)
         (torch.float32, -149),  # 1 / rms is above the largest float32
         (torch.float32, 124),  # 1 / norm is a denormal float32
         (torch.bfloat16, -133),
-        (torch.float64, -1000),
+        (torch.float64, -890),
     ],
 )
 def test_multiples_of_one_another_are_pruned_alike(tmp_path, dtype, exponent, normalize):
