@@ -1,13 +1,10 @@
-"""Modules and memory layouts on which torch.nn.utils.prune fails."""
+"""Modules on which torch.nn.utils.prune fails."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
-import pytest
 import torch
-from equal_modules import fill_distinct
 from pruned_models import pruned_encoder_layer, pruned_lstm, sparse_values_stay_zero, train
 from torch import nn
 
@@ -73,61 +70,3 @@ class TestModulesThatTorchBreaks:
         prune.remove(model, "weight_ih_l0")
         assert all(isinstance(weight, nn.Parameter) for weight in model._flat_weights)
         assert [id(w) for w in model._flat_weights] == [id(p) for p in model.parameters()]
-
-
-def channels_last() -> tuple[nn.Module, nn.Module]:
-    plain = fill_distinct(nn.Conv2d(4, 3, 3), torch.float32, 0)
-    return copy.deepcopy(plain).to(memory_format=torch.channels_last), plain
-
-
-def transposed() -> tuple[nn.Module, nn.Module]:
-    plain = fill_distinct(nn.Linear(7, 5), torch.float32, 0)
-    other = copy.deepcopy(plain)
-    other.weight = nn.Parameter(plain.weight.detach().t().contiguous().t())
-    return other, plain
-
-
-@pytest.mark.parametrize("layout", [channels_last, transposed])
-@pytest.mark.parametrize("is_tied", [False, True])
-class TestMemoryLayouts:
-    """Torch views weights as flat and fails; here memory has no say in the mask."""
-
-    def pair(self, layout: Callable, is_tied: bool) -> tuple[nn.Module, nn.Module]:
-        other, plain = layout()
-        assert not other.weight.is_contiguous()
-        if is_tied:
-            with torch.no_grad():
-                other.weight.fill_(1), plain.weight.fill_(1)
-        return other, plain
-
-    @pytest.mark.parametrize("method", ["l1_unstructured", "random_unstructured"])
-    def test_single_parameters(self, layout, is_tied, method):
-        masks = []
-        for module in self.pair(layout, is_tied):
-            torch.manual_seed(0)
-            for amount in (0.3, 5):
-                getattr(prune, method)(module, "weight", amount)
-            masks.append(module.weight_mask)
-        if method == "l1_unstructured":
-            assert torch.equal(*masks)
-        assert int((masks[0] == 0).sum()) == int((masks[1] == 0).sum()) > 5
-
-    @pytest.mark.parametrize("method", [prune.L1Unstructured, prune.RandomUnstructured])
-    def test_global(self, layout, is_tied, method):
-        masks = []
-        for module in self.pair(layout, is_tied):
-            torch.manual_seed(0)
-            for amount in (0.3, 5):
-                pairs = [(module, "weight"), (module, "bias")]
-                prune.global_unstructured(pairs, method, amount=amount)
-            masks.append(module.weight_mask)
-        assert torch.equal(*masks)
-        assert int((masks[0] == 0).sum()) > 5
-
-    def test_remove_keeps_the_layout(self, layout, is_tied):
-        module, _ = self.pair(layout, is_tied)
-        strides, parameter = module.weight.stride(), module.weight
-        prune.l1_unstructured(module, "weight", 0.5)
-        prune.remove(module, "weight")
-        assert module.weight is parameter
-        assert module.weight.stride() == strides

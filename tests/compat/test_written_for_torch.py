@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -98,9 +99,14 @@ def by(function: str) -> Callable[[Any, nn.Module], Any]:
     return lambda library, module: getattr(library, function)(module, "weight", 3)
 
 
-def globally(library: Any, module: nn.Module, pairs: Any = None) -> None:
+RANDOM = by("random_unstructured")
+
+
+def globally(
+    library: Any, module: nn.Module, pairs: Any = None, method: str = "L1Unstructured"
+) -> None:
     pairs = pairs or [(module, "weight")]
-    library.global_unstructured(pairs, library.L1Unstructured, amount=3)
+    library.global_unstructured(pairs, getattr(library, method), amount=3)
 
 
 def globally_from_a_generator(library: Any, module: nn.Module) -> None:
@@ -122,7 +128,12 @@ def by_a_container_of_two(library: Any, module: nn.Module) -> None:
         *(
             (make, call, RuntimeError)
             for make in (channels_last, transposed)
-            for call in (by("l1_unstructured"), by("random_unstructured"), globally)
+            for call in (
+                by("l1_unstructured"),
+                RANDOM,
+                globally,
+                partial(globally, method="RandomUnstructured"),
+            )
         ),
         # It reads the list three times.
         (partial(nn.Linear, 4, 3), globally_from_a_generator, ValueError),
@@ -133,10 +144,18 @@ def by_a_container_of_two(library: Any, module: nn.Module) -> None:
 def test_calls_that_work_only_here(make, call, error):
     with pytest.raises(error):
         call(torch_prune, make())
-    module = make()
-    call(distprune, module)
-    assert int((module.weight_mask == 0).sum()) == 3
-    assert int((module.weight == 0).sum()) == 3
+    for is_tied in (False, True):
+        module = make()
+        if is_tied:
+            nn.init.ones_(module.weight)
+        plain = copy.deepcopy(module)
+        plain.weight = nn.Parameter(module.weight.detach().contiguous())
+        for each in (module, plain):
+            torch.manual_seed(0)
+            call(distprune, each)
+            assert int((each.weight_mask == 0).sum()) == int((each.weight == 0).sum()) == 3
+        # Torch's own random numbers are drawn in the order of memory.
+        assert torch.equal(module.weight_mask, plain.weight_mask) or call is RANDOM
 
 
 def removed_as_callbacks_do(library: Any, module: nn.Module) -> nn.Module:
