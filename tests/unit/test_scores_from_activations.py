@@ -76,42 +76,31 @@ def collected(layer: nn.Module, x: Tensor) -> ActivationStatistics:
     return statistics
 
 
-def column(tokens: list[list[float]], j: int) -> list[float]:
-    return [token[j] for token in tokens]
-
-
 def rms(values: list[float]) -> float:
     return math.sqrt(sum(value * value for value in values) / len(values))
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_wanda(kind):
-    layer, x = layer_and_input(kind)
-    expected = whole(
-        layer,
-        [
-            [[abs(w) * rms(column(tokens, j)) for j, w in enumerate(row)] for row in matrix]
-            for matrix, tokens in as_matrices(layer, x)
-        ],
-    )
-    (scores,) = collected(layer, x).wanda().values()
-    assert_close(multiplied(layer.weight, scores), expected)
+def sum_of(values: list[float]) -> float:
+    return sum(map(abs, values)) or 1
+
+
+def by_loops(layer: nn.Module, x: Tensor, score) -> Tensor:
+    """A score of each weight, of its row and its column, and of what it is multiplied by."""
+    matrices = []
+    for matrix, tokens in as_matrices(layer, x):
+        columns, inputs = (list(zip(*rows, strict=True)) for rows in (matrix, tokens))
+        matrices.append([
+            [score(abs(w), row, columns[j], inputs[j]) for j, w in enumerate(row)] for row in matrix
+        ])  # fmt: skip
+    return whole(layer, matrices)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_stade(kind):
+@pytest.mark.parametrize(("method", "of_inputs"), [("wanda", rms), ("stade", of_numbers.pstdev)])
+def test_wanda_and_stade(kind, method, of_inputs):
     layer, x = layer_and_input(kind)
-    expected = whole(
-        layer,
-        [
-            [
-                [abs(w) * of_numbers.pstdev(column(tokens, j)) for j, w in enumerate(row)]
-                for row in matrix
-            ]
-            for matrix, tokens in as_matrices(layer, x)
-        ],
-    )
-    (scores,) = collected(layer, x).stade().values()
+    expected = by_loops(layer, x, lambda w, row, column, inputs: w * of_inputs(inputs))
+    (scores,) = getattr(collected(layer, x), method)().values()
     assert_close(multiplied(layer.weight, scores), expected)
 
 
@@ -126,25 +115,12 @@ def test_ria(kind, power, is_pruned):
         with torch.no_grad():
             layer.weight_orig[layer.weight_mask == 0] = 100.0  # what is pruned has no say
         layer(x[0])
-    expected = whole(
-        layer,
-        [
-            [
-                [
-                    (
-                        abs(w) / (sum(abs(other[j]) for other in matrix) or 1)
-                        + abs(w) / (sum(map(abs, row)) or 1)
-                    )
-                    * rms(column(tokens, j)) ** power
-                    for j, w in enumerate(row)
-                ]
-                for row in matrix
-            ]
-            for matrix, tokens in as_matrices(layer, x)
-        ],
-    )
+
+    def ria(w, row, column, inputs):
+        return (w / sum_of(column) + w / sum_of(row)) * rms(inputs) ** power
+
     (scores,) = statistics.ria(power=power).values()
-    assert_close(multiplied(layer.weight, scores), expected)
+    assert_close(multiplied(layer.weight, scores), by_loops(layer, x, ria))
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
