@@ -46,7 +46,7 @@ ROOMS = {
 }
 TOTAL = (21710, 157)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 38009, "launch": 967}
+FOLDERS = {"tests": 37940, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -111,24 +111,15 @@ def test_convolutions_see_the_columns_of_the_unfolded_input(kind, options, is_ba
 
 def unfolded(layer: nn.Module, x: Tensor) -> Tensor:
     """The input of a convolution as a matrix: a row per position of the output."""
-    if isinstance(layer, nn.Conv1d):
-        return unfolded_images(layer, x.unsqueeze(-1), (1,))
-    return unfolded_images(layer, x, ())
-
-
-def unfolded_images(layer: nn.Module, x: Tensor, extra: tuple[int, ...]) -> Tensor:
-    kernel, stride = (*layer.kernel_size, *extra), (*layer.stride, *extra)
-    dilation = (*layer.dilation, *extra)
     # torch's own field, which its forward uses for other modes than zeros and for "same".
-    around = list(layer._reversed_padding_repeated_twice)
-    if layer.padding == "valid":
-        around = [0] * len(around)
+    around = [0 if layer.padding == "valid" else n for n in layer._reversed_padding_repeated_twice]
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    if extra:
-        x = functional.pad(x.squeeze(-1), around, mode=mode).unsqueeze(-1)
-    else:
-        x = functional.pad(x, around, mode=mode)
-    columns = functional.unfold(x, kernel, dilation=dilation, stride=stride)
+    x = functional.pad(x, around, mode=mode)
+    extra = (1,) * (4 - x.ndim)
+    kernel, dilation, stride = (
+        (*sizes, *extra) for sizes in (layer.kernel_size, layer.dilation, layer.stride)
+    )
+    columns = functional.unfold(x.view(*x.shape, *extra), kernel, dilation=dilation, stride=stride)
     return columns.transpose(1, 2).reshape(-1, columns.shape[1])
 
 
@@ -174,28 +165,25 @@ def test_padding_does_not_count(dtype, is_flat):
     assert torch.equal(totals.squares, kept.square().sum(0))
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (4, 2, 3), (2, 5, 3), (7, 3)])
-def test_an_input_that_does_not_fit_the_mask_is_refused_by_name(shape):
-    model = nn.Sequential(nn.Linear(3, 2))
-    statistics = ActivationStatistics(prune.select(model))
-    mask = torch.ones(2, 4, dtype=torch.bool)
-    with (
-        statistics.collecting(),
-        statistics.batch(mask),
-        pytest.raises(ValueError, match=r"0\.weight.*attention_mask of shape \(2, 4\)"),
-    ):
-        model(torch.ones(shape))
-
-
-def test_a_convolution_under_a_mask_is_refused_by_name():
-    model = nn.Sequential(nn.Conv1d(3, 2, 2))
+@pytest.mark.parametrize(
+    ("layer", "shape", "error", "text"),
+    [
+        *(
+            (nn.Linear(3, 2), shape, ValueError, r"attention_mask of shape \(2, 4\)")
+            for shape in [(2, 3), (4, 2, 3), (2, 5, 3), (7, 3)]
+        ),
+        (nn.Conv1d(3, 2, 2), (2, 3, 4), NotImplementedError, "convolution"),
+    ],
+)
+def test_an_input_that_does_not_fit_the_mask_is_refused_by_name(layer, shape, error, text):
+    model = nn.Sequential(layer)
     statistics = ActivationStatistics(prune.select(model))
     with (
         statistics.collecting(),
         statistics.batch(torch.ones(2, 4, dtype=torch.bool)),
-        pytest.raises(NotImplementedError, match=r"0\.weight.*convolution"),
+        pytest.raises(error, match=rf"0\.weight.*{text}"),
     ):
-        model(torch.ones(2, 3, 4))
+        model(torch.ones(shape))
 
 
 @pytest.mark.parametrize("mask", [torch.ones(2, 4), torch.ones(4, dtype=torch.bool)])
