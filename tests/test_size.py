@@ -18,7 +18,7 @@ ROOMS = {
     "_transformers": (439, 3),
     "_version.py": (1, 1),
     "api": (1276, 10),
-    "base": (886, 13),
+    "base": (887, 13),
     "budgets.py": (247, 1),
     "call": (909, 6),
     "checkpoint.py": (274, 1),
@@ -26,10 +26,10 @@ ROOMS = {
     "criteria": (676, 6),
     "dynamic.py": (140, 1),
     "files": (3231, 17),
-    "integrations": (963, 7),
+    "integrations": (972, 7),
     "language_models": (1049, 8),
     "layouts.py": (13, 1),
-    "masks": (600, 6),
+    "masks": (619, 6),
     "methods": (866, 5),
     "ranking": (1819, 11),
     "ranks": (330, 3),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification": (652, 3),
     "wrappers": (1143, 9),
 }
-TOTAL = (21710, 157)
+TOTAL = (21739, 157)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 37940, "launch": 967}
+FOLDERS = {"tests": 38007, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -47,6 +47,7 @@ __all__ = ["PruningCallback"]
 logger = logging.getLogger(__name__)
 
 _SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+_AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 _CRITERION = "distprune_criterion"
 
 
@@ -99,8 +100,17 @@ class PruningCallback(PlannedPruning, Callback):
         """Refuse other strategies, and let state dicts bring their masks with them.
 
         Raises:
-            NotImplementedError: another strategy. (Lightning refuses two callbacks of one class.)
+            NotImplementedError: another strategy; a callback that averages weights, which copies
+                the average, made without masks, over the pruned model. (Lightning refuses two
+                callbacks of one class.)
         """
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if any(base.__name__ in _AVERAGING for base in type(callback).__mro__):
+                raise NotImplementedError(
+                    f"{type(callback).__name__} beside PruningCallback would leave a dense model: "
+                    "its average knows no masks. Expected one of both; train and prune first, "
+                    "then average, and put the masks on the average (docs/training.md, EMA)."
+                )
         strategy = trainer.strategy
         if not any(base.__name__ in _SUPPORTED for base in type(strategy).__mro__):
             raise NotImplementedError(
@@ -171,8 +181,9 @@ class PruningCallback(PlannedPruning, Callback):
         self._num_steps = trainer.global_step
         if self._criterion is not None and self._saved_criterion is not None:
             self._load_criterion(self._criterion, self._saved_criterion, trainer)
-        if trainer.max_steps > 0 and trainer.is_global_zero:
-            self._warn_of_end(trainer.max_steps, logger)
+        num_steps = trainer.estimated_stepping_batches  # by max_steps or max_epochs; or inf
+        if trainer.is_global_zero and num_steps < float("inf"):
+            self._warn_of_end(int(num_steps), logger)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer

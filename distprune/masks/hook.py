@@ -62,7 +62,18 @@ class PruningHook:
                 self.register_module(module)
             _exempt_masks_from_ddp(self)
             masked_value.release_graph(module, name)
-            masked_value.assign(module, name, self.apply_mask(module))
+            try:
+                masked_value.assign(module, name, self.apply_mask(module))
+            except (RuntimeError, TypeError) as error:
+                original = module._parameters.get(orig_key(name))
+                if name not in module._parameters and (original is None or not original.is_meta):
+                    raise
+                raise RuntimeError(
+                    f"{type(module).__name__}.{name} is pruned, and something has put another "
+                    f"parameter in its place (fusing, quantisation), or keeps {orig_key(name)} "
+                    "elsewhere (offloading); expected a model whose zeros distprune.remove has "
+                    "made permanent before."
+                ) from error
 
     def apply_mask(self, module: nn.Module) -> Tensor:
         """The product of mask and original parameter, in the parameter's dtype.
@@ -85,6 +96,14 @@ class PruningHook:
     def multiplies(self) -> bool:
         """Whether the mask acts by multiplication: the method does not override apply_mask."""
         return getattr(self.apply_mask, "__func__", None) is PruningHook.apply_mask
+
+    @property
+    def __name__(self) -> str:
+        """What torch.jit.script reads of each hook."""
+        raise AttributeError(
+            "torch.jit.script does not know masks; expected a model of which the pruning is "
+            "removed first: distprune.remove makes the zeros permanent."
+        )
 
     def register_module(self, module: nn.Module) -> None:
         """Remember the module, for copies of it."""
@@ -160,8 +179,11 @@ def register(module: nn.Module, hook: PruningHook) -> None:
         if isinstance(present, PruningHook) and present._tensor_name == name:
             module._forward_pre_hooks[key] = hook
             return
-    # Before the hooks of wrappers, which may gather what is to be zero.
-    module.register_forward_pre_hook(hook, prepend=holds_zeros(module, name))
+    # Before the hooks of wrappers, which may gather what is to be zero; and before those of the old
+    # weight_norm and spectral_norm, which compute the weight from what may be pruned.
+    others = module._forward_pre_hooks.values()
+    is_normed = any(type(other).__module__.startswith("torch.nn.utils.") for other in others)
+    module.register_forward_pre_hook(hook, prepend=is_normed or holds_zeros(module, name))
 
 
 def unregister(module: nn.Module, name: str) -> None:

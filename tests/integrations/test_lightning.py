@@ -246,12 +246,23 @@ def test_what_cannot_work_is_refused(tmp_path):
     def fit(*callbacks):
         make_trainer(tmp_path, list(callbacks), max_steps=1).fit(Net(), loader())
 
+    averaging = pl.callbacks.EMAWeightAveraging(decay=0.9)
+    for callback in (averaging, pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1)):
+        with pytest.raises(NotImplementedError, match=r"Averaging beside PruningCallback"):
+            fit(PruningCallback(SCHEDULE), callback)
     with pytest.raises(NotImplementedError, match="unit='rank_batch'"):
         fit(
             PruningCallback(
                 SCHEDULE, criterion=functools.partial(criteria.Fisher, unit="rank_batch")
             )
         )
+
+
+@pytest.mark.parametrize("end", [{"max_steps": 2}, {"max_steps": -1, "max_epochs": 2}])
+def test_a_training_that_ends_before_its_schedule_is_a_warning(tmp_path, caplog, end):
+    plan = Cubic(begin=0, end=100, frequency=1, final_sparsity=0.8)
+    make_trainer(tmp_path, [PruningCallback(plan)], **end).fit(Net(), loader(num_batches=1))
+    assert "training ends after 2 steps at sparsity" in caplog.text
 
 
 def test_a_checkpoint_with_permanent_zeros_does_not_resume(tmp_path):
