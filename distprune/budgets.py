@@ -26,9 +26,10 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -85,9 +86,8 @@ def uniform(
         TypeError, ValueError: a sparsity that is no number in [0, 1]; no parameters; bounds that do
             not allow for it.
     """
-    named = _bounded(parameters)
-    lines = lines_of("uniform", [each for _, each in named])
-    return _divided(named, sparsity, lines, min_sparsity, max_sparsity)
+    lines = partial(lines_of, "uniform")
+    return _sparsities(parameters, sparsity, lines, min_sparsity, max_sparsity)
 
 
 def erk(
@@ -109,9 +109,8 @@ def erk(
 
     Source: Evci et al., "Rigging the lottery", arXiv 1911.11134.
     """
-    named = _bounded(parameters)
-    lines = lines_of("erk", [each for _, each in named])
-    return _divided(named, sparsity, lines, min_sparsity, max_sparsity)
+    lines = partial(lines_of, "erk")
+    return _sparsities(parameters, sparsity, lines, min_sparsity, max_sparsity)
 
 
 def owl(
@@ -120,15 +119,14 @@ def owl(
     ratios: Mapping[Any, float],
     *,
     lam: float = OWL_LAM,
-    per: Literal["block", "parameter"] = "block",
     min_sparsity: SparsityBound | None = None,
     max_sparsity: SparsityBound | None = None,
 ) -> Sparsities:
     """Outlier-weighed layerwise sparsity: the more outliers a layer has, the denser it stays.
 
-    Let D be the outlier ratios, one per block. As in the authors' code the densities are::
+    Let D be the outlier ratios. As in the authors' code the densities are::
 
-        r = (D - min D) / (max D - min D) * 2 * lam        of each block, between 0 and 2 * lam
+        r = (D - min D) / (max D - min D) * 2 * lam        between 0 and 2 * lam
         density = r + shift                                one shift for all
 
     where the shift makes the total exact. For blocks of one size it is the authors' ``1 - S -
@@ -141,12 +139,9 @@ def owl(
         parameters, sparsity, min_sparsity, max_sparsity: as for :func:`uniform`.
         ratios: outlier ratio of each parameter, >= 0, by (module, name), by full name, or by the
             name of a block ("model.layers.3") for all parameters below it: what
-            ``ActivationStatistics.outlier_ratios()`` returns. They have to be equal on all ranks.
+            ``ActivationStatistics.outlier_ratios()`` returns, by default those of blocks, as in the
+            paper. They have to be equal on all ranks.
         lam: half the range of the densities; the paper uses 0.08, for language models at 70 %.
-        per: "block": parameters of one block share a ratio, as in the paper: the mean of theirs,
-            weighted by elements. A block is the name up to its first number ("model.layers.3" of
-            "model.layers.3.mlp.up_proj.weight"); a name without one is a block of its own.
-            "parameter": each has its own ratio.
 
     Raises:
         TypeError, ValueError: as :func:`uniform`; ratios that are no numbers, or negative, or
@@ -154,8 +149,6 @@ def owl(
 
     Source: Yin et al., "Outlier weighed layerwise sparsity (OWL)", arXiv 2310.05175.
     """
-    if per not in ("block", "parameter"):
-        raise ValueError(f"per={per!r}; expected 'block' or 'parameter'.")
     exact_lam = exact_number("lam", lam)
     if not 0 <= exact_lam <= Fraction(1, 2):
         raise ValueError(f"lam={lam!r} is not in [0, 0.5]; expected half a range of densities.")
@@ -165,23 +158,20 @@ def owl(
             "statistics.outlier_ratios() returns."
         )
     exact = {plain_key(key): _ratio(key, value) for key, value in ratios.items()}
-    named = _bounded(parameters)
-    of_each = [_ratio_of(each, exact) for _, each in named]
-    sizes = [each.num_elements for _, each in named]
-    if per == "block":  # the means of blocks, weighted by elements
-        blocks = [block_of(each.label) for _, each in named]
-        totals, elements = dict.fromkeys(blocks, Fraction(0)), dict.fromkeys(blocks, 0)
-        for block, ratio, size in zip(blocks, of_each, sizes, strict=True):
-            totals[block] += ratio * size
-            elements[block] += size
-        of_each = [totals[block] / (elements[block] or 1) for block in blocks]
-    return _divided(
-        named, sparsity, owl_lines(sizes, of_each, exact_lam), min_sparsity, max_sparsity
-    )
+
+    def lines(named: Sequence[Bounded]) -> list[Line]:
+        sizes = [each.num_elements for each in named]
+        return owl_lines(sizes, [_ratio_of(each, exact) for each in named], exact_lam)
+
+    return _sparsities(parameters, sparsity, lines, min_sparsity, max_sparsity)
 
 
-def _bounded(parameters: Parameters) -> list[tuple[Any, Bounded]]:
-    """Each parameter, once, under its key."""
+def bounded(parameters: Parameters) -> list[tuple[Any, Bounded]]:
+    """Each parameter, once, under its key. Local; nothing is read but shapes.
+
+    Raises:
+        TypeError, AttributeError: what is no (module, name) pair of a parameter.
+    """
     if isinstance(parameters, Mapping):
         return [
             (name, Bounded(name, (name,), math.prod(shape), tuple(shape)))
@@ -192,32 +182,37 @@ def _bounded(parameters: Parameters) -> list[tuple[Any, Bounded]]:
         checked_pair(pair, f"parameters[{position}]")
         key, shape = reader.identity(*pair)
         label, places = label_of(pair, position), tied_places(pair)
-        bounded = Bounded(label, (label, *places), shape.numel(), tuple(shape))
-        found.setdefault(key, (pair, bounded))
+        entry = Bounded(label, (label, *places), shape.numel(), tuple(shape))
+        if key in found:  # a tied one, under another name
+            first, known = found[key]
+            found[key] = first, known._replace(keys=(*known.keys, *places))
+        else:
+            found[key] = pair, entry
     return list(found.values())
 
 
-def _divided(
-    named: Sequence[tuple[Any, Bounded]],
+def _sparsities(
+    parameters: Parameters,
     sparsity: float | Fraction,
-    lines: Sequence[Line],
+    lines_of_rule: Callable[[Sequence[Bounded]], list[Line]],
     min_sparsity: SparsityBound | None,
     max_sparsity: SparsityBound | None,
 ) -> Sparsities:
-    if not named:
+    found = bounded(parameters)
+    if not found:
         raise ValueError("parameters is empty; expected at least one.")
     if isinstance(sparsity, numbers.Integral):
         raise TypeError(f"sparsity={sparsity!r} is an int; expected a float in [0, 1].")
     validate_amount(sparsity)  # type: ignore[arg-type]
-    sizes = [each.num_elements for _, each in named]
-    bounds = to_bounds([each for _, each in named], min_sparsity, max_sparsity)
-    lowest, highest = (
-        ([0] * len(sizes), sizes) if bounds is None else (bounds.lowest, bounds.highest)
-    )
-    counts = divided(lines, lowest, highest, resolve_count(sparsity, sum(sizes)))  # type: ignore[arg-type]
+    named = [each for _, each in found]
+    sizes = [each.num_elements for each in named]
+    bounds = to_bounds(named, min_sparsity, max_sparsity)
+    lowest, highest = bounds or ([0] * len(sizes), sizes)
+    total = resolve_count(sparsity, sum(sizes))  # type: ignore[arg-type]
+    counts = divided(lines_of_rule(named), lowest, highest, total)
     return {
-        key: Fraction(count, size or 1)
-        for (key, _), count, size in zip(named, counts, sizes, strict=True)
+        key: Fraction(count, each.num_elements or 1)
+        for (key, each), count in zip(found, counts, strict=True)
     }
 
 
@@ -239,10 +234,10 @@ def _ratio_of(parameter: Bounded, ratios: Mapping[Hashable, Fraction]) -> Fracti
 
 
 def _ratio(key: object, value: object) -> Fraction:
-    shown = label_of(key) if is_pair(key) else repr(key)
-    ratio = exact_number(f"the outlier ratio of {shown}", value)
+    what = f"the outlier ratio of {label_of(key) if is_pair(key) else repr(key)}"
+    ratio = exact_number(what, value)
     if ratio < 0:
-        raise ValueError(f"the outlier ratio of {shown} is {value!r}; expected one >= 0.")
+        raise ValueError(f"{what} is {value!r}; expected one >= 0.")
     return ratio
 
 
@@ -258,10 +253,10 @@ class Line(NamedTuple):
     slope: Fraction | int
 
 
-def fill(
+def divided(
     lines: Sequence[Line], lowest: Sequence[int], highest: Sequence[int], total: int
-) -> list[Fraction]:
-    """Counts, not rounded yet, whose sum is exactly ``total``.
+) -> list[int]:
+    """Whole counts with a given sum, by the level of [Note: level].
 
     Args:
         lines: the line of each parameter.
@@ -276,8 +271,7 @@ def fill(
     limited = list(zip(lines, lowest, highest, strict=True))
     # The sum at a level is constant + slope * level; both change where a parameter leaves its
     # lowest count, and where it reaches its highest.
-    constant, slope, level = Fraction(0), Fraction(0), Fraction(0)
-    most = Fraction(0)
+    constant, slope, level, most = Fraction(0), Fraction(0), Fraction(0), Fraction(0)
     changes: list[tuple[Fraction, Fraction, Fraction]] = []
     for line, low, high in limited:
         rise, start = Fraction(line.slope), Fraction(line.start)
@@ -298,35 +292,17 @@ def fill(
         constant, slope = constant + more, slope + steeper
     if slope:
         level = (total - constant) / slope
-    return [_held(line.start + line.slope * level, low, high) for line, low, high in limited]
-
-
-def rounded(counts: Sequence[Fraction], total: int) -> list[int]:
-    """Whole counts with this sum: each rounded down, and the largest remainders up.
-
-    Args:
-        counts: exact ones.
-        total: between the sums of all counts rounded down, and up.
-    """
-    down = [math.floor(count) for count in counts]
-    remainders = [count - low for count, low in zip(counts, down, strict=True)]
-    order = sorted(range(len(down)), key=lambda i: (-remainders[i], i))
-    num_up = total - sum(down)
-    assert 0 <= num_up <= sum(map(bool, remainders)), (total, counts)
-    for i in order[:num_up]:
-        down[i] += 1
-    return down
+    exact = [_held(line.start + line.slope * level, low, high) for line, low, high in limited]
+    # Each is rounded down, and the largest remainders up.
+    counts = [math.floor(count) for count in exact]
+    by_remainder = sorted(range(len(counts)), key=lambda i: (counts[i] - exact[i], i))
+    for i in by_remainder[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
 
 
 def _held(count: Fraction | int, low: int, high: int) -> Fraction:
     return min(max(Fraction(count), Fraction(low)), Fraction(high))
-
-
-def divided(
-    lines: Sequence[Line], lowest: Sequence[int], highest: Sequence[int], total: int
-) -> list[int]:
-    """Whole counts with this sum; the arguments are those of :func:`fill`."""
-    return rounded(fill(lines, lowest, highest, total), total)
 
 
 def lines_of(rule: str, parameters: Sequence[Bounded]) -> list[Line]:

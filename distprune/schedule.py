@@ -25,27 +25,12 @@ from distprune import budgets
 from distprune.api.global_unstructured import global_arguments
 from distprune.api.local import remove
 from distprune.api.select import select
-from distprune.base.amount import (
-    Amount,
-    Bounded,
-    Sparsities,
-    SparsityBound,
-    resolve_count,
-    to_bounds,
-)
-from distprune.base.blocks import Scope
-from distprune.base.exact_sums import Normalization
-from distprune.base.naming import Pair, checked_pair, label_of, tied_places
+from distprune.base.amount import Bounded, Sparsities, resolve_count, to_bounds
+from distprune.base.naming import Pair, label_of, tied_places
 from distprune.base.schedules import Cubic, Function, Linear, OneShot, Schedule
 from distprune.call.report import PruningReport, warn_of_collapse
-from distprune.call.request import (
-    Decision,
-    InputDims,
-    ParameterArguments,
-    PruningArguments,
-    PruningCall,
-)
-from distprune.call.run import Counted, count_live, prune_parameters
+from distprune.call.request import Decision, ParameterArguments, PruningArguments, PruningCall
+from distprune.call.run import count_live, prune_parameters
 from distprune.masks.checks import check_removable
 from distprune.masks.hook import find_hook
 from distprune.methods.base import BasePruningMethod
@@ -91,32 +76,34 @@ class ScheduledPruner:
             arguments that returns one. It is called on every rank before each pruning, so that it
             may communicate.
         group: the ranks that take part; every rank by default.
-        min_sparsity, max_sparsity: floors and ceilings of single parameters, as for
-            ``global_unstructured``. While a growing target is smaller than the sum of the floors,
-            no parameter is pruned beyond its floor (its report then has the floors as ceilings); so
-            the floors hold as soon as the target is large enough. The first pruning checks that
-            the final target is, and that the ceilings leave enough (except for a
-            :class:`Function`, whose end is unknown).
-        pipeline_parallel: the ranks have different parameters, with full names, as for
-            ``global_unstructured``. Bounds are given by full name.
         verify_every: number of steps after which to check, whether or not anything was due, that
             the masks act, and are those that the last pruning left: see ``verify``. None: never.
-        normalize: what the scores of each parameter are divided by, as for
-            ``global_unstructured``.
         budget: a function of the parameters and the sparsity of a step that returns the sparsity of
             each parameter: ``budgets.uniform``, ``budgets.erk``, or
             ``functools.partial(budgets.owl, ratios=ratios)``. Bounds are its keywords.
-        scope, pattern, input_dims: as for ``global_unstructured``. With the scope "layer" or "row"
-            every layer or row has the sparsity of the schedule, rounded by itself. With a pattern
-            N:M each group of M has lost round(sparsity * M) elements, at most M - N; the schedule
-            has to end at (M - N) / M.
+        options: ``min_sparsity``, ``max_sparsity``, ``normalize``, ``scope``, ``pattern``,
+            ``input_dims``, ``pipeline_parallel`` and arguments of the pruning method, as for
+            ``global_unstructured``.
+
+            While a growing target is smaller than the sum of the floors, no parameter is pruned
+            beyond its floor (its report then has the floors as ceilings); so the floors hold as
+            soon as the target is large enough. The end of the schedule has to be, and the ceilings
+            have to leave enough (the end of a :class:`Function` is unknown). With
+            ``pipeline_parallel`` bounds are given by full name, and are checked when something is
+            due.
+
+            With the scope "layer" or "row" every layer or row has the sparsity of the schedule,
+            rounded by itself. With a pattern N:M each group of M has lost round(sparsity * M)
+            elements, at most M - N; the schedule has to end at (M - N) / M.
 
     Attributes:
         num_steps: number of calls of ``step()``; the next call is step number ``num_steps``.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type, or that do not go together; a pattern that
-            the schedule does not end at.
+        TypeError, ValueError: arguments of a wrong type, or that do not go together; no parameters;
+            bounds or a pattern that the end of the schedule cannot meet; a bound of something else
+            than the parameters.
+        AttributeError: a module does not have a parameter of the name.
     """
 
     def __init__(
@@ -127,15 +114,9 @@ class ScheduledPruner:
         pruning_method: type[BasePruningMethod] = L1Unstructured,
         importance_scores: Scores | Callable[[], Scores] | None = None,
         group: ProcessGroup | None = None,
-        min_sparsity: SparsityBound | None = None,
-        max_sparsity: SparsityBound | None = None,
-        pipeline_parallel: bool = False,
         verify_every: int | None = None,
-        normalize: Normalization | None = None,
         budget: Callable[[Sequence[Pair], float], Sparsities] | None = None,
-        scope: Scope = "global",
-        pattern: str | None = None,
-        input_dims: InputDims | None = None,
+        **options: Any,
     ) -> None:
         if not isinstance(schedule, Schedule):
             raise TypeError(
@@ -146,33 +127,33 @@ class ScheduledPruner:
                 f"verify_every={verify_every!r}; expected a number of steps >= 1, or None."
             )
         self._parameters: list[Pair] = list(parameters)
-        for number, pair in enumerate(self._parameters):
-            checked_pair(pair, f"parameters[{number}]")
         self._schedule = schedule
         self._pruning_method = pruning_method
         self._importance_scores = importance_scores
         self._process_group = group
         self._budget = budget
         self._verify_every = verify_every
-        self._bounds: dict[str, Any] = {"min_sparsity": min_sparsity, "max_sparsity": max_sparsity}
-        self._options: dict[str, Any] = {
-            "pipeline_parallel": pipeline_parallel,
-            "normalize": normalize,
-            "scope": scope,
-            "pattern": pattern,
-            "input_dims": input_dims,
-        }
+        bounds = ("min_sparsity", "max_sparsity")
+        self._bounds = {name: options.pop(name, None) for name in bounds}
+        self._options = options
+        self._is_pipeline = options.get("pipeline_parallel", False)
         self.num_steps = 0
         self._target = 0.0
         self._has_pruned = False
         scores = None if callable(importance_scores) else importance_scores
-        rule = self._arguments(scores, 0, 0.0, self._bounds, {} if budget else None).rule
+        arguments = self._arguments(scores, 0, 0.0, self._bounds, {} if budget else None)
+        self._is_global = arguments.rule is None
+        named = [each for _, each in budgets.bounded(self._parameters)]
+        if not self._is_pipeline:
+            if not named:
+                raise ValueError("parameters is empty; expected at least one (module, name) pair.")
+            self._bounds_at(0.0, named, [0] * len(named))
         end = schedule.ends_at
-        if rule is not None and rule.kept_of is not None and end is not None:
-            n, m = rule.kept_of
+        if arguments.rule is not None and arguments.rule.kept_of is not None and end is not None:
+            n, m = arguments.rule.kept_of
             if resolve_count(end, m) != m - n:
                 raise ValueError(
-                    f"{schedule} ends at a sparsity of {end}, and pattern={pattern!r} prunes "
+                    f"{schedule} ends at a sparsity of {end}, and the pattern {n}:{m} prunes "
                     f"{m - n} of {m}; expected a schedule that ends at {(m - n) / m:.4g}."
                 )
 
@@ -273,7 +254,7 @@ class ScheduledPruner:
             self.parameters,
             world(self._process_group),
             pruned=self.pruned_parameters,
-            pipeline_parallel=self._options["pipeline_parallel"],
+            pipeline_parallel=self._is_pipeline,
         )
 
     @property
@@ -301,7 +282,7 @@ class ScheduledPruner:
             "schedule": repr(self._schedule),
             # Under pipeline_parallel the ranks have different ones, and one state is saved.
             "parameters": []
-            if self._options["pipeline_parallel"]
+            if self._is_pipeline
             else [label_of(pair, position) for position, pair in enumerate(self._parameters)],
             "sparsity": self._target,
         }
@@ -351,7 +332,6 @@ class ScheduledPruner:
 
     def _prune(self) -> PruningReport | None:
         ranks = world(self._process_group)
-        is_global = self._options["scope"] == "global" and self._options["pattern"] is None
         target = 0.0
 
         def make_arguments() -> ParameterArguments:
@@ -367,10 +347,10 @@ class ScheduledPruner:
                     ("schedule", repr(self._schedule)),
                     ("target sparsity", repr(target)),
                     # In a global ranking the masks decide whether anything is due.
-                    ("present sparsity", "any" if is_global else repr(self._target)),
+                    ("present sparsity", "any" if self._is_global else repr(self._target)),
                     ("importance_scores", type(self._importance_scores).__name__),
                 ],
-                pipeline_parallel=self._options["pipeline_parallel"],
+                pipeline_parallel=self._is_pipeline,
             )
 
         scores = self._importance_scores
@@ -379,17 +359,20 @@ class ScheduledPruner:
             ranks,
             reads_values=scores is None and self._pruning_method.READS_VALUES,
         )
-        count = resolve_count(target, sum(shard.numel for shard in counted.targets))
-        count -= sum(_numbers_pruned(counted))
-        if count <= 0 if is_global else target <= self._target:
+        shards = counted.targets
+        pruned = [t.numel - live for t, live in zip(shards, counted.num_live, strict=True)]
+        count = resolve_count(target, sum(shard.numel for shard in shards)) - sum(pruned)
+        if count <= 0 if self._is_global else target <= self._target:
             self._target = target
             return None
         if callable(scores):
             scores = ranks.run(scores)
 
         def arguments_of_step() -> PruningArguments:
+            named = [Bounded(t.name, (t.name, *t.places), t.numel) for t in shards]
+            bounds = self._bounds_at(target, named, pruned)
             shares = None if self._budget is None else self._budget(self._parameters, target)
-            return self._arguments(scores, count, target, self._bounds_at(target, counted), shares)
+            return self._arguments(scores, count, target, bounds, shares)
 
         # A function for the scores may change anything.
         reused = counted if self._importance_scores is None else None
@@ -406,25 +389,25 @@ class ScheduledPruner:
         shares: Sparsities | None,
     ) -> PruningArguments:
         """The arguments of ``global_unstructured`` for a step, or those of any for checks."""
-        amount: Amount | Sparsities | None = count if shares is None else shares
-        if shares is None and self._options["scope"] != "global":
-            amount = target
-        has_pattern = self._options["pattern"] is not None
+        pattern = self._options.get("pattern")
+        amount = target if self._options.get("scope", "global") != "global" else count
         arguments = global_arguments(
             self._parameters,
             self._pruning_method,
             scores,
-            amount=None if has_pattern and shares is None else amount,
+            amount=shares if shares is not None else None if pattern is not None else amount,
             **bounds,
             **self._options,
         )
-        if has_pattern and arguments.rule is not None:
+        if pattern is not None and arguments.rule is not None:
             # On the way to N:M a group has lost fewer elements.
             rule = replace(arguments.rule, sparsity=target)
             arguments = replace(arguments, rule=rule, amount=target)
         return arguments
 
-    def _bounds_at(self, target: float, counted: Counted) -> Mapping[str, Any]:
+    def _bounds_at(
+        self, target: float, named: Sequence[Bounded], pruned: Sequence[int]
+    ) -> Mapping[str, Any]:
         """The floors and ceilings of a step. Local.
 
         While a growing target is smaller than the sum of the floors, the floors are ceilings.
@@ -432,7 +415,6 @@ class ScheduledPruner:
         Raises:
             ValueError: bounds that the end of the schedule cannot meet.
         """
-        named = [Bounded(t.name, (t.name, *t.places), t.numel) for t in counted.targets]
         bounds, end = to_bounds(named, **self._bounds), self._schedule.ends_at
         if bounds is None:
             return self._bounds
@@ -444,17 +426,13 @@ class ScheduledPruner:
                 raise ValueError(
                     f"the bounds cannot hold at the end of {self._schedule}: {error}"
                 ) from None
-        needed = sum(map(max, bounds.lowest, _numbers_pruned(counted)))
-        has_ended = end is not None and target >= end
-        if has_ended or needed <= resolve_count(target, sum(sizes)):
+            if target >= end:
+                return self._bounds
+        if sum(map(max, bounds.lowest, pruned)) <= resolve_count(target, sum(sizes)):
             return self._bounds
         floors = zip(named, bounds.lowest, strict=True)
         shares = {each.keys[-1]: Fraction(low, each.num_elements or 1) for each, low in floors}
         return {"max_sparsity": shares}
-
-
-def _numbers_pruned(counted: Counted) -> list[int]:
-    return [t.numel - live for t, live in zip(counted.targets, counted.num_live, strict=True)]
 
 
 def _seeded_random(seed: int) -> type[BasePruningMethod]:

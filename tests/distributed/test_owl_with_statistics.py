@@ -47,7 +47,6 @@ def pruned(model, batches, group=None):
             0.5,
             statistics.outlier_ratios(threshold_multiple=2, per="parameter"),
             lam=0.2,
-            per="parameter",
         ),
         group=group,
     )

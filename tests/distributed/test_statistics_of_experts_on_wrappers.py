@@ -76,9 +76,7 @@ def differences(wrapping, implementation, score, by_owl):
         options = {"amount": 0.5}
         if by_owl:
             ratios = of_one.outlier_ratios(threshold_multiple=1.5, per="parameter")
-            options["amount"] = budgets.owl(
-                of_one.parameters, 0.5, ratios, lam=0.2, per="parameter"
-            )
+            options["amount"] = budgets.owl(of_one.parameters, 0.5, ratios, lam=0.2)
         report = pruned(of_one, group, score, **options)
         counts.append([entry.num_pruned for entry in report.parameters])
     if counts[0] != counts[1]:

@@ -227,7 +227,6 @@ def of_statistics(score: str, **keywords: Any) -> Callable[[Run], None]:
                 budgets.owl,
                 ratios=collected.outlier_ratios(threshold_multiple=2, per="parameter"),
                 lam=0.2,
-                per="parameter",
             )
         self.prune(prune.L1Unstructured, getattr(collected, score)(), **(keywords | more))
 

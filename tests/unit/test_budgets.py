@@ -14,10 +14,9 @@ from torch import nn
 import distprune as prune
 from distprune import budgets
 from distprune.base.amount import Bounded
-from distprune.budgets import Line, block_of, fill, lines_of, owl_lines, rounded
+from distprune.budgets import Line, block_of, divided, lines_of, owl_lines
 from distprune.schedule import Linear, ScheduledPruner
-from helpers.models import Net
-from helpers.models import fill as fill_model
+from helpers.models import Net, fill
 from helpers.sampling import num_examples
 
 NAMES = ["l1.weight", "l2.weight", "l3.weight"]  # 60, 50 and 15 elements
@@ -46,35 +45,34 @@ def test_counts_have_the_sum_and_lie_on_the_lines(data):
     ends = [sum(held_at(level, lines, lowest, highest)) for level in (-(10**9), 10**9)]
     if not ends[0] <= total <= ends[1]:
         with pytest.raises(ValueError, match=f"can divide {int(ends[0])} to {int(ends[1])} pruned"):
-            fill(lines, lowest, highest, total)
+            divided(lines, lowest, highest, total)
         return
-    counts = fill(lines, lowest, highest, total)
+    counts = divided(lines, lowest, highest, total)
     assert sum(counts) == total
-    # One level explains all counts that lie between their limits, and no count contradicts it.
-    levels = {
-        (count - line.start) / line.slope
-        for count, line, low, high in zip(counts, lines, lowest, highest, strict=True)
-        if line.slope and low < count < high
-    }
-    assert len(levels) <= 1
-    for level in levels:
-        assert counts == held_at(level, lines, lowest, highest)
-    whole = rounded(counts, total)
-    assert sum(whole) == total
-    assert all(low <= n <= high for n, low, high in zip(whole, lowest, highest, strict=True))
-    assert all(abs(n - count) < 1 for n, count in zip(whole, counts, strict=True))
+    assert all(low <= n <= high for n, low, high in zip(counts, lowest, highest, strict=True))
+    # At one level no count is a whole element away from its line, held between the limits.
+    above, below = [Fraction(-(10**9))], [Fraction(10**9)]
+    for n, line, low, high in zip(counts, lines, lowest, highest, strict=True):
+        if not line.slope:
+            assert abs(min(max(line.start, low), high) - n) < 1
+            continue
+        if low < n:
+            above.append((n - 1 - line.start) / line.slope)
+        if n < high:
+            below.append((n + 1 - line.start) / line.slope)
+    assert max(above) < min(below)
 
 
 def test_largest_remainders_are_rounded_up_and_equal_ones_in_order():
-    thirds = [Fraction(4, 3), Fraction(5, 3), Fraction(4, 3), Fraction(5, 3)]
-    assert rounded(thirds, 6) == [1, 2, 1, 2]
-    assert rounded(thirds, 5) == [1, 2, 1, 1]
+    lines = [Line(0, 4), Line(0, 5), Line(0, 4), Line(0, 5)]
+    assert divided(lines, [0] * 4, [9] * 4, 6) == [1, 2, 1, 2]  # 4/3 and 5/3
+    assert divided(lines, [0] * 4, [9] * 4, 5) == [1, 2, 1, 1]  # 10/9 and 25/18
 
 
 def test_numbers_that_floats_cannot_hold():
     huge = 2**60 + 1
-    counts = fill([Line(0, huge), Line(0, huge), Line(0, 1)], [0] * 3, [huge, huge, 1], huge)
-    assert sum(rounded(counts, huge)) == huge
+    lines = [Line(0, huge), Line(0, huge), Line(0, 1)]
+    assert sum(divided(lines, [0] * 3, [huge, huge, 1], huge)) == huge
 
 
 # -- the formulas
@@ -94,11 +92,13 @@ def bounded(shapes, names=None):
 
 
 def exact_shares(lines, parameters, sparsity):
-    """The sparsities before counts are rounded, and the total's."""
+    """The sparsities before counts are rounded, to 1e-12, and the total's."""
     sizes = [parameter.num_elements for parameter in parameters]
-    total = round(sparsity * sum(sizes))
-    counts = fill(lines, [0] * len(sizes), sizes, total)
-    return [count / n for count, n in zip(counts, sizes, strict=True)], total / sum(sizes)
+    total, unit = round(sparsity * sum(sizes)), 10**12
+    finer = [Line(line.start * unit, line.slope * unit) for line in lines]
+    counts = divided(finer, [0] * len(sizes), [n * unit for n in sizes], total * unit)
+    shares = [count / (n * unit) for count, n in zip(counts, sizes, strict=True)]
+    return shares, total / sum(sizes)
 
 
 @settings(max_examples=num_examples(200), deadline=None, derandomize=True)
@@ -106,7 +106,7 @@ def exact_shares(lines, parameters, sparsity):
 def test_uniform_is_one_sparsity(shapes, sparsity):
     parameters = bounded(shapes)
     shares, total = exact_shares(lines_of("uniform", parameters), parameters, sparsity)
-    assert set(map(float, shares)) == {total}
+    assert shares == pytest.approx([total] * len(shares), abs=1e-9)
 
 
 def rigl_erk(shapes, default_sparsity):
@@ -147,7 +147,7 @@ def test_erk_is_that_of_rigl(shapes, sparsity):
     parameters = bounded(shapes)
     lines = lines_of("erk", parameters)
     shares, total = exact_shares(lines, parameters, Fraction(sparsity, 100))
-    assert list(map(float, shares)) == pytest.approx(rigl_erk(shapes, total), abs=1e-9)
+    assert shares == pytest.approx(rigl_erk(shapes, total), abs=1e-9)
 
 
 def owl_of_the_authors(ratios, lam, sparsity):
@@ -171,11 +171,11 @@ def test_owl_is_that_of_the_authors_for_layers_of_one_size(ratios, sparsity, lam
     lines = owl_lines([1000] * len(ratios), exact, Fraction(repr(lam)))
     shares, total = exact_shares(lines, parameters, Fraction(sparsity, 100))
     if max(ratios) == min(ratios):
-        assert set(map(float, shares)) == {total}
+        assert shares == pytest.approx([total] * len(shares), abs=1e-9)
     elif max(ratios) - min(ratios) > 1e-3:
         expected = owl_of_the_authors(ratios, lam, total)
         if expected.min() >= 0 and expected.max() <= 1:  # the authors do not clip
-            assert list(map(float, shares)) == pytest.approx(expected, abs=1e-9)
+            assert shares == pytest.approx(expected, abs=1e-9)
 
 
 def test_owl_by_block():
@@ -185,19 +185,16 @@ def test_owl_by_block():
     shapes["lm_head.weight"] = (8, 80)
     own = dict(zip(shapes, [0.0, 4.0, 2.0, 2.0, 8.0, 0.0, 3.0], strict=True))
 
-    def densities(ratios, **options):
-        return [
-            1 - share for share in budgets.owl(shapes, 0.5, ratios, lam=0.25, **options).values()
-        ]
+    def densities(ratios):
+        return [1 - share for share in budgets.owl(shapes, 0.5, ratios, lam=0.25).values()]
 
-    shared = densities(own)
-    # Means by elements: 3, 2, 2 and 3 of the head.
+    alone = densities(own)
+    assert alone[4] - alone[0] == Fraction(1, 2) and alone[0] == alone[5]
+    shared = densities(
+        {"model.layers.0": 3, "model.layers.1": 2, "model.layers.2": 2, "lm_head": 3}
+    )
     assert shared[0] == shared[1] == shared[6] == shared[2] + Fraction(1, 2)
     assert shared[2] == shared[3] == shared[4] == shared[5]
-    alone = densities(own, per="parameter")
-    assert alone[4] - alone[0] == Fraction(1, 2) and alone[0] == alone[5]
-    blocks = {"model.layers.0": 3, "model.layers.1": 2, "model.layers.2": 2, "lm_head": 3}
-    assert densities(blocks) == shared
 
 
 @pytest.mark.parametrize(
@@ -218,7 +215,7 @@ def test_blocks(name, block):
 
 
 def pruned(amount, model=None, **options):
-    model = model or fill_model(Net(), "normal", "float32")
+    model = model or fill(Net(), "normal", "float32")
     amount = amount(prune.select(model)) if callable(amount) else amount
     report = prune.global_unstructured(
         prune.select(model), prune.L1Unstructured, amount=amount, **options
@@ -257,7 +254,7 @@ def test_budgets_take_bounds():
 
 @pytest.mark.parametrize("by_name", [True, False])
 def test_a_mapping_gives_the_total(by_name):
-    model = fill_model(Net(), "normal", "float32")
+    model = fill(Net(), "normal", "float32")
     shares = {"l1.weight": 0.05, "l2.weight": 0.5, "l3.weight": Fraction(1, 3)}
     if not by_name:
         shares = {(getattr(model, name[:2]), "weight"): share for name, share in shares.items()}
@@ -287,7 +284,7 @@ def test_a_mapping_gives_the_total(by_name):
     ],
 )
 def test_refused(amount, options, error, text):
-    model = fill_model(Net(), "normal", "float32")
+    model = fill(Net(), "normal", "float32")
     with pytest.raises(error, match=text):
         pruned(amount, model, **options)
     assert not prune.is_pruned(model)
@@ -325,7 +322,7 @@ def test_tied_parameters_are_one():
 def steps(budget, **options):
     """Per step of a schedule, the counts of all parameters."""
     pruner = ScheduledPruner(
-        prune.select(fill_model(Net(), "normal", "float32")),
+        prune.select(fill(Net(), "normal", "float32")),
         Linear(begin=0, end=3, frequency=1, final_sparsity=0.6),
         budget=budget,
         **options,

@@ -172,17 +172,14 @@ def test_floors_hold_once_the_target_suffices_for_them(end):
         ({"l4": 0.1}, None, "'l4', which is none"),
     ],
 )
-def test_bounds_that_the_end_cannot_meet_are_refused_at_the_first_pruning(low, high, text):
-    model = Net()
-    pruner = schedule.ScheduledPruner(
-        prune.select(model, everything=True),
-        schedule.Cubic(0, 9, 1, 0.79 if low == 0.8 else 0.8, initial_sparsity=0.1),
-        min_sparsity=low,
-        max_sparsity=high,
-    )
+def test_bounds_that_the_end_cannot_meet_are_refused_at_once(low, high, text):
     with pytest.raises(ValueError, match=text):
-        pruner.step()
-    assert pruner.num_steps == 0 and not prune.is_pruned(model)
+        schedule.ScheduledPruner(
+            prune.select(Net(), everything=True),
+            schedule.Cubic(0, 9, 1, 0.79 if low == 0.8 else 0.8, initial_sparsity=0.1),
+            min_sparsity=low,
+            max_sparsity=high,
+        )
 
 
 @pytest.mark.parametrize("stop", [0, 1, 4, 7])
@@ -247,12 +244,14 @@ def test_the_state_is_plain_and_says_what_differs():
     [
         (lambda m: prune.select(m), {"schedule": 0.5}, TypeError, "schedule is 0.5"),
         (lambda m: [m.l1], None, TypeError, "pair"),
+        (lambda m: [(m.l1, "wieght")], None, AttributeError, "wieght"),
+        (lambda m: [], None, ValueError, "empty"),
+        (lambda m: prune.select(m), {"min_sparsty": 0.1}, TypeError, "min_sparsty"),
         (lambda m: prune.select(m), {"importance_scores": 3}, TypeError, "importance_scores"),
     ],
 )  # fmt: skip
 def test_bad_pruners(parameters, arguments, error, text):
-    if arguments is None or "importance_scores" in arguments:
-        arguments = {"schedule": schedule.OneShot(0, 0.5), **(arguments or {})}
+    arguments = {"schedule": schedule.OneShot(0, 0.5), **(arguments or {})}
     with pytest.raises(error, match=text):
         schedule.ScheduledPruner(parameters(Net()), **arguments)
 

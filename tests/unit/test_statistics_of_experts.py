@@ -121,7 +121,7 @@ def test_outliers_are_counted_with_the_factors_of_each_expert():
         scores = net.get_parameter(pair.fqn).detach().abs() * factor.unsqueeze(dim)
         count = int((scores.double() > 1.5 * scores.double().mean()).sum())
         assert ratio == count / scores.numel() > 0, pair.fqn
-    shares = budgets.owl(list(found), 0.5, found, lam=0.2, per="parameter")
+    shares = budgets.owl(list(found), 0.5, found, lam=0.2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         prune.global_unstructured(

@@ -60,7 +60,7 @@ prune.global_unstructured(pairs, prune.L1Unstructured, amount=shares)
 prune.global_unstructured(pairs, prune.L1Unstructured, amount={"weight": 0.5})
 prune.global_unstructured(pairs, prune.L1Unstructured, amount={(model, "weight"): 0.5})
 prune.budgets.uniform({"weight": (4, 4)}, 0.5)
-prune.budgets.owl(pairs, 0.5, {"weight": 0.1}, lam=0.1, per="block")
+prune.budgets.owl(pairs, 0.5, {"weight": 0.1}, lam=0.1)
 prune.budgets.owl(pairs, 0.5, 0.1)  # E: has incompatible type "float"
 """,
     "methods": """\
