@@ -19,7 +19,7 @@ ROOMS = {
     "_version.py": (1, 1),
     "api": (1276, 10),
     "base": (887, 13),
-    "budgets.py": (247, 1),
+    "budgets.py": (230, 1),
     "call": (909, 6),
     "checkpoint.py": (274, 1),
     "cli": (1291, 13),
@@ -35,18 +35,18 @@ ROOMS = {
     "ranks": (330, 3),
     "recipes": (339, 3),
     "reconstruction.py": (362, 1),
-    "schedule.py": (294, 1),
+    "schedule.py": (272, 1),
     "selftest.py": (291, 1),
     "shards": (882, 8),
     "statistics": (1396, 7),
     "streaming": (998, 7),
     "testing.py": (246, 1),
-    "verification": (652, 3),
+    "verification": (618, 3),
     "wrappers": (1143, 9),
 }
-TOTAL = (21739, 157)
+TOTAL = (21666, 157)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 38007, "launch": 967}
+FOLDERS = {"tests": 38000, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune.base import memory
-from distprune.base.naming import full_name, named_modules, registered_parameters
+from distprune.base.naming import full_name
 from distprune.base.pruned_form import is_dtensor, mask_key, name_of_mask, orig_key
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import PruningHook, holder_of, holds_zeros, hooks_on
@@ -25,7 +25,7 @@ from distprune.shards.shard import Shard
 from distprune.wrappers import masked_value
 from distprune.wrappers.held import find_held, held_names
 from distprune.wrappers.managed import Managed, StoredRun
-from distprune.wrappers.wrapper import is_managed, managed_parameters
+from distprune.wrappers.wrapper import is_managed, managed_parameters, may_be_managed
 
 # Elements at a time, so that temporaries stay in the second-level cache.
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 25
@@ -44,8 +44,7 @@ class Place:
 
     def __init__(self, path: str, module: nn.Module, name: str) -> None:
         self.path, self.module, self.name = path, module, name
-        hooks = hooks_on(module)
-        self.hooks = [hook for hook in hooks if getattr(hook, "_tensor_name", None) == name]
+        self.hooks = [hook for hook in hooks_on(module) if hook._tensor_name == name]
         self.is_held = holds_zeros(module, name)
         self.key = name if self.is_held else orig_key(name)
         original: Any = module._parameters.get(self.key)
@@ -62,6 +61,7 @@ class Inspected:
         problems: what is wrong with the parameter on this rank.
         hook: of its first place.
         shard: this rank's part; None if it could not be read, and the numbers are 0 then.
+        product: the masked weight that its first module keeps, 1-d, in the order of the shard.
         num_pruned: elements of the part that the mask prunes.
         fingerprint: the part's summand of the fingerprint of the whole mask.
         mask_hash, weight_hash: int64 that depend on the contents and on their position in the
@@ -72,6 +72,7 @@ class Inspected:
     problems: list[str] = field(default_factory=list)
     hook: PruningHook | None = None
     shard: Shard | None = None
+    product: Tensor | None = None
     num_pruned: int = 0
     fingerprint: int = 0
     mask_hash: int = 0
@@ -82,28 +83,24 @@ class _Broken(Exception):
     """The parameter cannot be read together with its mask; says why."""
 
 
-def places_of(model: nn.Module, prefix: str = "") -> list[Place]:
-    """Every place of the model that is pruned, or has a trace of a deleted mask."""
+def places_of(modules: Sequence[tuple[str, nn.Module]], prefix: str = "") -> list[Place]:
+    """Every place of some modules that is pruned, or has a trace of a deleted mask."""
     prefix = prefix + "." if prefix else ""
     return [
         Place(prefix + full_name(path, name), module, name)
-        for path, module in named_modules(model)
+        for path, module in modules
         for name in traces(module)
     ]
 
 
 def traces(module: nn.Module) -> list[str]:
     """Names of the parameters that have a hook, a mask or what pruning adds to a module."""
-    names: dict[str, None] = {}
-    for hook in hooks_on(module):
-        if hasattr(hook, "_tensor_name"):
-            names[hook._tensor_name] = None
+    names = dict.fromkeys(hook._tensor_name for hook in hooks_on(module))
     for key in module._buffers:
         name = name_of_mask(key)
         if name is not None and name not in names and _is_ours(module, name):
             names[name] = None
-    names |= dict.fromkeys((*masked_value.live_names(module), *held_names(module)))
-    return list(names)
+    return list(names | dict.fromkeys((*masked_value.live_names(module), *held_names(module))))
 
 
 def _is_ours(module: nn.Module, name: str) -> bool:
@@ -120,69 +117,61 @@ def _is_ours(module: nn.Module, name: str) -> bool:
 
 def inspect(places: Sequence[Place], communicator: Communicator) -> dict[str, Inspected]:
     """Check everything that the places of parameters show on this rank: by name."""
-    reader, managed = ShardReader(), managed_parameters()
+    reader, records = ShardReader(), managed_parameters() if may_be_managed() else None
     by_key: dict[Hashable, Inspected] = {}
     entries: dict[str, Inspected] = {}
-    products: dict[str, Tensor | None] = {}
     for place in places:
         problems: list[str] = []
-        shard = _read(place, reader, managed, problems)
+        shard = None
+        try:
+            _check(place, reader, records, problems)
+            shard = reader.read(place.module, place.name, place.path)
+            if shard.mask is None:
+                shard = None
+                raise _Broken("its mask cannot be found")
+        except _Broken as error:
+            problems.append(str(error))
+        except Exception as error:  # of any type: it is a problem of the parameter
+            problems.append(f"cannot be read: {type(error).__name__}: {error}")
         key: Hashable = (id(place.module), place.name) if shard is None else shard.key
         entry = by_key.get(key)
         if entry is None:
-            hook = next(iter(place.hooks), None)
-            entry = by_key[key] = Inspected(place.path, hook=hook, shard=shard)
+            hook = place.hooks[0] if place.hooks else None
+            product = None if shard is None else _product(place, shard)
+            entry = by_key[key] = Inspected(place.path, [], hook, shard, product)
             entries.setdefault(place.path, entry)
-            if shard is not None:
-                products[entry.name] = _product(place, shard)
         elif shard is not None and entry.shard is not None and not _same(entry.shard, shard):
             problems.append("it is tied, and has another mask than under its first name")
         prefix = "" if place.path == entry.name else f"as {place.path}, "
         entry.problems += [prefix + text for text in problems]
-    _measure([entry for entry in entries.values() if entry.shard], products, communicator)
+    _measure([entry for entry in entries.values() if entry.shard], communicator)
     return entries
 
 
 def find_dense_places(
-    model: nn.Module, places: Sequence[Place], entries: Mapping[str, Inspected]
+    modules: Sequence[tuple[str, nn.Module]],
+    places: Sequence[Place],
+    entries: Mapping[str, Inspected],
 ) -> None:
     """Add problems of pruned parameters that are also registered without their mask."""
     entry_of: dict[int, Inspected] = {}
     checked: set[tuple[int, str]] = set()  # (id of a module, name) pairs that are checked elsewhere
     for place in places:
-        checked |= {(id(place.module), orig_key(place.name)), (id(place.module), place.name)}
+        checked |= {(id(place.module), place.key), (id(place.module), place.name)}
         if isinstance(place.original, nn.Parameter) and place.path in entries:
             entry_of.setdefault(id(place.original), entries[place.path])
-    for fqn, module, name, parameter in registered_parameters(model):
-        entry = entry_of.get(id(parameter))
-        if entry is not None and (id(module), name) not in checked:
-            entry.problems.append(f"it is registered as {fqn} too, and acts there unmasked")
-
-
-def _read(
-    place: Place,
-    reader: ShardReader,
-    managed: Mapping[tuple[int, str], Managed],
-    problems: list[str],
-) -> Shard | None:
-    """Check a place and read its shard; None, with the problem added, if that fails."""
-    try:
-        _check(place, reader, managed, problems)
-        shard = reader.read(place.module, place.name, place.path)
-        if shard.mask is None:
-            raise _Broken("its mask cannot be found")
-        return shard
-    except _Broken as error:
-        problems.append(str(error))
-    except Exception as error:  # of any type: it is a problem of the parameter
-        problems.append(f"cannot be read: {type(error).__name__}: {error}")
-    return None
+    for path, module in modules:
+        for name, parameter in module._parameters.items():
+            entry = entry_of.get(id(parameter))
+            if entry is not None and (id(module), name) not in checked:
+                fqn = full_name(path, name)
+                entry.problems.append(f"it is registered as {fqn} too, and acts there unmasked")
 
 
 def _check(
     place: Place,
     reader: ShardReader,
-    managed: Mapping[tuple[int, str], Managed],
+    records: Mapping[tuple[int, str], Managed] | None,
     problems: list[str],
 ) -> None:
     """Find everything that keeps a mask from acting.
@@ -200,12 +189,15 @@ def _check(
             problems.append(
                 f"another parameter is registered as {name}, in the place of the masked one"
             )
-        if is_dtensor(place.original) or is_managed(module, place.key):
+        is_sharded = records is not None and is_managed(module, place.key)
+        if is_sharded or is_dtensor(place.original):
             raise _Broken(
                 "it was pruned before it was sharded, and its mask is whole; call "
                 "masks_aside(model) around the wrapping"
             )
-    record = managed.get((id(module), name)) or reader.managed(module, name)
+    record = None
+    if records is not None:
+        record = records.get((id(module), name)) or reader.managed(module, name)
     if record is None and not isinstance(place.original, Tensor):
         raise _Broken(f"{place.key} is gone")
     if not isinstance(mask, Tensor):
@@ -248,18 +240,14 @@ def _check_held(place: Place, mask: Tensor, record: Managed | None, problems: li
 
 def _check_layout(mask: Tensor, parameter: Tensor, *, may_be_elsewhere: bool = False) -> None:
     """Raise if a mask is not laid out like its parameter; on its device, or on any."""
-    fits = (
-        mask.shape == parameter.shape
-        and (may_be_elsewhere or mask.device == parameter.device)
-        and is_dtensor(mask) == is_dtensor(parameter)
-    )
-    if fits and is_dtensor(mask) and is_dtensor(parameter):
-        fits = (
-            mask.device_mesh == parameter.device_mesh
-            and tuple(mask.placements) == tuple(parameter.placements)
-            and mask.to_local().shape == parameter.to_local().shape
+    fits = mask.shape == parameter.shape and is_dtensor(mask) == is_dtensor(parameter)
+    if fits and is_dtensor(mask):
+        of_mask, of_parameter = (
+            (each.device_mesh, tuple(each.placements), each.to_local().shape)  # type: ignore[attr-defined]
+            for each in (mask, parameter)
         )
-    if not fits:
+        fits = of_mask == of_parameter
+    if not fits or not (may_be_elsewhere or mask.device == parameter.device):
         raise _Broken(
             f"its mask is {_described(mask)}, and the parameter {_described(parameter)}; expected "
             "the same layout"
@@ -281,18 +269,17 @@ def _product(place: Place, shard: Shard) -> Tensor | None:
 
     None if there is none: zeros are held, or it is computed when it is read or at the next forward.
     """
-    product = place.module.__dict__.get(place.name)
-    # FSDP1 leaves a view there, of memory that it may have freed.
-    is_kept = not (place.is_held or masked_value.is_live(place.module, place.name))
-    if not is_kept or not isinstance(product, Tensor):
-        return None
-    # After .to() the product keeps the old device and dtype until the next forward.
+    product: Any = place.module.__dict__.get(place.name)
     values = shard.values
+    # After .to() the product keeps the old device and dtype until the next forward.
+    # FSDP1 leaves a view there, of memory that it may have freed.
     is_current = (
-        product.shape == values.shape
-        and product.dtype == values.dtype
-        and product.device == values.device
+        isinstance(product, Tensor)
+        and not place.is_held
+        and (product.shape, product.dtype, product.device)
+        == (values.shape, values.dtype, values.device)
         and not is_dtensor(product)
+        and not masked_value.is_live(place.module, place.name)
     )
     return shard.flat(product.detach()) if is_current else None
 
@@ -306,43 +293,33 @@ def _same(shard: Shard, other: Shard) -> bool:
     )
 
 
-def _measure(
-    entries: Sequence[Inspected], products: Mapping[str, Tensor | None], communicator: Communicator
-) -> None:
+def _measure(entries: Sequence[Inspected], communicator: Communicator) -> None:
     """Count and hash masks, and what is under them; the entries have shards.
 
     Cost: two reads of the mask, and one of the weight, or two if it has replicas. Waits for a
     device three times.
     """
-    shards: list[Shard] = []
-    masks: list[Tensor] = []
-    for entry in entries:
-        assert entry.shard is not None and entry.shard.mask is not None
-        shards.append(entry.shard)
-        masks.append(entry.shard.mask)
-    flat = [
-        (shard.flat(mask), shard.flat_values, products[entry.name])
-        for entry, shard, mask in zip(entries, shards, masks, strict=True)
-    ]
+    shards: list[Any] = [entry.shard for entry in entries]
     # Small parameters of a kind are looked at together.
     groups: dict[object, list[int]] = {}
     num_elements = 0
-    for i, (mask, values, product) in enumerate(flat):
-        part = (num_elements := num_elements + mask.numel()) >> 20  # temporaries of some megabytes
-        kind = (mask.dtype, values.dtype, mask.device, values.device, product is None, part)
-        groups.setdefault(kind if mask.numel() <= memory.SERIAL else i, []).append(i)
-    counted = [_numbers([flat[i] for i in group]) for group in groups.values()]
+    for i, (shard, entry) in enumerate(zip(shards, entries, strict=True)):
+        mask, values, size = shard.mask, shard.values, shard.flat_mask.shape[0]
+        part = (num_elements := num_elements + size) >> 20  # temporaries of some megabytes
+        kind = (mask.dtype, values.dtype, mask.device, values.device, entry.product is None, part)
+        groups.setdefault(kind if size <= memory.SERIAL else i, []).append(i)
+    counted = [
+        _numbers([(shards[i].flat_mask, shards[i].flat_values, entries[i].product) for i in group])
+        for group in groups.values()
+    ]
     order = [i for group in groups.values() for i in group]
     rows = [row for array in memory.arrays_on_host(counted) for row in array.tolist()]
-    replicated = {
-        entry.name: shard.values
-        for entry, shard in zip(entries, shards, strict=True)
-        if _has_replicas(shard, communicator)
-    }
-    sums = dict(zip(replicated, checksums([*replicated.values()]), strict=True))
-    fingerprints = fingerprint_parts(shards, masks)
+    copied = [i for i, shard in enumerate(shards) if _is_copied(shard, communicator)]
+    sums = dict(zip(copied, checksums([shards[i].values for i in copied]), strict=True))
+    fingerprints = fingerprint_parts(shards, [shard.mask for shard in shards])
     for i, (num_pruned, num_kept, num_infinite, num_exposed) in zip(order, rows, strict=True):
-        entry, shard, num_elements = entries[i], shards[i], masks[i].numel()
+        entry, shard = entries[i], shards[i]
+        num_elements = shard.flat_mask.shape[0]
         num_others = num_elements - num_pruned - num_kept
         if num_others:
             entry.problems.append(
@@ -360,11 +337,11 @@ def _measure(
         entry.num_pruned, entry.fingerprint = num_pruned, fingerprints[i]
         if communicator.size > 1:
             entry.mask_hash = at_position(shard.position, fingerprints[i], num_pruned, num_kept)
-        if entry.name in sums:
-            entry.weight_hash = at_position(shard.position, sums[entry.name])
+        if i in sums:
+            entry.weight_hash = at_position(shard.position, sums[i])
 
 
-def _has_replicas(shard: Shard, communicator: Communicator) -> bool:
+def _is_copied(shard: Shard, communicator: Communicator) -> bool:
     """Whether other ranks may have the same elements."""
     is_on_part = shard.ranks is None or len(shard.ranks) < communicator.size
     return communicator.size > 1 and (shard.num_replicas > 1 or is_on_part)

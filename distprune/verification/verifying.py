@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from distprune.base import without_garbage_collection
 from distprune.base.memory import ordinary_tensors
-from distprune.base.naming import Pair, checked_pair, label_of, tied_places
+from distprune.base.naming import Pair, checked_pair, label_of, named_modules, tied_places
 from distprune.base.report_text import CallReport, share, table
 from distprune.call.report import PruningReport
 from distprune.ranks.collectives import Communicator
@@ -28,7 +29,7 @@ from distprune.verification.inspecting import (
     places_of,
     traces,
 )
-from distprune.wrappers.wrapper import managed_parameters
+from distprune.wrappers.wrapper import managed_parameters, may_be_managed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -93,20 +94,18 @@ class VerificationReport(CallReport):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the totals and sparsities written out."""
-        data = asdict(self)
-        data["parameters"] = [
-            {**asdict(entry), "sparsity": entry.sparsity} for entry in self.parameters
-        ]
-        for name in ("ok", "num_elements", "num_pruned", "sparsity"):
-            data[name] = getattr(self, name)
-        return data
+        totals = ("ok", "num_elements", "num_pruned", "sparsity")
+        return {
+            **asdict(self),
+            "parameters": [{**asdict(each), "sparsity": each.sparsity} for each in self.parameters],
+            **{name: getattr(self, name) for name in totals},
+        }
 
     def to_json(self, **options: Any) -> str:
         """:meth:`to_dict` as JSON; ``options`` go to ``json.dumps``."""
         return json.dumps(self.to_dict(), allow_nan=False, **options)
 
     def __str__(self) -> str:
-        heading = ("parameter", "elements", "pruned", "sparsity", "")
         rows = [
             (
                 entry.name,
@@ -117,18 +116,21 @@ class VerificationReport(CallReport):
             )
             for entry in self.parameters
         ]
-        total = (
-            "total", f"{self.num_elements:,}", f"{self.num_pruned:,}", f"{self.sparsity:.2%}", "",
-        )  # fmt: skip
-        count = len(self.all_problems)
-        verdict = "nothing is wrong" if self.ok else f"{count} problem{'s' if count > 1 else ''}"
+        totals = f"{self.num_elements:,}", f"{self.num_pruned:,}", f"{self.sparsity:.2%}"
+        heading = "parameter", "elements", "pruned", "sparsity", ""
+        verdict = "nothing is wrong" if self.ok else _number_of_problems(self)
         return "\n".join(
             [
-                *table(heading, rows, total, left_columns=(0, len(heading) - 1)),
+                *table(heading, rows, ("total", *totals, ""), left_columns=(0, 4)),
                 "; ".join([verdict, *self._cost()]),
                 *(f"- {text}" for text in self.all_problems),
             ]
         )
+
+
+def _number_of_problems(report: VerificationReport) -> str:
+    count = len(report.all_problems)
+    return f"{count} problem{'s' if count > 1 else ''}"
 
 
 class VerificationError(RuntimeError):
@@ -138,17 +140,15 @@ class VerificationError(RuntimeError):
         report: the whole report; the message lists the first 20 problems.
     """
 
-    _MAX_SHOWN = 20
-
     def __init__(self, report: VerificationReport) -> None:
         self.report = report
-        problems = report.all_problems
-        shown = list(problems[: self._MAX_SHOWN])
-        if len(problems) > len(shown):
-            shown.append(f"and {len(problems) - len(shown)} more: see the error's report")
+        shown = list(report.all_problems[:20])
+        if len(report.all_problems) > len(shown):
+            more = len(report.all_problems) - len(shown)
+            shown.append(f"and {more} more: see the error's report")
         super().__init__(
-            f"{len(problems)} problem{'s' if len(problems) > 1 else ''} with the masks of the "
-            "model:\n" + "\n".join(f"- {text}" for text in shown)
+            f"{_number_of_problems(report)} with the masks of the model:\n"
+            + "\n".join(f"- {text}" for text in shown)
         )
 
     def __reduce__(self) -> Any:
@@ -158,9 +158,9 @@ class VerificationError(RuntimeError):
 Expected = VerificationReport | PruningReport | Iterable[str | tuple[nn.Module, str]]
 # By name, the number of pruned elements and the fingerprint that a report has of a parameter.
 _Reported = dict[str, tuple[int, int | None]]
-# Places, names that are expected and not pruned, what a report says, and the model if all of it
-# is meant.
-_Found = tuple[list[Place], list[str], _Reported, nn.Module | None]
+# Modules that may use a parameter without its mask, places, names that are expected and not
+# pruned, and what a report says of the others.
+_Found = tuple[Sequence[tuple[str, nn.Module]], list[Place], list[str], _Reported]
 
 
 def verify(
@@ -222,17 +222,17 @@ def verify(
     def find_places() -> _Found:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
-        managed_parameters(model)  # registers FSDP1 modules
-        places = places_of(model, prefix)
-        return places, *_required(() if expected is None else expected, places), model
+        if may_be_managed():
+            managed_parameters(model)  # registers FSDP1 modules
+        modules = list(named_modules(model))
+        places = places_of(modules, prefix)
+        return modules, places, *_required(() if expected is None else expected, places)
 
-    return _verified(
-        find_places,
-        world(group),
-        is_expected_given=expected is not None,
-        raise_errors=raise_errors,
-        pipeline_parallel=pipeline_parallel,
-    )
+    is_given = expected is not None
+    report = _verified(find_places, world(group), is_given, pipeline_parallel)
+    if raise_errors and not report.ok:
+        raise VerificationError(report)
+    return report
 
 
 def verify_parameters(
@@ -251,33 +251,27 @@ def verify_parameters(
                 if name in traces(module):
                     place = Place(label_of(pair, position), module, name)
                     places.setdefault((id(module), name), place)
-        return list(places.values()), *_required(pruned, list(places.values())), None
+        return (), list(places.values()), *_required(pruned, list(places.values()))
 
-    return _verified(
-        find_places,
-        communicator,
-        is_expected_given=True,
-        raise_errors=True,
-        pipeline_parallel=pipeline_parallel,
-    )
+    report = _verified(find_places, communicator, True, pipeline_parallel)
+    if not report.ok:
+        raise VerificationError(report)
+    return report
 
 
 def _verified(
     find_places: Callable[[], _Found],
     communicator: Communicator,
-    *,
     is_expected_given: bool,
-    raise_errors: bool,
     pipeline_parallel: bool,
 ) -> VerificationReport:
-    """Put together what the ranks find, and raise or report it."""
+    """Put together what the ranks find."""
     started = time.perf_counter()
 
     def inspect_places() -> tuple[dict[str, Inspected], _Reported]:
-        places, missing, reported, model = find_places()
+        modules, places, missing, reported = find_places()
         entries = inspect(places, communicator)
-        if model is not None:
-            find_dense_places(model, places, entries)
+        find_dense_places(modules, places, entries)
         for name in missing:
             problems = entries.setdefault(name, Inspected(name)).problems
             problems.append("it is expected to be pruned, and is not")
@@ -302,7 +296,7 @@ def _verified(
             "them, or load a checkpoint with checkpoint.load, which gives a fresh model its masks; "
             "expected=() lets a dense model pass",
         )
-    report = VerificationReport(
+    return VerificationReport(
         tuple(parameters),
         problems,
         communicator.size,
@@ -310,9 +304,6 @@ def _verified(
         communicator.bytes_sent,
         time.perf_counter() - started,
     )
-    if raise_errors and not report.ok:
-        raise VerificationError(report)
-    return report
 
 
 def _required(expected: Expected, places: Sequence[Place]) -> tuple[list[str], _Reported]:
@@ -349,32 +340,35 @@ class _Told(NamedTuple):
     """What one rank tells the others of a parameter, as JSON.
 
     Attributes:
-        kind: a digest of its shape, dtype and layout, and of the record of the last pruning; None
-            if the rank could not read it.
+        kind: a digest of its shape, dtype and layout; None if the rank could not read it.
+        record: of the last pruning.
         copy: the first rank of this rank's copy of it; -1 if the rank has no part of any, None if
             each rank has a copy of its own.
         problems: what this rank has found.
     """
 
     kind: str | None = None
+    record: Sequence[int] | None = None
     copy: int | None = None
     num_replicas: int = 1
     numel: int = 0
-    record: tuple[int, int] | None = None
-    problems: tuple[str, ...] = ()
+    problems: Sequence[str] = ()
 
 
 def _told(entry: Inspected, rank: int) -> _Told:
-    shard, problems = entry.shard, tuple(entry.problems)
+    shard = entry.shard
     if shard is None:
-        return _Told(problems=problems)
-    record = None if entry.hook is None else entry.hook.record
-    facts = f"{shard.facts} {shard.num_replicas} {record}"
-    kind = hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
-    copy = None
+        return _Told(problems=entry.problems)
+    record, copy = None if entry.hook is None else entry.hook.record, None
     if shard.ranks is not None:
         copy = min(shard.ranks) if rank in shard.ranks else -1
-    return _Told(kind, copy, shard.num_replicas, shard.numel, record, problems)
+    kind = _digest(shard.facts)
+    return _Told(kind, record, copy, shard.num_replicas, shard.numel, entry.problems)
+
+
+@lru_cache(maxsize=1 << 10)
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _share(
@@ -394,12 +388,9 @@ def _share(
     texts, kinds = communicator.distinct_texts(json.dumps(mine))
     told_by: dict[str, list[tuple[_Told, list[int]]]] = {}
     for kind, text in enumerate(texts):
-        pairs = zip(communicator.ranks, kinds, strict=True)
-        ranks = [each for each, of_rank in pairs if of_rank == kind]
+        ranks = [r for r, k in zip(communicator.ranks, kinds, strict=True) if k == kind]
         for name, row in json.loads(text).items():
             told_by.setdefault(name, []).append((_Told(*row), ranks))
-    if not told_by:
-        return []
     copies = {name: _copies(told) for name, told in told_by.items()}
     rows = []
     for name in told_by:
@@ -410,20 +401,22 @@ def _share(
             if entry.shard.replica == 0 and (rank if own is None else own) == min(copies[name]):
                 size = entry.shard.values.numel()
                 row[2:] = size, entry.num_pruned, entry.fingerprint, *row[:2]
-        rows.append(row)
-    totals = communicator.sum(torch.tensor(rows, dtype=torch.int64).view(-1, 7)).tolist()
+        rows += row
+    if not rows:
+        return []
+    totals = communicator.sum(torch.tensor(rows, dtype=torch.int64)).view(-1, 7).tolist()
     found = []
     for (name, told), total in zip(told_by.items(), totals, strict=True):
         problems: list[str] = []
-        inside = {rank for _, ranks in told for rank in ranks}
-        outside = set(communicator.ranks) - inside
-        if outside and not pipeline_parallel:
+        inside = [rank for _, ranks in told for rank in ranks]
+        if len(inside) < communicator.size and not pipeline_parallel:
+            outside = set(communicator.ranks) - set(inside)
             problems.append(
                 f"it is pruned on {_in_words(inside, communicator)} and not on "
                 f"{_in_words(outside, communicator)}"
             )
         entries = [each for each, _ in told]
-        if all(each.kind is not None for each in entries):
+        if None not in [each.kind for each in entries]:
             problems += _problems(entries, len(copies[name]), total, reported.get(name))
         ranks_with: dict[str, list[int]] = {}
         for each, ranks in told:
@@ -432,7 +425,7 @@ def _share(
         for text, ranks in ranks_with.items():
             where = f"on {_in_words(ranks, communicator)}: " if communicator.size > 1 else ""
             problems.append(where + text)
-        numel = max(each.numel for each in entries)
+        numel = max([each.numel for each in entries])
         found.append(VerifiedParameter(name, numel, total[3], total[4], tuple(problems)))
     return found
 
@@ -455,7 +448,7 @@ def _problems(
     """What is wrong with a parameter as a whole, given sums over the ranks."""
     masks, weights, num_elements, num_pruned, fingerprint, first_mask, first_weight = total
     first = entries[0]
-    if any(entry.kind != first.kind for entry in entries):
+    if any(entry[:2] != first[:2] for entry in entries[1:]):
         return [
             "the ranks hold it in different shapes, dtypes or layouts, or know of different last "
             "prunings of it"
@@ -468,15 +461,12 @@ def _problems(
         problems.append("its replicas hold different masks")
     if not replicas_agree(num_replicas, weights, first_weight):
         problems.append("its replicas hold different weights")
-    if first.record is not None and first.record[1] != num_pruned:
+    if first.record is not None and list(first.record) != [fingerprint, num_pruned]:
+        how = "as that left it, but not the same ones"
+        if first.record[1] != num_pruned:
+            how = f"where that left {first.record[1]}"
         problems.append(
-            f"its mask was changed since the last pruning: {num_pruned} elements are "
-            f"pruned, where that left {first.record[1]}"
-        )
-    elif first.record is not None and first.record[0] != fingerprint:
-        problems.append(
-            f"its mask was changed since the last pruning: {num_pruned} elements are "
-            "pruned, as that left it, but not the same ones"
+            f"its mask was changed since the last pruning: {num_pruned} elements are pruned, {how}"
         )
     if reported is not None and reported[0] != num_pruned:
         problems.append(
