@@ -202,7 +202,7 @@ def _check_boxes(model: nn.Module, is_gathered: bool) -> None:
     wrong = []
     for fqn, module, name, registered in registered_parameters(model):
         # What is registered may be the gathered copy; FSDP1's records have no DTensor.
-        parameter = getattr(managed.get((id(module), name)), "sharded", registered)
+        parameter = getattr(managed.get((id(module), name)), "parameter", registered)
         if is_dtensor(parameter) and is_misplaced(name, parameter, is_gathered=is_gathered):
             wrong.append(
                 f"{fqn} (shape {tuple(parameter.shape)}, {parameter.placements} "

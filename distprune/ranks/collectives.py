@@ -51,6 +51,7 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 Op = Literal["sum", "max", "min"]
+Step = Callable[[], Tensor]  # local work that may fail
 # Process groups (by id) that a call of this process is using, and the thread of that call.
 _in_use: dict[int, int] = {}
 _lock = threading.Lock()
@@ -100,11 +101,7 @@ class Communicator:
         self.bytes_sent = 0
 
     def reduce(
-        self,
-        size: int,
-        step: Callable[[], Tensor],
-        op: Op = "sum",
-        dtype: torch.dtype = torch.int64,
+        self, size: int, step: Step, op: Op = "sum", dtype: torch.dtype = torch.int64
     ) -> Tensor:
         """Run a local step on every rank and reduce what it returns; see [Note: all or none].
 
@@ -138,7 +135,7 @@ class Communicator:
             self._raise_everywhere(error)
         return shared[:size]
 
-    def reduce_floats(self, size: int, step: Callable[[], Tensor]) -> Tensor:
+    def reduce_floats(self, size: int, step: Step) -> Tensor:
         """The sums in float64 of what a local step returns on every rank; see :meth:`reduce`.
 
         They are bit-equal on all ranks. Sums of integers are exact while they are below 2**53;
@@ -146,7 +143,7 @@ class Communicator:
         """
         return self.reduce(size, step, "sum", torch.float64)
 
-    def leader_of(self, size: int, step: Callable[[], Tensor]) -> Tensor:
+    def leader_of(self, size: int, step: Step) -> Tensor:
         """What a local step returns on the leader; see :meth:`reduce`. All ranks run it."""
 
         def of_leader() -> Tensor:
@@ -429,12 +426,14 @@ _WAITS = (
     "or of a wrapper such as FSDP, all end with the timeout of the process group."
 )
 
+
 # torch 2.13 gave them other names, and warns of the old ones.
-_IS_NEW = hasattr(dist, "all_gather_single")
-_all_gather: Any = getattr(dist, "all_gather_single" if _IS_NEW else "all_gather_into_tensor")
-_reduce_scatter: Any = getattr(
-    dist, "reduce_scatter_single" if _IS_NEW else "reduce_scatter_tensor"
-)
+def _named(*names: str) -> Any:
+    return next(getattr(dist, name) for name in names if hasattr(dist, name))
+
+
+_all_gather = _named("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def sum_of_pieces(pieces: Tensor, group: dist.ProcessGroup) -> Tensor:

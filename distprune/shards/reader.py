@@ -189,7 +189,7 @@ class ShardReader:
         if isinstance(managed, StoredRun):
             return over_groups(managed.groups)
         registered = module._parameters.get(name)
-        parameter = getattr(managed, "sharded", registered)
+        parameter = registered if managed is None else managed.parameter
         return over_mesh(parameter.device_mesh) if is_dtensor(parameter) else None
 
 

@@ -39,15 +39,13 @@ class FSDP2Parameter(managed.Managed):
     tells_gathers: ClassVar[bool] = True
 
     @property
-    def sharded(self) -> DTensor:
+    def parameter(self) -> DTensor:  # type: ignore[override]
         """The sharded parameter, whatever is registered on the module at the moment.
 
         A plain tensor if ``load_state_dict(assign=True)`` put one in its place.
         """
         parameter: Any = self.fsdp_param.sharded_param
         return parameter  # type: ignore[no-any-return]
-
-    parameter = sharded  # type: ignore[assignment]
 
     @property
     def shape(self) -> torch.Size:
@@ -59,7 +57,7 @@ class FSDP2Parameter(managed.Managed):
 
     @property
     def stored(self) -> Sequence[Tensor]:
-        return [self.sharded._local_tensor]
+        return [self.parameter._local_tensor]
 
     @property
     def shard_group(self) -> ProcessGroup | None:
@@ -99,7 +97,7 @@ class FSDP2Parameter(managed.Managed):
 
     @property
     def gradient(self) -> Tensor | None:
-        gradient = self.sharded.grad
+        gradient = self.parameter.grad
         return gradient._local_tensor if isinstance(gradient, DTensor) else None
 
     @property

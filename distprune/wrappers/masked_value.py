@@ -127,8 +127,7 @@ class _Depth:
     module is inside none of the contexts.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
     def __reduce__(self) -> tuple[type[_Depth], tuple[()]]:
         return _Depth, ()
