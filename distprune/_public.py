@@ -7,7 +7,11 @@ from distprune import dynamic as dynamic
 from distprune import schedule as schedule
 from distprune import statistics as statistics
 from distprune.api.chosen_masks import get_masks as get_masks
+from distprune.api.chosen_masks import hold_zeros as hold_zeros
+from distprune.api.chosen_masks import keep_pruned_values as keep_pruned_values
+from distprune.api.chosen_masks import load_masks as load_masks
 from distprune.api.chosen_masks import masks_from_zeros as masks_from_zeros
+from distprune.api.chosen_masks import save_masks as save_masks
 from distprune.api.chosen_masks import set_masks as set_masks
 from distprune.api.global_mask import GlobalMask as GlobalMask
 from distprune.api.global_mask import global_mask as global_mask
@@ -21,12 +25,8 @@ from distprune.api.local import ln_structured as ln_structured
 from distprune.api.local import random_structured as random_structured
 from distprune.api.local import random_unstructured as random_unstructured
 from distprune.api.local import remove as remove
-from distprune.api.mask_files import load_masks as load_masks
-from distprune.api.mask_files import save_masks as save_masks
 from distprune.api.select import select as select
 from distprune.api.wrap_later import masks_aside as masks_aside
-from distprune.api.zeros import hold_zeros as hold_zeros
-from distprune.api.zeros import keep_pruned_values as keep_pruned_values
 from distprune.base import amount as _amount
 from distprune.base.naming import NamedParameter as NamedParameter
 from distprune.call.report import ChannelGroupReport as ChannelGroupReport

@@ -9,7 +9,7 @@ Each method is a few lines on `global_mask`, which selects exactly k elements ov
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pydoc_data.topics import topics
 
 import torch
@@ -48,33 +48,32 @@ class ADMM:
     grows by what is left, w - z. The hooks run inside of ``optimizer.step()``.
 
     Args:
-        weights: tensors or DTensors that the optimizer trains.
+        pairs: the parameters, as ``select`` lists them.
         k: elements of z.
         rho: strength of the pull.
         every: steps between two projections.
     """
 
-    def __init__(
-        self, weights: Mapping[str, Tensor], k: int, optimizer: Optimizer, rho: float, every: int
-    ) -> None:
-        self.weights, self.k, self.rho, self.every = weights, k, rho, every
+    def __init__(self, pairs: Pairs, k: int, optimizer: Optimizer, rho: float, every: int) -> None:
+        self.pairs, self.k, self.rho, self.every = pairs, k, rho, every
+        self.weights = [getattr(*pair) for pair in pairs]
         self.num_steps = 0
-        self.u = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.u = [torch.zeros_like(w) for w in self.weights]
         self.project()
         optimizer.register_step_pre_hook(lambda *_: self.pull())
         optimizer.register_step_post_hook(lambda *_: self.after_step())
 
     @torch.no_grad()
     def project(self) -> None:
-        summed = {name: w.detach() + self.u[name] for name, w in self.weights.items()}
-        found = prune.global_mask(summed, self.k)
-        self.z = {name: both * found.masks[name] for name, both in summed.items()}
-        self.u = {name: both - self.z[name] for name, both in summed.items()}
+        summed = [w.detach() + u for w, u in zip(self.weights, self.u, strict=True)]
+        masks = prune.global_mask(self.pairs, self.k, scores=summed).masks
+        self.z = [both * mask for both, mask in zip(summed, masks, strict=True)]
+        self.u = [both - z for both, z in zip(summed, self.z, strict=True)]
 
     @torch.no_grad()
     def pull(self) -> None:
-        for name, w in self.weights.items():
-            w.grad.add_(w - self.z[name] + self.u[name], alpha=self.rho)
+        for w, z, u in zip(self.weights, self.z, self.u, strict=True):
+            w.grad.add_(w - z + u, alpha=self.rho)
 
     def after_step(self) -> None:
         self.num_steps += 1
@@ -83,18 +82,19 @@ class ADMM:
 
 
 @torch.no_grad()
-def proximal_step(weights: Mapping[str, Tensor], k: int, *, soft: bool = False) -> None:
+def proximal_step(pairs: Pairs, k: int, *, soft: bool = False) -> None:
     """Set all but the k largest elements of all weights to zero, after a step of the optimizer.
 
     With ``soft`` those that are left move towards zero, too, by the threshold: the proximal map of
     the l1 norm, of the strength that leaves k elements (iterative thresholding: Blumensath and
     Davies, arXiv 0805.0510; Daubechies et al., 2004).
     """
-    found = prune.global_mask(weights, k)
-    for name, w in weights.items():
+    found = prune.global_mask(pairs, k)
+    for (module, name), mask in zip(pairs, found.masks, strict=True):
+        w = getattr(module, name)
         if soft and found.threshold is not None:
             w.sub_(w.sign() * found.threshold)
-        w.mul_(found.masks[name])
+        w.mul_(mask)
 
 
 def build_model() -> nn.Module:
@@ -123,13 +123,12 @@ def train(method: str, text: Tensor) -> tuple[float, int]:
     windows, held_out = text[:-40_000].unfold(0, 9, 1), text[-40_000:].unfold(0, 9, 5)
     model = build_model()
     pairs = prune.select(model, types=nn.Linear)
-    weights = {pair.fqn: pair[0].weight for pair in pairs}
-    k = sum(weight.numel() for weight in weights.values()) // 10
+    k = sum(pair[0].weight.numel() for pair in pairs) // 10
     if method in ("static", "RigL"):
         prune.global_unstructured(pairs, prune.RandomUnstructured, amount=0.9)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if method == "ADMM":
-        admm = ADMM(weights, k, optimizer, rho=0.03, every=EVERY // 4)
+        admm = ADMM(pairs, k, optimizer, rho=0.03, every=EVERY // 4)
     for step in range(STEPS):
         updates = method == "RigL" and step % EVERY == EVERY - 1 and step < STEPS * 3 // 4
         with prune.dense_gradients(pairs if updates else []):
@@ -145,12 +144,12 @@ def train(method: str, text: Tensor) -> tuple[float, int]:
             acdc_phase(pairs, k, optimizer, is_sparse=phase % 2 == 0 or step == STEPS - 1)
         if method == "proximal":  # fewer and fewer elements
             left = max(k, round(10 * k * (1 - step / (STEPS // 2))))
-            proximal_step(weights, left)
+            proximal_step(pairs, left)
     if method == "ADMM":
         admm.project()
         with torch.no_grad():
-            for name, weight in weights.items():
-                weight.copy_(admm.z[name])
+            for weight, z in zip(admm.weights, admm.z, strict=True):
+                weight.copy_(z)
     for pair in pairs if prune.is_pruned(model) else []:
         prune.remove(*pair)
     # Before the evaluation: after a forward without backward, FSDP2's root has whole weights.

@@ -15,9 +15,9 @@ ROOMS = {
     "__init__.py": (23, 1),
     "__main__.py": (13, 1),
     "_public.py": (61, 1),
-    "_transformers": (439, 3),
+    "_transformers": (440, 3),
     "_version.py": (1, 1),
-    "api": (1276, 10),
+    "api": (1028, 8),
     "base": (887, 13),
     "budgets.py": (230, 1),
     "call": (909, 6),
@@ -30,7 +30,7 @@ ROOMS = {
     "language_models": (1049, 8),
     "layouts.py": (13, 1),
     "masks": (619, 6),
-    "methods": (866, 5),
+    "methods": (812, 5),
     "ranking": (1819, 11),
     "ranks": (326, 3),
     "recipes": (339, 3),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification": (618, 3),
     "wrappers": (1141, 9),
 }
-TOTAL = (21660, 157)
+TOTAL = (21359, 155)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 38000, "launch": 967}
+FOLDERS = {"tests": 37965, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

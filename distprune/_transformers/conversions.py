@@ -525,7 +525,8 @@ class SavedMasks:
         Args:
             masks: whole masks by parameter.
         """
-        assert self.conversion is not None
+        if self.conversion is None:
+            return dict(zip(self.tensors, masks.values(), strict=True))
         converted = self.conversion.masks(masks.__getitem__)
         return {self.renamed[name]: mask for name, mask in converted.items()}
 
@@ -545,7 +546,7 @@ def as_saved(
     """
     pretrained = pretrained_model(model)
     if pretrained is None:
-        return [_unchanged(name, name, parameters) for name in masked]
+        return [unchanged(name, name, parameters) for name in masked]
     renamings, converters = _backwards(pretrained)
     saved: list[SavedMasks] = []
     groups: dict[tuple[str, int], list[Input]] = {}
@@ -561,7 +562,7 @@ def as_saved(
         else:
             renamed = _renamed_by(renamings, name)
             if name in masked:
-                saved.append(_unchanged(name, renamed, parameters))
+                saved.append(unchanged(name, renamed, parameters))
     stand_in = Shapes(parameters)
     for (target, position), inputs in groups.items():
         conversion = Conversion(target, converters[position], inputs, pretrained.config, stand_in)
@@ -570,7 +571,8 @@ def as_saved(
     return saved
 
 
-def _unchanged(name: str, saved_name: str, parameters: Mapping[str, Shape]) -> SavedMasks:
+def unchanged(name: str, saved_name: str, parameters: Mapping[str, Shape]) -> SavedMasks:
+    """The mask of a parameter that is saved as it is, under another name or its own."""
     return SavedMasks((name,), {saved_name: parameters[name]}, None, {})
 
 

@@ -1,4 +1,4 @@
-"""Masks that no ranking chooses: those of a caller, and those of the zeros in the weights.
+"""Masks that no ranking chooses: those of a caller, of a folder, and of the zeros in the weights.
 
 with prune.dense_gradients(model):
     ...                                             # choose new masks: drop some, grow others
@@ -6,44 +6,95 @@ with prune.dense_gradients(model):
 
 model = AutoModelForCausalLM.from_pretrained("Llama-3-8B-sparse")  # wrapped or not
 distprune.masks_from_zeros(model)  # train: what is zero now stays zero
+distprune.load_masks(model, "Llama-3-8B-sparse")  # or: what ``distprune prune`` has pruned
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from distprune._transformers import conversions
+from distprune.base import mask_bits
 from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import NamedParameter, Pair, checked_pair, label_of
 from distprune.base.pruned_form import is_dtensor, local_tensor
 from distprune.base.report_text import listed
 from distprune.base.selecting import reason_of_shape
-from distprune.call.reading import read_parameters
-from distprune.call.report import PruningReport
+from distprune.call.report import MaskLoadingReport, PruningReport
 from distprune.call.request import (
     Decision,
-    Fact,
     LocalMasks,
     ParameterArguments,
     PruningArguments,
     PruningCall,
 )
-from distprune.call.run import prune_parameters
+from distprune.call.run import Counted, count_live, prune_parameters
+from distprune.files.checkpoint import open_checkpoint
+from distprune.files.disk import write_atomically
+from distprune.files.errors import CheckpointError
+from distprune.files.mask_files import MASK_FILE, MaskFile, mask_layout, open_masks, read_keep
 from distprune.masks.checks import check_binary
-from distprune.masks.hook import refresh_products
+from distprune.masks.hook import find_hook, pruned_parameters, refresh_products
 from distprune.methods.base import elementwise_decision
 from distprune.methods.builtin import hook_for_chosen_mask
+from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
-from distprune.shards.reader import ShardReader, find_places, local_part, whole_checksum
+from distprune.shards.reader import Place, ShardReader, all_places, by_parameter, find_places
 from distprune.shards.shard import Shard
+from distprune.wrappers.held import find_held, putting_off_zeros
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_CHUNK = 1 << 20  # elements, or bytes
+
+
+@dataclass
+class _Chosen:
+    """A function that decides the masks of a call; see request.DecidesMasks."""
+
+    decide: Callable[[PruningCall], Decision]
+    READS_VALUES: bool = False
+
+
+def put_masks(
+    function: str,
+    make_arguments: Callable[[], ParameterArguments],
+    decide: Callable[[PruningCall], Decision],
+    communicator: Communicator,
+    *,
+    counted: Counted | None = None,
+    reuse: bool = False,
+    reads_values: bool = False,
+) -> PruningReport:
+    """Put on modules the masks that a function decides. Collective.
+
+    Args:
+        function: what the report calls it.
+        make_arguments, communicator, counted: see :func:`prune_parameters`.
+        reuse: leave the container as it is, if its last entry stands for a chosen mask.
+        reads_values: whether replicas have to be equal, and not their masks only.
+    """
+    report = prune_parameters(
+        lambda: PruningArguments(
+            **vars(make_arguments()),
+            method=_Chosen(decide, reads_values),
+            make_hook=partial(hook_for_chosen_mask, reuse=reuse),
+        ),
+        communicator,
+        counted,
+    )
+    return replace(report, method=function)
 
 
 def get_masks(parameters: Iterable[Pair]) -> list[Tensor]:
@@ -120,125 +171,79 @@ def set_masks(
 
     Source: RigL, Evci et al., arXiv 1911.11134; SET, Mocanu et al., arXiv 1707.04780.
     """
-    method = _GivenMasks(optimizer)
+    zeroed: list[tuple[Tensor, Tensor]] = []  # on this rank, and where it becomes zero
+    changed_places: list[Pair] = []
 
-    def make_arguments() -> PruningArguments:
-        facts = method.read(parameters, masks)
-        is_given = "per part" if pipeline_parallel else str(optimizer is not None)
-        return PruningArguments(
-            parameters=method.pairs,
-            method=method,
-            make_hook=partial(hook_for_chosen_mask, reuse=True),
-            pipeline_parallel=pipeline_parallel,
-            # Ranks of a pipeline have different parameters; masks of replicas are compared anyway.
-            facts=[("an optimizer is given", is_given), *([] if pipeline_parallel else facts)],
-        )
-
-    report = prune_parameters(make_arguments, world(group))
-    with ordinary_tensors(), torch.no_grad():
-        for tensor, where in method.zeroed:
-            tensor.masked_fill_(where.to(tensor.device), 0)
-        refresh_products(method.places)
-    return replace(report, method="set_masks")
-
-
-class _GivenMasks:
-    """Decides for given masks; see request.DecidesMasks.
-
-    Attributes:
-        pairs: the caller's.
-        zeroed: what is to be done on this rank when the masks are attached: tensors, N-d views, and
-            where they become zero ...
-        places: ... and every (module, name) of the parameters that changed.
-    """
-
-    READS_VALUES = False
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._masks: dict[Hashable, Tensor] = {}
-        self.pairs: list[Pair] = []
-        self.zeroed: list[tuple[Tensor, Tensor]] = []
-        self.places: list[Pair] = []
-
-    def read(self, parameters: Iterable[Pair], masks: Sequence[Tensor]) -> list[Fact]:
-        """Read the arguments of :func:`set_masks`; what has to be equal on all ranks. Local."""
-        reader = ShardReader()
-        self.pairs.extend(parameters)
-        if len(masks) != len(self.pairs):
+    def read() -> ParameterArguments:
+        pairs = list(parameters)
+        if len(masks) != len(pairs):
             raise ValueError(
-                f"{len(masks)} masks for {len(self.pairs)} parameters; expected one for each."
+                f"{len(masks)} masks for {len(pairs)} parameters; expected one for each."
             )
-        facts = []
-        for position, (pair, mask) in enumerate(zip(self.pairs, masks, strict=True)):
-            module, name = checked_pair(pair, f"parameters[{position}]")
-            shard = reader.read(module, name, label_of(pair, position))
+        for position, mask in enumerate(masks):
             if not isinstance(mask, Tensor):
                 raise TypeError(f"masks[{position}] is a {type(mask).__name__}; expected a tensor.")
-            known = self._masks.setdefault(shard.key, mask)
-            if known is not mask and not torch.equal(local_tensor(known), local_tensor(mask)):
-                raise ValueError(
-                    f"{shard.name} is tied, and has different masks under its names; "
-                    "expected equal ones."
-                )
-            if shard.is_sharded:  # ranks slice a whole mask
-                fact = whole_checksum(mask if mask.dtype is torch.bool else mask != 0, shard)
-                facts.append((f"the whole mask of {shard.name}", fact))
-        return facts
+        places = [checked_pair(pair, f"parameters[{i}]") for i, pair in enumerate(pairs)]
+        given = dict(zip(places, masks, strict=True))
+        if len(given) < len(pairs):
+            raise ValueError("a parameter is listed twice; expected each (module, name) once.")
+        is_given = "per part" if pipeline_parallel else str(optimizer is not None)
+        return ParameterArguments(
+            parameters=pairs,
+            importance_scores=given,
+            scores_name="masks",
+            pipeline_parallel=pipeline_parallel,
+            facts=[("an optimizer is given", is_given)],
+        )
 
-    def decide(self, call: PruningCall) -> Decision:
-        def finish() -> LocalMasks:
-            masks, num_dropped, num_grown = [], [], []
-            for position, shard in enumerate(call.shards):
-                keep, before = self._own_part(shard), call.start_mask(position) != 0
-                grown, dropped = keep & ~before, before & ~keep
-                counted = slice(shard.counted.start, shard.counted.stop)
-                num_grown.append(int(shard.flat(grown)[counted].sum()))
-                num_dropped.append(int(shard.flat(dropped)[counted].sum()))
-                masks.append(shard.new_mask(call.mask_dtypes[position]).copy_(keep))
-                if shard.places and bool((grown | dropped).any()):
-                    self._prepare(shard, grown, grown | dropped)
-            return LocalMasks(masks, num_dropped, num_grown)
+    def finish(call: PruningCall) -> LocalMasks:
+        new, num_dropped, num_grown = [], [], []
+        for position, shard in enumerate(call.shards):
+            before = keep = call.start_mask(position) != 0
+            if isinstance(shard.scores, Tensor):  # else it is of another part of a pipeline
+                check_binary(shard.scores, shard.name)
+                keep = shard.scores != 0
+            grown, dropped = keep & ~before, before & ~keep
+            counted = slice(shard.counted.start, shard.counted.stop)
+            num_grown.append(int(shard.flat(grown)[counted].sum()))
+            num_dropped.append(int(shard.flat(dropped)[counted].sum()))
+            new.append(shard.new_mask(call.mask_dtypes[position]).copy_(keep))
+            changed = grown | dropped
+            if shard.places and bool(changed.any()):
+                changed_places.extend(shard.places)
+                zeroed.append((shard.values, grown))
+                zeroed.extend((state, changed) for state in _states(optimizer, shard))
+        return LocalMasks(new, num_dropped, num_grown)
 
-        return Decision(finish)
-
-    def _own_part(self, shard: Shard) -> Tensor:
-        """This rank's part of a new mask, bool."""
-        mask = self._masks.get(shard.key)
-        if mask is None:  # a parameter of another part of a pipeline: no elements
-            return shard.values != 0
-        part = local_part(shard.name, "masks", mask, shard)
-        check_binary(part, shard.name)
-        return part != 0
-
-    def _prepare(self, shard: Shard, grown: Tensor, changed: Tensor) -> None:
-        """Everything that may fail, before a mask is attached."""
-        self.places += shard.places
-        self.zeroed.append((shard.values, grown))
-        if self._optimizer is None:
-            return
-        parameter, _ = shard.optimizer_tensor
-        known = any(p is parameter for g in self._optimizer.param_groups for p in g["params"])
-        if not known and parameter.requires_grad:
-            raise ValueError(
-                f"{shard.name} is none of the optimizer's parameters; expected the optimizer "
-                "that trains it, made after the model was wrapped."
-            )
-        self.zeroed += [(state, changed) for state in _states(self._optimizer, shard)]
+    report = put_masks(
+        "set_masks", read, lambda call: Decision(partial(finish, call)), world(group), reuse=True
+    )
+    with ordinary_tensors(), torch.no_grad():
+        for tensor, where in zeroed:
+            tensor.masked_fill_(where.to(tensor.device), 0)
+        refresh_products(changed_places)
+    return report
 
 
 def _states(optimizer: Any, shard: Shard) -> list[Tensor]:
     """Views, N-d, of this rank's part of every state that has a value per element."""
+    if optimizer is None:
+        return []
     parameter, span = shard.optimizer_tensor
+    known = any(p is parameter for g in optimizer.param_groups for p in g["params"])
+    if not known and parameter.requires_grad:
+        raise ValueError(
+            f"{shard.name} is none of the optimizer's parameters; expected the optimizer "
+            "that trains it, made after the model was wrapped."
+        )
     found = []
     for key, value in optimizer.state.get(parameter, {}).items():
         # A parameter of one element has the shape of the number of steps.
-        if key == "step" or not isinstance(value, Tensor):
+        if key == "step" or not isinstance(value, Tensor) or value.shape != parameter.shape:
             continue
-        if value.shape != parameter.shape or is_dtensor(value) != is_dtensor(parameter):
-            continue
-        local = local_tensor(value.detach())
-        found.append(local if span is None else local[span])
+        if is_dtensor(value) == is_dtensor(parameter):
+            local = local_tensor(value.detach())
+            found.append(local if span is None else local[span])
     return [tensor for tensor in found if tensor.shape == shard.values.shape]
 
 
@@ -278,10 +283,10 @@ def masks_from_zeros(
     communicator = world(group)
     is_model = isinstance(parameters, nn.Module)
 
-    def make_arguments() -> ParameterArguments:
+    def read() -> ParameterArguments:
         if all_zero not in ("error", "leave", "prune"):
             raise ValueError(f"all_zero={all_zero!r}; expected 'error', 'leave' or 'prune'.")
-        pairs: Iterable[Pair] = parameters  # type: ignore[assignment]
+        pairs: Any = parameters
         if isinstance(parameters, nn.Module):
             pairs = find_places(parameters, lambda place: not reason_of_shape(place.shape))
         return ParameterArguments(
@@ -290,25 +295,18 @@ def masks_from_zeros(
             pipeline_parallel=pipeline_parallel,
         )
 
-    def count(targets: Sequence[Shard]) -> Tensor:
-        return torch.tensor([_count(target) for target in targets], dtype=torch.int64).view(-1)
+    def count_kept() -> Tensor:
+        return torch.tensor([_count_kept(shard) for shard in counted.targets], dtype=torch.int64)
 
+    counted = count_live(read, communicator, reads_values=True)
     with communicator.exclusively(), ordinary_tensors(), torch.no_grad():
-        _, targets = read_parameters(make_arguments, communicator)
-        counts = communicator.reduce(2 * len(targets), lambda: count(targets)).view(-1, 2).tolist()
-    chosen: list[Pair] = []
-    num_found, entire = 0, []
-    for target, (num_left, num_live) in zip(targets, counts, strict=True):
-        if num_left == num_live or (is_model and not target.values.is_floating_point()):
-            continue
-        if not num_left and all_zero != "prune":
-            entire.append(target.name)
-            continue
-        num_found += 1
-        if target.places:  # here, and not on another rank alone
-            first = target.places[0]
-            named = NamedParameter(*first, target.name).with_places(target.places)
-            chosen.append(named if target.is_named else first)
+        num_kept = communicator.reduce(len(counted.targets), count_kept).tolist()
+    zeros = [
+        (shard, live, kept)
+        for shard, live, kept in zip(counted.targets, counted.num_live, num_kept, strict=True)
+        if kept < live and (shard.values.is_floating_point() or not is_model)
+    ]
+    entire = [shard.name for shard, _, kept in zeros if not kept]
     if entire and all_zero == "error":
         raise ValueError(
             f"{listed(entire)}: "
@@ -316,36 +314,298 @@ def masks_from_zeros(
             "are to be trained (adapters begin at zero), all_zero='prune' if not, or a list of "
             "parameters without them (select(model, exclude=...))."
         )
-    if not num_found:
+    chosen = [(shard, live) for shard, live, kept in zeros if kept or all_zero == "prune"]
+    if not chosen:
         raise ValueError(
-            f"none of the {len(targets)} parameters has a zero that is not pruned yet; expected "
+            f"none of the {len(num_kept)} parameters has a zero that is not pruned yet; expected "
             "weights that were pruned before. Load them first, and convert their dtype afterwards."
         )
-    return prune_parameters(
-        lambda: PruningArguments(
-            parameters=chosen,
-            method=_Zeros(),
-            make_hook=hook_for_chosen_mask,
-            pipeline_parallel=pipeline_parallel,
-        ),
+    return put_masks(
+        "masks_from_zeros",
+        lambda: ParameterArguments(parameters=(), pipeline_parallel=pipeline_parallel),
+        lambda call: elementwise_decision(call, lambda values, ones: values != 0),
         communicator,
+        counted=Counted([shard for shard, _ in chosen], [live for _, live in chosen]),
     )
 
 
-def _count(shard: Shard) -> tuple[int, int]:
-    """Of what this rank counts: unpruned elements that are not zero, and unpruned ones."""
+def _count_kept(shard: Shard) -> int:
+    """Unpruned elements that are not zero, among those that this rank counts."""
     counted = slice(shard.counted.start, shard.counted.stop)
     values = shard.flat_values[counted]
-    if shard.flat_mask is None:
-        return int(values.count_nonzero()), values.numel()
-    live = shard.flat_mask[counted] != 0
-    return int((live & (values != 0)).count_nonzero()), int(live.count_nonzero())
+    if shard.flat_mask is not None:
+        values = (values != 0) & (shard.flat_mask[counted] != 0)
+    return int(values.count_nonzero())
 
 
-class _Zeros:
-    """Decides on masks by the values alone; see request.DecidesMasks."""
+def save_masks(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    names: Literal["checkpoint", "model"] = "checkpoint",
+    group: ProcessGroup | None = None,
+    pipeline_parallel: bool = False,
+) -> None:
+    """Write the masks of a pruned model, in the form that ``distprune prune`` writes. Collective.
 
-    READS_VALUES = True
+    The first rank writes ``folder/distprune/masks.safetensors``; an existing file is replaced
+    at the end, or stays as it was.
 
-    def decide(self, call: PruningCall) -> Decision:
-        return elementwise_decision(call, lambda values, ones: values != 0)
+    Args:
+        model: plain or wrapped; a stage, with ``pipeline_parallel``.
+        folder: where to write; made if it does not exist. It may be that of a checkpoint.
+        names: whose names and shapes masks have. "checkpoint": those of the files that
+            ``save_pretrained`` writes of a model of transformers, as ``distprune apply`` needs
+            them (experts that are one tensor in the model are several there). "model": those of
+            the model; always so for a model of another kind, and with ``pipeline_parallel``.
+        group: the ranks that take part; every rank by default.
+        pipeline_parallel: the ranks hold different parts of the model.
+
+    Raises:
+        ValueError: nothing is pruned; replicas have different masks. On every rank.
+        NotImplementedError: transformers computes with a parameter when it saves it; on every
+            rank. names="model" writes its mask.
+        FilesError: the folder cannot be written to; a RuntimeError on the other ranks.
+
+    Cost: an all-reduce of an eighth of a byte per element, which the first rank keeps twice; on
+    every rank, for a moment, one byte per element of a parameter, and on the first one three per
+    element of all that are saved together.
+    """
+    communicator = world(group)
+
+    def read() -> ParameterArguments:
+        if names not in ("checkpoint", "model"):
+            raise ValueError(f"names={names!r}; expected 'checkpoint' or 'model'.")
+        pairs = find_places(model, lambda place: find_hook(*place.pair) is not None)
+        if not pairs and not pipeline_parallel:
+            raise ValueError("nothing is pruned in this model; expected at least one parameter.")
+        return ParameterArguments(
+            parameters=pairs, facts=[("names", names)], pipeline_parallel=pipeline_parallel
+        )
+
+    def plan() -> list[conversions.SavedMasks]:
+        shapes = {shard.name: tuple(shard.shape) for shard in shards}
+        if names == "model" or pipeline_parallel:
+            return [conversions.unchanged(name, name, shapes) for name in shapes]
+        every = {place.pair.fqn: place.shape for place in all_places(model)}
+        return conversions.as_saved(model, every | shapes, shapes)
+
+    def write() -> None:
+        if communicator.index:
+            return
+        parts: list[bytes] = []
+        for each in saved:
+            masks = {}
+            for name in each.parameters:
+                keep = mask_bits.unpack_words(words[name].numpy(), shapes[name].numel())
+                masks[name] = torch.from_numpy(keep).view(shapes[name])
+            made = each.make(masks)
+            for name in each.tensors:
+                parts.append(mask_bits.pack(made[name].reshape(-1).numpy()).tobytes())
+        layout = mask_layout(
+            {name: shape for each in saved for name, shape in each.tensors.items()},
+            (),
+            is_of_checkpoint=any(each.parameters != (*each.tensors,) for each in saved),
+        )
+        write_atomically(Path(folder, MASK_FILE), [layout.header, *parts])
+
+    shards = count_live(read, communicator).targets
+    with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
+        saved, words = communicator.run(plan), {}
+        shapes = {shard.name: shard.shape for shard in shards}
+        for shard in shards:
+            size = -(-shard.numel // 64)
+            # Each bit is set by one rank: a sum of them is as good as a union.
+            bits = communicator.reduce(size, partial(_bits_of, shard))
+            if communicator.index == 0:
+                words[shard.name] = bits
+        communicator.run(write)
+
+
+def _bits_of(shard: Shard) -> Tensor:
+    """The bits of a whole mask, 64 to an int64; of those that this rank counts."""
+    whole = torch.zeros(shard.numel, dtype=torch.bool)
+    for start in range(shard.counted.start, shard.counted.stop, _CHUNK):
+        stop = min(start + _CHUNK, shard.counted.stop)
+        assert shard.flat_mask is not None  # it is pruned
+        keep = shard.flat_mask[start:stop].cpu() != 0
+        whole[shard.index(torch.arange(start, stop))] = keep
+    return torch.from_numpy(mask_bits.pack_words(whole.numpy()))
+
+
+def load_masks(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    group: ProcessGroup | None = None,
+    pipeline_parallel: bool = False,
+) -> MaskLoadingReport:
+    """Put the masks of a pruned checkpoint onto a model, whatever wraps it. Collective.
+
+    Each rank gets its slice. Parameters are found by their names in the checkpoint. A model of
+    transformers may be any that ``from_pretrained`` makes of the checkpoint: with or without the
+    prefix of the base model, with parameters that are renamed on loading, and with those that are
+    merged, split or transposed (the experts of a mixture), whose masks go the same way. A
+    parameter that is pruned already keeps its zeros, too. The weights do not change; what was
+    pruned is zero in the forward, whichever weights the model has.
+
+    Args:
+        model: plain or wrapped in anything that distprune supports; a stage, with
+            ``pipeline_parallel``.
+        folder: what ``distprune prune`` or :func:`save_masks` wrote, on every rank's disk.
+        strict: raise if a mask fits no parameter. If not, the report lists them; and such
+            parameters stay as they are. (A fine-tuned model has another head than the checkpoint.)
+        group: the ranks that take part; every rank by default.
+        pipeline_parallel: the ranks hold different parts of the model.
+
+    Returns:
+        A report, the same on every rank. Under ``pipeline_parallel`` its ``missing_keys`` and
+        ``mismatched_keys`` are those of the calling rank.
+
+    Raises:
+        ValueError: a mask whose parameter the model does not have, or has in another shape, or
+            of which transformers makes something that has no mask, all by name, with the names
+            that are most alike; no mask at all fits; names of a tied parameter with different
+            masks; ranks that read different masks. On every rank; no module has changed then.
+        FilesError: no masks, or malformed ones; on every rank (a RuntimeError where only some
+            ranks failed).
+
+    Cost: every rank reads the masks, an eighth of a byte per element; memory for its part of the
+    masks and, for a moment, one byte per element of one parameter (two if it is merged or
+    permuted on loading).
+    """
+    communicator = world(group)
+    masks, matching, places = communicator.run(
+        lambda: _match(model, Path(folder)), lambda found: [("crc32 of the masks", _crc(found[0]))]
+    )
+    # No rank has a parameter for these; of a pipeline, known when all ranks have told theirs.
+    unexpected = dict(matching.unexpected)
+    parameters: list[NamedParameter] = []
+    sources: dict[str, list[conversions.MaskSource]] = {}  # a tied parameter may have several
+    missing = []
+    for of_one in by_parameter(places).values():
+        named = [place for place in of_one if place.pair.fqn in matching.sources]
+        if named:
+            parameters.append(named[0].with_all(of_one))
+            sources[named[0].pair.fqn] = [matching.sources[place.pair.fqn] for place in named]
+        elif sum(size > 1 for size in of_one[0].shape) > 1:
+            missing.append(of_one[0].pair.fqn)
+
+    def check(is_strict: bool) -> None:
+        problems = [f"{n} ({why or 'no such parameter'})" for n, why in unexpected.items()]
+        problems += matching.mismatched.values()
+        if problems and is_strict:
+            raise ValueError(
+                f"{len(problems)} of the {len(masks.shapes)} masks in {folder} fit no parameter: "
+                f"{listed(problems, 8, '; ')}. Expected a model that the masks are for, or the "
+                "part of yours that is one (load_masks(model.backbone, ...)). strict=False loads "
+                "the other masks and leaves such parameters as they are."
+            )
+
+    def read() -> ParameterArguments:
+        if not pipeline_parallel:
+            check(strict or not parameters)
+        facts = [("strict", str(strict))]
+        return ParameterArguments(
+            parameters=parameters, facts=facts, pipeline_parallel=pipeline_parallel
+        )
+
+    def read_mask(name: str) -> Tensor:
+        shape = torch.Size(masks.shapes[name])
+        return torch.from_numpy(read_keep(masks, name, 0, shape.numel())).view(shape)
+
+    def apply(shard: Shard, mask: Tensor) -> None:
+        if not mask.numel():
+            return
+        whole, *others = (source.read(read_mask) for source in sources[shard.name])
+        if not all(torch.equal(other, whole) for other in others):
+            raise ValueError(
+                f"{shard.name} is tied, and {folder} has different masks under its names; expected "
+                "equal ones."
+            )
+        mask.mul_(shard.slice_of(whole).to(mask.device, mask.dtype).view(mask.shape))
+
+    def decide(call: PruningCall) -> Decision:
+        fits = torch.tensor([name not in unexpected for name in masks.shapes], dtype=torch.int64)
+        for name, count in zip(masks.shapes, call.communicator.sum(fits).tolist(), strict=True):
+            if count:
+                unexpected.pop(name, None)
+
+        def finish() -> LocalMasks:
+            check(strict)
+            return call.changed_masks(lambda position, mask: apply(call.shards[position], mask))
+
+        return Decision(finish)
+
+    report = put_masks("load_masks", read, decide, communicator)
+    return MaskLoadingReport(
+        **vars(report),
+        missing_keys=tuple(missing),
+        unexpected_keys=tuple(unexpected),
+        mismatched_keys=tuple(matching.mismatched),
+    )
+
+
+def _match(model: nn.Module, folder: Path) -> tuple[MaskFile, conversions.Matching, list[Place]]:
+    """The masks in a folder, which parameter each is for, and all parameters of the model."""
+    masks, places = open_masks(folder), list(all_places(model))
+    others: list[str] = []
+    if masks.header_crcs:
+        with suppress(CheckpointError):  # the masks were moved away from the weights, say
+            others = [tensor.name for tensor in open_checkpoint(folder).tensors]
+    shapes = {place.pair.fqn: place.shape for place in places}
+    matching = conversions.match_masks(
+        masks.shapes,
+        shapes,
+        conversions.rules_for(model),
+        is_checkpoint=masks.is_of_checkpoint,
+        others=others,
+    )
+    return masks, matching, places
+
+
+def _crc(masks: MaskFile) -> str:
+    crc = 0
+    with open(masks.path, "rb") as file:
+        while block := file.read(_CHUNK):
+            crc = zlib.crc32(block, crc)
+    return str(crc)
+
+
+def hold_zeros(model: nn.Module) -> None:
+    """Set the pruned elements of a model's sharded parameters to zero. Local.
+
+    Each forward, each state dict and each step of an optimizer of torch does this. Call it after
+    anything else that writes weights if they are read before the next of these: the step of an
+    optimizer that is not a ``torch.optim.Optimizer``, or a moving average.
+
+    Args:
+        model: wrapped or not. Plain parameters, whose masks are factors, do not change.
+
+    Cost: a read of the masks and a write of the weights.
+    """
+    for _name, module, hook in pruned_parameters(model):
+        held = find_held(module, hook._tensor_name)
+        if held is not None:
+            held.zero()
+
+
+@contextmanager
+def keep_pruned_values() -> Iterator[None]:
+    """Keep the values under new masks of sharded parameters until the context ends.
+
+    On a sharded parameter a mask sets what it prunes to zero at once. :func:`reconstruct` needs the
+    weights before the pruning, so there the two belong into one context::
+
+        with prune.keep_pruned_values():
+            prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.6)
+            prune.reconstruct(parameters, grams)
+
+    A forward, an optimizer step or a state dict inside the context sets them to zero, too. Plain
+    modules keep their values in ``weight_orig`` anyway.
+
+    Cost: no memory, no communication.
+    """
+    with putting_off_zeros():
+        yield

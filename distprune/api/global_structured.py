@@ -6,37 +6,32 @@ number). All ranks cut it alike, because all have the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
+from distprune.api.chosen_masks import put_masks
 from distprune.base.amount import Amount, validate_amount
 from distprune.base.exact_sums import Normalization, check_normalization
-from distprune.base.naming import unwrap
 from distprune.call.reading import SignedScores, check_mapping
 from distprune.call.report import ChannelGroupReport, StructuredReport
-from distprune.call.request import Decision, PruningArguments, PruningCall
-from distprune.call.run import prune_parameters
+from distprune.call.request import Decision, ParameterArguments, PruningCall
 from distprune.methods.base import describe_argument
-from distprune.methods.builtin import hook_for_chosen_mask, norm_order
+from distprune.methods.builtin import norm_order
 from distprune.methods.channels import (
     ChannelGroup,
     ChannelSlice,
-    Flags,
-    Floats,
     channel_sizes,
     joint_norms,
     live_channels,
-    lowest_channels,
     normalized,
-    prune_channels,
+    prune_lowest,
 )
 from distprune.ranks.process_groups import world
 from distprune.shards.reader import Scores, ShardReader
+from distprune.shards.shard import Shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -70,9 +65,8 @@ def global_structured(
         groups: a parameter is in one group at most. The presets of
             ``distprune.integrations.channels`` make them for models of transformers.
         amount: a fraction of the channels of which something is left, in [0, 1], or a count.
-        n: order of the norm, as in ``torch.norm``: any number, 0 (non-zero elements) and +-inf
-            included. ``n=1`` adds up |scores|: a criterion, summed over the channel. Pruned
-            elements count as 0.
+        n: order of the norm: 1, 2 or inf. ``n=1`` adds up |scores|: a criterion, summed over the
+            channel. Pruned elements count as 0.
         importance_scores: norms of these instead of the values: by (module, name), tensors or
             ``FactoredScores``, as for ``global_unstructured``. For all ranked parameters of a
             group or for none; those of a part that is not ranked are not used.
@@ -95,164 +89,117 @@ def global_structured(
 
     On an error no module has changed, on any rank.
 
-    Cost: two reads of the values (one for n = 0 and +-inf), and one write of the masks. 16 bytes
+    Cost: two reads of the values (one for n = inf), and one write of the masks. 16 bytes
     per channel on the wire, 8 more if something was pruned before. Memory for the masks, a few
     megabytes, and, one parameter at a time, 4 bytes per local element of ``FactoredScores``, and
     about 40 bytes per local element of FSDP1's flat runs.
 
     Source: the coupled structures are those of LLM-Pruner, Ma et al., arXiv 2305.11627.
     """
-    method = GlobalStructured(amount, n, normalize)
+    given: list[ChannelGroup] = []
+    reports: list[ChannelGroupReport] = []
 
-    def make_arguments() -> PruningArguments:
-        method.groups.extend(groups)
-        _check(method, importance_scores)
-        parts = [part for each in method.groups for part in each.parts]
-        return PruningArguments(
+    def read() -> ParameterArguments:
+        given.extend(groups)
+        reader, seen = ShardReader(), dict[Hashable, str]()
+        for each in given:
+            for part in each.parts:
+                key, _ = reader.identity(*part.parameter)
+                if key in seen:
+                    raise ValueError(
+                        f"{part.label} is in the groups {seen[key]} and {each.label}; expected "
+                        "each parameter, under all its names, in one part of one group."
+                    )
+                seen[key] = each.label
+        validate_amount(amount)
+        check_normalization(normalize)
+        check_mapping(importance_scores)
+        if n is None or norm_order(n) is None:
+            raise ValueError(f"n={n!r}; expected the order of a norm: 1, 2 or inf.")
+        if isinstance(importance_scores, SignedScores):
+            raise TypeError(
+                "importance_scores are signed, and a norm is one of |score|; expected scores of "
+                "which the smallest absolute values are to be pruned."
+            )
+        parts = [part for each in given for part in each.parts]
+        return ParameterArguments(
             parameters=[part.parameter for part in parts],
-            method=method,
-            make_hook=hook_for_chosen_mask,
             importance_scores=importance_scores,
             facts=[
                 ("amount", describe_argument(amount)),
                 ("n", describe_argument(n)),
                 ("normalize", str(normalize)),
-                *(("channel group", f"{each.label}: {len(each.parts)}") for each in method.groups),
+                *(("channel group", f"{each.label}: {len(each.parts)}") for each in given),
                 *((p.label, f"dim {p.dim} size {p.size} ranked {p.is_ranked}") for p in parts),
             ],
-            amount=amount,
         )
 
-    report = prune_parameters(make_arguments, world(group))
-    return StructuredReport(**vars(report), groups=tuple(method.reports))
-
-
-def _check(method: GlobalStructured, importance_scores: object) -> None:
-    reader = ShardReader()
-    seen: dict[Hashable, str] = {}
-    for each in method.groups:
-        for part in each.parts:
-            key, _ = reader.identity(unwrap(part.parameter[0]), part.parameter[1])
-            if key in seen:
-                raise ValueError(
-                    f"{part.label} is in the groups {seen[key]} and {each.label}; expected each "
-                    "parameter, under all its names, in one part of one group."
-                )
-            seen[key] = each.label
-    validate_amount(method.amount)
-    if method.n is None or isinstance(method.n, bool) or norm_order(method.n) is None:
-        raise TypeError(f"n={method.n!r}; expected a number, the order of the norm.")
-    check_mapping(importance_scores)
-    if isinstance(importance_scores, SignedScores):
-        raise TypeError(
-            "importance_scores are signed, and a norm is one of |score|; expected scores of which "
-            "the smallest absolute values are to be pruned."
-        )
-    check_normalization(method.normalize)
-
-
-@dataclass
-class GlobalStructured:
-    """Prunes the channels of the lowest norms; see request.DecidesMasks.
-
-    Attributes:
-        amount, n, normalize: as for ``global_structured``.
-        groups: the caller's. Part i of all groups together is parameter i of the call.
-        reports: what was decided of each group, once it has decided.
-    """
-
-    amount: Amount
-    n: float
-    normalize: Normalization | None
-    groups: list[ChannelGroup] = field(default_factory=list)
-    reports: list[ChannelGroupReport] = field(default_factory=list)
-
-    READS_VALUES = True
-
-    def decide(self, call: PruningCall) -> Decision:
-        by_group = self._slices(call)
-        parts = [part for of_group in by_group for part in of_group]
+    def decide(call: PruningCall) -> Decision:
+        by_group = _slices(given, call.shards)
+        slices = [each for own in by_group for each in own]
         sizes = channel_sizes(by_group)
-        live = live_channels(parts, sizes, call.communicator)
-        ranked = [[part for part in of_group if part.is_ranked] for of_group in by_group]
+        live = live_channels(slices, sizes, call.communicator)
         rows = [
-            partial(part.counted_rows, partial(call.score_or_value, part.position), part.shard.mask)
-            for of_group in ranked
-            for part in of_group
+            partial(part.counted_rows, partial(call.score_or_value, i), part.shard.mask)
+            for i, part in enumerate(slices)
+            if part.is_ranked
         ]
-        norms = joint_norms(rows, self.n, channel_sizes(ranked), call.communicator)
+        ranked = [[part for part in own if part.is_ranked] for own in by_group]
+        norms = joint_norms(rows, n, channel_sizes(ranked), call.communicator)
         # From here to the masks every rank does the same with the same numbers.
         scores = norms.numpy()
-        spans = [slice(g[0].first, g[0].first + g[0].num_channels) for g in by_group]
-        for group, span in zip(self.groups, spans, strict=True):
-            scores[span] = self._checked_scores(group.label, scores[span], live[span])
-        chosen = lowest_channels(scores, live, self.amount)
-        for group, span in zip(self.groups, spans, strict=True):
-            num = span.stop - span.start
-            self.reports.append(
-                ChannelGroupReport(
-                    group.label,
-                    num,
-                    num - int(live[span].sum()),
-                    int(((chosen >= span.start) & (chosen < span.stop)).sum()),
-                    int(sizes[span.start]) if num else 0,
+        for each, own in zip(given, by_group, strict=True):
+            values, is_live = scores[own[0].span], live[own[0].span]
+            is_wrong = np.isnan(values) if normalize is None else ~np.isfinite(values)
+            wrong = np.flatnonzero(is_wrong & is_live)
+            if wrong.size:
+                raise ValueError(
+                    f"the norms of {each.label}, channels {', '.join(map(str, wrong[:5]))} are "
+                    f"{values[wrong[0]]}; expected numbers, finite ones with normalize."
                 )
+            if normalize is not None:
+                values[:] = normalized(values, is_live, normalize)
+        decision, pruned = prune_lowest(call, slices, scores, live, amount)
+        for each, own in zip(given, by_group, strict=True):
+            span, num = own[0].span, own[0].num_channels
+            num_live, num_pruned = int(live[span].sum()), int(pruned[span].sum())
+            size = int(sizes[span].sum()) // max(num, 1)
+            reports.append(ChannelGroupReport(each.label, num, num - num_live, num_pruned, size))
+        return decision
+
+    report = put_masks("global_structured", read, decide, world(group), reads_values=True)
+    return StructuredReport(**{**vars(report), "amount": amount}, groups=tuple(reports))
+
+
+def _slices(groups: Sequence[ChannelGroup], shards: Sequence[Shard]) -> list[list[ChannelSlice]]:
+    """By group, its parts, which have the order of the parameters of the call; checked."""
+    by_group: list[list[ChannelSlice]] = []
+    shard_of, first = iter(shards), 0
+    for group in groups:
+        slices, without_scores = [], []
+        for part in group.parts:
+            shard = next(shard_of)
+            dim = range(len(shard.shape))[part.dim]
+            if shard.shape[dim] % part.size:
+                raise ValueError(
+                    f"{shard.name} in group {group.label}: {shard.shape[dim]} indices along "
+                    f"dim {part.dim}; expected a multiple of size={part.size}."
+                )
+            slices.append(ChannelSlice(shard, dim, part.size, first, part.is_ranked))
+            if part.is_ranked and shard.scores is None:
+                without_scores.append(shard.name)
+        if len({each.num_channels for each in slices}) > 1:
+            counts = ", ".join(f"{each.num_channels} of {each.shard.name}" for each in slices)
+            raise ValueError(
+                f"the parts of group {group.label} have different numbers of channels: {counts}; "
+                "expected the same. Check dim and size of each part."
             )
-        threshold = float(scores[chosen[-1]]) if chosen.size else None
-        return Decision(
-            prune_channels(call, parts, chosen),
-            threshold=threshold,
-            num_ties=int((scores[live] == threshold).sum()),
-            num_ties_pruned=int((scores[chosen] == threshold).sum()),
-        )
-
-    def _slices(self, call: PruningCall) -> list[list[ChannelSlice]]:
-        """By group, its parts in the parameters of the call; checked."""
-        by_group: list[list[ChannelSlice]] = []
-        positions, first = iter(range(len(call.shards))), 0
-        for group in self.groups:
-            parts = []
-            for part in group.parts:
-                position = next(positions)
-                shard = call.shards[position]
-                dim = range(len(shard.shape))[part.dim]
-                parts.append(ChannelSlice(position, shard, dim, part.size, first, part.is_ranked))
-                if shard.shape[dim] % part.size:
-                    raise ValueError(
-                        f"{shard.name} in group {group.label}: {shard.shape[dim]} indices along "
-                        f"dim {part.dim}; expected a multiple of size={part.size}."
-                    )
-            if len({part.num_channels for part in parts}) > 1:
-                each = ", ".join(f"{part.num_channels} of {part.shard.name}" for part in parts)
-                raise ValueError(
-                    f"the parts of group {group.label} have different numbers of channels: {each}; "
-                    "expected the same. Check dim and size of each part."
-                )
-            ranked = [part.shard for part in parts if part.is_ranked]
-            missing = [shard.name for shard in ranked if shard.scores is None]
-            if 0 < len(missing) < len(ranked):
-                raise ValueError(
-                    f"importance_scores has scores of some parameters of group {group.label}, and "
-                    f"none of {', '.join(missing)}; expected scores of all that are ranked, or of "
-                    "none. is_ranked=False leaves a part out of the norm."
-                )
-            for shard in ranked:
-                scores = shard.scores if isinstance(shard.scores, Tensor) else shard.values
-                if not scores.is_floating_point():
-                    raise NotImplementedError(
-                        f"{shard.name}: scores of {scores.dtype}; expected floating point."
-                    )
-            by_group.append(parts)
-            first += parts[0].num_channels
-        return by_group
-
-    def _checked_scores(self, label: str, norms: Floats, live: Flags) -> Floats:
-        """The scores of one group: norms, normalised if asked for."""
-        wrong, what = np.isnan(norms) & live, "contain NaN; expected numbers"
-        if not wrong.any() and self.normalize is not None:
-            wrong = np.isinf(norms) & live
-            what = f"are infinite, which normalize={self.normalize!r} cannot divide"
-        if wrong.any():
-            channels = ", ".join(map(str, np.flatnonzero(wrong)[:5]))
-            raise ValueError(f"the norms of {label}, channels {channels} {what}.")
-        return norms if self.normalize is None else normalized(norms, live, self.normalize)
+        if 0 < len(without_scores) < sum(part.is_ranked for part in group.parts):
+            raise ValueError(
+                f"importance_scores has scores of some parameters of group {group.label}, and "
+                f"none of {', '.join(without_scores)}; expected scores of all that are ranked, or "
+                "of none. is_ranked=False leaves a part out of the norm."
+            )
+        by_group.append(slices)
+        first += slices[0].num_channels
+    return by_group

@@ -111,7 +111,7 @@ def ln_structured(
         module: owns the parameter; changed in place.
         name: the parameter's name.
         amount: a fraction of the channels that are left in [0, 1], or a count.
-        n: order of the norm, as in ``torch.norm``; a number if the parameter is sharded.
+        n: order of the norm, as in ``torch.norm``; 1, 2 or inf if the parameter is sharded.
         dim: the channels' dimension.
         importance_scores: take norms of these instead: the parameter's shape; for a
             sharded one whole, or a DTensor laid out like it.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -22,7 +21,7 @@ from distprune.base.selecting import (
 from distprune.masks.hook import find_hook
 from distprune.shards.reader import Place, all_places, by_parameter
 
-_EXCLUDED, _NOT_INCLUDED, _OF_OTHER_TYPES = "excluded", "not included", "of other types"
+_NOT_ASKED_FOR = "not asked for"
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (
     nn.modules.batchnorm._NormBase,
@@ -99,11 +98,19 @@ def select(
             f"also={added}, min_ndim={min_ndim} beside everything=True, which takes parameters of "
             "any shape; expected one or the other."
         )
-    own_names = ["weight"] if everything and names is None else names
-    own_names = None if own_names is None else _as_list("names", own_names)
-    parameters = by_parameter(_places(model, own_names, prefix))
-    fqns = [place.pair.fqn for places in parameters.values() for place in places]
-    matched = _match([*(wanted or ()), *added, *unwanted], fqns)
+    own_names = None if names is None else _as_list("names", names)
+    if everything and names is None:
+        own_names = ["weight"]
+    parameters = by_parameter(_places(model, own_names, prefix)).values()
+    fqns = [place.pair.fqn for places in parameters for place in places]
+    matched = {}
+    for pattern in [*(wanted or ()), *added, *unwanted]:
+        matched[pattern] = set(filter(matcher(pattern), fqns))
+        if not matched[pattern]:
+            raise ValueError(
+                f"{pattern!r} matches no parameter; expected a glob or a 're:' pattern for the "
+                f"{len(fqns)} names such as {', '.join(fqns[:4]) or '(none)'}."
+            )
     head = head_of(model)
 
     def is_in(patterns: Iterable[str], places: Iterable[Place]) -> bool:
@@ -111,12 +118,10 @@ def select(
 
     def reason_of(places: Sequence[Place]) -> str:
         """Why a parameter with these names is left out; "" if it is taken."""
-        if is_in(unwanted, places):
-            return _EXCLUDED
-        if wanted is not None and not is_in(wanted, places):
-            return _NOT_INCLUDED
+        if is_in(unwanted, places) or (wanted is not None and not is_in(wanted, places)):
+            return _NOT_ASKED_FOR
         if types is not None and not any(isinstance(place.pair[0], types) for place in places):
-            return _OF_OTHER_TYPES
+            return _NOT_ASKED_FOR
         if everything:
             is_asked_for = wanted is not None or types is not None
             return NORM if not is_asked_for and any(map(_is_norm, places)) else ""
@@ -125,20 +130,24 @@ def select(
             return reason
         return next(filter(None, (_default_reason(place, head) for place in places)), "")
 
-    reasons = {key: reason_of(places) for key, places in parameters.items()}
-    if names is not None and not everything:
-        _check_names(own_names or [], parameters, reasons)
+    reasons = [reason_of(places) for places in parameters]
     selected = [
-        places[0].with_all(places) for key, places in parameters.items() if not reasons[key]
+        places[0].with_all(places)
+        for places, reason in zip(parameters, reasons, strict=True)
+        if not reason
     ]
-    if not selected:
-        why = "; ".join(sorted(set(reasons.values()))) or "there are none"
-        called = "" if own_names is None else f" called {' or '.join(own_names)}"
+    useless = set[str]()
+    if own_names is not None and not everything:
+        found = {place.pair[1] for places in parameters for place in places}
+        useless = found.intersection(own_names) - {name for p in selected for _, name in p.places}
+    if useless or not selected:
+        called = "".join(f" called {name!r}" for name in sorted(useless))
+        why = "; ".join(sorted({reason for reason in reasons if reason})) or "there are none"
         raise ValueError(
-            f"nothing is selected in this {type(unwrap(model)).__name__}: its {len(reasons)} "
-            f"parameters{called} are left out ({why}) with include={wanted}, "
-            f"exclude={unwanted}, types={types}. Expected at least one that is left. include "
-            "takes what is left out by default, and min_ndim=1 takes vectors."
+            f"nothing{called} is selected in this {type(unwrap(model)).__name__}: its parameters "
+            f"are left out ({why}) with include={wanted}, exclude={unwanted}, types={types}, "
+            f"names={names}. include takes what is left out by default, min_ndim=1 vectors, and "
+            "everything=True any weight."
         )
     return selected
 
@@ -148,18 +157,6 @@ def head_of(model: nn.Module) -> nn.Module | None:
     get: Any = getattr(unwrap(model), "get_output_embeddings", None)
     found: nn.Module | None = None if get is None else get()
     return found
-
-
-def _match(patterns: Iterable[str], fqns: Sequence[str]) -> dict[str, set[str]]:
-    """The full names that each pattern matches; ValueError for one that matches nothing."""
-    matched = {pattern: set(filter(matcher(pattern), fqns)) for pattern in patterns}
-    unused = [pattern for pattern, names in matched.items() if not names]
-    if unused:
-        raise ValueError(
-            f"{', '.join(map(repr, unused))} match no parameter; expected globs or 're:' "
-            f"patterns for the {len(fqns)} names such as {', '.join(fqns[:4]) or '(none)'}."
-        )
-    return matched
 
 
 def _default_reason(place: Place, head: nn.Module | None) -> str:
@@ -174,6 +171,13 @@ def _default_reason(place: Place, head: nn.Module | None) -> str:
     return reason_to_keep(place.pair.fqn, place.shape) if place.is_floating else "no float"
 
 
+def _is_norm(place: Place) -> bool:
+    """Norms of other libraries (LlamaRMSNorm, ...) have 1-d parameters and say so in their name."""
+    module = place.pair[0]
+    is_named_norm = "norm" in type(module).__name__.lower() and len(place.shape) <= 1
+    return isinstance(module, _NORMS) or is_named_norm
+
+
 def _as_list(what: str, value: str | Iterable[str]) -> list[str]:
     values = [value] if isinstance(value, str) else list(value)
     if not all(isinstance(item, str) for item in values):
@@ -181,45 +185,20 @@ def _as_list(what: str, value: str | Iterable[str]) -> list[str]:
     return values
 
 
-def _places(model: nn.Module, names: list[str] | None, prefix: str) -> Iterator[Place]:
+def _places(model: nn.Module, names: list[str] | None, prefix: str) -> list[Place]:
     """All parameters of some names, those of a module in an order that no wrapper changes."""
-    for _, places in groupby(all_places(model), key=lambda place: id(place.pair[0])):
-        by_name = {}
-        for place in places:
-            module, name = place.pair
-            plain = name_without_orig(name)
-            if names is not None and plain not in names and name not in names:
-                continue
-            if (
-                find_hook(module, plain) is not None
-                and module._buffers.get(mask_key(plain)) is None
-            ):
+    found: list[tuple[int, int, str, Place]] = []
+    number_of: dict[int, int] = {}  # of modules, by id
+    for place in all_places(model):
+        module, name = place.pair
+        plain = name_without_orig(name)
+        if names is None or plain in names or name in names:
+            is_pruned = find_hook(module, plain) is not None
+            if is_pruned and module._buffers.get(mask_key(plain)) is None:
                 raise lost_mask(module, plain)
+        if names is None or name in names:
             pair = NamedParameter(module, name, full_name(prefix, place.pair.fqn))
-            by_name[name] = place._replace(pair=pair)
-        order = sorted(by_name) if names is None else filter(by_name.__contains__, names)
-        yield from map(by_name.__getitem__, order)
-
-
-def _check_names(
-    names: Iterable[str],
-    parameters: Mapping[Hashable, Sequence[Place]],
-    reasons: Mapping[Hashable, str],
-) -> None:
-    """Raise ValueError for a name in ``names`` of which nothing is ever taken, such as "bias"."""
-    for name in names:
-        own = {reasons[k] for k, ps in parameters.items() if any(p.pair[1] == name for p in ps)}
-        own -= {_EXCLUDED, _NOT_INCLUDED, _OF_OTHER_TYPES}
-        if own and "" not in own:
-            raise ValueError(
-                f"names={names}: the parameters called {name!r} are left out "
-                f"({'; '.join(sorted(own))}). Leave the name out, or take these with "
-                "everything=True, or with include and min_ndim=1."
-            )
-
-
-def _is_norm(place: Place) -> bool:
-    """Norms of other libraries (LlamaRMSNorm, ...) have 1-d parameters and say so in their name."""
-    module = place.pair[0]
-    is_named_norm = "norm" in type(module).__name__.lower() and len(place.shape) <= 1
-    return isinstance(module, _NORMS) or is_named_norm
+            number = number_of.setdefault(id(module), len(number_of))
+            order = 0 if names is None else names.index(name)
+            found.append((number, order, name, place._replace(pair=pair)))
+    return [place for *_, place in sorted(found, key=lambda each: each[:3])]

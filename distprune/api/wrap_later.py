@@ -16,6 +16,7 @@ from distprune.call.reading import read_at_rest
 from distprune.masks.attach import Prepared, commit, detach, mask_dtype, prepare, tied_places
 from distprune.masks.checks import check_binary, check_hook, check_state, check_ties
 from distprune.masks.hook import PruningHook, find_hook, named_hooks, unregister
+from distprune.ranks.collectives import Communicator
 from distprune.ranks.process_groups import world
 from distprune.shards.checksum import checksums
 from distprune.shards.reader import ShardReader
@@ -66,35 +67,22 @@ def masks_aside(model: nn.Module, *, group: ProcessGroup | None = None) -> Itera
     try:
         with communicator.raising_everywhere():
             yield
+        communicator.agree()  # an error of the body on another rank is raised here
     except BaseException as raised:
         error = raised
-    # See [Note: all or none] in collectives; but a process that is about to end
-    # (KeyboardInterrupt) talks to nobody.
+    # A process that is about to end (KeyboardInterrupt) talks to nobody.
     is_ending = error is not None and not isinstance(error, Exception)
-    prepared: list[Prepared] = []
-    failure: BaseException | None = None
+    ranks = Communicator(()) if is_ending else communicator
     try:
-        with ordinary_tensors(), torch.no_grad():
-            prepared += _prepare(detached)
-    except BaseException as caught:
-        failure = caught
-    if error is None:
-        try:
-            communicator.agree(error=failure)
-        except BaseException as of_any_rank:  # also that of a body
-            error = of_any_rank
-    failed = torch.tensor([int(failure is not None)])
-    if error is None or not bool(failed if is_ending else communicator.max(failed)):
-        commit(prepared)
-    else:
-        error.masks = {entry.label: entry.mask for entry in detached}  # type: ignore[attr-defined]
+        commit(ranks.run(lambda: _prepare(detached)))
+    except BaseException as failure:
+        error = failure if error is None else error
+        error.masks = {e.label: e.mask for e in detached}  # type: ignore[attr-defined]
     if error is not None:
         raise error
 
 
 class _PlacedMask(NamedTuple):
-    """A mask, and where it belongs."""
-
     label: str
     module: nn.Module
     name: str
@@ -104,11 +92,12 @@ class _PlacedMask(NamedTuple):
 
 def _describe(detached: Sequence[_PlacedMask]) -> list[tuple[str, str]]:
     """What must be equal on all ranks: the names of the pruned parameters, and their masks."""
-    facts = [("pruned parameters with a whole mask", ", ".join(e.label for e in detached))]
-    for entry in detached:
-        checksum = checksums([local_tensor(entry.mask) != 0])[0]
-        facts.append((f"mask of {entry.label}, checksum", str(checksum)))
-    return facts
+    names = ", ".join(entry.label for entry in detached)
+    sums = checksums([local_tensor(entry.mask) != 0 for entry in detached])
+    return [("pruned parameters with a whole mask", names)] + [
+        (f"mask of {entry.label}, checksum", str(checksum))
+        for entry, checksum in zip(detached, sums, strict=True)
+    ]
 
 
 def _masks_of(model: nn.Module) -> list[_PlacedMask]:
@@ -131,19 +120,21 @@ def _masks_of(model: nn.Module) -> list[_PlacedMask]:
     return detached
 
 
+@torch.no_grad()
 def _prepare(detached: Sequence[_PlacedMask]) -> list[Prepared]:
     """Cut each mask like its parameter is cut now; tied parameters once, at all their places."""
     reader = ShardReader()
     tied: dict[Hashable, tuple[Shard, list[_PlacedMask]]] = {}
-    for entry in detached:
-        shard = read_at_rest(reader, entry.module, entry.name, entry.label)
-        tied.setdefault(shard.key, (shard, []))[1].append(entry)
     prepared = []
-    for shard, entries in tied.values():
-        part = shard.slice_of(entries[0].mask.to(shard.values.device))
-        if shard.is_sharded:  # else the mask goes on as it is
-            part = shard.new_mask(mask_dtype(shard)).copy_(part)
-        mask = shard.as_parameter_layout(part)
-        shard.places = tuple((entry.module, entry.name) for entry in entries)
-        prepared.append(prepare(shard, [entry.hook for entry in entries], mask))
+    with ordinary_tensors():
+        for entry in detached:
+            shard = read_at_rest(reader, entry.module, entry.name, entry.label)
+            tied.setdefault(shard.key, (shard, []))[1].append(entry)
+        for shard, entries in tied.values():
+            part = shard.slice_of(entries[0].mask.to(shard.values.device))
+            if shard.is_sharded:  # else the mask goes on as it is
+                part = shard.new_mask(mask_dtype(shard)).copy_(part)
+            shard.places = tuple((entry.module, entry.name) for entry in entries)
+            hooks = [entry.hook for entry in entries]
+            prepared.append(prepare(shard, hooks, shard.as_parameter_layout(part)))
     return prepared

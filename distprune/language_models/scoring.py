@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
+from distprune.api.chosen_masks import keep_pruned_values
 from distprune.api.global_unstructured import global_unstructured
-from distprune.api.zeros import keep_pruned_values
 from distprune.base.naming import Pair
 from distprune.call.report import PruningReport
 from distprune.call.request import ParameterArguments

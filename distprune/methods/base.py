@@ -9,9 +9,9 @@ slice of what one process would have computed.
 from __future__ import annotations
 
 import numbers
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +30,6 @@ from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import MaskRecord, PruningHook, find_hook, holds_zeros
 from distprune.methods import ranking
 from distprune.ranking.keys import Order
-from distprune.ranks.collectives import Communicator
 from distprune.shards.checksum import checksums
 from distprune.shards.reader import ShardReader
 
@@ -110,31 +109,34 @@ class BasePruningMethod(PruningHook, ABC):
             NotImplementedError: a parameter is sharded, and the method does not say
                 how its mask may be computed on shards.
         """
-        if self.PRUNING_TYPE == "structured":
-            raise NotImplementedError(
-                f"{call.shards[0].name}: {type(self).__name__} is a structured method of your "
-                "own, and the parameter is sharded. Compute the mask yourself and pass it to "
-                "custom_from_mask."
-            )
-        if self.DISTRIBUTED == "elementwise":
+        kind = None if self.PRUNING_TYPE == "structured" else self.DISTRIBUTED
+        if kind == "elementwise":
             return elementwise_decision(call, self.compute_mask)
-        if self.DISTRIBUTED == "scores":
+        if kind == "scores":
             by_score = ranking.by_function(self.compute_scores)  # type: ignore[attr-defined]
             return ranking.rank(call, self.amount, by_score)  # type: ignore[attr-defined]
-        if self.DISTRIBUTED is not None:
-            raise ValueError(
-                f"{type(self).__name__}.DISTRIBUTED={self.DISTRIBUTED!r}; expected "
-                "'elementwise', 'scores' or None."
-            )
-        if call.is_local:
-            return whole_decision(call, self.compute_mask)
-        sharded = next(shard.name for shard in call.shards if shard.is_sharded)
+        if kind is None and call.is_local:
+            return Decision(partial(self._prune_whole, call))
+        name = next((s.name for s in call.shards if s.is_sharded), call.shards[0].name)
         raise NotImplementedError(
-            f"{sharded} is sharded, and {type(self).__name__} does not say how its "
-            "mask may be computed on shards. Set the class attribute DISTRIBUTED to one of: "
-            "'elementwise' (the mask is a function of each element alone), or 'scores' (define "
-            "compute_scores and amount; the lowest are pruned)."
+            f"{name}: {type(self).__name__} does not say how its mask may be computed on shards "
+            f"(DISTRIBUTED={self.DISTRIBUTED!r}); expected the class attribute DISTRIBUTED to be "
+            "'elementwise' (the mask is a function of each element alone) or 'scores' (define "
+            "compute_scores and amount; the lowest are pruned), or, of channels, a mask that you "
+            "compute yourself and pass to custom_from_mask."
         )
+
+    def _prune_whole(self, call: PruningCall) -> LocalMasks:
+        """Compute one mask from all unpruned scores, 1-d, in the caller's order: whole ones."""
+        live = [call.start_mask(position) == 1 for position in range(len(call.shards))]
+        scores = torch.cat([call.score_or_value(i)[flags] for i, flags in enumerate(live)])
+        chosen = self.compute_mask(scores, torch.ones_like(scores))
+        parts = torch.split(chosen, [int(flags.sum()) for flags in live])
+
+        def prune(position: int, mask: Tensor) -> None:
+            mask[live[position]] = (parts[position] != 0).to(mask.dtype)
+
+        return call.changed_masks(prune)
 
     @classmethod
     def describe_arguments(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Fact]:
@@ -172,67 +174,50 @@ class BasePruningMethod(PruningHook, ABC):
             Exception: as in torch; the module has not changed then.
         """
         module = unwrap(module)
-        reader = ShardReader()
+        reader, label = ShardReader(), f"{type(module).__name__}.{name}"
         ranks = reader.communicator(module, name)
         if ranks is not None:
-            return cls._apply_sharded(module, name, args, kwargs, importance_scores, ranks)
-        present = checks.check_state(module, name)
+
+            def make_arguments() -> PruningArguments:
+                method = cls(*args, **kwargs)
+                method._tensor_name = name
+                checks.check_hook(method, label)
+                scores = None if importance_scores is None else {(module, name): importance_scores}
+                return PruningArguments(
+                    parameters=[NamedParameter(module, name, label)],
+                    method=method,
+                    make_hook=lambda owner, tensor_name: hook_with(owner, tensor_name, method),
+                    importance_scores=scores,
+                    facts=cls.describe_arguments(args, kwargs),
+                )
+
+            prune_parameters(make_arguments, ranks)
+            present = find_hook(module, name)
+            assert isinstance(present, BasePruningMethod)
+            return present
+        checks.check_state(module, name)
         method = cls(*args, **kwargs)
         method._tensor_name = name
-        shard = reader.read(module, name, f"{type(module).__name__}.{name}")
+        shard = reader.read(module, name, label)
         scores = importance_scores
         if scores is None:
-            scores = shard.parameter if present is None else shard.live_values()
+            scores = shard.parameter if shard.mask is None else shard.live_values()
         assert scores.shape == shard.shape, (
             f"importance_scores has shape {tuple(scores.shape)}; expected the parameter's shape "
             f"{tuple(shard.shape)}."
         )
-        hook = method
-        if present is None:
+        if shard.mask is None:
             default_mask = torch.ones_like(shard.parameter, requires_grad=False)
-            mask = method.compute_mask(scores, default_mask=default_mask)
+            mask = method.compute_mask(scores, default_mask=default_mask).detach()
         else:
-            assert shard.mask is not None  # the parameter is pruned
             default_mask = shard.mask.clone(memory_format=torch.contiguous_format)
-            mask = combined_mask(method, scores, default_mask)
-            hook = hook_with(module, name, method)
-        mask = mask.detach()
+            mask = combined_mask(method, scores, default_mask).detach()
+        hook = hook_with(module, name, method)
         shard.places = ((module, name),)
         commit([prepare(shard, [hook], mask)])
         num_pruned = int((mask == 0).sum())
         hook.record = MaskRecord(fingerprint_parts([shard], [mask])[0], num_pruned)
         return hook
-
-    @classmethod
-    def _apply_sharded(
-        cls,
-        module: nn.Module,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        importance_scores: Tensor | None,
-        ranks: Communicator,
-    ) -> BasePruningMethod:
-        label = f"{type(module).__name__}.{name}"
-
-        def make_arguments() -> PruningArguments:
-            method = cls(*args, **kwargs)
-            method._tensor_name = name
-            checks.check_hook(method, label)
-            return PruningArguments(
-                parameters=[NamedParameter(module, name, label)],
-                method=method,
-                make_hook=lambda owner, tensor_name: hook_with(owner, tensor_name, method),
-                importance_scores=(
-                    None if importance_scores is None else {(module, name): importance_scores}
-                ),
-                facts=cls.describe_arguments(args, kwargs),
-            )
-
-        prune_parameters(make_arguments, ranks)
-        present = find_hook(module, name)
-        assert present is not None and isinstance(present, BasePruningMethod)
-        return present
 
     def prune(
         self, t: Tensor, default_mask: Tensor | None = None, importance_scores: Tensor | None = None
@@ -378,16 +363,12 @@ def describe_argument(value: Any) -> str:
         if type(value) is not Tensor or value.is_meta:  # a DTensor is another one on each rank
             return kind
         return f"{kind}, checksum {checksums([value])[0]}"
-    if isinstance(value, np.ndarray):
-        return f"array {value.shape} {value.dtype}, crc32 {zlib.crc32(value.tobytes())}"
     if isinstance(value, (bool, numbers.Number, str, bytes, type(None))):
         return repr(value)
-    if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__} of {', '.join(map(describe_argument, value))}"
-    if isinstance(value, Mapping):
-        entries = [describe_argument(part) for entry in value.items() for part in entry]
-        return f"{type(value).__name__} of {', '.join(entries)}"
-    return type(value).__name__
+    parts = list(value.items()) if isinstance(value, Mapping) else value
+    parts = parts.tolist() if isinstance(parts, np.ndarray) else parts
+    described = map(describe_argument, parts) if isinstance(parts, (list, tuple)) else ()
+    return f"{type(value).__name__} of {', '.join(described)}"
 
 
 ComputeMask = Callable[[Tensor, Tensor], Tensor]
@@ -408,33 +389,3 @@ def elementwise_decision(call: PruningCall, compute_mask: ComputeMask) -> Decisi
             chunk[live] = compute_mask(scores, torch.ones_like(scores)).to(chunk.dtype)
 
     return Decision(lambda: call.changed_masks(prune))
-
-
-def whole_decision(call: PruningCall, compute_mask: ComputeMask) -> Decision:
-    """Run a method that has to see all unpruned scores at once, on whole parameters.
-
-    Args:
-        call: with whole parameters only.
-        compute_mask: gets the live scores of all parameters, 1-d, in the caller's
-            order, row-major, and a mask of ones.
-
-    Cost: memory for all scores.
-    """
-
-    def finish() -> LocalMasks:
-        live = [call.start_mask(position) == 1 for position in range(len(call.shards))]
-        scores = torch.cat([call.score_or_value(i)[flags] for i, flags in enumerate(live)])
-        chosen = compute_mask(scores, torch.ones_like(scores))
-        if chosen.shape != scores.shape:
-            raise ValueError(
-                f"compute_mask returned shape {tuple(chosen.shape)} for scores of shape "
-                f"{tuple(scores.shape)}; expected a mask of the same shape."
-            )
-        parts = torch.split(chosen, [int(flags.sum()) for flags in live])
-
-        def prune(position: int, mask: Tensor) -> None:
-            mask[live[position]] = (parts[position] != 0).to(mask.dtype)
-
-        return call.changed_masks(prune)
-
-    return Decision(finish)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from abc import abstractmethod
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,11 +21,12 @@ from distprune.methods import ranking
 from distprune.methods.base import BasePruningMethod, PruningContainer, hook_with
 from distprune.methods.channels import (
     ChannelSlice,
+    Flags,
+    Floats,
     channel_sizes,
     joint_norms,
     live_channels,
-    lowest_channels,
-    prune_channels,
+    prune_lowest,
 )
 from distprune.ranking.keys import Order
 from distprune.ranks.collectives import Communicator
@@ -165,7 +167,51 @@ class RandomUnstructured(_Ranked):
         return super().apply(module, name, amount=amount)
 
 
-class RandomStructured(BasePruningMethod):
+class _Structured(BasePruningMethod):
+    """What methods have in common that prune the channels of the lowest scores.
+
+    Attributes:
+        amount: a fraction of the channels in [0, 1], or a count.
+        dim: the channels' dimension.
+    """
+
+    PRUNING_TYPE = "structured"
+
+    def __init__(self, amount: Amount, dim: int) -> None:
+        validate_amount(amount)
+        self.amount = amount
+        self.dim = dim
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """Zero the ``k`` channels of the lowest scores; NaN rank last, as in torch."""
+        dim = checked_dim(t, self.dim)
+        size = t.shape[dim]
+        k = checked_count(self.amount, size)
+        if not k:
+            return default_mask
+        scores = self._whole_scores(t, dim)
+        keep = torch.ones(size, dtype=torch.bool, device=scores.device)
+        ranking.zero_lowest(keep, scores, k, Order.MAGNITUDE)
+        shape = [-1 if other == dim else 1 for other in range(t.dim())]
+        return (keep.to(t.device).view(shape) * default_mask).to(t.dtype)
+
+    def decide(self, call: PruningCall) -> Decision:
+        part = ChannelSlice(call.shards[0], checked_dim(call.shards[0], self.dim))
+        sizes = channel_sizes([[part]])
+        live = live_channels([part], sizes, call.communicator)
+        scores = self._scores(call, part, sizes, live)
+        return prune_lowest(call, [part], scores, live, self.amount)[0]
+
+    @abstractmethod
+    def _whole_scores(self, t: Tensor, dim: int) -> Tensor:
+        """The scores of the channels of a whole tensor."""
+
+    @abstractmethod
+    def _scores(self, call: PruningCall, part: ChannelSlice, sizes: Tensor, live: Flags) -> Floats:
+        """The scores of all channels, the same on every rank. Collective."""
+
+
+class RandomStructured(_Structured):
     """Prunes whole channels at random.
 
     Args:
@@ -173,35 +219,23 @@ class RandomStructured(BasePruningMethod):
         dim: the channels' dimension.
     """
 
-    PRUNING_TYPE = "structured"
     READS_VALUES = False
 
     def __init__(self, amount: Amount, dim: int = -1) -> None:
-        validate_amount(amount)
-        self.amount = amount
-        self.dim = dim
+        super().__init__(amount, dim)
 
-    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
-        """Zero the channels of ``k`` smallest random numbers."""
-        dim = checked_dim(t, self.dim)
-        if not checked_count(self.amount, t.shape[dim]):
-            return default_mask
-        return _without_lowest(t, dim, torch.rand(t.shape[dim]), self.amount, default_mask)
+    def _whole_scores(self, t: Tensor, dim: int) -> Tensor:
+        return torch.rand(t.shape[dim])
 
-    def decide(self, call: PruningCall) -> Decision:
-        part = ChannelSlice(0, call.shards[0], checked_dim(call.shards[0], self.dim))
-        live = live_channels([part], channel_sizes([[part]]), call.communicator)
-        num_live = int(live.sum())
-        scores = np.zeros(part.num_channels)
+    def _scores(self, call: PruningCall, part: ChannelSlice, sizes: Tensor, live: Flags) -> Floats:
+        scores, num_live = np.zeros(part.num_channels), int(live.sum())
         if resolve_count(self.amount, num_live):
-            # Every rank draws from torch's CPU generator as one process does; the leader's are
-            # taken.
+            # All ranks draw from torch's CPU generator, as one process does; the leader's count.
             drawn = call.communicator.leader_of(
                 num_live, lambda: torch.rand(num_live).view(torch.int32).long()
             )
             scores[live] = drawn.int().view(torch.float32).numpy()
-        chosen = lowest_channels(scores, live, self.amount)
-        return Decision(prune_channels(call, [part], chosen))
+        return scores
 
     @classmethod
     def apply(  # type: ignore[override]
@@ -211,7 +245,7 @@ class RandomStructured(BasePruningMethod):
         return super().apply(module, name, amount=amount, dim=dim)
 
 
-class LnStructured(BasePruningMethod):
+class LnStructured(_Structured):
     """Prunes whole channels of smallest L_n norm; equal norms by ascending index.
 
     Norms are summed exactly, so that no order of summation, and no sharding, can
@@ -223,44 +257,30 @@ class LnStructured(BasePruningMethod):
         dim: the channels' dimension.
     """
 
-    PRUNING_TYPE = "structured"
-
     def __init__(self, amount: Amount, n: Any, dim: int = -1) -> None:
-        validate_amount(amount)
-        self.amount = amount
+        super().__init__(amount, dim)
         self.n = n
-        self.dim = dim
 
-    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
-        """Zero the ``k`` channels of smallest norm."""
-        dim = checked_dim(t, self.dim)
-        k = checked_count(self.amount, t.shape[dim])
-        norms = compute_norm(t, self.n, dim)
-        return _without_lowest(t, dim, norms, k, default_mask) if k else default_mask
+    def _whole_scores(self, t: Tensor, dim: int) -> Tensor:
+        return compute_norm(t, self.n, dim)
 
-    def decide(self, call: PruningCall) -> Decision:
-        shard = call.shards[0]
-        part = ChannelSlice(0, shard, checked_dim(shard, self.dim))
-        order = norm_order(self.n)
-        scores = call.score_or_value(0)
-        if order is None or not scores.dtype.is_floating_point:
+    def _scores(self, call: PruningCall, part: ChannelSlice, sizes: Tensor, live: Flags) -> Floats:
+        order, values, label = norm_order(self.n), call.score_or_value(0), part.shard.name
+        if order is None or not values.dtype.is_floating_point:
             raise NotImplementedError(
-                f"{shard.name}: n={self.n!r} of {scores.dtype} is not supported on a sharded "
-                "parameter; expected a number, +-inf included, and scores of floating point."
+                f"{label}: n={self.n!r} of {values.dtype} is not supported on a sharded "
+                "parameter; expected 1, 2 or inf, and scores of floating point."
             )
-        mask = shard.mask if shard.scores is None else None
-        sizes = channel_sizes([[part]])
-        rows = partial(part.counted_rows, lambda: scores, mask)
-        norms = joint_norms([rows], order, sizes, call.communicator).to(scores.dtype)
-        if norms.isnan().any():
+        mask = part.shard.mask if part.shard.scores is None else None
+        rows = partial(part.counted_rows, lambda: values, mask)
+        norms = joint_norms([rows], order, sizes, call.communicator).to(values.dtype)
+        wrong = norms.isnan().nonzero().view(-1).tolist()
+        if wrong:
             raise ValueError(
-                f"{shard.name}: the scores of channels "
-                f"{norms.isnan().nonzero().squeeze(1).tolist()} along dim {self.dim} contain NaN; "
+                f"{label}: the scores of channels {wrong} along dim {self.dim} contain NaN; "
                 "expected numbers."
             )
-        live = live_channels([part], sizes, call.communicator)
-        chosen = lowest_channels(norms.double().numpy(), live, self.amount)
-        return Decision(prune_channels(call, [part], chosen))
+        return norms.double().numpy()
 
     @classmethod
     def apply(  # type: ignore[override]
@@ -322,16 +342,15 @@ class CustomFromMask(BasePruningMethod):
         (shard,), given = call.shards, self.mask
 
         def own_part() -> Tensor:
-            part = local_part(shard.name, "mask", given, shard)
             if shard.is_sharded:
                 # Torch multiplies factors in; a mask on shards only says what is kept.
                 check_binary(local_tensor(given), shard.name)
-            return part
+            return local_part(shard.name, "mask", given, shard)
 
-        label = f"checksum of the mask of {shard.name}"
-        part = call.communicator.run(
-            own_part, lambda _: [(label, whole_checksum(given != 0, shard))]
-        )
+        def facts_of(_: Tensor) -> list[Fact]:
+            return [(f"checksum of the mask of {shard.name}", whole_checksum(given != 0, shard))]
+
+        part = call.communicator.run(own_part, facts_of)
 
         def prune(position: int, mask: Tensor) -> None:
             mask.mul_(part.to(mask.dtype))
@@ -356,12 +375,12 @@ def hook_for_chosen_mask(module: nn.Module, name: str, *, reuse: bool = False) -
     """
     hook = find_hook(module, name)
     last = hook[-1] if isinstance(hook, PruningContainer) and len(hook) else hook
-    if type(last) is CustomFromMask and last._mask is None:
-        assert isinstance(hook, BasePruningMethod)
-        return hook if reuse else hook_with(module, name, last)
-    chosen = CustomFromMask(None)
-    chosen._tensor_name = name
-    return chosen if hook is None else hook_with(module, name, chosen)
+    if type(last) is not CustomFromMask or last._mask is not None:
+        last = CustomFromMask(None)
+        last._tensor_name = name
+    elif reuse:
+        return hook  # type: ignore[return-value]
+    return hook_with(module, name, last)
 
 
 def checked_dim(t: Tensor | Shard, dim: int) -> int:
@@ -402,10 +421,10 @@ def validate_dim(t: Tensor | Shard, dim: int) -> None:
 
 
 def norm_order(n: object) -> float | None:
-    """The order of a norm that is a sum over elements; None if ``n`` names a norm of matrices."""
+    """The order of a norm that is summed exactly: 1, 2 (also for None) or inf; else None."""
     if n is None:
         return 2.0
-    return float(n) if isinstance(n, numbers.Real) and not math.isnan(n) else None
+    return float(n) if n in (1, 2, math.inf) else None  # type: ignore[arg-type]
 
 
 def compute_norm(t: Tensor, n: Any, dim: int) -> Tensor:
@@ -420,13 +439,3 @@ def compute_norm(t: Tensor, n: Any, dim: int) -> Tensor:
     rows = t.detach().movedim(dim, 0), torch.arange(t.shape[dim]), None
     sizes = torch.full((t.shape[dim],), t.numel() // max(t.shape[dim], 1))
     return joint_norms([lambda: rows], order, sizes, Communicator(())).to(t.device, t.dtype)
-
-
-def _without_lowest(
-    t: Tensor, dim: int, scores: Tensor, amount: Amount, default_mask: Tensor
-) -> Tensor:
-    """A mask without the channels of the lowest scores; NaN rank last, as in torch."""
-    keep = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
-    ranking.zero_lowest(keep, scores, resolve_count(amount, len(keep)), Order.MAGNITUDE)
-    shape = [-1 if other == dim else 1 for other in range(t.dim())]
-    return (keep.to(t.device).view(shape) * default_mask).to(t.dtype)

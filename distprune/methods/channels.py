@@ -5,9 +5,6 @@ sharding: two channels whose norms differ in the last digits could change places
 Here the terms of a channel are rounded once to a common binary grid, 62 bits wide
 including room for the sum, and added as integers. Integer sums have no order, so one
 process and any sharding rank the same norms.
-
-[Note: powers] torch.pow of float64 rounds an element differently at the end of a
-vector than inside of it, where the exponent is no small integer; numpy's does not.
 """
 
 from __future__ import annotations
@@ -23,17 +20,15 @@ from torch import Tensor, nn
 
 from distprune.base.amount import Amount, checked_count
 from distprune.base.exact_sums import Normalization
-from distprune.base.memory import takes_numpy
 from distprune.base.naming import label_of
-from distprune.call.request import LocalMasks, PruningCall
-from distprune.ranks.collectives import Communicator, Op
+from distprune.call.request import Decision, PruningCall
+from distprune.ranks.collectives import Communicator
 from distprune.shards.shard import Shard
 
 _BLOCK = 1 << 17  # elements whose float64 terms are held at a time
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
-Integers = npt.NDArray[np.int64]
 # Of this rank: rows [rows, ...], the channel of each, int64, and what of them counts; None: all.
 Rows = tuple[Tensor, Tensor, Tensor | None]
 
@@ -112,18 +107,16 @@ class ChannelGroup:
 
 @dataclass(frozen=True)
 class ChannelSlice:
-    """The part that one parameter of a call has in some channels.
+    """This rank's part of one parameter, as channels.
 
     Attributes:
-        position: the position of the parameter in the call.
-        shard: this rank's part of it.
+        shard: the part.
         dim: the channels' dimension, counted from the front.
         size: indices along ``dim`` per channel.
         first: number of its first channel among those of all groups.
         is_ranked: whether its elements count for the norm.
     """
 
-    position: int
     shard: Shard
     dim: int
     size: int = 1
@@ -140,6 +133,11 @@ class ChannelSlice:
         rows, coordinates = self.shard.channels(local, self.dim)
         rows = rows.unsqueeze(1) if rows.ndim == 1 else rows
         return rows, self.first + coordinates // self.size
+
+    @property
+    def span(self) -> slice:
+        """Its channels among those of all groups."""
+        return slice(self.first, self.first + self.num_channels)
 
     def counted_rows(self, read: Callable[[], Tensor], mask: Tensor | None) -> Rows:
         """The rows of a local tensor that this rank counts: none on a further replica."""
@@ -163,14 +161,14 @@ def joint_norms(
 
     Args:
         parts: a local step per parameter, which may fail: what this rank counts of it.
-        n: order of the norm: any number, 0 (non-zero elements) and +-inf included.
+        n: order of the norm: 1, 2 or inf.
         sizes: int64 [channels]: elements of each whole channel.
         communicator: the ranks that hold the parts.
 
     Returns:
         float64 [channels]; NaN where a channel has one, the same on every rank.
 
-    Cost: two reads and two all-reduces of 8 bytes per channel; one of each for n = 0 and +-inf.
+    Cost: two reads and two all-reduces of 8 bytes per channel; one of each for n = inf.
     """
 
     def over_blocks(
@@ -182,31 +180,15 @@ def joint_norms(
         return result
 
     zeros = torch.zeros_like(sizes)
-    if n == 0:
-        return communicator.reduce(
-            sizes.numel(),
-            lambda: over_blocks(zeros, "sum", lambda x, _: torch.count_nonzero(x, dim=1)),
-        ).double()
 
-    def extremes() -> Tensor:
-        # The largest power is that of the largest element, or of the smallest.
-        if n > 0:
-            found = over_blocks(zeros.double(), "amax", lambda x, _: x.amax(1).double())
-        else:
-            found = over_blocks(
-                torch.full_like(zeros, math.inf, dtype=torch.float64),
-                "amin",
-                lambda x, _: x.amin(1).double(),
-            )
-        # Non-negative doubles are in the order of their bits; NaN is above them, or, as -1, below.
-        bits = found.view(torch.int64)
-        return bits if n > 0 else bits.masked_fill_(found.isnan(), -1)
+    def largest() -> Tensor:
+        found = over_blocks(zeros.double(), "amax", lambda x, _: x.amax(1).double())
+        return found.view(torch.int64)  # their order is that of the numbers; NaN is above inf
 
-    op: Op = "max" if n > 0 else "min"
-    extreme = communicator.reduce(sizes.numel(), extremes, op).view(torch.float64)
-    if math.isinf(n):
-        return extreme
-    tops = _powers(extreme, n)
+    tops = communicator.reduce(sizes.numel(), largest, "max").view(torch.float64)
+    if n == math.inf:
+        return tops
+    tops = tops.pow(n)  # 1 or 2, exactly rounded
     finite = tops.isfinite()
     _, exponents = torch.frexp(torch.where(finite, tops, 0.0))
     # Every term is below 2**exponent; their sum on this grid stays below 2**62.
@@ -216,12 +198,12 @@ def joint_norms(
     grid = _power_of_two(shifts)
 
     def grid_sums(x: Tensor, where: Tensor) -> Tensor:
-        scaled = _powers(x.double(), n) * grid[where].to(x.device).unsqueeze(1)
+        scaled = x.double().pow(n) * grid[where].to(x.device).unsqueeze(1)
         return scaled.nan_to_num_(0.0, 0.0, 0.0).round_().long().sum(1)
 
     sums = communicator.reduce(sizes.numel(), lambda: over_blocks(zeros, "sum", grid_sums))
     powers = torch.where(finite, sums.double() * _power_of_two(-shifts), tops)
-    return powers.sqrt() if n == 2 else _powers(powers, 1.0 / n)
+    return powers.sqrt() if n == 2 else powers
 
 
 def _blocks(rows: Tensor, channels: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -233,17 +215,6 @@ def _blocks(rows: Tensor, channels: Tensor, mask: Tensor | None) -> Iterator[tup
         if mask is not None:
             block = block.masked_fill(mask[part].flatten(1) == 0, 0.0)
         yield block, channels[part]
-
-
-def _powers(magnitudes: Tensor, n: float) -> Tensor:
-    if n == 1:
-        return magnitudes
-    if n == 2:
-        return magnitudes * magnitudes
-    if not takes_numpy(magnitudes.device):
-        return magnitudes.pow(n)
-    with np.errstate(divide="ignore", over="ignore", under="ignore"):
-        return torch.from_numpy(np.power(magnitudes.contiguous().numpy(), n))  # [Note: powers]
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
@@ -293,11 +264,14 @@ def normalized(scores: Floats, live: Flags, normalize: Normalization) -> Floats:
     return scores / statistic if statistic else scores
 
 
-def lowest_channels(scores: Floats, live: Flags, amount: Amount) -> Integers:
-    """The live channels of the lowest scores, by (score, number).
+def prune_lowest(
+    call: PruningCall, parts: Sequence[ChannelSlice], scores: Floats, live: Flags, amount: Amount
+) -> tuple[Decision, Flags]:
+    """Prune the live channels of the lowest scores, by (score, number); and which these are.
 
     Args:
-        scores: float64 [channels], no NaN where they are live.
+        parts: of every parameter of the call.
+        scores: float64 [channels], no NaN where they are live; the same on all ranks.
         live: bool [channels]: which channels compete.
         amount: a fraction of them, or a count.
 
@@ -306,18 +280,21 @@ def lowest_channels(scores: Floats, live: Flags, amount: Amount) -> Integers:
     """
     competing = np.flatnonzero(live)
     order = competing[np.argsort(scores[competing], kind="stable")]
-    return order[: checked_count(amount, order.size)]
-
-
-def prune_channels(
-    call: PruningCall, parts: Sequence[ChannelSlice], chosen: Integers
-) -> Callable[[], LocalMasks]:
-    """A local step that prunes channels, by their numbers, in all parameters of a call."""
-    dropped = torch.zeros(parts[-1].first + parts[-1].num_channels, dtype=torch.bool)
-    dropped[torch.from_numpy(chosen)] = True
+    chosen = order[: checked_count(amount, order.size)]
+    pruned = np.zeros(live.size, dtype=bool)
+    pruned[chosen] = True
+    dropped = torch.from_numpy(pruned)
 
     def prune(position: int, mask: Tensor) -> None:
         rows, channels = parts[position].rows(mask)
         rows[dropped[channels].to(mask.device)] = 0
 
-    return lambda: call.changed_masks(prune)
+    threshold = float(scores[chosen[-1]]) if chosen.size else None
+    ties = scores == threshold
+    decision = Decision(
+        lambda: call.changed_masks(prune),
+        threshold=threshold,
+        num_ties=int((ties & live).sum()),
+        num_ties_pruned=int((ties & pruned).sum()),
+    )
+    return decision, pruned

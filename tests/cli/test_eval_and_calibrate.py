@@ -153,7 +153,7 @@ def test_what_is_wrong_is_said_with_an_exit_code(run, made, tmp_path):
         (2, ["eval", model, "--text", text, "--device", "abacus"], "--device abacus: expected"),
         (2, ["eval", model], "expected --text FILE"),
         (2, ["calibrate", model, "--text", text, "--out", out, *length, "--include", "x"],
-         "'x' match no parameter"),
+         "'x' matches no parameter"),
         (2, ["calibrate", model, "--text", text, "--out", out, *length, "--samples", "9999"],
          "num_windows=9999 of"),
         (1, ["calibrate", model, "--text", text, "--out", tmp_path / "no" / "x", *length],

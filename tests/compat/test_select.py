@@ -72,7 +72,7 @@ class TestPlainModels:
         assert names(prune.select(Net(), everything=True)) == EVERYTHING
         vectors = nn.Sequential(nn.PReLU(3), nn.Linear(3, 1), nn.LayerNorm(3))
         assert names(prune.select(vectors, everything=True)) == ["0.weight", "1.weight"]
-        with pytest.raises(ValueError, match=r"its 1 parameters are left out \(fewer than 2"):
+        with pytest.raises(ValueError, match=r"left out \(fewer than 2"):
             prune.select(vectors[:1])
 
     def test_types_tell_more_than_names(self):
@@ -103,7 +103,7 @@ class TestPlainModels:
 
     def test_other_names(self):
         biases = {"types": nn.Linear, "names": ("weight", "bias")}
-        with pytest.raises(ValueError, match=r"called 'bias' are left out \(fewer than 2"):
+        with pytest.raises(ValueError, match=r"called 'bias' .* left out \(fewer than 2"):
             prune.select(Net(), **biases)
         expected = [f"blocks.{i}.up.{name}" for i in range(2) for name in ("weight", "bias")]
         for asked in ({"include": "*", "min_ndim": 1}, {"everything": True}):
@@ -187,7 +187,7 @@ class TestPatterns:
         assert names(selected) == [DEFAULT[2]]
 
     def test_every_pattern_has_to_match(self):
-        with pytest.raises(ValueError, match=r"'lm_head' match no parameter.*embed\.weight"):
+        with pytest.raises(ValueError, match=r"'lm_head' matches no parameter.*embed\.weight"):
             prune.select(Net(), exclude=["head", "lm_head"])
 
     def test_nothing_left(self):

@@ -178,11 +178,11 @@ def own_mask(setting: Setting):
 
 def global_mask(**odd):
     def prepare(setting: Setting):
-        weights = {name: setting.pair(name) for name in NAMES}
+        pairs = [setting.pair(name) for name in NAMES]
         arguments = {"k": 20} | (odd if setting.is_odd else {})
-        if arguments.pop("keys", None):
-            weights["another"] = weights.pop("l2.weight")
-        return partial(prune.global_mask, weights, **arguments)
+        if arguments.pop("others", None):
+            pairs[0], pairs[1] = pairs[1], pairs[0]
+        return partial(prune.global_mask, pairs, **arguments)
 
     return prepare
 
@@ -449,19 +449,29 @@ ROWS = {
     "mask of another shape": Row(
         calling(pruning_method=WrongShape), "RuntimeError", "shape", odd=ALL
     ),
+    "norm of order 0": Row(
+        lambda s: partial(prune.ln_structured, *s.pairs[0], 0.5, 0, 0),
+        "NotImplementedError",
+        "n=0 of torch.float32 is not supported",
+        SHARDED,
+        odd=ALL,
+    ),
     # global_mask and set_masks.
     "global_mask, k": Row(global_mask(k=21), "ValueError", "k:"),
     "global_mask, largest": Row(global_mask(largest=False), "ValueError", "largest"),
     "global_mask, candidates": Row(
-        global_mask(candidates={"l1.weight": torch.ones(10, 6) > 0}), "ValueError", "l1.weight"
+        global_mask(candidates=[None] * 4), "ValueError", "candidates"
     ),
     "global_mask, too many": Row(
         global_mask(k=10**6), "ValueError", "k is 1,000,000, and", odd=ALL
     ),
     "global_mask, NaN": Row(
-        lambda s: (after(nan)(s), global_mask()(s))[1], "ValueError", "l2.weight(.|\n)*NaN", SHARDED
+        lambda s: (after(nan)(s), global_mask()(s))[1],
+        "ValueError",
+        r"weight \(#1\)(.|\n)*NaN",
+        SHARDED,
     ),
-    "global_mask, keys": Row(global_mask(keys=True), "ValueError", "l2.weight"),
+    "global_mask, parameters": Row(global_mask(others=True), "ValueError", r"Linear\.weight"),
     "set_masks, differ": Row(
         set_masks(lambda masks: masks[1].logical_not_()), "ValueError", r"Linear\.weight"
     ),

@@ -111,11 +111,11 @@ def test_global_mask_refuses_signed_scores_without_the_sign():
     movement = prune.criteria.Movement([(layer, "weight")])
     layer.weight.grad = torch.ones(2, 3)
     movement.update()
-    tensors = {pair: pair for pair in movement.parameters}
+    pairs = movement.parameters
     with pytest.raises(TypeError, match="expected signed=True"):
-        prune.global_mask(tensors, 3, scores=movement.scores())
-    chosen = prune.global_mask(tensors, 3, scores=movement.scores(), signed=True)
-    (mask,) = chosen.masks.values()
+        prune.global_mask(pairs, 3, scores=movement.scores())
+    chosen = prune.global_mask(pairs, 3, scores=movement.scores(), signed=True)
+    (mask,) = chosen.masks
     lowest = (-layer.weight.detach()).flatten().sort().indices[:3]
     assert not mask.flatten()[lowest].any()
     assert int(mask.sum()) == 3

@@ -67,9 +67,8 @@ def test_in_a_hook_of_the_optimizer(wrapping):
 
 def traffic() -> tuple[int, int]:
     model = wrappings.wrap(fill(Net((200, 400, 300, 8)), "normal", "float32"), "fsdp2-2")
-    weights = [pair[0].weight for pair in prune.select(model)]
     with Traffic() as seen:
-        found = prune.global_mask(weights, 50_000)
+        found = prune.global_mask(prune.select(model), 50_000)
     assert found.num_collectives == len(seen.calls) and found.bytes_sent == seen.num_bytes
     return found.num_collectives, found.bytes_sent
 
@@ -77,35 +76,3 @@ def traffic() -> tuple[int, int]:
 def test_few_small_collectives():
     num_collectives, bytes_sent = run_ranks(traffic, 2)[0]
     assert num_collectives <= 12 and bytes_sent < 150_000
-
-
-def runs_of_fsdp1_are_refused() -> list[str]:
-    model = wrappings.wrap(fill(Net(), "normal", "float32"), "fsdp1-2")
-    texts = []
-    for tensor in (next(model.parameters()), model.l1._fsdp_wrapped_module.weight):
-        try:
-            prune.global_mask([tensor], 3)
-        except NotImplementedError as error:
-            texts.append(str(error))
-    return texts
-
-
-def test_runs_of_fsdp1_are_refused_without_their_module():
-    for texts in run_ranks(runs_of_fsdp1_are_refused, 2):
-        assert len(texts) == 2 and all("(module, name) pair" in text for text in texts)
-
-
-def uneven_strided_shards() -> str:
-    """A DTensor alone does not tell whether FSDP2 made such a cut, or a view did."""
-    model = wrappings.wrap(fill(Net(), "normal", "float32"), "fsdp2_tp-2x2")
-    prune.global_mask([(model.l1, "weight")], 3)
-    try:
-        prune.global_mask({"l1.weight": model.l1.weight}, 3)
-    except NotImplementedError as error:
-        return str(error)
-    return ""
-
-
-def test_uneven_shards_over_tensor_parallel_ones_need_their_module():
-    for text in run_ranks(uneven_strided_shards, 4):
-        assert "l1.weight" in text and "_StridedShard" in text

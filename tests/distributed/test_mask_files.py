@@ -127,7 +127,7 @@ def stages_that_lack_a_part(folder: Path) -> list[str]:
         {n: getattr(model, n) for n in (["l1", "l2"], ["l3", "norm", "one"])[rank]}
     )
     error = error_of(lambda part: prune.load_masks(part, folder, pipeline_parallel=True), part)
-    wrong += [error] * ("no parameter for 2 of the masks" not in error or "CHANGED" in error)
+    wrong += [error] * ("fit no parameter: conv" not in error or "CHANGED" in error)
     wrong += [error] * ("conv.weight" not in error or "conv.bias" not in error)
     if rank == 0:
         part["l1"] = nn.Linear(6, 7)
@@ -179,8 +179,8 @@ def test_errors_are_raised_on_every_rank_and_change_nothing(folder, tmp_path):
     prune.save_masks(pruned_net(amount=0.5)[0], other)
     file.write_text("in the way")
     expected = [
-        "ValueError: the model has no parameter for 4 of the masks in",
-        "ValueError: l2.weight has shape (4, 10); its mask has (5, 10); l3.weight has",
+        "masks in",
+        "l2.weight has shape (4, 10); its mask has (5, 10); l3.weight has",
         "has no masks (distprune/masks.safetensors is missing)",
         "rank 0 has crc32 of the masks",
         "on rank 0: CheckpointError",

@@ -130,7 +130,7 @@ def problems_of_channels(kind: str) -> list[str]:
     """Twice, since the second call counts what the first has left."""
     wrong, rank = [], dist.get_rank()
     alone = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
-    for data, n in (("normal", 2), ("few", 1), ("equal", 2.5)):
+    for data, n in (("normal", 2), ("few", 1), ("equal", float("inf"))):
         dense = fill(Net((6, 12, 6, 6)), data, "float32")
         model = copy.deepcopy(dense)
         mix(model, kind)
@@ -177,9 +177,9 @@ def calls_with_tensors_of_a_mesh() -> list[str]:
 
     num = sum(score.numel() for score in scores)
     keeps = reference.prune(scores, num - 50)
-    kept = prune.global_mask(parameters, 50, scores=of_mesh)
+    kept = prune.global_mask(targets, 50, scores=of_mesh)
     compare(kept.masks, keeps, "global_mask with scores")
-    again = prune.global_mask(parameters, 20, scores=of_mesh, candidates=kept.masks)
+    again = prune.global_mask(targets, 20, scores=of_mesh, candidates=kept.masks)
     compare(again.masks, reference.prune(scores, 30, keeps), "global_mask with candidates")
 
     criterion = SNIP(targets)

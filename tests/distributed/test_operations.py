@@ -116,7 +116,7 @@ def single(number: int) -> list[tuple]:
     ]
     norms = [
         do("norm_channels", name=WEIGHTS[i % 3], n=n, dim=dim, amount=amount, scores=None)
-        for i, (n, dim, amount) in enumerate(product((1, 2, math.inf, 0), (0, 1, -1), (1, 0.5)))
+        for i, (n, dim, amount) in enumerate(product((1, 2, math.inf), (0, 1, -1), (1, 0.5)))
     ]
     masks = [
         do("custom", name=name, share=0.7, dtype=dtype, seed=seed)

@@ -25,16 +25,12 @@ def chosen_of(kind: str, model: nn.Module) -> list:
 
 
 def selected(kind: str, data: str, k: int) -> tuple[list, dict]:
-    """What global_mask selects, by lists and by names; and its facts."""
+    """What global_mask selects, and its facts."""
     model, _, _ = make_stage(kind, data)
     chosen = chosen_of(kind, model)
     first = prune.global_mask(chosen, k, pipeline_parallel=True)
-    named = {pair.fqn: pair for pair in chosen}
-    again = prune.global_mask(named, k, pipeline_parallel=True)
-    masks = dict(zip(named, first.masks, strict=True))
-    for name, mask in again.masks.items():
-        assert torch.equal(wrappings.local(mask), wrappings.local(masks[name]))
-    found = [(name, wrappings.local(mask)) for name, mask in masks.items()]
+    masks = zip(chosen, first.masks, strict=True)
+    found = [(pair.fqn, wrappings.local(mask)) for pair, mask in masks]
     return found, {"threshold": first.threshold, "ties": first.num_ties}
 
 
@@ -54,26 +50,23 @@ def test_the_mask_is_that_of_one_process(kind):
             assert_parts_of(keep, parts[name], kind, name)
 
 
-def among_candidates(kind: str, ranked: str) -> dict[str, torch.Tensor]:
-    """Scores of all, and candidates of a parameter that only one rank has."""
+def by_scores(kind: str, ranked: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
     model, _, _ = make_stage(kind, "normal")
-    tensors = {name: p.detach() for name, p in model.named_parameters() if p.dim() == 2}
-    scores = "random" if ranked == "random" else {n: t.square() - 0.01 for n, t in tensors.items()}
-    diagonal = {n: torch.eye(6, dtype=torch.bool) for n in tensors if n == "layers.2.weight"}
+    pairs = prune.select(model, everything=True)
+    scores = [pair[0].weight.detach().square() - 0.01 for pair in pairs]
     found = prune.global_mask(
-        tensors, 150, scores=scores, candidates=diagonal, largest=False,
+        pairs, 150, scores="random" if ranked == "random" else scores, largest=False,
         signed=ranked == "signed", pipeline_parallel=True,
     )  # fmt: skip
-    return found.masks
+    return {pair.fqn: mask for pair, mask in zip(pairs, found.masks, strict=True)}
 
 
 @pytest.mark.parametrize("ranked", ["signed", "magnitudes", "random"])
-def test_scores_and_candidates_over_stages(ranked):
-    (expected,) = run_ranks(among_candidates, 1, "whole", ranked)
+def test_scores_over_stages(ranked):
+    (expected,) = run_ranks(by_scores, 1, "whole", ranked)
     assert sum(int(mask.sum()) for mask in expected.values()) == 150
-    assert int(expected["layers.2.weight"].sum()) <= 6
-    masks = run_ranks(among_candidates, 2, "plain", ranked)
+    masks = run_ranks(by_scores, 2, "plain", ranked)
     assert sorted(name for part in masks for name in part) == sorted(expected)
     for part in masks:
         for name, mask in part.items():
@@ -150,6 +143,8 @@ def error_of(case: str) -> str:
         chosen = []
     elif case == "other k":
         k = 10 + rank
+    elif case == "candidates":
+        options["candidates"] = [None] * len(chosen)
     elif case == "too many":
         k = SIZE + 1
     elif case == "one rank only":
@@ -164,8 +159,9 @@ def error_of(case: str) -> str:
 ERRORS = {
     "no names": "TypeError(.|\n)*select",
     "twice": "ValueError: weight is the name of two(.|\n)*prefix",
-    "empty": "ValueError: tensors is empty on every rank",
+    "empty": "ValueError: parameters is empty on every rank",
     "other k": "ValueError(.|\n)*k(.|\n)*11",
+    "candidates": "NotImplementedError: candidates",
     "too many": "ValueError: k is 451, and 450",
     "one rank only": "ValueError(.|\n)*pipeline_parallel",
 }

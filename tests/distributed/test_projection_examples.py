@@ -46,11 +46,10 @@ def trained(wrapping: str, method: str) -> dict[str, tuple[Tensor, Tensor]]:
     indices = wrappings.local_indices(dense, wrapping)
     model = wrappings.wrap(dense, wrapping)
     pairs = runs.named_targets(model, runs.WEIGHTS)
-    weights = {pair.fqn: pair[0].weight for pair in pairs}
     k = 37
     optimizer = torch.optim.SGD(model.parameters(), lr=2**-6, momentum=0.5)
     methods = example()
-    admm = methods.ADMM(weights, k, optimizer, rho=0.5, every=3) if method == "ADMM" else None
+    admm = methods.ADMM(pairs, k, optimizer, rho=0.5, every=3) if method == "ADMM" else None
     part = wrappings.data_rank(wrapping)
     for step in range(26):
         batch = tuple(
@@ -63,12 +62,12 @@ def trained(wrapping: str, method: str) -> dict[str, tuple[Tensor, Tensor]]:
         if method == "AC/DC" and step % 4 == 3:
             methods.acdc_phase(pairs, k, optimizer, is_sparse=step % 8 == 3)
         if method in ("hard", "soft"):
-            methods.proximal_step(weights, k, soft=method == "soft")
+            methods.proximal_step(pairs, k, soft=method == "soft")
     result = {}
-    for name, mask in zip(runs.WEIGHTS, prune.get_masks(pairs), strict=True):
+    for i, (name, mask) in enumerate(zip(runs.WEIGHTS, prune.get_masks(pairs), strict=True)):
         held = wrappings.shard(model, name, indices)
         if admm is not None:
-            held = wrappings.local(admm.z[name])
+            held = wrappings.local(admm.z[i])
         result[name] = (wrappings.local(held).clone(), wrappings.local(mask), indices[name])
     return result
 

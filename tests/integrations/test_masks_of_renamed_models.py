@@ -95,7 +95,7 @@ def test_a_base_model_has_a_prefix_less(pruned, family):
     )
     zeros = zeros_of(model)
     if rest:
-        with pytest.raises(ValueError, match="strict=False to load the other masks") as raised:
+        with pytest.raises(ValueError, match="strict=False loads the other masks") as raised:
             prune.load_masks(model, folder)
         assert all(name in str(raised.value) for name in rest)
         assert not prune.is_pruned(model)
@@ -169,7 +169,7 @@ def test_the_zeros_that_were_loaded_are_the_masks(pruned, family):
 
 def test_another_model_altogether(pruned):
     model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="no parameter for"):
+    with pytest.raises(ValueError, match="fit no parameter"):
         prune.load_masks(model, pruned("llama"), strict=False)
     assert not prune.is_pruned(model)
 

@@ -167,7 +167,7 @@ def test_patterns_replace_the_default():
     model = tiny_model("mixtral")
     only = prune.select(model, include="*gate.weight", exclude="model.layers.1.*")
     assert names(only) == ["model.layers.0.mlp.gate.weight"]
-    with pytest.raises(ValueError, match="'nonsense' match no parameter"):
+    with pytest.raises(ValueError, match="'nonsense' matches no parameter"):
         prune.select(model, exclude="nonsense")
     with pytest.raises(ValueError, match=r"nothing is selected in this MixtralFor.*a router"):
         prune.select(model, exclude=["*self_attn*", "*experts*"])

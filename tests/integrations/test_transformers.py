@@ -186,7 +186,7 @@ def test_what_cannot_work_is_refused_at_the_start(tmp_path, caplog):
         make_trainer(tmp_path, [callback, PruningCallback(SCHEDULE)]).train()
     with pytest.raises(TypeError, match="plan returned a list"):
         make_trainer(tmp_path, [PruningCallback(prune.select)]).train()
-    with pytest.raises(ValueError, match="'nothing' match no parameter"):
+    with pytest.raises(ValueError, match="'nothing' matches no parameter"):
         make_trainer(tmp_path, [PruningCallback(SCHEDULE, exclude="nothing")]).train()
 
     # A dense model under the callback of a pruned checkpoint.

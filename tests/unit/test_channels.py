@@ -13,7 +13,7 @@ from distprune.shards.geometry import Split, dim_coordinates
 from helpers.sampling import num_examples
 from helpers.virtual_ranks import run_virtual_ranks
 
-NORMS = (0, 0.5, 1, 2, 2.5, 3, -1, math.inf, -math.inf)
+NORMS = (1, 2, math.inf)
 
 
 def channel_norms(rows, n, channel_of_row, num_channels, channel_size, communicator):
@@ -75,22 +75,6 @@ def test_channels_of_very_different_size_keep_their_precision():
     assert norms[1].item() == pytest.approx(5e-20, rel=1e-7)
 
 
-@pytest.mark.parametrize("n", [0.7, 1.5, 2.5, 4.0])
-def test_a_power_does_not_depend_on_the_place_of_an_element(n):
-    """torch.pow rounds otherwise at the end of a vector than inside of it."""
-    values = torch.rand(1003, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    together = channel_norms(values, n, torch.arange(1003), 1003, 1, Communicator(()))
-    for c in range(0, 1003, 7):
-        alone = channel_norms(values[c : c + 1], n, torch.arange(1), 1, 1, Communicator(()))
-        assert alone[0] == together[c]
-
-
-def test_a_negative_order_is_zero_where_an_element_is():
-    values = torch.tensor([[0.0, 2.0], [2.0, 2.0]])
-    norms = channel_norms(values, -1.0, torch.arange(2), 2, 2, Communicator(()))
-    assert norms.tolist() == [0.0, 1.0]
-
-
 def test_infinities_and_nan():
     values = torch.tensor([[1.0, math.inf], [1.0, 2.0], [math.nan, 1.0], [math.nan, math.inf]])
     for n in (1.0, 2.0, math.inf):
@@ -99,7 +83,7 @@ def test_infinities_and_nan():
         assert norms[2].isnan() and norms[3].isnan()
 
 
-@pytest.mark.parametrize("n", [n for n in NORMS if n])
+@pytest.mark.parametrize("n", NORMS)
 @pytest.mark.parametrize("split_dim", [0, 1])
 def test_a_nan_of_one_rank_is_one_of_the_channel(n, split_dim):
     values = torch.ones(4, 6)

@@ -2,16 +2,31 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import distprune as prune
 from helpers import reference
 from helpers.sampling import num_examples
 from helpers.virtual_shards import KINDS, fill
+
+
+def global_mask(tensors, k, **options):
+    """global_mask of parameters that have these values; for a mapping, masks by its keys."""
+    holder = nn.Module()
+    names = list(tensors) if isinstance(tensors, dict) else None
+    pairs = []
+    for i, tensor in enumerate(tensors.values() if names else tensors):
+        holder.register_parameter(f"p{i}", nn.Parameter(tensor, requires_grad=False))
+        pairs.append(prune.NamedParameter(holder, f"p{i}", names[i] if names else f"p{i}"))
+    found = prune.global_mask(pairs, k, **options)
+    masks = dict(zip(names, found.masks, strict=True)) if names else found.masks
+    return replace(found, masks=masks)
 
 
 def expected(tensors, k, candidates=None, *, largest=True, signed=False):
@@ -51,7 +66,7 @@ def test_order_and_candidates(device, data):
         num = sum(int(each.sum()) for each in candidates)
     options = {"largest": data.draw(st.booleans()), "signed": data.draw(st.booleans())}
     k = data.draw(st.integers(0, num), "k")
-    found = prune.global_mask(
+    found = global_mask(
         [tensor.to(device) for tensor in tensors], k,
         candidates=None if candidates is None else [each.to(device) for each in candidates],
         **options,
@@ -63,48 +78,46 @@ def test_the_same_as_the_pruning_of_all_others():
     model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 20))
     pairs = prune.select(model)
     weights = {pair.fqn: pair[0].weight for pair in pairs}
-    found = prune.global_mask(weights, 500)
+    found = global_mask(weights, 500)
     assert list(found.masks) == ["0.weight", "1.weight"]
     assert_equal(prune.global_mask(pairs, 500).masks, list(found.masks.values()))
     prune.global_unstructured(pairs, prune.L1Unstructured, amount=2000 - 500)
     assert_equal([model[i].weight_mask.bool() for i in (0, 1)], list(found.masks.values()))
     # A pair stands for the unmasked values, pruned or not.
-    assert_equal(
-        prune.global_mask(pairs, 1999).masks, prune.global_mask(weights, 1999).masks.values()
-    )
+    assert_equal(prune.global_mask(pairs, 1999).masks, global_mask(weights, 1999).masks.values())
     cut = sorted(abs(x) for w in weights.values() for x in w.flatten().tolist())[1499]
     assert found.threshold == pytest.approx(cut, rel=1e-6)
 
 
 def test_a_count_for_each_tensor():
     tensors = {"a": torch.tensor([3.0, -4.0, 1.0]), "b": torch.tensor([0.1, 0.2])}
-    found = prune.global_mask(tensors, [1, 2])
+    found = global_mask(tensors, [1, 2])
     assert found.masks["a"].tolist() == [False, True, False] and found.masks["b"].all()
-    found = prune.global_mask(list(tensors.values()), [2, 0], largest=False)
+    found = global_mask(list(tensors.values()), [2, 0], largest=False)
     assert [mask.tolist() for mask in found.masks] == [[True, False, True], [False, False]]
 
 
 def test_ties():
     tensors = [torch.ones(4), torch.ones(2)]
-    found = prune.global_mask(tensors, 3)
+    found = global_mask(tensors, 3)
     assert [mask.tolist() for mask in found.masks] == [[False] * 3 + [True], [True, True]]
     assert (found.num_ties, found.num_ties_selected) == (6, 3)
-    found = prune.global_mask(tensors, 3, largest=False)
+    found = global_mask(tensors, 3, largest=False)
     assert [mask.tolist() for mask in found.masks] == [[True] * 3 + [False], [False, False]]
     assert found.num_ties_selected == 3
 
 
 def test_scores_stand_for_values():
     tensors = {"a": torch.tensor([[3.0, 2.0], [1.0, 5.0]]), "b": torch.tensor([[9.0, 0.5]])}
-    scores = {"a": torch.tensor([[0.0, -8.0], [1.0, 0.0]])}
-    assert prune.global_mask(tensors, 2, scores=scores).masks["a"].tolist() == [
+    scores = [torch.tensor([[0.0, -8.0], [1.0, 0.0]]), None]
+    assert global_mask(tensors, 2, scores=scores).masks["a"].tolist() == [
         [False, True],
         [False, False],
     ]
-    signed = prune.global_mask(tensors, 1, scores=scores, signed=True, largest=False)
+    signed = global_mask(tensors, 1, scores=scores, signed=True, largest=False)
     assert signed.masks["a"].tolist() == [[False, True], [False, False]]
-    factors = {"a": prune.FactoredScores([[torch.tensor([[1.0, 0.0]])]])}
-    found = prune.global_mask({"a": tensors["a"]}, 1, scores=factors)
+    factors = [prune.FactoredScores([[torch.tensor([[1.0, 0.0]])]])]
+    found = global_mask({"a": tensors["a"]}, 1, scores=factors)
     assert found.masks["a"].tolist() == [[True, False], [False, False]]
 
 
@@ -112,13 +125,13 @@ def test_random_scores(device):
     tensors = [torch.full((50, 40), math.nan), torch.zeros(300)]
     candidates = [torch.ones(50, 40, dtype=torch.bool), torch.arange(300) < 100]
     torch.manual_seed(3)
-    on_cpu = prune.global_mask(tensors, 700, scores="random", candidates=candidates)
+    on_cpu = global_mask(tensors, 700, scores="random", candidates=candidates)
     tensors, candidates = ([each.to(device) for each in some] for some in (tensors, candidates))
     torch.manual_seed(3)
-    first = prune.global_mask(tensors, 700, scores="random", candidates=candidates)
-    other = prune.global_mask(tensors, 700, scores="random", candidates=candidates)
+    first = global_mask(tensors, 700, scores="random", candidates=candidates)
+    other = global_mask(tensors, 700, scores="random", candidates=candidates)
     torch.manual_seed(3)
-    again = prune.global_mask(tensors, 700, scores="random", candidates=candidates)
+    again = global_mask(tensors, 700, scores="random", candidates=candidates)
     assert_equal(again.masks, [mask.cpu() for mask in first.masks])
     assert_equal(first.masks, on_cpu.masks)
     assert sum(int(mask.sum()) for mask in first.masks) == 700
@@ -144,10 +157,10 @@ def test_any_layout_in_memory(name, tensor, largest, device):
     k = tensor.numel() // 3
     candidates = [torch.rand(tensor.shape) < 0.7]
     k = min(k, int(candidates[0].sum()))
-    found = prune.global_mask([tensor], k, candidates=[candidates[0].to(device)], largest=largest)
+    found = global_mask([tensor], k, candidates=[candidates[0].to(device)], largest=largest)
     assert_equal(found.masks, expected([tensor], k, candidates, largest=largest))
     assert_equal(
-        prune.global_mask([tensor], tensor.numel() // 2, largest=largest).masks,
+        global_mask([tensor], tensor.numel() // 2, largest=largest).masks,
         expected([tensor], tensor.numel() // 2, largest=largest),
     )
 
@@ -155,45 +168,36 @@ def test_any_layout_in_memory(name, tensor, largest, device):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.float16, torch.bool])
 def test_other_dtypes(dtype, device):
     tensor = torch.randint(-4, 5, (6, 9)).to(dtype).to(device)
-    assert_equal(prune.global_mask([tensor], 20).masks, expected([tensor], 20))
+    assert_equal(global_mask([tensor], 20).masks, expected([tensor], 20))
 
 
 def test_where_it_may_be_called():
-    weight = torch.nn.Parameter(torch.randn(5, 6))
+    layer = nn.Linear(6, 5, bias=False)
+    weight, pairs = layer.weight, [(layer, "weight")]
     with torch.inference_mode():
-        masks = prune.global_mask([weight], 7).masks
+        masks = prune.global_mask(pairs, 7).masks
     assert not masks[0].is_inference() and not masks[0].requires_grad
     optimizer = torch.optim.SGD([weight], lr=0.1)
     seen = []
-    optimizer.register_step_post_hook(
-        lambda *_: seen.append(prune.global_mask([weight], 7).masks[0])
-    )
+    optimizer.register_step_post_hook(lambda *_: seen.append(prune.global_mask(pairs, 7).masks[0]))
     (weight * weight).sum().backward()
     optimizer.step()
     assert_equal(seen, expected([weight], 7))
-    found = prune.global_mask((p for p in [weight]), 7)
+    found = prune.global_mask((pair for pair in pairs), 7)
     assert_equal(found.masks, seen)
     # Autograd's version counter has not moved: a graph that was there before still works.
     loss = (weight * weight).sum()
-    prune.global_mask([weight], 7)
+    prune.global_mask(pairs, 7)
     loss.backward()
 
 
 ONES = torch.ones(2, 3)
 WRONG = [
-    ({"tensors": torch.ones(3), "k": 1}, TypeError, "expected a mapping or a sequence"),
-    ({"tensors": [], "k": 1}, ValueError, "tensors is empty"),
-    ({"tensors": [ONES, ONES], "k": 1}, ValueError, r"tensors\[1\] is tensors\[0\] again"),
-    ({"tensors": {"w": [1.0]}, "k": 1}, TypeError, "w is a list; expected a tensor"),
+    ({"tensors": [], "k": 1}, ValueError, "parameters is empty"),
     ({"tensors": [ONES], "k": 0.5}, TypeError, "as an integer"),
     ({"tensors": [ONES], "k": -1}, ValueError, "k is -1, and 6"),
     ({"tensors": [ONES], "k": 7}, ValueError, "k is 7, and 6 elements compete"),
-    ({"tensors": {"w": ONES}, "k": 1, "scores": [ONES]}, TypeError, "a mapping with the keys"),
-    (
-        {"tensors": {"w": ONES}, "k": 1, "scores": {"v": ONES}},
-        ValueError,
-        "scores has 1 entries ('v'), for 1 tensors ('w')",
-    ),
+    ({"tensors": [ONES], "k": 1, "candidates": {"w": ONES}}, TypeError, "candidates is a dict"),
     ({"tensors": [ONES], "k": 1, "scores": [ONES, ONES]}, ValueError, "scores has 2 entries"),
     (
         {"tensors": [ONES], "k": 1, "scores": [torch.ones(3, 2)]},
@@ -201,7 +205,7 @@ WRONG = [
         r"scores has shape \(3, 2\)",
     ),
     ({"tensors": [ONES], "k": 1, "scores": "l1"}, TypeError, "scores is a str"),
-    ({"tensors": [ONES], "k": 1, "candidates": [ONES]}, TypeError, "expected a bool tensor"),
+    ({"tensors": [ONES], "k": 1, "candidates": [ONES]}, TypeError, "expected bool tensors"),
     (
         {"tensors": [ONES], "k": 1, "candidates": [torch.ones(2) > 0]},
         ValueError,
@@ -221,11 +225,17 @@ WRONG = [
 @pytest.mark.parametrize(("arguments", "kind", "text"), WRONG)
 def test_refused_by_name(arguments, kind, text):
     with pytest.raises(kind, match=text if "\\" in text else re.escape(text)):
-        prune.global_mask(**arguments)
+        global_mask(**arguments)
+
+
+def test_a_parameter_that_is_listed_twice():
+    pair = nn.Linear(2, 2), "weight"
+    with pytest.raises(ValueError, match="listed twice"):
+        prune.global_mask([pair, pair], 1)
 
 
 def test_a_nan_that_does_not_compete_is_no_error():
     tensor = torch.tensor([1.0, math.nan, 3.0])
     candidates = [torch.tensor([True, False, True])]
-    found = prune.global_mask([tensor], 1, candidates=candidates)
+    found = global_mask([tensor], 1, candidates=candidates)
     assert found.masks[0].tolist() == [False, False, True]

@@ -273,24 +273,18 @@ class Run(SideBySide):
     def global_mask(
         self, names: Sequence[str], k: int, largest: bool, share: float | None, seed: int
     ) -> Both:
-        """Select, by pairs and by tensors; nothing changes."""
+        """Nothing changes."""
         names, pairs = list(names), [self.target(name) for name in names]
         whole = self.random_masks(names, share or 1.0, seed)
         expected = []
         options = {"candidates": list(whole.values())} if share else {}
 
         def act() -> None:
-            given = [pairs]
-            # Runs of FSDP1, and uneven shards over tensor-parallel ones, need their module.
-            by_module = self.kind.startswith(("fsdp1", "fsdp2_tp"))
-            if not by_module and not self.oracle.masks:
-                given.append([getattr(module, leaf) for module, leaf in pairs])
-            for tensors in given:
-                found = prune.global_mask(tensors, k, largest=largest, **options)
-                for name, mask, selected in zip(names, found.masks, expected, strict=True):
-                    part = wrappings.my_part(selected, self.indices[name])
-                    if not torch.equal(wrappings.local(mask), part):
-                        self.wrong.append(f"global_mask, {name}: {mask} is not {part}")
+            found = prune.global_mask(pairs, k, largest=largest, **options)
+            for name, mask, selected in zip(names, found.masks, expected, strict=True):
+                part = wrappings.my_part(selected, self.indices[name])
+                if not torch.equal(wrappings.local(mask), part):
+                    self.wrong.append(f"global_mask, {name}: {mask} is not {part}")
 
         return (
             lambda: expected.extend(self.oracle.largest(names, k, list(whole.values()), largest)),
