@@ -39,14 +39,14 @@ ROOMS = {
     "selftest.py": (291, 1),
     "shards": (882, 8),
     "statistics": (1396, 7),
-    "streaming": (998, 7),
+    "streaming": (1036, 7),
     "testing.py": (246, 1),
     "verification": (618, 3),
     "wrappers": (1141, 9),
 }
-TOTAL = (21359, 155)
+TOTAL = (21397, 155)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 37965, "launch": 967}
+FOLDERS = {"tests": 38005, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

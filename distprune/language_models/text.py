@@ -76,8 +76,8 @@ class TokenWindows:
         """
         if not 1 <= num_windows <= len(self):
             raise ValueError(
-                f"num_windows={num_windows} of {len(self)} windows; expected a number from 1 to "
-                f"{len(self)}: give more text, or take fewer windows."
+                f"{num_windows} windows are asked for, and the text has {len(self)}; expected at "
+                "least 1, and not more than there are: give more text, or take fewer windows."
             )
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randperm(len(self), generator=generator)[:num_windows].sort().values

@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ from distprune.statistics.inputs import layout_of
 from distprune.streaming.cost import StreamCost, cost_of
 from distprune.streaming.layers import StoredLayers, StreamedModel
 from distprune.streaming.passes import Passes, Settings, Update
-from distprune.streaming.work import Work
+from distprune.streaming.work import Work, check_unfinished
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,10 @@ def prune_folder(
     if made is not None:
         say(f"{target} is finished: this command made it before. Nothing was changed.")
         return made
+    for place, of_round in zip(places, of_rounds, strict=True):
+        communicator.run(
+            partial(check_unfinished, place, of_round, kept if place == target else None)
+        )
     first = max((number + 1 for number, found in enumerate(done) if found), default=0)
     made = done[first - 1] if first else None
     for number, sparsity in list(enumerate([*rounds, recipe.sparsity]))[first:]:
@@ -223,6 +228,11 @@ def prune_folder(
         )
         work.remove()
         made = _result_of(report)
+        if not is_last and communicator.index == 0:
+            # The digest of the next round has the times of its source: those of any run are equal.
+            for path in places[number].glob("*"):
+                os.utime(path, ns=(0, 0))
+        communicator.agree()
         if number and communicator.index == 0:
             shutil.rmtree(places[number - 1], ignore_errors=True)
     assert made is not None

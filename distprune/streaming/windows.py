@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ from distprune.ranks.process_groups import world
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
 from distprune.streaming.layers import StreamedModel
+from distprune.streaming.work import damaged
 
 
 class WindowStream(HiddenStates):
@@ -165,16 +167,33 @@ class WindowStream(HiddenStates):
 
     def _path(self, kind: str, stage: int, batch: int) -> Path:
         first = self.batches[batch].rows.start
-        return self._place.with_name(f"{self._place.name}-{kind}-{stage:05}-{first:06}.pt")
+        return self._place.with_name(f"{self._place.name}-{kind}-{stage:05}-{first:06}.safetensors")
 
     def _write(self, kind: str, stage: int, batch: int, state: Tensor) -> None:
-        path = self._path(kind, stage, batch)
+        from safetensors.torch import save
+
+        path, values = self._path(kind, stage, batch), state.detach().cpu().contiguous()
         with writing(path):
-            torch.save(state.detach().cpu().contiguous().clone(), path)
+            path.write_bytes(save({"state": values}, {"crc32": str(_crc32(values))}))
 
     def _read(self, kind: str, stage: int, batch: int) -> Tensor:
-        state: Tensor = torch.load(self._path(kind, stage, batch), weights_only=True)
+        from safetensors import SafetensorError, safe_open
+
+        path = self._path(kind, stage, batch)
+        try:
+            with safe_open(path, "pt") as file:
+                state: Tensor = file.get_tensor("state")
+                is_whole = file.metadata()["crc32"] == str(_crc32(state))
+        except (OSError, SafetensorError) as error:
+            raise damaged(path, error) from error
+        if not is_whole:
+            raise damaged(path, "it is not what was written")
         return state
+
+
+def _crc32(state: Tensor) -> int:
+    """A checksum of the bytes of a contiguous tensor on the CPU."""
+    return zlib.crc32(state.reshape(-1).view(torch.uint8).numpy())
 
 
 def perplexity(

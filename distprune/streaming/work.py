@@ -17,11 +17,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from distprune.files.disk import write_atomically, writing
-from distprune.files.errors import OutputError
+from distprune.files.errors import CheckpointError, OutputError
 from distprune.files.output import DISCARD_HINT, check_free_bytes, folder_bytes
 from distprune.ranks.collectives import Communicator
 
@@ -59,13 +60,13 @@ class Work:
         self.path = destination.with_name(f"{destination.name}.partial-text")
         self.scores = scores or self.folder("scores")
         self._communicator = communicator
-        kept = {} if scores is None else {"scores": str(scores)}
-        text = json.dumps({**facts, **kept}, indent=1) + "\n"
+        text = _text_of(facts, scores)
         progress, self.is_resumed = self.path / _PROGRESS, self.path.exists()
-        self.on_first_rank(lambda: self._open(destination, text, num_bytes))
+        check = partial(check_unfinished, destination, facts, scores)
+        self.on_first_rank(lambda: (check(), self._open(destination, text, num_bytes)))
         # Different where the folder is not one that all ranks see.
         self._done: dict[str, Any] = communicator.run(
-            lambda: json.loads(progress.read_bytes()) if progress.exists() else {},
+            lambda: _progress_in(progress) if progress.exists() else {},
             lambda done: [(f"progress in {self.path}", json.dumps(done))],
         )
 
@@ -108,14 +109,7 @@ class Work:
         self.on_first_rank(lambda: shutil.rmtree(self.path, ignore_errors=True))
 
     def _open(self, destination: Path, text: str, num_bytes: int) -> None:
-        if self.path.exists():
-            if (self.path / _FACTS).exists() and (self.path / _FACTS).read_text() != text:
-                raise OutputError(
-                    f"{self.path} is the unfinished result of another command, text, model or "
-                    f"version. Finish it with the command that began it, {DISCARD_HINT}, or choose "
-                    "another destination."
-                )
-        elif self.scores.exists():
+        if not self.path.exists() and self.scores.exists():
             raise OutputError(
                 f"{self.scores} exists already; expected a free name for the scores. Remove it, or "
                 "choose another."
@@ -127,3 +121,34 @@ class Work:
             self.scores.mkdir(parents=True, exist_ok=True)
         check_free_bytes(self.path, num_bytes - folder_bytes(self.path), destination)
         write_atomically(self.path / _FACTS, text.encode())
+
+
+def check_unfinished(destination: Path, facts: Mapping[str, Any], scores: Path | None) -> None:
+    """Raise OutputError if another command has begun the destination; see :class:`Work`."""
+    path = destination.with_name(f"{destination.name}.partial-text")
+    if (path / _FACTS).exists() and (path / _FACTS).read_text() != _text_of(facts, scores):
+        raise OutputError(
+            f"{path} is the unfinished result of another command, text, model or version. Finish "
+            f"it with the command that began it, {DISCARD_HINT}, or choose another destination."
+        )
+
+
+def _text_of(facts: Mapping[str, Any], scores: Path | None) -> str:
+    kept = {} if scores is None else {"scores": str(scores)}
+    return json.dumps({**facts, **kept}, indent=1) + "\n"
+
+
+def _progress_in(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise damaged(path, error) from error
+    return found
+
+
+def damaged(path: Path, error: object) -> CheckpointError:
+    """The error for a file of the folder that is missing or damaged."""
+    return CheckpointError(
+        f"{path} is missing or damaged: {error}. What was begun cannot go on: {DISCARD_HINT}, and "
+        "run the same command again."
+    )

@@ -71,7 +71,7 @@ def test_a_sample_is_drawn_by_its_seed(tmp_path):
     rows = [(windows.tokens == row).all(1).nonzero()[0] for row in some.tokens]
     assert rows == sorted(rows) and len(some) == 6
     assert torch.equal(windows.sample(len(windows)).tokens, windows.tokens)
-    with pytest.raises(ValueError, match=f"num_windows=10000 of {len(windows)} windows"):
+    with pytest.raises(ValueError, match=f"10000 windows .* has {len(windows)}"):
         windows.sample(10000)
 
 

@@ -35,9 +35,15 @@ MORE = {
 }  # fmt: skip
 # Those whose layers return tuples, share a state, or multiply it.
 ODD = ["Bloom", "Falcon", "Mpt", "GPTNeo", "Rwkv", "FalconH1", "Dbrx", "Llama"]
+# Their tensors have other names than their parameters, so that statistics are not found.
+RENAMED = {
+    "AXK2ForCausalLM", "AriaTextForCausalLM", "BailingHybridForCausalLM", "LagunaForCausalLM"
+}  # fmt: skip
 NAMES = sorted(
     {n for n in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() if isinstance(n, str)}
     - {f"{name}ForCausalLM" for name in ODD}
+    - RENAMED
+    - {"DoryForCausalLM"}  # refused by name, but not by plan: only real weights show it
 )
 
 

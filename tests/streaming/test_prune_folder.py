@@ -2,6 +2,7 @@
 
 import filecmp
 import itertools
+import json
 import re
 import shutil
 
@@ -12,7 +13,7 @@ import distprune as prune
 from distprune import language_models, streaming
 from distprune.files import output
 from distprune.files.checkpoint import read_header
-from distprune.files.errors import OutputError, SelectionError
+from distprune.files.errors import CheckpointError, OutputError, SelectionError
 from distprune.files.reports import read_report
 from distprune.files.verifying import verify
 from distprune.statistics import GradientStatistics, GramMatrices
@@ -138,6 +139,46 @@ def test_another_command_is_refused_while_a_result_is_unfinished(llama, tmp_path
         run(llama, out, damping=0.5)
     shutil.rmtree(tmp_path / "out.partial-text")
     run(llama, out, damping=0.5)
+
+
+@pytest.mark.parametrize("what", ["flipped", "torn", "missing", "progress"])
+def test_damaged_files_of_a_stopped_run_are_named(llama, tmp_path, what):
+    out, calls = tmp_path / "out", itertools.count()
+    with pytest.raises(Stopped):
+        run(llama, out, progress=stopping(lambda: next(calls) == 1))
+    folder = tmp_path / "out.partial-text"
+    path = folder / "progress.json"
+    if what != "progress":
+        path = max((folder / "states").glob("dense-state-00002-*"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data if what == "flipped" else data[: len(data) // 2])
+    if what == "missing":
+        path.unlink()
+    with pytest.raises(CheckpointError, match=rf"{path.name} is missing or damaged.*--discard"):
+        run(llama, out)
+    assert not out.exists()
+
+
+def test_another_command_is_noticed_before_the_first_round(llama, tmp_path):
+    out, told = tmp_path / "out", []
+    with pytest.raises(Stopped):
+        run(llama, out, damping=0.5, progress=stopping(lambda: True))
+    with pytest.raises(OutputError, match="unfinished result of another"):
+        run(llama, out, rounds=[0.2], tell=told.append)
+    assert not told and [path.name for path in tmp_path.iterdir()] == ["out.partial-text"]
+
+
+def test_reports_of_rounds_are_equal_but_for_how_the_run_went(llama, tmp_path):
+    found = []
+    for _ in range(2):
+        streaming.prune_folder(
+            llama / "source", tmp_path / "out", RECIPE, tokens(1, 1), rounds=[0.3], update="none"
+        )
+        report = json.loads((tmp_path / "out" / "distprune" / "report.json").read_text())
+        found.append({key: value for key, value in report.items() if key != "run"})
+        shutil.rmtree(tmp_path / "out")
+    assert found[0] == found[1]
 
 
 def test_a_disk_without_room_is_an_error_before_the_work(llama, tmp_path, monkeypatch):
