@@ -77,17 +77,18 @@ class PlannedPruning:
                 "distprune.schedule.Cubic(...), a recipe, its path, or a function of the model "
                 "that returns a ScheduledPruner."
             )
-        unknown = options.keys() - {*_SELECTION, *_RANKING}
-        if unknown:
+        for name in options:
+            if name not in (*_SELECTION, *_RANKING):
+                raise TypeError(
+                    f"{name}: no such option; expected some of "
+                    f"{', '.join((*_SELECTION, *_RANKING))}."
+                )
+        if criterion is not None:
+            options["criterion"] = criterion
+        if options and not isinstance(plan, Schedule):
             raise TypeError(
-                f"{', '.join(sorted(unknown))}: no such option; expected some of "
-                f"{', '.join((*_SELECTION, *_RANKING))}."
-            )
-        if (options or criterion is not None) and not isinstance(plan, Schedule):
-            raise TypeError(
-                f"{', '.join([*options, *['criterion'] * (criterion is not None)])} go with a "
-                "schedule; expected them in the recipe, or in the function that makes the "
-                "ScheduledPruner."
+                f"{', '.join(options)} go with a schedule; expected them in the recipe, or in the "
+                "function that makes the ScheduledPruner."
             )
         if isinstance(criterion, Criterion) or not (criterion is None or callable(criterion)):
             raise TypeError(
@@ -101,7 +102,7 @@ class PlannedPruning:
             )
         self._plan: Any = plan
         self._options = options
-        self._make_criterion = criterion
+        self._make_criterion = options.pop("criterion", None)
         self._reset_criterion = reset_criterion
         self._permanent = permanent
         self._verify_every = verify_every
@@ -126,11 +127,11 @@ class PlannedPruning:
         """
         ranks = world()
         with ranks.raising_everywhere():
-            pruner = self._made_for(model)
-        arguments = ParameterArguments(parameters=pruner.parameters)
+            self.pruner = self._made_for(model)
+        arguments = ParameterArguments(parameters=self.pruner.parameters)
         count_live(lambda: arguments, ranks)
-        self.pruner, self._model = pruner, model
-        return pruner
+        self._model = model
+        return self.pruner
 
     def _made_for(self, model: nn.Module) -> ScheduledPruner:
         """The pruner that the plan makes; with a criterion that the class keeps."""
@@ -144,8 +145,8 @@ class PlannedPruning:
                     f"plan returned a {type(pruner).__name__}; expected a ScheduledPruner."
                 )
             return pruner
-        options = dict(self._options)
-        selection = {key: options.pop(key) for key in _SELECTION if key in options}
+        selection = {key: self._options[key] for key in _SELECTION if key in self._options}
+        options = {key: self._options[key] for key in _RANKING if key in self._options}
         pairs = select(model, **selection)
         if self._make_criterion is not None:
             criterion = self._criterion = self._make_criterion(pairs)

@@ -10,23 +10,17 @@
 pruned yet has no place for. Strategies that load before they wrap (a single device, DDP) call
 ``load_state_dict`` of the module, which a hook precedes. Under FSDP and ModelParallel a sharded
 checkpoint has the names of the dense model, so Lightning loads it, with its zeros; when training
-starts it is loaded once more, with its masks. The tensors of a criterion lie beside those of the
-model there.
+starts it is loaded once more, with its masks. What a criterion has collected is sharded
+there, and Lightning has no place for it in a checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from distprune import checkpoint
-from distprune.criteria.base import Criterion
 from distprune.integrations._plan import PlannedPruning, add_masks
-from distprune.integrations.accelerate import load_sharded_state
 
 try:
     import lightning.pytorch as pl
@@ -46,9 +40,12 @@ __all__ = ["PruningCallback"]
 
 logger = logging.getLogger(__name__)
 
+_NOT_SAVED = (
+    "what a criterion has collected is sharded, and a checkpoint of Lightning has no place for it; "
+    "expected Trainer(enable_checkpointing=False), or DDPStrategy."
+)
 _SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
-_CRITERION = "distprune_criterion"
 
 
 class PruningCallback(PlannedPruning, Callback):
@@ -69,7 +66,9 @@ class PruningCallback(PlannedPruning, Callback):
             (``Movement``, ``SNIP``), or a function of the (module, name) pairs
             (``functools.partial(criteria.Taylor, unit="global_batch")``). It sees the
             gradient of every step, averaged, unscaled and before it is clipped. With a schedule
-            and one optimizer only.
+            and one optimizer only. Checkpoints have what it has collected, but under FSDP and
+            ModelParallel, which
+            need ``Trainer(enable_checkpointing=False)``.
         reset_criterion: forget what the criterion has collected after each pruning.
         scope, pattern, normalize, budget: as for ``ScheduledPruner``; with a schedule only.
         permanent: make the zeros permanent when training ends: a checkpoint saved afterwards is
@@ -91,8 +90,8 @@ class PruningCallback(PlannedPruning, Callback):
     Cost: that of ``ScheduledPruner.step`` and of the criterion; nothing at other steps.
     """
 
-    _saved: Mapping[str, Any] | None = None
-    _saved_criterion: dict[str, Any] | None = None
+    _saved: dict[str, Any] | None = None
+    _is_sharded = False
     _num_steps = 0
     _hook: Any = None
 
@@ -117,8 +116,9 @@ class PruningCallback(PlannedPruning, Callback):
                 f"{type(strategy).__name__} is not supported by distprune; expected a single "
                 "device, DDPStrategy, FSDPStrategy or ModelParallelStrategy."
             )
-        self._saved = self._saved_criterion = None
-        if not strategy.restore_checkpoint_after_setup:
+        self._saved = None
+        self._is_sharded = strategy.restore_checkpoint_after_setup
+        if not self._is_sharded:
             register: Any = pl_module.register_load_state_dict_pre_hook
             self._hook = register(add_masks)
 
@@ -127,60 +127,52 @@ class PruningCallback(PlannedPruning, Callback):
         if self._hook is not None:
             self._hook.remove()
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Save what the criterion has collected."""
-        if self._criterion is None:
-            return
-        state = checkpoint[_CRITERION] = self._criterion.state_dict()
-        if not trainer.strategy.restore_checkpoint_after_setup:
-            return
-        of_model = checkpoint["state_dict"]
-        if all(type(value) is Tensor for value in of_model.values()):
-            raise NotImplementedError(
-                "the checkpoint is a single file, and what the criterion has collected is sharded; "
-                "expected FSDPStrategy(state_dict_type='sharded') or "
-                "ModelParallelStrategy(save_distributed_checkpoint=True)."
-            )
-        of_model |= _named(state.pop("accumulators"))
-
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Keep what the criterion had collected until there is one."""
-        self._saved_criterion = checkpoint.get(_CRITERION, {})
-
     def state_dict(self) -> dict[str, Any]:
-        """The position in the schedule and the records of the masks, in plain values."""
-        return {} if self.pruner is None else self._state()
+        """The position in the schedule, the records of the masks, and what the criterion has."""
+        if self.pruner is None:
+            return {}
+        if self._criterion is None:
+            return self._state()
+        if self._is_sharded:
+            raise NotImplementedError(_NOT_SAVED)
+        return {**self._state(), "criterion": self._criterion.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the state until training starts and there is a pruner."""
         self._saved = state_dict
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the pruner, and load its state from the checkpoint of a resumed run."""
-        model = trainer.model
+        model, saved, path = trainer.model, self._saved, trainer.ckpt_path
         assert model is not None
         if self._make_criterion is not None and len(trainer.optimizers) != 1:
             raise NotImplementedError(
                 f"a criterion beside {len(trainer.optimizers)} optimizers, whose steps see "
                 "different gradients; expected one."
             )
-        saved, self._saved = self._saved, None
-        if saved and trainer.strategy.restore_checkpoint_after_setup:
-            assert trainer.ckpt_path is not None
-            checkpoint.load(trainer.ckpt_path, model, model_key=_model_key(trainer))
+        if self._make_criterion is not None and self._is_sharded and trainer.checkpoint_callbacks:
+            raise NotImplementedError(_NOT_SAVED)
+        if saved and self._is_sharded:
+            assert path is not None
+            names = [base.__name__ for base in type(trainer.strategy).__mro__]
+            key = "model" if "FSDPStrategy" in names else "state_dict"
+            checkpoint.load(path, model, model_key=key)
         self._start(model)
         if saved:
             problem = (
                 "has no masks; expected one that was saved before its zeros were made permanent at "
                 "the end of training."
             )
-            self._resume(dict(saved), problem)
+            self._resume(saved, problem)
+            if self._criterion is not None:
+                if "criterion" not in saved:
+                    raise ValueError(
+                        "the checkpoint has no state of the criterion; expected one that was saved "
+                        "by a run with the same criterion."
+                    )
+                self._criterion.load_state_dict(saved["criterion"])
+        self._saved = None
         self._num_steps = trainer.global_step
-        if self._criterion is not None and self._saved_criterion is not None:
-            self._load_criterion(self._criterion, self._saved_criterion, trainer)
         num_steps = trainer.estimated_stepping_batches  # by max_steps or max_epochs; or inf
         if trainer.is_global_zero and num_steps < float("inf"):
             self._warn_of_end(int(num_steps), logger)
@@ -209,29 +201,3 @@ class PruningCallback(PlannedPruning, Callback):
         """Make the zeros permanent if ``permanent``."""
         if self._permanent:
             self.make_permanent()
-
-    def _load_criterion(
-        self, criterion: Criterion, saved: dict[str, Any], trainer: pl.Trainer
-    ) -> None:
-        if not saved:
-            raise ValueError(
-                "the checkpoint has no state of the criterion "
-                f"{type(criterion).__name__}; expected one that was saved by a run "
-                "with the same criterion."
-            )
-        if "accumulators" not in saved:  # they are beside the model, each rank's shards
-            tensors = criterion.state_dict()["accumulators"]
-            assert trainer.ckpt_path is not None
-            load_sharded_state({_model_key(trainer): _named(tensors)}, Path(trainer.ckpt_path))
-            saved = saved | {"accumulators": tensors}
-        criterion.load_state_dict(saved)
-
-
-def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{_CRITERION}.{key}": value for key, value in tensors.items()}
-
-
-def _model_key(trainer: pl.Trainer) -> str:
-    """Under which key a strategy saves the model in a sharded checkpoint."""
-    names = [base.__name__ for base in type(trainer.strategy).__mro__]
-    return "model" if "FSDPStrategy" in names else "state_dict"

@@ -90,7 +90,8 @@ def hold_zeros(model: nn.Module, *, group: ProcessGroup | None = None) -> tuple[
             "pruned before get_peft_model. (Some values of init_lora_weights, such as 'pissa', "
             "change the base weights and fill their zeros.)"
         )
-    inits = _inits_of(model)
+    configs = _unwrapped(model).peft_config.items()
+    inits = {name: getattr(config, "init_lora_weights", True) for name, config in configs}
     obstacles = {name: _obstacle(layer, inits) for name, layer in pruned.items()}
     refused = [f"{name} {obstacle}" for name, obstacle in obstacles.items() if obstacle]
     if refused:
@@ -184,20 +185,17 @@ def _pruned_layers(model: nn.Module, group: ProcessGroup | None) -> dict[str, An
         found: dict[str, tuple[nn.Module, list[Pair]]] = {}
         for path, module in named_modules(_unwrapped(model)):
             if isinstance(module, BaseTunerLayer):
-                parts = [module.get_base_layer()]
+                base = module.get_base_layer()
+                found[path] = module, _matrices(base)
+                if not found[path][1] and any(True for _ in base.parameters()):
+                    raise NotImplementedError(
+                        f"{path}: the base layer is a {type(base).__name__} without a matrix of "
+                        "floating-point numbers, as quantised layers and those of FSDP1 are; "
+                        "expected an unquantised model, plain or under FSDP2."
+                    )
             elif isinstance(module, AuxiliaryTrainingWrapper):
-                parts = list(getattr(module, "modules_to_save", {}).values())
-            else:
-                continue
-            weights = [place for part in parts for place in _matrices(part)]
-            base = parts[0] if isinstance(module, BaseTunerLayer) else None
-            if base is not None and not weights and any(True for _ in base.parameters()):
-                raise NotImplementedError(
-                    f"{path}: the base layer is a {type(base).__name__} without a matrix of "
-                    "floating-point numbers, as quantised layers and those of FSDP1 are; expected "
-                    "an unquantised model, plain or under FSDP2."
-                )
-            found[path] = module, weights
+                parts = getattr(module, "modules_to_save", {}).values()
+                found[path] = module, [place for part in parts for place in _matrices(part)]
         return found
 
     def count() -> Tensor:
@@ -220,12 +218,6 @@ def _unwrapped(model: nn.Module) -> Any:
             "PeftModel.from_pretrained returned, wrapped or not."
         )
     return tuned
-
-
-def _inits_of(model: nn.Module) -> dict[str, Any]:
-    """How the factors of each adapter begin."""
-    configs = _unwrapped(model).peft_config.items()
-    return {name: getattr(config, "init_lora_weights", True) for name, config in configs}
 
 
 def _matrices(module: nn.Module) -> list[Pair]:
@@ -390,7 +382,14 @@ class HeldDelta:
             delta = _delta(layer, adapter, stored).masked_fill_(self._zeros, 0)
             local = local_tensor(stored.detach())
             if is_checked:
-                _check_finite(stored, local, delta, adapter)
+                is_bad = (local + delta).isfinite().logical_not().any().to(torch.int64).view(1)
+                if is_dtensor(stored):
+                    is_bad = over_mesh(stored.device_mesh).max(is_bad)
+                if is_bad:
+                    raise ValueError(
+                        f"adapter {adapter!r} has, or makes, values that are not finite; expected "
+                        "finite ones (safe_merge=True). Nothing was merged into this layer."
+                    )
             local.add_(delta, alpha=sign)
             if sign < 0 and not layer.merged_adapters:
                 self._zeros = None
@@ -439,17 +438,3 @@ def _parts(a: Tensor, b: Tensor, stored: Any, out_dim: int) -> tuple[Tensor, Ten
         return resolved(factor, places)
 
     return part(a, places_a), part(b, places_b)
-
-
-def _check_finite(stored: Tensor, local: Tensor, delta: Tensor, adapter: str) -> None:
-    def check() -> None:
-        if not torch.isfinite(local + delta).all():
-            raise ValueError(
-                f"adapter {adapter!r} has, or makes, values that are not finite; expected finite "
-                "ones (safe_merge=True). Nothing was merged into this layer."
-            )
-
-    if is_dtensor(stored):
-        over_mesh(stored.device_mesh).run(check)
-    else:
-        check()

@@ -34,7 +34,6 @@ from transformers.trainer_callback import ExportableState
 
 from distprune.api.local import is_pruned
 from distprune.checkpoint import prepare_for_load
-from distprune.criteria.base import Criterion
 from distprune.integrations._plan import PlannedPruning, add_masks
 from distprune.integrations.accelerate import (
     keys_of_model,
@@ -130,10 +129,8 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
                 "between backward and step; expected pruning by magnitude, or scores that were "
                 "collected before."
             )
-        model: nn.Module | None = kwargs.get("model")
-        if model is not None:
-            register: Any = model.register_load_state_dict_pre_hook
-            register(add_masks)
+        if (model := kwargs.get("model")) is not None:
+            model.register_load_state_dict_pre_hook(add_masks)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -163,14 +160,25 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
             self._resume(attributes, problem)
         pruner.num_steps = state.global_step
         self._warn_of_end(state.max_steps, logger)
-        if self._criterion is not None and args.max_grad_norm and state.is_world_process_zero:
+        if self._criterion is None:
+            return
+        name = type(self._criterion).__name__
+        if args.max_grad_norm and state.is_world_process_zero:
             logger.warning(
                 "%s sees gradients that are clipped to max_grad_norm=%g, so steps with a large "
                 "gradient count less; max_grad_norm=0 leaves them as they are.",
-                type(self._criterion).__name__, args.max_grad_norm,
+                name, args.max_grad_norm,
             )  # fmt: skip
-        if self._criterion is not None and state.global_step > 0:
-            self._load_criterion(self._criterion, args, state)
+        if state.global_step > 0:
+            folder = (self._resumed_from or _checkpoint(args, state)) / _CRITERION
+            if not world().run(folder.is_dir):
+                raise ValueError(
+                    f"{folder} is missing, with what {name} has collected; expected a checkpoint "
+                    "that was saved with the same criterion. Call callback.attach(trainer) to "
+                    "resume from another folder than output_dir/checkpoint-<step>."
+                )
+            saved = load_sharded_state(self._criterion.state_dict(), folder)
+            self._criterion.load_state_dict(saved)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -223,19 +231,6 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
                 "distprune.checkpoint.save_pretrained(model, path)."
             )
 
-    def _load_criterion(
-        self, criterion: Criterion, args: TrainingArguments, state: TrainerState
-    ) -> None:
-        folder = (self._resumed_from or _checkpoint(args, state)) / _CRITERION
-        if not world().run(folder.is_dir):
-            raise ValueError(
-                f"{folder} is missing, with what {type(criterion).__name__} has collected; "
-                "expected a checkpoint that was saved with the same criterion. Call "
-                "callback.attach(trainer) to resume from another folder than "
-                "output_dir/checkpoint-<step>."
-            )
-        criterion.load_state_dict(load_sharded_state(criterion.state_dict(), folder))
-
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     """Where the Trainer saves at this step."""
@@ -245,22 +240,14 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 
 def _check_arguments(args: TrainingArguments) -> None:
     """Raise for settings under which pruning would fail later, or silently not work."""
-    for is_set, text in (
-        (
-            args.n_gpu > 1,
-            f"the Trainer would copy the model to {args.n_gpu} GPUs by nn.DataParallel, at every "
-            "step; start it with torchrun, or show it one GPU (CUDA_VISIBLE_DEVICES=0).",
-        ),
-        (
-            args.load_best_model_at_end,
-            "load_best_model_at_end=True would bring back the checkpoint with the lowest loss, "
-            "which is likely one that is hardly pruned; set it to False.",
-        ),
-        (
-            args.restore_callback_states_from_checkpoint,
-            "restore_callback_states_from_checkpoint=True makes new callbacks, without their "
-            "schedule; set it to False. PruningCallback restores its state by itself.",
-        ),
-    ):
-        if is_set:
-            raise NotImplementedError(text)
+    problems = {
+        f"the Trainer would copy the model to {args.n_gpu} GPUs by nn.DataParallel, at every step; "
+        "start it with torchrun, or show it one GPU (CUDA_VISIBLE_DEVICES=0).": args.n_gpu > 1,
+        "load_best_model_at_end=True would bring back the checkpoint with the lowest loss, which "
+        "is likely one that is hardly pruned; set it to False.": args.load_best_model_at_end,
+        "restore_callback_states_from_checkpoint=True makes new callbacks, without their schedule; "
+        "set it to False.": args.restore_callback_states_from_checkpoint,
+    }
+    for problem, has_it in problems.items():
+        if has_it:
+            raise NotImplementedError(problem)

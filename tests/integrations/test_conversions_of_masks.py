@@ -14,61 +14,12 @@ from distprune._transformers.conversions import MOVING_OPERATIONS
 from distprune.files import planning, pruning
 from helpers.recipes import raw_recipe
 
-
-def index(*shape: int, start: int = 0) -> torch.Tensor:
-    return torch.arange(start, start + torch.Size(shape).numel()).view(shape)
-
-
 # Of one family each, since transformers 5.24: they compute new values, drop rows, or move what is
 # no matrix.
 REFUSED = {
     "Inkling2LoopDequantizeExperts",
     "Inkling2LoopMergeMessageQueries",
     "Inkling2UnpadVocab",
-}
-CONFIG = hf.LlamaConfig(num_attention_heads=2)
-LISTS = {
-    "a": [index(2, 4), index(2, 4, start=8)],
-    "b": [index(2, 4, start=16), index(2, 4, start=24)],
-}
-
-
-class Model:
-    def get_parameter(self, name):
-        return torch.empty({"a": 3, "b": 5}[name], 4)
-
-
-CASES = {
-    "Chunk": (loading.Chunk(1), {"a": [index(3, 4)]}, ["a", "b"]),
-    "Split": (loading.Split(0), {"a": [index(8, 4)]}, ["a", "b"]),
-    "Concatenate": (loading.Concatenate(1), {"a": [index(2, 4)], "b": [index(2, 3, start=8)]}, "c"),
-    "Interleave": (loading.Interleave(1), {"a": [index(2, 4)]}, "a"),
-    "MergeModulelist": (loading.MergeModulelist(0), {"a": LISTS["a"]}, "a"),
-    "SplitModulelist": (loading.SplitModulelist(0), {"a": [index(3, 4)]}, ["a.*.b"]),
-    "Transpose": (loading.Transpose(0, 1), {"a": [index(3, 4)]}, "a"),
-    "Conv3dToLinear": (loading.Conv3dToLinear(2, (1, 2, 2)), {"a": [index(3, 2, 1, 2, 2)]}, "a"),
-    "LinearToConv3d": (loading.LinearToConv3d(2, (1, 2, 2)), {"a": [index(3, 8)]}, "a"),
-    "PermuteForRope": (loading.PermuteForRope(), {"a": [index(8, 3)]}, "a"),
-    "VisionFuseAndPermuteForRope": (
-        loading.VisionFuseAndPermuteForRope(0),
-        {"a": [index(8, 3)], "b": [index(8, 3, start=24)]},
-        "c",
-    ),
-    "VisionUnfuseAndPermuteForRope": (
-        loading.VisionUnfuseAndPermuteForRope(0),
-        {"a": [index(16, 3)]},
-        ["a", "b"],
-    ),
-    "ErnieFuseAndSplitTextVisionExperts": (
-        loading.ErnieFuseAndSplitTextVisionExperts(),
-        LISTS,
-        ["c", "d"],
-    ),
-    "ErnieSplitAndDecoupleTextVisionExperts": (
-        loading.ErnieSplitAndDecoupleTextVisionExperts(),
-        {"a": [index(2, 4, 3)], "b": [index(2, 4, 3, start=24)]},
-        ["c.*.w", "d.*.w"],
-    ),
 }
 
 
@@ -80,24 +31,6 @@ def test_every_operation_of_transformers_is_known():
         if isinstance(value, type) and issubclass(value, loading.ConversionOps)
     }
     assert operations - MOVING_OPERATIONS - REFUSED == {"ConversionOps", "_IdentityOp"}
-    assert set(CASES) == MOVING_OPERATIONS
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_operations_move_every_element_once(name):
-    operation, tensors, targets = CASES[name]
-    targets = [targets] if isinstance(targets, str) else targets
-    given = torch.cat([t.flatten() for each in tensors.values() for t in each])
-    made = operation.convert(
-        {key: list(each) for key, each in tensors.items()},
-        source_patterns=list(tensors),
-        target_patterns=targets,
-        config=CONFIG,
-        model=Model(),
-        full_layer_name="a",
-    )
-    found = torch.cat([value.flatten() for value in made.values()])
-    assert torch.equal(found.sort().values, given.sort().values)
 
 
 class AddOne(loading.ConversionOps):

@@ -2,10 +2,10 @@
 
 import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
-from selection_by_family import BOTH, PRUNED
 
 from distprune.files.checkpoint import open_checkpoint
 from distprune.files.inspecting import inspect
@@ -19,6 +19,8 @@ from helpers.sampling import every
 from helpers.tiny_checkpoints import load
 from helpers.tiny_transformers import FAMILIES, save_tiny, tiny_model
 
+TABLE = Path(__file__).with_name("selection_by_family.txt").read_text().splitlines()
+KINDS = {row.partition(":")[0]: row.partition(":")[2].split() for row in TABLE if row[0] != "#"}
 # Tensors that are [..., inputs, outputs].
 TURNED = {
     "gpt2": r".*\.(c_attn|c_proj|c_fc)\.weight",
@@ -47,8 +49,8 @@ def test_what_is_pruned_by_default(saved, family):
     matrices = [verdict for verdict in verdicts if len(verdict.entry.shape) > 1]
     pruned = {kind(verdict.entry.name) for verdict in matrices if verdict.is_pruned}
     kept = {kind(verdict.entry.name) for verdict in matrices if not verdict.is_pruned}
-    assert pruned == set(PRUNED[family].split())
-    assert pruned & kept == BOTH.get(family, set())
+    assert pruned == {kind.rstrip("+") for kind in KINDS[family]}
+    assert pruned & kept == {kind[:-1] for kind in KINDS[family] if kind.endswith("+")}
     assert not any(verdict.is_pruned for verdict in verdicts if verdict not in matrices)
 
 

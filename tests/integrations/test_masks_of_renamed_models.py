@@ -156,17 +156,6 @@ def test_a_head_of_another_size_is_reported(pruned):
     assert not is_masked_where_zero(model, expected)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "vit", "gpt2"])
-def test_the_zeros_that_were_loaded_are_the_masks(pruned, family):
-    folder, cls = pruned(family, raw_recipe(0.5)), renamed_families.FAMILIES[family][0]
-    model, other = cls.from_pretrained(folder), cls.from_pretrained(folder)
-    by_name, by_value = prune.load_masks(model, folder), prune.masks_from_zeros(other)
-    assert by_name.parameters == by_value.parameters and by_name.num_pruned
-    expected, found = masks_of(model), masks_of(other)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-
-
 def test_another_model_altogether(pruned):
     model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="fit no parameter"):

@@ -111,28 +111,6 @@ def test_the_same_as_in_one_process(kind, size, order, tmp_path):
     close(outputs(loaded), before)
 
 
-def trained_fully(folder):
-    """A folder of a pruned model, loaded, sharded, and trained with its zeros held."""
-    model = LlamaForCausalLM.from_pretrained(f"{folder}/pruned")
-    model = shard(model, model.model.layers, "fsdp2", None)
-    prune.masks_from_zeros(model)
-    train_on_ranks(model)
-    prune.checkpoint.save_pretrained(model, f"{folder}/trained")
-    return outputs(model)
-
-
-@pytest.mark.slow
-def test_a_pruned_folder_is_trained_sharded_with_its_zeros_held(tmp_path):
-    base = pruned(llama())
-    base.save_pretrained(tmp_path / "pruned")
-    expected, untrained = zeros(base), outputs(base)
-    found, *_ = run_ranks(trained_fully, 2, str(tmp_path))
-    assert (found - untrained).abs().max() > 1e-2
-    trained = LlamaForCausalLM.from_pretrained(tmp_path / "trained").eval()
-    assert same_zeros(zeros(trained), expected)
-    close(outputs(trained), found)
-
-
 # What is refused, by name, on every rank.
 
 

@@ -42,13 +42,6 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(8, 10)
 
 
-class Vgg(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 8, 3))
-        self.classifier = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 10))
-
-
 class MobileNet(nn.Module):
     def __init__(self):
         super().__init__()
@@ -82,7 +75,6 @@ NETS = {  # what is taken of each
         "conv1.weight", "layer1.0.conv1.weight", "layer1.0.conv2.weight",
         "layer1.0.downsample.0.weight",
     ],
-    Vgg: ["features.0.weight", "features.2.weight"],
     MobileNet: ["features.0.0.weight"],
     VisionTransformer: [
         "conv_proj.weight", f"{BLOCK}.self_attention.in_proj_weight",
@@ -153,28 +145,3 @@ def test_a_recipe_selects_the_same_of_a_model_and_its_files(family, select, tmp_
     found = select_tensors(open_checkpoint(tmp_path), Recipe(**mapping))
     entries = {entry.name for entry in found.groups[0]}
     assert entries and set(names(ScheduledPruner.from_recipe(model, recipe).parameters)) == entries
-
-
-def test_experts_are_selected_and_routers_are_not():
-    selected = names(prune.select(tiny_model("mixtral")))
-    own = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
-    own += ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    layers = {fqn.removeprefix("model.layers.0.") for fqn in selected if "layers.0." in fqn}
-    assert layers == set(own) and len(selected) == 12
-
-
-def test_patterns_replace_the_default():
-    model = tiny_model("mixtral")
-    only = prune.select(model, include="*gate.weight", exclude="model.layers.1.*")
-    assert names(only) == ["model.layers.0.mlp.gate.weight"]
-    with pytest.raises(ValueError, match="'nonsense' matches no parameter"):
-        prune.select(model, exclude="nonsense")
-    with pytest.raises(ValueError, match=r"nothing is selected in this MixtralFor.*a router"):
-        prune.select(model, exclude=["*self_attn*", "*experts*"])
-
-
-def test_pruned_parameters_are_selected_as_before():
-    model = tiny_model("mixtral")
-    selected = prune.select(model)
-    prune.global_unstructured(selected, prune.L1Unstructured, amount=0.5)
-    assert prune.select(model) == selected

@@ -80,14 +80,6 @@ def test_fused_experts_of_unknown_layout_are_refused_by_name(family, text):
         ActivationStatistics(fused)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_embeddings_and_routers_are_refused_by_name(family):
-    model = tiny_model(family)
-    with pytest.raises(NotImplementedError, match="embedding") as caught:
-        ActivationStatistics(prune.select(model, everything=True))
-    assert "types=torch.nn.Linear" in str(caught.value)
-
-
 def test_a_head_that_sees_sentences_does_not_fit_a_mask_of_tokens():
     model = tiny_model("bert")
     statistics = ActivationStatistics(prune.select(model, types=nn.Linear, everything=True))
