@@ -13,8 +13,8 @@ from __future__ import annotations
 import collections
 import copy
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -324,37 +324,41 @@ class TransformersRules:
         return None
 
     def match(
-        self, masks: Mapping[str, Shape], parameters: Mapping[str, Shape], others: Iterable[str]
+        self,
+        masks: Mapping[str, Shape],
+        parameters: Mapping[str, Shape],
+        others: Mapping[str, Shape],
     ) -> Matching:
         """Find the parameters of masks that have the names of a checkpoint.
 
         Args:
             masks: shapes, by name in the checkpoint.
             parameters: shapes, by name in the model.
-            others: known names of other tensors of the checkpoint.
+            others: shapes of other tensors of the checkpoint, by name. What enters a conversion
+                together with masks, and has none, is kept.
         """
         matching = Matching()
         # What enters one conversion together: by its first parameter and its number.
         together: dict[tuple[str, int], dict[str, Input]] = {}
         # In the order in which transformers visits a checkpoint: some renamings depend on it.
-        for name in sorted({*masks, *others}, key=natural_key):
+        for name, shape in sorted(
+            {**others, **masks}.items(), key=lambda item: natural_key(item[0])
+        ):
             renamed, target, number, pattern = self._renamed(name, parameters)
-            if name not in masks:
-                continue
-            if target not in parameters:
-                matching.unexpected[name] = (
-                    "" if target == name else f"transformers loads it as {target}"
-                )
-            elif number is None:
-                matching.add(name, masks[name], target, parameters[target])
-            else:
-                source = Input(renamed, pattern, name, masks[name])
+            if number is not None and target in parameters:
+                source = Input(renamed, pattern, name if name in masks else None, shape)
                 together.setdefault((target, number), {})[renamed] = source
+            elif name in masks and target in parameters:
+                matching.add(name, shape, target, parameters[target])
+            elif name in masks:
+                reason = "" if target == name else f"transformers loads it as {target}"
+                matching.unexpected[name] = reason
         stand_in = Shapes(parameters)
         for (target, number), sources in together.items():
             converter, inputs = self._converters[number], list(sources.values())
             conversion = Conversion(target, converter, inputs, self._config, stand_in)
-            self._match_converted(conversion, parameters, matching)
+            if conversion.names:
+                _match_converted(conversion, parameters, matching)
         return matching
 
     def _renamed(
@@ -368,93 +372,58 @@ class TransformersRules:
             conversion that the name matched.
         """
         renamed = _renamed_by(self._renamings, name)
-        target, number, pattern = renamed, None, None
-        for position, converter in enumerate(self._converters):
-            target, pattern = converter.rename_source_key(renamed)
-            if pattern is not None:
-                number = position
-                break
+        target, number, pattern = _converted_name(self._converters, renamed)
         if target not in parameters:
             other = self.with_other_prefix(target, parameters)
             if other is not None:
-                shorter = len(other) < len(target)
                 start = f"{self._prefix}."
-                renamed = renamed.removeprefix(start) if shorter else start + renamed
-                target = other
-        if target not in parameters:
+                is_shorter = len(other) < len(target)
+                renamed = renamed.removeprefix(start) if is_shorter else start + renamed
+                return renamed, other, number, pattern
             unchanged = name if name in parameters else self.with_other_prefix(name, parameters)
             if unchanged is not None:
                 return unchanged, unchanged, None, None
         return renamed, target, number, pattern
 
-    def _match_converted(
-        self, conversion: Conversion, parameters: Mapping[str, Shape], matching: Matching
-    ) -> None:
-        """Plan the conversion of masks that together make one parameter or several."""
-        names = conversion.names
-        computing = _computing_step(conversion.converter)
-        if computing is not None:
-            reason = (
-                f"transformers makes {conversion.target} of it by {computing}, "
-                "which may do more than move elements"
-            )
-            matching.unexpected |= dict.fromkeys(names, reason)
-            return
-        conversion = replace(conversion, inputs=_all_inputs(conversion, parameters))
-        try:
-            outputs = conversion.shapes()
-        except Exception as error:  # an operation raises for shapes that it does not support
-            reason = f"{conversion.target} cannot be made of it ({error})"
+
+def _converted_name(converters: list[Any], name: str) -> tuple[str, int | None, str | None]:
+    """The name that the first conversion of a tensor gives it, its number, and its pattern."""
+    for number, converter in enumerate(converters):
+        target, pattern = converter.rename_source_key(name)
+        if pattern is not None:
+            return target, number, pattern
+    return name, None, None
+
+
+def _match_converted(
+    conversion: Conversion, parameters: Mapping[str, Shape], matching: Matching
+) -> None:
+    """Plan the conversion of masks that together make one parameter or several."""
+    names, computing = conversion.names, _computing_step(conversion.converter)
+    if computing is not None:
+        reason = (
+            f"transformers makes {conversion.target} of it by {computing}, "
+            "which may do more than move elements"
+        )
+        matching.unexpected |= dict.fromkeys(names, reason)
+        return
+    try:
+        outputs = conversion.shapes()
+    except Exception as error:  # an operation raises for shapes that it does not support
+        reason = f"{conversion.target} cannot be made of it ({error})"
+        matching.mismatched |= dict.fromkeys(names, reason)
+        return
+    for target, shape in outputs.items():
+        if parameters.get(target) != shape:
+            reason = f"{target} has shape {parameters.get(target)}; its masks give {shape}"
             matching.mismatched |= dict.fromkeys(names, reason)
             return
-        for target, shape in outputs.items():
-            if parameters.get(target) != shape:
-                reason = f"{target} has shape {parameters.get(target)}; its masks give {shape}"
-                matching.mismatched |= dict.fromkeys(names, reason)
-                return
-            if target in matching.sources:
-                first = ", ".join(matching.sources[target].names[:3])
-                matching.unexpected |= dict.fromkeys(names, f"{target} has the mask {first}")
-                return
-        for target in outputs:
-            matching.sources[target] = MaskSource(conversion.names, conversion, target)
-
-
-def _all_inputs(conversion: Conversion, parameters: Mapping[str, Shape]) -> list[Input]:
-    """The inputs of a conversion, including tensors without a mask.
-
-    They result from the reverse conversion of the parameters' shapes.
-    """
-    masked = {source.renamed: source for source in conversion.inputs}
-    try:
-        whole = _reversed(conversion, parameters)
-    except Exception:  # without a reverse, every tensor needs a mask
-        return conversion.inputs
-    if any(whole.get(renamed) != source.shape for renamed, source in masked.items()):
-        return conversion.inputs
-    inputs = []
-    for renamed in sorted(whole, key=natural_key):
-        source = masked.get(renamed)
-        if source is None:
-            pattern = copy.deepcopy(conversion.converter).rename_source_key(renamed)[1]
-            source = Input(renamed, pattern, None, whole[renamed])
-        inputs.append(source)
-    return inputs
-
-
-def _reversed(conversion: Conversion, parameters: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Shapes of the tensors from which a conversion makes parameters, by name."""
-    first, *rest = conversion.converter.target_patterns
-    target = conversion.target
-    targets = [target, *(target.replace(first, other, 1) for other in rest)]
-    backwards = conversion.converter.reverse_transform()
-    inputs = []
-    for target in targets:
-        renamed, pattern = backwards.rename_source_key(target)
-        if pattern is None:
-            raise LookupError(target)
-        inputs.append(Input(target, pattern, target, parameters[target]))
-    return replace(conversion, target=renamed, converter=backwards, inputs=inputs).shapes()
+        if target in matching.sources:
+            first = ", ".join(matching.sources[target].names[:3])
+            matching.unexpected |= dict.fromkeys(names, f"{target} has the mask {first}")
+            return
+    for target in outputs:
+        matching.sources[target] = MaskSource(names, conversion, target)
 
 
 def match_masks(
@@ -463,7 +432,7 @@ def match_masks(
     rules: TransformersRules | None,
     *,
     is_checkpoint: bool,
-    others: Iterable[str] = (),
+    others: Mapping[str, Shape] | None = None,
 ) -> Matching:
     """Find the parameters of masks.
 
@@ -476,7 +445,7 @@ def match_masks(
         parameters: shapes, by name in the model; a tied one under all its names.
         rules: of the model's library; None: names do not change.
         is_checkpoint: whether the names are those of a checkpoint, or of a model.
-        others: known names of other tensors of the checkpoint.
+        others: shapes of other tensors of the checkpoint, as far as they are known.
     """
     matching = Matching()
     unmatched = dict(masks)
@@ -489,7 +458,7 @@ def match_masks(
                 matching.add(name, shape, parameter, parameters[parameter])
                 del unmatched[name]
     if rules is not None and unmatched:
-        by_rules = rules.match(unmatched, parameters, others)
+        by_rules = rules.match(unmatched, parameters, others or {})
         matching.unexpected |= by_rules.unexpected
         for parameter, source in by_rules.sources.items():
             if parameter in matching.sources:
@@ -552,17 +521,13 @@ def as_saved(
     groups: dict[tuple[str, int], list[Input]] = {}
     # In the order in which transformers visits a state dict: some renamings depend on it.
     for name in sorted(parameters, key=natural_key):
-        for position, converter in enumerate(converters):
-            target, pattern = converter.rename_source_key(name)
-            if pattern is not None:
-                mask = name if name in masked else None
-                member = Input(name, pattern, mask, parameters[name])
-                groups.setdefault((target, position), []).append(member)
-                break
-        else:
-            renamed = _renamed_by(renamings, name)
-            if name in masked:
-                saved.append(unchanged(name, renamed, parameters))
+        target, number, pattern = _converted_name(converters, name)
+        if number is not None:
+            mask = name if name in masked else None
+            member = Input(name, pattern, mask, parameters[name])
+            groups.setdefault((target, number), []).append(member)
+        elif name in masked:
+            saved.append(unchanged(name, _renamed_by(renamings, name), parameters))
     stand_in = Shapes(parameters)
     for (target, position), inputs in groups.items():
         conversion = Conversion(target, converters[position], inputs, pretrained.config, stand_in)

@@ -550,10 +550,10 @@ def load_masks(
 def _match(model: nn.Module, folder: Path) -> tuple[MaskFile, conversions.Matching, list[Place]]:
     """The masks in a folder, which parameter each is for, and all parameters of the model."""
     masks, places = open_masks(folder), list(all_places(model))
-    others: list[str] = []
+    others: dict[str, tuple[int, ...]] = {}
     if masks.header_crcs:
         with suppress(CheckpointError):  # the masks were moved away from the weights, say
-            others = [tensor.name for tensor in open_checkpoint(folder).tensors]
+            others = {each.name: tuple(each.shape) for each in open_checkpoint(folder).tensors}
     shapes = {place.pair.fqn: place.shape for place in places}
     matching = conversions.match_masks(
         masks.shapes,

@@ -166,18 +166,14 @@ def register_pruning(
     shards; in a load they read as many.
     """
     accelerator.register_for_checkpointing(_PruningState(model, pruner))
-    if not criteria:
-        return
 
     def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
         for number, criterion in enumerate(criteria):
-            save_sharded_state(criterion.state_dict(), _criterion_folder(folder, number))
+            save_criterion(criterion, Path(folder) / f"distprune_criterion_{number}")
 
     def load(models: list[nn.Module], folder: str) -> None:
         for number, criterion in enumerate(criteria):
-            state = criterion.state_dict()
-            saved = load_sharded_state(state, _criterion_folder(folder, number))
-            criterion.load_state_dict(saved)
+            load_criterion(criterion, Path(folder) / f"distprune_criterion_{number}")
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
@@ -228,32 +224,20 @@ class _PruningState:
         put_records(self._model, state["masks"])
 
 
-def _criterion_folder(folder: str, number: int) -> Path:
-    return Path(folder) / f"distprune_criterion_{number}"
-
-
-def save_sharded_state(state: dict[str, Any], folder: Path) -> None:
-    """Write a state dict, of which each rank has its shards, into a folder. Collective."""
+def save_criterion(criterion: Criterion, folder: Path) -> None:
+    """Write what a criterion has collected, of which each rank has its shards. Collective."""
     from torch.distributed.checkpoint import state_dict_saver
 
-    state_dict_saver.save(state, checkpoint_id=folder)
+    state_dict_saver.save(criterion.state_dict(), checkpoint_id=folder)
 
 
-def load_sharded_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A state dict with what :func:`save_sharded_state` wrote. Collective."""
+def load_criterion(criterion: Criterion, folder: Path) -> None:
+    """Load what :func:`save_criterion` wrote. Collective."""
     from torch.distributed.checkpoint import state_dict_loader
 
+    state = criterion.state_dict()
     state_dict_loader.load(state, checkpoint_id=folder)
-    return state
-
-
-def keys_of_sharded_model(folder: Path) -> list[str]:
-    """Names in the state dict of a model, in a checkpoint of torch.distributed.checkpoint."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-    prefixes = ("model.", "state_dict.")
-    return [k.removeprefix(prefix) for k in entries for prefix in prefixes if k.startswith(prefix)]
+    criterion.load_state_dict(state)
 
 
 def keys_of_model(folder: Path, number: int = 0) -> list[str]:
@@ -261,7 +245,10 @@ def keys_of_model(folder: Path, number: int = 0) -> list[str]:
     ending = f"_{number}" if number else ""
     sharded = folder / f"pytorch_model_fsdp_{number}"
     if sharded.is_dir():
-        return keys_of_sharded_model(sharded)
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        entries = FileSystemReader(sharded).read_metadata().state_dict_metadata
+        return [key.removeprefix("model.") for key in entries if key.startswith("model.")]
     of_deepspeed = sorted((folder / f"pytorch_model{ending}").glob("*model_states.pt"))
     if of_deepspeed:
         return list(torch.load(of_deepspeed[0], map_location="meta", mmap=True)["module"])

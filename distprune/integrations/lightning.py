@@ -66,9 +66,8 @@ class PruningCallback(PlannedPruning, Callback):
             (``Movement``, ``SNIP``), or a function of the (module, name) pairs
             (``functools.partial(criteria.Taylor, unit="global_batch")``). It sees the
             gradient of every step, averaged, unscaled and before it is clipped. With a schedule
-            and one optimizer only. Checkpoints have what it has collected, but under FSDP and
-            ModelParallel, which
-            need ``Trainer(enable_checkpointing=False)``.
+            and one optimizer only. Checkpoints have what it has collected; under FSDP and
+            ModelParallel they cannot, and need ``Trainer(enable_checkpointing=False)``.
         reset_criterion: forget what the criterion has collected after each pruning.
         scope, pattern, normalize, budget: as for ``ScheduledPruner``; with a schedule only.
         permanent: make the zeros permanent when training ends: a checkpoint saved afterwards is

@@ -26,7 +26,13 @@ from torch.utils.checkpoint import checkpoint
 
 from distprune.base.memory import on_host
 from distprune.base.naming import Pair, named_modules, unwrap
-from distprune.base.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
+from distprune.base.pruned_form import (
+    is_dtensor,
+    local_tensor,
+    mask_key,
+    name_without_orig,
+    orig_key,
+)
 from distprune.base.report_text import listed
 from distprune.masks.hook import find_hook
 from distprune.ranks.collectives import resolved, whole
@@ -269,12 +275,7 @@ def _count_zeros(weights: Iterable[Pair]) -> Tensor:
     """Zeros of this rank's parts of some weights; 0 if they are the row of a padding token."""
     total = torch.zeros((), dtype=torch.int64)
     for owner, key in weights:
-        values = owner._parameters[key]
-        assert values is not None
-        if key in ("weight", "weight_orig"):
-            zeros = zeros_of(owner).sum()
-        else:
-            zeros = (local_tensor(values.detach()) == 0).sum()
+        zeros = zeros_of(owner, name_without_orig(key)).sum()
         if not (isinstance(owner, nn.Embedding) and zeros <= owner.embedding_dim):
             total += zeros.to(total.device)
     return total
@@ -291,18 +292,18 @@ def _resolve(layer: Any, held: HeldDelta, **kwargs: Any) -> HeldDelta:
     return held
 
 
-def stored_weight(base: nn.Module) -> Tensor:
+def stored_weight(base: nn.Module, name: str = "weight") -> Tensor:
     """The parameter that a base layer trains or freezes: ``weight_orig`` if it is pruned."""
     parameters = base._parameters
-    stored = parameters.get(orig_key("weight"), parameters.get("weight"))
+    stored = parameters.get(orig_key(name), parameters.get(name))
     assert stored is not None
     return stored
 
 
-def zeros_of(base: nn.Module) -> Tensor:
+def zeros_of(base: nn.Module, name: str = "weight") -> Tensor:
     """Which elements of this rank's part of a base weight are zero, by value or by a mask."""
-    zeros = local_tensor(stored_weight(base).detach()) == 0
-    mask = base._buffers.get(mask_key("weight"))
+    zeros = local_tensor(stored_weight(base, name).detach()) == 0
+    mask = base._buffers.get(mask_key(name))
     if mask is not None:
         zeros |= local_tensor(mask) == 0
     return zeros

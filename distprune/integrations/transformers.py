@@ -35,11 +35,7 @@ from transformers.trainer_callback import ExportableState
 from distprune.api.local import is_pruned
 from distprune.checkpoint import prepare_for_load
 from distprune.integrations._plan import PlannedPruning, add_masks
-from distprune.integrations.accelerate import (
-    keys_of_model,
-    load_sharded_state,
-    save_sharded_state,
-)
+from distprune.integrations.accelerate import keys_of_model, load_criterion, save_criterion
 from distprune.ranks.process_groups import world
 
 logger = logging.getLogger(__name__)
@@ -177,8 +173,7 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
                     "that was saved with the same criterion. Call callback.attach(trainer) to "
                     "resume from another folder than output_dir/checkpoint-<step>."
                 )
-            saved = load_sharded_state(self._criterion.state_dict(), folder)
-            self._criterion.load_state_dict(saved)
+            load_criterion(self._criterion, folder)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -192,7 +187,7 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
         """Write what the criterion has collected into the checkpoint."""
         if self._criterion is not None:
             folder = _checkpoint(args, state) / _CRITERION
-            save_sharded_state(self._criterion.state_dict(), folder)
+            save_criterion(self._criterion, folder)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

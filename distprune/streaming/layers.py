@@ -241,7 +241,7 @@ class StreamedModel:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         stored = {name: entry.shape for name, entry in self.entries.items()}
         rules = TransformersRules(self.model)
-        matching = rules.match(stored, shapes, ())
+        matching = rules.match(stored, shapes, {})
         # As from_pretrained: saving undoes the conversions that were used.
         self.model._weight_conversions = rules.used()
         found = []
