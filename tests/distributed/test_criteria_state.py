@@ -10,7 +10,7 @@ import distprune as prune
 from distprune.testing import RankError, run_ranks
 from helpers import criteria_runs as runs
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assembled, assert_nothing_wrong
 from helpers.micro_batches import Wrapped, gradients_of_units
 from helpers.models import fill, fqns
 from helpers.sampling import every
@@ -29,11 +29,8 @@ def case(wrapping: str, kind: str):
     return dense, indices, model, CRITERIA[kind](runs.named_targets(model, runs.WEIGHTS))
 
 
-Parts = dict[str, tuple[torch.Tensor, torch.Tensor]]
-
-
-def save(wrapping: str, kind: str, path: str) -> Parts:
-    """Two units; (indices, scores) of what this rank has of each parameter."""
+def save(wrapping: str, kind: str, path: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Two units; (scores, indices) of what this rank has of each parameter."""
     dense, indices, model, criterion = case(wrapping, kind)
     part = wrappings.data_rank(wrapping)
     for batch in runs.batches(dense, 2):
@@ -41,10 +38,8 @@ def save(wrapping: str, kind: str, path: str) -> Parts:
         criterion.update(weight=0.37)
         model.zero_grad()
     dcp.save({"criterion": criterion.state_dict()}, checkpoint_id=path)
-    return {
-        name: (indices[name], wrappings.local(score))
-        for name, score in zip(runs.WEIGHTS, criterion.scores().values(), strict=True)
-    }
+    scores = zip(runs.WEIGHTS, criterion.scores().values(), strict=True)
+    return [(wrappings.local(score), indices[name]) for name, score in scores]
 
 
 def load(wrapping: str, kind: str, path: str, expected: dict[str, torch.Tensor]) -> list[str]:
@@ -56,21 +51,6 @@ def load(wrapping: str, kind: str, path: str, expected: dict[str, torch.Tensor])
     if (criterion.num_updates, criterion.total_weight) != (2, 0.74):
         wrong.append(f"{criterion.num_updates} updates of weight {criterion.total_weight}")
     return wrong
-
-
-def joined(parts: list[Parts], shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
-    """Whole scores from the parts of all ranks; each element is on some rank."""
-    whole = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
-    for of_rank in parts:
-        for name, (indices, scores) in of_rank.items():
-            whole[name].view(-1)[indices.reshape(-1)] = scores.reshape(-1)
-    assert not any(scores.isnan().any() for scores in whole.values())
-    return whole
-
-
-def shapes() -> dict[str, torch.Size]:
-    model = runs.IntegerNet(wrappings.runnable_sizes("fsdp2_tp-1x2"))
-    return {name: model.get_parameter(name).shape for name in runs.WEIGHTS}
 
 
 @pytest.mark.parametrize("kind", CRITERIA)
@@ -91,7 +71,11 @@ def shapes() -> dict[str, torch.Size]:
 )
 def test_saved_here_and_loaded_there(saved, loaded, kind, tmp_path):
     parts = run_ranks(save, wrappings.world_size(saved), saved, kind, str(tmp_path))
-    expected = joined(parts, shapes())
+    whole = runs.IntegerNet(wrappings.runnable_sizes("fsdp2_tp-1x2"))
+    expected = {
+        name: assembled(of_name, whole.get_parameter(name).shape)
+        for name, of_name in zip(runs.WEIGHTS, zip(*parts, strict=True), strict=True)
+    }
     for wrapping in loaded:
         size = wrappings.world_size(wrapping)
         wrong = run_ranks(load, size, wrapping, kind, str(tmp_path), expected)

@@ -76,11 +76,6 @@ def differences_when_accumulating(wrapping: str) -> list[str]:
     return wrong + runs.differing(criterion.scores(), one.scores("SNIP"), one.indices)
 
 
-@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
-def test_accumulation_and_no_sync(wrapping):
-    assert_nothing_wrong_on(wrapping, differences_when_accumulating)
-
-
 def read_before_the_ranks_agree() -> str:
     """DDP leaves local gradients after no_sync, which look like averaged ones."""
     one = OneProcess("ddp-2")
@@ -102,41 +97,33 @@ def test_gradients_of_ddp_that_are_not_averaged_are_refused_at_the_pruning():
         assert "replica" in text
 
 
-def non_finite(wrapping: str, how: str) -> tuple[str, int, int, list[str]]:
+def differences_when_not_finite(wrapping: str) -> list[str]:
     """A step whose gradient is infinite in one element, which only one rank of FSDP has."""
-    one = OneProcess(wrapping)
-    model = one.wrapped()
-    criterion = SNIP(runs.named_targets(model, runs.WEIGHTS), non_finite=how)
-    message = ""
-    for number, batch in enumerate(one.batches):
-        runs.backward(model, batch, *wrappings.data_rank(wrapping))
-        if number == 1:
-            gradient = wrappings.gradient(model, "l2.weight", one.indices)
-            at = (one.indices["l2.weight"] == 7).nonzero()
-            if len(at):
-                gradient[tuple(at[0])] = torch.inf
-        else:
-            one.backward(number)
-        criterion.update()
-        model.zero_grad()
     wrong = []
-    if how == "skip":
-        wrong = runs.differing(criterion.scores(), one.scores("SNIP"), one.indices)
-    else:
-        with pytest.raises(ValueError) as error:
-            criterion.scores()
-        message = str(error.value)
-    return message, criterion.num_updates, criterion.num_skipped, wrong
-
-
-@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp1-3", "fsdp2-3", "tp-2"])
-def test_steps_that_are_not_finite(wrapping):
-    size = wrappings.world_size(wrapping)
-    for found in run_ranks(non_finite, size, wrapping, "skip"):
-        assert found == ("", 2, 1, [])
-    for message, num_updates, num_skipped, _ in run_ranks(non_finite, size, wrapping, "refuse"):
-        assert "l2.weight has a score that is not finite, after 3 updates" in message
-        assert (num_updates, num_skipped) == (3, 0)
+    for how, counts in (("skip", (2, 1)), ("refuse", (3, 0))):
+        one = OneProcess(wrapping)
+        model = one.wrapped()
+        criterion = SNIP(runs.named_targets(model, runs.WEIGHTS), non_finite=how)
+        for number, batch in enumerate(one.batches):
+            runs.backward(model, batch, *wrappings.data_rank(wrapping))
+            if number == 1:
+                gradient = wrappings.gradient(model, "l2.weight", one.indices)
+                at = (one.indices["l2.weight"] == 7).nonzero()
+                if len(at):
+                    gradient[tuple(at[0])] = torch.inf
+            else:
+                one.backward(number)
+            criterion.update()
+            model.zero_grad()
+        if how == "skip":
+            wrong += runs.differing(criterion.scores(), one.scores("SNIP"), one.indices)
+        else:
+            text = "l2.weight has a score that is not finite, after 3 updates"
+            with pytest.raises(ValueError, match=text):
+                criterion.scores()
+        if (criterion.num_updates, criterion.num_skipped) != counts:
+            wrong.append(f"{how}: {criterion.num_updates}, {criterion.num_skipped} skipped")
+    return wrong
 
 
 def different_numbers_of_updates() -> str:
@@ -212,7 +199,32 @@ def differences_of_a_calibration(wrapping: str, kind: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("kind", CRITERIA)
+NOT_FINITE = ["plain-2", "ddp-3", "fsdp1-2", "fsdp2-3", "tp-3"]
+
+
+def all_differences(wrapping: str) -> list[str]:
+    wrong = differences_when_accumulating(wrapping)
+    for kind in CRITERIA:
+        wrong += differences_of_a_calibration(wrapping, kind)
+    return wrong + (differences_when_not_finite(wrapping) if wrapping in NOT_FINITE else [])
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
-def test_calibration(wrapping, kind):
-    assert_nothing_wrong_on(wrapping, differences_of_a_calibration, kind)
+def test_scores_are_those_of_one_process(wrapping):
+    assert_nothing_wrong_on(wrapping, all_differences)
+
+
+def test_global_mask_refuses_signed_scores_without_the_sign():
+    layer = nn.Linear(3, 2)
+    movement = prune.criteria.Movement([(layer, "weight")])
+    layer.weight.grad = torch.ones(2, 3)
+    movement.update()
+    pairs = movement.parameters
+    with pytest.raises(TypeError, match="expected signed=True"):
+        prune.global_mask(pairs, 3, scores=movement.scores())
+    chosen = prune.global_mask(pairs, 3, scores=movement.scores(), signed=True)
+    (mask,) = chosen.masks
+    lowest = (-layer.weight.detach()).flatten().sort().indices[:3]
+    assert not mask.flatten()[lowest].any()
+    assert int(mask.sum()) == 3

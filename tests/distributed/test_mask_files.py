@@ -13,8 +13,7 @@ from helpers import wrappings
 from helpers.comparisons import (
     assert_nothing_wrong,
     assert_nothing_wrong_on,
-    changes,
-    snapshot,
+    outcome,
     wrong_masks,
 )
 from helpers.models import Net, ShapesNet, fill
@@ -126,7 +125,7 @@ def stages_that_lack_a_part(folder: Path) -> list[str]:
     part = nn.ModuleDict(
         {n: getattr(model, n) for n in (["l1", "l2"], ["l3", "norm", "one"])[rank]}
     )
-    error = error_of(lambda part: prune.load_masks(part, folder, pipeline_parallel=True), part)
+    error = error_of(prune.load_masks, part, folder, pipeline_parallel=True)
     wrong += [error] * ("fit no parameter: conv" not in error or "CHANGED" in error)
     wrong += [error] * ("conv.weight" not in error or "conv.bias" not in error)
     if rank == 0:
@@ -146,15 +145,9 @@ def test_masks_that_no_stage_is_for(folder):
     assert_nothing_wrong(run_ranks(stages_that_lack_a_part, 2, folder))
 
 
-def error_of(function, *arguments) -> str:
-    model = arguments[0]
-    before = snapshot(model)
-    try:
-        function(*arguments)
-    except Exception as error:
-        changed = changes(before, snapshot(model))
-        return f"{type(error).__name__}: {error}" + "".join(f" CHANGED {each}" for each in changed)
-    return "nothing"
+def error_of(function, model, *arguments, **options) -> str:
+    kind, text, changed = outcome(model, lambda: function(model, *arguments, **options))
+    return f"{kind}: {text}" + "".join(f" CHANGED {each}" for each in changed)
 
 
 def refusals(folders: list[Path], file: Path) -> list[str]:

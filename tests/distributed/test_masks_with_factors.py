@@ -1,6 +1,6 @@
 """Masks with other values than 0 and 1: multiplied in on plain modules, refused on shards."""
 
-import re
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +10,8 @@ from torch import nn
 
 import distprune as prune
 from distprune.base.naming import unwrap
-from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, changes, snapshot
+from helpers.comparisons import assert_nothing_wrong_on, other_errors, outcome
 from helpers.models import EVEN_HIDDEN, Net, fill
 
 SHARDED = ["fsdp2-2", "fsdp2-3", "fsdp1-2", "hsdp-2x2", "tp-2", "fsdp2_tp-2x2"]
@@ -24,28 +23,36 @@ def factors(shape, value: float = 0.5) -> torch.Tensor:
     return mask
 
 
-def refused(wrapping: str, value: float, only_on: int | None) -> list[str]:
+class Damped(prune.L1Unstructured):
+    """What is pruned keeps a tenth."""
+
+    def apply_mask(self, module: nn.Module) -> torch.Tensor:
+        mask, original = (getattr(module, self._tensor_name + end) for end in ("_mask", "_orig"))
+        return original * (mask + 0.1 * (1 - mask))
+
+
+def refused(wrapping: str) -> list[str]:
+    """A value of the mask of all ranks, or of one alone; and a method's own apply_mask."""
     model = wrappings.wrap(fill(Net(EVEN_HIDDEN), "normal", "float32"), wrapping)
-    layer = unwrap(wrappings.unwrapped(model).l2)
-    mask = factors((5, 12), value if only_on in (None, dist.get_rank()) else 0)
-    before = snapshot(model)
-    try:
-        prune.custom_from_mask(layer, "weight", mask)
-    except ValueError as error:
-        text = rf"Linear\.weight(.|\n)*{value:g}(.|\n)*0 and 1"
-        return changes(before, snapshot(model)) + [str(error)] * (not re.search(text, str(error)))
-    return ["nothing was raised"]
+    layer, rank = unwrap(wrappings.unwrapped(model).l2), dist.get_rank()
+    rows = []
+    for value, only_on in ((0.5, None), (-1.0, None), (2.0, None), (0.5, 0), (0.5, 1)):
+        mask = factors((5, 12), value if only_on in (None, rank) else 0)
+        call = partial(prune.custom_from_mask, layer, "weight", mask)
+        rows.append((call, "ValueError", rf"Linear\.weight(.|\n)*{value:g}(.|\n)*0 and 1"))
+    call = partial(Damped.apply, layer, "weight", 0.5)
+    rows.append((call, "NotImplementedError", "Damped has an apply_mask"))
+    return [
+        text
+        for call, kind, pattern in rows
+        for text in other_errors([outcome(model, call)], kind, pattern)
+    ]
 
 
-@pytest.mark.parametrize("value", [0.5, -1.0, 2.0])
+@pytest.mark.whole
 @pytest.mark.parametrize("wrapping", SHARDED)
-def test_refused_on_shards(wrapping, value):
-    assert_nothing_wrong_on(wrapping, refused, value, None)
-
-
-@pytest.mark.parametrize("only_on", [0, 1])
-def test_refused_by_one_rank(only_on):
-    assert_nothing_wrong(run_ranks(refused, 2, "fsdp2-2", 0.5, only_on))
+def test_refused_on_shards(wrapping):
+    assert_nothing_wrong_on(wrapping, refused)
 
 
 def as_in_torch(wrapping: str) -> list[str]:
@@ -63,26 +70,3 @@ def as_in_torch(wrapping: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2"])
 def test_multiplied_on_whole_parameters(wrapping):
     assert_nothing_wrong_on(wrapping, as_in_torch)
-
-
-class Damped(prune.L1Unstructured):
-    """What is pruned keeps a tenth."""
-
-    def apply_mask(self, module: nn.Module) -> torch.Tensor:
-        mask, original = (getattr(module, self._tensor_name + end) for end in ("_mask", "_orig"))
-        return original * (mask + 0.1 * (1 - mask))
-
-
-def damped() -> list[str]:
-    model = wrappings.wrap(fill(Net(EVEN_HIDDEN), "normal", "float32"), "fsdp2-2")
-    before = snapshot(model)
-    try:
-        Damped.apply(unwrap(wrappings.unwrapped(model).l2), "weight", 0.5)
-    except NotImplementedError as error:
-        wrong = changes(before, snapshot(model))
-        return wrong + [str(error)] * ("Damped has an apply_mask" not in str(error))
-    return ["nothing was raised"]
-
-
-def test_an_apply_mask_of_its_own_is_refused_on_shards():
-    assert_nothing_wrong(run_ranks(damped, 2))

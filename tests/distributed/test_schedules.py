@@ -1,7 +1,5 @@
 """A schedule over several ranks: exact counts at every step, agreement, and resuming."""
 
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +11,7 @@ from distprune import schedule
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.collective_traffic import Traffic
-from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.comparisons import assert_nothing_wrong, wrong_masks
 from helpers.models import Net, fill, target
 
 WRAPPINGS = [
@@ -114,91 +112,6 @@ def test_every_step_and_a_resumed_run(wrapping, tmp_path):
     turn, size = WRAPPINGS.index(wrapping), wrappings.world_size(wrapping)
     stop = (5, 1, 6)[turn % 3]
     assert_nothing_wrong(run_ranks(differences, size, wrapping, str(tmp_path), stop))
-
-
-def fails(step: int) -> float:
-    raise ZeroDivisionError("no such sparsity")
-
-
-def another_step(targets):
-    pruner = half(targets)
-    pruner.num_steps = 7
-    return pruner
-
-
-def another_state(targets):
-    pruner = half(targets)
-    state = pruner.state_dict()
-    state["sparsity"] = 0.9
-    pruner.load_state_dict(state)
-    return pruner
-
-
-def with_scores(scores):
-    def make(targets):
-        return schedule.ScheduledPruner(
-            targets, schedule.Function(lambda step: 0.5), importance_scores=scores
-        )
-
-    return make
-
-
-def following(fn, **arguments):
-    return lambda targets: schedule.ScheduledPruner(targets, schedule.Function(fn), **arguments)
-
-
-half = following(lambda step: 0.5)
-# What the odd rank has, what the others have, and what the error says on every rank.
-CASES = {
-    "step": (another_step, half, "step of the schedule: [07]"),
-    "schedule": (
-        lambda targets: schedule.ScheduledPruner(targets, schedule.OneShot(0, 0.5)), half,
-        r"schedule: (OneShot|Function)\(",
-    ),
-    "target": (following(lambda step: 0.4), half, r"target sparsity: 0\.[45]"),
-    "target that prunes nothing": (following(lambda step: 0.1), half, r"target sparsity: 0\.[15]"),
-    "state": (another_state, half, r"target sparsity: 0\.[59]"),
-    "error": (following(fails), half, "ZeroDivisionError: no such sparsity"),
-    "NaN": (following(lambda step: float("nan")), half, r"fn\(0\)=nan"),
-    "parameters": (lambda targets: half(targets[:2]), half, "number of parameters"),
-    "scores that fail": (with_scores(lambda: {}["no"]), with_scores(lambda: {}), "KeyError|no"),
-    "a function for scores": (with_scores(lambda: {}), with_scores({}), "importance_scores"),
-    "scores of no kind": (with_scores(lambda: 3), with_scores(lambda: {}), "importance_scores"),
-    "method": (
-        following(lambda step: 0.5, pruning_method=prune.RandomUnstructured), half,
-        "RandomUnstructured",
-    ),
-    "bounds": (following(lambda step: 0.5, max_sparsity=0.9), half, "bounds"),
-}  # fmt: skip
-
-
-def outcomes(wrapping: str) -> dict[str, tuple[str, str, list[str], bool]]:
-    """(type, text, changes, whether the pruner is as before) that this rank sees, by case."""
-    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
-    targets = targets_of(model)
-    prune.global_unstructured(targets, prune.L1Unstructured, amount=0.2)
-    is_odd = dist.get_rank() == dist.get_world_size() - 1
-    found = {}
-    for case, (odd, usual, _) in CASES.items():
-        pruner = odd(targets) if is_odd else usual(targets)
-        before, state = snapshot(model), pruner.state_dict()
-        try:
-            pruner.step()
-            error = ("nothing", "")
-        except Exception as raised:
-            error = (type(raised).__name__, str(raised))
-        found[case] = (*error, changes(before, snapshot(model)), pruner.state_dict() == state)
-    return found
-
-
-@pytest.mark.parametrize("wrapping", ["plain-2", "ddp-3", "fsdp2-3", "hsdp-2x2", "tp-2"])
-def test_ranks_that_disagree_all_raise(wrapping):
-    per_rank = run_ranks(outcomes, wrappings.world_size(wrapping), wrapping, timeout=40)
-    for case, (_, _, text) in CASES.items():
-        assert len({found[case][0] for found in per_rank}) == 1, (case, per_rank)
-        for found in per_rank:
-            assert re.search(text, found[case][1]), (case, found[case])
-            assert found[case][2:] == ([], True), case
 
 
 def of_one_group_of_ranks() -> list[int]:

@@ -5,6 +5,9 @@ that. For a channels_last weight that is another order than the row-major one of
 1-d tensor is such a run, also where a rank has the whole parameter; whole scores are of its shape.
 """
 
+import functools
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -13,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import reference
-from helpers.comparisons import assert_nothing_wrong, changes, snapshot
+from helpers.comparisons import assert_nothing_wrong, outcome
 
 MEMORY = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
 
@@ -41,82 +44,44 @@ def wrapped(memory, sizes):
     )
 
 
-def wrong_with_gradients(memory, sizes, is_global):
-    """Scores in the form of a gradient: at each place of the rank's run, that element's score."""
-    expected = []
-    plain = model(memory, sizes)
-    full = [scores_of(layer) for layer in plain]
-    if is_global:
-        keeps = reference.prune(full, 0.5)
-    else:
-        keeps = [reference.prune([scores], 0.5)[0] for scores in full]
-    root = wrapped(memory, sizes)  # which has to live
-    layers, found, whole = root.module, [], 0
-    for layer, scores in zip(layers, full, strict=True):
+def differences(sizes: tuple) -> tuple[list[str], int]:
+    """What is wrong, and how many weights this rank holds whole, with every kind of scores."""
+    wrong, whole = [], 0
+    for memory, kind in itertools.product(MEMORY, ("gradients", "all gradients", "whole", "flat")):
+        full = [scores_of(layer) for layer in model(memory, sizes)]
+        root = wrapped(memory, sizes)  # which has to live
         # The values are the indices, whatever the order of memory.
-        indices = layer.weight.detach().long()
-        whole += indices.numel() == scores.numel()
-        layer.weight.grad = scores.flatten()[indices]
-        expected.append(indices)
-    targets = [(layer, "weight") for layer in layers]
-    if is_global:
-        given = {(layer, "weight"): layer.weight.grad for layer in layers}
-        prune.global_unstructured(
-            targets, prune.L1Unstructured, importance_scores=given, amount=0.5
-        )
-    else:
-        for layer in layers:
-            prune.l1_unstructured(layer, "weight", 0.5, importance_scores=layer.weight.grad)
-    for layer, keep, indices in zip(layers, keeps, expected, strict=True):
-        num_wrong = int((layer.weight_mask != keep.flatten()[indices].bool()).sum())
-        if num_wrong:
-            found.append(f"{num_wrong} of {indices.numel()} of the mask wrong")
-    return found, whole
+        indices = [layer.weight.detach().long() for layer in root.module]
+        whole += sum(mine.numel() == s.numel() for mine, s in zip(indices, full, strict=True))
+        # At each place of the rank's run, as a gradient has it, that element's score.
+        given = [scores.flatten()[mine] for scores, mine in zip(full, indices, strict=True)]
+        keeps = [reference.prune([scores.contiguous()], 0.5)[0] for scores in full]
+        pairs = [(layer, "weight") for layer in root.module]
+        if kind == "flat":
+            for pair, scores in zip(pairs, full, strict=True):
+                call = functools.partial(
+                    prune.l1_unstructured, *pair, 0.5, importance_scores=scores.flatten()
+                )
+                name, text, changed = outcome(root.module, call)
+                if "expected the whole parameter's shape" not in text or changed:
+                    wrong.append(f"{memory}: {name}: {text} {changed}")
+            continue
+        if kind == "all gradients":
+            keeps = reference.prune([scores.contiguous() for scores in full], 0.5)
+            scores = dict(zip(pairs, given, strict=True))
+            prune.global_unstructured(pairs, prune.L1Unstructured, scores, amount=0.5)
+        else:
+            for pair, scores in zip(pairs, full if kind == "whole" else given, strict=True):
+                prune.l1_unstructured(*pair, 0.5, importance_scores=scores)
+        for (layer, _), keep, mine in zip(pairs, keeps, indices, strict=True):
+            if not torch.equal(layer.weight_mask, keep.flatten()[mine].bool()):
+                wrong.append(f"{memory}, {kind}: the mask is wrong")
+    return wrong, whole
 
 
 # Sizes that cut the second weight, that cut the first one, and that cut none.
-@pytest.mark.parametrize("is_global", [False, True])
 @pytest.mark.parametrize("sizes", [(2, 6), (6, 2), (5, 5)])
-@pytest.mark.parametrize("memory", MEMORY)
-def test_gradients_are_scores_in_the_order_of_memory(memory, sizes, is_global):
-    per_rank = run_ranks(wrong_with_gradients, 2, memory, sizes, is_global)
-    assert_nothing_wrong([found for found, _ in per_rank])
+def test_a_run_is_in_the_order_of_memory_and_whole_scores_have_the_shape(sizes):
+    per_rank = run_ranks(differences, 2, sizes)
+    assert_nothing_wrong([wrong for wrong, _ in per_rank])
     assert sum(whole for _, whole in per_rank) >= 1, "no rank held a weight whole"
-
-
-def with_flat_scores(memory, sizes):
-    root = wrapped(memory, sizes)
-    before, errors = snapshot(root.module), []
-    for layer, whole in zip(root.module, model("contiguous", sizes), strict=True):
-        try:
-            scores = scores_of(whole).flatten()
-            prune.l1_unstructured(layer, "weight", 0.5, importance_scores=scores)
-        except ValueError as error:
-            errors.append(str(error))
-    return errors, changes(before, snapshot(root.module))
-
-
-@pytest.mark.parametrize("sizes", [(2, 6), (5, 5)])
-@pytest.mark.parametrize("memory", MEMORY)
-def test_whole_flat_scores_are_refused(memory, sizes):
-    for errors, changed in run_ranks(with_flat_scores, 2, memory, sizes):
-        assert len(errors) == 2 and changed == []
-        assert all("expected the whole parameter's shape" in error for error in errors)
-
-
-def wrong_with_whole_scores(memory, sizes):
-    root, found = wrapped(memory, sizes), []
-    full = [scores_of(layer) for layer in model(memory, sizes)]
-    for layer, whole in zip(root.module, full, strict=True):
-        indices = layer.weight.detach().long()
-        prune.l1_unstructured(layer, "weight", 0.5, importance_scores=whole)
-        [keep] = reference.prune([whole.contiguous()], 0.5)
-        if not torch.equal(layer.weight_mask, keep.flatten()[indices].bool()):
-            found.append("mask wrong")
-    return found
-
-
-@pytest.mark.parametrize("sizes", [(2, 6), (5, 5)])
-@pytest.mark.parametrize("memory", MEMORY)
-def test_scores_of_the_shape_of_the_parameter(memory, sizes):
-    assert_nothing_wrong(run_ranks(wrong_with_whole_scores, 2, memory, sizes))

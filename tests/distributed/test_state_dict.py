@@ -1,30 +1,38 @@
-"""What a mask is on each wrapper, and where it appears in state dicts."""
+"""What a mask is on each wrapper; state dicts of every kind: keys, what loads, what is refused."""
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.utils.prune as torch_prune
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
+from training_runs import Run
 
 import distprune as prune
 from distprune import checkpoint
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.models import UNEVEN, Net, fill, target
+from helpers.comparisons import assert_nothing_wrong_on
+from helpers.models import EVEN_HIDDEN, UNEVEN, Net, fill, target
 
 NAMES = ["l1.weight", "l2.weight", "l3.bias"]
 WRAPPINGS = wrappings.sampled(wrappings.ALL)
 FULL = StateDictOptions(full_state_dict=True)
 
 
-def pruned(wrapping: str, dtype: str = "float32", sizes=UNEVEN) -> torch.nn.Module:
-    model = wrappings.wrap(fill(Net(sizes), "normal", dtype), wrapping)
+def pruned(
+    wrapping: str, dtype="float32", sizes=UNEVEN, data="normal", amount=0.5, seed=0
+) -> torch.nn.Module:
+    model = wrappings.wrap(fill(Net(sizes), data, dtype, seed), wrapping)
     targets = [target(wrappings.unwrapped(model), name) for name in NAMES]
-    prune.global_unstructured(targets, prune.L1Unstructured, amount=0.5)
+    prune.global_unstructured(targets, prune.L1Unstructured, amount=amount)
     return model
 
 
@@ -115,21 +123,230 @@ def test_consolidated_state_dict_loads_into_a_plain_model(wrapping):
         assert torch.equal(model(x), expected(x))
 
 
-def outputs_after_loading(wrapping: str, state: dict, x: torch.Tensor) -> torch.Tensor:
-    """Into a model of other values and masks, that has run already."""
-    model = fill(Net(wrappings.runnable_sizes(wrapping)), "few", "float32", seed=9)
-    model = wrappings.wrap(model, wrapping)
-    targets = [target(wrappings.unwrapped(model), name) for name in NAMES]
-    prune.global_unstructured(targets, prune.L1Unstructured, amount=0.1)
-    model(x).sum().backward()
+class Tied(Net):
+    """The last layer shares its weight with the second one."""
+
+    def __init__(self):
+        super().__init__((6, 12, 12, 12))
+        self.l3.weight = self.l2.weight
+
+
+def outputs_after_loading(wrapping: str, how: str, state: dict, x: torch.Tensor) -> torch.Tensor:
+    """Into a fresh model, a tied one, or one of other values and masks that has run already."""
+    sizes = wrappings.runnable_sizes(wrapping)
+    if how == "pruned":
+        model = pruned(wrapping, sizes=sizes, data="few", amount=0.1, seed=9)
+        model(x).sum().backward()
+    else:
+        model = wrappings.wrap(Tied() if how == "tied" else Net(sizes), wrapping)
+    inner = wrappings.unwrapped(model)
+    names = {name.removesuffix("_mask") for name in state if name.endswith("_mask")}
     set_model_state_dict(model, checkpoint.prepare_for_load(model, state), options=FULL)
-    return model(x).detach()
+    out = model(x).detach()
+    folded = checkpoint.fold(inner.state_dict())
+    for module, parameter in (target(inner, name) for name in names):
+        if prune.is_pruned(module):  # else it went with the one that it is tied to
+            prune.remove(module, parameter)
+    if wrappings.kept_by_name(inner.l1):
+        left = {n: wrappings.local(value) for n, value in inner.state_dict().items()}
+        for name in names:
+            assert torch.equal(wrappings.local(folded[name]), left[name]), f"fold of {name}"
+    return out
 
 
-@pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_a_state_dict_of_torch_loads_into_a_sharded_model(wrapping):
-    dense = pruned_by_torch(wrappings.runnable_sizes(wrapping))
+@pytest.mark.parametrize(
+    ("wrapping", "how"),
+    [
+        *((wrapping, "pruned") for wrapping in WRAPPINGS),
+        *((wrapping, "fresh") for wrapping in ("plain-1", "ddp-2", "fsdp2-3", "tp-2")),
+        # torch itself unties them or refuses under the others
+        *((wrapping, "tied") for wrapping in ("plain-1", "ddp-2", "fsdp2_root-2")),
+    ],
+)
+def test_a_state_dict_of_torch_loads(wrapping, how):
+    sizes = wrappings.runnable_sizes(wrapping)
+    dense = Tied() if how == "tied" else pruned_by_torch(sizes)
+    for layer in (dense.l2, dense.l3) if how == "tied" else ():
+        torch_prune.l1_unstructured(layer, "weight", 0.5)
     x = torch.randn(3, 6)
     state, expected = dense.state_dict(), dense(x).detach()
-    for out in run_ranks(outputs_after_loading, wrappings.world_size(wrapping), wrapping, state, x):
+    size = wrappings.world_size(wrapping)
+    for out in run_ranks(outputs_after_loading, size, wrapping, how, state, x):
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def mixed_structure(wrapping: str, path: str) -> dict[str, object]:
+    """A checkpoint made dense, and models of which two layers are pruned."""
+    run = Run(wrapping)
+    run.pruner.num_steps = 100  # nothing is due
+    run.step()
+    weights = {name: held for name, (held, _) in run.parts().items()}
+    dcp.save(checkpoint.get_state_dict(run.model, run.optimizer), checkpoint_id=path)
+    run.step()
+    later = {name: held for name, (held, _) in run.parts().items()}
+    results: dict[str, object] = {}
+    for unmasked in ("error", "keep", "sometimes"):
+        run = Run(wrapping, seed=1)
+        pruned = prune.select(run.model, ["l1", "l3"])
+        prune.global_unstructured(pruned, prune.L1Unstructured, amount=0.5)
+        held = run.parts()
+        masks = [held[f"{name}_mask"][0] for name in ("l1.weight", "l3.weight")]
+        try:
+            checkpoint.load(path, run.model, run.optimizer, unmasked=unmasked)
+        except ValueError as error:
+            changed = [
+                n for n, (part, _) in run.parts().items() if not torch.equal(part, held[n][0])
+            ]
+            results[unmasked] = str(error), changed
+            continue
+        now = run.parts()
+        same = True
+        for name, value in weights.items():
+            mask = now.get(f"{name}_mask", (torch.ones(()),))[0]
+            same &= torch.equal(now[name][0], value * mask)
+        new_masks = [now[f"{name}_mask"][0] for name in ("l1.weight", "l3.weight")]
+        kept = all(torch.equal(a, b) for a, b in zip(masks, new_masks, strict=True))
+        run.pruner.num_steps = 101
+        run.step()
+        now = run.parts()
+        as_dense = all(
+            torch.allclose(now[name][0], value, rtol=0, atol=1e-6) for name, value in later.items()
+        )
+        results[unmasked] = same, kept, as_dense
+    return results
+
+
+@pytest.mark.parametrize(
+    "wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp1_flat-2", "fsdp2-2", "fsdp2_root-3", "tp-2"]
+)
+def test_a_dense_checkpoint_into_a_pruned_model(wrapping, tmp_path):
+    size = wrappings.world_size(wrapping)
+    for results in run_ranks(mixed_structure, size, wrapping, str(tmp_path / "checkpoint")):
+        message, changed = results["error"]
+        assert "l1.weight, l3.weight: pruned" in message and "unmasked='keep'" in message
+        assert changed == []
+        assert "unmasked='sometimes'" in results["sometimes"][0]
+        assert results["keep"] == (True, True, False)
+
+
+def names_when_wrapped(how: str) -> set[str]:
+    model: nn.Module = fill(Net(EVEN_HIDDEN), "normal", "float32")
+    if "ac" in how:
+        model.l2 = checkpoint_wrapper(model.l2)
+    if "ddp" in how:
+        model = nn.parallel.DistributedDataParallel(model)
+    if "compile" in how:
+        model = torch.compile(model, backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters())
+    prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    state = checkpoint.get_state_dict(model, optimizer)
+    return {*state["model"], *(f"{name} state" for name in state["optimizer"]["state"])}
+
+
+def test_keys_have_no_wrapper_prefixes():
+    wrapped = ["plain", "ac", "ddp", "compile", "ddp and ac", "ddp, compile and ac"]
+    for plain, *others in zip(
+        *(run_ranks(names_when_wrapped, 2, how) for how in wrapped), strict=True
+    ):
+        assert {"l2.weight_mask", "l2.weight_orig", "l2.weight_orig state"} < plain
+        for names in others:
+            assert names == plain
+
+
+def uneven_strided(path: str) -> tuple[list[str], bool]:
+    """7 rows on a 3x2 mesh: DCP takes the shards of the last ranks for others."""
+    messages = []
+    model = wrappings.wrap(fill(Net((6, 7, 7, 3)), "normal", "float32"), "fsdp2_tp-3x2")
+    before = {name: wrappings.local(value).clone() for name, value in model.state_dict().items()}
+    dcp.save(model.state_dict(), checkpoint_id=path)
+    loaded = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    dcp.load(loaded, checkpoint_id=path)
+    equal = all(torch.equal(wrappings.local(value), before[name]) for name, value in loaded.items())
+    prune.l1_unstructured(model.l2, "weight", 0.5)
+    for call in (checkpoint.get_state_dict, checkpoint.check_writable, checkpoint_load(path)):
+        with pytest.raises(NotImplementedError) as error:
+            call(model)
+        messages.append(str(error.value))
+    return messages, equal
+
+
+def checkpoint_load(path: str):
+    return lambda model: checkpoint.load(path, model, unmasked="keep")
+
+
+def test_what_torch_misplaces_is_refused(tmp_path):
+    per_rank = run_ranks(uneven_strided, 6, str(tmp_path / "checkpoint"))
+    assert not all(equal for _, equal in per_rank), "torch saves it now: take the refusal out"
+    for messages, _ in per_rank:
+        for message in messages:
+            assert "l1.weight (shape (7, 6)" in message and "l1.bias" in message
+            assert "l2" not in message and "l3" not in message
+
+
+def test_fold():
+    values = torch.tensor([1.0, -2.0, -0.0, torch.inf, torch.nan, 3.0])
+    keep = torch.tensor([1, 1, 0, 0, 0, 0])
+    state = {
+        "a.b_orig": values,
+        "causal_mask": keep,
+        "c": values,
+        "a.b_mask": keep.bool(),
+        "lonely_orig": values,
+    }
+    before = dict(state)
+    folded = checkpoint.fold(state)
+    assert list(folded) == ["a.b", "causal_mask", "c", "lonely_orig"]
+    assert folded["a.b"].numpy().tobytes() == torch.tensor([1.0, -2, 0, 0, 0, 0]).numpy().tobytes()
+    assert all(folded[name] is state[name] for name in ("causal_mask", "c", "lonely_orig"))
+    assert all(state[name] is before[name] for name in before) and len(state) == len(before)
+
+
+def local_state(model: torch.nn.Module) -> dict:
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        return model.state_dict()
+
+
+def load_local(model: torch.nn.Module, state: dict) -> None:
+    # With use_orig_params=True torch writes "_flat_param", too, and does not know it again.
+    is_flat = any(isinstance(p, FlatParameter) for p in model.parameters())
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        keys = model.load_state_dict(state, strict=is_flat)
+    assert not keys.missing_keys and all("_flat_param" in key for key in keys.unexpected_keys), keys
+
+
+def problems_of_local_states(wrapping: str) -> list[str]:
+    """Into a model of other weights and masks, that has run already."""
+    x, wrong = torch.randn(3, 6, generator=torch.Generator().manual_seed(0)), []
+    sizes = wrappings.runnable_sizes(wrapping)
+    model = pruned(wrapping, sizes=sizes)
+    other = pruned(wrapping, sizes=sizes, data="few", amount=0.1, seed=9)
+    with torch.no_grad():
+        expected = model(x)
+        if torch.equal(other(x), expected):
+            wrong.append("both models are the same")
+    load_local(other, local_state(model))
+    inner = [wrappings.unwrapped(each) for each in (model, other)]
+    masks = [prune.get_masks([target(each, name) for name in NAMES]) for each in inner]
+    if not all(map(torch.equal, *masks)):
+        wrong.append("other masks")
+    with torch.no_grad():
+        if not torch.equal(other(x), expected):
+            wrong.append("other outputs")
+    # A mask of another length is told by its name, and by the length that it should have.
+    state = local_state(model)
+    key = next(key for key in state if key.endswith("l1.weight_mask"))
+    state[key] = torch.ones(len(state[key]) + 1, dtype=torch.bool)
+    try:
+        load_local(other, state)
+        wrong.append("a mask of another length was loaded")
+    except RuntimeError as error:
+        if f"expected this rank's {len(state[key]) - 1} elements of the mask" not in str(error):
+            wrong.append(str(error))
+    return wrong
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp1-2", "fsdp1-3", "fsdp1_root-3", "fsdp1_flat-2"])
+def test_local_state_dicts_of_fsdp1_load_into_a_model_of_other_masks(wrapping):
+    assert_nothing_wrong_on(wrapping, problems_of_local_states)

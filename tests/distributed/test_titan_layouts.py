@@ -1,10 +1,12 @@
 """The layouts of torchtitan, rebuilt on gloo: its trainer needs a GPU.
 
 Of a mixture it shards the experts on a mesh (efsdp, ep) and all else on (fsdp,), in one group of
-FSDP2 or in two; experts are cut along dimension 1 where there are more ranks than experts.
+FSDP2 or in two; experts are cut along dimension 1 where there are more ranks than experts. Its
+SimpleFSDP gathers parameters in properties of the modules.
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,28 +32,77 @@ from helpers import reference
 from helpers.comparisons import assert_nothing_wrong
 from helpers.wrappings import local
 
-NAMES = ["experts", "dense"]
-NUM_STEPS = 10
+
+def wrong_steps(
+    model: nn.Module,
+    dense: nn.Module,
+    pairs: list,
+    wrap: Callable[[nn.Module], Any],
+    loss_of: Callable[[nn.Module, int, bool], Tensor],
+) -> list[str]:
+    """Ten steps of a wrapped model and of one process, with two prunings; then masks come off.
+
+    Args:
+        pairs: (module of the wrapped model, module of the dense one, name).
+        wrap: shards a model like ``dense`` in place, here one of the indices of its elements.
+        loss_of: of a model at a step, whole or of this rank.
+    """
+    numbered = copy.deepcopy(dense)
+    for parameter in numbered.parameters():
+        parameter.data = torch.arange(parameter.numel()).view(parameter.shape).float()
+    wrap(numbered)
+    paths = {id(module): path for path, module in dense.named_modules()}
+    held = [numbered.get_submodule(paths[id(own)])._parameters[name] for _, own, name in pairs]
+    indices = [local(parameter).long() for parameter in held]
+    optimizers = [torch.optim.SGD(m.parameters(), 0.05, foreach=False) for m in (model, dense)]
+    values = [own._parameters[name] for _, own, name in pairs]
+    keeps, wrong = None, []
+    for step in range(10):
+        if step in (2, 6):
+            keeps = reference.prune([value.detach() for value in values], 0.4, keeps)
+            targets = [(module, name) for module, _, name in pairs]
+            prune.global_unstructured(targets, prune.L1Unstructured, amount=0.4)
+        for value, keep in zip(values, keeps or (), strict=bool(keeps)):
+            value.data.mul_(keep)
+        loss_of(model, step, False).backward()
+        loss_of(dense, step, True).backward()
+        for value, keep in zip(values, keeps or (), strict=bool(keeps)):
+            value.grad.mul_(keep)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for (module, _, name), value, keep, mine in zip(
+            pairs, values, keeps or (), indices, strict=bool(keeps)
+        ):
+            if not torch.equal(local(getattr(module, name + "_mask")), keep.view(-1)[mine]):
+                wrong.append(f"step {step}: the mask of {name}")
+            own = local(module._parameters[name]) * keep.view(-1)[mine]
+            if not torch.allclose(own, (value * keep).view(-1)[mine], rtol=0, atol=1e-5):
+                wrong.append(f"step {step}: {name}")
+    wrong += map(str, prune.verify(model).problems)
+    for (module, _, name), keep, mine in zip(pairs, keeps, indices, strict=True):
+        prune.remove(module, name)
+        if bool(local(module._parameters[name])[~keep.view(-1)[mine]].any()):
+            wrong.append(f"remove left no zeros in {name}")
+    dist.barrier()
+    return wrong
 
 
 class Layer(nn.Module):
-    """Experts [4, 6, 5] and a matrix [7, 3]; the loss draws the masked weights to targets."""
+    """Experts [4, 6, 5] and a matrix [7, 3]; the loss draws the weights to targets."""
 
-    def __init__(self, values: list[Tensor]):
+    def __init__(self, seed: int = 0):
         super().__init__()
-        self.experts, self.dense = map(nn.Parameter, values)
+        generator = torch.Generator().manual_seed(seed)
+        self.experts = nn.Parameter(torch.randn(4, 6, 5, generator=generator))
+        self.dense = nn.Parameter(torch.randn(7, 3, generator=generator))
 
     def forward(self, targets: list[Tensor]) -> Tensor:
         held = [w.to_local() if hasattr(w, "to_local") else w for w in (self.experts, self.dense)]
         return sum((w - t).square().sum() for w, t in zip(held, targets, strict=True))
 
 
-def whole(seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in ((4, 6, 5), (7, 3))]
-
-
-def wrapped(model: Layer, layout: str) -> DeviceMesh:
+def sharded_layer(model: Layer, layout: str) -> DeviceMesh:
     """Shard a layer over 4 ranks, in place; returns the mesh of the ranks that divide experts."""
     world = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
     names = ("dp_replicate", "efsdp", "ep")
@@ -75,39 +126,16 @@ def wrapped(model: Layer, layout: str) -> DeviceMesh:
 
 
 def differences(layout: str) -> list[str]:
-    values, targets = whole(0), whole(1)
-    indices = Layer([torch.arange(v.numel()).view(v.shape).float() for v in values])
-    wrapped(indices, layout)
-    indices = [local(getattr(indices, name)).long() for name in NAMES]
-    model = Layer(values)
-    ep = wrapped(model, layout)
-    mine = [targets[0].chunk(2)[ep.get_local_rank()], targets[1]]
-    wrong: list[str] = []
-    keeps = None
-    values = [value.clone() for value in values]
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, foreach=False)
-    for step in range(NUM_STEPS):
-        if step in (0, 5):
-            keeps = reference.prune(values, 0.4, keeps)
-            pairs = [(model, name) for name in NAMES]
-            prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.4)
-        model(mine).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for number, (name, index) in enumerate(zip(NAMES, indices, strict=True)):
-            value, keep = values[number], keeps[number]
-            value -= 0.05 * 2 * (value * keep - targets[number]) * keep
-            value *= keep
-            mask, held = local(getattr(model, name + "_mask")), local(getattr(model, name))
-            if not torch.equal(mask, keep.view(-1)[index]):
-                wrong.append(f"step {step}: the mask of {name}")
-            if not torch.allclose(held, value.view(-1)[index], rtol=0, atol=1e-6):
-                wrong.append(f"step {step}: {name}")
-    prune.verify(model)
-    for name in NAMES:
-        prune.remove(model, name)
-    dist.barrier()
-    return wrong
+    model, dense = Layer(), Layer()
+    ep = sharded_layer(model, layout)
+    whole = [parameter.detach() for parameter in Layer(1).parameters()]
+    mine = [whole[0].chunk(2)[ep.get_local_rank()], whole[1]]
+
+    def loss_of(each: Layer, step: int, is_whole: bool) -> Tensor:
+        return each(whole if is_whole else mine)
+
+    pairs = [(model, dense, "experts"), (model, dense, "dense")]
+    return wrong_steps(model, dense, pairs, lambda m: sharded_layer(m, layout), loss_of)
 
 
 @pytest.mark.parametrize("layout", ["dimension 0", "dimension 1", "replicas"])
@@ -137,50 +165,25 @@ def simple_fsdp(model: nn.Module, mesh: DeviceMesh, placements: list[Placement])
     return model
 
 
-def train_simple_fsdp(mode: str) -> list[str]:
-    sizes = (2, 2) if mode == "hybrid" else (dist.get_world_size(),)
-    mesh = init_device_mesh("cpu", sizes)
+def simple_fsdp_differences(mode: str) -> list[str]:
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, 2) if mode == "hybrid" else (size,))
     kinds = {"shard": [Shard(0)], "replicate": [Replicate()], "hybrid": [Replicate(), Shard(0)]}
     torch.manual_seed(0)
     dense = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
     model = simple_fsdp(copy.deepcopy(dense), mesh, kinds[mode])
-    indices = [
-        local(distribute_tensor(torch.arange(w.numel()).view(w.shape), mesh, kinds[mode]))
-        for w in (dense[0].weight, dense[2].weight)
-    ]
-    optimizers = [torch.optim.SGD(m.parameters(), 0.05, foreach=False) for m in (model, dense)]
-    batches = torch.randn(NUM_STEPS, dist.get_world_size(), 2, 5)
-    dist.broadcast(batches, 0)
-    keeps, wrong = None, []
+    batches = torch.randn(10, size, 2, 5)
     fisher = Fisher(prune.select(model), unit="rank_batch")
     with pytest.raises(NotImplementedError, match="in a property"), fisher.calibrating():
         pass
-    for step, batch in enumerate(batches):
-        if step in (2, 6):
-            keeps = reference.prune([dense[n].weight.detach() for n in (0, 2)], 0.4, keeps)
-            prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.4)
-        for number, keep in zip((0, 2), keeps or (), strict=bool(keeps)):
-            dense[number].weight.data.mul_(keep)
-        model(batch[dist.get_rank()]).square().sum().backward()
-        dense(batch.flatten(0, 1)).square().sum().backward()
-        for number, keep in zip((0, 2), keeps or (), strict=bool(keeps)):
-            dense[number].weight.grad.mul_(keep)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for number, mine, keep in zip((0, 2), indices, keeps or (), strict=bool(keeps)):
-            if not torch.equal(local(model[number].weight_mask), keep.view(-1)[mine]):
-                wrong.append(f"step {step}: mask of {number}")
-            if not torch.allclose(
-                model[number].weight, dense[number].weight * keep, rtol=0, atol=1e-5
-            ):
-                wrong.append(f"step {step}: weight of {number}")
-    prune.verify(model)
-    prune.remove(model[0], "weight")
-    if bool(local(model[0]._parameters["weight"])[~keeps[0].view(-1)[indices[0]]].any()):
-        wrong.append("remove left no zeros")
-    model(batches[0][0])
-    return wrong
+
+    def loss_of(each: nn.Module, step: int, is_whole: bool) -> Tensor:
+        batch = batches[step]
+        return each(batch.flatten(0, 1) if is_whole else batch[dist.get_rank()]).square().sum()
+
+    pairs = [(model[i], dense[i], "weight") for i in (0, 2)]
+    wrap = lambda m: simple_fsdp(m, mesh, kinds[mode])  # noqa: E731
+    return wrong_steps(model, dense, pairs, wrap, loss_of)
 
 
 @pytest.mark.parametrize(
@@ -188,4 +191,4 @@ def train_simple_fsdp(mode: str) -> list[str]:
     [*(("shard", size) for size in (1, 2, 3, 4)), ("replicate", 2), ("hybrid", 4)],
 )
 def test_simple_fsdp(mode, world_size):
-    assert_nothing_wrong(run_ranks(train_simple_fsdp, world_size, mode))
+    assert_nothing_wrong(run_ranks(simple_fsdp_differences, world_size, mode))

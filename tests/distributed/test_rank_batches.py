@@ -1,0 +1,754 @@
+"""Criteria of rank batches: the scores of one process, whatever a loop and a model do meanwhile.
+
+A row is a way to train (LOOPS) or a model (MODELS); all rows of a wrapping run in one start of its
+ranks. Which batches count, and mistakes, which every rank raises, come after them.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import distprune as prune
+from distprune.criteria import Fisher, Taylor
+from distprune.statistics import GradientStatistics
+from distprune.testing import run_ranks
+from distprune.wrappers import fsdp2
+from helpers import reference, wrappings
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
+from helpers.micro_batches import (
+    ReplicasOfTensorParallelism,
+    Units,
+    Wrapped,
+    loss_of,
+    micro_batch,
+    num_data_ranks,
+    num_tokens,
+    wrong_totals,
+)
+from helpers.models import Net, fill, fqns, target
+from helpers.wrappings import local
+
+NUM_BATCHES = 3
+FSDP2 = ["fsdp2-1", "fsdp2-3", "hsdp-2x2", "fsdp2_root-2", "replicate-2"]
+HALF = torch.bfloat16
+
+
+# What a training loop does with the loss of a micro-batch.
+
+
+def backward(model: nn.Module, loss: Tensor, number: int) -> None:
+    loss.backward()
+
+
+def clip_and_zero(model: nn.Module, loss: Tensor, number: int) -> None:
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    model.zero_grad(set_to_none=number == 0)
+
+
+def change_weights(model: nn.Module, loss: Tensor, number: int) -> None:
+    """A step that leaves the weights as they are, so that one process is easy to compare with."""
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    model.zero_grad()
+
+
+def accumulate(model: nn.Module, loss: Tensor, number: int) -> None:
+    """Only the last backward synchronises."""
+    is_last = number == NUM_BATCHES - 1
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+    without = model.no_sync() if hasattr(model, "no_sync") and not is_last else None
+    with without or contextlib.nullcontext():
+        loss.backward()
+
+
+def divide_by_other_factors(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(8.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def forward_and_backward(model: nn.Module) -> None:
+    """Let the wrapper make what it makes in a first step."""
+    model(torch.ones(2, 6, dtype=next(model.parameters()).dtype)).sum().backward()
+    model.zero_grad()
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A way to train.
+
+    Attributes:
+        on: the wrappings.
+        step: what is done with the loss of a micro-batch.
+        prepare: what is done to the wrapped model first.
+        run_in: the dtype in which the wrapper runs forward and backward.
+        rounded_to: the dtype of gradients, where it is another one.
+        options: for the wrapper.
+    """
+
+    on: list[str]
+    step: Callable[[nn.Module, Tensor, int], None] = backward
+    prepare: Callable[[nn.Module], None] = lambda model: None
+    data: str = "float32"
+    run_in: torch.dtype | None = None
+    rounded_to: torch.dtype | None = None
+    loss_scale: float = 1.0
+    power: int = 2
+    options: dict = field(default_factory=dict)
+
+    def differences(self, wrapping: str) -> list[str]:
+        """Scores after NUM_BATCHES micro-batches, beside those of one process."""
+        wrapped = Wrapped(wrapping, self.data, **self.options)
+        self.prepare(wrapped.model)
+        criterion = Taylor(wrapped.pairs, unit="rank_batch", power=self.power)
+        with criterion.calibrating():
+            for number in range(NUM_BATCHES):
+                weight = num_tokens(wrapped.rank, number)
+                with criterion.batch(weight=weight, loss_scale=self.loss_scale):
+                    self.step(wrapped.model, wrapped.loss(number) * self.loss_scale, number)
+        units = [
+            (weight, {name: g.to(self.rounded_to) for name, g in gradients.items()})
+            for weight, gradients in wrapped.units(NUM_BATCHES, self.run_in)
+        ]
+        return wrapped.wrong(criterion, units, self.power, 1.0)
+
+
+def mixed_precision(reduce: torch.dtype | None) -> dict:
+    return {"mp_policy": MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=reduce)}
+
+
+LOOPS = {
+    "no synchronisation": Loop(["ddp-2", "fsdp1-2", "fsdp1_flat-2", *FSDP2], accumulate),
+    "clipping": Loop(["ddp-2", "fsdp1_root-3", "fsdp2-3", "hsdp-2x2"], clip_and_zero),
+    "optimizer steps": Loop(["ddp-2", "fsdp1_root-3", "fsdp2-3", "hsdp-2x2"], change_weights),
+    "a divisor of the user's": Loop(FSDP2, prepare=divide_by_other_factors),
+    # FSDP divides gradients in fp16 by about the square root of the ranks before the sum.
+    "fp16": Loop(["fsdp2-2", "hsdp-2x2", "fsdp1-2"], data="float16"),
+    "after a first step": Loop(
+        ["fsdp1-3", "fsdp1_hybrid-2x2", "fsdp2-2"], prepare=forward_and_backward
+    ),
+    **{
+        f"gathered in bf16, reduced in {reduce}": Loop(
+            ["fsdp2-1", "fsdp2-3", "hsdp-2x2"], run_in=HALF, options=mixed_precision(reduce)
+        )
+        for reduce in (torch.float32, HALF, None)
+    },
+    # They are not rounded here; but torch 2.15 lets autograd round them before any hook.
+    "reduced in bf16": Loop(
+        ["fsdp2-1", "fsdp2-3"],
+        rounded_to=HALF if hasattr(FSDPParam, "unsharded_grad_dtype") else None,
+        options={"mp_policy": MixedPrecisionPolicy(reduce_dtype=HALF)},
+    ),
+    "bf16 of FSDP1": Loop(
+        ["fsdp1-3", "fsdp1_flat-2"],
+        run_in=HALF,
+        options={"mixed_precision": MixedPrecision(param_dtype=HALF, reduce_dtype=HALF)},
+    ),
+    **{
+        f"a loss scale, power {power}": Loop(
+            ["ddp-2", "fsdp1-2", "fsdp2-2"], loss_scale=1024.0, power=power
+        )
+        for power in (1, 2)
+    },
+}
+
+
+def two_calibrations(wrapping: str) -> list[str]:
+    """Twice the same three batches: the scores of the first time; and replicas with equal bits."""
+    wrong = []
+    for data in ("integer float32", "float32"):
+        wrapped = Wrapped(wrapping, data)
+        criterion = Fisher(wrapped.pairs, unit="rank_batch")
+        for _ in range(2):
+            wrapped.calibrate(criterion)
+        wrong += wrapped.wrong(criterion, wrapped.units())
+        if criterion.num_updates != 2 * 3 * dist.get_world_size():
+            wrong.append(f"{criterion.num_updates} updates")
+    of_all: list = [None] * dist.get_world_size()
+    scores = [local(score).tolist() for score in criterion.scores().values()]
+    dist.all_gather_object(of_all, (list(map(Tensor.tolist, wrapped.indices.values())), scores))
+    for indices, others in of_all:
+        if indices == of_all[dist.get_rank()][0] and others != scores:
+            wrong.append("replicas have other bits")
+    return wrong
+
+
+def two_criteria(wrapping: str) -> list[str]:
+    """Two calibrations at once, of which the first ends first."""
+    wrapped, wrong = Wrapped(wrapping, "integer float32"), []
+    first = Fisher(wrapped.pairs, unit="rank_batch")
+    second = Taylor(wrapped.pairs, unit="rank_batch", power=1)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(second.calibrating())
+        with first.calibrating():
+            for number in range(2):
+                with first.batch(1.0), second.batch(1.0):
+                    wrapped.loss(number).backward()
+        with second.batch():
+            wrapped.loss(2).backward()
+    for criterion, count, power, factor in ((first, 2, 2, 0.5), (second, 3, 1, 1.0)):
+        units = [(1.0, gradients) for _, gradients in wrapped.units(count)]
+        wrong += wrapped.wrong(criterion, units, power, factor)
+    return wrong
+
+
+def pruned_model(wrapping: str) -> list[str]:
+    """Zero at pruned places, elsewhere the gradients of the masked weights."""
+    wrapped = Wrapped(wrapping, "float64")
+    prune.global_unstructured(wrapped.pairs, prune.L1Unstructured, amount=0.4)
+    parameters = list(wrapped.dense.parameters())
+    for parameter, keep in zip(parameters, reference.prune(parameters, 0.4), strict=True):
+        parameter.data *= keep
+    criterion = Fisher(wrapped.pairs, unit="rank_batch")
+    wrapped.calibrate(criterion)
+    return wrapped.wrong(criterion, wrapped.units())
+
+
+def global_batches(wrapping: str) -> list[str]:
+    """Steps of two micro-batches each; gradients are averaged over the ranks by the wrapper."""
+    wrong, weights, size = [], [3.0, 1.0], num_data_ranks(wrapping)
+    for power, loss_scale in ((1, 256.0), (2, 1.0)):
+        wrapped = Wrapped(wrapping, "integer float32")
+        criterion = Taylor(wrapped.pairs, unit="global_batch", power=power)
+        with criterion.calibrating():
+            for step, weight in enumerate(weights):
+                with criterion.batch(weight=weight, loss_scale=loss_scale):
+                    for number in (2 * step, 2 * step + 1):
+                        # Times the ranks: the average is then a sum of integers.
+                        (wrapped.loss(number) * size * loss_scale).backward()
+                wrapped.model.zero_grad()
+        gradients = [of_unit for _, of_unit in wrapped.units(4)]
+        steps = []
+        for step, weight in enumerate(weights):
+            chosen = [g for n, g in enumerate(gradients) if n % 4 // 2 == step]
+            total = {name: sum(g[name] for g in chosen) for name in fqns(wrapped.dense)}
+            steps.append((weight, total))
+        wrong += wrapped.wrong(criterion, steps, power, 1.0)
+    return wrong
+
+
+OTHERS = {
+    two_calibrations: [
+        "plain-1", "plain-3", "ddp-3", "fsdp1_hybrid-2x2", "fsdp2-2", "fsdp2_dim1-2", "hsdp-2x2",
+    ],
+    two_criteria: ["ddp-2", "fsdp1-2", "fsdp2-2", "hsdp-2x2"],
+    pruned_model: ["ddp-2", "fsdp1-2", "fsdp2-3", "hsdp-2x2", "tp-2"],
+    global_batches: ["ddp-2", "fsdp1-2", "fsdp2_dim1-3", "hsdp-2x2", "fsdp2_tp-2x2"],
+}  # fmt: skip
+
+
+def differences(wrapping: str) -> list[str]:
+    rows = {name: loop.differences for name, loop in LOOPS.items() if wrapping in loop.on}
+    rows |= {check.__name__: check for check, on in OTHERS.items() if wrapping in on}
+    return [f"{name}: {text}" for name, check in rows.items() for text in check(wrapping)]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "wrapping",
+    sorted({w for on in [*(loop.on for loop in LOOPS.values()), *OTHERS.values()] for w in on}),
+)
+def test_scores_are_those_of_one_process(wrapping):
+    assert_nothing_wrong_on(wrapping, differences)
+
+
+# Models.
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, and one of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.second(torch.relu(self.first(x)))))
+
+
+class Twice(nn.Module):
+    """One layer that is called two times."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.layer(torch.relu(self.layer(x)))))
+
+
+class Checkpointed(Net):
+    """Two layers run again in backward."""
+
+    use_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.l1, x.requires_grad_(), use_reentrant=self.use_reentrant)
+        x = checkpoint(self.l2, torch.relu(x), use_reentrant=self.use_reentrant)
+        return self.l3(torch.relu(x))
+
+
+class Reentrant(Checkpointed):
+    use_reentrant = True
+
+
+class CheckpointedTwice(Twice):
+    """Reentrant checkpoints give the layer two gradients in one backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
+        return self.last(checkpoint(self.layer, torch.relu(x), use_reentrant=True))
+
+
+class Experts(nn.Module):
+    """The last expert gets no token, and the second one none on rank 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(6, 3) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[0](x) + (self.experts[1](x) if x[0, 0] > 0 else 0)
+
+
+class Unused(Experts):
+    """Two layers that no loss depends on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[0](x)
+
+
+class OwnOrder(Experts):
+    """Rank 1 runs two layers in another order than rank 0; FSDP2 does not care."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = list(self.experts) if dist.get_rank() == 0 else list(self.experts)[::-1]
+        return layers[0](x) + layers[1](x) + layers[2](x)
+
+
+class Normed(nn.Module):
+    """A norm between two layers, as sequence parallelism shards it."""
+
+    def __init__(self):
+        super().__init__()
+        self.l1, self.norm, self.l2 = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l2(self.norm(self.l1(x)))
+
+
+def plain(model: nn.Module) -> nn.Module:
+    return model
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, find_unused_parameters=isinstance(model, Experts))
+
+
+def fsdp1(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def fsdp2_root(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def two_meshes(model: Net) -> nn.Module:
+    """One module whose parameters are sharded over different meshes: two reductions of its own."""
+    mesh = init_device_mesh("cpu", (4,))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    hybrid = _fsdp_common.HSDPMeshInfo(grid, shard_mesh_dim=1, replicate_mesh_dim=0)
+    of_grid = {id(parameter) for parameter in model.l2.parameters()}
+
+    def place(parameter: nn.Parameter):
+        other = _fsdp_common.ShardPlacementResult(Shard(0), hybrid)
+        return other if id(parameter) in of_grid else None
+
+    return fully_shard(model, mesh=mesh, shard_placement_fn=place)
+
+
+def sequence_parallel(model: nn.Module) -> nn.Module:
+    """Gradients of the norm are pending sums over the TP ranks; squares come after the sum."""
+    shape = (dist.get_world_size() // 2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    plan = {
+        "l1": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "l2": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    model = parallelize_module(model, mesh["tp"], plan)
+    return fully_shard(model, mesh=mesh["dp"]) if shape[0] > 1 else model
+
+
+def compiled(wrap: Callable) -> Callable:
+    def wrapped(model: nn.Module) -> nn.Module:
+        return torch.compile(wrap(model), backend="aot_eager")
+
+    return wrapped
+
+
+def inputs(rank: int, *shape: int) -> Tensor:
+    x = torch.randn(*shape, 6, generator=torch.Generator().manual_seed(rank)).double()
+    x.view(-1)[0] = rank - 0.5
+    return x
+
+
+def make(kind: type) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def expected_scores(dense: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
+    """One half w^2 times the mean square of the gradients of all ranks' batches."""
+    scores = {name: torch.zeros_like(p) for name, p in dense.named_parameters()}
+    for batch in batches:
+        dense.zero_grad()
+        dense(batch).square().sum().backward()
+        for name, parameter in dense.named_parameters():
+            if parameter.grad is not None:
+                scores[name] += 0.5 * (parameter.detach() * parameter.grad).square() / len(batches)
+    return scores
+
+
+def whole(scores: Tensor, shape: torch.Size, is_run: bool) -> Tensor:
+    """All elements of scores on every rank; runs of FSDP1 lie one after the other."""
+    if isinstance(scores, DTensor):
+        return scores.full_tensor()
+    if not is_run:
+        return scores
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, scores)
+    return torch.cat(parts).view(shape)
+
+
+def model_differences(kind: type, wrap: Callable, shape=(4,), is_warm=False) -> list[str]:
+    """Scores after one micro-batch on each data-parallel rank; or the error of the call."""
+    dense, run = make(kind), wrap(make(kind))
+    model = getattr(run, "_orig_mod", run)
+    num_tensor_ranks = 2 if wrap is sequence_parallel else 1
+    num_parts = dist.get_world_size() // num_tensor_ranks
+    batches = [inputs(part, *shape) for part in range(num_parts)]
+    own = batches[dist.get_rank() // num_tensor_ranks]
+    if is_warm:  # compiled without hooks
+        run(own).square().sum().backward()
+    names = fqns(dense)
+    pairs = [target(wrappings.unwrapped(model), name) for name in names]
+    criterion = Fisher(pairs, unit="rank_batch")
+    try:
+        with criterion.calibrating(), criterion.batch():
+            run(own).square().sum().backward()
+    except RuntimeError as error:
+        return [str(error)]
+    scores = dict(zip(names, criterion.scores().values(), strict=True))
+    wrong = []
+    for name, right in expected_scores(dense, batches).items():
+        is_run = isinstance(model, FullyShardedDataParallel)
+        score = whole(scores[name], right.shape, is_run).to(right.dtype)
+        if not torch.allclose(score, right, rtol=1e-6, atol=1e-30):
+            wrong.append(f"{kind.__name__}, {name}: {score}, not {right}")
+    return wrong
+
+
+WRAPPERS = [plain, ddp, fsdp1, fsdp2_root]
+# FSDP1 itself fails if a checkpointed layer shares a flat parameter with others, and FSDP2 hangs
+# where a parameter has a gradient on some ranks only.
+MODELS = {
+    Tied: WRAPPERS, Twice: WRAPPERS, Checkpointed: WRAPPERS, Unused: WRAPPERS,
+    Reentrant: [plain, ddp, fsdp2_root], Experts: [plain, ddp, fsdp1], OwnOrder: [plain, fsdp1],
+}  # fmt: skip
+
+
+def differences_of_models(wrap: Callable) -> list[str]:
+    kinds = [kind for kind, on in MODELS.items() if wrap in on]
+    return [text for kind in kinds for text in model_differences(kind, wrap)]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_models(wrap):
+    assert_nothing_wrong(run_ranks(differences_of_models, 2, wrap))
+
+
+def compiled_differences(wrap: Callable, is_warm: bool) -> list[str]:
+    return model_differences(Net, compiled(wrap), is_warm=is_warm)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_compiled_models(wrap, is_warm):
+    assert_nothing_wrong(run_ranks(compiled_differences, 2, wrap, is_warm))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sequence_parallelism(size):
+    found = run_ranks(model_differences, size, Normed, sequence_parallel, (2, 4))
+    assert_nothing_wrong(found)
+
+
+@pytest.mark.skipif(
+    not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch has one mesh per module"
+)
+def test_several_parameter_groups_in_one_module():
+    assert_nothing_wrong(run_ranks(model_differences, 4, Net, two_meshes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrap", "text"),
+    [
+        # Their squares are not the square of their sum.
+        (CheckpointedTwice, plain, "2 gradients in one batch(.|\n)*use_reentrant=False"),
+        (CheckpointedTwice, fsdp2_root, "2 gradients in one batch(.|\n)*use_reentrant=False"),
+        # The ranks would add up gradients of different parameters.
+        (OwnOrder, fsdp2_root, "different orders"),
+    ],
+)
+def test_models_that_are_refused(kind, wrap, text):
+    for found in run_ranks(model_differences, 2, kind, wrap):
+        assert len(found) == 1 and re.search(text, found[0]), found
+
+
+# Whose batches count.
+
+
+def made(kind: str, wrapped: Wrapped, **options) -> Fisher | GradientStatistics:
+    if kind == "sums":
+        return GradientStatistics(iter(wrapped.matrices), **options)
+    return Fisher(wrapped.pairs, unit="rank_batch", **options)
+
+
+def wrong_of(wrapped: Wrapped, found: Fisher | GradientStatistics, units: Units) -> list[str]:
+    if isinstance(found, GradientStatistics):
+        return wrong_totals(found, units)
+    return wrapped.wrong(found, units)
+
+
+def uneven_participation(wrapping: str, kind: str) -> list[str]:
+    """Rank r has r micro-batches. Where a backward needs all ranks, the others weigh nothing."""
+    wrapped = Wrapped(wrapping, "integer float32")
+    calibrated = made(kind, wrapped)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    is_quiet = kind == "sums" and wrapping.startswith("ddp")
+    is_alone = is_quiet or wrappings.kind_of(wrapping) == "plain"
+    quiet = wrapped.model.no_sync() if is_quiet else contextlib.nullcontext()
+    with calibrated.calibrating(), quiet:
+        for number in range(rank if is_alone else size - 1):
+            has_data = number < rank
+            with calibrated.batch(weight=num_tokens(rank, number) if has_data else 0):
+                # Whatever a rank without data runs.
+                (wrapped.loss(number) * (1 if has_data else torch.inf)).backward()
+    units = wrapped.units(size - 1)
+    units = [units[r * (size - 1) + a] for r in range(size) for a in range(r)]
+    return wrong_of(wrapped, calibrated, units)
+
+
+@pytest.mark.parametrize("kind", ["scores", "sums"])
+@pytest.mark.parametrize("wrapping", ["plain-3", "ddp-3", "fsdp1-3", "fsdp2-3"])
+def test_ranks_with_fewer_batches(wrapping, kind):
+    assert_nothing_wrong_on(wrapping, uneven_participation, kind)
+
+
+def data_parallel_over_tensor_parallel(kind: str) -> list[str]:
+    """The ranks of group= have other batches."""
+    wrapped = ReplicasOfTensorParallelism()
+    with (
+        pytest.raises(ValueError, match=r"2 of 4 ranks(.|\n)*expected group="),
+        made(kind, wrapped).calibrating(),
+    ):
+        pass
+    world = made(kind, wrapped, group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="data-parallel ranks"):
+        wrapped.calibrate(world)
+    wrapped.model.zero_grad()
+    calibrated = made(kind, wrapped, group=wrapped.group)
+    wrapped.calibrate(calibrated)
+    return wrong_of(wrapped, calibrated, wrapped.units())
+
+
+@pytest.mark.parametrize("kind", ["scores", "sums"])
+def test_data_parallel_replicas_of_a_tensor_parallel_model(kind):
+    assert_nothing_wrong(run_ranks(data_parallel_over_tensor_parallel, 4, kind))
+
+
+# Mistakes.
+
+
+def hooks_left(model: nn.Module) -> list[str]:
+    """Whatever a criterion could have left on the leaves of a model."""
+    leaves = dict(wrappings.unwrapped(model).named_parameters())
+    for module in FullyShardedDataParallel.fsdp_modules(model):
+        if module._handle is not None:
+            leaves[f"flat {len(leaves)}"] = module._handle.flat_param
+    for group in fsdp2._groups():
+        for fsdp_param in group.fsdp_params:
+            leaves[f"gathered {len(leaves)}"] = getattr(fsdp_param, "_unsharded_param", None)
+            if "init_unsharded_param" in fsdp_param.__dict__:
+                leaves["replaced method"] = None
+    left = [name for name, leaf in leaves.items() if leaf is not None and leaf._backward_hooks]
+    return left + ["a method"] * ("replaced method" in leaves)
+
+
+def play(criterion: Fisher, run_backward: Callable[[], None], script: list) -> None:
+    """Run steps: a backward, a method of the criterion, or (options of a batch, steps inside)."""
+    for step in script:
+        if step == "backward":
+            run_backward()
+        elif step == "error":
+            raise KeyError("of the user's")
+        elif step == "calibrating":
+            criterion.calibrating().__enter__()
+        elif isinstance(step, str):
+            getattr(criterion, step)()
+        else:
+            options, inside = step
+            with contextlib.suppress(KeyError), criterion.batch(**options):
+                play(criterion, run_backward, inside)
+
+
+BATCH = ({}, ["backward"])
+MISTAKES = [
+    ([({}, [])], "no gradient of any parameter"),
+    ([({}, ["backward", "backward"])], "2 gradients in one batch"),
+    ([BATCH, "backward"], r"outside of batch\(\)"),
+    ([({}, ["backward", "error"])], "ended with an error"),
+    ([({}, ["backward", ({}, [])])], r"batch\(\) inside of batch\(\)"),
+    (["calibrating"], r"calibrating\(\) inside of calibrating\(\)"),
+    ([BATCH, "scores"], r"after calibrating\(\)"),
+    (["state_dict"], r"after calibrating\(\)"),
+    (["reset"], r"after calibrating\(\)"),
+    ([({"weight": -1}, ["backward"])], "weight=-1"),
+    ([({"loss_scale": 0}, ["backward"])], "loss_scale=0"),
+    (["update"], "unit='rank_batch'"),
+]
+
+
+def after_mistakes(wrapping: str) -> list[str]:
+    """Each mistake, scores() afterwards, hooks that are left, and a second try after reset()."""
+    wrapped, wrong = Wrapped(wrapping, "float32"), []
+    criterion = Fisher(wrapped.pairs, unit="rank_batch")
+
+    def run_backward() -> None:
+        wrapped.loss(0).backward()
+
+    for script, text in MISTAKES:
+        try:
+            with criterion.calibrating():
+                play(criterion, run_backward, script)
+            wrong.append(f"{script}: nothing was raised")
+        except (RuntimeError, ValueError) as error:
+            wrong += [] if re.search(text, str(error)) else [f"{script}: {error}"]
+        with pytest.raises(RuntimeError, match=r"reset\(\)"):
+            criterion.scores()
+        wrong += [f"{script}: {left}" for left in hooks_left(wrapped.model)]
+        criterion.reset()
+        with criterion.calibrating():
+            play(criterion, run_backward, [BATCH])
+        criterion.scores()
+        wrapped.model.zero_grad()
+        criterion.reset()
+    with pytest.raises(KeyError), criterion.calibrating():
+        raise KeyError("of the user's")
+    return wrong + hooks_left(wrapped.model)
+
+
+@pytest.mark.parametrize("wrapping", ["plain-2", "ddp-2", "fsdp1-2", "fsdp2-2", "tp-2"])
+def test_mistakes(wrapping):
+    assert_nothing_wrong_on(wrapping, after_mistakes)
+
+
+ON_ONE_RANK = {
+    "no backward": (["plain-3"], "no gradient of any parameter"),
+    "backward outside": (["plain-3", "fsdp1-3", "fsdp2-3"], r"Linear\.(.|\n)*outside of batch\(\)"),
+    "infinite gradient": (
+        ["plain-3", "ddp-3", "fsdp1-3", "fsdp2-3", "hsdp-2x2"], r"Linear\.(.|\n)*not finite"
+    ),
+}  # fmt: skip
+
+
+def after_mistakes_of_one_rank(wrapping: str) -> list[str]:
+    """Rank 1 alone does something wrong; every rank goes on to the end of the calibration."""
+    is_wrong, wrong = dist.get_rank() == 1, []
+    for kind, (on, text) in ON_ONE_RANK.items():
+        if wrapping not in on:
+            continue
+        wrapped = Wrapped(wrapping, "float32")
+        criterion = Fisher(wrapped.pairs, unit="rank_batch")
+        x, y = micro_batch(wrapped.dense, "float32", dist.get_rank(), 0)
+        if kind == "infinite gradient" and is_wrong:
+            y = y * torch.inf
+        script = [BATCH]
+        if is_wrong and kind != "infinite gradient":
+            script = [({}, [])] if kind == "no backward" else ["backward"]
+
+        def run_backward(model=wrapped.model, batch=(x, y)) -> None:
+            loss_of(model, batch).backward()
+
+        with pytest.raises((RuntimeError, ValueError)) as error, criterion.calibrating():
+            play(criterion, run_backward, script)
+        wrong += [] if re.search(text, str(error.value)) else [f"{kind}: {error.value}"]
+        wrong += [f"{kind}: {left}" for left in hooks_left(wrapped.model)]
+    return wrong
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("wrapping", ["plain-3", "ddp-3", "fsdp1-3", "fsdp2-3", "hsdp-2x2"])
+def test_a_mistake_of_one_rank_is_raised_on_all(wrapping):
+    assert_nothing_wrong_on(wrapping, after_mistakes_of_one_rank)
+
+
+def test_arguments():
+    layer = nn.Linear(2, 2)
+    pairs = [(layer, "weight")]
+    with pytest.raises(TypeError, match="unit"):
+        Fisher(pairs)
+    with pytest.raises(ValueError, match="unit='sample'"):
+        Fisher(pairs, unit="sample")
+    with pytest.raises(ValueError, match="power=3"):
+        Taylor(pairs, unit="rank_batch", power=3)
+    criterion = Fisher(pairs, unit="rank_batch")
+    with pytest.raises(RuntimeError, match=r"outside of calibrating\(\)"), criterion.batch():
+        pass
+    layer.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"Linear\.weight.*frozen"), criterion.calibrating():
+        pass
+    assert not layer.weight._backward_hooks
+
+
+def error_of_no_shard(wrapping: str) -> tuple[str, list[str]]:
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
+    with pytest.raises(NotImplementedError) as error:
+        Fisher([(wrappings.unwrapped(model).l1, "weight")], unit="rank_batch")
+    return str(error.value), hooks_left(model)
+
+
+def test_fsdp1_that_does_not_shard_is_refused():
+    ((text, left),) = run_ranks(error_of_no_shard, 1, "fsdp1-1")
+    assert "Linear.weight" in text and "NO_SHARD" in text and left == []

@@ -1,0 +1,562 @@
+"""Statistics of activations on every wrapper: bit for bit those of one process with all batches.
+
+Activations are small integers, so that sums are exact in any order. A row is a net with its data;
+what is made of the sums is compared too: scores, outlier ratios, masks, files and Gram matrices.
+That one process is right is tested in tests/unit.
+"""
+
+import re
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import distprune as prune
+from distprune import reconstruction
+from distprune.statistics import ActivationStatistics, GramMatrices, prune_sequentially
+from distprune.testing import run_ranks
+from helpers import reference, wrappings
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, wrong_masks
+from helpers.fused_experts import experts_net, tokens_of
+from helpers.integer_nets import integer_net
+from helpers.least_squares import gram_of, reconstructed
+from helpers.models import Net, seeded, target
+from helpers.sampling import every
+
+WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]
+WRAPPINGS = wrappings.sampled([*wrappings.ALL, *wrappings.FSDP2_DIM1])
+SUM = ActivationStatistics
+
+
+class ConvNet(nn.Module):
+    """Convolutions with and without groups, and a weight that is [in, out]."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers.pytorch_utils import Conv1D
+
+        self.l1 = nn.Conv2d(2, 6, 3, padding=1, stride=2)
+        self.l2 = nn.Conv2d(6, 9, (2, 1), groups=3)
+        self.depthwise = nn.Conv2d(9, 9, 1, groups=9, padding="same")
+        self.l3 = Conv1D(5, 9)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            parameter.data = torch.randint(-1, 2, parameter.shape, generator=generator).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.depthwise(torch.relu(self.l2(torch.relu(self.l1(x)))))
+        return self.l3(torch.relu(x).flatten(2).mT.contiguous())
+
+
+def rows_of(part: int, num_features: int, dtype: torch.dtype, has_empty: bool) -> list:
+    """(input, mask) of one data-parallel rank: of another size on each rank, and one is empty.
+
+    Padding holds what would be seen in the sums. Values are so small that bf16 has all activations.
+    """
+    generator = torch.Generator().manual_seed(10 + part)
+    batches = []
+    for number in range(3):
+        is_empty = part == 1 and number == 0 and has_empty
+        shape = (0 if is_empty else 1 + 2 * part + number, 3 + number)
+        x = torch.randint(-2, 3, (*shape, num_features), generator=generator).to(dtype)
+        mask = torch.rand(shape, generator=generator) < 0.7
+        x[~mask] = 3
+        batches.append((x, mask))
+    return batches
+
+
+def images_of(part: int) -> Tensor:
+    generator = torch.Generator().manual_seed(part)
+    return torch.randint(-1, 2, (1 + part, 2, 5, 4), generator=generator).float()
+
+
+def parts_of(wrapping: str) -> tuple[int, int]:
+    """The data-parallel rank and their number. Ranks with a plain model have different data."""
+    if wrappings.kind_of(wrapping) == "plain":
+        return dist.get_rank(), dist.get_world_size()
+    return wrappings.data_rank(wrapping)
+
+
+class Side:
+    """A net, its parameters, and the batches that it sees: of a rank, or whole in one process."""
+
+    def __init__(self, model: nn.Module, batches: list, group=None) -> None:
+        self.model, self.batches, self.group = model, batches, group
+        names = ("weight", "gate_up_proj", "down_proj")
+        # Among them the l1 before the experts.
+        self.pairs = prune.select(wrappings.unwrapped(model), names=names, everything=True)
+
+    def collect(self, statistics, is_masked: bool = False) -> None:
+        with statistics.collecting():
+            for x, mask in self.batches:
+                if is_masked:
+                    with statistics.batch(mask):
+                        self.model(x)
+                else:
+                    self.model(x)
+
+    def statistics(self, kind: type, is_masked: bool = False) -> ActivationStatistics:
+        statistics = kind(self.pairs, group=self.group)
+        self.collect(statistics, is_masked)
+        return statistics
+
+    def prune(self, scores: dict, amount: float = 0.3) -> list[int]:
+        pairs = list(scores)
+        report = prune.global_unstructured(
+            pairs, prune.L1Unstructured, scores, amount=amount, group=self.group
+        )
+        return [entry.num_pruned for entry in report.parameters]
+
+
+def sides_of(wrapping: str, net: str, dtype: torch.dtype = torch.float32) -> tuple:
+    """The sharded side, the whole one, and the indices of what this rank holds."""
+    part, num_parts = parts_of(wrapping)
+    is_tensor_parallel = wrappings.kind_of(wrapping) in ("tp", "fsdp2_tp")
+    sizes = wrappings.runnable_sizes(wrapping)
+    if net == "linear":
+        made = [integer_net(sizes, dtype) for _ in range(3)]
+        # DTensor cannot flatten a sharded tensor without rows.
+        data = [rows_of(n, sizes[0], dtype, not is_tensor_parallel) for n in range(num_parts)]
+    elif net == "convolutions":
+        made = [ConvNet() for _ in range(3)]
+        data = [[(images_of(n), None)] for n in range(num_parts)]
+    else:
+        made = [experts_net(net.partition(" ")[2], dtype) for _ in range(3)]
+        data = [[(tokens_of(n, dtype=dtype), None)] for n in range(num_parts)]
+    indices = wrappings.local_indices(made[0], wrapping)
+    sharded = Side(wrappings.wrap(made[1], wrapping), data[part])
+    everything = [batch for batches in data for batch in batches]
+    whole = Side(made[2], everything, dist.new_subgroups(1)[0])
+    return sharded, whole, indices
+
+
+def totals_of(statistics: ActivationStatistics) -> dict:
+    return {
+        pair.fqn: (held.num_tokens, held.sums.tolist(), held.squares.tolist())
+        for pair, held in statistics.totals().items()
+    }
+
+
+def facts_of(side: Side, statistics: ActivationStatistics, path: str | None) -> dict:
+    """What is made of statistics, to be compared with ==; at the end side is pruned."""
+    facts = {"totals": totals_of(statistics)}
+    for name in ("wanda", "stade", "ria"):
+        scores = getattr(statistics, name)()
+        facts[name] = {pair.fqn: factors.checksum() for pair, factors in scores.items()}
+    for per in ("parameter", "block"):
+        ratios = statistics.outlier_ratios(threshold_multiple=1.5, per=per)
+        facts[f"outliers by {per}"] = list(ratios.values())
+    if isinstance(statistics, GramMatrices):
+        facts["matrices"] = {pair.fqn: statistics.matrix(*pair).tolist() for pair in side.pairs}
+    if path is not None:
+        statistics.save(path)
+        loaded = ActivationStatistics.load(path, side.pairs, group=side.group)
+        with open(path, "rb") as file:
+            facts["file"] = file.read()
+        dist.barrier()  # the next side writes it again
+        side.collect(loaded)
+        facts["continued"] = totals_of(loaded)
+    facts["counts"] = side.prune(scores)
+    return facts
+
+
+def differences(wrapping: str, net: str, kind: type, is_masked: bool, dtype, folder: str) -> list:
+    """Dense, and seen with the masks that come of it."""
+    warnings.simplefilter("ignore")  # of an expert without tokens
+    sharded, whole, indices = sides_of(wrapping, net, dtype)
+    wrong = []
+    for when in ("dense", "pruned"):
+        found = []
+        for number, side in enumerate((sharded, whole)):
+            # The file of the ranks together, and one of this rank alone.
+            own = f"-{dist.get_rank()}" * number
+            path = f"{folder}/{net[:4]}{when}{own}" if kind is SUM else None
+            found.append(facts_of(side, side.statistics(kind, is_masked), path))
+        wrong += [
+            f"{net}, {when}, {what}: {mine}, not {found[1][what]}"
+            for what, mine in found[0].items()
+            if mine != found[1][what]
+        ]
+    keeps = {n.removesuffix("_mask"): mask for n, mask in whole.model.named_buffers()}
+    return wrong + wrong_masks(sharded.model, keeps, indices, net)
+
+
+LINEAR = [(b, m, d) for b in (SUM, GramMatrices) for m in (0, 1) for d in ("float32", "bfloat16")]
+OTHERS = ["convolutions", "experts eager", "experts grouped_mm"]
+# torch cannot run convolutions of the first ones; the last one would put them into other units.
+NO_OTHERS = ("tp", "fsdp2_tp", "fsdp2_dim1", "fsdp1_flat")
+
+
+def all_differences(wrapping: str, number: int, folder: str) -> list[str]:
+    wrong = []
+    for kind, is_masked, dtype in every(2, LINEAR, number):
+        dtype = getattr(torch, dtype)
+        wrong += differences(wrapping, "linear", kind, bool(is_masked), dtype, folder)
+    for net in () if wrappings.kind_of(wrapping) in NO_OTHERS else every(2, OTHERS, number):
+        wrong += differences(wrapping, net, SUM, False, torch.float32, folder)
+    return wrong
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_everything_is_that_of_one_process(wrapping, tmp_path):
+    pytest.importorskip("transformers")
+    assert_nothing_wrong_on(wrapping, all_differences, WRAPPINGS.index(wrapping), str(tmp_path))
+
+
+def block_after_block(side: Side, names: list[str]) -> tuple[ActivationStatistics, list, list]:
+    """Each block is pruned by the inputs that the blocks before it give, pruned already."""
+    statistics, seen = ActivationStatistics(side.pairs, group=side.group), []
+
+    def prune_block(pairs):
+        seen.append([pair.fqn for pair in pairs])
+        return side.prune(statistics.wanda(pairs), 0.4)
+
+    blocks = [wrappings.unwrapped(side.model).get_submodule(name) for name in names]
+    batches = [x for x, _ in side.batches]
+    counts = prune_sequentially(statistics, side.model, blocks, batches, prune_block)
+    return statistics, seen, counts
+
+
+def published(net: nn.Module, inputs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Masks, and mean squares of the inputs: block after block, replaying what the last one gave.
+
+    Collect the inputs of the block while it is dense, prune it, run it again, and go on with what
+    it then gives.
+    """
+    keeps, squares = [], []
+    x = inputs.double()
+    for name in WEIGHTS:
+        layer = target(net, name)[0]
+        squares.append(x.square().mean(0))
+        scores = layer.weight.detach().abs() * squares[-1].sqrt().float()
+        keeps += reference.prune([scores], 0.4)
+        x = torch.relu(x @ (layer.weight * keeps[-1]).double().T + layer.bias.double())
+    return keeps, squares
+
+
+def sequential_differences(wrapping: str, net: str) -> list[str]:
+    warnings.simplefilter("ignore")
+    sharded, whole, indices = sides_of(wrapping, net)
+    names = ["l1", "l2", "l3"] if net == "linear" else ["l1", "first", "second"]
+    mine, seen, counts = block_after_block(sharded, names)
+    right, *others = block_after_block(whole, names)
+    wrong = [] if [seen, counts] == others else [f"{seen} {counts}, not {others}"]
+    wrong += [] if totals_of(mine) == totals_of(right) else ["the sums"]
+    keeps = {n.removesuffix("_mask"): mask for n, mask in whole.model.named_buffers()}
+    if net == "linear":
+        inputs = torch.cat([x.flatten(0, 1) for x, _ in whole.batches])
+        sizes = wrappings.runnable_sizes(wrapping)
+        masks, squares = published(integer_net(sizes), inputs)
+        keeps = dict(zip(WEIGHTS, masks, strict=True))
+        for totals, mean in zip(mine.totals().values(), squares, strict=True):
+            if not torch.equal(totals.squares / totals.num_tokens, mean):
+                wrong.append(f"{totals.squares / totals.num_tokens}, not {mean}")
+    wrong += [] if mine.mode == "sequential" else [str(mine.mode)]
+    return wrong + wrong_masks(sharded.model, keeps, indices)
+
+
+@pytest.mark.parametrize(
+    ("wrapping", "net"),
+    [(w, "linear") for w in every(2, WRAPPINGS)] + [("ddp-2", OTHERS[2]), ("fsdp2-2", OTHERS[1])],
+)
+def test_block_after_block_as_published(wrapping, net):
+    assert_nothing_wrong_on(wrapping, sequential_differences, net)
+
+
+# Data that are rounded, and what least squares make of their Gram matrices.
+
+
+def rounded_sides(wrapping: str, num_rows: int) -> tuple:
+    """Rows that depend on each other, as many for each data-parallel rank."""
+    part, num_parts = parts_of(wrapping)
+    sizes = wrappings.runnable_sizes(wrapping)
+    made = [seeded(Net(sizes)) for _ in range(3)]
+    generator = torch.Generator().manual_seed(1)
+    mixing = torch.randn(sizes[0], sizes[0], generator=generator)
+    data = torch.randn(num_parts, num_rows, sizes[0], generator=generator) @ mixing
+    indices = wrappings.local_indices(made[0], wrapping)
+    sharded = Side(wrappings.wrap(made[1], wrapping), [(data[part], None)])
+    whole = Side(made[2], [(data.flatten(0, 1), None)], dist.new_subgroups(1)[0])
+    return sharded, whole, indices
+
+
+def rounded_differences(wrapping: str) -> list[str]:
+    """Near those of one process, the same bits on all ranks, and weights of least squares."""
+    sharded, whole, indices = rounded_sides(wrapping, 40)
+    grams, right = (side.statistics(GramMatrices) for side in (sharded, whole))
+    wrong = []
+    for (pair, mine), (other, its) in zip(
+        grams.totals().items(), right.totals().items(), strict=True
+    ):
+        matrices = grams.matrix(*pair), right.matrix(*other)
+        pieces = [(mine.sums, its.sums), (mine.squares, its.squares), matrices]
+        for found, expected in pieces:
+            if (found - expected).abs().max() > 1e-6 * expected.abs().max():
+                wrong.append(f"{pair.fqn}: {found.tolist()}, not {expected.tolist()}")
+        of_all: list = [None] * dist.get_world_size()
+        dist.all_gather_object(of_all, [mine.sums.tolist(), mine.squares.tolist()])
+        wrong += [f"{pair.fqn}: other bits"] * any(bits != of_all[0] for bits in of_all)
+        factors = [g.obs([p])[p].terms[0][0] for g, p in ((grams, pair), (right, other))]
+        if not torch.allclose(*factors, rtol=1e-4):
+            wrong.append(f"{pair.fqn}: factors {factors}")
+    num_rows = [block.rows[0].shape[0] for _, block in grams.blocks()]
+    if max(num_rows) > -(-max(wrappings.runnable_sizes(wrapping)[:3]) // dist.get_world_size()):
+        wrong.append(f"this rank holds {num_rows} rows")
+    return wrong + reconstruction_differences(sharded, whole, indices, grams)
+
+
+def reconstruction_differences(
+    sharded: Side, whole: Side, indices: dict, grams: GramMatrices
+) -> list[str]:
+    """Every layer's inputs are those of the dense model."""
+    dense = {name: target(whole.model, name)[0].weight.detach().clone() for name in WEIGHTS}
+    matrices, x = {}, whole.batches[0][0]
+    for name in WEIGHTS:
+        matrices[name] = gram_of(x)
+        layer = target(whole.model, name)[0]
+        x = (torch.relu if name == "l1.weight" else torch.tanh)(layer(x)).detach()
+    keeps = reference.prune(list(dense.values()), 0.5)
+    with prune.keep_pruned_values():
+        prune.global_unstructured(sharded.pairs, prune.L1Unstructured, amount=0.5)
+        report = prune.reconstruct(sharded.pairs, grams, damping=0.01, steps=60)
+    wrong = wrong_masks(sharded.model, dict(zip(WEIGHTS, keeps, strict=True)), indices)
+    for (name, weight), keep, entry in zip(dense.items(), keeps, report.parameters, strict=True):
+        right = reconstructed(weight, keep, matrices[name], 0.01)
+        own = wrappings.shard(sharded.model, name, indices).double().view(-1)
+        new = wrappings.my_part(right, indices[name]).view(-1)
+        pruned = own[~wrappings.my_part(keep, indices[name]).view(-1)]
+        if len(own) and (own - new).abs().max() > 1e-5 * right.abs().max():
+            wrong.append(f"{name}: {own.tolist()}, not {new.tolist()}")
+        if pruned.any() or pruned.signbit().any():
+            wrong.append(f"{name}: pruned elements are not +0")
+        if not 0 < entry.error_after < entry.error_before < 1:
+            wrong.append(f"{name}: {entry}")
+    return wrong + list(map(str, prune.verify(sharded.model).problems))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_rounded_sums_and_reconstructed_weights(wrapping):
+    assert_nothing_wrong_on(wrapping, rounded_differences)
+
+
+def values_after_an_error(wrapping: str) -> list[str]:
+    """One rank fails in the last layer: every rank raises, and every parameter is as it was."""
+    sharded, _, indices = rounded_sides(wrapping, 4)
+    grams, calls = sharded.statistics(GramMatrices), []
+    right = reconstruction.least_squares
+
+    def fails(*arguments):
+        calls.append(arguments)
+        if dist.get_rank() == 1 and len(calls) == 2:
+            raise MemoryError("no memory")
+        return right(*arguments)
+
+    with prune.keep_pruned_values():
+        prune.global_unstructured(sharded.pairs, prune.L1Unstructured, amount=0.5)
+        before = [wrappings.shard(sharded.model, n, indices).clone() for n in WEIGHTS]
+        with (
+            mock.patch.object(reconstruction, "least_squares", fails),
+            pytest.raises(MemoryError, match="no memory"),
+        ):
+            prune.reconstruct(sharded.pairs, grams)
+        after = [wrappings.shard(sharded.model, n, indices).clone() for n in WEIGHTS]
+    pairs = zip(WEIGHTS, before, after, strict=True)
+    return [f"{name} has changed" for name, old, new in pairs if not torch.equal(old, new)]
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp1-2", "fsdp2-2", "ddp-2"])
+def test_an_error_on_one_rank_changes_nothing(wrapping):
+    assert_nothing_wrong_on(wrapping, values_after_an_error)
+
+
+# Inputs that lie on ranks in another way.
+
+
+def sequence_parallel_differences(dim: int) -> list[str]:
+    """Sharded tokens all count: gathered for l1, as they are for l3, whose weight is replicated.
+
+    Args:
+        dim: that is sharded: 0 of [tokens, features], or 1 of [batch, tokens, features].
+    """
+    size, sizes = dist.get_world_size(), (6, 12, 4, 3)
+    mesh = init_device_mesh("cpu", (size,))
+    net = integer_net(sizes)
+    plan = {
+        "l1": ColwiseParallel(input_layouts=Shard(dim)),
+        "l2": RowwiseParallel(output_layouts=Shard(dim), use_local_output=False),
+    }
+    parallelize_module(net, mesh, plan)
+    distribute_module(net.l3, mesh)
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randint(-2, 3, (2, 4 * size, 6), generator=generator).float()
+    mask = torch.rand(x.shape[:-1], generator=generator) < 0.6
+    part = distribute_tensor(x if dim else x.flatten(0, 1), mesh, [Shard(dim)]).to_local()
+    whole = Side(integer_net(sizes), [(x, mask)], dist.new_subgroups(1)[0])
+    wrong = []
+    for is_masked in (False, True):
+        found = totals_of(Side(net, [(part, mask)]).statistics(SUM, is_masked))
+        expected = totals_of(whole.statistics(SUM, is_masked))
+        wrong += [] if found == expected else [f"masked={is_masked}: {found}, not {expected}"]
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_tokens_that_are_sharded_over_tensor_parallel_ranks_all_count(size, dim):
+    if dim == 1 and torch.__version__ < (2, 13):
+        pytest.skip("this torch cannot flatten a DTensor whose tokens are sharded")
+    assert_nothing_wrong(run_ranks(sequence_parallel_differences, size, dim))
+
+
+def error_of_different_inputs(is_plain: bool) -> str:
+    model = wrappings.wrap(integer_net((6, 12, 5, 3)), "tp-2")
+    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    if is_plain:
+        for module in model.modules():
+            module._forward_pre_hooks.clear()  # which make a DTensor of it
+        model = nn.ModuleDict({"l1": model.l1})
+        model.forward = lambda x: model["l1"](x)
+    with pytest.raises(ValueError) as error, implicit_replication():
+        Side(model, [(x, None)]).statistics(SUM).totals()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_tensor_parallel_ranks_with_different_inputs_are_told_so(is_plain):
+    for text in run_ranks(error_of_different_inputs, 2, is_plain):
+        assert re.search(r"l1\.weight: ranks of one tensor-parallel group", text), text
+
+
+def totals_with_an_idle_rank(wrapping: str) -> dict:
+    """Rank 1 has no batch: no forward at all."""
+    model = wrappings.wrap(nn.Sequential(nn.Linear(2, 2)), wrapping)
+    batches = [(torch.ones(3, 2), None)] * (0 if dist.get_rank() == 1 else 2)
+    return totals_of(Side(model, batches).statistics(SUM))
+
+
+@pytest.mark.parametrize("wrapping", ["plain-2", "ddp-3"])
+def test_a_rank_without_a_batch_takes_part(wrapping):
+    size = wrappings.world_size(wrapping)
+    num = 6 * (size - 1)
+    expected = {"0.weight": (num, [float(num)] * 2, [float(num)] * 2)}
+    assert run_ranks(totals_with_an_idle_rank, size, wrapping) == [expected] * size
+
+
+def checkpointed_in_bf16() -> dict:
+    """Checkpointed layers under FSDP2, which casts to bf16: inputs count once, as they are seen."""
+    first, second = nn.Linear(3, 4), nn.Linear(4, 2)
+    model = nn.Sequential(checkpoint_wrapper(first), nn.ReLU(), checkpoint_wrapper(second))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = wrappings.wrap(model, "fsdp2-2", mp_policy=policy)
+    x = torch.tensor([[1.0, 2**-10 + 1, 3.0]]) * (dist.get_rank() + 1)
+    return totals_of(Side(model, [(x, None)]).statistics(SUM))
+
+
+def test_checkpoints_and_mixed_precision_under_fsdp2():
+    for found in run_ranks(checkpointed_in_bf16, 2):
+        first, second = found.values()
+        assert first == (2, [3.0, 3.0, 9.0], [5.0, 5.0, 45.0]) and second[0] == 2
+
+
+def experts_in_mixed_precision(implementation: str) -> list[str]:
+    """Weights are gathered in another dtype, layer by layer and with the experts on their own."""
+    warnings.simplefilter("ignore")
+    model, policy = experts_net(implementation), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in (model.first, model):
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    parts = [(tokens_of(part), None) for part in range(2)]
+    whole = Side(experts_net(), parts, dist.new_subgroups(1)[0])
+    found = totals_of(Side(model, [parts[dist.get_rank()]]).statistics(SUM))
+    expected = totals_of(whole.statistics(SUM))
+    return [] if found == expected else [f"{found}, not {expected}"]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_experts_in_mixed_precision(implementation):
+    assert_nothing_wrong(run_ranks(experts_in_mixed_precision, 2, implementation))
+
+
+def experts_beside_tensor_parallelism() -> list[str]:
+    """Ranks of a tensor-parallel group have the same tokens: one counts."""
+    warnings.simplefilter("ignore")
+    model, tokens = experts_net(), [(tokens_of(1), None)]
+    plan = {"l1": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    whole = Side(experts_net(), tokens, dist.new_subgroups(1)[0])
+    found, expected = (totals_of(side.statistics(SUM)) for side in (Side(model, tokens), whole))
+    return [] if found == expected else [f"{found}, not {expected}"]
+
+
+def test_whole_experts_beside_tensor_parallelism():
+    assert_nothing_wrong(run_ranks(experts_beside_tensor_parallelism, 2))
+
+
+def spread_experts() -> tuple[str, int]:
+    """What is said of experts whose weights are DTensors while they run."""
+    model = experts_net()
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(distribute_tensor(model.first.down_proj.data, mesh, [Shard(0)]))
+    model.first.down_proj = weight
+    with pytest.raises(NotImplementedError) as error:
+        Side(model, [(tokens_of(1), None)]).statistics(SUM)
+    return str(error.value), sum(len(module._forward_hooks) for module in model.modules())
+
+
+def test_experts_that_are_spread_over_ranks_are_refused_by_name():
+    for text, num_hooks in run_ranks(spread_experts, 2):
+        assert text.startswith("first.down_proj: ") and "DTensor" in text and num_hooks == 0
+
+
+def results_of_dtensor_images(dim: int) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    model = distribute_module(nn.Sequential(nn.Conv2d(2, 2, 1)), mesh)
+    image = distribute_tensor(torch.ones(2, 2, 4, 4), mesh, [Shard(dim)])
+    try:
+        ((num_tokens, sums, _),) = totals_of(Side(model, [(image, None)]).statistics(SUM)).values()
+        return f"{num_tokens} {torch.tensor(sums).flatten().tolist()}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("dim", "expected"),
+    [(0, "32 [32.0, 32.0]"), (1, "to have 2 channels"), (2, "by channels or by places")],
+)
+def test_images_that_are_sharded(dim, expected):
+    """Samples of different ranks all count; a part of an image is refused."""
+    for result in run_ranks(results_of_dtensor_images, 2, dim):
+        assert expected in result
+
+
+def totals_on_two_axes() -> list[dict]:
+    """DTensor inputs on two axes of a mesh: tokens over one, features or copies over the other."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = torch.arange(12.0).view(4, 3)
+    found = []
+    for placements in ([Shard(0), Replicate()], [Replicate(), Shard(1)], [Shard(1), Shard(0)]):
+        layer = distribute_module(nn.Linear(3, 2), mesh)
+        side = Side(nn.Sequential(layer), [(distribute_tensor(x, mesh, placements), None)])
+        found.append(totals_of(side.statistics(SUM)))
+    return found
+
+
+def test_inputs_on_a_mesh_of_two_axes():
+    x = torch.arange(12.0).view(4, 3)
+    expected = {"0.weight": (4, x.sum(0).tolist(), x.square().sum(0).tolist())}
+    for found in run_ranks(totals_on_two_axes, 4):
+        assert found == [expected] * 3
