@@ -39,12 +39,12 @@ ROOMS = {
     "selftest.py": (291, 1),
     "shards": (882, 8),
     "statistics": (1396, 7),
-    "streaming": (1036, 7),
+    "streaming": (1035, 7),
     "testing.py": (246, 1),
     "verification": (618, 3),
     "wrappers": (1141, 9),
 }
-TOTAL = (21308, 155)
+TOTAL = (21307, 155)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 36153, "launch": 967}
 NO_CODE = {

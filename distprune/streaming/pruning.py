@@ -181,10 +181,9 @@ def prune_folder(
     if made is not None:
         say(f"{target} is finished: this command made it before. Nothing was changed.")
         return made
-    for place, of_round in zip(places, of_rounds, strict=True):
-        communicator.run(
-            partial(check_unfinished, place, of_round, kept if place == target else None)
-        )
+    for path, of_round in zip(places, of_rounds, strict=True):
+        scores = kept if path is target else None
+        communicator.run(partial(check_unfinished, path, of_round, scores))
     first = max((number + 1 for number, found in enumerate(done) if found), default=0)
     made = done[first - 1] if first else None
     for number, sparsity in list(enumerate([*rounds, recipe.sparsity]))[first:]:
@@ -230,8 +229,8 @@ def prune_folder(
         made = _result_of(report)
         if not is_last and communicator.index == 0:
             # The digest of the next round has the times of its source: those of any run are equal.
-            for path in places[number].glob("*"):
-                os.utime(path, ns=(0, 0))
+            for file in places[number].glob("*"):
+                os.utime(file, ns=(0, 0))
         communicator.agree()
         if number and communicator.index == 0:
             shutil.rmtree(places[number - 1], ignore_errors=True)

@@ -193,7 +193,7 @@ class WindowStream(HiddenStates):
 
 def _crc32(state: Tensor) -> int:
     """A checksum of the bytes of a contiguous tensor on the CPU."""
-    return zlib.crc32(state.reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(state.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def perplexity(

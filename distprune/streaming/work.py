@@ -62,8 +62,8 @@ class Work:
         self._communicator = communicator
         text = _text_of(facts, scores)
         progress, self.is_resumed = self.path / _PROGRESS, self.path.exists()
-        check = partial(check_unfinished, destination, facts, scores)
-        self.on_first_rank(lambda: (check(), self._open(destination, text, num_bytes)))
+        self.on_first_rank(partial(check_unfinished, destination, facts, scores))
+        self.on_first_rank(lambda: self._open(destination, text, num_bytes))
         # Different where the folder is not one that all ranks see.
         self._done: dict[str, Any] = communicator.run(
             lambda: _progress_in(progress) if progress.exists() else {},
