@@ -29,7 +29,7 @@ SAMPLED = (
 # on one that holds tensors and on one that holds DTensors, which are others in each test.
 EVERY_KIND = ("test_matrix", "test_criteria_matrix")
 EVERY_SIZE = (
-    "test_training", "test_communication", "test_state_dict", "test_verify_healthy_models",
+    "test_training", "test_communication", "test_state_dict", "test_verify",
     "test_verify_mutations",
 )  # fmt: skip
 ROOT = str(Path(__file__).resolve().parent.parent)

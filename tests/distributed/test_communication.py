@@ -20,32 +20,41 @@ def prune_weights(model: nn.Module, amount: float = 0.5, weights: bool = True):
     return prune.global_unstructured(targets, prune.L1Unstructured, amount=amount)
 
 
-def traffic_of_pruning(wrapping: str, data: str, width: int, amount: float = 0.5):
+def traffic_of(wrapping: str, what: str, data: str, width: int):
     """What one call sends, counted here and by its report."""
     model = wrappings.wrap(fill(Net((width, 4 * width, width, 8)), data, "float32"), wrapping)
+    pairs = prune.select(wrappings.unwrapped(model), everything=True)
+    bounds = {"min_sparsity": {"l3.weight": 0.95}, "max_sparsity": {"l1.weight": 0.5}}
     with Traffic() as traffic:
-        report = prune_weights(model, amount)
+        if what == "global_mask":
+            report = prune.global_mask(pairs, width * width)
+        else:
+            given = bounds if what == "bounds" else {}
+            report = prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.6, **given)
+    if what == "bounds":
+        assert sum(entry.held_at is not None for entry in report.parameters) >= 1
     return traffic.calls, report.num_collectives, report.bytes_sent
 
 
+@pytest.mark.parametrize("what", ["amount", "bounds", "global_mask"])
 @pytest.mark.parametrize("data", ["normal", "equal", "few"])  # "equal": every score is a tie
 @pytest.mark.parametrize(
     "wrapping", ["plain-3", "ddp-2", "fsdp2-2", "fsdp2-3", "hsdp-2x2", "fsdp2_tp-2x2"]
 )
-def test_pruning_sends_kilobytes_whatever_the_size(wrapping, data):
+def test_a_call_sends_kilobytes_whatever_the_size(wrapping, data, what):
     """Every rank makes the same calls, and the report counts them."""
     size = wrappings.world_size(wrapping)
     totals = []
     for width in (100, 400):  # 81 thousand and 1.3 million elements, 5 MB
-        per_rank = run_ranks(traffic_of_pruning, size, wrapping, data, width, 0.8)
+        per_rank = run_ranks(traffic_of, size, wrapping, what, data, width)
         totals.append(max(sum(num_bytes for _, num_bytes in calls) for calls, _, _ in per_rank))
         assert all(found == per_rank[0] for found in per_rank)
         for calls, num_collectives, bytes_sent in per_rank:
-            assert num_collectives == len(calls) > 0
+            assert 0 < num_collectives == len(calls) < 60
             assert bytes_sent == sum(num_bytes for _, num_bytes in calls)
             gathers = [num_bytes for name, num_bytes in calls if "gather" in name]
             assert sum(gathers) < 64 * 1024, calls
-    assert totals[1] < 400_000
+    assert totals[1] < (800_000 if what == "bounds" else 400_000)
     assert totals[1] < totals[0] + 200_000
 
 
@@ -97,37 +106,6 @@ def test_a_step_of_the_pruned_model_sends_what_the_dense_one_sends(wrapping, wei
     dense = run_ranks(traffic_of_steps, size, wrapping, False, weights)
     assert all(calls for steps in dense for calls in steps)
     assert run_ranks(traffic_of_steps, size, wrapping, True, weights) == dense
-
-
-def traffic_with_bounds(wrapping: str) -> tuple:
-    """What one call sends, counted here and by its report; and how many parameters are held."""
-    sizes = (100, 400, 100, 8)  # 81 thousand elements: more than are collected outright
-    model = wrappings.wrap(fill(Net(sizes), "normal", "float32"), wrapping)
-    targets = prune.select(wrappings.unwrapped(model))
-    with torch.no_grad():
-        wrappings.local(targets[0][0].weight).mul_(0.5)
-    with Traffic() as traffic:
-        report = prune.global_unstructured(
-            targets,
-            prune.L1Unstructured,
-            amount=0.5,
-            min_sparsity={"l3.weight": 0.9},
-            max_sparsity={"l1.weight": 0.52},
-        )
-    assert (report.num_collectives, report.bytes_sent) == (
-        len(traffic.calls), sum(num_bytes for _, num_bytes in traffic.calls),
-    )  # fmt: skip
-    held = sum(entry.held_at is not None for entry in report.parameters)
-    return [name for name, _ in traffic.calls], report.bytes_sent, held
-
-
-@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-3"])
-def test_bounds_cost_kilobytes_per_parameter(wrapping):
-    per_rank = run_ranks(traffic_with_bounds, wrappings.world_size(wrapping), wrapping)
-    assert all(found == per_rank[0] for found in per_rank)
-    calls, num_bytes, held = per_rank[0]
-    assert held == 2 and not [name for name in calls if "gather" in name]
-    assert len(calls) < 60 and num_bytes < 800_000
 
 
 class WithBatchNorm(nn.Module):

@@ -3,9 +3,9 @@
 The process group waits five minutes for a rank, and a test one: a rank that is left alone fails it.
 """
 
-import functools
 import gc
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -129,7 +129,7 @@ def in_sequence(case: Case, prune_block, batches=None) -> None:
         case.model,
         [module for module, _ in case.weights],
         [case.batch] if batches is None else batches,
-        functools.partial(prune_block, statistics),
+        partial(prune_block, statistics),
         forward=case.forward,
     )
 
@@ -198,25 +198,17 @@ def scores_of_a_schedule(case: Case) -> None:
     pruner.step()
 
 
-def iterable_of_groups(case: Case) -> None:
-    groups = [ChannelGroup([ChannelPart(pair, dim=0)]) for pair in case.weights]
-    prune.global_structured(case.broken(groups), amount=0.5)
-
-
-def iterable_of_parameters(case: Case) -> None:
-    case.prune(case.broken(case.weights))
-
-
-def iterable_of_layers(case: Case) -> None:
-    ActivationStatistics(case.broken(case.weights))
-
-
-def iterable_of_patterns(case: Case) -> None:
-    ActivationStatistics(case.weights, allow_empty=case.broken(["*"]))
-
-
-def iterable_of_keys(case: Case) -> None:
-    prune.checkpoint.prepare_for_load(case.model, case.broken(["l1.weight_mask"]))
+ITERABLES = {  # that fail at their end, and what is called with them
+    "global_structured": lambda case: prune.global_structured(
+        case.broken([ChannelGroup([ChannelPart(pair, dim=0)]) for pair in case.weights]), amount=0.5
+    ),
+    "global_unstructured": lambda case: case.prune(case.broken(case.weights)),
+    "ActivationStatistics": lambda case: ActivationStatistics(case.broken(case.weights)),
+    "allow_empty": lambda case: ActivationStatistics(case.weights, allow_empty=case.broken(["*"])),
+    "prepare_for_load": lambda case: prune.checkpoint.prepare_for_load(
+        case.model, case.broken(["l1.weight_mask"])
+    ),
+}
 
 
 class Language(nn.Module):
@@ -236,25 +228,20 @@ def windows() -> TokenWindows:
     return TokenWindows(("text",), tokens, torch.zeros(3, dtype=torch.int64), False)
 
 
-def progress_of_calibrate(case: Case, failing: int) -> None:
+def progress(case: Case, function: str, failing: int) -> None:
     """After a step in the middle, or the last one, in which rank 1 has no batch."""
-    model = Language()
-    statistics = ActivationStatistics([(model.head, "weight")])
 
-    def progress(run) -> None:
-        if run.num_done == failing:
-            case.fail()
-
-    calibrate(model, windows(), statistics, progress=progress)
-
-
-def progress_of_perplexity(case: Case, failing: int) -> None:
     def progress(run) -> None:
         if run.num_done == failing:
             case.fail()
 
     torch.manual_seed(0)
-    perplexity(Language(), windows(), progress=progress)
+    model = Language()
+    if function == "calibrate":
+        statistics = ActivationStatistics([(model.head, "weight")])
+        calibrate(model, windows(), statistics, progress=progress)
+    else:
+        perplexity(model, windows(), progress=progress)
 
 
 def progress_of_files(case: Case) -> None:
@@ -277,15 +264,15 @@ CASES = {
     "an error twice": (same_error_again, ["plain-2"]),
     "masks_aside": (body_of_masks_aside, ["plain-2"]),
     "ScheduledPruner": (scores_of_a_schedule, ["plain-2"]),
-    "global_structured": (iterable_of_groups, ["plain-2", "fsdp2-2"]),
-    "global_unstructured": (iterable_of_parameters, ["plain-2"]),
-    "ActivationStatistics": (iterable_of_layers, ["plain-2"]),
-    "allow_empty": (iterable_of_patterns, ["plain-2"]),
-    "prepare_for_load": (iterable_of_keys, ["plain-2"]),
-    "calibrate, middle": (functools.partial(progress_of_calibrate, failing=2), ["plain-2"]),
-    "calibrate, last": (functools.partial(progress_of_calibrate, failing=3), ["plain-2"]),
-    "perplexity, middle": (functools.partial(progress_of_perplexity, failing=2), ["plain-2"]),
-    "perplexity, last": (functools.partial(progress_of_perplexity, failing=3), ["plain-2"]),
+    **{name: (call, ["plain-2"]) for name, call in ITERABLES.items()},
+    **{
+        f"{function}, step {step}": (
+            partial(progress, function=function, failing=step),
+            ["plain-2"],
+        )
+        for function in ("calibrate", "perplexity")
+        for step in (2, 3)
+    },
     "prune_checkpoint, progress": (progress_of_files, ["plain-2"]),
 }
 

@@ -1,14 +1,10 @@
-"""What only FSDP1 has: strategies, flat parameters, summon_full_params.
-
-See pair for how models are compared.
-"""
+"""What only FSDP1 has: flat parameters and summon_full_params."""
 
 import pytest
 import torch
 import torch.nn.utils.prune as torch_prune
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy
 
 import distprune as prune
 from distprune import checkpoint
@@ -16,39 +12,7 @@ from distprune.testing import run_ranks
 from helpers import reference
 from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
 from helpers.models import Net, fill, target
-from helpers.sampling import every
-from helpers.training_pair import WEIGHTS, Pair, train
-
-OPTIONS = {
-    "default": {},
-    "SHARD_GRAD_OP": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
-    "prefetching": {"limit_all_gathers": False, "forward_prefetch": True},
-}
-
-
-PLAN = {
-    "amounts": {1: 0.4, 4: 0.4}, "remove_at": 7, "evaluate": True, "micro_batches": 2, "clip": 0.5
-}  # fmt: skip
-
-
-def training(wrapping: str, options: str, optimizer: str, plan: dict) -> list[str]:
-    return train(Pair(wrapping, **OPTIONS[options]), optimizer, plan).wrong
-
-
-CASES = [
-    ("fsdp1_root-2", "SHARD_GRAD_OP", "adamw"),
-    ("fsdp1-3", "SHARD_GRAD_OP", "sgd"),
-    ("fsdp1-4", "prefetching", "adamw"),
-    ("fsdp1_flat-4", "SHARD_GRAD_OP", "adamw"),
-    ("fsdp1_flat-2", "default", "sgd"),
-    ("fsdp1_hybrid-2x2", "default", "adamw"),
-]
-
-
-@pytest.mark.parametrize(("wrapping", "options", "optimizer"), every(2, CASES))
-def test_training_equals_one_process(wrapping, options, optimizer):
-    """Prune, evaluate, accumulate, clip, prune again and remove."""
-    assert_nothing_wrong_on(wrapping, training, options, optimizer, PLAN)
+from helpers.training_pair import WEIGHTS, Pair
 
 
 class TiedNet(Net):

@@ -1,7 +1,5 @@
 """The ranks that take part: those of ``group`` or of a parameter's mesh, and no others."""
 
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +10,7 @@ import distprune as prune
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.collective_traffic import Traffic
-from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.comparisons import assert_nothing_wrong, wrong_masks
 from helpers.models import Net, fill, fqns, target
 
 
@@ -39,39 +37,6 @@ def differences_between_groups(groups: list[list[int]]) -> list[str]:
 def test_groups_do_not_see_each_other(groups):
     size = sum(map(len, groups))
     assert_nothing_wrong(run_ranks(differences_between_groups, size, groups))
-
-
-def error_of_a_group_that_is_too_small(wrapping: str, groups: list) -> tuple[str, str, list[str]]:
-    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
-    group, before = my_group(groups), snapshot(model)
-    targets = [target(model, name) for name in ("l1.weight", "l2.weight")]
-    try:
-        prune.global_unstructured(targets, prune.L1Unstructured, group=group, amount=0.5)
-        error = ("nothing", "")
-    except Exception as raised:
-        error = (type(raised).__name__, str(raised))
-    return *error, changes(before, snapshot(model))
-
-
-@pytest.mark.parametrize(
-    ("wrapping", "groups"),
-    [
-        ("fsdp2-2", [[0], [1]]),
-        ("tp-2", [[0], [1]]),
-        ("fsdp2-4", [[0, 1], [2, 3]]),
-        ("hsdp-2x2", [[0, 2], [1, 3]]),
-        ("fsdp2_tp-2x2", [[0, 1], [2, 3]]),
-    ],
-)
-def test_a_group_without_all_shards_is_refused(wrapping, groups):
-    """A part of the shards cannot know which elements are the lowest of the parameter."""
-    size = wrappings.world_size(wrapping)
-    for kind, text, changed in run_ranks(
-        error_of_a_group_that_is_too_small, size, wrapping, groups
-    ):
-        assert kind == "ValueError", (kind, text)
-        assert re.search(r"weight(.|\n)*group", text)
-        assert changed == []
 
 
 def error_of_an_outsider() -> str:

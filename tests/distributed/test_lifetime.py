@@ -45,22 +45,6 @@ def test_a_pruned_model_is_freed(wrapping, removed):
         assert all(flags), flags
 
 
-def gradient_masks() -> int:
-    """How many gradient hooks a parameter has after it was pruned and removed three times."""
-    model = wrappings.wrap(Net(), "fsdp2-2")
-    for _ in range(3):
-        prune.l1_unstructured(model.l1, "weight", 0.1)
-        prune.l1_unstructured(model.l1, "weight", 0.1)
-        prune.remove(model.l1, "weight")
-    prune.l1_unstructured(model.l1, "weight", 0.1)
-    assert isinstance(model.l1.weight, torch.nn.Parameter)
-    return len(model.l1.weight._post_accumulate_grad_hooks)
-
-
-def test_hooks_do_not_pile_up():
-    assert run_ranks(gradient_masks, 2) == [1, 1]
-
-
 def living() -> Counter:
     """What pruning makes and could forget, by kind."""
     dist.barrier()

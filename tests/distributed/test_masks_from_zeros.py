@@ -1,4 +1,4 @@
-"""Zeros that are in the weights become masks, on any wrapper, and stay zero in training."""
+"""What of the zeros in weights becomes a mask; on every wrapper: test_operations.py."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from torch import nn
 
 import distprune as prune
 from distprune.testing import run_ranks
-from helpers import wrappings
 from helpers.comparisons import (
     assert_nothing_wrong,
     changes,
@@ -120,20 +119,3 @@ def refusals() -> list[str]:
 
 def test_every_rank_raises_and_nothing_changes():
     assert_nothing_wrong(run_ranks(refusals, 2))
-
-
-def one_rank_has_zeros() -> list[str]:
-    model = nn.Sequential(nn.Linear(4, 4, bias=False))
-    nn.init.ones_(model[0].weight)
-    with torch.no_grad():
-        model[0].weight[3, 3] = 0
-    model = wrappings.wrap(model, "fsdp2-2")
-    report = prune.masks_from_zeros(model)
-    mask = wrappings.local(model[0].weight_mask)
-    return [f"{report.num_pruned}, {mask}"] * (
-        report.num_pruned != 1 or int((~mask).sum()) != dist.get_rank()
-    )
-
-
-def test_zeros_of_one_shard():
-    assert_nothing_wrong(run_ranks(one_rank_has_zeros, 2))

@@ -54,6 +54,8 @@ class Pair:
     def wrong(self, when: str) -> list[str]:
         """Masks, outputs and gradients."""
         wrong = wrong_masks(self.model, self.keeps, self.indices, when)
+        if "other masks" not in when and not prune.verify(self.model, raise_errors=False).ok:
+            wrong.append(f"{when}: {prune.verify(self.model, raise_errors=False)}")
         x = torch.ones(2, 6, dtype=self.dense.l2.weight.dtype)
         for _ in range(2):
             out = self.model(x)

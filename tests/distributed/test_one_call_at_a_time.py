@@ -10,7 +10,7 @@ import torch.distributed as dist
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong, changes, snapshot
+from helpers.comparisons import assert_nothing_wrong, outcome
 from helpers.models import Net, fill, target
 
 NAMES = ["l1.weight", "l2.weight"]
@@ -47,16 +47,6 @@ class Action:
 def model_and_targets(wrapping: str):
     model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
     return model, [target(wrappings.unwrapped(model), name) for name in NAMES]
-
-
-def outcome(model, call) -> tuple[str, str, list[str]]:
-    before = snapshot(model)
-    try:
-        call()
-        error = ("nothing", "")
-    except BaseException as raised:
-        error = (type(raised).__name__, str(raised))
-    return *error, changes(before, snapshot(model))
 
 
 def wrong_inside_a_call(wrapping: str, where: str) -> list[str]:

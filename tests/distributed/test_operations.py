@@ -16,7 +16,7 @@ import pytest
 from helpers import wrappings
 from helpers.models import DATA, DTYPES, EVEN, UNEVEN, fqns
 from helpers.random_sequences.mistakes import MISTAKES
-from helpers.random_sequences.plans import FAMILIES, Operation, Plan
+from helpers.random_sequences.plans import FAMILIES, TIED_KINDS, Operation, Plan
 from helpers.random_sequences.run import run_together
 from helpers.sampling import THOROUGH, every
 
@@ -182,6 +182,7 @@ def chosen_masks(number: int) -> list[tuple]:
         *(select(EVERYTHING, k) for k in (0, total // 3, total // 3 + 1)),
         select(EVERYTHING, total // 4, True, 0.7),
         select(EVERYTHING, total // 4, False, 0.7),
+        select(EVERYTHING, 60, False),  # by random scores
         select(EVERYTHING, total + 1000),  # refused
         l1(0.3),
         select(NAMES, 20),
@@ -211,14 +212,27 @@ def life(number: int, sizes: tuple, wrapping: str) -> list[tuple]:
     load = do("load_rewrapped", True, wrapping=wrapping, pruned=[], unmasked="error", seed=8)
     replaced = [masks(0.5, False), train, masks(0.4, True), train, load, masks(0.6, False), train]
     zeros = [do("masks_from_zeros", names=WEIGHTS), train, train, do("remove_all", True)]
+    wrapped = [l1(0.5), do("wrap_pruned", True, wrapping=wrapping), train, train, look, l1(0.3)]
+    wrapped += [do("remove", True, name=name) for name in WEIGHTS]
     states = [l1(0.5, look=True), look, train, do("state_dict"), do("schedule"), train, look]
     wrong = [do("mistake", kind=kind, name="l1.weight") for kind in MISTAKES]
     return [
         ("net", "normal", "float32", replaced, sizes),
         ("net", "zeros", "float32", zeros, sizes),
+        ("net", "normal", "float32", wrapped, sizes),
         ("net", "few", "bfloat16", states, sizes),
         ("net", "normal", "float32", [*wrong, l1(0.3), *wrong[:1]], sizes),
     ]
+
+
+def tied(wrapping: str) -> list[tuple]:
+    """Two embeddings with one weight, which one unit of a wrapper holds."""
+    names = ["embedding.weight", "hidden.weight"]
+    train = do("train", seed=5)
+    wrapped = [l1(20, names), do("wrap_pruned", True, wrapping=wrapping), train]
+    removed = [do("remove", True, name=name) for name in names]
+    pruned = [l1(20, names, look=True), train, l1(0.3, names), *removed]
+    return [("tied", "normal", "float32", pruned), ("tied", "normal", "float32", wrapped + removed)]
 
 
 def plans_of(wrapping: str) -> list[Plan]:
@@ -235,6 +249,7 @@ def plans_of(wrapping: str) -> list[Plan]:
         *(row + (EVEN,) for row in segments(number, family, EVEN)),
         *chosen_masks(number),
         *life(number, wrappings.runnable_sizes(wrapping), wrapping),
+        *(tied(wrapping) if kind in TIED_KINDS else []),
     ]
     plans = []
     for seed, (family, data, dtype, operations, *sizes) in enumerate(rows):

@@ -18,77 +18,8 @@ from distprune import checkpoint
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong, changes, snapshot
-from helpers.models import fill
-
-WRAPPINGS = ["plain-1", "plain-2", "ddp-2", "fsdp2_root-2", "fsdp2_root-3"]
-
-
-class TiedNet(nn.Module):
-    """Input and output embedding share one weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4)
-        self.hidden = nn.Linear(4, 4, bias=False)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        return self.head(torch.relu(self.hidden(self.embedding(tokens))))
-
-
-def outcome(wrapping: str, given: str) -> dict[str, object]:
-    """Prune 20 of 28 + 16 elements, the tied weight given once or under both names."""
-    dense = fill(TiedNet(), "normal", "float32")
-    model = wrappings.wrap(fill(TiedNet(), "normal", "float32"), wrapping)
-    inner = wrappings.unwrapped(model)
-    pairs = [(inner.embedding, "weight"), (inner.hidden, "weight"), (inner.head, "weight")]
-    if given == "select":
-        pairs = prune.select(model, everything=True)
-    elif given == "second name":
-        pairs = [pairs[2], pairs[1]]
-    report = prune.global_unstructured(pairs, prune.L1Unstructured, amount=20)
-
-    embedding, hidden = dense.embedding.weight.detach(), dense.hidden.weight.detach()
-    keeps = reference.prune([embedding, hidden], 20)
-    tied, hidden = embedding * keeps[0], hidden * keeps[1]
-    tokens = torch.tensor([0, 3, 6, 2])
-    expected = torch.relu(tied[tokens] @ hidden.T) @ tied.T
-    masked = model(tokens)
-    masked.sum().backward()
-    for module, name in pairs:
-        if prune.is_pruned(module):  # one removal may do for all names
-            prune.remove(module, name)
-    removed = model(tokens)
-    return {
-        "num_elements": report.num_elements,
-        "num_pruned": report.num_pruned,
-        "masked": torch.allclose(masked, expected, atol=1e-6),
-        "removed": torch.allclose(removed, expected, atol=1e-6),
-        "still tied": inner.head.weight is inner.embedding.weight,
-    }
-
-
-CASES = [
-    *((wrapping, "select") for wrapping in WRAPPINGS),
-    *((wrapping, "both names") for wrapping in WRAPPINGS),
-    # Of a plain module given alone torch leaves the twin dense, and so does distprune.
-    *((wrapping, "second name") for wrapping in WRAPPINGS if "fsdp2" in wrapping),
-]
-
-
-@pytest.mark.parametrize(("wrapping", "given"), CASES)
-def test_tied_weights(wrapping, given):
-    expected = {
-        "num_elements": 44,
-        "num_pruned": 20,
-        "masked": True,
-        "removed": True,
-        "still tied": True,
-    }
-    size = wrappings.world_size(wrapping)
-    assert run_ranks(outcome, size, wrapping, given) == [expected] * size
-
+from helpers.models import UNEVEN, fill
+from helpers.random_sequences.plans import TiedNet
 
 TOKENS = torch.tensor([0, 3, 6, 2])
 HOW = ["two calls", "one name", "together and one more"]
@@ -100,7 +31,7 @@ def mask_of(seed: int) -> torch.Tensor:
 
 
 def pruned(how: str, library=prune) -> nn.Module:
-    model = fill(TiedNet(), "normal", "float32")
+    model = fill(TiedNet(UNEVEN), "normal", "float32")
     if how == "together and one more":
         own = torch.distributed.new_subgroups(1)[0]
         pairs = prune.select(model, "embedding")
@@ -170,7 +101,7 @@ def saved(path: str, how: str) -> None:
 
 
 def loaded(path: str, wrapping: str, prepared_only: bool) -> list[str]:
-    model = wrappings.wrap(fill(TiedNet(), "normal", "float32", 5), wrapping)
+    model = wrappings.wrap(fill(TiedNet(UNEVEN), "normal", "float32", 5), wrapping)
     before = snapshot(model)
     try:
         if prepared_only:
@@ -200,7 +131,7 @@ def test_checkpoint_with_two_masks(tmp_path, wrapping):
 
 def into_one_mask(path: str, wrapping: str) -> list[str]:
     """Both names have one mask in the model; the checkpoint has two that differ."""
-    model = wrappings.wrap(fill(TiedNet(), "normal", "float32", 5), wrapping)
+    model = wrappings.wrap(fill(TiedNet(UNEVEN), "normal", "float32", 5), wrapping)
     prune.global_unstructured(
         prune.select(model, everything=True), prune.L1Unstructured, amount=0.5
     )
@@ -215,7 +146,7 @@ def into_one_mask(path: str, wrapping: str) -> list[str]:
 
 def loaded_plain(path: str, how: str) -> list[str]:
     """A plain model takes one mask, or two, as they were saved."""
-    model, other = fill(TiedNet(), "normal", "float32", 5), pruned(how)
+    model, other = fill(TiedNet(UNEVEN), "normal", "float32", 5), pruned(how)
     if how == "two calls":
         prune.identity(model.embedding, "weight")
         prune.identity(model.head, "weight")
@@ -231,7 +162,7 @@ def test_checkpoint_into_a_plain_model(tmp_path, how):
 
 def under_any_name(wrapping: str, listed: str, scored: str) -> list[str]:
     """The scores of a tied parameter are found, whichever of its names they are given under."""
-    model = fill(TiedNet(), "normal", "float32")
+    model = fill(TiedNet(UNEVEN), "normal", "float32")
     generator = torch.Generator().manual_seed(1)
     scores = torch.rand(7, 4, generator=generator)
     keep = reference.prune([scores], 10)[0]
@@ -254,7 +185,7 @@ def test_scores_under_any_name_of_a_tied_parameter(wrapping, listed):
 
 
 def contradictory() -> str:
-    model = fill(TiedNet(), "normal", "float32")
+    model = fill(TiedNet(UNEVEN), "normal", "float32")
     pairs = prune.select(model, "embedding.weight")
     scores = {
         (model.embedding, "weight"): torch.ones(7, 4),

@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, ShardingStrategy
 
 from distprune.testing import run_ranks
 from helpers import wrappings
@@ -51,24 +51,22 @@ def test_training_equals_one_process(wrapping):
     assert_nothing_wrong(run_ranks(differences, size, wrapping, plans))
 
 
-OPTIONS = {
-    "kept unsharded": {"reshard_after_forward": False},
-    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-}
+KEPT = {"reshard_after_forward": False}
+OFFLOADED = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+GRADIENTS = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+PREFETCHED = {"limit_all_gathers": False, "forward_prefetch": True}
+OPTIONS = [
+    *((wrapping, OFFLOADED) for wrapping in ("fsdp2-2", "hsdp-2x2")),
+    *((wrapping, KEPT) for wrapping in ("fsdp2_root-2", "fsdp2_tp-2x2")),
+    *((wrapping, GRADIENTS) for wrapping in ("fsdp1_root-2", "fsdp1-3", "fsdp1_flat-4")),
+    ("fsdp1-4", PREFETCHED),
+]
 
 
-@pytest.mark.parametrize(
-    ("wrapping", "options"),
-    [
-        (wrapping, options)
-        for turn, wrapping in enumerate(["fsdp2-2", "fsdp2_root-2", "hsdp-2x2", "fsdp2_tp-2x2"])
-        for options in every(2, OPTIONS, turn)
-    ],
-)
-def test_training_with_options_of_fsdp2(wrapping, options):
+@pytest.mark.parametrize(("wrapping", "options"), every(2, OPTIONS))
+def test_training_with_options_of_fsdp(wrapping, options):
     plans = ["evaluated in between", "accumulated and clipped"]
-    plans = every(2, plans, list(OPTIONS).index(options))
-    assert_nothing_wrong_on(wrapping, differences, plans, **OPTIONS[options])
+    assert_nothing_wrong_on(wrapping, differences, plans, **options)
 
 
 @pytest.mark.parametrize(

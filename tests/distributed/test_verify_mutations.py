@@ -72,10 +72,6 @@ def another_mask(model, kind):
     module.weight_mask = torch.ones_like(module.weight_mask)
 
 
-def mask_of_other_layer(model, kind):
-    inner(model, "l1").weight_mask = inner(model, "l2").weight_mask
-
-
 def drop_hook(model, kind):
     module = inner(model, "l1")
     unregister(module, "weight")

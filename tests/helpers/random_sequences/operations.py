@@ -273,23 +273,28 @@ class Run(SideBySide):
     def global_mask(
         self, names: Sequence[str], k: int, largest: bool, share: float | None, seed: int
     ) -> Both:
-        """Nothing changes."""
+        """Select among candidates, or by random scores; nothing changes."""
         names, pairs = list(names), [self.target(name) for name in names]
         whole = self.random_masks(names, share or 1.0, seed)
-        expected = []
+        expected: list[Tensor] = []
         options = {"candidates": list(whole.values())} if share else {}
+        is_random = not largest and not share
+        if is_random:
+            options = {"scores": "random"}
+
+        def expect() -> None:
+            ranks = self.oracle.random_ranks(names, seed) if is_random else {}
+            expected.extend(self.oracle.largest(names, k, list(whole.values()), largest, ranks))
 
         def act() -> None:
+            torch.manual_seed(seed + dist.get_rank())
             found = prune.global_mask(pairs, k, largest=largest, **options)
             for name, mask, selected in zip(names, found.masks, expected, strict=True):
                 part = wrappings.my_part(selected, self.indices[name])
                 if not torch.equal(wrappings.local(mask), part):
                     self.wrong.append(f"global_mask, {name}: {mask} is not {part}")
 
-        return (
-            lambda: expected.extend(self.oracle.largest(names, k, list(whole.values()), largest)),
-            act,
-        )
+        return expect, act
 
     def random_masks(self, names: Sequence[str], share: float, seed: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -368,9 +373,10 @@ class Run(SideBySide):
     def remove_here(self, name: str) -> None:
         """Remove under all names of a tied parameter; on FSDP the first call may remove all."""
         module, leaf = self.target(name)
-        stored = module._parameters.get(leaf + "_orig", module._parameters.get(leaf))
         prune.remove(module, leaf)
-        if module._parameters.get(leaf) is not stored:
+        self.reshard()
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self.kind != "fsdp1_flat" and not any(module._parameters[leaf] is p for p in trained):
             self.wrong.append(f"{name} is another Parameter object")
         if not module._buffers:
             self.wrong += [f"left: {key}" for key in vars(module) if key.startswith("_distprune")]

@@ -228,10 +228,15 @@ class Oracle:
         return Counts(before, [new - old for old, new in zip(before, after, strict=True)])
 
     def largest(
-        self, names: Sequence[str], k: int, candidates: Sequence[Tensor], largest: bool
+        self,
+        names: Sequence[str],
+        k: int,
+        candidates: Sequence[Tensor],
+        largest: bool,
+        ranks: dict[str, Tensor],
     ) -> list[Tensor]:
         """The k largest, or smallest, elements among candidates: True is selected."""
-        values = [self.value(name) for name in names]
+        values = [ranks.get(name, self.value(name)) for name in names]
         num = sum(int(mask.sum()) for mask in candidates)
         if not 0 <= k <= num:
             raise Refused(ValueError)

@@ -33,7 +33,7 @@ _WRAPPINGS = {
         *["fsdp2_dim1-3", "hsdp-1x3", "hsdp-3x1", "tp-3", "fsdp2_tp-1x3", "fsdp2_tp-3x1"],
     ],
 }
-_TIED_KINDS = ("plain", "ddp", "fsdp1_root", "fsdp2_root")  # one unit holds both names
+TIED_KINDS = ("plain", "ddp", "fsdp1_root", "fsdp2_root")  # one unit holds both names
 _TP_KINDS = ("tp", "fsdp2_tp")
 
 
@@ -190,7 +190,7 @@ class _Drawing:
     def fits(self, wrapping: str) -> bool:
         kind = wrappings.kind_of(wrapping)
         if self.family == "tied":
-            return kind in _TIED_KINDS
+            return kind in TIED_KINDS
         if kind in _TP_KINDS:
             return self.sizes in _EVEN_SIZES
         return kind != "fsdp2_dim1" or self.sizes == EVEN
