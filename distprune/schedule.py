@@ -174,7 +174,7 @@ class ScheduledPruner:
                 only.
         """
         values = recipe.model_dump(exclude_defaults=True)
-        only = ("groups", "statistics", "scores", "nan", "masks", "card")
+        only = ("groups", "statistics", "scores", "masks", "card")
         names = [key for key in only if key in values]
         names += [f"score {recipe.score!r}"] * (recipe.score not in ("magnitude", "random"))
         names += ["budget 'owl'"] * (recipe.budget == "owl")

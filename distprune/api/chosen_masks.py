@@ -42,7 +42,7 @@ from distprune.call.run import Counted, count_live, prune_parameters
 from distprune.files.checkpoint import open_checkpoint
 from distprune.files.disk import write_atomically
 from distprune.files.errors import CheckpointError
-from distprune.files.mask_files import MASK_FILE, MaskFile, mask_layout, open_masks, read_keep
+from distprune.files.mask_files import MASK_FILE, MaskFile, mask_header, open_masks, read_keep
 from distprune.masks.checks import check_binary
 from distprune.masks.hook import find_hook, pruned_parameters, refresh_products
 from distprune.methods.base import elementwise_decision
@@ -402,12 +402,11 @@ def save_masks(
             made = each.make(masks)
             for name in each.tensors:
                 parts.append(mask_bits.pack(made[name].reshape(-1).numpy()).tobytes())
-        layout = mask_layout(
+        header = mask_header(
             {name: shape for each in saved for name, shape in each.tensors.items()},
-            (),
             is_of_checkpoint=any(each.parameters != (*each.tensors,) for each in saved),
         )
-        write_atomically(Path(folder, MASK_FILE), [layout.header, *parts])
+        write_atomically(Path(folder, MASK_FILE), [header, *parts])
 
     shards = count_live(read, communicator).targets
     with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
@@ -551,7 +550,7 @@ def _match(model: nn.Module, folder: Path) -> tuple[MaskFile, conversions.Matchi
     """The masks in a folder, which parameter each is for, and all parameters of the model."""
     masks, places = open_masks(folder), list(all_places(model))
     others: dict[str, tuple[int, ...]] = {}
-    if masks.header_crcs:
+    if masks.is_of_checkpoint:
         with suppress(CheckpointError):  # the masks were moved away from the weights, say
             others = {each.name: tuple(each.shape) for each in open_checkpoint(folder).tensors}
     shapes = {place.pair.fqn: place.shape for place in places}
@@ -567,7 +566,7 @@ def _match(model: nn.Module, folder: Path) -> tuple[MaskFile, conversions.Matchi
 
 def _crc(masks: MaskFile) -> str:
     crc = 0
-    with open(masks.path, "rb") as file:
+    with open(masks.file.path, "rb") as file:
         while block := file.read(_CHUNK):
             crc = zlib.crc32(block, crc)
     return str(crc)

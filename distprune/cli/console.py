@@ -178,7 +178,7 @@ def discard_unfinished(terminal: Terminal, destination: Path) -> None:
     """Remove the unfinished results of a destination, and write how large they were."""
     if not terminal.is_leader:
         return
-    from distprune.files.output import discard
+    from distprune.files.disk import discard
 
     removed = discard(destination)
     if terminal.as_json:
@@ -208,7 +208,7 @@ def show_warnings(terminal: Terminal, plan: Plan) -> None:
             "rank its weights, and the kept ones move: that loses far less. distprune eval "
             "measures it."
         )
-    if any(group.recipe.ranks_raw for group in plan.groups if group.last - group.first > 1):
+    if any(group.recipe.ranks_raw for group in plan.groups if len(group.tensors) > 1):
         terminal.note(
             "Raw scores of several tensors are ranked together (normalize: none). Where their "
             "scales differ, this may empty some of them; normalize: rms divides each tensor by its "

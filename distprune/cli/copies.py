@@ -37,17 +37,17 @@ def apply(given: WritingOptions, masks: Path, src: Path, dst: Path) -> None:
         console.discard_unfinished(terminal, dst)
         return
 
-    from distprune.files.pruning import Application
+    from distprune.files.checkpoint import open_checkpoint
+    from distprune.files.pruning import apply as write
 
     with process_group(given.timeout), console.Meter(terminal) as meter:
-        application = on_every_rank(lambda: Application(masks, src))
-        checkpoint = application.checkpoint
+        checkpoint = on_every_rank(lambda: open_checkpoint(src))
         console.note_files(terminal, checkpoint)
-        report = application.write(
-            dst, progress=meter.files, replace=given.force, tell=terminal.note
+        report = write(
+            masks, checkpoint, dst, progress=meter.files, replace=given.force, tell=terminal.note
         )
-    tensors = [(t["name"], t["num_elements"], t["num_pruned"]) for t in report["tensors"]]
-    counts = {name: report[name] for name in ("num_elements", "num_pruned", "num_zeroed")}
+    tensors = [(t.name, t.num_elements, t.num_pruned) for t in report.tensors]
+    counts = report.model_dump(include={"num_elements", "num_pruned"})
     if given.as_json:
         values = {"source": checkpoint.folder, "masks": str(masks), "num_tensors": len(tensors)}
         copied = [file.name for file in checkpoint.others]
@@ -56,10 +56,10 @@ def apply(given: WritingOptions, masks: Path, src: Path, dst: Path) -> None:
         return
     if given.verbose:
         console.show_counts(terminal, tensors)
-    share = console.share_text(report["num_pruned"], report["num_elements"])
+    share = console.share_text(report.num_pruned, report.num_elements)
     terminal.text(
         f"{dst}: the masks prune {share} in {console.counted(len(tensors), 'tensor')}; "
-        f"{report['num_zeroed']:,} of them were not zero before."
+        f"{sum(t.num_zero for t in report.tensors):,} elements were zero before."
     )
 
 
@@ -128,7 +128,7 @@ def diff(given: DiffOptions, a: Path, b: Path) -> None:
     distprune diff Llama-3.2-1B-50 Llama-3.2-1B-50-tuned
     """
     from distprune.files.checkpoint import open_checkpoint
-    from distprune.files.inspecting import compare, compare_metadata
+    from distprune.files.verifying import compare, compare_metadata
 
     first, second = open_checkpoint(a), open_checkpoint(b)
     terminal = given.terminal()

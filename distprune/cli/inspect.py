@@ -16,7 +16,7 @@ from distprune.files.text import role_of
 from distprune.recipes import Recipe
 
 if TYPE_CHECKING:
-    from distprune.files.inspecting import TensorFacts
+    from distprune.files.verifying import TensorFacts
 
 # (n, m) -> "n:m", as it was given.
 Patterns = Mapping[tuple[int, int], str]
@@ -44,7 +44,7 @@ def inspect(given: InspectOptions, src: Path) -> None:
     distprune inspect Llama-3.2-1B-50 --plot sparsity.png
     """
     from distprune.files.checkpoint import open_checkpoint
-    from distprune.files.inspecting import inspect as inspect_tensors
+    from distprune.files.verifying import inspect as inspect_tensors
 
     try:
         patterns = {parse_pattern(text): text for text in given.patterns}
@@ -54,9 +54,9 @@ def inspect(given: InspectOptions, src: Path) -> None:
         plotting.check(given.plot)
     checkpoint = open_checkpoint(src)  # nothing is copied
     recipe = _recipe_of(src)
-    dims: list[tuple[str, Sequence[int]]] = [*dims_by_pattern(given.input_dims).items()]
-    if recipe is not None and not dims:
-        dims = [pair for part in recipe.parts for pair in part.input_dims.items()]
+    dims: dict[str, Sequence[int]] = {**dims_by_pattern(given.input_dims)}
+    for part in () if recipe is None or given.input_dims else recipe.parts:
+        dims = {**part.input_dims, **dims}
     terminal = given.terminal()
     with console.Meter(terminal) as meter:
         reading = meter.reading(checkpoint.num_bytes)

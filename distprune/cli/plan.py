@@ -13,8 +13,8 @@ from distprune.cli import console
 from distprune.cli.options import command
 from distprune.cli.process import FAILURE, translated
 from distprune.cli.prune import TextOptions
+from distprune.files.disk import folder_bytes, free_bytes, partial_folders
 from distprune.files.errors import OutputError, SelectionError
-from distprune.files.output import folder_bytes, free_bytes, partial_folders
 from distprune.files.text import format_size
 from distprune.recipes import Recipe
 
@@ -89,15 +89,14 @@ def _as_values(plan: Plan) -> dict[str, Any]:
     """A plan as plain values, for JSON."""
     planned = {tensor.entry.name: tensor for tensor in plan.tensors}
     tensors = []
-    for entry, is_pruned, reason in plan.verdicts:
-        facts: dict[str, Any] = {"num_to_prune": 0, "group": None}
+    for entry, group, reason in plan.verdicts:
+        known: int | None = 0
         if tensor := planned.get(entry.name):
             known = tensor.lowest if tensor.lowest == tensor.highest else None
             known = known if tensor.num_to_prune is None else tensor.num_to_prune
-            facts = {"num_to_prune": known, "group": tensor.group}
-        place = {"name": entry.name, "file": entry.file, "dtype": entry.dtype}
-        shape = list(entry.shape)
-        tensors.append({**place, "shape": shape, "is_pruned": is_pruned, "reason": reason, **facts})
+        place = {key: getattr(entry, key) for key in ("name", "file", "dtype")}
+        facts = {"is_pruned": group is not None, "reason": reason, "group": group}
+        tensors.append({**place, "shape": list(entry.shape), **facts, "num_to_prune": known})
     return {
         "source": plan.checkpoint.folder,
         "recipe": plan.recipe.as_values(),

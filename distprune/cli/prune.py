@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -91,7 +90,7 @@ def prune(given: PruneOptions, keys: dict[str, Any], src: Path, dst: Path) -> No
     for warning in report.warnings:
         terminal.note(f"Warning: {warning}")
     if given.as_json:
-        terminal.json(json.loads(report.to_json()) | {"not_copied": dict(report.skipped)})
+        terminal.json(report.model_dump() | {"not_copied": dict(report.skipped)})
         return
     if given.verbose:
         console.show_counts(
@@ -101,14 +100,14 @@ def prune(given: PruneOptions, keys: dict[str, Any], src: Path, dst: Path) -> No
     terminal.text(
         f"Pruned {console.share_text(report.num_pruned, report.num_elements)} in {num_tensors}."
     )
-    for group, part in zip(report.groups, recipe.parts, strict=True):
-        name = f"Group {group.index}: " if recipe.groups else ""
+    for index, (group, part) in enumerate(zip(report.groups, recipe.parts, strict=True)):
+        name = f"Group {index}: " if recipe.groups else ""
         _show_group(terminal, group, part, name)
     from distprune.base.memory import peak_rss_bytes
 
-    peak = max(*report.run.peak_rss_bytes, peak_rss_bytes())  # after the last file, too
+    peak = max(*report.run["peak_rss_bytes"], peak_rss_bytes())  # after the last file, too
     terminal.text(
-        f"{dst}: {console.time_text(sum(report.run.seconds.values()), report.run.num_ranks)}, "
+        f"{dst}: {console.time_text(report.run['seconds'], report.run['num_ranks'])}, "
         f"peak memory {format_size(peak)}."
     )
 

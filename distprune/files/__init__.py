@@ -7,20 +7,19 @@
 
     prune(plan("Llama-3-8B", Recipe(sparsity=0.5)), "Llama-3-8B-sparse")
 
-``pruning`` has the commands prune and apply; ``verifying`` and ``inspecting`` (which also compares
-two checkpoints) have theirs. Each module imports only those above it::
+``pruning`` has the commands prune and apply; ``verifying`` has verify, inspect and diff. Each
+module imports only those above it::
 
-    text, errors, team    messages; exit codes; the ranks of a run
-    disk                  bytes at offsets, and new files
+    text, errors          messages; exit codes
+    disk                  bytes at offsets, new files, and the folder that is renamed at the end
     checkpoint            headers, a folder of safetensors files
     mask_files            masks beside weights
     selecting             which tensors are pruned, in which groups; where their inputs lie
     statistics_file       statistics of activations and gradients, and which tensors they belong to
     planning              how many elements of each group, and by what they are scored
-    output                the folder that is renamed at the end
+    team                  the ranks of a run
     ranked                keys, read when they are needed; cuts; which elements are kept
     reports               what was done, as JSON and as a model card
-    writing               a result, file by file
 
 Everything up to the plan reads headers and needs neither torch nor numpy, except that statistics of
 activations are read with numpy, and budgets need torch. Nothing is imported here.

@@ -12,41 +12,34 @@ package refuses dtypes that are merely copied, and maps the data, which can end 
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
+import re
 import stat
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from distprune.base.float_formats import DTYPE_BITS
 from distprune.base.report_text import listed
-from distprune.files.disk import reading
+from distprune.files.disk import SIDECAR, reading
 from distprune.files.errors import CheckpointError
 
 INDEX_SUFFIX = ".safetensors.index.json"  # of the file that maps tensors to files
-SIDECAR = "distprune"  # the folder, inside a pruned checkpoint, of masks and report
 _SINGLE = "model.safetensors"  # the name of a file without an index
-_CONFIGS = ("config.json", "params.json", "adapter_config.json")
-_NOT_COPIED_FOLDERS = {
-    ".git": "git's own data",
-    ".cache": "a download cache",
-    SIDECAR: "the report of an earlier pruning",
-}
-_WEIGHTS = (
-    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*", "*.npz", "*.pkl", "*.h5",
-    "*.msgpack", "*.ot", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data*", "*.onnx.data", "*.tflite",
-    "*.mlmodel", "saved_model.pb", "openvino_model*.xml", "*.index.json",
-)  # fmt: skip
-_TOKENIZERS = ("*vocab*", "*tokenizer*", "*sentencepiece*", "*.spm.bin")
-# Weights of another part than the model: of an adapter, of the layers of sentence-transformers.
-_PARTS = ("adapter_model.*", "[0-9]_*/model.safetensors", "[0-9]_*/pytorch_model.bin")
+_NOT_COPIED_FOLDERS = (".git", ".cache", SIDECAR)
+# Weights of the model, an index of them, or state of training: by name, in lower case, unless the
+# file belongs to a tokenizer or to another part, such as an adapter or sentence-transformers.
+_WEIGHTS = re.compile(
+    r".*\.(safetensors|bin|pt|pth|npz|pkl|h5|msgpack|ot|gguf|ggml|tflite|mlmodel|index\.json)"
+    r"|.*\.ckpt(\..*)?|.*\.onnx([_.]data.*)?|saved_model\.pb|openvino_model.*\.xml"
+)
+_TOKENIZERS = re.compile(r".*(vocab|tokenizer|sentencepiece).*|.*\.spm\.bin")
+_PARTS = re.compile(r"adapter_model\..*|[0-9]_.*/(model\.safetensors|pytorch_model\.bin)")
 _PERMISSIONS = 0o777  # without set-user-ID and the like
 # Quantisation methods that are accepted: fp8 tensors are recognised by their dtype.
 _FP8_METHODS = ("fp8", "fbgemm_fp8")
@@ -81,38 +74,17 @@ class TensorEntry(NamedTuple):  # which is made in a third of the time of a froz
 
 
 @dataclass(frozen=True, slots=True)
-class WeightFile:
-    """A safetensors file, described by its header.
+class SourceFile:
+    """A file of a checkpoint.
 
     Attributes:
         name: relative to the checkpoint.
         path: the path of the file itself, links resolved.
-        size, mtime_ns: when the header was read; if they change, the file has changed.
-        header_crc: crc32 of the header, and of the bytes before it.
-        metadata: the header's ``__metadata__``.
-        tensors: in the order of the data.
+        size, mtime_ns: when the folder was read; if they change, the file has changed.
         mode: permissions; a copy gets them, less the umask.
-    """
-
-    name: str
-    path: str
-    size: int
-    mtime_ns: int
-    header_crc: int
-    metadata: dict[str, str]
-    tensors: tuple[TensorEntry, ...]
-    mode: int = 0o666
-
-
-@dataclass(frozen=True, slots=True)
-class OtherFile:
-    """A file of the checkpoint that is not a safetensors file with weights.
-
-    Attributes:
-        name: relative to the folder.
-        path: where to read it, links resolved.
-        size, mtime_ns: when the folder was listed.
-        mode: permissions; a copy gets them, less the umask.
+        tensors: of a safetensors file, in the order of the data.
+        metadata: the ``__metadata__`` of its header.
+        header_crc: crc32 of its header, and of the bytes before it.
     """
 
     name: str
@@ -120,9 +92,16 @@ class OtherFile:
     size: int
     mtime_ns: int
     mode: int
+    tensors: tuple[TensorEntry, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    header_crc: int = 0
 
-
-SourceFile: TypeAlias = WeightFile | OtherFile
+    @classmethod
+    def of(cls, path: str, name: str) -> SourceFile:
+        """A file as it is now; raises OSError."""
+        info = os.stat(path)
+        mode = info.st_mode & _PERMISSIONS
+        return cls(name, os.path.realpath(path), info.st_size, info.st_mtime_ns, mode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,39 +109,29 @@ class Checkpoint:
     """A checkpoint's files, tensors and config.
 
     Attributes:
-        folder: from the caller, or of the snapshot that was found.
+        folder: of its files.
         files: the safetensors files, by name.
-        index: name of the index file; None for a single file.
+        tensors: those of all files, in the order of files and data.
         config: the content of config.json; empty if there is none.
         others: files to copy, the index and the config among them.
         skipped: (name, reason) of what is not part of the checkpoint, and not copied.
+        root: the path of the folder, or of the one file that it is; no result may be inside it.
         note: a sentence for the user on how the checkpoint was found; may be empty.
-        is_alone: whether it is one file, to which nothing else in the folder belongs.
     """
 
     folder: str
-    files: tuple[WeightFile, ...]
-    index: str | None
+    files: tuple[SourceFile, ...]
+    tensors: tuple[TensorEntry, ...]
     config: dict[str, Any]
-    others: tuple[OtherFile, ...]
+    others: tuple[SourceFile, ...]
     skipped: tuple[tuple[str, str], ...]
+    root: str
     note: str = ""
-    is_alone: bool = False
-
-    @property
-    def root(self) -> str:
-        """The path of the folder, or of the one file; no result may be inside it."""
-        return os.path.join(self.folder, self.files[0].name) if self.is_alone else self.folder
 
     @property
     def all_files(self) -> tuple[SourceFile, ...]:
         """The safetensors files, then the others."""
         return (*self.files, *self.others)
-
-    @property
-    def tensors(self) -> tuple[TensorEntry, ...]:
-        """The tensors of all files, in the order of files and data."""
-        return tuple(itertools.chain.from_iterable(file.tensors for file in self.files))
 
     @property
     def num_bytes(self) -> int:
@@ -171,69 +140,60 @@ class Checkpoint:
 
 
 def open_checkpoint(source: str | Path) -> Checkpoint:
-    """Read the headers and the index of a checkpoint folder.
+    """Read the headers and the index of a checkpoint.
 
     Reads one safetensors file, or many with an index, also through links into a Hugging Face
     cache and in read-only folders. Nothing is opened for writing.
 
     Args:
-        source: a folder, a safetensors file, or a model in the local hub cache: see
-            :func:`locate`.
+        source: a folder; a model in the local hub cache (see :func:`locate`); or a safetensors
+            file, beside which nothing is read.
 
     Raises:
         CheckpointError: it is malformed, incomplete, not supported, or cannot be read.
 
     Cost: a fraction of a millisecond per file; the weights are not read.
     """
-    folder, name = locate(source)
-    path, note = os.fspath(source), ""
-    is_alone = bool(name) and not any(os.path.exists(os.path.join(folder, c)) for c in _CONFIGS)
-    if is_alone:
-        note = (
-            f"{path} has no config.json beside it, so it is the whole checkpoint: other files of "
-            "its folder are ignored."
+    root = locate(source)
+    if os.path.isfile(root):
+        if not root.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{root} is not a safetensors file; expected such a file, or a folder with them."
+            )
+        folder, name = os.path.split(root)
+        note = f"{root} is the whole checkpoint: other files of its folder are ignored."
+        files = [read_header(root, name)]
+        return Checkpoint(
+            folder or os.curdir, tuple(files), _tensors_of(files), {}, (), (), root, note
         )
-    elif not os.path.lexists(path):
-        note = f"{path} is {folder}."
-    with reading(folder):
-        top = sorted(os.listdir(folder))
-    index, names, weight_map = None, [name], None
-    if not is_alone:
-        index, names, weight_map = _find_weights(folder, name, top)
-    files = [read_header(os.path.join(folder, each), each) for each in names]
-    _check_tensors(files, index, weight_map)
-    others, skipped = ([], []) if is_alone else _list(folder, {*names, index})
-    config = {} if is_alone else _read_config(os.path.join(folder, "config.json"))
+    names, index, weight_map = _find_weights(root)
+    files = [read_header(os.path.join(root, name), name) for name in names]
     return Checkpoint(
-        folder, tuple(files), index, config, tuple(others), tuple(skipped), note, is_alone
+        root,
+        tuple(files),
+        _tensors_of(files, index, weight_map),
+        _read_config(os.path.join(root, "config.json")),
+        *_list(root, {*names, index}),
+        root,
+        "" if os.path.lexists(source) else f"{source} is {root}.",
     )
 
 
-def locate(source: str | Path) -> tuple[str, str]:
-    """The folder of a checkpoint, and the name of its file if only one counts ("" if all do).
+def locate(source: str | Path) -> str:
+    """The path of a checkpoint: the given one, or that of a model in huggingface_hub's cache.
 
-    A path that exists is a folder, a safetensors file or its index. Any other name is that of a
-    model in the cache of huggingface_hub; nothing is downloaded.
+    Nothing is downloaded.
 
     Raises:
-        CheckpointError: the source does not exist or cannot be read.
-
-    Cost: a few system calls.
+        CheckpointError: the source does not exist.
     """
     path = os.fspath(source)
-    if os.path.isdir(path):
-        return path, ""
     if os.path.lexists(path):
-        folder, name = os.path.split(path)
-        if not name.endswith((INDEX_SUFFIX, ".safetensors")):
-            raise CheckpointError(
-                f"{path} is not a safetensors file; expected such a file, or a folder with them."
-            )
-        return folder or os.curdir, "" if name.endswith(INDEX_SUFFIX) else name
+        return (os.path.dirname(path) or os.curdir) if path.endswith(INDEX_SUFFIX) else path
     try:
         from huggingface_hub import snapshot_download
 
-        return snapshot_download(path, local_files_only=True), ""
+        return snapshot_download(path, local_files_only=True)
     except (ImportError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} does not exist, neither as a path nor as a model that was downloaded; "
@@ -242,37 +202,23 @@ def locate(source: str | Path) -> tuple[str, str]:
         ) from error
 
 
-def _find_weights(
-    folder: str, name: str, top: Sequence[str]
-) -> tuple[str | None, list[str], dict[str, str] | None]:
-    """The index, the weight files, and the file of each tensor by the index.
-
-    Args:
-        name: of the only file that counts; "" if all do.
-        top: the names in the folder.
-    """
-    indices = [each for each in top if each.endswith(INDEX_SUFFIX)]
+def _find_weights(folder: str) -> tuple[list[str], str | None, dict[str, str] | None]:
+    """The weight files of a folder; its index, and the file of each tensor by the index."""
+    with reading(folder):
+        top = sorted(os.listdir(folder))
+    indices = [name for name in top if name.endswith(INDEX_SUFFIX)]
     if f"model{INDEX_SUFFIX}" in indices:
         indices = [f"model{INDEX_SUFFIX}"]
-    if name:
-        names = {file for index in indices for file in _read_index(folder, index).values()}
-        if name in names and len(names) > 1:
-            raise CheckpointError(
-                f"{name} is one of {len(names)} files that {indices[0]} lists; expected all of "
-                f"them: give the folder, {folder}."
-            )
-        return None, [name], None
-    weights = [each for each in top if each.endswith(".safetensors")]
-    if len(indices) > 1:
-        raise CheckpointError(f"{folder} has {', '.join(indices)}; expected one index.")
-    if indices and _SINGLE in weights:
+    weights = [name for name in top if name.endswith(".safetensors")]
+    several = [name for name in top if name in indices or (indices and name == _SINGLE)]
+    if len(several) > 1:
         raise CheckpointError(
-            f"{folder} has both {_SINGLE} and {indices[0]}, and programs differ in which one they "
-            f"read; remove the one that is stale, or give {os.path.join(folder, _SINGLE)} itself."
+            f"{folder} has {' and '.join(several)}, and programs differ in which one they read; "
+            "expected one of them. Remove what is stale, or give one safetensors file itself."
         )
     if indices:
         weight_map = _read_index(folder, indices[0])
-        return indices[0], sorted(set(weight_map.values())), weight_map
+        return sorted(set(weight_map.values())), indices[0], weight_map
     if _SINGLE in weights:
         weights = [_SINGLE]
     if len(weights) != 1:
@@ -281,38 +227,35 @@ def _find_weights(
             f"expected safetensors files in {folder}: {_SINGLE}, another single one, or several "
             f"with an index (*{INDEX_SUFFIX}); it has {has}."
         )
-    return None, weights, None
+    return weights, None, None
 
 
 def _read_index(folder: str, name: str) -> dict[str, str]:
     """The weight map of an index, whose files are names in the folder."""
     path = os.path.join(folder, name)
-    with reading(path):
-        index = load_json(Path(path).read_bytes(), path)
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map, or an empty one.")
     for file in weight_map.values():
-        is_name = isinstance(file, str) and os.path.basename(file) == file
-        if not (is_name and file.endswith(".safetensors")):
+        if not (isinstance(file, str) and re.fullmatch(r"[^/]+\.safetensors", file)):
             raise CheckpointError(
                 f"{path} lists {file!a}; expected the name of a safetensors file in its folder."
             )
     return weight_map
 
 
-def _check_tensors(
-    files: Sequence[WeightFile], index: str | None, weight_map: dict[str, str] | None
-) -> None:
-    """Raise CheckpointError if a tensor is in two files, or not where the index says."""
+def _tensors_of(
+    files: Sequence[SourceFile], index: str | None = None, weight_map: dict[str, str] | None = None
+) -> tuple[TensorEntry, ...]:
+    """All tensors; raises CheckpointError if one is twice, or not where the index says."""
     file_of: dict[str, str] = {}
-    for file in files:
-        for tensor in file.tensors:
-            if tensor.name in file_of:
-                raise CheckpointError(
-                    f"tensor {tensor.name} is in {file_of[tensor.name]} and in {file.name}."
-                )
-            file_of[tensor.name] = file.name
+    tensors = tuple(tensor for file in files for tensor in file.tensors)
+    for tensor in tensors:
+        if tensor.name in file_of:
+            raise CheckpointError(
+                f"tensor {tensor.name} is in {file_of[tensor.name]} and in {tensor.file}."
+            )
+        file_of[tensor.name] = tensor.file
     if not file_of:
         raise CheckpointError(f"{', '.join(file.name for file in files)}: no tensors.")
     if weight_map is not None and file_of != weight_map:
@@ -321,34 +264,35 @@ def _check_tensors(
             f"tensor {name} is in {file_of.get(name, 'no file')}; expected "
             f"{weight_map.get(name, 'no such tensor')}, as {index} says."
         )
+    return tensors
 
 
-def _list(folder: str, own: set[str | None]) -> tuple[list[OtherFile], list[tuple[str, str]]]:
+def _list(
+    folder: str, own: set[str | None]
+) -> tuple[tuple[SourceFile, ...], tuple[tuple[str, str], ...]]:
     """The other files of a folder, links followed, and (name, reason) of what is skipped.
 
     Args:
         folder: an existing one.
         own: names of the weight files and of the index.
     """
-    others: list[OtherFile] = []
+    others: list[SourceFile] = []
     skipped: list[tuple[str, str]] = []
     with reading(folder):
         for path, inner, names in os.walk(folder, onerror=_raise, followlinks=True):
             where = os.path.relpath(path, folder) if path != folder else ""
             for name in [name for name in inner if name in _NOT_COPIED_FOLDERS]:
                 inner.remove(name)
-                skipped.append((os.path.join(where, name), _NOT_COPIED_FOLDERS[name]))
+                skipped.append((os.path.join(where, name), "no part of the model"))
             for name in names:
                 full, inside = os.path.join(path, name), os.path.join(where, name)
-                info = os.stat(full)
-                if not stat.S_ISREG(info.st_mode):
+                if not stat.S_ISREG(os.stat(full).st_mode):
                     skipped.append((inside, "no regular file"))
                 elif inside not in own and _is_weights(inside):
                     skipped.append((inside, "weights that are not pruned, or state of training"))
                 elif inside not in own or inside.endswith(INDEX_SUFFIX):
-                    real, mode = os.path.realpath(full), info.st_mode & _PERMISSIONS
-                    others.append(OtherFile(inside, real, info.st_size, info.st_mtime_ns, mode))
-    return sorted(others, key=attrgetter("name")), sorted(skipped)
+                    others.append(SourceFile.of(full, inside))
+    return tuple(sorted(others, key=attrgetter("name"))), tuple(sorted(skipped))
 
 
 def _raise(error: OSError) -> None:
@@ -356,39 +300,28 @@ def _raise(error: OSError) -> None:
 
 
 def _is_weights(name: str) -> bool:
-    """Whether a file holds weights of the model, an index of them, or state of training.
-
-    Such files are not copied: beside pruned weights they would be stale, and a program that prefers
-    their form would load dense weights.
-    """
+    """Whether a file is not copied: beside pruned weights it would be stale, and loaded by some."""
     base = os.path.basename(name).lower()
-    return (
-        not any(fnmatchcase(name, pattern) for pattern in _PARTS)
-        and any(fnmatchcase(base, pattern) for pattern in _WEIGHTS)
-        and not any(fnmatchcase(base, pattern) for pattern in _TOKENIZERS)
-    )
+    is_other = _PARTS.fullmatch(name) or _TOKENIZERS.fullmatch(base)
+    return _WEIGHTS.fullmatch(base) is not None and not is_other
 
 
 def _read_config(path: str) -> dict[str, Any]:
     """config.json; empty if there is none; raises CheckpointError if the weights are quantised."""
     if not os.path.exists(path):
         return {}
-    with reading(path):
-        config = load_json(Path(path).read_bytes(), path)
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is not a JSON object.")
-    quantization = config.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        if method not in _FP8_METHODS:
-            raise CheckpointError(
-                f"{path} has a quantization_config (quant_method {method!r}): the stored numbers "
-                "are codes, not weights. Prune the checkpoint that it was made from."
-            )
+    config: dict[str, Any] = read_json(path)
+    quantization = config.get("quantization_config") or {}
+    if quantization and quantization.get("quant_method") not in _FP8_METHODS:
+        raise CheckpointError(
+            f"{path} has a quantization_config (quant_method {quantization.get('quant_method')!r}"
+            "): the stored numbers are codes, not weights. Prune the checkpoint that it was made "
+            "from."
+        )
     return config
 
 
-def read_header(path: str | Path, name: str | None = None) -> WeightFile:
+def read_header(path: str | Path, name: str | None = None) -> SourceFile:
     """Read and check the header of a file.
 
     Args:
@@ -402,16 +335,17 @@ def read_header(path: str | Path, name: str | None = None) -> WeightFile:
     """
     name = os.path.basename(path) if name is None else name
     with reading(name), open(path, "rb") as file:
-        info = os.fstat(file.fileno())
-        length = int.from_bytes(file.read(8), "little")
-        if not 0 < length <= info.st_size - 8:
+        size = os.fstat(file.fileno()).st_size
+        raw = file.read(8)
+        length = int.from_bytes(raw, "little")
+        if not 0 < length <= size - 8:
             raise CheckpointError(
-                f"{name} is truncated, or not a safetensors file: it has {info.st_size} bytes, "
+                f"{name} is truncated, or not a safetensors file: it has {size} bytes, "
                 f"and its header should have {length}."
             )
-        file.seek(0)
-        raw = file.read(8 + length)
-    path, start = os.path.realpath(path), 8 + length
+        raw += file.read(length)
+        found = SourceFile.of(os.fspath(path), name)
+    start = 8 + length
     header = load_json(raw[8:], f"{name}: the header")
     tensors = []
     try:
@@ -421,8 +355,8 @@ def read_header(path: str | Path, name: str | None = None) -> WeightFile:
             first, last = fields["data_offsets"]
             if not all(type(size) is int and size >= 0 for size in (first, last, *shape)):
                 raise ValueError(f"{tensor!a} has the sizes {shape}, {first} and {last}")
-            numel, first, last = math.prod(shape), start + first, start + last
-            tensors.append(TensorEntry(tensor, dtype, shape, numel, name, first, last, path))
+            place = (math.prod(shape), name, start + first, start + last, found.path)
+            tensors.append(TensorEntry(tensor, dtype, shape, *place))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{name}: the header is malformed: {error}.") from None
     tensors.sort(key=attrgetter("start", "stop"))
@@ -436,47 +370,51 @@ def read_header(path: str | Path, name: str | None = None) -> WeightFile:
                 "the previous one ends, that it needs."
             )
         start = entry.stop
-    if start != info.st_size:
+    if start != found.size:
         raise CheckpointError(
-            f"{name} has {info.st_size} bytes; expected {start}, where its tensors end. It is "
+            f"{name} has {found.size} bytes; expected {start}, where its tensors end. It is "
             "truncated, or not complete."
         )
-    mode, crc = info.st_mode & _PERMISSIONS, zlib.crc32(raw)
-    return WeightFile(
-        name, path, info.st_size, info.st_mtime_ns, crc, metadata, tuple(tensors), mode
-    )
+    return replace(found, tensors=tuple(tensors), metadata=metadata, header_crc=zlib.crc32(raw))
 
 
 def make_header(
-    tensors: Mapping[str, tuple[str, Sequence[int], int]],
-    metadata: Mapping[str, str],
-) -> tuple[bytes, dict[str, int]]:
-    """The header of a file, with its length in front; and by tensor, where it begins in the file.
+    tensors: Mapping[str, tuple[str, Sequence[int], int]], metadata: Mapping[str, str]
+) -> bytes:
+    """The header of a file, with its length in front.
 
     Args:
         tensors: by name, in the order of the data: dtype, shape and number of bytes.
         metadata: texts.
     """
     header: dict[str, object] = {"__metadata__": metadata}
-    offsets, end = {}, 0
+    end = 0
     for name, (dtype, shape, size) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
-        offsets[name] = end
         end += size
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
-    start = 8 + len(raw)
-    return len(raw).to_bytes(8, "little") + raw, {name: start + n for name, n in offsets.items()}
+    return len(raw).to_bytes(8, "little") + raw
 
 
-def load_json(raw: bytes | str, what: str) -> Any:
-    """Parse JSON; raises CheckpointError if it is malformed.
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a file; raises CheckpointError if it cannot be read or is malformed."""
+    with reading(path):
+        raw = Path(path).read_bytes()
+    return load_json(raw, str(path))
+
+
+def load_json(raw: bytes, what: str) -> dict[str, Any]:
+    """Parse a JSON object; raises CheckpointError if it is malformed.
 
     Args:
         raw: the JSON, in UTF-8.
         what: subject of the error message.
     """
     try:
-        return json.loads(raw)
+        found = json.loads(raw)
     except (RecursionError, ValueError) as error:
         raise CheckpointError(f"{what} is not valid JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{what} is malformed: it is not a JSON object.")
+    return found

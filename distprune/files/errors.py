@@ -34,7 +34,7 @@ class CheckpointError(FilesError):
 
 
 class NaNError(CheckpointError):
-    """A selected tensor holds NaN, and the recipe does not say ``nan: keep``."""
+    """A selected tensor holds NaN, which has no place in a ranking."""
 
 
 class TextError(FilesError, ValueError):
@@ -56,9 +56,6 @@ def explained(error: BaseException) -> FilesError | None:
     if isinstance(error, OSError):
         path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         return OutputError(f"{path}{error.strerror or error}.")
-    return OutputError(f"there is too little memory: {error}.") if _lacks_memory(error) else None
-
-
-def _lacks_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, in Python or in torch."""
-    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch says so
+        return OutputError(f"there is too little memory: {error}.")
+    return None

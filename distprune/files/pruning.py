@@ -1,63 +1,67 @@
-"""``prune`` and ``apply``: copies with zeros, on one process or on all ranks together.
+"""``prune`` and ``apply``: copies with zeros, file by file, on one process or all ranks together.
 
 plan --> find_cuts --cuts--> files written --> partial folder --> destination
          (scope "global")    (each once)          (one rename)
+
+A file has its name once it is finished, so that a later run makes those that are missing. What a
+file holds depends on the task alone: the bytes of the result depend neither on interruptions nor on
+the number of ranks.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import functools
 import json
+import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+import platform
+import shutil
+import time
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from distprune.base import mask_bits
 from distprune.base.float_formats import PLAIN_FLOATS
-from distprune.files.checkpoint import Checkpoint, OtherFile, TensorEntry, open_checkpoint
-from distprune.files.disk import read_into, slabs
-from distprune.files.errors import CheckpointError
-from distprune.files.mask_files import MASK_FILE, MaskFile, open_masks, read_keep
-from distprune.files.output import REPORT_FILE, resolve_destination
-from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, source_facts
-from distprune.files.ranked import Counts, Piece, Pieces, RankedTensors
-from distprune.files.reports import (
-    Record,
-    Report,
-    RunFacts,
-    as_json,
-    card_of,
-    identity_of,
-    make_report,
-    parse_report,
-    summed,
+from distprune.base.memory import peak_rss_bytes
+from distprune.files import disk, reports
+from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry, read_header
+from distprune.files.errors import (
+    CheckpointError,
+    FilesError,
+    NaNError,
+    RanksError,
+    SelectionError,
 )
+from distprune.files.mask_files import MASK_FILE, MaskFile, mask_header, open_masks, read_keep
+from distprune.files.planning import CARD_FILE, STATISTICS_FILE, KeptValues, Plan, digest_of
+from distprune.files.ranked import Piece, Pieces, RankedTensors
+from distprune.files.reports import Counts, Report, TensorReport
 from distprune.files.team import Progress, Team
-from distprune.files.writing import (
-    RECIPE_FILE,
-    Task,
-    check_unchanged,
-    make_result,
-    versions,
-)
-from distprune.ranks.collectives import Communicator
+from distprune.files.text import format_size
 from distprune.ranks.process_groups import world
 
-_VERSION = 1  # of apply; raised when the same masks and source would give other bytes
+RECIPE_FILE = f"{disk.SIDECAR}/recipe.yaml"
+# From what was counted and how the run went: the report, and the small files of a result by name.
+Complete = Callable[[Counts, dict[str, Any]], tuple[Report, dict[str, bytes]]]
+_VERSION = 2  # of apply; raised when the same masks and source would give other bytes
 
 
 def prune(
     plan: Plan,
     destination: str | Path,
     *,
-    communicator: Communicator | None = None,
     progress: Callable[[Progress], None] | None = None,
     replace: bool = False,
     tell: Callable[[str], None] | None = None,
-    cuts: Any = None,
+    ranked: RankedTensors | None = None,
 ) -> Report:
     """Write a pruned copy of a checkpoint.
 
@@ -69,29 +73,25 @@ def prune(
 
     The destination appears by one rename at the end, or not at all. The next call with the same
     plan makes the files that an interrupted run has not finished (in ``destination.partial``);
-    :func:`~distprune.files.output.discard` removes them. If the same plan has made the destination
+    :func:`~distprune.files.disk.discard` removes them. If the same plan has made the destination
     already, nothing is done.
 
     Args:
         plan: what to do; the same on every rank.
         destination: a name that is free, in a folder that exists and that all ranks see.
-        communicator: of the ranks that take part; by default of the default process group, or
-            this process alone if there is none.
-        progress: called about twice a second, with what all ranks have done.
+        progress: called about twice a second, with what this rank has done.
         replace: take the place of a finished result of another command at the destination, which
             stays until this one is complete. Nothing else is replaced: no input, and no folder that
             holds other files.
         tell: called with sentences for the user: that a run continues, or that nothing is left to
             do.
-        cuts: plain values of ``RankedTensors.cuts`` for the same recipe and source; None: they are
-            found.
+        ranked: the tensors of a plan for the same recipe and source, whose cuts are known.
 
     Returns:
         The report, the same on every rank.
 
     Raises:
         NaNError: a NaN in a selected tensor.
-        SelectionError: more is to be pruned than there are numbers.
         CheckpointError: the source cannot be read, or has changed.
         OutputError: the destination is taken or in use, something is in the way, or the disk is
             full.
@@ -102,194 +102,350 @@ def prune(
     are read four times, and all once more if they are so many that the keys around the cut do not
     fit into memory). A killed run makes at most one file per rank again. Memory: a few hundred
     megabytes per process. Scores "wanda" and "stade" have 32
-    bits or more. Communication: an all-reduce of 32 bytes twice a second, and some of up to 32 KiB.
+    bits or more. Communication: an all-reduce of 40 bytes per file, and some of up to 32 KiB.
     """
-    team = Team(communicator or world(), progress)
-    target = resolve_destination(destination)
-    recipe = [(f"recipe.{field}", repr(value)) for field, value in plan.recipe.as_values().items()]
-    sources = [
-        (f"source {file.name!a}", f"{file.size} bytes, header {file.header_crc:08x}")
-        for file in plan.checkpoint.files
-    ]
-    _compare(team, target, [*recipe, *sources, ("plan", plan.digest)])
-    ranked = RankedTensors(plan, team)
+    team = Team(world(), progress)
+    tensors = ranked or RankedTensors(plan, team)
+    files = [] if plan.statistics is None else [plan.statistics.file]
+    files += [] if plan.given is None else plan.given.files
 
     def rank() -> Pieces:
-        ranked.find_cuts(cuts)
-        return ranked.pieces
+        if not tensors.groups:
+            tensors.find_cuts()
+        return tensors.pieces
 
-    def complete(records: Sequence[Record], run: RunFacts) -> dict[str, bytes]:
-        report = make_report(ranked, records, run)
+    def complete(counts: Counts, run: dict[str, Any]) -> tuple[Report, dict[str, bytes]]:
+        report = reports.make_report(plan, tensors.groups, counts, run)
         small = {RECIPE_FILE: plan.recipe.as_stored().to_yaml().encode()}
-        small[REPORT_FILE] = report.to_json()
-        if (card := card_of(plan, report)) is not None:
+        if (card := reports.card_of(plan, report)) is not None:
             small[CARD_FILE] = card
-        if plan.inputs.statistics is not None:
-            small[STATISTICS_FILE] = plan.inputs.statistics.data
-            check_unchanged("the recipe", [plan.inputs.statistics.file])
-        if plan.inputs.given is not None:
-            check_unchanged(plan.inputs.given.folder, plan.inputs.given.files)
-        return small
+        if plan.statistics is not None:
+            small[STATISTICS_FILE] = plan.statistics.data
+        return report, small
 
-    text = make_result(team, prune_task(plan, replaces=replace), target, rank, complete, tell)
-    return parse_report(text)
-
-
-def prune_task(plan: Plan, *, replaces: bool = False) -> Task:
-    """The files of the result of a plan."""
-    inputs = [] if plan.recipe.statistics is None else [plan.recipe.statistics]
-    if plan.inputs.given is not None:
-        inputs += [file.path for file in plan.inputs.given.files]
-    return Task(
-        checkpoint=plan.checkpoint,
-        digest=plan.digest,
-        tensors=[tensor.entry for tensor in plan.tensors],
-        copied=plan.copied,
-        has_masks=plan.recipe.masks,
-        values=plan.inputs.values,
-        replaces=replaces,
-        inputs=inputs,
-    )
+    entries = {tensor.entry.name: tensor.entry for tensor in plan.tensors}
+    what = plan.checkpoint, plan.digest, entries, plan.copied, files, plan.recipe.masks, plan.values
+    result = Result(team, destination, replace, *what)
+    return result.make(plan.recipe.as_values(), rank, complete, tell)
 
 
-def _compare(team: Team, target: Path, facts: Sequence[tuple[str, str]]) -> None:
-    """Raise RanksError if the ranks were called with different arguments, or versions differ."""
-    team.compare([("destination", ascii(str(target))), *versions().items(), *facts])
+def apply(
+    masks: str | Path,
+    checkpoint: Checkpoint,
+    destination: str | Path,
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    replace: bool = False,
+    tell: Callable[[str], None] | None = None,
+) -> Report:
+    """Write a copy of a checkpoint with zeros where the masks of another one are zero.
 
-
-def masked_pieces(entries: Sequence[TensorEntry], masks: MaskFile) -> Pieces:
-    """What existing masks keep of the tensors of a checkpoint.
+    ``destination/distprune/`` has the masks, the report and, as the recipe, which masks were
+    applied. The destination appears, and a killed run goes on, as that of :func:`prune`.
 
     Args:
-        entries: the tensors, by position.
-        masks: one for each tensor.
-    """
-
-    def pieces(position: int, counts: Counts) -> Iterator[Piece]:
-        entry = entries[position]
-        form = PLAIN_FLOATS[entry.dtype]
-        for run in slabs(entry.numel, form.num_bytes):
-            raw = np.empty(len(run) * form.num_bytes, np.uint8)
-            read_into(entry.path, entry.start + run.start * form.num_bytes, raw.data)
-            keep = read_keep(masks, entry.name, run.start, run.stop)
-            is_zeroed = ~keep & (form.magnitudes(raw) != 0)
-            counts["zeroed"][position] += int(np.count_nonzero(is_zeroed))
-            yield Piece(run.start, raw.view(form.bits), keep)
-
-    return pieces
-
-
-class Application:
-    """Masks and the checkpoint that they are for, checked; nothing is written yet.
-
-    Args:
-        masks: a folder that ``distprune prune`` or ``save_masks`` wrote.
-        source: the checkpoint.
-
-    Attributes:
-        masks: the masks.
+        masks: a folder that ``prune`` or ``save_masks`` wrote.
         checkpoint: the source.
-        entries: its tensors that have a mask, in the order of the masks.
-        digest: a hash of everything that decides the result: headers, sizes and times of change of
-            both, and where the masks are.
+        destination, progress, replace, tell: as for :func:`prune`.
 
     Raises:
-        CheckpointError: either is malformed, or they do not fit.
-    """
+        CheckpointError: the source or the masks cannot be read, do not fit, or have changed.
+        OutputError: the destination is taken or in use, or the disk is full.
+        RanksError: the ranks were called with different arguments, or one was lost.
+        Each is raised on every rank that is left. The text says what is left on the disk.
 
-    def __init__(self, masks: str | Path, source: str | Path) -> None:
-        self.masks: MaskFile = open_masks(masks)
-        self.checkpoint: Checkpoint = open_checkpoint(source)
-        by_name = {entry.name: entry for entry in self.checkpoint.tensors}
-        for name, shape in self.masks.shapes.items():
+    Cost: one read and one write; some 50 MB of memory per process.
+    """
+    team = Team(world(), progress)
+    by_name = {entry.name: entry for entry in checkpoint.tensors}
+
+    def read_masks() -> MaskFile:
+        found = open_masks(masks)
+        for name, shape in found.shapes.items():
             entry = by_name.get(name)
             if entry is None or entry.shape != shape or entry.dtype not in PLAIN_FLOATS:
                 has = "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
                 raise CheckpointError(
-                    f"{masks} has a mask {list(shape)} of {name}, and {source} has {has} of this "
-                    "name; expected a plain float of this shape."
+                    f"{masks} has a mask {list(shape)} of {name}, and {checkpoint.folder} has "
+                    f"{has} of this name; expected a plain float of this shape."
                 )
-        self.entries: Sequence[TensorEntry] = [by_name[name] for name in self.masks.shapes]
-        self._folder = os.path.abspath(masks)
-        facts = {
-            "kind": "apply",
-            "version": _VERSION,
-            "masks": [self._folder, *self.masks.state],
-            **source_facts(self.checkpoint),
-        }
-        self.digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        return found
 
-    def write(
+    def complete(counts: Counts, run: dict[str, Any]) -> tuple[Report, dict[str, bytes]]:
+        tensors = tuple(TensorReport.of(entry, counts) for entry in entries.values())
+        report = Report(
+            kind="apply",
+            digest=result.digest,
+            num_elements=sum(tensor.num_elements for tensor in tensors),
+            num_pruned=sum(tensor.num_pruned for tensor in tensors),
+            tensors=tensors,
+            source=reports.identity_of(checkpoint),
+            copied=tuple(other.name for other in checkpoint.others),
+            skipped=checkpoint.skipped,
+            run=run,
+            inputs={"masks": origin},
+        )
+        recipe = f"kind: apply\nmasks: {json.dumps(origin)}\n"  # JSON is YAML
+        return report, {RECIPE_FILE: recipe.encode()}
+
+    stored = team.run(read_masks)
+    file, entries = stored.file, {name: by_name[name] for name in stored.shapes}
+    origin = {"folder": os.path.abspath(masks), "header_crc32": file.header_crc}
+    digest = digest_of(checkpoint, "apply", _VERSION, origin, file.size, file.mtime_ns)
+    what = checkpoint, digest, entries, checkpoint.others, [file]
+    result = Result(team, destination, replace, *what)
+    return result.make({}, lambda: functools.partial(masked_pieces, stored), complete, tell)
+
+
+def masked_pieces(masks: MaskFile, entry: TensorEntry) -> Iterator[Piece]:
+    """The elements of a stored tensor, and what an existing mask keeps of them: as ``Pieces``."""
+    dtype = np.dtype(PLAIN_FLOATS[entry.dtype].bits)
+    for run in disk.slabs(entry.numel, dtype.itemsize):
+        bits = np.empty(len(run), dtype)
+        place = entry.start + run.start * dtype.itemsize
+        disk.read_into(entry.path, [(place, bits.data.cast("B"))])
+        yield Piece(run.start, bits, read_keep(masks, entry.name, run.start, run.stop))
+
+
+@dataclass(frozen=True)
+class Result:
+    """A result to make.
+
+    Attributes:
+        team: the ranks that share the work.
+        destination: as for :func:`prune`.
+        replaces: whether it takes the place of a finished result.
+        checkpoint: the source.
+        digest: of everything that decides the result.
+        tensors: those that are rewritten, by name, in the order of their masks.
+        copied: files without weights that are copied.
+        inputs: other files that it is made from.
+        has_masks: whether the masks are written.
+        values: of kept elements, in place of those of the source.
+    """
+
+    team: Team
+    destination: str | Path
+    replaces: bool
+    checkpoint: Checkpoint
+    digest: str
+    tensors: Mapping[str, TensorEntry]
+    copied: Sequence[SourceFile]
+    inputs: Sequence[SourceFile]
+    has_masks: bool = True
+    values: KeptValues | None = None
+
+    @functools.cached_property
+    def files(self) -> dict[str, SourceFile]:
+        """The files that are made of one of the source, by name."""
+        return {file.name: file for file in (*self.checkpoint.files, *self.copied)}
+
+    @functools.cached_property
+    def target(self) -> Path:
+        """The absolute path of the result."""
+        return disk.resolve_destination(self.destination, self.checkpoint.root)
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        """The folder of the unfinished result."""
+        return self.target.with_name(f"{self.target.name}.partial")
+
+    def make(
         self,
-        destination: str | Path,
-        *,
-        communicator: Communicator | None = None,
-        progress: Callable[[Progress], None] | None = None,
-        replace: bool = False,
-        tell: Callable[[str], None] | None = None,
-    ) -> dict[str, Any]:
-        """Write the copy. It appears by one rename at the end, or not at all.
+        recipe: Mapping[str, Any],
+        rank: Callable[[], Pieces],
+        complete: Complete,
+        tell: Callable[[str], None] | None,
+    ) -> Report:
+        """Make it, or go on where an earlier run was stopped. Collective.
 
-        ``destination/distprune/`` has the masks, the report and, as the recipe, which masks were
-        applied. All files but the report are the same to the byte for every number of ranks and
-        after any interruption. The arguments are those of :func:`prune`.
-
-        Returns:
-            What report.json holds: counts of all tensors and of each one.
+        Args:
+            recipe: by which it is made, for a message where ranks differ.
+            rank: returns which elements of the tensors are kept. Collective.
+            complete: makes the report and the small files of the result, by name.
+            tell: as for :func:`prune`.
 
         Raises:
-            CheckpointError: the source or the masks cannot be read, or have changed.
-            OutputError: the destination is taken or in use, or the disk is full.
-            RanksError: the ranks were called with different arguments, or one was lost.
-            Each is raised on every rank that is left. The text says what is left on the disk.
-
-        Cost: one read and one write; some 50 MB of memory per process.
+            FilesError: of any kind, on every rank. Finished files stay for the next run, unless it
+                would fail again.
         """
-        team = Team(communicator or world(), progress)
-        target = resolve_destination(destination)
-        _compare(team, target, [("plan", self.digest)])
-        task = Task(
-            checkpoint=self.checkpoint,
-            digest=self.digest,
-            tensors=self.entries,
-            copied=self.checkpoint.others,
-            replaces=replace,
-            inputs=[self.masks.path],
-        )
-        pieces = masked_pieces(self.entries, self.masks)
-        text = make_result(team, task, target, lambda: pieces, self._complete, tell)
-        report: dict[str, Any] = json.loads(text)
-        return report
+        team, tell = self.team, tell or (lambda text: None)
+        target = team.run(lambda: self.target)
+        versions = {"python": platform.python_version(), "numpy": np.__version__}
+        versions["torch"] = str(torch.__version__)
+        facts = [("destination", ascii(str(target))), *versions.items(), ("plan", self.digest)]
+        team.compare([(f"recipe.{key}", repr(value)) for key, value in recipe.items()] + facts)
+        with contextlib.ExitStack() as lock:
+            done = team.from_leader(lambda: self._start(lock))
+            if done is None:
+                tell(f"{target} is finished: this command made it before. Nothing was changed.")
+                return team.run(lambda: reports.read_report(target))
+            missing = {name: file.size for name, file in self.files.items() if name not in done}
+            total = sum(file.size for file in self.files.values())
+            num_done = total - sum(missing.values())
+            if done:
+                tell(f"Resuming: {format_size(num_done)} of {format_size(total)} are finished.")
+            try:
+                started = time.monotonic()
+                pieces, kept = rank(), team.run(self._kept_values)
+                team.begin("write", total, num_done)
+                team.each(missing, lambda name: self._write(self.files[name], pieces, kept))
+                run = {
+                    "num_ranks": team.size,
+                    "seconds": round(time.monotonic() - started, 3),
+                    "peak_rss_bytes": team.share(peak_rss_bytes()),
+                    "versions": versions,
+                }
+                team.from_leader(lambda: self._publish(complete, run))
+                return team.run(lambda: reports.read_report(target))
+            except RanksError:
+                raise
+            except FilesError as error:
+                would_fail_again = isinstance(error, (NaNError, SelectionError))
+                has_files = any((self.folder / name).exists() for name in self.files)
+                if has_files and not would_fail_again:
+                    hint = f"run the same command again to resume, or {disk.DISCARD_HINT}."
+                    text = f"{error} {self.folder} keeps the finished files: {hint}"
+                    raise type(error)(text) from error
+                if team.is_leader:
+                    shutil.rmtree(self.folder, ignore_errors=True)
+                raise
 
-    def _complete(self, records: Sequence[Record], run: RunFacts) -> dict[str, bytes]:
-        """The report and, as the recipe, which masks were applied."""
-        path, (size, mtime_ns, header_crc) = self.masks.path, self.masks.state
-        check_unchanged(self._folder, [OtherFile(MASK_FILE, path, size, mtime_ns, 0)])
-        num_pruned, num_zeroed = (summed(records, what) for what in ("pruned", "zeroed"))
-        tensors = [
-            {
-                "name": entry.name,
-                "num_elements": entry.numel,
-                "num_pruned": num_pruned[position],
-                "num_zeroed": num_zeroed[position],
-            }
-            for position, entry in enumerate(self.entries)
-        ]
-        masks = {"folder": self._folder, "header_crc32": header_crc}
-        report = {
-            "schema": 1,
-            "status": "complete",
-            "kind": "apply",
-            "digest": self.digest,
-            "masks": masks,
-            "num_elements": sum(entry.numel for entry in self.entries),
-            "num_pruned": num_pruned.total(),
-            "num_zeroed": num_zeroed.total(),
-            "tensors": tensors,
-            "source": identity_of(self.checkpoint),
-            "copied": [other.name for other in self.checkpoint.others],
-            "skipped": self.checkpoint.skipped,
-            "run": asdict(run),
-        }
-        recipe = f"kind: apply\nmasks: {json.dumps(masks)}\n"  # JSON is YAML
-        return {REPORT_FILE: as_json(report), RECIPE_FILE: recipe.encode()}
+    def _start(self, lock: contextlib.ExitStack) -> list[str] | None:
+        """Lock the destination; the names of finished files, or None if the result is finished."""
+        lock.enter_context(disk.locked(self.target))
+        report = disk.finished_report(self.target)
+        if report is not None and report["digest"] == self.digest:
+            with contextlib.suppress(OSError):
+                sizes = {name: os.stat(self.target / name).st_size for name in self.files}
+                if sizes == {name: file.size for name, file in self.files.items()}:
+                    return None
+        self._check_destination()
+        num_bytes = sum(file.size for file in self.files.values())
+        disk.begin(self.target, self.digest, num_bytes)
+        return [name for name in self.files if (self.folder / name).exists()]
+
+    def _check_destination(self) -> None:
+        files = [*self.checkpoint.all_files, *self.inputs]
+        disk.check_destination(self.target, [f.path for f in files], replaces=self.replaces)
+
+    def _write(self, file: SourceFile, pieces: Pieces, kept: Mapping[str, TensorEntry]) -> None:
+        """Make one file; of a weight file also its masks, and counts of its tensors."""
+        counts: Counts = defaultdict(Counter)
+        with (
+            disk.new_file(self.folder / file.name, file.mode) as output,
+            disk.new_file(self._work(file, "masks")) as masks,
+        ):
+            for part in parts_of(file, self.tensors, pieces, counts):
+                if isinstance(part, range):
+                    for raw in disk.pieces_of(file.path, part.start, part.stop):
+                        disk.write_all(output, raw)
+                        self.team.count("write", len(raw))
+                    continue
+                entry, (first, bits, keep) = part
+                if own := kept.get(entry.name):
+                    place = own.start + first * bits.itemsize
+                    disk.read_into(own.path, [(place, bits.data.cast("B"))])
+                np.multiply(bits, keep, out=bits)  # pruned bits are 0: +0 whatever the sign was
+                if own:
+                    add_checksum(counts, entry.name, bits)
+                disk.write_all(output, bits.data)
+                disk.write_all(masks, mask_bits.pack(keep).data)
+                self.team.count("write", bits.nbytes)
+            disk.write_atomically(self._work(file, "json"), json.dumps(counts).encode())
+
+    def _kept_values(self) -> dict[str, TensorEntry]:
+        """By name of a tensor, the place of its kept values, if they are not the source's."""
+        if self.values is None:
+            return {}
+        files = map(read_header, sorted(self.values.folder.glob("*.safetensors")))
+        found = {entry.name: entry for file in files for entry in file.tensors}
+        return {name: found[name] for name in self.values.tensors}
+
+    def _publish(self, complete: Complete, run: dict[str, Any]) -> None:
+        """Write the last files and rename the folder."""
+        check_unchanged([*self.checkpoint.all_files, *self.inputs])
+        counts: Counts = defaultdict(Counter)
+        for file in self.checkpoint.files:
+            for what, of_tensors in json.loads(self._work(file, "json").read_text()).items():
+                counts[what].update(of_tensors)
+        report, small = complete(counts, run)
+        if self.has_masks:
+            self._join_masks()
+        for name, data in (small | {disk.REPORT_FILE: report.to_json()}).items():
+            disk.write_atomically(self.folder / name, data)
+        self._check_destination()
+        (self.folder / disk.WORK / "digest").unlink()  # without it, a later run begins anew
+        shutil.rmtree(self.folder / disk.WORK)
+        disk.publish(self.target)
+
+    def _join_masks(self) -> None:
+        """Join the masks of all weight files, in the order of ranking."""
+        places: dict[str, tuple[str, int, int]] = {}
+        for file in self.checkpoint.files:
+            stop, path = 0, str(self._work(file, "masks"))
+            for entry in file.tensors:
+                if entry.name in self.tensors:
+                    start, stop = stop, stop + mask_bits.num_bytes_of(entry.numel)
+                    places[entry.name] = path, start, stop
+        mode = functools.reduce(operator.and_, (file.mode for file in self.checkpoint.files), 0o666)
+        shapes = {name: entry.shape for name, entry in self.tensors.items()}
+        with disk.new_file(self.folder / MASK_FILE, mode) as output:
+            disk.write_all(output, mask_header(shapes, is_of_checkpoint=True))
+            for name in self.tensors:
+                for raw in disk.pieces_of(*places[name]):
+                    disk.write_all(output, raw)
+
+    def _work(self, file: SourceFile, suffix: str) -> Path:
+        """A file in the folder of what later runs need, of a file of the source."""
+        return self.folder / disk.WORK / f"{file.name}.{suffix}"
+
+
+def parts_of(
+    file: SourceFile, names: Collection[str], pieces: Pieces, counts: Counts
+) -> Iterator[range | tuple[TensorEntry, Piece]]:
+    """The parts of a weight file, in the order of its bytes.
+
+    Args:
+        file: of the source.
+        names: of the tensors that are rewritten.
+        pieces: which of their elements are kept.
+        counts: gets how many elements of a tensor were pruned, and how many were zero before.
+
+    Yields:
+        Bytes that stay as they are, or a tensor and a piece of it.
+    """
+    at = 0
+    for entry in file.tensors:
+        if entry.name not in names:
+            continue
+        if at < entry.start:
+            yield range(at, entry.start)
+        for piece in pieces(entry):
+            size = len(piece.bits)
+            counts["pruned"][entry.name] += size - int(np.count_nonzero(piece.keep))
+            counts["zero"][entry.name] += size - int(np.count_nonzero(piece.bits << 1))
+            yield entry, piece
+        at = entry.stop
+    if at < file.size:
+        yield range(at, file.size)
+
+
+def add_checksum(counts: Counts, name: str, bits: np.ndarray) -> None:
+    """Add what stands in the place of a piece to the checksum of its tensor."""
+    counts["crc32"][name] = zlib.crc32(bits.data.cast("B"), counts["crc32"][name])
+
+
+def check_unchanged(files: Iterable[SourceFile]) -> None:
+    """Raise CheckpointError if files have changed since they were opened."""
+    for file in files:
+        try:
+            info = os.stat(file.path)
+            is_same = (info.st_size, info.st_mtime_ns) == (file.size, file.mtime_ns)
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise CheckpointError(
+                f"{file.path} has changed since it was opened, or is gone; expected files that "
+                "stay as they are."
+            )

@@ -1,8 +1,7 @@
 """What was done to a checkpoint: a file of JSON beside the masks, and a model card.
 
-The report is made of a plan, of where its rankings were cut, and of what was counted in each weight
-file. The card stands above that of the source. It has no date and no path, so that every run writes
-the same bytes.
+The card stands above that of the source. It has no date and no path, so that every run writes the
+same bytes.
 """
 
 from __future__ import annotations
@@ -10,23 +9,23 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from distprune._version import __version__
 from distprune.base.amount import collapsed
-from distprune.files.checkpoint import Checkpoint, load_json
-from distprune.files.disk import reading
+from distprune.base.report_text import listed
+from distprune.files.checkpoint import Checkpoint, TensorEntry, load_json
+from distprune.files.disk import REPORT_FILE, reading
 from distprune.files.errors import CheckpointError, OutputError
-from distprune.files.output import REPORT_FILE
 from distprune.files.planning import CARD_FILE, Plan
-from distprune.files.ranked import RankedTensors
+from distprune.files.ranked import RankedGroup
 from distprune.files.text import format_percent
 from distprune.ranking.keys import KeyRange
 from distprune.recipes import Recipe
@@ -34,31 +33,31 @@ from distprune.recipes.loading import make_recipe
 
 # A source is sparse if more than this fraction is zero: trained weights have hardly any zeros.
 _SPARSE = 0.01
-_NUM_SHOWN = 5
 # They describe the source; the hub would show them as facts about the result.
 _NOT_OF_THE_RESULT = ("model-index", "new_version")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 _BLOCK = re.compile(
     rb"\A(?:\xef\xbb\xbf)?\s*---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE
 )
-# What was counted in a weight file: by kind and by position of a tensor.
-Record = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class TensorReport:
+# What was counted when tensors were written: by kind and by name of a tensor.
+Counts: TypeAlias = defaultdict[str, Counter[str]]
+
+
+class TensorReport(BaseModel, frozen=True):
     """One pruned tensor.
 
     Attributes:
         name, dtype, shape, file: as in its header.
         num_elements: how many elements the tensor has.
         num_pruned: elements that were pruned.
-        num_nan: elements that are NaN and were kept.
+        num_zero: elements that were zero in the source.
+        crc32: of its kept weights and zeros, if an update has moved the weights.
+        group: number of the tensor's group.
         threshold: the largest score that was pruned, of a tensor that was ranked on its own, or
             that a limit held: a magnitude unless the recipe has another score, in units of
             ``divisor`` if that is given.
-        num_zero: elements that were zero in the source.
-        group: number of the tensor's group.
         limits: how many elements had to be pruned, and how many at most; None: no limits were
             given.
         held_at: the limit that decided how many were pruned, "min_sparsity" or "max_sparsity";
@@ -75,67 +74,51 @@ class TensorReport:
     file: str
     num_elements: int
     num_pruned: int
-    num_nan: int
-    threshold: float | None
-    num_zero: int = 0
+    num_zero: int
+    crc32: int | None = None
     group: int = 0
+    threshold: float | None = None
     limits: tuple[int, int] | None = None
     held_at: str | None = None
     divisor: float | None = None
 
+    @classmethod
+    def of(cls, entry: TensorEntry, counts: Counts, **facts: Any) -> TensorReport:
+        """The report of a tensor, from what was counted when it was written."""
+        numbers = {f"num_{what}": counts[what][entry.name] for what in ("pruned", "zero")}
+        place = {"name": entry.name, "dtype": entry.dtype, "shape": entry.shape, "file": entry.file}
+        crc32 = counts["crc32"].get(entry.name)
+        return cls(**{**place, "num_elements": entry.numel, "crc32": crc32, **numbers, **facts})
 
-@dataclass(frozen=True)
-class GroupReport:
+
+class GroupReport(BaseModel, frozen=True):
     """One group of the recipe; the only one if the recipe has none.
 
     Attributes:
-        index: its number in the recipe, from 0.
         num_elements: how many elements its tensors have.
         num_pruned: elements that were pruned, exactly as many as the plan said.
         threshold: the largest score that was pruned by the ranking of the group, if its tensors
             were ranked together by magnitude; None if they were not, or nothing was pruned by it.
             If the group is normalised, it is a multiple of each tensor's ``divisor``.
-        threshold_bits: the threshold as a key (the bits of the score, or the hash), in hexadecimal.
-        num_ties: elements with that key; if the group has limits, only those that no
+        num_ties: elements with that score; if the group has limits, only those that no
             limit decided on.
         num_ties_pruned: how many of these ties were pruned.
     """
 
-    index: int
     num_elements: int
     num_pruned: int
     threshold: float | None = None
-    threshold_bits: str | None = None
     num_ties: int | None = None
     num_ties_pruned: int | None = None
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """How a result was made; may differ from run to run.
+class Report(BaseModel, frozen=True):
+    """A finished result of ``prune`` or ``apply``.
 
     Attributes:
-        num_ranks: how many ranks the run had that finished it.
-        seconds: how long that run took, by phase: "count" if it pruned by scores, and "write".
-        peak_rss_bytes: the peak memory of each of its ranks.
-        num_bytes: how many bytes were written, over all runs, without the masks.
-        versions: the versions of Python, torch and numpy.
-    """
-
-    num_ranks: int
-    seconds: dict[str, float]
-    peak_rss_bytes: list[int]
-    num_bytes: int
-    versions: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Report:
-    """A finished pruning.
-
-    Attributes:
-        digest: the digest of the plan.
-        recipe: with all defaults.
+        kind: the command.
+        digest: of everything that decides the result.
+        recipe: with all defaults; None of ``apply``.
         num_elements: how many elements the selected tensors have.
         num_pruned: elements that were pruned, exactly as many as the plan said.
         groups: those of the recipe, in its order.
@@ -144,33 +127,35 @@ class Report:
         source: by name of a weight file, its size and the crc32 of its header.
         copied: other files that were copied.
         skipped: (name, reason) of files that were not.
-        run: how the result was made; all else is the same for every number of ranks.
+        run: how the result was made, which may differ from run to run: ``num_ranks``; ``seconds``
+            by phase, ``peak_rss_bytes`` of each rank, of the run that finished it; ``versions`` of
+            Python, torch and numpy.
         warnings: what may be wrong with the result, one or two sentences each.
         inputs: what scores were made from besides weights: ``statistics``, with the sha256 of the
             file, its mode and its number of tokens, or of gradients their weight; ``scores``, with
             sizes, crc32 of headers and times of change; ``update``, what was done to the kept
-            weights, and the tensors where they are others than in the source. None without.
-        checksums: (position of such a tensor, crc32 of what was written of it); None without.
+            weights; ``masks`` of ``apply``.
     """
 
+    status: Literal["complete"] = "complete"
+    kind: Literal["prune", "apply"] = "prune"
     digest: str
-    recipe: dict[str, Any]
+    recipe: dict[str, Any] | None = None
     num_elements: int
     num_pruned: int
-    groups: tuple[GroupReport, ...]
+    groups: tuple[GroupReport, ...] = ()
     tensors: tuple[TensorReport, ...]
-    kept: tuple[tuple[str, str], ...]
+    kept: tuple[tuple[str, str], ...] = ()
     source: dict[str, dict[str, int]]
     copied: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...]
-    run: RunFacts
+    run: dict[str, Any]
     warnings: tuple[str, ...] = ()
-    inputs: dict[str, Any] | None = None
-    checksums: tuple[tuple[int, int], ...] | None = None
+    inputs: dict[str, Any] = {}
 
     def to_json(self) -> bytes:
-        """The content of report.json."""
-        return as_json({"schema": 1, "status": "complete", **asdict(self)})
+        """The content of report.json; names of files may be no UTF-8, which pydantic refuses."""
+        return (json.dumps(self.model_dump(), indent=1) + "\n").encode()
 
 
 def identity_of(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
@@ -180,53 +165,20 @@ def identity_of(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
     }
 
 
-def as_json(values: dict[str, Any]) -> bytes:
-    """A file of JSON as all commands write it."""
-    return (json.dumps(values, indent=1) + "\n").encode()
-
-
-def summed(records: Iterable[Record], what: str) -> Counter[int]:
-    """One kind of count, summed over files, by position; JSON made the positions into strings."""
-    sums: Counter[int] = Counter()
-    for record in records:
-        sums.update({int(position): count for position, count in record.get(what, {}).items()})
-    return sums
-
-
 def read_report(folder: str | Path) -> Report:
     """The report of a pruned checkpoint.
 
     Raises:
         CheckpointError: there is none, or it is malformed.
     """
+    path = Path(folder, REPORT_FILE)
     try:
-        text = Path(folder, REPORT_FILE).read_bytes()
+        return Report.model_validate(load_json(path.read_bytes(), str(path)))
     except OSError as error:
         raise CheckpointError(
             f"{folder} has no report ({REPORT_FILE}: {error.strerror}); expected a folder that "
             "distprune pruned."
         ) from error
-    return parse_report(text, f"{folder}/{REPORT_FILE}")
-
-
-def parse_report(text: str | bytes, path: str = REPORT_FILE) -> Report:
-    """A report from the text of report.json.
-
-    Raises:
-        CheckpointError: it holds something else.
-    """
-    from pydantic import TypeAdapter, ValidationError
-
-    values = load_json(text, path)
-    if isinstance(values, dict) and values.get("kind") == "apply":
-        raise CheckpointError(
-            f"{path} tells of `distprune apply`, not of a pruning: its masks come from another "
-            "checkpoint. Verify that checkpoint; `distprune diff` compares the weights of this one "
-            "with its source."
-        )
-    try:
-        report: Report = TypeAdapter(Report).validate_python(values)
-        return report
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:80]
@@ -237,70 +189,65 @@ def parse_report(text: str | bytes, path: str = REPORT_FILE) -> Report:
 
 def recipe_of(report: Report, folder: str | Path) -> Recipe:
     """The recipe in the report of a folder; raises CheckpointError if it is invalid."""
+    if report.recipe is None:
+        raise CheckpointError(
+            f"{folder} was made by `distprune apply`: its masks come from another checkpoint. "
+            "Verify that checkpoint; `distprune diff` compares the weights of this one with its "
+            "source."
+        )
     try:
         return make_recipe(report.recipe, f"the recipe in {folder}/{REPORT_FILE}")
     except ValueError as error:
         raise CheckpointError(str(error)) from error
 
 
-def make_report(ranked: RankedTensors, records: Sequence[Record], run: RunFacts) -> Report:
-    """The report of a run.
+def make_report(
+    plan: Plan, ranked: Sequence[RankedGroup], counts: Counts, run: dict[str, Any]
+) -> Report:
+    """The report of a pruning.
 
     Args:
-        ranked: the tensors of the plan, and where their rankings were cut.
-        records: of all weight files, each once.
+        plan: that was carried out.
+        ranked: its groups, and where their rankings were cut.
+        counts: what was counted when its tensors were written.
         run: how the result was made.
 
     Raises:
-        OutputError: the records do not add up to what was planned.
+        OutputError: the counts do not add up to what was planned.
     """
-    plan, cuts = ranked.plan, ranked.cuts
-    num_pruned, num_zero, num_nan = (summed(records, what) for what in ("pruned", "zero", "nan"))
-    tensors = []
-    for position, (tensor, cut) in enumerate(zip(plan.tensors, cuts.tensors, strict=True)):
-        entry, threshold = tensor.entry, None
-        is_alone = tensor.num_to_prune is not None or tensor.recipe.budget is not None
-        if cut is not None and (cut.bound or is_alone) and num_pruned[position]:
-            threshold = _score(ranked.key_ranges[position], cut.threshold)
-        has_limits = plan.groups[tensor.group].has_limits
-        tensors.append(
-            TensorReport(
-                name=entry.name,
-                dtype=entry.dtype,
-                shape=entry.shape,
-                file=entry.file,
-                num_elements=entry.numel,
-                num_pruned=num_pruned[position],
-                num_nan=num_nan[position] if cut is None else cuts.num_nan.get(entry.name, 0),
-                threshold=threshold,
-                num_zero=num_zero[position],
-                group=tensor.group,
-                limits=(tensor.lowest, tensor.highest) if has_limits else None,
-                held_at=None if cut is None else cut.bound,
-                divisor=cuts.divisors[position],
-            )
-        )
-    groups = []
-    for index, (group, common) in enumerate(zip(plan.groups, cuts.groups, strict=True)):
-        total = sum(tensor.num_pruned for tensor in tensors[group.first : group.last])
+    tensors: list[TensorReport] = []
+    groups: list[GroupReport] = []
+    for each in ranked:
+        group, keys, cuts = each.group, each.ranking.keys, each.cuts
+        first = len(tensors)
+        for i, tensor in enumerate(group.tensors):
+            facts: dict[str, Any] = {"group": len(groups)}
+            if each.divisors is not None:
+                facts["divisor"] = each.divisors[i]
+            if group.has_limits:
+                facts["limits"] = (tensor.lowest, tensor.highest)
+            if cuts is not None:
+                facts["held_at"] = each.bounds[i]
+                is_alone = group.recipe.budget is not None or not group.recipe.is_global
+                if (is_alone or each.bounds[i]) and counts["pruned"][tensor.entry.name]:
+                    facts["threshold"] = _score(keys, int(cuts.threshold[i]))
+            tensors.append(TensorReport.of(tensor.entry, counts, **facts))
+        total = sum(tensor.num_pruned for tensor in tensors[first:])
         if total != group.num_to_prune:
             raise OutputError(
-                f"the records of what was done say that {total} elements were pruned; the plan "
-                f"says {group.num_to_prune}. They were changed during the run, and nothing is "
-                "published. Run the same command with --discard, and then again without."
+                f"{total} elements were pruned; the plan says {group.num_to_prune}. Unfinished "
+                "files were changed during the run, and nothing is published. Run the same command "
+                "with --discard, and then again without."
             )
-        found: tuple[Any, ...] = ()
-        if common is not None:
-            key = common.threshold
-            score = _score(ranked.key_ranges[group.first], key)
-            found = (score, hex(key), common.num_ties, common.num_ties_pruned)
-        groups.append(GroupReport(index, group.num_elements, total, *found))
-    sums = [(int(p), crc) for record in records for p, crc in record.get("values", {}).items()]
+        found = {} if each.common is None else each.common._asdict()
+        if found:
+            found["threshold"] = _score(keys, found["threshold"])
+        groups.append(GroupReport(num_elements=group.num_elements, num_pruned=total, **found))
     return Report(
         digest=plan.digest,
         recipe=plan.recipe.as_stored().as_values(),
         num_elements=plan.num_elements,
-        num_pruned=sum(group.num_pruned for group in groups),
+        num_pruned=plan.num_to_prune,
         groups=tuple(groups),
         tensors=tuple(tensors),
         kept=tuple((v.entry.name, v.reason) for v in plan.verdicts if not v.is_pruned),
@@ -309,8 +256,7 @@ def make_report(ranked: RankedTensors, records: Sequence[Record], run: RunFacts)
         skipped=plan.checkpoint.skipped,
         run=run,
         warnings=tuple(_warnings(plan, tensors)),
-        inputs=plan.inputs.facts() or None,
-        checksums=None if plan.inputs.values is None else tuple(sorted(sums)),
+        inputs=plan.inputs(),
     )
 
 
@@ -324,19 +270,18 @@ def _warnings(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
     """One or two sentences for each thing that may be wrong with a result."""
     warnings = []
     emptied: list[TensorReport] = []
-    for group in plan.groups:
+    for number, group in enumerate(plan.groups):
         if group.recipe.is_global and group.recipe.budget is None:
-            members = tensors[group.first : group.last]
+            members = [tensor for tensor in tensors if tensor.group == number]
             counts = [(tensor.num_elements, tensor.num_pruned) for tensor in members]
             emptied += [members[i] for i in collapsed(counts) if members[i].held_at is None]
     if emptied:
-        shown = [
-            f"{tensor.name} ({format_percent(tensor.num_pruned, tensor.num_elements)} of "
-            f"{tensor.num_elements:,} elements)"
-            for tensor in sorted(emptied, key=lambda t: (-t.num_pruned / t.num_elements, t.name))
-        ]
-        more = len(shown) - _NUM_SHOWN
-        names = ", ".join(shown[:_NUM_SHOWN]) + (f", {more} more" if more > 0 else "")
+        emptied.sort(key=lambda t: (-t.num_pruned / t.num_elements, t.name))
+        names = listed(
+            f"{t.name} ({format_percent(t.num_pruned, t.num_elements)} of {t.num_elements:,} "
+            "elements)"
+            for t in emptied
+        )
         warnings.append(
             f"{names} lost at least 99 %, because the scores there are smaller than those of the "
             "other tensors. The model may be useless; max_sparsity (--max-sparsity) bounds what a "
@@ -344,7 +289,7 @@ def _warnings(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
         )
     num_zero = sum(tensor.num_zero for tensor in tensors)
     # What the rounds before have pruned is no surprise.
-    in_rounds = plan.inputs.values is not None and "rounds" in plan.inputs.values.facts
+    in_rounds = plan.values is not None and "rounds" in plan.values.facts
     if num_zero > _SPARSE * plan.num_elements and not in_rounds:
         warnings.append(
             f"the source is sparse already: {num_zero:,} of the {plan.num_elements:,} selected "
@@ -358,14 +303,14 @@ def card_of(plan: Plan, report: Report) -> bytes | None:
     """The README.md of a result; the same bytes for every number of ranks.
 
     Returns:
-        The card; None if the recipe turns it off, or the source's ``README.md`` cannot be a card.
+        The card; None if the recipe turns it off.
 
     Raises:
         CheckpointError: the card of the source cannot be read.
 
     Cost: one read of the source's card.
     """
-    if not plan.has_card:
+    if not plan.recipe.card:
         return None
     base = cached_name(plan.checkpoint.folder)
     source = b""
@@ -393,13 +338,13 @@ def card_of(plan: Plan, report: Report) -> bytes | None:
 
 def _section(plan: Plan, report: Report, base: str | None) -> str:
     percent = format_percent(report.num_pruned, report.num_elements)
-    values = plan.inputs.values
+    values = plan.values
     measured = None if values is None else values.facts.get("perplexity")
     quality = "Its quality was not measured."
     if measured is not None:
         before, after = measured["before"], measured["after"]
         quality = f"Its perplexity on held-out text went from {before:.4g} to {after:.4g}."
-    scores = "" if plan.inputs.given is None else " --scores SCORES"
+    scores = "" if plan.given is None else " --scores SCORES"
     again = f"distprune prune SRC DST -r distprune/recipe.yaml{scores}  # makes it again\n"
     kept = "Every weight that was not pruned, and every other file but this one,"
     if values is not None and values.tensors:  # nothing but the text makes it again

@@ -64,15 +64,17 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import add
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
 from distprune.base.blocks import EXPERT_LAYOUTS, LAYOUTS, Layout, WeightLayout, layout_along
 from distprune.base.report_text import listed
-from distprune.files.checkpoint import TensorEntry, WeightFile, make_header, read_header
+from distprune.files.checkpoint import SourceFile, TensorEntry, make_header, read_header
 from distprune.files.disk import write_atomically
 from distprune.files.errors import CheckpointError, SelectionError
 
@@ -80,55 +82,56 @@ StrPath = str | os.PathLike[str]
 MODES = ("one_pass", "sequential")
 
 
+S = TypeVar("S", bound="StoredSums")
+
+
 @dataclass(frozen=True)
 class StoredSums:
-    """The statistics of one parameter: a count, and two arrays of float64.
+    """The statistics of one parameter.
 
     Attributes:
         layout: of the weight.
+        count: how much was seen: the number of tokens, of fused experts that of each of them; of
+            gradients the sum of the weights of all batches.
+        first, second: float64, what was added up.
         FORMAT: of the file.
-        COUNT: the field that says how much was seen.
-        ARRAYS: the fields that are arrays, and what their names end with in a file.
-        ABOUT, MAKERS: what such statistics are of, and what writes them, for messages.
+        COUNT: the name of the count in it.
+        SUFFIXES: what the names of the arrays end with in it.
+        ABOUT: what such statistics are of, for messages.
         EMPTY: what is said of matrices that saw nothing.
     """
 
     layout: WeightLayout
+    count: Any
+    first: np.ndarray
+    second: np.ndarray
 
     FORMAT: ClassVar[str]
     COUNT: ClassVar[str]
-    ARRAYS: ClassVar[Mapping[str, str]]
+    SUFFIXES: ClassVar[tuple[str, str]]
     ABOUT: ClassVar[str]
     EMPTY: ClassVar[str]
-    MAKERS: ClassVar[str]
-
-    @property
-    def count(self) -> Any:
-        """How much was seen."""
-        return getattr(self, self.COUNT)
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """What was added up."""
-        first, second = (getattr(self, field) for field in self.ARRAYS)
-        return first, second
+        return self.first, self.second
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Those that the arrays should have."""
-        raise NotImplementedError
+    def most(self) -> Any:
+        """The count; of fused experts, that of the one that saw most."""
+        return max(self.count, default=0) if isinstance(self.count, tuple) else self.count
 
     @property
     def num_units(self) -> int:
         """How many matrices may see nothing alone: the experts, or 1."""
         return self.layout.num_matrices if self.layout.are_experts else 1
 
-    def units(self) -> tuple[np.ndarray, np.ndarray]:
-        """The arrays with one row for each matrix that may see nothing alone."""
-        first, second = (each.reshape(self.num_units, -1) for each in self.arrays)
-        return first, second
+    def units(self) -> list[np.ndarray]:
+        """Copies of the arrays, with one row for each matrix that may see nothing alone."""
+        return [each.reshape(self.num_units, -1).copy() for each in self.arrays]
 
-    def typical(self: S, number: int) -> tuple[float, float] | None:
+    def typical(self, number: int) -> tuple[float, float] | None:
         """Two means over a matrix, by which its siblings can be scored; None if it saw nothing."""
         raise NotImplementedError
 
@@ -136,94 +139,52 @@ class StoredSums:
         """The same, where some matrices have the means of others; see :meth:`typical`."""
         raise NotImplementedError
 
+    def _with(self: S, rows: Sequence[np.ndarray], count: Any) -> S:
+        first, second = (own.reshape(o.shape) for own, o in zip(rows, self.arrays, strict=True))
+        return replace(self, first=first, second=second, count=count)
 
-@dataclass(frozen=True)
+
 class StoredStatistics(StoredSums):
-    """The statistics of the inputs of one parameter.
-
-    Attributes:
-        num_tokens: how many inputs were seen; of fused experts, by each of them.
-        sums, squares: float64, of the input shape.
-    """
-
-    num_tokens: int | tuple[int, ...]
-    sums: np.ndarray
-    squares: np.ndarray
+    """The sums of the inputs, and those of their squares, both of the input shape."""
 
     FORMAT = "distprune-activation-statistics-1"
     COUNT = "num_tokens"
-    ARRAYS: ClassVar = {"sums": ".input_sum", "squares": ".input_square_sum"}
+    SUFFIXES = (".input_sum", ".input_square_sum")
     ABOUT = "activations"
     EMPTY = "no token came to"
-    MAKERS = "ActivationStatistics.save and `distprune calibrate` without --gradients"
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.layout.input_shape, self.layout.input_shape
-
-    @property
-    def most_tokens(self) -> int:
-        """How many inputs were seen; of fused experts, by the one that saw most."""
-        if isinstance(self.num_tokens, int):
-            return self.num_tokens
-        return max(self.num_tokens, default=0)
 
     def typical(self, number: int) -> tuple[float, float] | None:
-        count = np.reshape(self.num_tokens, -1)[number]
-        if not count or not self.squares.size:
+        count = np.reshape(self.count, -1)[number]
+        if not count or not self.second.size:
             return None
         first, second = (each[number] / count for each in self.units())
         return float((first**2).mean()), float(second.mean())
 
     def filled(self, numbers: Sequence[int], first: float, second: float) -> StoredStatistics:
-        counts, rows = np.array(self.num_tokens).reshape(-1), [each.copy() for each in self.units()]
+        counts, rows = np.array(self.count).reshape(-1), self.units()
         counts[numbers], rows[0][numbers], rows[1][numbers] = 1, math.sqrt(first), second
-        sums, squares = (row.reshape(self.sums.shape) for row in rows)
-        tokens = tuple(counts.tolist()) if self.layout.are_experts else int(counts[0])
-        return StoredStatistics(self.layout, tokens, sums, squares)
+        is_fused = self.layout.are_experts
+        return self._with(rows, tuple(counts.tolist()) if is_fused else int(counts[0]))
 
 
-@dataclass(frozen=True)
 class StoredGradients(StoredSums):
-    """The statistics of the gradients of one parameter.
-
-    Attributes:
-        weight: the sum of the weights of all batches.
-        by_output: float64 [outputs]: the sum of weight * g**2 over each row and all batches.
-        by_input: float64, of the input shape: the same over each column.
-    """
-
-    weight: float
-    by_output: np.ndarray
-    by_input: np.ndarray
+    """The sums of weight * g**2 over each row, [outputs], and each column, of the input shape."""
 
     FORMAT = "distprune-gradient-statistics-1"
     COUNT = "weight"
-    ARRAYS: ClassVar = {
-        "by_output": ".gradient_sum_by_output",
-        "by_input": ".gradient_sum_by_input",
-    }
+    SUFFIXES = (".gradient_sum_by_output", ".gradient_sum_by_input")
     ABOUT = "gradients"
     EMPTY = "all gradients are zero of"
-    MAKERS = "GradientStatistics.save and `distprune calibrate --gradients`"
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (self.layout.num_outputs,), self.layout.input_shape
 
     def typical(self, number: int) -> tuple[float, float] | None:
         by_output, by_input = (each[number] for each in self.units())
-        mean = float(by_input.sum()) / (self.weight or 1.0) / max(1, len(by_output))
+        mean = float(by_input.sum()) / (self.count or 1.0) / max(1, len(by_output))
         return (0.0, mean) if mean else None
 
     def filled(self, numbers: Sequence[int], first: float, second: float) -> StoredGradients:
-        by_output, by_input = (each.copy() for each in self.units())
-        by_output[numbers], by_input[numbers] = second * self.weight, 1.0
-        by_output, by_input = by_output.reshape(-1), by_input.reshape(self.by_input.shape)
-        return StoredGradients(self.layout, self.weight, by_output, by_input)
-
-
-S = TypeVar("S", bound=StoredSums)
+        rows = self.units()
+        rows[0][numbers], rows[1][numbers] = second * self.count, 1.0
+        return self._with(rows, self.count)
 
 
 def write_statistics(path: StrPath, mode: str, parameters: Mapping[str, StoredSums]) -> None:
@@ -237,23 +198,18 @@ def write_statistics(path: StrPath, mode: str, parameters: Mapping[str, StoredSu
     Raises:
         OutputError: it cannot be written.
     """
+    metadata = {"format": StoredStatistics.FORMAT, "mode": mode}
     if mode == "gradients":
         metadata = {"format": StoredGradients.FORMAT}
-    else:
-        metadata = {"format": StoredStatistics.FORMAT, "mode": mode}
     described, tensors, data = {}, {}, []
     for name, stored in parameters.items():
         layout = stored.layout
-        described[name] = {
-            "layout": layout.kind,
-            "shape": list(layout.shape),
-            "groups": layout.groups,
-            stored.COUNT: stored.count,
-        }
-        for suffix, values in zip(stored.ARRAYS.values(), stored.arrays, strict=True):
+        facts = {"layout": layout.kind, "shape": list(layout.shape), "groups": layout.groups}
+        described[name] = {**facts, stored.COUNT: stored.count}
+        for suffix, values in zip(stored.SUFFIXES, stored.arrays, strict=True):
             data.append(np.ascontiguousarray(values, "<f8").tobytes())
             tensors[name + suffix] = ("F64", values.shape, len(data[-1]))
-    header, _ = make_header(tensors, metadata | {"parameters": json.dumps(described)})
+    header = make_header(tensors, metadata | {"parameters": json.dumps(described)})
     write_atomically(os.path.abspath(path), [header, *data])
 
 
@@ -266,7 +222,7 @@ def read_statistics(path: StrPath) -> tuple[str, dict[str, StoredStatistics]]:
     Cost: a read of the file, and as much memory.
     """
     file, _, stored = _read(path, StoredStatistics)
-    return _mode_of(file), stored
+    return file.metadata["mode"], stored
 
 
 def read_gradient_statistics(path: StrPath) -> dict[str, StoredGradients]:
@@ -274,24 +230,20 @@ def read_gradient_statistics(path: StrPath) -> dict[str, StoredGradients]:
     return _read(path, StoredGradients)[2]
 
 
-def _mode_of(file: WeightFile) -> str:
-    mode = file.metadata.get("mode", "")
-    if mode not in MODES:
-        raise CheckpointError(f"{file.name}: its mode is {mode!a}; expected one of {MODES}.")
-    return mode
-
-
-def _read(path: StrPath, kind: type[S]) -> tuple[WeightFile, np.ndarray, dict[str, S]]:
+def _read(path: StrPath, kind: type[S]) -> tuple[SourceFile, np.ndarray, dict[str, S]]:
     """A file, its bytes, and the statistics in them."""
     name = os.fspath(path)
     file = read_header(name, name)
-    form = file.metadata.get("format")
+    form, mode = file.metadata.get("format"), file.metadata.get("mode", "")
     if form != kind.FORMAT:
         others = {each.FORMAT: each.ABOUT for each in (StoredStatistics, StoredGradients)}
         has = f"statistics of {others[form]}" if form in others else "no statistics"
         raise CheckpointError(
-            f"{name} holds {has}; expected those of {kind.ABOUT}, which {kind.MAKERS} write."
+            f"{name} holds {has}; expected those of {kind.ABOUT}, as `distprune calibrate`, with "
+            "--gradients or without, or `save` of the statistics of a model writes them."
         )
+    if kind is StoredStatistics and mode not in MODES:
+        raise CheckpointError(f"{name}: its mode is {mode!a}; expected one of {MODES}.")
     raw = np.fromfile(file.path, dtype=np.uint8)
     try:
         arrays = {
@@ -302,41 +254,35 @@ def _read(path: StrPath, kind: type[S]) -> tuple[WeightFile, np.ndarray, dict[st
         }  # fmt: skip
         facts = json.loads(file.metadata["parameters"])
         return file, raw, {each: _stored(kind, each, facts[each], arrays) for each in facts}
-    except (LookupError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{name} is malformed: {error}.") from error
 
 
 def _stored(kind: type[S], name: str, facts: Any, arrays: Mapping[str, np.ndarray]) -> S:
     """The statistics of a parameter; raises KeyError, TypeError or ValueError if they are wrong."""
     layout = WeightLayout(facts["layout"], tuple(facts["shape"]), facts["groups"])
-    sizes = (*layout.shape, layout.groups - 1)
+    count, shapes = facts[kind.COUNT], [layout.input_shape, layout.input_shape]
     fits = len(layout.shape) == 3 if layout.are_experts else len(layout.shape) > 1
-    if layout.kind not in LAYOUTS or min(sizes) < 0 or not fits:
+    if layout.kind not in LAYOUTS or min(*layout.shape, layout.groups - 1) < 0 or not fits:
         raise ValueError(f"{name} has the layout {layout}")
-    count = facts[kind.COUNT]
-    counts = count if isinstance(count, Sequence) else (count,)
-    num_counts = 1
-    if kind is StoredStatistics:
-        num_counts, integers = layout.num_token_counts, [int(each) for each in counts]
-        if integers != list(counts) or isinstance(count, Sequence) != layout.are_experts:
-            raise ValueError(f"{name} has the count {count}")
-        count = tuple(integers) if layout.are_experts else integers[0]
-    if len(counts) != num_counts or not all(math.isfinite(each) and each >= 0 for each in counts):
+    if kind is StoredGradients:
+        shapes[0] = (layout.num_outputs,)
+    elif layout.are_experts:
+        count = tuple(count)
+    counts = np.array(count)
+    has_count = counts.size == (1 if kind is StoredGradients else layout.num_token_counts)
+    if not (has_count and np.isfinite(counts).all() and (counts >= 0).all()):
         raise ValueError(f"{name} has the count {count}")
-    fields = {field: arrays[name + suffix] for field, suffix in kind.ARRAYS.items()}
-    stored = kind(layout, **{kind.COUNT: count}, **fields)
-    shapes = tuple(array.shape for array in stored.arrays)
-    if shapes != stored.shapes:
-        raise ValueError(f"{name} has sums of the shapes {shapes}; expected {stored.shapes}")
+    stored = kind(layout, count, *(arrays[name + suffix] for suffix in kind.SUFFIXES))
+    found = [array.shape for array in stored.arrays]
+    if found != shapes:
+        raise ValueError(f"{name} has sums of the shapes {found}; expected {shapes}")
     sums_of_squares = stored.arrays[kind is StoredStatistics :]
-    if not all(np.isfinite(array).all() for array in stored.arrays) or any(
-        (array < 0).any() for array in sums_of_squares
-    ):
+    are_finite = all(np.isfinite(array).all() for array in stored.arrays)
+    if not are_finite or any((array < 0).any() for array in sums_of_squares):
         raise ValueError(f"{name} has sums that are not finite or negative")
     return stored
 
-
-Stored = StoredStatistics | StoredGradients
 
 # By layout, the dimension of the inputs; of others, all but the first.
 _INPUT_DIMS = {"conv1d_of_transformers": 0, "experts": 2, "transposed_experts": 1}
@@ -369,21 +315,17 @@ class TensorStatistics:
         warnings: sentences on what is no error, but probably not meant.
     """
 
-    file: WeightFile
+    file: SourceFile
     data: bytes
     mode: str
-    of_tensor: Mapping[str, Stored]
-    warnings: tuple[str, ...] = ()
+    of_tensor: Mapping[str, StoredSums]
+    warnings: Sequence[str] = ()
 
     def facts(self) -> dict[str, Any]:
         """What decides the scores, as JSON: with the largest number of tokens, or weight."""
-        facts = {"sha256": hashlib.sha256(self.data).hexdigest(), "mode": self.mode}
-        stored = self.of_tensor.values()
-        if self.mode == "gradients":
-            weights = [s.weight for s in stored if isinstance(s, StoredGradients)]
-            return {**facts, "weight": max(weights, default=None)}
-        tokens = [s.most_tokens for s in stored if isinstance(s, StoredStatistics)]
-        return {**facts, "num_tokens": max(tokens, default=0)}
+        digest, stored = hashlib.sha256(self.data).hexdigest(), list(self.of_tensor.values())
+        most = {stored[0].COUNT: max(each.most for each in stored)} if stored else {}
+        return {"sha256": digest, "mode": self.mode, **most}
 
 
 def match_statistics(
@@ -406,51 +348,60 @@ def match_statistics(
 
     Cost: a read of the file, and twice as much memory.
     """
-    kind: type[Stored] = StoredGradients if of_gradients else StoredStatistics
+    kind: type[StoredSums] = StoredGradients if of_gradients else StoredStatistics
     file, raw, stored = _read(path, kind)
-    mode = "gradients" if of_gradients else _mode_of(file)
-    renamed = _renaming([entry.name for entry, _ in tensors], stored)
+    label_of = _renaming([entry.name for entry, _ in tensors], stored)
     # Of each matrix of an expert, how many experts have a tensor of it.
-    counts = Counter(map(_matrix_of_experts, names))
-    needed: dict[str, Stored] = {}
+    num_experts = Counter(map(_matrix_of_experts, names))
+    needed: dict[str, StoredSums] = {}
     sources: dict[str, tuple[TensorEntry, Origin, str, int]] = {}
     for entry, layout in tensors:
-        origin = next((o for o in origins_of(entry.name) if renamed(o.parameter) in stored), None)
-        if origin is None:
+        origins = [o for o in origins_of(entry.name) if label_of(o.parameter) in stored]
+        if not origins:
             raise SelectionError(
                 f"{path} has no statistics of {entry.name}, but of {listed(list(stored))}; "
                 "calibrate a model with this layer, or exclude the tensor."
             )
-        label = renamed(origin.parameter)
-        matrix = _matrix_of_experts(entry.name)
-        num_experts = 1 if matrix is None else counts[matrix]
-        found = _statistics_of(entry, origin, stored[label], num_experts)
+        label, matrix = label_of(origins[0].parameter), _matrix_of_experts(entry.name)
+        number = 1 if matrix is None else num_experts[matrix]
+        found = _statistics_of(entry, origins[0], stored[label], number)
         if found is None:
-            experts = f" and is of one of {num_experts} experts" if num_experts > 1 else ""
+            experts = f" and is of one of {number} experts" if number > 1 else ""
             raise SelectionError(
                 f"{entry.name} has the shape {list(entry.shape)}{experts}, and its statistics are "
                 f"those of {label}, of shape {list(stored[label].layout.shape)}; expected "
                 "statistics of this model."
             )
-        if isinstance(found, StoredGradients) and not found.weight:
+        if of_gradients and not found.count:
             raise SelectionError(
                 f"{path}: the weights of all batches of {label} are 0; expected statistics of at "
                 "least one batch that counts."
             )
-        _check_dims(entry, layout, found)
+        if not of_gradients and layout is not None:
+            dims = list(range(1, len(entry.shape)))
+            if found.layout.kind in _INPUT_DIMS:
+                dims = [_INPUT_DIMS[found.layout.kind]]
+            if layout != layout_along(entry.name, entry.shape, dims):
+                raise SelectionError(
+                    f"{entry.name}: its statistics say that the inputs are along the dimensions "
+                    f"{dims} ({found.layout.kind}), and the selection says otherwise; correct "
+                    "input_dims (--input-dim)."
+                )
         needed[entry.name] = found
-        sources[entry.name] = entry, origin, label, num_experts
-    used = {label: stored[label] for _, _, label, _ in sources.values()}
-    filled, empty = scored_as_siblings(used)
+        sources[entry.name] = entry, origins[0], label, number
+    filled, empty = scored_as_siblings({label: stored[label] for *_, label, _ in sources.values()})
     if empty is not None:
         empty = scored_as_siblings(needed)[1]  # by the names of tensors
-        needed = {
-            name: _statistics_of(entry, origin, filled[label], num_experts) or needed[name]
-            for name, (entry, origin, label, num_experts) in sources.items()
-        }
-    own = {renamed(origin.parameter) for name in names for origin in origins_of(name)}
-    others = [label for label in stored if label not in own]
-    warnings = tuple(_warnings(path, empty, others))
+        for name, (entry, origin, label, number) in sources.items():
+            needed[name] = _statistics_of(entry, origin, filled[label], number) or needed[name]
+    own = {label_of(origin.parameter) for name in names for origin in origins_of(name)}
+    warnings = [] if empty is None else [empty]
+    if others := [label for label in stored if label not in own]:
+        warnings.append(
+            f"{path} has statistics of {listed(others)}, which the checkpoint does not have; "
+            "expected statistics of this model."
+        )
+    mode = "gradients" if of_gradients else file.metadata["mode"]
     return TensorStatistics(file, raw.tobytes(), mode, needed, warnings)
 
 
@@ -460,38 +411,19 @@ def _renaming(tensors: Sequence[str], stored: Collection[str]) -> Callable[[str]
     One of the two may have the prefix of a base model. Names stay as they are if some are equal, or
     if not exactly one prefix fits.
     """
-    labels = [[origin.parameter for origin in origins_of(name)] for name in tensors]
-    if not labels or any(label in stored for of_one in labels for label in of_one):
-        return str
-    pairs = [(label, own) for label in stored for own in labels[0]]
-    # What a name begins with on the disk, and in statistics.
-    prefixes = {("", label.removesuffix(own)) for label, own in pairs if label.endswith(f".{own}")}
-    prefixes |= {(own.removesuffix(label), "") for label, own in pairs if own.endswith(f".{label}")}
-    fitting = [
-        (old, new)
-        for old, new in prefixes
-        if (old + new).count(".") == 1
-        and all(any(new + label.removeprefix(old) in stored for label in one) for one in labels)
-    ]
-    if len(fitting) != 1:
-        return str
-    old, new = fitting[0]
-    return lambda name: new + name.removeprefix(old)
 
-
-def _check_dims(entry: TensorEntry, layout: Layout | None, stored: Stored) -> None:
-    """Raise SelectionError if the inputs of a weight are along another dimension."""
-    if isinstance(stored, StoredGradients):
-        return  # which of its dimensions are called inputs makes no difference
-    dims = list(range(1, len(entry.shape)))
-    if stored.layout.kind in _INPUT_DIMS:
-        dims = [_INPUT_DIMS[stored.layout.kind]]
-    if layout is not None and layout != layout_along(entry.name, entry.shape, dims):
-        raise SelectionError(
-            f"{entry.name}: its statistics say that the inputs are along the dimensions {dims} "
-            f"({stored.layout.kind}), and the selection says otherwise; correct input_dims "
-            "(--input-dim)."
+    def fits(rename: Callable[[str], str], check: Callable[[Iterable[bool]], bool] = all) -> bool:
+        return check(
+            any(rename(o.parameter) in stored for o in origins_of(name)) for name in tensors
         )
+
+    if fits(str, any):
+        return str
+    prefixes = sorted({name.partition(".")[0] + "." for name in [*tensors[:1], *stored]})
+    renamings: list[Callable[[str], str]] = [partial(add, prefix) for prefix in prefixes]
+    renamings.append(lambda name: name.removeprefix(tensors[0].partition(".")[0] + "."))
+    fitting = list(filter(fits, renamings))
+    return fitting[0] if len(fitting) == 1 else str
 
 
 def scored_as_siblings(stored: Mapping[str, S]) -> tuple[dict[str, S], str | None]:
@@ -529,16 +461,6 @@ def _siblings_of(stored: StoredSums, name: str) -> str:
 def siblings_key(name: str) -> str:
     """A name without its last number."""
     return re.sub(r"\.\d+(?=\.(?!.*\.\d+\.))", ".*", name)
-
-
-def _warnings(path: str, empty: str | None, others: Sequence[str]) -> Iterator[str]:
-    if empty is not None:
-        yield empty
-    if others:
-        yield (
-            f"{path} has statistics of {listed(others)}, which the checkpoint does not have; "
-            "expected statistics of this model."
-        )
 
 
 class Origin(NamedTuple):
@@ -587,12 +509,12 @@ def _matrix_of_experts(name: str) -> tuple[str, str] | None:
 
 
 def _statistics_of(
-    entry: TensorEntry,
-    origin: Origin,
-    stored: Stored,
-    num_experts: int,
-) -> Stored | None:
+    entry: TensorEntry, origin: Origin, stored: StoredSums, num_experts: int
+) -> StoredSums | None:
     """The statistics of a tensor; None if those of its parameter are of another shape.
+
+    Matrices of experts may be stored the other way round. transformers transposes them on loading
+    if their shape is not the expected one (qwen3_vl_moe), and so only then.
 
     Args:
         entry: the tensor.
@@ -600,36 +522,21 @@ def _statistics_of(
         stored: statistics of the parameter.
         num_experts: that the checkpoint has tensors of, beside this one and of it.
     """
-    if origin.expert is None:
-        return _as_on_disk(entry, stored)
-    if not stored.layout.are_experts:
+    layout, row = stored.layout, origin.expert
+    if row is None:
+        count, *matrix = layout.shape
+        if entry.shape == layout.shape:
+            return stored
+        if not layout.are_experts or entry.shape != (count, *reversed(matrix)):
+            return None
+        turned = WeightLayout(EXPERT_LAYOUTS[not layout.is_transposed], entry.shape)
+        return replace(stored, layout=turned)
+    whole = (entry.shape[0] * origin.num_parts, *entry.shape[1:])
+    fits = layout.are_experts and num_experts == layout.num_matrices and row < num_experts
+    if not fits or whole != layout.matrix_shape:
         return None
-    count, (outputs, inputs) = stored.layout.num_matrices, stored.layout.matrix_shape
-    row, layout = origin.expert, WeightLayout("linear", entry.shape)
-    if num_experts != count or row >= count or len(entry.shape) != 2:
-        return None
-    if (entry.shape[0] * origin.num_parts, entry.shape[1]) != (outputs, inputs):
-        return None
+    linear, second = WeightLayout("linear", entry.shape), stored.second[row]
     if isinstance(stored, StoredGradients):
-        rows = stored.by_output.reshape(count, origin.num_parts, -1)[row, origin.part]
-        return StoredGradients(layout, stored.weight, rows, stored.by_input[row])
-    if isinstance(stored.num_tokens, int):
-        return None
-    return StoredStatistics(layout, stored.num_tokens[row], stored.sums[row], stored.squares[row])
-
-
-def _as_on_disk(entry: TensorEntry, stored: Stored) -> Stored | None:
-    """Statistics of a tensor that is a whole parameter.
-
-    Matrices of experts may be stored the other way round. transformers transposes them on loading
-    if their shape is not the expected one (qwen3_vl_moe), and so only then.
-    """
-    layout = stored.layout
-    if entry.shape == layout.shape:
-        return stored
-    count, *matrix = layout.shape
-    if not layout.are_experts or entry.shape != (count, *reversed(matrix)):
-        return None
-    return replace(
-        stored, layout=WeightLayout(EXPERT_LAYOUTS[not layout.is_transposed], entry.shape)
-    )
+        rows = stored.first.reshape(num_experts, origin.num_parts, -1)[row, origin.part]
+        return StoredGradients(linear, stored.count, rows, second)
+    return StoredStatistics(linear, stored.count[row], stored.first[row], second)

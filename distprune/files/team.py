@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-import torch
 from torch import Tensor
 
 from distprune.files import errors
@@ -18,18 +17,16 @@ from distprune.ranks.collectives import Communicator, Op
 
 T = TypeVar("T")
 
-# A rank works so long before the ranks exchange progress and errors.
-_ROUND_SECONDS = 0.5
+_SECONDS = 0.5  # between reports of progress
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of all ranks together.
+    """How far a run has come, by what this rank has done: all ranks do about as much.
 
     Attributes:
         phase: "count", "write" or "verify".
-        num_bytes: finished bytes of the phase, by this run and earlier ones; an estimate while
-            the ranks count, each of which reads about as much.
+        num_bytes: finished bytes of the phase, by this run and earlier ones.
         total_bytes: of the phase.
     """
 
@@ -77,11 +74,8 @@ class Team(Communicator):
 
     def from_leader(self, function: Callable[[], T]) -> T:
         """Call a function on the leader; every rank returns its result, which must be JSON."""
-        if self.size == 1:
-            return function()
-        packed = self.run(lambda: json.dumps(function()) if self.is_leader else "")
-        shared: T = json.loads(self.distinct_texts(packed)[0][0])
-        return shared
+        found: T = self.share(self.run(lambda: function() if self.is_leader else None))[0]
+        return found
 
     def share(self, value: object) -> list[Any]:
         """The values of all ranks, in order of rank; each must be JSON."""
@@ -89,6 +83,21 @@ class Team(Communicator):
             return [value]
         texts, indices = self.distinct_texts(json.dumps(value))
         return [json.loads(texts[index]) for index in indices]
+
+    def each(self, sizes: dict[str, int], step: Callable[[str], None]) -> None:
+        """Call a local step for each file, the largest first; the ranks share them. Collective.
+
+        Args:
+            sizes: by name, what a file takes.
+            step: from the name; if it fails on one rank, every rank raises the error when its own
+                file is finished.
+
+        Cost: an all-reduce of 40 bytes for as many files as there are ranks.
+        """
+        names = sorted(sizes, key=lambda name: (-sizes[name], name))
+        for start in range(0, len(names), self.size):
+            own = names[start : start + self.size][self.index : self.index + 1]
+            self.run(partial(list, map(step, own)))
 
     def begin(self, phase: str, total_bytes: int, num_done: int = 0) -> None:
         """Begin a phase of the progress.
@@ -100,42 +109,14 @@ class Team(Communicator):
         """
         self._state = Progress(phase, num_done, total_bytes)
 
-    def count(self, num_bytes: int) -> None:
-        """Note bytes that this rank has read; they are progress in the phase "count"."""
-        if self._state.phase == "count":
-            self._add(num_bytes * self.size)
-
-    def work(self, steps: Iterator[int]) -> None:
-        """Run steps on every rank until all have finished; each yields a number of bytes.
-
-        Raises:
-            Exception: the error of the first rank that failed; on every rank.
-
-        Cost: two all-reduces of up to 40 bytes twice a second.
-        """
-        is_unfinished = True
-        while is_unfinished:
-            error, num_bytes, is_mine_unfinished = None, 0, 0
-            end = time.monotonic() + _ROUND_SECONDS
-            try:
-                for step in steps:
-                    num_bytes += step
-                    if time.monotonic() >= end:
-                        is_mine_unfinished = 1
-                        break
-            except Exception as caught:  # of any type: every rank is to raise it
-                error = caught
-            facts = torch.tensor([int(error is not None), is_mine_unfinished, num_bytes])
-            failed, is_unfinished, num_bytes = self.sum(facts).tolist()
-            if failed:
-                self._raise_everywhere(error)
-            self.run(functools.partial(self._add, num_bytes))
-
-    def _add(self, num_bytes: int) -> None:
+    def count(self, phase: str, num_bytes: int) -> None:
+        """Note bytes that this rank has done of a phase; the other ranks do about as much."""
         state, now = self._state, time.monotonic()
-        done = min(state.num_bytes + num_bytes, state.total_bytes)
+        if phase != state.phase:
+            return
+        done = min(state.num_bytes + num_bytes * self.size, state.total_bytes)
         self._state = Progress(state.phase, done, state.total_bytes)
-        if now >= self._shown_at + _ROUND_SECONDS or done == state.total_bytes:
+        if now >= self._shown_at + _SECONDS or done == state.total_bytes:
             self._shown_at = now
             self._progress(self._state)
 
@@ -144,9 +125,15 @@ class Team(Communicator):
         if self.size == 1 or not isinstance(error, Exception | None):
             assert error is not None
             raise error
-        texts, _ = self.distinct_texts("" if error is None else _packed(error, self.index))
-        kind, message = json.loads(next(text for text in texts if text))
-        raise getattr(errors, kind)(message) from error
+        packed = ""
+        if error is not None:
+            known = explained(error)
+            text = f"{type(error).__name__}: {error}" if known is None else str(known)
+            kind = "FilesError" if known is None else type(known).__name__
+            packed = json.dumps([kind, f"on rank {self.index}: {text}"])
+        texts, _ = self.distinct_texts(packed)
+        kind, text = json.loads(next(text for text in texts if text))
+        raise getattr(errors, kind)(text) from error
 
     def _reduce(self, values: Tensor, op: Op) -> Tensor:
         if self.size == 1:
@@ -158,11 +145,3 @@ class Team(Communicator):
                 f"a rank was lost, or did not answer in time ({error}). Run the same command "
                 "again: it resumes where this one stopped."
             ) from error
-
-
-def _packed(error: BaseException, rank: int) -> str:
-    """An error as text that other ranks can raise."""
-    known = explained(error)
-    kind = "FilesError" if known is None else type(known).__name__
-    text = f"{type(error).__name__}: {error}" if known is None else str(known)
-    return json.dumps([kind, f"on rank {rank}: {text}"])

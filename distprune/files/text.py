@@ -70,23 +70,12 @@ def role_of(name: str) -> Role:
 
 
 def short_names(kinds: Iterable[str]) -> dict[str, str]:
-    """By kind, the shortest ending that distinguishes it: "up_proj" for "mlp.up_proj"."""
-    names: dict[str, str] = {}
-    pending = list(dict.fromkeys(kinds))
-    length = 1
-    while pending:
-        endings: dict[str, list[str]] = {}
-        for kind in pending:
-            endings.setdefault(".".join(kind.split(".")[-length:]), []).append(kind)
-        taken = set(names.values())
-        left = []
-        for ending, sharing in endings.items():
-            for kind in sharing:
-                if kind == ending or (len(sharing) == 1 and ending not in taken):
-                    names[kind] = ending
-                else:
-                    left.append(kind)
-        pending, length = left, length + 1
+    """By kind, an ending of as many parts as distinguish all: "up_proj" for "mlp.up_proj"."""
+    parts = {kind: kind.split(".") for kind in kinds}
+    length, names = 1, dict[str, str]()
+    while len(set(names.values())) < len(parts):
+        names = {kind: ".".join(own[-length:]) for kind, own in parts.items()}
+        length += 1
     return names
 
 

@@ -1,50 +1,49 @@
-"""``verify``: rank the source of a pruned checkpoint again, and compare the result with it.
+"""What checkpoints hold: a result compared with its source, zeros counted, two compared.
 
-The recipe in the report says how, with the statistics beside it if the scores are made from some.
-Masks, pruned and kept elements, and all copied files are compared tensor by tensor and file by
-file. Of kept weights that an update has moved, the report has checksums.
+``verify`` ranks the source of a pruned checkpoint again, by the recipe in the report, with the
+statistics beside it if the scores are made from some. Masks, pruned and kept elements, and all
+copied files are compared tensor by tensor and file by file. Of kept weights that an update has
+moved, the report has checksums.
 
 [Note: rounds] The last of several rounds ranked what the round before left, which is gone: nothing
 tells whether these are the lowest scores. There the masks of the result say what is pruned, and
 everything else is compared.
-
- plan --> find_cuts --cuts--> all ranks read source, result and masks --> what differs
 """
 
 from __future__ import annotations
 
+import math
 import os
 import stat
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from distprune.base.memory import Array
-from distprune.files.checkpoint import WeightFile
-from distprune.files.disk import read_into, slabs
-from distprune.files.errors import CheckpointError, NaNError, SelectionError
-from distprune.files.mask_files import MASK_FILE, MaskFile, read_keep
-from distprune.files.output import REPORT_FILE
-from distprune.files.planning import CARD_FILE, STATISTICS_FILE, KeptValues, Plan, plan
-from distprune.files.pruning import masked_pieces, prune_task
-from distprune.files.ranked import Counts, Piece, Pieces, RankedTensors
-from distprune.files.reports import Report, identity_of, read_report, recipe_of
-from distprune.files.team import Progress, Team
-from distprune.files.text import printable
-from distprune.files.writing import (
+from distprune.base import mask_bits
+from distprune.base.blocks import Layout
+from distprune.base.float_formats import PLAIN_FLOATS
+from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry
+from distprune.files.disk import REPORT_FILE, pieces_of, read_into
+from distprune.files.errors import CheckpointError
+from distprune.files.mask_files import MASK_FILE, MaskFile, mask_header, open_masks
+from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
+from distprune.files.pruning import (
     RECIPE_FILE,
-    Task,
     add_checksum,
     check_unchanged,
-    names_by_rank,
+    masked_pieces,
+    parts_of,
 )
-from distprune.ranks.collectives import Communicator
+from distprune.files.ranked import Piece, Pieces, RankedTensors
+from distprune.files.reports import Counts, Report, identity_of, read_report, recipe_of
+from distprune.files.selecting import Layouts, UnknownLayout
+from distprune.files.team import Progress, Team
+from distprune.files.text import printable
 from distprune.ranks.process_groups import world
-from distprune.recipes import Recipe
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,6 @@ def verify(
     source: str | Path,
     *,
     scores: str | Path | None = None,
-    communicator: Communicator | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> VerifyReport:
     """Check a pruned checkpoint against its source.
@@ -91,8 +89,6 @@ def verify(
         destination: a folder that :func:`prune` wrote, with masks; visible to every rank.
         source: the checkpoint that it was made from, or a copy of it.
         scores: the scores that it was ranked by, or a copy of them, if they were given.
-        communicator: of the ranks that share the work; by default of the default process group,
-            or this process alone if there is none.
         progress: called about twice a second, with what all ranks have done.
 
     Returns:
@@ -101,58 +97,41 @@ def verify(
     Raises:
         CheckpointError: a folder cannot be read, the destination has no masks or no report, or it
             was made from another source.
+        SelectionError, NaNError: the recipe of the result does not fit the source.
         RanksError: the ranks were called with different folders, or one was lost.
         Each is raised on every rank that is left.
 
     Cost: the reads that :func:`prune` needs to rank the source, and one read of source, result and
     masks; memory as for pruning. Communication as for pruning.
     """
-    team, folder = Team(communicator or world(), progress), Path(destination)
+    team, folder = Team(world(), progress), Path(destination)
     report, made = team.run(lambda: _plan_again(folder, source, scores))
-    task, checkpoint = prune_task(made), made.checkpoint
-    masks = replace(task.masks, path=str(folder / MASK_FILE))
     team.compare([("destination", ascii(os.path.abspath(folder))), ("plan", made.digest)])
-    problems, bad = team.run(lambda: _check_files(folder, made, task, report))
-    update = made.inputs.values
-    has_order = update is None or not update.facts.get("rounds")
-    pieces = masked_pieces(task.tensors, masks)
-    sizes = {name: file.size for name, file in task.files.items() if name not in bad}
-    comparison = _Comparison(folder, task, masks, () if update is None else update.names)
-    try:
-        if has_order:
-            ranked = RankedTensors(made, team)
-            ranked.find_cuts()
-            pieces = ranked.pieces
-        team.begin("verify", sum(sizes.values()))
-        team.work(comparison.run(names_by_rank(sizes, team.size)[team.index], pieces))
-    except (NaNError, SelectionError) as error:
-        raise _misfit(folder, source, error) from error
-    of_ranks = team.share(comparison.result())
-    team.run(lambda: check_unchanged(checkpoint.folder, checkpoint.all_files))
+    ranked, checkpoint = RankedTensors(made, team), made.checkpoint
+    problems, masks, files = team.run(lambda: _check_files(folder, made, report))
+    has_order = not report.inputs.get("update", {}).get("rounds")
+    if has_order:
+        ranked.find_cuts()
+    pieces = ranked.pieces if has_order or masks is None else partial(masked_pieces, masks)
+    comparison = _Comparison(folder, made, report, masks, pieces)
+    comparison.count = partial(team.count, "verify")
+    sizes = {name: file.size for name, file in files.items()}
+    team.begin("verify", sum(sizes.values()))
+    team.each(sizes, lambda name: comparison.compare(files[name]))
+    team.run(lambda: check_unchanged(checkpoint.all_files))
+    of_ranks = team.share([comparison.num_bytes, comparison.num_pruned, comparison.problems()])
     num_bytes, num_pruned = (sum(found[i] for found in of_ranks) for i in (0, 1))
     problems += sorted(text for found in of_ranks for text in found[2])
-    if not bad:
-        checksums = dict(pair for found in of_ranks for pair in found[3])
-        stored = dict(report.checksums or ())
-        problems += [
-            f"{printable(entry.name)}: its kept weights are not those that were written."
-            for position, entry in enumerate(task.tensors)
-            if stored.get(position) != checksums.get(position)
-        ]
-        if num_pruned != made.num_to_prune:
-            text = f"{num_pruned} elements are pruned in all; the recipe asks for"
-            problems.append(f"{text} {made.num_to_prune}.")
+    is_whole = masks is not None and all(file.name in files for file in checkpoint.files)
+    if is_whole and num_pruned != made.num_to_prune:
+        problems.append(
+            f"{num_pruned} elements are pruned in all; the recipe asks for {made.num_to_prune}."
+        )
     return VerifyReport(tuple(problems), num_bytes, made.num_elements, num_pruned, has_order)
 
 
 def _plan_again(folder: Path, source: str | Path, scores: str | Path | None) -> tuple[Report, Plan]:
     """The report of a result, and the plan that made it."""
-    if (folder / MASK_FILE).exists() and not (folder / REPORT_FILE).exists():
-        raise CheckpointError(
-            f"{folder} was not made by `distprune prune`: it has masks, but no report "
-            f"({REPORT_FILE} is missing). Masks that come from elsewhere have no order to be "
-            "compared with; use `distprune diff` to compare the weights."
-        )
     report = read_report(folder)
     recipe = recipe_of(report, folder)
     if not recipe.masks:
@@ -160,67 +139,54 @@ def _plan_again(folder: Path, source: str | Path, scores: str | Path | None) -> 
             f"{folder} was pruned without masks (masks: false); verify needs them. Prune again "
             "with masks, and compare the two results with `distprune diff`."
         )
-    update = (report.inputs or {}).get("update")
-    values = None if update is None else KeptValues.from_json(update)
-    try:
-        return report, plan(source, _located(recipe, folder, scores), values=values)
-    except SelectionError as error:
-        raise _misfit(folder, source, error) from error
-
-
-def _located(recipe: Recipe, folder: Path, scores: str | Path | None) -> Recipe:
-    """The recipe of a result with the paths of what its scores were made from."""
-    if recipe.statistics is not None:
-        recipe = recipe.model_copy(update={"statistics": str(folder / STATISTICS_FILE)})
     if (recipe.scores is None) != (scores is None):
-        was = "not ranked by given scores; leave --scores out"
-        if scores is None:
-            was = (
-                "ranked by scores of single weights, which it does not hold; expected them, or a "
-                "copy of them (--scores FOLDER). `distprune prune --text` keeps those that it "
-                "makes with --keep-scores"
-            )
-        raise CheckpointError(f"{folder} was {was}.")
-    return recipe if scores is None else recipe.model_copy(update={"scores": str(scores)})
-
-
-def _misfit(folder: Path, source: str | Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"the recipe in {folder}/{REPORT_FILE} does not fit {source}: {error}")
+        raise CheckpointError(
+            f"{folder} was ranked by {'the weights' if recipe.scores is None else 'scores'}; "
+            "expected --scores FOLDER, the scores of single weights or a copy of them, if and only "
+            "if it was ranked by such. `distprune prune --text` keeps those that it makes with "
+            "--keep-scores."
+        )
+    paths = {"statistics": str(folder / STATISTICS_FILE), "scores": str(scores)}
+    changes = {key: path for key, path in paths.items() if getattr(recipe, key) is not None}
+    return report, plan(source, recipe.model_copy(update=changes))
 
 
 def _check_files(
-    folder: Path, plan: Plan, task: Task, report: Report
-) -> tuple[list[str], set[str]]:
-    """What is wrong with the names and sizes of files, and the files that cannot be compared.
+    folder: Path, plan: Plan, report: Report
+) -> tuple[list[str], MaskFile | None, dict[str, SourceFile]]:
+    """What is wrong with the names and sizes of files; the masks, and files that can be compared.
 
     Raises:
         CheckpointError: the result was made from another source.
     """
-    small = [REPORT_FILE, RECIPE_FILE, *([CARD_FILE] if plan.has_card else [])]
-    small += [STATISTICS_FILE] if plan.inputs.statistics is not None else []
-    sizes: dict[str, int | None] = {name: file.size for name, file in task.files.items()}
-    sizes |= {MASK_FILE: task.masks.size, **dict.fromkeys(small)}
-    found = {name: _file_problem(folder / name, size) for name, size in sizes.items()}
-    if not found[MASK_FILE]:
-        with open(folder / MASK_FILE, "rb") as file:
-            if file.read(len(task.masks.header)) != task.masks.header:
-                found[MASK_FILE] = "has another header than prune writes for these tensors"
-    if found[MASK_FILE] and identity_of(plan.checkpoint) != report.source:
+    if identity_of(plan.checkpoint) != report.source:
         raise CheckpointError(
             f"{folder} was not made from {plan.checkpoint.folder}: the sizes or headers of the "
             "weight files were others."
         )
+    entries = [tensor.entry for tensor in plan.tensors]
+    header = mask_header({entry.name: entry.shape for entry in entries}, is_of_checkpoint=True)
+    size = len(header) + sum(mask_bits.num_bytes_of(entry.numel) for entry in entries)
+    files = {file.name: file for file in (*plan.checkpoint.files, *plan.copied)}
+    sizes: dict[str, int | None] = {name: file.size for name, file in files.items()}
+    small = [REPORT_FILE, RECIPE_FILE, *[CARD_FILE] * plan.recipe.card]
+    small += [] if plan.statistics is None else [STATISTICS_FILE]
+    sizes |= {MASK_FILE: size, **dict.fromkeys(small)}
+    wrong = {name: _file_problem(folder / name, size) for name, size in sizes.items()}
+    if not wrong[MASK_FILE]:
+        with open(folder / MASK_FILE, "rb") as file:
+            if file.read(len(header)) != header:
+                wrong[MASK_FILE] = "has another header than prune writes for these tensors"
     parents = {str(parent) for name in sizes for parent in Path(name).parents}
-    for parent in parents:
-        for entry in os.listdir(folder / parent) if os.path.isdir(folder / parent) else ():
-            name = os.path.normpath(os.path.join(parent, entry))
-            if name not in sizes and name not in parents:
-                found[name] = "was not written by prune"
-    problems = [f"{printable(name)} {text}." for name, text in sorted(found.items()) if text]
-    bad = {name for name in task.files if found[name]}
-    if found[MASK_FILE]:  # nothing says what the weights should be
-        bad |= {entry.file for entry in task.tensors}
-    return problems, bad
+    for path in folder.rglob("*"):
+        name = str(path.relative_to(folder))
+        if name not in sizes and name not in parents and str(Path(name).parent) in parents:
+            wrong[name] = "was not written by prune"
+    problems = [f"{printable(name)} {text}." for name, text in sorted(wrong.items()) if text]
+    masks = None if wrong[MASK_FILE] else open_masks(folder)
+    # Without masks, nothing says what the weights should be.
+    can_be = [f for f in files.values() if not wrong[f.name] and (masks or not f.tensors)]
+    return problems, masks, {file.name: file for file in can_be}
 
 
 def _file_problem(path: Path, size: int | None) -> str:
@@ -230,10 +196,7 @@ def _file_problem(path: Path, size: int | None) -> str:
             return "is not a regular file"
         if size is not None and info.st_size != size:
             return f"has {info.st_size} bytes; expected {size}"
-        with open(path, "rb"):
-            return ""
-    except FileNotFoundError:
-        return "is missing"
+        return ""
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 
@@ -243,68 +206,79 @@ class _Comparison:
 
     Args:
         folder: of the result.
-        task: that makes it.
-        masks: of the result.
-        updated: the tensors whose kept weights were moved.
+        plan: that makes it.
+        report: of the result.
+        masks: of the result; None: no weights are compared.
+        pieces: which elements have to be kept.
+
+    Attributes:
+        count: called with numbers of bytes that were compared.
+        num_bytes: that were compared.
+        num_pruned: elements, by the masks of the result.
     """
 
-    def __init__(self, folder: Path, task: Task, masks: MaskFile, updated: Iterable[str]) -> None:
-        self._folder, self._task, self._masks = folder, task, masks
-        self._updated = frozenset(updated)
-        self._num_bytes = self._num_pruned = 0
-        self._checksums: dict[int, int] = {}
+    count: Callable[[int], None]
+
+    def __init__(
+        self, folder: Path, plan: Plan, report: Report, masks: MaskFile | None, pieces: Pieces
+    ) -> None:
+        self.num_bytes = self.num_pruned = 0
+        self._folder, self._masks, self._pieces = folder, masks, pieces
+        self._names = {tensor.entry.name for tensor in plan.tensors}
+        # Of the tensors whose kept weights were moved.
+        self._crc32 = {t.name: t.crc32 for t in report.tensors if t.crc32 is not None}
         # By name and by what is wrong: how many elements or bytes, and the first of them.
         self._wrong: dict[tuple[str, str], tuple[int, int]] = {}
 
-    def result(self) -> list[Any]:
-        """Bytes that were compared, pruned elements, problems, and checksums of moved weights."""
-        problems = [
+    def problems(self) -> list[str]:
+        """What differs, as sentences."""
+        return [
             f"{printable(name)}: {count} {what}; the first is number {first}."
             for (name, what), (count, first) in self._wrong.items()
         ]
-        return [self._num_bytes, self._num_pruned, problems, list(self._checksums.items())]
 
-    def run(self, names: Iterable[str], pieces: Pieces) -> Iterator[int]:
-        """Compare some files with what ``prune`` makes of the source; yields bytes."""
-        for name in names:
-            file, counts, path = self._task.files[name], Counts(Counter), str(self._folder / name)
-            parts: Iterable[range | tuple[int, Piece]] = [range(file.size)]
-            if isinstance(file, WeightFile):
-                parts = self._task.parts(file, pieces, counts)
-            for part in parts:
-                if not isinstance(part, range):
-                    yield self._compare_piece(path, *part, counts)
-                    continue
-                for run in slabs(len(part)):
-                    start = part.start + run.start
-                    expected, written = np.empty((2, len(run)), dtype=np.uint8)
-                    read_into(file.path, start, expected.data)
-                    read_into(path, start, written.data)
-                    self._add(name, _COPIED, written != expected, start)
-                    self._num_bytes += len(run)
-                    yield len(run)
-            self._checksums |= counts["values"]
+    def compare(self, file: SourceFile) -> None:
+        """Compare a file with what ``prune`` makes of that of the source."""
+        counts: Counts = defaultdict(Counter)
+        path = str(self._folder / file.name)
+        for part in parts_of(file, self._names, self._pieces, counts):
+            if isinstance(part, range):
+                both = (pieces_of(each, part.start, part.stop) for each in (file.path, path))
+                at = part.start
+                for ours, theirs in zip(*both, strict=True):
+                    differ = np.frombuffer(ours, np.uint8) != np.frombuffer(theirs, np.uint8)
+                    self._add(file.name, _COPIED, differ, at)
+                    at += len(ours)
+                    self._done(len(ours))
+            else:
+                self._compare_piece(path, *part, counts)
+        for name, crc32 in counts["crc32"].items():
+            self._add(name, _MOVED, np.array([crc32 != self._crc32[name]]), 0)
 
-    def _compare_piece(self, path: str, position: int, piece: Piece, counts: Counts) -> int:
+    def _compare_piece(self, path: str, entry: TensorEntry, piece: Piece, counts: Counts) -> None:
         """The mask is that of the recipe; the result is the source times the mask, with +0."""
-        entry, (first, bits, keep) = self._task.tensors[position], piece
-        last = first + len(bits)
-        kept = read_keep(self._masks, entry.name, first, last)
-        written: Array = np.empty_like(bits)
-        read_into(path, entry.start + first * bits.itemsize, written.data.cast("B"))
-        if entry.name in self._updated:  # the report has a checksum of what was kept
+        (first, bits, keep), name, masks = piece, entry.name, self._masks
+        assert masks is not None
+        packed = np.empty(mask_bits.num_bytes_of(len(keep)), np.uint8)
+        read_into(masks.file.path, [(masks.starts[name] + first // 8, packed.data)])
+        kept = mask_bits.unpack(packed, 0, len(keep))
+        written = np.empty_like(bits)
+        read_into(path, [(entry.start + first * bits.itemsize, written.data.cast("B"))])
+        if name in self._crc32:  # the source does not have what was kept
             bits = written
-            add_checksum(counts, position, written)
-        self._add(entry.name, _VALUES, written != bits * kept, first)
-        self._add(entry.name, _ORDER, kept != keep, first)
-        if last == entry.numel and last % 8:
-            tail = read_keep(self._masks, entry.name, last, -(-last // 8) * 8)
-            self._add(entry.name, _TAIL, tail, last)
-        self._num_pruned += len(kept) - int(np.count_nonzero(kept))
-        self._num_bytes += bits.nbytes
-        return bits.nbytes
+            add_checksum(counts, name, written)
+        self._add(name, _VALUES, written != bits * kept, first)
+        self._add(name, _ORDER, kept != keep, first)
+        tail = np.unpackbits(packed[-1:], bitorder="little")[len(keep) % 8 or 8 :]
+        self._add(name, _TAIL, tail != 0, first + len(keep))
+        self.num_pruned += len(kept) - int(np.count_nonzero(kept))
+        self._done(bits.nbytes)
 
-    def _add(self, name: str, what: str, are_wrong: Array, first: int) -> None:
+    def _done(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.count(num_bytes)
+
+    def _add(self, name: str, what: str, are_wrong: np.ndarray, first: int) -> None:
         places = np.flatnonzero(are_wrong)
         if len(places):
             count, at = self._wrong.get((name, what), (0, first + int(places[0])))
@@ -315,3 +289,170 @@ _COPIED = "bytes differ from the source, and belong to no pruned tensor"
 _VALUES = "elements are neither kept as they were nor pruned as the mask says"
 _ORDER = "elements are pruned or kept against the order of scores"
 _TAIL = "bits of the last byte of its mask belong to no element"
+_MOVED = "checksum of kept weights is not that of what was written"
+
+
+@dataclass
+class TensorFacts:
+    """Counts of the numbers of one tensor.
+
+    Attributes:
+        entry: the tensor.
+        num_zero: +0 and -0; None for other dtypes than floats of 16 bits and more.
+        num_nan, num_inf: NaN and infinities.
+        num_groups: by pattern (n, m), the groups of m neighbours along the input dimension. A
+            pattern is missing if m does not divide the inputs or their dimension is not known.
+        num_kept: by pattern, the groups with at most n nonzero numbers.
+    """
+
+    entry: TensorEntry
+    num_zero: int | None = 0
+    num_nan: int = 0
+    num_inf: int = 0
+    num_groups: dict[tuple[int, int], int] = field(default_factory=dict)
+    num_kept: dict[tuple[int, int], int] = field(default_factory=dict)
+
+
+def inspect(
+    checkpoint: Checkpoint,
+    patterns: Sequence[tuple[int, int]] = ((2, 4),),
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+    input_dims: Mapping[str, Sequence[int]] | None = None,
+) -> Iterator[TensorFacts]:
+    """Count the numbers of every tensor, in the checkpoint's order.
+
+    Args:
+        checkpoint: from ``open_checkpoint``.
+        patterns: N:M patterns to count.
+        on_bytes: called with numbers of bytes that were read.
+        input_dims: as in a recipe, for tensors whose input dimension is not known.
+
+    Raises:
+        CheckpointError: a file cannot be read, or has become shorter.
+        SelectionError: ``input_dims`` do not fit.
+
+    Cost: one read of these tensors; the memory of a slab, or of a few rows of a matrix whose groups
+    span several rows.
+    """
+    layouts = Layouts(checkpoint, input_dims)
+    for entry in checkpoint.tensors:
+        facts = TensorFacts(entry)
+        form = PLAIN_FLOATS.get(entry.dtype)
+        if form is None:
+            facts.num_zero = None
+            on_bytes(entry.nbytes)
+            yield facts
+            continue
+        try:
+            layout = layouts.of(entry)
+        except UnknownLayout:
+            layout = Layout(1, 1)
+        fitting = [(n, m) for n, m in patterns if entry.numel and layout.inputs % m == 0]
+        for n, m in fitting:
+            facts.num_groups[n, m], facts.num_kept[n, m] = entry.numel // m, 0
+        # Slabs hold whole groups: the lengths of groups divide the inputs, as does their lcm.
+        block = layout.stride * math.lcm(*(m for _, m in fitting)) if fitting else 1
+        num_zero = 0
+        for raw in pieces_of(entry.path, entry.start, entry.stop, block * form.num_bits // 8):
+            on_bytes(len(raw))
+            magnitudes = form.magnitudes(np.frombuffer(raw, np.uint8))
+            num_zero += int(np.count_nonzero(magnitudes == 0))
+            facts.num_inf += int(np.count_nonzero(magnitudes == form.bits(form.inf)))
+            facts.num_nan += int(np.count_nonzero(magnitudes > form.bits(form.inf)))
+            for n, m in fitting:
+                groups = (magnitudes != 0).reshape(-1, m, layout.stride)
+                num_kept = np.count_nonzero(groups.sum(1, dtype=np.int32) <= n)
+                facts.num_kept[n, m] += int(num_kept)
+        facts.num_zero = num_zero
+        yield facts
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """Two tensors of one name, element by element.
+
+    Attributes:
+        name: the name of both.
+        numel: elements of each; 0 if there is a ``problem``.
+        num_differing: elements whose bits differ.
+        num_zero_in_both: elements that are +0 or -0 in both.
+        num_zero_in_first, num_zero_in_second: elements that are zero in that one only.
+        problem: why they cannot be compared: another shape or dtype, or one is missing.
+    """
+
+    name: str
+    numel: int = 0
+    num_differing: int = 0
+    num_zero_in_both: int = 0
+    num_zero_in_first: int = 0
+    num_zero_in_second: int = 0
+    problem: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the tensors are equal bit for bit."""
+        return not self.problem and not self.num_differing
+
+
+def compare(
+    first: Checkpoint,
+    second: Checkpoint,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> Iterator[TensorDifference]:
+    """Compare all tensors by name, in the order of the first checkpoint.
+
+    Tensors may be in other files and in another order. Zeros are counted in plain floats only.
+
+    Args:
+        first, second: from ``open_checkpoint``.
+        on_bytes: called with numbers of bytes that were read, of both together.
+
+    Raises:
+        CheckpointError: a file cannot be read, or has become shorter.
+
+    Cost: one read of each; the memory of a slab.
+    """
+    ours = {entry.name: entry for entry in first.tensors}
+    theirs = {entry.name: entry for entry in second.tensors}
+    for name in ours | theirs:
+        both = [entries[name] for entries in (ours, theirs) if name in entries]
+        kinds = {f"{entry.dtype} {list(entry.shape)}": None for entry in both}
+        if len(both) == 1:
+            where = "first" if name in ours else "second"
+            yield TensorDifference(name, problem=f"only in the {where}")
+        elif len(kinds) == 2:
+            yield TensorDifference(name, problem="; ".join(kinds))
+        else:
+            size, num_bytes = both[0].numel, both[0].nbytes
+            itemsize = num_bytes // size if size and num_bytes % size == 0 else 1
+            counts = np.zeros(4, dtype=np.int64)
+            form = PLAIN_FLOATS.get(both[0].dtype)
+            pieces = (pieces_of(e.path, e.start, e.stop, itemsize) for e in both)
+            for raw in zip(*pieces, strict=True):
+                one, two = (np.frombuffer(each, np.uint8) for each in raw)
+                on_bytes(2 * len(one))
+                counts[0] += np.count_nonzero((one != two).reshape(-1, itemsize).any(1))
+                if form is not None:
+                    a, b = form.magnitudes(one) == 0, form.magnitudes(two) == 0
+                    counts[1:] += [np.count_nonzero(zero) for zero in (a & b, a & ~b, b & ~a)]
+            yield TensorDifference(name, size, *counts.tolist())
+
+
+def compare_metadata(
+    first: Checkpoint, second: Checkpoint
+) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """The ``__metadata__`` of the headers, where it differs.
+
+    Returns:
+        By key, its distinct values in the files of the first and of the second checkpoint.
+    """
+    values: dict[str, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
+    for number, checkpoint in enumerate((first, second)):
+        for file in checkpoint.files:
+            for key, value in file.metadata.items():
+                values[key][number].add(value)
+    return {
+        key: (tuple(sorted(ours)), tuple(sorted(theirs)))
+        for key, (ours, theirs) in sorted(values.items())
+        if ours != theirs
+    }

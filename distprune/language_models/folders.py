@@ -17,9 +17,8 @@ from torch import nn
 
 from distprune.checkpoint import save_pretrained
 from distprune.files.checkpoint import Checkpoint, locate, open_checkpoint
-from distprune.files.disk import writing
+from distprune.files.disk import new_folder, resolve_destination, writing
 from distprune.files.errors import CheckpointError
-from distprune.files.output import new_folder, resolve_destination
 from distprune.ranks.process_groups import is_distributed, world
 
 if TYPE_CHECKING:
@@ -192,9 +191,9 @@ def save_sharded(
         """The folder that becomes the destination, on the first rank."""
         if communicator.index:
             return target
-        checkpoint, place = open_checkpoint(source), resolve_destination(folder)
+        place = resolve_destination(folder, open_checkpoint(source).root)
         num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        return unfinished.enter_context(new_folder(place, checkpoint, num_bytes))
+        return unfinished.enter_context(new_folder(place, num_bytes))
 
     def finish() -> None:
         if communicator.index:
@@ -227,7 +226,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     require_extra()
     from transformers import AutoTokenizer
 
-    place = locate(Path(folder))[0]
+    place = locate(Path(folder))
     try:
         made: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:

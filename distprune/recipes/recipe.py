@@ -313,7 +313,6 @@ class Recipe(GroupRecipe):
         groups: instead of the keys of :class:`GroupRecipe`, parts of a checkpoint with sparsities
             of their own. A tensor in no group is left alone, and none may be in two.
         seed: of random scores. None: 0.
-        nan: "error": a NaN in a selected tensor is an error; "keep": it is kept.
         statistics: path of the statistics of activations that "wanda", "stade", "ria" and the
             budget "owl" need, as ``ActivationStatistics.save`` writes them; or of those of
             gradients, for "fisher", as ``GradientStatistics.save`` does.
@@ -334,9 +333,6 @@ class Recipe(GroupRecipe):
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
         default=None, description="Seed of the score random (0)."
-    )
-    nan: Literal["error", "keep"] = Field(
-        default="error", description="What to do about NaN in the weights of a checkpoint."
     )
     statistics: PathText | None = Field(
         default=None,

@@ -218,7 +218,7 @@ class StreamedModel:
         entry = self.entries[name]
         out = torch.empty(entry.shape, dtype=dtype_of(entry))
         path = next(file.path for file in self.checkpoint.files if file.name == entry.file)
-        read_into(path, entry.start, out.view(-1).view(torch.uint8).numpy().data)
+        read_into(path, [(entry.start, out.view(-1).view(torch.uint8).numpy().data)])
         return out
 
     def _untie_different(self) -> None:
@@ -278,9 +278,12 @@ class StoredLayers:
     """
 
     def __init__(self, streamed: StreamedModel, recipe: Recipe) -> None:
-        groups = zip(recipe.parts, select_tensors(streamed.checkpoint, recipe).groups, strict=True)
         # By the names of pruned tensors, what ranks them.
-        self._scores = {entry.name: part.score for part, entries in groups for entry in entries}
+        self._scores = {
+            entry.name: recipe.parts[group].score
+            for entry, group, _ in select_tensors(streamed.checkpoint, recipe).verdicts
+            if group is not None
+        }
         model = streamed.model
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._saved = {

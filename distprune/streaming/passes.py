@@ -126,14 +126,15 @@ class Passes:
     before: float | None
     communicator: Communicator = field(default_factory=world)
 
-    def run(self, told: Mapping[str, Any]) -> tuple[Recipe, KeptValues]:
+    def run(self, told: Mapping[str, Any]) -> tuple[Recipe, KeptValues, RankedTensors | None]:
         """Score, rank, and update the layers. Collective.
 
         Args:
             told: what the report says beside what is found here.
 
         Returns:
-            The recipe with its statistics, and the values of kept weights.
+            The recipe with its statistics; the values of kept weights; and the ranking, if it was
+            made already.
         """
         settings, work, numbers = self.settings, self.work, range(len(self.streamed.layers))
         dense = self._stream("dense", settings.windows)
@@ -164,13 +165,12 @@ class Passes:
             for number in layers("backward", reversed(numbers)):
                 self._differentiate(dense, number)
                 dense.remove("gradient", number + 2)
-        recipe = self._with_scores()
+        recipe, masks = self._with_scores(), None
         if "update" in settings.passes:
             held_out = [] if evaluation is None else [self._stream("after", evaluation)]
             planned = self.communicator.run(lambda: plan(self.streamed.checkpoint.folder, recipe))
             masks = RankedTensors(planned, Team(self.communicator))
-            masks.find_cuts(work.get("cuts"))
-            work.once("cuts", masks.cuts.as_json)
+            masks.find_cuts()
             for number in layers("update", numbers):
                 self._update(dense, number, masks)
                 for stream in held_out:
@@ -186,8 +186,8 @@ class Passes:
             **({"damping": settings.damping} if settings.moves else {}),
             **({"perplexity": perplexities} if perplexities else {}),
         }
-        tensors = [name for names in self.stored.names for name in names if settings.moves]
-        return recipe, KeptValues(facts, tuple(tensors), work.folder("values"))
+        tensors = {name for names in self.stored.names for name in names if settings.moves}
+        return recipe, KeptValues(facts, frozenset(tensors), work.folder("values")), masks
 
     def _layers(
         self, finished: Callable[[int], None], name: str, numbers: Iterable[int]

@@ -24,13 +24,8 @@ from typing import Any
 import torch
 
 from distprune.files.checkpoint import open_checkpoint
+from distprune.files.disk import REPORT_FILE, check_destination, locked, resolve_destination
 from distprune.files.errors import CheckpointError, SelectionError
-from distprune.files.output import (
-    REPORT_FILE,
-    check_destination,
-    locked,
-    resolve_destination,
-)
 from distprune.files.planning import STATISTICS_FILE, check_scores, plan
 from distprune.files.pruning import prune as prune_files
 from distprune.files.reports import Report, read_report
@@ -161,12 +156,14 @@ def prune_folder(
     kept = None if keep_scores is None else Path(keep_scores).absolute()
 
     def begin() -> tuple[Path, dict[str, Any], str]:
-        target, checkpoint = resolve_destination(destination), open_checkpoint(source)
+        checkpoint = open_checkpoint(source)
+        target = resolve_destination(destination, checkpoint.root)
         _check_request(settings, kept, rounds)
         facts = settings.facts(checkpoint) | ({"rounds": list(rounds)} if rounds else {})
         text = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         if _finished(target, text) is None:
-            check_destination(target, checkpoint, replaces=replace)
+            files = [file.path for file in checkpoint.all_files]
+            check_destination(target, files, replaces=replace)
         return target, facts, text
 
     target, facts, text = communicator.run(
@@ -213,7 +210,7 @@ def prune_folder(
                 say(f"Resuming what is in {work.path}.")
             with communicator.raising_everywhere():
                 before = None if made is None else made.before
-                chosen, values = Passes(streamed, stored, now, work, before).run(told)
+                chosen, values, ranked = Passes(streamed, stored, now, work, before).run(told)
         planned = communicator.run(partial(plan, begun_from, chosen, values=values))
         for warning in planned.warnings:
             say(f"Warning: {warning}")
@@ -223,7 +220,7 @@ def prune_folder(
             progress=progress_of_files,
             replace=replace and is_last,
             tell=say,
-            cuts=work.get("cuts"),
+            ranked=ranked,
         )
         work.remove()
         made = _result_of(report)
@@ -320,12 +317,12 @@ def _finished(target: Path, text: str) -> PrunedFolder | None:
         report = read_report(target)
     except CheckpointError:
         return None
-    made = (report.inputs or {}).get("update", {}).get("text")
+    made = report.inputs.get("update", {}).get("text")
     return _result_of(report) if made == text else None
 
 
 def _result_of(report: Report) -> PrunedFolder:
-    facts = (report.inputs or {})["update"]
+    facts = report.inputs["update"]
     measured = facts.get("perplexity", {})
     errors = {name: (before, after) for name, before, after in facts["errors"]}
     return PrunedFolder(report, measured.get("before"), measured.get("after"), errors)

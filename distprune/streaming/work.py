@@ -21,9 +21,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distprune.files.disk import write_atomically, writing
+from distprune.files.disk import (
+    DISCARD_HINT,
+    check_free_bytes,
+    folder_bytes,
+    write_atomically,
+    writing,
+)
 from distprune.files.errors import CheckpointError, OutputError
-from distprune.files.output import DISCARD_HINT, check_free_bytes, folder_bytes
 from distprune.ranks.collectives import Communicator
 
 _FACTS, _PROGRESS = "facts.json", "progress.json"

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from distprune.files import output, writing
+from distprune.files import disk, pruning
 from distprune.files.errors import OutputError
 from helpers.tiny_checkpoints import save, tree_digest
 from helpers.tiny_language_model import save_tiny_llama, write_text
@@ -60,7 +60,7 @@ def test_the_old_result_stays_until_the_new_one_is_complete(run, again, out, mon
         raise OutputError("stopped.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "_publish", stop)
+        patch.setattr(pruning.Result, "_publish", stop)
         assert run(*begin, out, *end, "--force").code == 1
     assert tree_digest(out, RUN) == old
     assert run(*begin, out, *end, "--force").code == 0
@@ -70,28 +70,28 @@ def test_the_old_result_stays_until_the_new_one_is_complete(run, again, out, mon
 def test_a_run_killed_between_the_renames_loses_neither(run, source, out, monkeypatch):
     old, command = tree_digest(out, RUN), ["prune", source, out, "-s", "0.25"]
 
-    def killed(folder, destination, *, replaces):
-        os.rename(destination, output._replaced(destination))
+    def killed(destination):
+        os.rename(destination, disk._replaced(destination))
         raise OutputError("as if by SIGKILL.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "publish", killed)
+        patch.setattr(disk, "publish", killed)
         assert run(*command, "--force").code == 1
     assert not out.exists()
     assert run(*command).code == DESTINATION  # it puts the old result back
     assert tree_digest(out, RUN) == old
-    os.rename(out, output._replaced(out))
+    os.rename(out, disk._replaced(out))
     assert run(*command, "--discard").code == 0
     assert tree_digest(out, RUN) == old
     assert run(*command, "--force").code == 0
-    shutil.copytree(out, output._replaced(out))  # killed before the old one was removed
-    assert run(*command).code == 0 and not output._replaced(out).exists()
+    shutil.copytree(out, disk._replaced(out))  # killed before the old one was removed
+    assert run(*command).code == 0 and not disk._replaced(out).exists()
 
 
-def test_a_rename_that_fails_puts_the_old_result_back(out, tmp_path):
+def test_a_rename_that_fails_puts_the_old_result_back(out):
     old = tree_digest(out, RUN)
     with pytest.raises(OutputError):
-        output.publish(tmp_path / "nothing", out, replaces=True)
+        disk.publish(out)
     assert tree_digest(out, RUN) == old
 
 

@@ -31,8 +31,8 @@ def command(request, run, source, tmp_path):
 INTERRUPTED = """
 import os, signal
 from distprune.cli.main import main
-from distprune.files import writing
-writing._publish = lambda *_: os.kill(os.getpid(), signal.{})
+from distprune.files import pruning
+pruning.Result._publish = lambda *_: os.kill(os.getpid(), signal.{})
 main()
 """
 

@@ -7,7 +7,7 @@ import torch
 
 from distprune.base.float_formats import DTYPE_BITS
 from distprune.files.checkpoint import open_checkpoint
-from distprune.files.inspecting import inspect
+from distprune.files.verifying import inspect
 from helpers.tiny_checkpoints import encode, save
 
 TORCH = {

@@ -66,7 +66,7 @@ def test_inspect_draws_matrices_of_floats(run, tmp_path, monkeypatch):
 
 def test_what_cannot_be_drawn_is_said_before_the_weights_are_read(run, tmp_path, monkeypatch):
     source = save(tmp_path / "source", {"a": torch.ones(2)})
-    monkeypatch.setattr("distprune.files.inspecting.inspect", None)
+    monkeypatch.setattr("distprune.files.verifying.inspect", None)
     assert run("inspect", source, "--plot", tmp_path / "none" / "a.png").code == 1
     assert run("inspect", source, "--plot", tmp_path / "a.txt").code == 2
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -14,7 +14,7 @@ RECIPES = {
     "random rows": raw_recipe(0.5, "row", score="random"),
     "nothing": raw_recipe(0.0),
     "everything": raw_recipe(1.0),
-    "chosen": raw_recipe(0.3, include=("re:.*[abc].weight",), exclude=("b.*",), nan="keep"),
+    "chosen": raw_recipe(0.3, include=("re:.*[abc].weight",), exclude=("b.*",)),
 }
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from distprune.files import planning, pruning, writing
+from distprune.files import planning, pruning
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.statistics_file import (
     StoredStatistics,
@@ -15,8 +15,7 @@ from distprune.files.statistics_file import (
     write_statistics,
 )
 from distprune.files.verifying import verify
-from distprune.recipes import Recipe, load_recipe
-from distprune.schedule import ScheduledPruner
+from distprune.recipes import load_recipe
 from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import save, tree_digest
 
@@ -97,7 +96,7 @@ def test_given_scores_are_needed_again_to_verify(source, scores, tmp_path):
     assert not verify(target, source, scores=save(tmp_path / "other", other)).is_good
     magnitudes = tmp_path / "magnitudes"
     pruning.prune(planning.plan(source, raw_recipe(0.5)), magnitudes)
-    with pytest.raises(CheckpointError, match="leave --scores out"):
+    with pytest.raises(CheckpointError, match="if and only if it was ranked"):
         verify(magnitudes, source, scores=scores)
 
 
@@ -112,7 +111,7 @@ def test_a_run_continues_with_the_same_inputs_only(
     pruning.prune(plan, tmp_path / "whole")
     target = tmp_path / "target"
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "check_unchanged", lambda *_: 1 / 0)
+        patch.setattr(pruning, "check_unchanged", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             pruning.prune(plan, target)
     copied = tmp_path / "elsewhere.safetensors"
@@ -177,8 +176,8 @@ def test_statistics_of_unknown_tensors_and_of_no_token_are_warnings(source, tmp_
 def test_scores_that_do_not_fit_are_named(source, tmp_path):
     right = {name: torch.ones(16, 24) for name in NAMES}
     cases = {
-        "F32 [24, 16]; expected [16, 24]": right | {NAMES[1]: torch.ones(24, 16)},
-        "I64 [16, 24]; expected": right | {NAMES[1]: torch.ones(16, 24, dtype=torch.int64)},
+        "F32 [24, 16] of": right | {NAMES[1]: torch.ones(24, 16)},
+        "I64 [16, 24] of": right | {NAMES[1]: torch.ones(16, 24, dtype=torch.int64)},
         "has no scores of": {name: right[name] for name in NAMES if name != NAMES[1]},
     }
     for number, (text, wrong) in enumerate(cases.items()):
@@ -201,12 +200,8 @@ def test_nan_and_infinities(source, tmp_path, more):
     values[NAMES[1]][2, 3] = float("nan")
     scores = save(tmp_path / "scores", values)
     recipe = raw_recipe(0.5, score="given", scores=scores, **more)
-    with pytest.raises(NaNError, match=f"NaN in the scores of {NAMES[1]};.*Repair the scores"):
+    with pytest.raises(NaNError, match=f"NaN in the scores of {NAMES[1]};.*Repair"):
         pruning.prune(planning.plan(source, recipe), tmp_path / "target")
-    keep = raw_recipe(0.5, score="given", scores=scores, nan="keep", **more)
-    report = pruning.prune(planning.plan(source, keep), tmp_path / "kept")
-    assert [tensor.num_nan for tensor in report.tensors] == [0, 1, 0, 0]
-    assert verify(tmp_path / "kept", source, scores=scores).is_good
     if more == {"normalize": "rms"}:
         values[NAMES[1]][2, 3] = float("inf")
         recipe = raw_recipe(0.5, score="given", scores=save(tmp_path / "inf", values), **more)
@@ -228,53 +223,9 @@ def test_recipes_that_make_no_sense(source, fields, text):
         planning.plan(source, raw_recipe(0.5, **fields))
 
 
-def test_groups_share_their_inputs(source, statistics, scores, tmp_path):
-    groups = (
-        raw_recipe(0.5, include=("*.0.*", "*.1.*"), score="wanda", normalize="rms"),
-        raw_recipe(0.25, "row", include=("*.2.*",), score="given"),
-        raw_recipe(0.25, include=("*.3.*",)),
-    )
-    recipe = raw_recipe(groups=groups, statistics=statistics, scores=str(scores))
-    path = tmp_path / "recipe.yaml"
-    path.write_text(recipe.to_yaml())
-    assert load_recipe(path).as_values() | {"statistics": statistics, "scores": str(scores)} == (
-        recipe.as_values()
-    )
-    report = pruning.prune(planning.plan(source, recipe), tmp_path / "target")
-    assert [group.num_pruned for group in report.groups] == [384, 96, 96]
-    assert verify(tmp_path / "target", source, scores=scores).is_good
-
-
-def test_models_refuse_these_scores_by_name(statistics):
-    recipe = Recipe(score="wanda", sparsity=0.5, statistics=statistics)
-    assert Recipe(**recipe.as_values()).as_values() == recipe.as_values()
-    with pytest.raises(ValueError, match="the recipe has statistics, score 'wanda'"):
-        ScheduledPruner.from_recipe(torch.nn.Linear(3, 3), recipe)
-
-
-def test_magnitudes_as_given_scores_prune_what_magnitude_prunes(source, tmp_path):
-    scores = save(tmp_path / "scores", {name: -w.abs() for name, w in weights().items()})
-    for number, more in enumerate([{}, {"normalize": "rms"}, {"scope": "row"}]):
-        recipes = raw_recipe(0.5, **more), raw_recipe(0.5, score="given", scores=scores, **more)
-        masks = []
-        for which, recipe in enumerate(recipes):
-            target = tmp_path / f"{number}-{which}"
-            pruning.prune(planning.plan(source, recipe), target)
-            masks.append((target / "distprune" / "masks.safetensors").read_bytes())
-        assert masks[0] == masks[1]
-
-
 def test_inputs_that_change_during_a_run_are_noticed(source, statistics, tmp_path):
     plan = planning.plan(source, wanda(statistics))
     write(statistics, factor=3.0)
     with pytest.raises(CheckpointError, match="has changed"):
         pruning.prune(plan, tmp_path / "target")
     assert not (tmp_path / "target").exists()
-
-
-def test_paths_in_a_recipe_start_at_the_recipe(source, statistics, tmp_path, monkeypatch):
-    (tmp_path / "recipes").mkdir()
-    path = tmp_path / "recipes" / "mine.yaml"
-    path.write_text("score: wanda\nstatistics: ../statistics.safetensors\nsparsity: 0.5\n")
-    monkeypatch.chdir("/")
-    assert planning.plan(source, load_recipe(path)).inputs.statistics.facts()["num_tokens"] == 100

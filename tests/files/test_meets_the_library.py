@@ -15,7 +15,6 @@ from distprune.files.errors import CheckpointError
 from distprune.files.mask_files import open_masks, read_keep
 from distprune.recipes import Recipe
 from distprune.schedule import ScheduledPruner
-from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
 from helpers.recipes import raw_recipe
 
@@ -39,33 +38,6 @@ def masks_of(folder):
         )
         for name, shape in masks.shapes.items()
     }
-
-
-def masks_of_recipes(dtype, mappings):
-    """In the library, by pruners that recipes made."""
-    model = make_model(dtype)
-    for mapping in mappings:
-        ScheduledPruner.from_recipe(model, Recipe(**mapping)).step()
-    parameters = [(n, m) for n, m in model.named_modules() if hasattr(m, "weight_mask")]
-    return {f"{name}.weight": module.weight_mask.bool() for name, module in parameters}
-
-
-def test_groups_of_a_checkpoint_are_recipes_of_a_model(tmp_path):
-    groups = [
-        {"include": "layers.[0-4]", "sparsity": 0.5, "max_sparsity": 0.6},
-        {"include": "re:layers[.][56].*", "sparsity": 0.25, "score": "random"},
-        {"include": "layers.[789]", "sparsity": 0.75, "normalize": "none"},
-    ]
-    state = {name: tensor.detach() for name, tensor in make_model("mixed").state_dict().items()}
-    source = tiny_checkpoints.save(tmp_path / "source", state)
-    recipe = Recipe(seed=3, groups=groups)
-    pruning.prune(planning.plan(source, recipe), tmp_path / "target")
-    found = masks_of(tmp_path / "target")
-    seeds = [{}, {"seed": 3}, {}]  # of the random scores alone
-    recipes = [of | group for of, group in zip(seeds, groups, strict=True)]
-    (wanted,) = run_ranks(masks_of_recipes, 1, "mixed", recipes)
-    assert len(found) == 10 and found.keys() == wanted.keys()
-    assert all(found[name].equal(keep) for name, keep in wanted.items())
 
 
 @pytest.mark.parametrize("normalize", [None, "none"])
@@ -108,31 +80,3 @@ def test_fp64_that_cannot_be_divided_exactly_is_refused_by_name(tmp_path, value)
     source = tiny_checkpoints.save(tmp_path / "source", {"0.weight": weight})
     with pytest.raises(CheckpointError, match=text):
         pruning.prune(planning.plan(source, raw_recipe(0.5, normalize="l2")), tmp_path / "target")
-
-
-@pytest.mark.parametrize("normalize", ["rms", "l2", "mean"])
-@pytest.mark.parametrize(
-    ("dtype", "exponent"),
-    [
-        (torch.float32, -149),  # 1 / rms is above the largest float32
-        (torch.float32, 124),  # 1 / norm is a denormal float32
-        (torch.bfloat16, -133),
-        (torch.float64, -890),
-    ],
-)
-def test_multiples_of_one_another_are_pruned_alike(tmp_path, dtype, exponent, normalize):
-    torch.manual_seed(0)
-    values = (torch.randperm(12) + 1).view(3, 4).double()
-    weights = {"a.weight": values.to(dtype), "b.weight": (values * 2.0**exponent).to(dtype)}
-    model = nn.ModuleDict({name: nn.Linear(4, 3, dtype=dtype) for name in "ab"})
-    for name, layer in model.items():
-        layer.weight = nn.Parameter(weights[f"{name}.weight"].clone())
-    distprune.global_unstructured(
-        distprune.select(model), distprune.L1Unstructured, amount=0.5, normalize=normalize
-    )
-    source = tiny_checkpoints.save(tmp_path / "source", weights)
-    pruning.prune(planning.plan(source, raw_recipe(0.5, normalize=normalize)), tmp_path / "target")
-    found = masks_of(tmp_path / "target")
-    for name, layer in model.items():
-        assert torch.equal(layer.weight_mask.bool(), values > 6)
-        assert torch.equal(found[f"{name}.weight"], values > 6)

@@ -114,14 +114,3 @@ def test_a_source_without_metadata(tmp_path, card):
     found = prune(source_of(tmp_path / "source", card), tmp_path / "out")
     assert metadata(found)[0] == {"tags": ["pruned", "sparse"]}
     assert found.endswith(card or b"") and (b"card of the source" in found) is bool(card)
-
-
-def test_what_can_be_no_card_is_copied(tmp_path, monkeypatch):
-    source = source_of(tmp_path / "source", None)
-    (source / "README.md").mkdir()
-    (source / "README.md" / "a.txt").write_text("a")
-    pruning.prune(planning.plan(source, raw_recipe(0.5)), tmp_path / "out")
-    assert (tmp_path / "out" / "README.md" / "a.txt").read_text() == "a"
-    monkeypatch.setattr(planning, "MAX_CARD_BYTES", len(CARD) - 1)
-    large = source_of(tmp_path / "large")
-    assert prune(large, tmp_path / "copy") == CARD.encode()

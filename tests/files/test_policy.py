@@ -47,7 +47,6 @@ def test_the_default_selection_and_its_order(tmp_path):
         "model.layers.2.self_attn.q_proj.weight",
         "model.layers.10.self_attn.q_proj.weight",
     ]
-    assert [t.offset for t in found.tensors] == [0, 64, 96, 128, 160]
     assert (found.num_elements, found.num_to_prune) == (192, 96)
     assert {name: reason for name, reason in reasons(found).items() if reason} == {
         "model.embed_tokens.weight": "an embedding",

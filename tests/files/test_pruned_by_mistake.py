@@ -101,13 +101,13 @@ def test_an_adapter_is_refused_unless_it_is_asked_for(tmp_path, tensors):
     with pytest.raises(SelectionError) as error:
         plan(source, raw_recipe(0.5))
     problem = str(error.value)
-    assert "is an adapter (adapter_config.json)" in problem and "Merge it into its model" in problem
+    assert "is an adapter (adapter_config.json" in problem and "Merge it into its model" in problem
     assert plan(source, raw_recipe(0.5, include=("*",))).num_elements > 0
 
 
 def test_factors_without_a_config_are_refused_too(tmp_path):
     source = save(tmp_path / "source", ADAPTER)
-    with pytest.raises(SelectionError, match=r"is an adapter \(names such as lora_A\)"):
+    with pytest.raises(SelectionError, match="names such as lora_A"):
         plan(source, raw_recipe(0.5))
     assert plan(source, raw_recipe(0.5, also=("*.lora_?",))).num_elements == 32
 
@@ -127,6 +127,6 @@ def test_an_exclude_that_matches_nothing_is_a_warning(tmp_path):
         "exclude: 'lm_head'",
         "exclude: 're:b.*'",
     ]
-    assert plan(source, raw_recipe(0.5)).warnings == ()
+    assert not plan(source, raw_recipe(0.5)).warnings
     with pytest.raises(SelectionError, match="include: 'b' matches none"):
         plan(source, raw_recipe(0.5, include=("b",), exclude=("c",)))

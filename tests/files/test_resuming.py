@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from distprune.files import planning, pruning, team
+from distprune.files.checkpoint import open_checkpoint
+from distprune.files.disk import discard, locked
 from distprune.files.errors import (
     CheckpointError,
     FilesError,
@@ -20,8 +22,6 @@ from distprune.files.errors import (
     OutputError,
     RanksError,
 )
-from distprune.files.output import discard, locked
-from distprune.files.pruning import Application
 from distprune.testing import RankError, run_ranks
 from helpers.disk_crashes import Steps, disk_is_full, kill_self, run_forked
 from helpers.recipes import raw_recipe
@@ -53,7 +53,7 @@ def prune(source, target, way="global", **kwargs):
         masks = source.with_name("masks")
         if not masks.exists():
             prune(source, masks)
-        return Application(masks, source).write(target, **kwargs)
+        return pruning.apply(masks, open_checkpoint(source), target, **kwargs)
     return pruning.prune(planning.plan(source, WAYS[way]), target, **kwargs)
 
 
@@ -84,7 +84,7 @@ def stopped(source, target, way="global", at=1):
             raise Stop
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(team, "_ROUND_SECONDS", 0.0)
+        patch.setattr(team, "_SECONDS", 0.0)
         with pytest.raises((Stop, FilesError), match=r"Stop|^$"):
             prune(source, target, way, progress=stop)
 
@@ -286,10 +286,10 @@ def test_a_file_has_its_name_once_it_is_on_the_disk(source, tmp_path, monkeypatc
     for path in source.iterdir():
         at = seen.index(("rename", path.name))
         assert ("sync", f"{path.name}.part") in seen[:at]
-    for number, name in enumerate(sorted(p.name for p in source.glob("*.safetensors"))):
+    for name in sorted(p.name for p in source.glob("*.safetensors")):
         of_file = seen.index(("rename", name))
-        assert seen.index(("rename", f"{number:05}.json")) < of_file
-        assert seen.index(("rename", f"{number:05}.masks")) < of_file
+        assert seen.index(("rename", f"{name}.json")) < of_file
+        assert seen.index(("rename", f"{name}.masks")) < of_file
     published = seen.index(("rename", "target"))
     assert seen.index(("rename", "report.json")) < published
     assert seen[published + 1 :] == [("sync", tmp_path.name)]
@@ -312,25 +312,12 @@ def test_a_source_that_changes_is_an_error(source, tmp_path):
         path.write_bytes(whole)
         discard(tmp_path / "target")
     prune(source, tmp_path / "masks")
-    application = Application(tmp_path / "masks", source)
-    os.utime(tmp_path / "masks/distprune/masks.safetensors", ns=(1, 1))
-    with pytest.raises(CheckpointError, match=r"masks\.safetensors of .* has changed"):
-        application.write(tmp_path / "target")
-
-
-def test_the_source_is_never_opened_for_writing(source, tmp_path, monkeypatch):
-    really_open, flags_of = os.open, {}
-
-    def noting(path, flags, *args, **kwargs):
-        flags_of.setdefault(str(path), []).append(flags)
-        return really_open(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", noting)
-    for path in (*source.iterdir(), source):
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    prune(source, tmp_path / "target")
-    opened = [flags for path, all_of in flags_of.items() if str(source) in path for flags in all_of]
-    assert opened and all(flags & os.O_ACCMODE == os.O_RDONLY for flags in opened)
+    masks = tmp_path / "masks/distprune/masks.safetensors"
+    with (
+        Steps(20, lambda: os.utime(masks, ns=(1, 1))),
+        pytest.raises(CheckpointError, match=r"masks\.safetensors has changed"),
+    ):
+        prune(source, tmp_path / "target", "apply")
 
 
 def test_ranks_that_were_called_differently(source, tmp_path):

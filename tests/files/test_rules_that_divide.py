@@ -70,20 +70,6 @@ def test_what_has_no_sum_is_named(tmp_path, model, statistics, fields):
     assert not (tmp_path / "target").exists()
 
 
-def test_nan_that_are_kept_are_in_no_sum(tmp_path, model, statistics):
-    """The other scores are those of the model with a zero in this place."""
-    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    fields = {"score": "ria", "statistics": statistics, "scope": "row", **WHERE}
-    for value in (0.0, float("nan")):
-        state["layers.5.weight"][1, 1] = value
-        state["layers.0.weight"][1, 1] = value
-        folder = save(tmp_path / f"source {value}", state)
-        recipe = raw_recipe(0.25, nan="keep", **fields)
-        report = pruning.prune(planning.plan(folder, recipe), tmp_path / f"target {value}")
-        assert sum(tensor.num_nan for tensor in report.tensors) == (0 if value == 0 else 2)
-        assert verify(tmp_path / f"target {value}", folder).is_good
-
-
 def test_a_recipe_for_a_model(model):
     recipe = {"sparsity": 0.5, "budget": "erk", "exclude": "layers.4*"}
     pruner = ScheduledPruner.from_recipe(model, Recipe(**recipe))

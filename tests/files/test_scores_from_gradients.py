@@ -96,11 +96,11 @@ def test_statistics_of_the_other_kind_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight": 0.0}, "the weights of all batches of layers.0.weight are 0"),
-        ({"weight": float("nan")}, "has the count nan"),
-        ({"by_output": np.ones(9)}, "has sums of the shapes"),
-        ({"by_input": -np.ones(12)}, "not finite or negative"),
-        ({"by_input": np.full(12, np.inf)}, "not finite or negative"),
+        ({"count": 0.0}, "the weights of all batches of layers.0.weight are 0"),
+        ({"count": float("nan")}, "has the count nan"),
+        ({"first": np.ones(9)}, "has sums of the shapes"),
+        ({"second": -np.ones(12)}, "not finite or negative"),
+        ({"second": np.full(12, np.inf)}, "not finite or negative"),
         ({"layout": WeightLayout("unknown", (10, 12))}, "malformed"),
     ],
 )

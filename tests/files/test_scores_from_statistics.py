@@ -1,6 +1,5 @@
 """Masks by every score, scaled or not: of files as of models, bit for bit."""
 
-import random
 import warnings
 
 import numpy as np
@@ -12,16 +11,13 @@ from torch import nn
 import distprune
 from distprune import budgets
 from distprune.files import planning, pruning
-from distprune.files.ranked import RankedTensors
 from distprune.files.statistics_file import (
     StoredGradients,
     StoredStatistics,
     WeightLayout,
     write_statistics,
 )
-from distprune.files.team import Team
 from distprune.files.verifying import verify
-from distprune.ranks.process_groups import world
 from distprune.statistics import ActivationStatistics, GradientStatistics
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
@@ -90,7 +86,7 @@ def make_gradients(path):
     for pair in selected(make_model(torch.float32)):
         of_one = stored_gradients(layout_of(*pair))
         if pair.fqn.startswith("layers.5"):
-            of_one.by_output[:], of_one.by_input[:] = 0, 0
+            of_one.first[:], of_one.second[:] = 0, 0
         parameters[pair.fqn] = of_one
     write_statistics(path, "gradients", parameters)
     return str(path)
@@ -256,33 +252,3 @@ def test_masks_of_the_model_and_of_its_checkpoint(tmp_path, dtype, scores_dtype)
         given = scores if call["score"] == "given" else None
         result = verify(tmp_path / "three" / str(number), source, scores=given)
         assert not result.problems, (call, result.problems)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("score", ["wanda", "stade"])
-@pytest.mark.filterwarnings("ignore:no token")
-def test_scores_are_those_of_the_model_to_the_bit(tmp_path, dtype, score):
-    """Any range of elements: it may begin and end inside of rows and of blocks."""
-    model = make_model(dtype)
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    source = tiny_checkpoints.save(tmp_path / "source", state)
-    statistics = str(make_statistics(tmp_path / "statistics.safetensors"))
-    live = getattr(ActivationStatistics.load(statistics, selected(model)), score)()
-    excluded = (f"{EXCLUDED}*", "*.bias")
-    recipe = raw_recipe(
-        0.5, score=score, statistics=statistics, include=("layers.*",), exclude=excluded
-    )
-    plan = planning.plan(source, recipe)
-    files = RankedTensors(plan, Team(world()))
-    weights = {pair.fqn: pair[0].weight.detach() for pair in live}
-    factors = {pair.fqn: factored.terms[0][0] for pair, factored in live.items()}
-    draws = random.Random(0)
-    for position, tensor in enumerate(plan.tensors):
-        weight, factor = weights[tensor.entry.name], factors[tensor.entry.name]
-        wide = torch.promote_types(dtype, torch.float32)
-        expected = (weight.to(wide) * factor.to(wide)).flatten()
-        ranges = [sorted(draws.choices(range(tensor.entry.numel + 1), k=2)) for _ in range(60)]
-        for first, last in [(0, tensor.entry.numel), *ranges]:
-            found = files.scores[position].load(first, last)
-            assert found.dtype is wide and torch.equal(found, expected[first:last])
-    assert len(plan.tensors) == 5

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from distprune.files.checkpoint import open_checkpoint
-from distprune.files.inspecting import inspect
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
 from distprune.files.selecting import Layouts, select_tensors
-from distprune.files.verifying import verify
+from distprune.files.verifying import inspect, verify
 from helpers import file_oracle
 from helpers.recipes import raw_recipe
 from helpers.sampling import every

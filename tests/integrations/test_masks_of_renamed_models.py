@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import distprune as prune
 from distprune.files import planning, pruning
+from distprune.files.checkpoint import open_checkpoint
 from distprune.files.mask_files import open_masks
 from distprune.testing import run_ranks
 from helpers.recipes import raw_recipe
@@ -217,7 +218,7 @@ def test_masks_of_a_live_model_are_for_its_checkpoint(tmp_path, family):
     source, cls = tmp_path / "source", renamed_families.FAMILIES[family][0]
     renamed_families.save(family, source)
     save_live(family, source, tmp_path / "masks")
-    pruning.Application(tmp_path / "masks", source).write(tmp_path / "pruned")
+    pruning.apply(tmp_path / "masks", open_checkpoint(source), tmp_path / "pruned")
     model, other = cls.from_pretrained(tmp_path / "pruned"), cls.from_pretrained(source)
     zeros = zeros_of(model)
     assert any(zero.any() for zero in zeros.values())

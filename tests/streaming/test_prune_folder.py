@@ -11,7 +11,7 @@ import torch
 
 import distprune as prune
 from distprune import language_models, streaming
-from distprune.files import output
+from distprune.files import disk as output
 from distprune.files.checkpoint import read_header
 from distprune.files.errors import CheckpointError, OutputError, SelectionError
 from distprune.files.reports import read_report

@@ -67,10 +67,10 @@ ROOMS = {
 }  # fmt: skip
 # The rooms of ``files``: each may import those before it. Its commands come last.
 FILES_ROOMS = [
-    "text", "errors", "team", "disk", "checkpoint", "mask_files", "selecting", "statistics_file",
-    "planning", "output", "ranked", "reports", "writing", "pruning",
+    "text", "errors", "disk", "checkpoint", "mask_files", "selecting", "statistics_file",
+    "planning", "team", "ranked", "reports", "pruning",
 ]  # fmt: skip
-FILES_COMMANDS = {"verifying", "inspecting"}
+FILES_COMMANDS = {"verifying"}
 
 
 def module_name(path: Path) -> str:

@@ -171,7 +171,6 @@ groups = st.builds(
 wholes = some(
     {
         "seed": st.integers(0, 2**63 - 1),
-        "nan": st.sampled_from(["error", "keep"]),
         "masks": st.booleans(),
         "card": st.booleans(),
     }
@@ -270,7 +269,7 @@ def test_random_scores_are_the_same_at_every_step(seed):
 @pytest.mark.parametrize(
     ("keys", "what"),
     [
-        ({"sparsity": 0.5, "nan": "keep", "masks": False}, "nan, masks"),
+        ({"sparsity": 0.5, "masks": False}, "masks"),
         ({"sparsity": 0.5, "score": "wanda"}, "score 'wanda'"),
         ({"sparsity": 0.5, "budget": "owl"}, "budget 'owl'"),
         ({"groups": [{"sparsity": 0.5}]}, "groups"),

@@ -99,29 +99,29 @@ def test_parameters_without_names_cannot_be_stored(tmp_path):
 
 def stored(**changes) -> StoredStatistics:
     weight = {"kind": "linear", "shape": (2, 3)}
-    fields = {"num_tokens": 4, "sums": np.zeros(3), "squares": np.ones(3)} | changes
+    fields = {"count": 4, "first": np.zeros(3), "second": np.ones(3)} | changes
     weight |= {key: fields.pop(key) for key in ("kind", "shape") if key in fields}
     return StoredStatistics(WeightLayout(**weight), **fields)
 
 
 EXPERTS = {
-    "kind": "transposed_experts", "shape": (2, 3, 5), "num_tokens": (4, 4),
-    "sums": np.zeros((2, 3)), "squares": np.ones((2, 3)),
+    "kind": "transposed_experts", "shape": (2, 3, 5), "count": (4, 4),
+    "first": np.zeros((2, 3)), "second": np.ones((2, 3)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"squares": np.array([1, np.nan, 1])}, "not finite"),
-        ({"squares": np.array([1, -1.0, 1])}, "negative"),
+        ({"second": np.array([1, np.nan, 1])}, "not finite"),
+        ({"second": np.array([1, -1.0, 1])}, "negative"),
         ({"kind": "other"}, "malformed"),
-        ({"num_tokens": -1}, "malformed"),
+        ({"count": -1}, "malformed"),
         ({"shape": (2, -3)}, "shape|malformed"),
-        ({"num_tokens": (4, 4)}, "malformed"),
-        ({**EXPERTS, "num_tokens": 4}, "malformed"),
-        ({**EXPERTS, "num_tokens": (4, -1)}, "malformed"),
-        ({**EXPERTS, "num_tokens": (4,)}, "malformed"),
+        ({"count": (4, 4)}, "malformed"),
+        ({**EXPERTS, "count": 4}, "malformed"),
+        ({**EXPERTS, "count": (4, -1)}, "malformed"),
+        ({**EXPERTS, "count": (4,)}, "malformed"),
         ({**EXPERTS, "shape": (2, 3, 5, 1)}, "malformed"),
     ],
 )
@@ -144,13 +144,13 @@ def test_other_files_are_refused(tmp_path):
 )
 def test_fused_experts_have_a_row_of_sums_and_a_number_of_tokens_each(layout, shape, tmp_path):
     sums, squares = np.arange(6.0).reshape(2, 3), np.arange(6.0, 12).reshape(2, 3)
-    written = stored(kind=layout, shape=shape, num_tokens=(7, 0), sums=sums, squares=squares)
+    written = stored(kind=layout, shape=shape, count=(7, 0), first=sums, second=squares)
     write_statistics(tmp_path / "a", "one_pass", {"up": written, "fc.weight": stored()})
     found = read_statistics(tmp_path / "a")[1]
-    assert found["up"].num_tokens == (7, 0) and found["up"].most_tokens == 7
+    assert found["up"].count == (7, 0) and found["up"].most == 7
     assert found["up"].layout.input_shape == (2, 3)
-    assert np.array_equal(found["up"].sums, sums) and np.array_equal(found["up"].squares, squares)
-    assert found["fc.weight"].num_tokens == found["fc.weight"].most_tokens == 4
+    assert np.array_equal(found["up"].first, sums) and np.array_equal(found["up"].second, squares)
+    assert found["fc.weight"].count == found["fc.weight"].most == 4
 
 
 @pytest.mark.parametrize("num_spaces", range(1, 8))
@@ -163,5 +163,5 @@ def test_a_header_of_any_length(num_spaces, tmp_path):
     header = raw[8:start] + b" " * num_spaces
     path.write_bytes(len(header).to_bytes(8, "little") + header + raw[start:])
     found = read_statistics(path)[1]["fc.weight"]
-    assert found.sums.tolist() == stored().sums.tolist() and found.squares.flags.aligned
-    assert torch.from_numpy(found.squares).tolist() == stored().squares.tolist()
+    assert found.first.tolist() == stored().first.tolist() and found.second.flags.aligned
+    assert torch.from_numpy(found.second).tolist() == stored().second.tolist()
