@@ -39,13 +39,7 @@ from distprune.base.pruned_form import (
     stored_key,
 )
 from distprune.masks.checks import check_ties, check_writable
-from distprune.masks.hook import (
-    find_hook,
-    holds_zeros,
-    pruned_parameters,
-    put_records,
-    records_of,
-)
+from distprune.masks.hook import find_hook, holds_zeros, pruned_parameters, put_records, records_of
 from distprune.methods.builtin import Identity
 from distprune.ranks.process_groups import is_distributed, world
 from distprune.shards.reader import all_places, by_parameter
@@ -194,10 +188,7 @@ def load(
     _rename(state, names)
     state[model_key] = state.pop(_MODEL)
     state_dict_loader.load(
-        state,
-        checkpoint_id=checkpoint_id,
-        storage_reader=storage_reader,
-        process_group=group,
+        state, checkpoint_id=checkpoint_id, storage_reader=storage_reader, process_group=group
     )
     state[_MODEL] = state.pop(model_key)
     _rename(state, {saved: name for name, saved in names.items()})

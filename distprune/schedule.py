@@ -355,9 +355,7 @@ class ScheduledPruner:
 
         scores = self._importance_scores
         counted = count_live(
-            make_arguments,
-            ranks,
-            reads_values=scores is None and self._pruning_method.READS_VALUES,
+            make_arguments, ranks, reads_values=scores is None and self._pruning_method.READS_VALUES
         )
         shards = counted.targets
         pruned = [t.numel - live for t, live in zip(shards, counted.num_live, strict=True)]

@@ -31,9 +31,7 @@ def main() -> None:
         bos_token_id=None,
         eos_token_id=None,
     )
-    callback = PruningCallback(
-        schedule.Cubic(begin=10, end=40, frequency=10, final_sparsity=0.7),
-    )
+    callback = PruningCallback(schedule.Cubic(begin=10, end=40, frequency=10, final_sparsity=0.7))
     trainer = Trainer(
         LlamaForCausalLM(config),
         TrainingArguments(

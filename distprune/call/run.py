@@ -71,11 +71,7 @@ def prune_parameters(
     """
     started = time.perf_counter()
     # Masks made in inference mode could never be part of a backward.
-    with (
-        communicator.exclusively(),
-        ordinary_tensors(),
-        without_garbage_collection(),
-    ):
+    with communicator.exclusively(), ordinary_tensors(), without_garbage_collection():
         if counted is None:
             arguments, targets = read_parameters(make_arguments, communicator)
         else:

@@ -55,10 +55,7 @@ class Terminal:
             print(printable(text))
 
     def table(
-        self,
-        columns: Sequence[str],
-        rows: Iterable[Sequence[str | int]],
-        right: Sequence[str] = (),
+        self, columns: Sequence[str], rows: Iterable[Sequence[str | int]], right: Sequence[str] = ()
     ) -> None:
         """Rows below headings, in one line each: programs read them, and names are long.
 

@@ -271,11 +271,7 @@ def calibrate(given: CalibrationOptions, model: Path) -> None:
             )
         with translated(CheckpointError):
             language_models.calibrate(
-                loaded,
-                windows,
-                statistics,
-                batch_size=given.batch_size,
-                progress=meter.windows,
+                loaded, windows, statistics, batch_size=given.batch_size, progress=meter.windows
             )
             statistics.save(given.out)
         facts = _facts(given, loaded, kind, began)

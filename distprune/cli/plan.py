@@ -129,16 +129,7 @@ def _show_tensors(
             action = f"prune {sum(known):,}" if is_known else "prune"
             action += f", group {group}" if has_groups else ""
         elements = len(numbers) * math.prod(shape)
-        rows.append(
-            (
-                name,
-                len(numbers),
-                dtype,
-                console.shape_text(shape),
-                elements,
-                action,
-            )
-        )
+        rows.append((name, len(numbers), dtype, console.shape_text(shape), elements, action))
     columns = ("tensor", "number", "dtype", "shape", "elements", "plan")
     terminal.table(columns, rows, right=("number", "elements"))
     terminal.text()

@@ -33,13 +33,7 @@ from distprune.base.float_formats import PLAIN_FLOATS
 from distprune.base.memory import peak_rss_bytes
 from distprune.files import disk, reports
 from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry, read_header
-from distprune.files.errors import (
-    CheckpointError,
-    FilesError,
-    NaNError,
-    RanksError,
-    SelectionError,
-)
+from distprune.files.errors import CheckpointError, FilesError, NaNError, RanksError, SelectionError
 from distprune.files.mask_files import MASK_FILE, MaskFile, mask_header, open_masks, read_keep
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, KeptValues, Plan, digest_of
 from distprune.files.ranked import Piece, Pieces, RankedTensors

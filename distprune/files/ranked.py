@@ -36,13 +36,7 @@ from distprune.ranking.in_blocks import lowest_of
 from distprune.ranking.keys import RANDOM_KEYS, Order, key_range
 from distprune.ranking.passes import Common, Cuts
 from distprune.ranking.ranking import Limits, Ranking, cut_within
-from distprune.ranking.scores import (
-    FactorScores,
-    RandomKeys,
-    ScaledScores,
-    ScoreSource,
-    terms_on,
-)
+from distprune.ranking.scores import FactorScores, RandomKeys, ScaledScores, ScoreSource, terms_on
 from distprune.ranking.search import ChangedError
 from distprune.ranking.sums import Scored
 from distprune.shards import factored

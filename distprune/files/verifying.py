@@ -395,9 +395,7 @@ class TensorDifference:
 
 
 def compare(
-    first: Checkpoint,
-    second: Checkpoint,
-    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+    first: Checkpoint, second: Checkpoint, on_bytes: Callable[[int], None] = lambda num_bytes: None
 ) -> Iterator[TensorDifference]:
     """Compare all tensors by name, in the order of the first checkpoint.
 

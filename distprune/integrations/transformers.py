@@ -23,13 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import (
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from distprune.api.local import is_pruned

@@ -11,11 +11,7 @@ All functions run on any number of ranks, are called on every rank, and need the
 """
 
 # No module has the name of a function, whose place in this package it would take.
-from distprune.language_models.calibrating import (
-    calibrate,
-    linear_layers,
-    prune_block_by_block,
-)
+from distprune.language_models.calibrating import calibrate, linear_layers, prune_block_by_block
 from distprune.language_models.folders import load_sharded, load_tokenizer, save_sharded
 from distprune.language_models.losses import PerplexityReport, TextPerplexity, perplexity
 from distprune.language_models.running import RunProgress

@@ -300,9 +300,7 @@ _OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def linear_layers(
-    model: nn.Module,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] = (),
+    model: nn.Module, include: Sequence[str] | None = None, exclude: Sequence[str] = ()
 ) -> list[NamedParameter]:
     """The weights of a language model that have activation statistics.
 

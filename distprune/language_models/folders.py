@@ -143,11 +143,7 @@ def _sizes(wrap: str, mesh: Sequence[int] | None, num_ranks: int) -> dict[str, i
 
 
 def save_sharded(
-    model: nn.Module,
-    folder: str | Path,
-    *,
-    source: str | Path,
-    max_shard_size: int | str = "5GB",
+    model: nn.Module, folder: str | Path, *, source: str | Path, max_shard_size: int | str = "5GB"
 ) -> Path:
     """Save a model as a Hugging Face folder, pruned weights as zeros. Collective over all ranks.
 

@@ -318,11 +318,7 @@ class PerplexityReport:
 
 
 def perplexity(
-    model: nn.Module,
-    windows: TokenWindows,
-    *,
-    batch_size: int = 1,
-    progress: Report | None = None,
+    model: nn.Module, windows: TokenWindows, *, batch_size: int = 1, progress: Report | None = None
 ) -> PerplexityReport:
     """The perplexity of texts under a model. Collective over all ranks.
 

@@ -94,11 +94,7 @@ class L1Unstructured(_Ranked):
 
     @classmethod
     def apply(  # type: ignore[override]
-        cls,
-        module: nn.Module,
-        name: str,
-        amount: Amount,
-        importance_scores: Tensor | None = None,
+        cls, module: nn.Module, name: str, amount: Amount, importance_scores: Tensor | None = None
     ) -> BasePruningMethod:
         """Prune ``module.<name>`` by magnitude; see :meth:`BasePruningMethod.apply`."""
         return super().apply(module, name, amount=amount, importance_scores=importance_scores)

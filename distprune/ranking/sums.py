@@ -108,10 +108,7 @@ def per_part(
 
 
 def normalized(
-    parts: Sequence[Scored],
-    normalize: Normalization,
-    num_live: Sequence[int],
-    ranks: Communicator,
+    parts: Sequence[Scored], normalize: Normalization, num_live: Sequence[int], ranks: Communicator
 ) -> list[ScoreSource]:
     """The scores of all parameters, each divided by its statistic. Collective.
 
@@ -125,10 +122,7 @@ def normalized(
 
 
 def divisors_of(
-    parts: Sequence[Scored],
-    normalize: Normalization,
-    num_live: Sequence[int],
-    ranks: Communicator,
+    parts: Sequence[Scored], normalize: Normalization, num_live: Sequence[int], ranks: Communicator
 ) -> list[float]:
     """The statistic that the scores of each parameter are divided by. Collective.
 

@@ -138,15 +138,13 @@ class GroupRecipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     sparsity: Share | None = Field(
-        default=None,
-        description="Share to prune, 0 to 1; it becomes an exact count.",
+        default=None, description="Share to prune, 0 to 1; it becomes an exact count."
     )
     pattern: Annotated[str, BeforeValidator(_pattern, json_schema_input_type=str)] | None = Field(
         default=None, description="Keep N of every M neighbours along the inputs: 2:4."
     )
     schedule: Steps | None = Field(
-        default=None,
-        description="The sparsity over the steps of training; models only.",
+        default=None, description="The sparsity over the steps of training; models only."
     )
     scope: Scope = Field(
         default="global",
@@ -161,12 +159,10 @@ class GroupRecipe(BaseModel):
         "elementwise_fisher, or given (by scores).",
     )  # fmt: skip
     budget: Literal["uniform", "erk", "owl"] | None = Field(
-        default=None,
-        description="Rule that divides the pruned weights among the tensors.",
+        default=None, description="Rule that divides the pruned weights among the tensors."
     )
     normalize: Literal["rms", "l2", "mean", "none"] | None = Field(
-        default=None,
-        description="What divides the scores of a tensor before all are ranked.",
+        default=None, description="What divides the scores of a tensor before all are ranked."
     )
     min_sparsity: Share = Field(
         default=0.0, description="Least sparsity of every single tensor (0)."
@@ -175,8 +171,7 @@ class GroupRecipe(BaseModel):
         default=1.0, description="Largest sparsity of every single tensor (1)."
     )
     include: Patterns | None = Field(
-        default=None,
-        description="Globs, or expressions after re:, of names to prune.",
+        default=None, description="Globs, or expressions after re:, of names to prune."
     )
     also: Patterns = Field(
         default=(), description="Patterns of names to prune besides the default of include."
@@ -339,14 +334,10 @@ class Recipe(GroupRecipe):
         description="File that `distprune calibrate` writes; for fisher with --gradients.",
     )
     scores: PathText | None = Field(
-        default=None,
-        description="Folder or file of a tensor of scores for each pruned one.",
+        default=None, description="Folder or file of a tensor of scores for each pruned one."
     )
     masks: bool = Field(default=True, description="Write the masks beside a pruned checkpoint.")
-    card: bool = Field(
-        default=True,
-        description="Describe the pruning in README.md.",
-    )
+    card: bool = Field(default=True, description="Describe the pruning in README.md.")
 
     def _contradictions(self) -> Iterator[str]:
         if self.groups:

@@ -18,10 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests" / "benchmarks" / "results" / "language_model_gemma3_270m_202611.json"
 # The same table with kept weights moved; a run of its own.
 UPDATED = RESULTS.with_name("language_model_updates_gemma3_270m_202611.json")
-TEXTS = {
-    "docstrings_held_out_begins.txt": "Documentation of Python modules",
-    "news.txt": "News",
-}
+TEXTS = {"docstrings_held_out_begins.txt": "Documentation of Python modules", "news.txt": "News"}
 START, END = "<!-- table of a language model -->", "<!-- /table of a language model -->"
 
 

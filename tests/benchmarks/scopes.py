@@ -98,7 +98,7 @@ def table(where: str, dtype: str, model: nn.Module, found: dict[str, list[Measur
         verdicts,
         [
             "The whole call, with attaching. Seconds: the slowest rank, medians; ratios: medians "
-            "of those of a round.",
+            "of those of a round."
         ],
     )
 

@@ -7,10 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 import distprune as prune
-from distprune.files.statistics_file import (
-    read_gradient_statistics,
-    read_statistics,
-)
+from distprune.files.statistics_file import read_gradient_statistics, read_statistics
 from distprune.language_models import (
     calibrate,
     linear_layers,

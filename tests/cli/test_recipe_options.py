@@ -7,11 +7,7 @@ import pytest
 import torch
 import yaml
 
-from distprune.files.statistics_file import (
-    StoredStatistics,
-    WeightLayout,
-    write_statistics,
-)
+from distprune.files.statistics_file import StoredStatistics, WeightLayout, write_statistics
 from distprune.recipes import load_recipe
 from helpers.tiny_checkpoints import load, save, tree_digest
 

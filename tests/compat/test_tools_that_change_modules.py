@@ -11,8 +11,7 @@ MASK = torch.tensor([[1.0, 0, 1, 0], [0, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 1]])
 
 
 @pytest.mark.parametrize(
-    ("norm", "name"),
-    [(nn.utils.weight_norm, "weight_v"), (nn.utils.spectral_norm, "weight_orig")],
+    ("norm", "name"), [(nn.utils.weight_norm, "weight_v"), (nn.utils.spectral_norm, "weight_orig")]
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 def test_a_norm_by_a_hook_reads_what_is_pruned_now(norm, name):

@@ -52,10 +52,7 @@ def save(wrapping: str, path: str, optimizer: type, is_async: bool) -> tuple[Par
 def put_together(per_rank: list[Part]) -> dict[str, Tensor]:
     shapes = {name: parameter.shape for name, parameter in Net(EVEN_HIDDEN).named_parameters()}
     return {
-        name: assembled(
-            [parts[name] for parts in per_rank],
-            shapes[name.removesuffix("_mask")],
-        )
+        name: assembled([parts[name] for parts in per_rank], shapes[name.removesuffix("_mask")])
         for name in per_rank[0]
     }
 

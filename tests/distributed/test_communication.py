@@ -182,8 +182,5 @@ def test_fsdp_frees_as_much_after_forward_as_without_masks(wrapping, bf16):
     size = wrappings.world_size(wrapping)
     dense = run_ranks(kept_between_forward_and_backward, size, wrapping, False, bf16)
     assert run_ranks(kept_between_forward_and_backward, size, wrapping, True, bf16) == dense
-    if wrappings.kind_of(wrapping) in (
-        "fsdp1",
-        "fsdp2",
-    ):  # less than one layer
+    if wrappings.kind_of(wrapping) in ("fsdp1", "fsdp2"):  # less than one layer
         assert max(dense) < 64 * 128 * (2 if bf16 else 4)

@@ -37,8 +37,7 @@ def watch_a_pruned_model(wrapping: str, removed: bool) -> list[weakref.ref]:
 
 @pytest.mark.parametrize("removed", [False, True])
 @pytest.mark.parametrize(
-    "wrapping",
-    ["plain-2", "fsdp2-2", "hsdp-1x2", "tp-2", "fsdp2_tp-2x2", "fsdp1-2"],
+    "wrapping", ["plain-2", "fsdp2-2", "hsdp-1x2", "tp-2", "fsdp2_tp-2x2", "fsdp1-2"]
 )
 def test_a_pruned_model_is_freed(wrapping, removed):
     for flags in run_ranks(freed, wrappings.world_size(wrapping), wrapping, removed):

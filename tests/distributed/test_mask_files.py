@@ -10,12 +10,7 @@ from torch import nn
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import (
-    assert_nothing_wrong,
-    assert_nothing_wrong_on,
-    outcome,
-    wrong_masks,
-)
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, outcome, wrong_masks
 from helpers.models import Net, ShapesNet, fill
 
 WRAPPINGS = wrappings.sampled(["plain-1", *wrappings.ALL])

@@ -95,10 +95,7 @@ def refused_on_entry(only_on: int) -> list[str]:
     if dist.get_rank() == only_on:
         model.l2.weight_mask[0, 0] = 0.5
     before = snapshot(model)
-    with (
-        pytest.raises(ValueError, match=r"l2\.weight(.|\n)*0\.5"),
-        prune.masks_aside(model),
-    ):
+    with pytest.raises(ValueError, match=r"l2\.weight(.|\n)*0\.5"), prune.masks_aside(model):
         pass
     return changes(before, snapshot(model))
 

@@ -7,11 +7,7 @@ from torch import nn
 
 import distprune as prune
 from distprune.testing import run_ranks
-from helpers.comparisons import (
-    assert_nothing_wrong,
-    changes,
-    snapshot,
-)
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot
 
 
 def test_a_model_stands_for_its_matrices_under_any_name():

@@ -153,8 +153,7 @@ def problems_of_channels(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"),
-    [("halves", 4), ("fsdp1, fsdp2, plain", 2), ("outside", 3)],
+    ("kind", "size"), [("halves", 4), ("fsdp1, fsdp2, plain", 2), ("outside", 3)]
 )
 def test_channels_of_many_meshes_are_those_of_one_process(kind, size):
     assert_nothing_wrong(run_ranks(problems_of_channels, size, kind))

@@ -120,9 +120,7 @@ def of_one_group_of_ranks() -> list[int]:
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = fill(Net(), "normal", "float32", seed=rank // 2)
     pruner = schedule.ScheduledPruner(
-        targets_of(model),
-        schedule.Linear(0, 2 + rank // 2, 1, 0.5),
-        group=halves[rank // 2],
+        targets_of(model), schedule.Linear(0, 2 + rank // 2, 1, 0.5), group=halves[rank // 2]
     )
     reports = [pruner.step() for _ in range(5)]
     return [report.num_pruned if report else 0 for report in reports]

@@ -106,12 +106,7 @@ FOLDED = {
     gates_and_ups: 2,
     gates_and_ups_in_fsdp2: 4,
 }
-REFUSED = {
-    unevenly: 2,
-    another_split_factor: 4,
-    uneven_and_not_from_fsdp2: 4,
-    a_view_in_fsdp2: 4,
-}
+REFUSED = {unevenly: 2, another_split_factor: 4, uneven_and_not_from_fsdp2: 4, a_view_in_fsdp2: 4}
 
 
 def pruned(make, call):
@@ -239,9 +234,6 @@ def wrong_under_fsdp2(shape, dims, mesh_shape):
     return [] if torch.equal(local(module.weight_mask), expected.bool()) else ["other mask"]
 
 
-@pytest.mark.parametrize(
-    "shape, dims",
-    [((7, 3), (0, 0)), ((5, 8), (1, 0)), ((6, 8), (0, 1))],
-)
+@pytest.mark.parametrize("shape, dims", [((7, 3), (0, 0)), ((5, 8), (1, 0)), ((6, 8), (0, 1))])
 def test_fsdp2_over_tensor_parallelism_goes_on_working(shape, dims):
     assert_nothing_wrong(run_ranks(wrong_under_fsdp2, 4, shape, dims, (2, 2)))

@@ -132,9 +132,7 @@ def test_verify_every_is_a_number_of_steps():
     for wrong in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match="verify_every="):
             prune.schedule.ScheduledPruner(
-                prune.select(model),
-                prune.schedule.OneShot(1, 0.5),
-                verify_every=wrong,
+                prune.select(model), prune.schedule.OneShot(1, 0.5), verify_every=wrong
             )
 
 

@@ -19,12 +19,7 @@ from distprune import budgets, schedule
 from distprune.call.reading import SignedScores
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import (
-    assert_nothing_wrong,
-    assert_nothing_wrong_on,
-    outcome,
-    wrong_masks,
-)
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, outcome, wrong_masks
 from helpers.models import EVEN, UNEVEN, Net, fill, target
 from helpers.normalization_reference import normalized
 from helpers.sampling import every

@@ -7,15 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from examples_of_pages import (
-    DOCS,
-    ROOT,
-    blocks_of,
-    commands_of,
-    pages,
-    run_blocks,
-    write_files,
-)
+from examples_of_pages import DOCS, ROOT, blocks_of, commands_of, pages, run_blocks, write_files
 
 from distprune.testing import run_ranks
 

@@ -9,11 +9,7 @@ from test_meets_the_library import masks_of
 
 from distprune.files import planning, pruning
 from distprune.files.errors import SelectionError
-from distprune.files.statistics_file import (
-    StoredStatistics,
-    WeightLayout,
-    write_statistics,
-)
+from distprune.files.statistics_file import StoredStatistics, WeightLayout, write_statistics
 from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import save
 

@@ -9,11 +9,7 @@ import torch
 
 from distprune.files import planning, pruning
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
-from distprune.files.statistics_file import (
-    StoredStatistics,
-    WeightLayout,
-    write_statistics,
-)
+from distprune.files.statistics_file import StoredStatistics, WeightLayout, write_statistics
 from distprune.files.verifying import verify
 from distprune.recipes import load_recipe
 from helpers.recipes import raw_recipe

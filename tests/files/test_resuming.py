@@ -15,13 +15,7 @@ import torch.distributed as dist
 from distprune.files import planning, pruning, team
 from distprune.files.checkpoint import open_checkpoint
 from distprune.files.disk import discard, locked
-from distprune.files.errors import (
-    CheckpointError,
-    FilesError,
-    NaNError,
-    OutputError,
-    RanksError,
-)
+from distprune.files.errors import CheckpointError, FilesError, NaNError, OutputError, RanksError
 from distprune.testing import RankError, run_ranks
 from helpers.disk_crashes import Steps, disk_is_full, kill_self, run_forked
 from helpers.recipes import raw_recipe

@@ -14,11 +14,7 @@ from test_scores_from_statistics import (
 
 from distprune.files import planning, pruning
 from distprune.files.errors import CheckpointError, SelectionError
-from distprune.files.statistics_file import (
-    StoredGradients,
-    WeightLayout,
-    write_statistics,
-)
+from distprune.files.statistics_file import StoredGradients, WeightLayout, write_statistics
 from helpers import tiny_checkpoints
 from helpers.recipes import raw_recipe
 

@@ -294,9 +294,7 @@ def make(tmp_path):
 
 def found_here(target, source):
     """On every rank: how verify ends."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with pytest.MonkeyPatch.context() as patch:
         small_chunks(patch, 24)
         try:
             found = verify(target, source)

@@ -13,11 +13,7 @@ import torch
 from distprune.files.checkpoint import TensorEntry
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
-from distprune.files.statistics_file import (
-    StoredStatistics,
-    WeightLayout,
-    write_statistics,
-)
+from distprune.files.statistics_file import StoredStatistics, WeightLayout, write_statistics
 from distprune.recipes import Recipe
 from distprune.testing import run_ranks
 from golden import corpus

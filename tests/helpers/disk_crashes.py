@@ -7,15 +7,7 @@ import traceback
 
 import torch
 
-STEPS = (
-    "chmod",
-    "fsync",
-    "mkdir",
-    "rename",
-    "rmdir",
-    "unlink",
-    "write",
-)
+STEPS = ("chmod", "fsync", "mkdir", "rename", "rmdir", "unlink", "write")
 
 
 class Steps:

@@ -92,11 +92,7 @@ def num_data_ranks(wrapping: str) -> int:
 
 
 def gradients_of_units(
-    model: nn.Module,
-    data: str,
-    num_ranks: int,
-    num_batches: int,
-    run_in: torch.dtype | None = None,
+    model: nn.Module, data: str, num_ranks: int, num_batches: int, run_in: torch.dtype | None = None
 ) -> Units:
     """(weight, gradients by name) of each unit, in one process, one after the other.
 
@@ -220,11 +216,7 @@ class Wrapped:
         return gradients_of_units(self.dense, self.data, num_ranks, num_batches, run_in)
 
     def wrong(
-        self,
-        criterion: Criterion,
-        units: Units,
-        power: int = 2,
-        factor: float = 0.5,
+        self, criterion: Criterion, units: Units, power: int = 2, factor: float = 0.5
     ) -> list[str]:
         """Compare scores with those of one process, by default Fisher's."""
         expected = expected_scores(self.dense, units, power, factor)

@@ -110,10 +110,7 @@ def _copies(like: Sequence[Tensor], masks: Sequence[Tensor] | None) -> list[Tens
 
 
 def prune_in_blocks(
-    scores: Tensor,
-    groups: Sequence[Sequence[int]],
-    num_pruned: int,
-    mask: Tensor | None = None,
+    scores: Tensor, groups: Sequence[Sequence[int]], num_pruned: int, mask: Tensor | None = None
 ) -> Tensor:
     """Mask after each group has lost its elements of lowest |score|, lower indices first.
 

@@ -81,8 +81,4 @@ def part_of(whole, live, kind, common, size, rank, name="tensor"):
     index = index_map(whole.shape, coordinates, range(whole.ndim))
     counted = range(n * replica // num_replicas, n * (replica + 1) // num_replicas)
     mask = None if live is None else local(live)
-    return (
-        Part(name, whole.numel(), index, counted, mask),
-        TensorScores(flat),
-        local,
-    )
+    return (Part(name, whole.numel(), index, counted, mask), TensorScores(flat), local)

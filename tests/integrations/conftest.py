@@ -3,8 +3,5 @@
 from distprune.testing import preload
 
 preload(
-    "transformers.trainer",
-    "transformers.models.llama.modeling_llama",
-    "peft",
-    "renamed_families",
+    "transformers.trainer", "transformers.models.llama.modeling_llama", "peft", "renamed_families"
 )

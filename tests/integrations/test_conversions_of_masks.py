@@ -16,11 +16,7 @@ from helpers.recipes import raw_recipe
 
 # Of one family each, since transformers 5.24: they compute new values, drop rows, or move what is
 # no matrix.
-REFUSED = {
-    "Inkling2LoopDequantizeExperts",
-    "Inkling2LoopMergeMessageQueries",
-    "Inkling2UnpadVocab",
-}
+REFUSED = {"Inkling2LoopDequantizeExperts", "Inkling2LoopMergeMessageQueries", "Inkling2UnpadVocab"}
 
 
 def test_every_operation_of_transformers_is_known():

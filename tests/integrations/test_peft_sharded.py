@@ -11,17 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 peft = pytest.importorskip("peft")
 
-from test_peft import (  # noqa: E402
-    TOKENS,
-    close,
-    llama,
-    lora,
-    outputs,
-    pruned,
-    same_zeros,
-    train,
-    zeros,
-)
+from test_peft import TOKENS, close, llama, lora, outputs, pruned, same_zeros, train, zeros  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 
 import distprune as prune  # noqa: E402

@@ -8,8 +8,7 @@ from shell import ROOT, run
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "wrap",
-    ["fsdp2", *(pytest.param(wrap, marks=pytest.mark.thorough) for wrap in ("tp", "ddp"))],
+    "wrap", ["fsdp2", *(pytest.param(wrap, marks=pytest.mark.thorough) for wrap in ("tp", "ddp"))]
 )
 def test_a_short_run(tmp_path, wrap):
     status, printed = run(

@@ -142,12 +142,7 @@ FOUND = [
     ("much_traffic", "DDP", "traffic", "expected at most 256 kB"),
     ("uncompared_amounts", "DDP", "all or none", "do not change during the call"),
     ("changed_before_agreed", "DDP", "all or none", "the model has changed although"),
-    (
-        "renamed_field",
-        "FSDP2",
-        "private fields",
-        "FSDP2Parameter.fsdp_param._of_tomorrow",
-    ),
+    ("renamed_field", "FSDP2", "private fields", "FSDP2Parameter.fsdp_param._of_tomorrow"),
     ("lost_function", "TP", "private fields", "torch has no torch.distributed.tensor.No"),
 ]
 

@@ -3,7 +3,5 @@
 from distprune.testing import preload
 
 preload(
-    "distprune.streaming",
-    "transformers.models.llama.modeling_llama",
-    "helpers.tiny_language_model",
+    "distprune.streaming", "transformers.models.llama.modeling_llama", "helpers.tiny_language_model"
 )

@@ -92,8 +92,7 @@ def test_it_is_said_once():
 
 def test_a_schedule_warns_at_the_step_that_empties_a_layer():
     pruner = ScheduledPruner(
-        prune.select(net()),
-        Linear(begin=0, end=4, frequency=1, final_sparsity=0.4),
+        prune.select(net()), Linear(begin=0, end=4, frequency=1, final_sparsity=0.4)
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -7,13 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune.shards.geometry import (
-    Split,
-    dim_coordinates,
-    index_map,
-    memory_order,
-    run_index_map,
-)
+from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order, run_index_map
 from helpers.sampling import num_examples
 
 shapes = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)

@@ -71,10 +71,7 @@ def masks_of(model):
         ({"sparsity": 0.5, "statistics": "a"}, ["have no effect without score wanda"]),
         ({"sparsity": 0.5, "scores": "a"}, ["have no effect without score taylor"]),
         ({"sparsity": 0.5, "also": "a", "include": "b"}, ["also adds to the default, which incl"]),
-        (
-            {"sparsity": 0.5, "min_sparsity": 0.9, "max_sparsity": 0.2},
-            ["min_sparsity 0.9 is ab"],
-        ),
+        ({"sparsity": 0.5, "min_sparsity": 0.9, "max_sparsity": 0.2}, ["min_sparsity 0.9 is ab"]),
         ({"sparsity": 0.5, "include": "re:("}, ["include.0: missing ), unterminated"]),
         ({"sparsity": 0.5, "exclude": [3]}, ["exclude.0: Input should be a valid string"]),
         ({"sparsity": 0.5, "input_dims": {"a": []}}, ["input_dims.a: Tuple should have at least"]),
@@ -168,13 +165,7 @@ groups = st.builds(
     lambda *parts: {k: v for part in parts for k, v in part.items()},
     amounts, selections, some({"score": scores}),
 )  # fmt: skip
-wholes = some(
-    {
-        "seed": st.integers(0, 2**63 - 1),
-        "masks": st.booleans(),
-        "card": st.booleans(),
-    }
-)
+wholes = some({"seed": st.integers(0, 2**63 - 1), "masks": st.booleans(), "card": st.booleans()})
 
 
 @settings(max_examples=num_examples(200), deadline=None)
@@ -230,10 +221,7 @@ BLOCKS = ("block.*",)
         ({"scope": "row", "sparsity": 0.4}, {"scope": "row", "amount": 0.4}),
         ({"budget": "erk", "sparsity": 0.4}, {"budget": prune.budgets.erk, "amount": 0.4}),
         ({"pattern": "1:2"}, {"pattern": "1:2"}),
-        (
-            {"pattern": "1:2", "input_dims": {"*": 0}},
-            {"pattern": "1:2", "input_dims": {"*": 0}},
-        ),
+        ({"pattern": "1:2", "input_dims": {"*": 0}}, {"pattern": "1:2", "input_dims": {"*": 0}}),
     ],
 )
 def test_a_pruner_does_what_the_call_does(keys, arguments):

@@ -82,8 +82,7 @@ def test_a_parameter_of_another_shape_is_named(collected, tmp_path):
         )
     with pytest.raises(ValueError, match=r"no statistics of 0\.weight.*conv\.weight, fc\.weight"):
         ActivationStatistics.load(
-            tmp_path / "a.safetensors",
-            prune.select(nn.Sequential(nn.Linear(6, 4))),
+            tmp_path / "a.safetensors", prune.select(nn.Sequential(nn.Linear(6, 4)))
         )
 
 

@@ -90,13 +90,7 @@ class Run(SideBySide):
         )  # fmt: skip
 
     def global_random(
-        self,
-        names: Sequence[str],
-        select: bool,
-        amount: Any,
-        low: Any,
-        high: Any,
-        seed: int,
+        self, names: Sequence[str], select: bool, amount: Any, low: Any, high: Any, seed: int
     ) -> Both:
         names, pairs = self.targets(names, select)
         low, high = by_name(names, low), by_name(names, high)
