@@ -17,13 +17,13 @@ def test_the_grid_adds_up_every_element_once():
         ("m.layers.2.attn.q.weight", 5, 0), ("lm_head.weight", 7, 1),
     ])  # fmt: skip
     assert grid.layers == ["1", "2", "10", "no layer"]
-    assert grid.kinds == ["experts.up", "lm_head", "mlp.up", "q"]
+    assert grid.kinds == ["attn.q", "experts.up", "lm_head", "mlp.up"]
     shares = [[None if math.isnan(share) else share for share in row] for row in grid.shares]
     assert shares == [
-        [6 / 40, None, None, None],
-        [None, None, 1, 0],
-        [None, None, 0.25, None],
-        [None, 1 / 7, None, None],
+        [None, 6 / 40, None, None],
+        [0, None, None, 1],
+        [None, None, None, 0.25],
+        [None, None, 1 / 7, None],
     ]
     two = plotting.make_grid([("encoder.layers.0.a", 1, 0), ("decoder.layers.0.a", 1, 1)])
     assert two.layers == ["decoder.layers.0", "encoder.layers.0"]

@@ -92,7 +92,7 @@ def test_an_index_that_does_not_fit(sharded, changes, text):
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
-        (INDEX, b"[]", "no weight_map"),
+        (INDEX, b"[]", "not a JSON object"),
         (INDEX, b'{"weight_map": {}}', "no weight_map"),
         (INDEX, b"{", "not valid JSON"),
         (SECOND, file_bytes(TWO)[:-1], f"{SECOND} has "),
