@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from distprune import budgets
-from distprune.base.amount import CEILING, FLOOR
+from distprune.base.amount import CEILING, FLOOR, Bounds
 from distprune.base.exact_sums import scale_of
 from distprune.base.float_formats import PLAIN_FLOATS
 from distprune.base.hashing import draw_seed
@@ -35,7 +35,7 @@ from distprune.ranking.chunks import Chunk, Part
 from distprune.ranking.in_blocks import lowest_of
 from distprune.ranking.keys import RANDOM_KEYS, Order, key_range
 from distprune.ranking.passes import Common, Cuts
-from distprune.ranking.ranking import Limits, Ranking, cut_within
+from distprune.ranking.ranking import Ranking, cut_within
 from distprune.ranking.scores import FactorScores, RandomKeys, ScaledScores, ScoreSource, terms_on
 from distprune.ranking.search import ChangedError
 from distprune.ranking.sums import Scored
@@ -278,7 +278,7 @@ class RankedTensors:
                 ]
             ranked.cuts = ranking.cut(range(len(parts)), counts)
         elif group.has_limits:
-            ranked.cuts, ranked.common, bounds = cut_within(ranking, k, Limits(lowest, highest))
+            ranked.cuts, ranked.common, bounds = cut_within(ranking, k, Bounds(lowest, highest))
         else:
             ranked.cuts = ranking.cut([0] * len(parts), [k])
             ranked.common = ranked.cuts.common() if k else None

@@ -25,7 +25,6 @@ all ranks share.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -81,23 +80,16 @@ class Ranking(Passes):
         )
 
 
-class Limits(NamedTuple):
-    """How many more elements of every whole parameter a call must, and may, prune."""
-
-    lowest: tuple[int, ...]
-    highest: tuple[int, ...]
-
-
 def limits_for(
     k: int, bounds: Bounds, num_elements: Sequence[int], num_live: Sequence[int]
-) -> Limits:
+) -> Bounds:
     """What the bounds leave, given what is pruned already.
 
     Raises:
         ValueError: ``k`` elements do not suffice for the floors, or exceed the ceilings.
     """
     pruned = [n - live for n, live in zip(num_elements, num_live, strict=True)]
-    limits = Limits(
+    limits = Bounds(
         tuple(max(0, low - p) for low, p in zip(bounds.lowest, pruned, strict=True)),
         tuple(max(0, high - p) for high, p in zip(bounds.highest, pruned, strict=True)),
     )
@@ -119,7 +111,7 @@ def limits_for(
 
 
 def cut_within(
-    ranking: Ranking, k: int, limits: Limits
+    ranking: Ranking, k: int, limits: Bounds
 ) -> tuple[Cuts, Common | None, list[str | None]]:
     """Choose exactly ``k`` elements in total order, each parameter within its limits. Collective.
 

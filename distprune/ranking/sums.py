@@ -38,12 +38,10 @@ class Scored:
     Attributes:
         shard: whose live elements count.
         scores: of its flat local elements.
-        keeps_nan: whether NaN are left out of sums, because they are kept.
     """
 
     shard: Elements
     scores: ScoreSource
-    keeps_nan: bool = False
 
     @property
     def name(self) -> str:
@@ -56,7 +54,7 @@ class Scored:
         return torch.promote_types(self.scores.dtype, torch.float32)
 
     def magnitudes(self, span: range, scratch: Scratch) -> Array | Tensor:
-        """|score| of the live elements of a span, 0 for the others and for NaN that are kept.
+        """|score| of the live elements of a span, 0 for the others.
 
         Of the dtype of the normalised scores, an array on a CPU; float64 on a device.
         """
@@ -71,8 +69,6 @@ class Scored:
         np.abs(wide, out=out)
         if live is not None:
             out[~is_one(live, out=scratch.array("live", live.numel(), bool))] = 0
-        if self.keeps_nan:
-            out[np.isnan(out)] = 0
         return out
 
 

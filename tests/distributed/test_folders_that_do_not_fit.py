@@ -142,8 +142,8 @@ def test_full_disk_raises_on_all_ranks_and_leaves_nothing(llama, tmp_path):
 
 
 def test_remains_of_a_killed_run_are_replaced_and_finished_folders_are_not(llama, tmp_path):
-    (tmp_path / "out.partial-save").mkdir()
-    (tmp_path / "out.partial-save" / "model.safetensors").write_text("half")
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "model.safetensors").write_text("half")
     assert run_ranks(saving_raises, 2, llama, tmp_path / "out", False) == ["saved"] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     for text in run_ranks(saving_raises, 2, llama, tmp_path / "out", False):
