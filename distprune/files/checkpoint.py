@@ -36,7 +36,8 @@ _NOT_COPIED_FOLDERS = (".git", ".cache", SIDECAR)
 # file belongs to a tokenizer or to another part, such as an adapter or sentence-transformers.
 _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|npz|pkl|h5|msgpack|ot|gguf|ggml|tflite|mlmodel|index\.json)"
-    r"|.*\.ckpt(\..*)?|.*\.onnx([_.]data.*)?|saved_model\.pb|openvino_model.*\.xml"
+    r"|.*\.ckpt(\..*)?|.*\.onnx([_.]data.*)?|saved_model\.pb|openvino_model.*\.xml",
+    re.DOTALL,  # names may have line breaks
 )
 _TOKENIZERS = re.compile(r".*(vocab|tokenizer|sentencepiece).*|.*\.spm\.bin")
 _PARTS = re.compile(r"adapter_model\..*|[0-9]_.*/(model\.safetensors|pytorch_model\.bin)")

@@ -177,7 +177,7 @@ def read_report(folder: str | Path) -> Report:
     except OSError as error:
         raise CheckpointError(
             f"{folder} has no report ({REPORT_FILE}: {error.strerror}); expected a folder that "
-            "distprune pruned."
+            "`distprune prune` made. `distprune diff` compares any two checkpoints."
         ) from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

@@ -238,9 +238,10 @@ def _read(path: StrPath, kind: type[S]) -> tuple[SourceFile, np.ndarray, dict[st
     if form != kind.FORMAT:
         others = {each.FORMAT: each.ABOUT for each in (StoredStatistics, StoredGradients)}
         has = f"statistics of {others[form]}" if form in others else "no statistics"
+        how = " --gradients`" if kind is StoredGradients else "` without --gradients"
         raise CheckpointError(
-            f"{name} holds {has}; expected those of {kind.ABOUT}, as `distprune calibrate`, with "
-            "--gradients or without, or `save` of the statistics of a model writes them."
+            f"{name} holds {has}; expected those of {kind.ABOUT}, which `distprune calibrate{how} "
+            "writes, or `save` of the statistics of a model."
         )
     if kind is StoredStatistics and mode not in MODES:
         raise CheckpointError(f"{name}: its mode is {mode!a}; expected one of {MODES}.")

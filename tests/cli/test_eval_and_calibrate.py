@@ -90,7 +90,7 @@ def test_calibrate_writes_the_statistics_of_the_library(run, made, tmp_path):
     statistics.save(tmp_path / "own.safetensors")
     assert out.read_bytes() == (tmp_path / "own.safetensors").read_bytes()
     stored = read_statistics(out)[1]
-    assert len(stored) == 14 and {each.num_tokens for each in stored.values()} == {80}
+    assert len(stored) == 14 and {each.count for each in stored.values()} == {80}
     assert not any("lm_head" in name or "embed" in name for name in stored)
     other = run(
         "calibrate", model, *options, "--out", out, "--limit", "2", "--json",
@@ -119,7 +119,7 @@ def test_calibrate_writes_gradients_that_prune_a_checkpoint(run, made, tmp_path)
     found = read_gradient_statistics(out)
     assert list(found) == [pair.fqn for pair in pairs] == done.json["layers"]
     for pair, held in statistics.totals().items():
-        assert found[pair.fqn].weight == held.weight == 4
+        assert found[pair.fqn].count == held.weight == 4
         assert np.allclose(found[pair.fqn].by_input, held.by_input.numpy(), rtol=1e-6)
     loaded = GradientStatistics.load(out, pairs)
     prune.global_unstructured(pairs, prune.L1Unstructured, loaded.fisher(), amount=0.5)

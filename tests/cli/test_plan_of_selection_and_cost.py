@@ -45,7 +45,7 @@ def test_the_bytes_are_those_that_prune_needs(run, source, tmp_path, monkeypatch
     assert abs(found["write_bytes"] - written) < 6000
 
     class Full:
-        f_bavail, f_frsize = 1, 512
+        f_blocks, f_bfree, f_bavail, f_frsize = 2, 1, 1, 512
 
     monkeypatch.setattr(os, "statvfs", lambda path: Full)
     done = run("plan", source, tmp_path / "other", "-s", "0.5")
