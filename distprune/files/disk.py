@@ -309,11 +309,16 @@ def begin(destination: Path, digest: str, num_bytes: int) -> Path:
             f"changed since. Finish it with the command that began it, {DISCARD_HINT}, or choose "
             "another destination."
         )
-    if not path.exists():
+    is_new = not path.exists()
+    if is_new:
         shutil.rmtree(folder, ignore_errors=True)
     check_free_bytes(destination.parent, num_bytes - folder_bytes(folder), destination)
-    if not path.exists():
-        write_atomically(path, digest.encode())
+    if is_new:
+        try:
+            write_atomically(path, digest.encode())
+        except OutputError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
     return folder
 
 
