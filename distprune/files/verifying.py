@@ -139,12 +139,12 @@ def _plan_again(folder: Path, source: str | Path, scores: str | Path | None) -> 
             f"{folder} was pruned without masks (masks: false); verify needs them. Prune again "
             "with masks, and compare the two results with `distprune diff`."
         )
-    if (recipe.scores is None) != (scores is None):
+    if recipe.scores is None and scores is not None:
+        raise CheckpointError(f"{folder} was not ranked by stored scores; leave --scores out.")
+    if recipe.scores is not None and scores is None:
         raise CheckpointError(
-            f"{folder} was ranked by {'the weights' if recipe.scores is None else 'scores'}; "
-            "expected --scores FOLDER, the scores of single weights or a copy of them, if and only "
-            "if it was ranked by such. `distprune prune --text` keeps those that it makes with "
-            "--keep-scores."
+            f"{folder} was ranked by stored scores; expected --scores FOLDER, which has them or a "
+            "copy of them. `distprune prune --text` keeps those that it makes with --keep-scores."
         )
     paths = {"statistics": str(folder / STATISTICS_FILE), "scores": str(scores)}
     changes = {key: path for key, path in paths.items() if getattr(recipe, key) is not None}

@@ -120,7 +120,7 @@ def test_calibrate_writes_gradients_that_prune_a_checkpoint(run, made, tmp_path)
     assert list(found) == [pair.fqn for pair in pairs] == done.json["layers"]
     for pair, held in statistics.totals().items():
         assert found[pair.fqn].count == held.weight == 4
-        assert np.allclose(found[pair.fqn].by_input, held.by_input.numpy(), rtol=1e-6)
+        assert np.allclose(found[pair.fqn].second, held.by_input.numpy(), rtol=1e-6)
     loaded = GradientStatistics.load(out, pairs)
     prune.global_unstructured(pairs, prune.L1Unstructured, loaded.fisher(), amount=0.5)
     pruned = tmp_path / "pruned"

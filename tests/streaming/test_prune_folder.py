@@ -222,7 +222,9 @@ def test_verify_finds_a_changed_kept_weight(llama, tmp_path):
     weight = tensors["model.layers.1.mlp.up_proj.weight"].view(-1)
     weight[int(weight.nonzero()[0])] += 1
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    assert any("checksum of kept weights" in each for each in verify(out, llama / "source").problems)
+    assert any(
+        "checksum of kept weights" in each for each in verify(out, llama / "source").problems
+    )
 
 
 @pytest.mark.parametrize("score", ["wanda", "magnitude"])
