@@ -92,7 +92,7 @@ def test_given_scores_are_needed_again_to_verify(source, scores, tmp_path):
     assert not verify(target, source, scores=save(tmp_path / "other", other)).is_good
     magnitudes = tmp_path / "magnitudes"
     pruning.prune(planning.plan(source, raw_recipe(0.5)), magnitudes)
-    with pytest.raises(CheckpointError, match="if and only if it was ranked"):
+    with pytest.raises(CheckpointError, match="leave --scores out"):
         verify(magnitudes, source, scores=scores)
 
 
