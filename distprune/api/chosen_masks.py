@@ -464,9 +464,9 @@ def load_masks(
 
     Raises:
         ValueError: a mask whose parameter the model does not have, or has in another shape, or
-            of which transformers makes something that has no mask, all by name, with the names
-            that are most alike; no mask at all fits; names of a tied parameter with different
-            masks; ranks that read different masks. On every rank; no module has changed then.
+            of which transformers makes something that has no mask, all by name; no mask at all
+            fits; names of a tied parameter with different masks; ranks that read different
+            masks. On every rank; no module has changed then.
         FilesError: no masks, or malformed ones; on every rank (a RuntimeError where only some
             ranks failed).
 

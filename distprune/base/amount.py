@@ -141,21 +141,6 @@ def to_bounds(
     return Bounds(lowest, highest) if any(lowest) or highest != sizes else None
 
 
-def violated_bound(num_to_prune: int, num_lowest: int, num_highest: int) -> str | None:
-    """The bound that forbids to prune exactly so many elements of all parameters together.
-
-    Args:
-        num_to_prune: elements.
-        num_lowest, num_highest: the sums of all floors, and of all ceilings.
-
-    Returns:
-        FLOOR if the floors need more, CEILING if the ceilings allow fewer, None if neither.
-    """
-    if num_lowest > num_to_prune:
-        return FLOOR
-    return CEILING if num_highest < num_to_prune else None
-
-
 def per_parameter(
     keyword: str, bound: SparsityBound | None, parameters: Sequence[Bounded], default: int | None
 ) -> list[Fraction]:

@@ -19,10 +19,12 @@ CHUNK_BYTES = 1 << 24
 
 
 def are_live(mask: Tensor, scratch: Scratch) -> Tensor:
+    """bool [m]: where a mask is exactly 1."""
     return mask == 1
 
 
 def count_pieces(flags: Tensor, bounds: Array) -> Tensor:
+    """int64: how many flags are set between each bound and the next."""
     if len(bounds) == 2:
         return torch.count_nonzero(flags).view(1)
     upto = torch.cat([flags.new_zeros(1, dtype=torch.int64), flags.cumsum(0)])
@@ -38,6 +40,7 @@ def scan(
     scratch: Scratch,
     most: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Count the live keys up to some edges, and collect those between the first two."""
     first, second, *others = (_like(keys, edge) for edge in edges)
     stay = keys > first
     inside = (keys <= second).logical_and_(stay)
@@ -67,15 +70,18 @@ def _like(keys: Tensor, values: int | Array) -> int | Tensor:
 
 
 def kept(keys: Tensor, live: Tensor | None, first: int | Array, scratch: Scratch) -> Tensor:
+    """bool, like keys: what is pruned already, and the keys from ``first`` on."""
     stay = keys >= _like(keys, first)
     return stay if live is None else stay.logical_or_(live.logical_not())
 
 
 def positions_of(keys: Tensor, key: int | Array) -> Tensor:
+    """int64 [m]: where keys are equal to a key, or to those of an array."""
     return (keys == _like(keys, key)).nonzero().squeeze(1)
 
 
 def store(out: Tensor, previous: Tensor | None, stay: Tensor) -> None:
+    """Write a chunk of a mask: 0 where not ``stay``; elsewhere the previous value, or 1."""
     if previous is None:
         out.copy_(stay)
     elif previous is out or previous.dtype == out.dtype:
@@ -85,5 +91,6 @@ def store(out: Tensor, previous: Tensor | None, stay: Tensor) -> None:
 
 
 def zero(out: Tensor, positions: Tensor, flags: Tensor) -> Tensor:
+    """Zero some elements of a chunk of a mask, where a flag is set; how many, [1]."""
     out[positions.long()] = flags.logical_not().to(out.dtype)
     return torch.count_nonzero(flags).view(1)

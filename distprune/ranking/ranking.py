@@ -28,7 +28,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distprune.base.amount import CEILING, FLOOR, Bounds, violated_bound
+from distprune.base.amount import CEILING, FLOOR, Bounds
 from distprune.base.memory import Array
 from distprune.ranking.passes import Common, Cuts, Passes
 from distprune.ranking.search import Search, most_inside, sums_of
@@ -94,14 +94,13 @@ def limits_for(
         tuple(max(0, high - p) for high, p in zip(bounds.highest, pruned, strict=True)),
     )
     after = f"{sum(pruned) + k:,} of {sum(num_elements):,} after this call"
-    violated = violated_bound(k, sum(limits.lowest), sum(limits.highest))
-    if violated == FLOOR:
+    if sum(limits.lowest) > k:
         raise ValueError(
             f"min_sparsity needs {sum(limits.lowest):,} more pruned elements, and {k:,} are to be "
             f"pruned ({after}). Expected a budget that holds all floors: raise the amount to at "
             f"least {sum(limits.lowest):,} elements, or lower min_sparsity."
         )
-    if violated == CEILING:
+    if sum(limits.highest) < k:
         raise ValueError(
             f"max_sparsity leaves {sum(limits.highest):,} elements that may be pruned, and {k:,} "
             f"are to be ({after}). Expected a budget within all ceilings: lower the amount to at "
