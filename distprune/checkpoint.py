@@ -41,7 +41,7 @@ from distprune.base.pruned_form import (
 from distprune.masks.checks import check_ties, check_writable
 from distprune.masks.hook import find_hook, holds_zeros, pruned_parameters, put_records, records_of
 from distprune.methods.builtin import Identity
-from distprune.ranks.process_groups import is_distributed, world
+from distprune.ranks.collectives import is_distributed, world
 from distprune.shards.reader import all_places, by_parameter
 from distprune.wrappers.wrapper import is_flattened, managed_parameters
 

@@ -24,7 +24,7 @@ from distprune.call.report import PruningReport
 from distprune.call.request import ParameterArguments
 from distprune.call.run import count_live
 from distprune.masks.hook import find_hook, pruned_parameters
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 from distprune.shards.gradients import available_gradient, local_gradient
 from distprune.shards.reader import ShardReader
 from distprune.wrappers import masked_value

@@ -43,8 +43,7 @@ from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
 from distprune.masks.hook import forgets_pruned, refresh_products
-from distprune.ranks.collectives import Communicator
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import Communicator, world
 from distprune.shards.geometry import MatrixRun
 from distprune.shards.shard import Shard
 from distprune.statistics.gram import GramMatrices, with_damping

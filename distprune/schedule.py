@@ -37,7 +37,7 @@ from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured, RandomUnstructured
 from distprune.methods.ranking import AT_RANDOM, rank
 from distprune.ranking.ranking import limits_for
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 from distprune.shards.reader import Scores
 from distprune.verification.verifying import VerificationReport, verify_parameters
 

@@ -47,8 +47,7 @@ from distprune.masks.checks import check_binary
 from distprune.masks.hook import find_hook, pruned_parameters, refresh_products
 from distprune.methods.base import elementwise_decision
 from distprune.methods.builtin import hook_for_chosen_mask
-from distprune.ranks.collectives import Communicator
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import Communicator, world
 from distprune.shards.reader import Place, ShardReader, all_places, by_parameter, find_places
 from distprune.shards.shard import Shard
 from distprune.wrappers.held import find_held, putting_off_zeros

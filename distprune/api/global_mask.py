@@ -23,7 +23,7 @@ from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ONE_SEGMENT, Fact, ParameterArguments, PruningCall, Segments
 from distprune.methods.ranking import AT_RANDOM, ByScore, rank, scores_or_values
 from distprune.ranking.keys import Order
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 from distprune.shards.factored import FactoredScores
 from distprune.shards.reader import Scores, local_part, whole_checksum
 

@@ -29,7 +29,7 @@ from distprune.methods.channels import (
     normalized,
     prune_lowest,
 )
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 from distprune.shards.reader import Scores, ShardReader
 from distprune.shards.shard import Shard
 

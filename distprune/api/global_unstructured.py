@@ -16,7 +16,7 @@ from distprune.call.request import InputDims, PruningArguments, to_rule
 from distprune.call.run import prune_parameters
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import hook_for_chosen_mask
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 from distprune.shards.reader import Scores
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from distprune.call.reading import read_at_rest
 from distprune.masks.attach import Prepared, commit, detach, mask_dtype, prepare, tied_places
 from distprune.masks.checks import check_binary, check_hook, check_state, check_ties
 from distprune.masks.hook import PruningHook, find_hook, named_hooks, unregister
-from distprune.ranks.collectives import Communicator
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import Communicator, world
 from distprune.shards.checksum import checksums
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import Shard

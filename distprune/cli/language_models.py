@@ -124,7 +124,7 @@ def _load(given: ModelOptions, folder: Path, kind: str) -> nn.Module:
 
 def _facts(given: ModelOptions, model: nn.Module | None, kind: str, began: float) -> dict[str, Any]:
     """How a run went, for JSON."""
-    from distprune.ranks.process_groups import world
+    from distprune.ranks.collectives import world
 
     dtype = given.dtype if model is None else str(next(model.parameters()).dtype)[6:]
     return {

@@ -34,7 +34,7 @@ def process_group(timeout: float, backend: str = "gloo") -> Iterator[None]:
 def on_every_rank(find: Callable[[], T]) -> T:
     """Find something on every rank; an error of one is raised on all of them. Collective."""
     from distprune.files.team import Team
-    from distprune.ranks.process_groups import world
+    from distprune.ranks.collectives import world
 
     return Team(world()).run(find)
 

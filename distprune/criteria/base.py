@@ -19,7 +19,7 @@ from distprune.criteria.parts import Part, scored_parameters
 from distprune.criteria.rank_batches import CollectsRankBatches, Power, checked_unit
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 from distprune.shards.gradients import available_gradient, drop_gradient, local_gradient
 from distprune.shards.reader import ShardReader
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from distprune.criteria.base import Criterion, Unit, is_finite
 from distprune.criteria.rank_batches import Power, RankBatches, checked_unit
-from distprune.ranks.collectives import Communicator, sum_of_pieces
-from distprune.ranks.process_groups import over_groups, world
+from distprune.ranks.collectives import Communicator, over_groups, sum_of_pieces, world
 from distprune.shards.gradients import ranks_with_shards, unaveraged_gradients
 from distprune.wrappers.managed import GradientSource
 from distprune.wrappers.masked_value import has_own_property

@@ -40,7 +40,7 @@ from distprune.files.ranked import Piece, Pieces, RankedTensors
 from distprune.files.reports import Counts, Report, TensorReport
 from distprune.files.team import Progress, Team
 from distprune.files.text import format_size
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 
 RECIPE_FILE = f"{disk.SIDECAR}/recipe.yaml"
 # From what was counted and how the run went: the report, and the small files of a result by name.

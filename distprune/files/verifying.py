@@ -43,7 +43,7 @@ from distprune.files.reports import Counts, Report, identity_of, read_report, re
 from distprune.files.selecting import Layouts, UnknownLayout
 from distprune.files.team import Progress, Team
 from distprune.files.text import printable
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from distprune.criteria.base import Criterion
 from distprune.criteria.gradient_moment import GradientMoment
 from distprune.masks.hook import put_records, records_of
 from distprune.methods.builtin import Identity
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 from distprune.schedule import ScheduledPruner
 from distprune.verification.verifying import verify
 

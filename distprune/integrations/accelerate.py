@@ -35,7 +35,7 @@ from distprune.checkpoint import prepare_for_load
 from distprune.criteria.base import Criterion
 from distprune.files.checkpoint import read_header
 from distprune.masks.hook import put_records, records_of
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 from distprune.schedule import ScheduledPruner
 
 if TYPE_CHECKING:

@@ -35,8 +35,7 @@ from distprune.base.pruned_form import (
 )
 from distprune.base.report_text import listed
 from distprune.masks.hook import find_hook
-from distprune.ranks.collectives import resolved, whole
-from distprune.ranks.process_groups import over_mesh, world
+from distprune.ranks.collectives import over_mesh, resolved, whole, world
 from distprune.wrappers.wrapper import is_managed
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from distprune.api.local import is_pruned
 from distprune.checkpoint import prepare_for_load
 from distprune.integrations._plan import PlannedPruning, add_masks
 from distprune.integrations.accelerate import keys_of_model, load_criterion, save_criterion
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 
 logger = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ from distprune.language_models.running import (
     steps_of,
 )
 from distprune.language_models.text import TokenWindows
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 from distprune.statistics.activation import ActivationStatistics, prune_sequentially
 from distprune.statistics.gradients import GradientStatistics
 from distprune.statistics.inputs import layout_of

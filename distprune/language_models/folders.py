@@ -19,7 +19,7 @@ from distprune.checkpoint import save_pretrained
 from distprune.files.checkpoint import Checkpoint, locate, open_checkpoint
 from distprune.files.disk import new_folder, resolve_destination, writing
 from distprune.files.errors import CheckpointError
-from distprune.ranks.process_groups import is_distributed, world
+from distprune.ranks.collectives import is_distributed, world
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -36,8 +36,7 @@ from distprune.language_models.running import (
     steps_of,
 )
 from distprune.language_models.text import TokenWindows
-from distprune.ranks.collectives import whole
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import whole, world
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

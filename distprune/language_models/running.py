@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distprune.base.naming import named_modules, unwrap
 from distprune.base.pruned_form import is_dtensor
 from distprune.language_models.text import TokenWindows
-from distprune.ranks.process_groups import is_distributed, over_groups, world
+from distprune.ranks.collectives import is_distributed, over_groups, world
 from distprune.wrappers.wrapper import managed_parameters
 
 

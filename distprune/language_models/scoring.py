@@ -19,7 +19,7 @@ from distprune.language_models.calibrating import calibrate
 from distprune.language_models.running import Report
 from distprune.language_models.text import TokenWindows
 from distprune.methods.builtin import L1Unstructured
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 from distprune.reconstruction import ReconstructionReport, reconstruct
 from distprune.shards.reader import Scores
 from distprune.statistics.activation import ActivationStatistics

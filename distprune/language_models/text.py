@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from distprune.files.errors import TextError
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

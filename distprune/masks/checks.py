@@ -25,7 +25,7 @@ from distprune.base.pruned_form import (
 )
 from distprune.masks.attach import tied_places
 from distprune.masks.hook import PruningHook, find_hook
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 from distprune.wrappers.wrapper import doubtful_box, managed_parameters
 
 if TYPE_CHECKING:

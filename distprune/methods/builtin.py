@@ -29,8 +29,7 @@ from distprune.methods.channels import (
     prune_lowest,
 )
 from distprune.ranking.keys import Order
-from distprune.ranks.collectives import Communicator
-from distprune.ranks.process_groups import is_distributed
+from distprune.ranks.collectives import Communicator, is_distributed
 from distprune.shards.reader import local_part, whole_checksum
 from distprune.shards.shard import Shard
 

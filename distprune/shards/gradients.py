@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distprune.base.pruned_form import is_dtensor
-from distprune.ranks.collectives import Communicator
-from distprune.ranks.process_groups import is_distributed, over_groups, world
+from distprune.ranks.collectives import Communicator, is_distributed, over_groups, world
 from distprune.shards.shard import Shard
 from distprune.wrappers import deepspeed
 from distprune.wrappers.managed import GradientSource, StoredRun

@@ -16,8 +16,7 @@ from torch.distributed import ProcessGroup
 
 from distprune.base.naming import NamedParameter, full_name, named_modules, unwrap
 from distprune.base.pruned_form import is_dtensor, mask_key, name_of_pruned_orig, orig_key
-from distprune.ranks.collectives import Communicator
-from distprune.ranks.process_groups import grid, over_groups, over_mesh
+from distprune.ranks.collectives import Communicator, grid, over_groups, over_mesh
 from distprune.shards.checksum import checksums
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import index_map, run_index_map

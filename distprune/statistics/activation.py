@@ -20,7 +20,7 @@ from distprune.call.request import ParameterArguments
 from distprune.files.statistics_file import StoredStatistics, read_statistics
 from distprune.ranking.scores import FactorScores, ScoreSource, TensorScores
 from distprune.ranking.sums import Scored, Summed, magnitude_sums
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 from distprune.shards import factored
 from distprune.shards.factored import POWER_OF_RIA, FactoredScores
 from distprune.shards.shard import Shard

@@ -26,8 +26,7 @@ from distprune.base.naming import NamedParameter, checked_pair, label_of
 from distprune.call.request import ParameterArguments
 from distprune.criteria.rank_batches import CollectsRankBatches, RankBatches
 from distprune.files.statistics_file import StoredGradients, StoredSums, read_gradient_statistics
-from distprune.ranks.collectives import Communicator
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import Communicator, world
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import dim_coordinates

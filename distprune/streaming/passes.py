@@ -32,8 +32,7 @@ from distprune.files.team import Team
 from distprune.language_models.running import Report, reporter
 from distprune.language_models.scoring import elementwise_criterion
 from distprune.language_models.text import TokenWindows
-from distprune.ranks.collectives import Communicator
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import Communicator, world
 from distprune.recipes import Recipe
 from distprune.recipes.recipe import ELEMENTWISE
 from distprune.reconstruction import ReconstructedParameter, reconstruct

@@ -34,7 +34,7 @@ from distprune.language_models.folders import require_extra
 from distprune.language_models.running import Report as ReportProgress
 from distprune.language_models.running import check_run
 from distprune.language_models.text import TokenWindows
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 from distprune.recipes import Recipe
 from distprune.recipes.recipe import ELEMENTWISE
 from distprune.statistics.inputs import layout_of

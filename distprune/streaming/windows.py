@@ -39,7 +39,7 @@ from distprune.language_models.running import (
     steps_of,
 )
 from distprune.language_models.text import TokenWindows
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics
 from distprune.streaming.layers import StreamedModel

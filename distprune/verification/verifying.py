@@ -18,8 +18,7 @@ from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import Pair, checked_pair, label_of, named_modules, tied_places
 from distprune.base.report_text import CallReport, share, table
 from distprune.call.report import PruningReport
-from distprune.ranks.collectives import Communicator
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import Communicator, world
 from distprune.shards.checksum import replicas_agree
 from distprune.verification.inspecting import (
     Inspected,

@@ -31,7 +31,7 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState
 
 from distprune.base import mask_bits
 from distprune.base.mask_bits import zero_pruned
-from distprune.ranks.process_groups import over_groups
+from distprune.ranks.collectives import over_groups
 from distprune.wrappers import managed
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from distprune.criteria import SNIP, Fisher
 from distprune.files.team import Team
 from distprune.integrations.channels import ChannelGroup, ChannelPart
 from distprune.language_models import TokenWindows, calibrate, perplexity
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 from distprune.schedule import OneShot, ScheduledPruner
 from distprune.statistics import ActivationStatistics, prune_sequentially
 from distprune.testing import run_ranks

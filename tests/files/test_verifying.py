@@ -19,7 +19,7 @@ from distprune.files.mask_files import MASK_FILE, open_masks
 from distprune.files.pruning import RECIPE_FILE
 from distprune.files.reports import Report, read_report
 from distprune.files.verifying import verify
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
 from helpers.recipes import raw_recipe

@@ -21,7 +21,7 @@ from distprune import budgets, criteria, dynamic, schedule
 from distprune.base.naming import unwrap
 from distprune.call.request import ParameterArguments
 from distprune.call.run import count_live
-from distprune.ranks.process_groups import world
+from distprune.ranks.collectives import world
 from distprune.statistics import ActivationStatistics
 from distprune.testing import run_ranks
 from golden import corpus
