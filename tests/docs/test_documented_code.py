@@ -188,8 +188,11 @@ def test_a_wrong_command_is_noticed():
     assert problem_of(["distprune", "prune", "a", "b", "--sparsity", "0.5"]) is None
 
 
-def test_the_readme_is_short():
+def test_the_documents_are_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+    texts = [page.read_text() for page in DOCS.rglob("*.md")]
+    assert len(texts) <= 32
+    assert sum(len(text.split()) for text in texts) <= 24_000
 
 
 def test_no_page_is_missing_from_the_navigation():
