@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from distprune.api.chosen_masks import get_masks, set_masks
 from distprune.api.global_mask import global_mask
-from distprune.base.mask_bits import zero_pruned
+from distprune.base.memory import zero_pruned
 from distprune.base.naming import Pair, checked_pair, label_of, unwrap
 from distprune.base.pruned_form import local_tensor
 from distprune.call.report import PruningReport

@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from distprune.base.amount import CallReport, table
 from distprune.base.blocks import WeightLayout
-from distprune.base.report_text import CallReport, table
 from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from distprune._transformers import conversions
-from distprune.base import mask_bits
+from distprune.base import memory
+from distprune.base.amount import listed
 from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import NamedParameter, Pair, checked_pair, label_of
 from distprune.base.pruned_form import is_dtensor, local_tensor
-from distprune.base.report_text import listed
 from distprune.base.selecting import reason_of_shape
 from distprune.call.report import MaskLoadingReport, PruningReport
 from distprune.call.request import (
@@ -396,11 +396,11 @@ def save_masks(
         for each in saved:
             masks = {}
             for name in each.parameters:
-                keep = mask_bits.unpack_words(words[name].numpy(), shapes[name].numel())
+                keep = memory.unpack_words(words[name].numpy(), shapes[name].numel())
                 masks[name] = torch.from_numpy(keep).view(shapes[name])
             made = each.make(masks)
             for name in each.tensors:
-                parts.append(mask_bits.pack(made[name].reshape(-1).numpy()).tobytes())
+                parts.append(memory.pack(made[name].reshape(-1).numpy()).tobytes())
         header = mask_header(
             {name: shape for each in saved for name, shape in each.tensors.items()},
             is_of_checkpoint=any(each.parameters != (*each.tensors,) for each in saved),
@@ -428,7 +428,7 @@ def _bits_of(shard: Shard) -> Tensor:
         assert shard.flat_mask is not None  # it is pruned
         keep = shard.flat_mask[start:stop].cpu() != 0
         whole[shard.index(torch.arange(start, stop))] = keep
-    return torch.from_numpy(mask_bits.pack_words(whole.numpy()))
+    return torch.from_numpy(memory.pack_words(whole.numpy()))
 
 
 def load_masks(

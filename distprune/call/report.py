@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from distprune.base.amount import collapsed, is_nearly_empty
-from distprune.base.report_text import CallReport, listed, share, table
+from distprune.base.amount import CallReport, collapsed, is_nearly_empty, listed, share, table
 
 
 @dataclass

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from distprune.base import without_garbage_collection
 from distprune.base.amount import Bounds
+from distprune.base.amount import share as share_of
 from distprune.base.memory import ordinary_tensors
-from distprune.base.report_text import share as share_of
 from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare, for_comparison
 from distprune.call.report import ParameterReport, PruningReport, find_collapsed

@@ -24,8 +24,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distprune.base.float_formats import DTYPE_BITS
-from distprune.base.report_text import listed
+from distprune.base.amount import listed
+from distprune.base.selecting import DTYPE_BITS
 from distprune.files.disk import SIDECAR, reading
 from distprune.files.errors import CheckpointError
 

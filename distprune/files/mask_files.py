@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from distprune.base import mask_bits
-from distprune.base.mask_bits import num_bytes_of
+from distprune.base import memory
+from distprune.base.memory import num_bytes_of
 from distprune.files.checkpoint import SourceFile, make_header, read_header
 from distprune.files.disk import SIDECAR, read_into
 from distprune.files.errors import CheckpointError
@@ -97,4 +97,4 @@ def read_keep(masks: MaskFile, name: str, first: int, last: int) -> np.ndarray:
     start, stop = first // 8, -(-last // 8)
     packed = np.empty(stop - start, dtype=np.uint8)
     read_into(masks.file.path, [(masks.starts[name] + start, packed.data)])
-    return mask_bits.unpack(packed, first - 8 * start, last - 8 * start)
+    return memory.unpack(packed, first - 8 * start, last - 8 * start)

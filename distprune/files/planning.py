@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distprune.base import without_garbage_collection
 from distprune.base.amount import Bounded, resolve_count, to_bounds
 from distprune.base.blocks import Blocks, Layout
-from distprune.base.float_formats import PLAIN_FLOATS
-from distprune.base.selecting import natural_key
+from distprune.base.selecting import PLAIN_FLOATS, natural_key
 from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry, open_checkpoint
 from distprune.files.disk import SIDECAR
 from distprune.files.errors import SelectionError

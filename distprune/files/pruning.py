@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from distprune.base import mask_bits
-from distprune.base.float_formats import PLAIN_FLOATS
+from distprune.base import memory
 from distprune.base.memory import peak_rss_bytes
+from distprune.base.selecting import PLAIN_FLOATS
 from distprune.files import disk, reports
 from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry, read_header
 from distprune.files.errors import CheckpointError, FilesError, NaNError, RanksError, SelectionError
@@ -344,7 +344,7 @@ class Result:
                 if own:
                     add_checksum(counts, entry.name, bits)
                 disk.write_all(output, bits.data)
-                disk.write_all(masks, mask_bits.pack(keep).data)
+                disk.write_all(masks, memory.pack(keep).data)
                 self.team.count("write", bits.nbytes)
             disk.write_atomically(self._work(file, "json"), json.dumps(counts).encode())
 
@@ -380,7 +380,7 @@ class Result:
             stop, path = 0, str(self._work(file, "masks"))
             for entry in file.tensors:
                 if entry.name in self.tensors:
-                    start, stop = stop, stop + mask_bits.num_bytes_of(entry.numel)
+                    start, stop = stop, stop + memory.num_bytes_of(entry.numel)
                     places[entry.name] = path, start, stop
         mode = functools.reduce(operator.and_, (file.mode for file in self.checkpoint.files), 0o666)
         shapes = {name: entry.shape for name, entry in self.tensors.items()}

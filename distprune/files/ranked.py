@@ -20,10 +20,9 @@ from torch import Tensor
 from distprune import budgets
 from distprune.base.amount import CEILING, FLOOR, Bounds
 from distprune.base.exact_sums import scale_of
-from distprune.base.float_formats import PLAIN_FLOATS
-from distprune.base.hashing import draw_seed
-from distprune.base.memory import Array, Runs, Scratch
+from distprune.base.memory import Array, Runs, Scratch, draw_seed
 from distprune.base.naming import UnfitScores
+from distprune.base.selecting import PLAIN_FLOATS
 from distprune.files.checkpoint import TensorEntry
 from distprune.files.disk import read_into, slabs
 from distprune.files.errors import CheckpointError, NaNError

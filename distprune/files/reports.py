@@ -19,8 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from distprune._version import __version__
-from distprune.base.amount import collapsed
-from distprune.base.report_text import listed
+from distprune.base.amount import collapsed, listed
 from distprune.files.checkpoint import Checkpoint, TensorEntry, load_json
 from distprune.files.disk import REPORT_FILE, reading
 from distprune.files.errors import CheckpointError, OutputError

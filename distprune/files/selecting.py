@@ -19,8 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distprune.base.blocks import Layout, layout_along
-from distprune.base.float_formats import PLAIN_FLOATS
-from distprune.base.selecting import ADAPTER, matcher, reason_of_shape, reason_to_keep
+from distprune.base.selecting import ADAPTER, PLAIN_FLOATS, matcher, reason_of_shape, reason_to_keep
 from distprune.files.checkpoint import Checkpoint, TensorEntry
 from distprune.files.errors import SelectionError
 from distprune.recipes import GroupRecipe, Recipe

@@ -72,8 +72,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
+from distprune.base.amount import listed
 from distprune.base.blocks import EXPERT_LAYOUTS, LAYOUTS, Layout, WeightLayout, layout_along
-from distprune.base.report_text import listed
 from distprune.files.checkpoint import SourceFile, TensorEntry, make_header, read_header
 from distprune.files.disk import write_atomically
 from distprune.files.errors import CheckpointError, SelectionError

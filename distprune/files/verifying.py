@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from distprune.base import mask_bits
+from distprune.base import memory
 from distprune.base.blocks import Layout
-from distprune.base.float_formats import PLAIN_FLOATS
+from distprune.base.selecting import PLAIN_FLOATS
 from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry
 from distprune.files.disk import REPORT_FILE, pieces_of, read_into
 from distprune.files.errors import CheckpointError
@@ -166,7 +166,7 @@ def _check_files(
         )
     entries = [tensor.entry for tensor in plan.tensors]
     header = mask_header({entry.name: entry.shape for entry in entries}, is_of_checkpoint=True)
-    size = len(header) + sum(mask_bits.num_bytes_of(entry.numel) for entry in entries)
+    size = len(header) + sum(memory.num_bytes_of(entry.numel) for entry in entries)
     files = {file.name: file for file in (*plan.checkpoint.files, *plan.copied)}
     sizes: dict[str, int | None] = {name: file.size for name, file in files.items()}
     small = [REPORT_FILE, RECIPE_FILE, *[CARD_FILE] * plan.recipe.card]
@@ -259,9 +259,9 @@ class _Comparison:
         """The mask is that of the recipe; the result is the source times the mask, with +0."""
         (first, bits, keep), name, masks = piece, entry.name, self._masks
         assert masks is not None
-        packed = np.empty(mask_bits.num_bytes_of(len(keep)), np.uint8)
+        packed = np.empty(memory.num_bytes_of(len(keep)), np.uint8)
         read_into(masks.file.path, [(masks.starts[name] + first // 8, packed.data)])
-        kept = mask_bits.unpack(packed, 0, len(keep))
+        kept = memory.unpack(packed, 0, len(keep))
         written = np.empty_like(bits)
         read_into(path, [(entry.start + first * bits.itemsize, written.data.cast("B"))])
         if name in self._crc32:  # the source does not have what was kept

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from distprune.base.amount import listed
 from distprune.base.memory import on_host
 from distprune.base.naming import Pair, named_modules, unwrap
 from distprune.base.pruned_form import (
@@ -33,7 +34,6 @@ from distprune.base.pruned_form import (
     name_without_orig,
     orig_key,
 )
-from distprune.base.report_text import listed
 from distprune.masks.hook import find_hook
 from distprune.ranks.collectives import over_mesh, resolved, whole, world
 from distprune.wrappers.wrapper import is_managed

@@ -27,8 +27,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from distprune.base import mask_bits, memory
-from distprune.base.hashing import hash_keys
+from distprune.base import memory
+from distprune.base.memory import hash_keys
 from distprune.shards.shard import Shard
 
 _BITS = 32  # of a word
@@ -132,7 +132,7 @@ def _words(shard: Shard, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def _packed(pruned: Tensor) -> Tensor:
     """Rows of bits, bool [r, 32 n], as words, int64 [r, n]; the first bit is the lowest one."""
     if memory.takes_numpy(pruned.device):
-        packed = torch.from_numpy(mask_bits.pack(pruned.numpy()))
+        packed = torch.from_numpy(memory.pack(pruned.numpy()))
     else:
         # The highest byte of each product has the lowest bits of the eight bytes of its factor.
         packed = ((pruned.view(torch.int64) * 0x0102040810204080) >> 56).to(torch.uint8)

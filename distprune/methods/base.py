@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distprune.base.mask_bits import zero_pruned
-from distprune.base.memory import ordinary_tensors
+from distprune.base.memory import ordinary_tensors, zero_pruned
 from distprune.base.naming import NamedParameter, unwrap
 from distprune.call.reading import read_at_rest
 from distprune.call.request import Decision, Fact, LocalMasks, PruningArguments, PruningCall

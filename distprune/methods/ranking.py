@@ -11,8 +11,7 @@ from torch import Tensor
 
 from distprune.base.amount import Amount, checked_count
 from distprune.base.blocks import Blocks
-from distprune.base.hashing import draw_seed
-from distprune.base.memory import SERIAL, Scratch, takes_numpy
+from distprune.base.memory import SERIAL, Scratch, draw_seed, takes_numpy
 from distprune.call.request import Decision, LocalMasks, PruningCall
 from distprune.ranking.chunks import Chunk, Part, operations_on
 from distprune.ranking.in_blocks import lowest_of, prune_in_blocks

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune.base.mask_bits import bits_of_one, is_one
-from distprune.base.memory import INTEGERS, Array, Scratch
+from distprune.base.memory import INTEGERS, Array, Scratch, bits_of_one, is_one
 
 # Keys and flags of a chunk stay in the cache. With smaller chunks, threads would wait more for the
 # interpreter's lock.

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from distprune.base import memory
-from distprune.base.float_formats import PLAIN_FLOATS, FloatFormat
-from distprune.base.hashing import LARGEST_HASH
-from distprune.base.memory import INTEGERS, Array, Scratch
+from distprune.base.memory import INTEGERS, LARGEST_HASH, Array, Scratch
+from distprune.base.selecting import PLAIN_FLOATS, FloatFormat
 
 
 class Order(Enum):

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from distprune.base import memory
 from distprune.base.exact_sums import product_dtype, scale_scores
-from distprune.base.hashing import hash_in_place, hash_keys
-from distprune.base.memory import SERIAL, Array, Runs, Scratch
+from distprune.base.memory import SERIAL, Array, Runs, Scratch, hash_in_place, hash_keys
 from distprune.ranking.keys import RANDOM_KEYS, KeyRange
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import Block, IndexMap, MatrixRun

@@ -22,8 +22,7 @@ from torch import Tensor
 from distprune.base import exact_sums, memory
 from distprune.base.blocks import WeightLayout
 from distprune.base.exact_sums import GRID_BITS, Normalization
-from distprune.base.mask_bits import is_one
-from distprune.base.memory import SERIAL, Array, Count, Scratch, on_host
+from distprune.base.memory import SERIAL, Array, Count, Scratch, is_one, on_host
 from distprune.base.naming import UnfitScores
 from distprune.ranking.chunks import Elements, call_all, operations_on, spans_of
 from distprune.ranking.scores import ScaledScores, ScoreSource, slice_of, widened

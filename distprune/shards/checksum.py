@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune.base import memory
-from distprune.base.hashing import hash_keys
+from distprune.base.memory import hash_keys
 
 # 64-bit words in a block: they, their weights and the products stay in the second-level cache.
 _WORDS = 1 << 14

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from distprune.base.amount import listed
 from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter
-from distprune.base.report_text import listed
 from distprune.base.selecting import matcher
 from distprune.budgets import OWL_MULTIPLE, block_of, outlier_ratios
 from distprune.call.replicas import count_live_and_compare

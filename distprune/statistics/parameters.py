@@ -19,9 +19,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from distprune.base.amount import listed
 from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter, unwrap
-from distprune.base.report_text import listed
 from distprune.call.reading import read_parameters
 from distprune.call.request import ParameterArguments
 from distprune.files.statistics_file import StoredSums, scored_as_siblings, write_statistics

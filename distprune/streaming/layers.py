@@ -17,8 +17,8 @@ from distprune._transformers.building import (
     tensors_of_checkpoints,
 )
 from distprune._transformers.conversions import MaskSource, TransformersRules, as_saved
-from distprune.base.float_formats import TORCH_NAMES
 from distprune.base.naming import NamedParameter, named_modules
+from distprune.base.selecting import TORCH_NAMES
 from distprune.files.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from distprune.files.disk import read_into
 from distprune.files.errors import CheckpointError, SelectionError

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from distprune.base import without_garbage_collection
+from distprune.base.amount import CallReport, share, table
 from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import Pair, checked_pair, label_of, named_modules, tied_places
-from distprune.base.report_text import CallReport, share, table
 from distprune.call.report import PruningReport
 from distprune.ranks.collectives import Communicator, world
 from distprune.shards.checksum import replicas_agree

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distprune.base.mask_bits import zero_pruned
+from distprune.base.memory import zero_pruned
 from distprune.wrappers import managed
 
 

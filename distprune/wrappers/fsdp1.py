@@ -29,8 +29,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, _shard_utils
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 
-from distprune.base import mask_bits
-from distprune.base.mask_bits import zero_pruned
+from distprune.base import memory
+from distprune.base.memory import zero_pruned
 from distprune.ranks.collectives import over_groups
 from distprune.wrappers import managed
 
@@ -235,8 +235,8 @@ class FlatPiece(managed.StoredRun):
 
         Cost: one all-reduce of one bit per element; no two ranks may set the same one.
         """
-        words = over_groups(self.groups[:1]).sum(torch.from_numpy(mask_bits.pack_words(flags)))
-        return torch.from_numpy(mask_bits.unpack_words(words.numpy(), len(flags)))
+        words = over_groups(self.groups[:1]).sum(torch.from_numpy(memory.pack_words(flags)))
+        return torch.from_numpy(memory.unpack_words(words.numpy(), len(flags)))
 
 
 def _slice_of(flat: FlatParameter) -> Tensor:

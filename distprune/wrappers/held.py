@@ -32,8 +32,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as of_torch
 from torch.utils.hooks import RemovableHandle
 
-from distprune.base.mask_bits import zero_pruned
-from distprune.base.memory import ordinary_tensors
+from distprune.base.memory import ordinary_tensors, zero_pruned
 from distprune.base.naming import Pair
 from distprune.base.pruned_form import is_dtensor, local_tensor, lost_mask, mask_key
 from distprune.ranks.collectives import resolved

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import distprune as prune
-from distprune.base.float_formats import PLAIN_FLOATS
+from distprune.base.selecting import PLAIN_FLOATS
 from distprune.files import disk as access
 from helpers.tiny_checkpoints import load, save, tree_digest
 

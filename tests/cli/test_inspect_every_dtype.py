@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from distprune.base.float_formats import DTYPE_BITS
+from distprune.base.selecting import DTYPE_BITS
 from distprune.files.checkpoint import open_checkpoint
 from distprune.files.verifying import inspect
 from helpers.tiny_checkpoints import encode, save

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import torch
 
-from distprune.base.hashing import hash_keys
+from distprune.base.memory import hash_keys
 from distprune.base.selecting import natural_key
 from helpers.reference import num_to_prune, prune, prune_bounded
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from distprune.base.float_formats import DTYPE_BITS, PLAIN_FLOATS, TORCH_NAMES
+from distprune.base.selecting import DTYPE_BITS, PLAIN_FLOATS, TORCH_NAMES
 
 
 def patterns_and_values(form):

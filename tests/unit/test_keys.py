@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from distprune.base.hashing import hash_keys
+from distprune.base.memory import hash_keys
 from distprune.ranking.keys import RANDOM_KEYS, Order, key_range, to_keys
 
 

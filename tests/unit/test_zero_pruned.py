@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import distprune as prune
-from distprune.base.mask_bits import zero_pruned
+from distprune.base.memory import zero_pruned
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64,
