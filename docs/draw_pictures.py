@@ -312,6 +312,81 @@ def _box(picture: Picture, x: float, y: float, width: float, height: float, fill
     picture.shape("rect", x=x, y=y, width=width, height=height, rx=6, fill=fill, stroke=GREY)
 
 
+def held_zeros() -> Picture:
+    """Where zeros are written in a training step of a sharded model."""
+    picture = Picture(
+        820, 250, "Zeros that hold: a training step of a pruned shard",
+        "The shard of a rank has zeros where the mask prunes. Forward and backward gather it as it "
+        "is, like a dense shard. The reduced gradient becomes zero where the mask prunes, before "
+        "it is clipped. After the optimizer's step the same elements of the shard are set to zero "
+        "again.",
+    )  # fmt: skip
+    kept = "1011001101"
+    stations = (
+        ("SHARD", "zeros where the", "mask prunes", BLUE),
+        ("FORWARD", "and backward: gathered", "like a dense shard", BLUE),
+        ("GRADIENT", "summed over ranks,", "then masked", GREEN),
+        ("STEP", "any torch optimizer;", "then zero again", BLUE),
+    )
+    for number, (title, first, second, colour) in enumerate(stations):
+        x = 20 + 203 * number
+        _box(picture, x, 60, 170, 120, "#f2f2f2")
+        picture.text(x + 85, 84, title, anchor="middle", weight="bold", colour=BLUE)
+        for cell, is_kept in enumerate(kept):
+            picture.shape(
+                "rect", x=x + 10 + 15 * cell, y=98, width=14, height=18, stroke=GREY,
+                fill=colour if is_kept == "1" else "white",
+            )  # fmt: skip
+        picture.text(x + 85, 142, first, anchor="middle", size=13)
+        picture.text(x + 85, 162, second, anchor="middle", size=13)
+        if number:
+            picture.arrow(x - 31, 120, x - 3, 120)
+    picture.shape(
+        "polyline", points="714,182 714,215 105,215", fill="none", stroke=GREY, stroke_width=1.5
+    )
+    picture.arrow(105, 215, 105, 184)
+    picture.text(410, 238, "the next step", anchor="middle", size=13, colour=GREY)
+    return picture
+
+
+def file() -> Picture:
+    """The way of a checkpoint from its source to its result."""
+    picture = Picture(
+        820, 290, "A checkpoint's way: ranked as a whole, written file by file",
+        "The headers of the source say what is there. Two reads of the weights give one cut of the "
+        "order of all. Then each file is read, pruned and written beside its final name in "
+        "DST.partial, and gets that name when its bytes are on the disk. When all files have "
+        "theirs, one rename makes DST of DST.partial.",
+    )  # fmt: skip
+    columns = (20, 200, 380)
+    for x, words in zip(columns, ("SRC", "RANK", "WRITE"), strict=True):
+        picture.text(x, 62, words, weight="bold", colour=BLUE)
+    _box(picture, 200, 80, 130, 160, "#e6f0f8")
+    for y, words, weight in (
+        (120, "a sample, then", "normal"), (140, "one read of all", "normal"),
+        (180, "one cut of the", "bold"), (200, "order of all", "bold"),
+    ):  # fmt: skip
+        picture.text(265, y, words, anchor="middle", weight=weight)
+    _box(picture, 370, 72, 270, 176, "white")
+    picture.text(505, 266, "DST.partial", anchor="middle", size=13, colour=GREY)
+    for number in range(3):
+        y = 80 + 56 * number
+        _box(picture, 20, y, 130, 48, "#f2f2f2")
+        picture.text(85, y + 29, f"file {number + 1}", anchor="middle", size=13)
+        picture.arrow(152, y + 24, 198, y + 24)
+        picture.arrow(332, y + 24, 378, y + 24, BLUE)
+        _box(picture, 380, y, 110, 48, "#f2f2f2")
+        picture.text(435, y + 29, f"file {number + 1}.part", anchor="middle", size=13)
+        picture.arrow(492, y + 24, 518, y + 24, BLUE)
+        _box(picture, 520, y, 110, 48, "#f2f2f2")
+        picture.text(575, y + 29, f"file {number + 1}", anchor="middle", size=13)
+    picture.arrow(642, 160, 688, 160, BLUE)
+    _box(picture, 690, 130, 110, 60, "#e6f0f8")
+    picture.text(745, 165, "DST", anchor="middle", weight="bold")
+    picture.text(745, 210, "one rename", anchor="middle", size=12, colour=GREY)
+    return picture
+
+
 def traffic() -> Picture:
     """Bytes that a rank sends, against ranks."""
     measured = [(float(row["ranks"]), 1024 * row["KiB per rank"]) for row in measured_on([2, 4])]
@@ -354,6 +429,8 @@ PICTURES = {
     "layers.svg": layers,
     "call.svg": call,
     "traffic.svg": traffic,
+    "held_zeros.svg": held_zeros,
+    "file.svg": file,
 }
 
 
