@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from distprune.cli.plotting import make_grid
+from distprune.cli.inspect import make_grid
 
 DOCS = Path(__file__).resolve().parent
 FOLDER = DOCS / "pictures"

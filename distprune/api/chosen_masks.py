@@ -405,7 +405,7 @@ def save_masks(
             {name: shape for each in saved for name, shape in each.tensors.items()},
             is_of_checkpoint=any(each.parameters != (*each.tensors,) for each in saved),
         )
-        write_atomically(Path(folder, MASK_FILE), [header, *parts])
+        write_atomically(Path(folder, MASK_FILE), header + b"".join(parts))
 
     shards = count_live(read, communicator).targets
     with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():

@@ -115,27 +115,24 @@ class DiffOptions(ListingOptions):
 def diff(given: DiffOptions, a: Path, b: Path) -> None:
     """Compare two checkpoints tensor by tensor: values, and which elements are zero.
 
-    Names, shapes, dtypes and the metadata of the headers are compared too. The tensors may be in
-    different files; files without weights are not compared. Tensors that are equal bit for bit are
-    listed only with -v.
+    Names, shapes and dtypes are compared too. The tensors may be in different files; files without
+    weights are not compared. Tensors that are equal bit for bit are listed only with -v.
 
     \b
     distprune diff Llama-3.2-1B-50 Llama-3.2-1B-50-tuned
     """
     from distprune.files.checkpoint import open_checkpoint
-    from distprune.files.verifying import compare, compare_metadata
+    from distprune.files.verifying import compare
 
     first, second = open_checkpoint(a), open_checkpoint(b)
     terminal = given.terminal()
     with console.Meter(terminal) as meter:
         tensors = list(compare(first, second, meter.reading(first.num_bytes + second.num_bytes)))
-    metadata = compare_metadata(first, second)
     num_equal = sum(tensor.is_equal for tensor in tensors)
-    are_equal = num_equal == len(tensors) and not metadata
+    are_equal = num_equal == len(tensors)
     if given.as_json:
         values = [{**asdict(tensor), "is_equal": tensor.is_equal} for tensor in tensors]
-        texts = {key: {"first": one, "second": two} for key, (one, two) in metadata.items()}
-        terminal.json({"are_equal": are_equal, "metadata": texts, "tensors": values})
+        terminal.json({"are_equal": are_equal, "tensors": values})
     else:
         numbers = ("elements that differ", "zero in both", "zero in A only", "zero in B only")
         rows: list[tuple[str | int, ...]] = []
@@ -150,9 +147,6 @@ def diff(given: DiffOptions, a: Path, b: Path) -> None:
         if rows:
             terminal.table(("tensor", "values", *numbers), rows, right=numbers)
             terminal.text()
-        for key, pair in metadata.items():
-            one, two = (", ".join(map(ascii, values)) or "none" for values in pair)
-            terminal.text(f"Metadata differ: {ascii(key)[1:-1]}: {one} in A, {two} in B.")
         terminal.text(f"{num_equal} of {len(tensors)} tensors are equal bit for bit.")
     if given.exit_code and not are_equal:
         sys.exit(DIFFERENT)

@@ -1,23 +1,26 @@
-"""``distprune inspect``: how sparse the tensors of a checkpoint are."""
+"""``distprune inspect``: how sparse the tensors of a checkpoint are, as a table and a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
 from distprune.base.blocks import parse_pattern
-from distprune.cli import console, plotting
+from distprune.base.selecting import natural_key
+from distprune.cli import console
 from distprune.cli.options import ListingOptions, command, dims_by_pattern
-from distprune.files.errors import FilesError, SelectionError
-from distprune.files.text import role_of
+from distprune.files.errors import FilesError, OutputError, SelectionError
 from distprune.recipes import Recipe
 
 if TYPE_CHECKING:
     from distprune.files.verifying import TensorFacts
 
+_FORMATS = (".pdf", ".png", ".svg")  # of a picture
+_MAX_KINDS, _MAX_LABELS = 32, 48  # in a picture
 # (n, m) -> "n:m", as it was given.
 Patterns = Mapping[tuple[int, int], str]
 
@@ -51,7 +54,7 @@ def inspect(given: InspectOptions, src: Path) -> None:
     except ValueError as error:
         raise SelectionError(f"--pattern: {error}.") from error
     if given.plot is not None:
-        plotting.check(given.plot)
+        check_picture(given.plot)
     checkpoint = open_checkpoint(src)  # nothing is copied
     recipe = _recipe_of(src)
     dims: dict[str, Sequence[int]] = {**dims_by_pattern(given.input_dims)}
@@ -70,7 +73,7 @@ def inspect(given: InspectOptions, src: Path) -> None:
             for f in facts
             if f.num_zero is not None and sum(size > 1 for size in f.entry.shape) > 1
         ]
-        plotting.draw(given.plot, cached_name(src) or src.absolute().name, counts)
+        draw_picture(given.plot, cached_name(src) or src.absolute().name, counts)
     if given.as_json:
         terminal.json(
             {
@@ -135,7 +138,7 @@ def _tensor_values(facts: TensorFacts, patterns: Patterns) -> dict[str, Any]:
     entry = facts.entry
     return {
         **{key: getattr(entry, key) for key in ("name", "file", "dtype")},
-        "kind": role_of(entry.name).kind,
+        "kind": place_of(entry.name)[2],
         "shape": list(entry.shape),
         "num_elements": entry.numel,
         **{key: getattr(facts, key) for key in ("num_zero", "num_nan", "num_inf")},
@@ -144,3 +147,109 @@ def _tensor_values(facts: TensorFacts, patterns: Patterns) -> dict[str, Any]:
             for pattern, groups in facts.num_groups.items()
         },
     }
+
+
+class Grid(NamedTuple):
+    """The sparsity of a checkpoint.
+
+    Attributes:
+        layers: the names of the rows; the last one may be of tensors that are in no layer.
+        kinds: the names of the columns.
+        shares: for each row, the sparsity in each column; NaN where the layer has no such weight.
+    """
+
+    layers: list[str]
+    kinds: list[str]
+    shares: list[list[float]]
+
+
+def make_grid(tensors: Iterable[tuple[str, int, int]]) -> Grid:
+    """Add up (name, elements, zeros) of tensors; all experts of a layer are one kind.
+
+    Only the kinds with most elements have a column.
+    """
+    sums: dict[tuple[str, str], dict[str, list[int]]] = {}
+    sizes: dict[str, int] = {}
+    for name, num_elements, num_zero in tensors:
+        stack, layer, kind = place_of(name)
+        cell = sums.setdefault((stack, layer), {}).setdefault(kind, [0, 0])
+        cell[0] += num_elements
+        cell[1] += num_zero
+        sizes[kind] = sizes.get(kind, 0) + num_elements
+    largest = sorted(sizes, key=lambda kind: -sizes[kind])[:_MAX_KINDS]
+    names, stacks = short_names(largest), short_names(stack for stack, layer in sums if layer)
+    kinds = sorted(largest, key=lambda kind: natural_key(names[kind]))
+    rows = sorted(sums, key=lambda row: (not row[1], *map(natural_key, row)))
+    labels, shares = [], []
+    for stack, layer in rows:
+        has_stack = layer and len(stacks) > 1
+        labels.append(f"{stacks[stack]}.{layer}" if has_stack else layer or "no layer")
+        cells = [sums[stack, layer].get(kind, (0, 0)) for kind in kinds]
+        shares.append([zero / total if total else float("nan") for total, zero in cells])
+    return Grid(labels, [names[kind] for kind in kinds], shares)
+
+
+def check_picture(path: Path) -> None:
+    """Check that a picture can be drawn, before all weights are read."""
+    if path.suffix.lower() not in _FORMATS:
+        raise SelectionError(f"--plot {path}: expected a name that ends in {', '.join(_FORMATS)}.")
+    if not path.absolute().parent.is_dir():
+        raise OutputError(f"--plot {path}: its folder does not exist; make it first.")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise SelectionError("--plot needs matplotlib: pip install 'distprune[plot]'") from error
+
+
+def draw_picture(path: Path, title: str, tensors: list[tuple[str, int, int]]) -> None:
+    """Draw (name, elements, zeros) of tensors; needs no display."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    grid = make_grid(tensors)
+    num_rows, num_columns = max(len(grid.layers), 1), max(len(grid.kinds), 1)
+    size = (3 + 0.45 * num_columns, min(4 + 0.2 * num_rows, 22.0))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    percents = 100 * np.array(grid.shares or [[float("nan")]])
+    image = axes.imshow(percents, vmin=0, vmax=100, aspect="auto")
+    figure.colorbar(image, ax=axes, label="% of the elements are zero")
+    kinds = list(map(_plain, grid.kinds))
+    axes.set_xticks(range(len(kinds)), kinds, rotation=60, ha="right", rotation_mode="anchor")
+    step = -(-num_rows // _MAX_LABELS)
+    axes.set_yticks(range(0, len(grid.layers), step), list(map(_plain, grid.layers[::step])))
+    axes.tick_params(labelsize=8)
+    axes.set_title(_plain(title), fontsize=11)
+    num_elements, num_zero = sum(size for _, size, _ in tensors), sum(z for _, _, z in tensors)
+    axes.set_xlabel(f"{console.share_text(num_zero, num_elements)} are zero.", fontsize=8)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise OutputError(f"--plot {path} cannot be written: {error.strerror}.") from error
+
+
+def _plain(text: str) -> str:
+    """A name without formulas of matplotlib and characters that a font may lack."""
+    return ascii(text)[1:-1][-40:].replace("$", r"\$")
+
+
+def place_of(name: str) -> tuple[str, str, str]:
+    """The list of layers, the layer and the kind of a tensor, by its name.
+
+    The first number is that of the layer; list and layer are "" for a tensor outside of all layers.
+    All experts of a layer are one kind.
+    """
+    name = name.removesuffix(".weight")
+    match = re.fullmatch(r"(?:(.*?)\.)?([0-9]{1,9})(?:\.(.*))?", name, re.DOTALL)
+    stack, layer, kind = match.groups("") if match else ("", "", name)
+    return stack, layer, re.sub(r"(experts?)[._][0-9]+(?![^.])", r"\1", kind) or "weight"
+
+
+def short_names(kinds: Iterable[str]) -> dict[str, str]:
+    """By kind, an ending of as many parts as distinguish all: "up_proj" for "mlp.up_proj"."""
+    parts = {kind: kind.split(".") for kind in kinds}
+    length, names = 1, dict[str, str]()
+    while len(set(names.values())) < len(parts):
+        names = {kind: ".".join(own[-length:]) for kind, own in parts.items()}
+        length += 1
+    return names

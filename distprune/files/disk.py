@@ -143,19 +143,18 @@ def write_all(descriptor: int, data: bytes | bytearray | memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def write_atomically(path: str | Path, data: bytes | Iterable[bytes]) -> None:
+def write_atomically(path: str | Path, data: bytes) -> None:
     """Write a small file; after a crash it has either all of the new content or the old one.
 
     Args:
         path: the path of the file.
-        data: its content, or parts of it in order.
+        data: its content.
 
     Raises:
         OutputError: it cannot be written.
     """
     with new_file(path) as descriptor:
-        for part in [data] if isinstance(data, bytes) else data:
-            write_all(descriptor, part)
+        write_all(descriptor, data)
 
 
 def sync_folder(path: str | Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distprune.base import without_garbage_collection
-from distprune.base.amount import Bounded, resolve_count, to_bounds
+from distprune.base.amount import Bounded, Bounds, resolve_count, to_bounds
 from distprune.base.blocks import Blocks, Layout
 from distprune.base.selecting import PLAIN_FLOATS, natural_key
 from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry, open_checkpoint
@@ -64,13 +64,11 @@ class KeptValues:
 
     Attributes:
         facts: what decides the values, as JSON: for the digest of a plan, and for the report.
-        tensors: the names of the tensors.
-        folder: safetensors files with these tensors, in the dtype of the source.
+        tensors: by name, where their values are, in the dtype of the source.
     """
 
     facts: Mapping[str, Any]
-    tensors: frozenset[str]
-    folder: Path
+    tensors: Mapping[str, TensorEntry]
 
 
 @dataclass(frozen=True)
@@ -207,8 +205,9 @@ def _plan_group(entries: list[TensorEntry], recipe: GroupRecipe, layouts: Layout
     num_elements = sum(entry.numel for entry in entries)
     rule = recipe.group_rule
     of_tensors = [layouts.of(entry) if rule.needs_input_dim else None for entry in entries]
-    pairs = list(zip(entries, of_tensors, strict=True))
-    blocks = [rule.blocks(entry.numel, layout) for entry, layout in pairs]
+    blocks = [
+        rule.blocks(entry.numel, layout) for entry, layout in zip(entries, of_tensors, strict=True)
+    ]
     counts: Sequence[int | None] = [None] * len(entries)
     if recipe.is_global:
         assert recipe.sparsity is not None  # a recipe has a pattern N:M, or a sparsity
@@ -218,43 +217,34 @@ def _plan_group(entries: list[TensorEntry], recipe: GroupRecipe, layouts: Layout
         counts, num_to_prune = known, sum(known)
     bounded = [Bounded(e.name, (e.name,), e.numel, tuple(e.shape)) for e in entries]
     limits = _limits_of(bounded, recipe, num_to_prune)
+    lowest, highest = limits or ([0] * len(entries), [entry.numel for entry in entries])
     if recipe.budget in ("uniform", "erk"):
         from distprune.budgets import divided, lines_of
 
-        lowest, highest = zip(*limits, strict=True)
         counts = divided(lines_of(recipe.budget, bounded), lowest, highest, num_to_prune)
-    tensors = []
-    for (entry, layout), own, limit, count in zip(pairs, blocks, limits, counts, strict=True):
-        ranked = own if rule.needs_input_dim else None
-        tensors.append(PlannedTensor(entry, layout, ranked, *limit, count))
-    has_limits = any((t.lowest, t.highest) != (0, t.entry.numel) for t in tensors)
-    return PlannedGroup(recipe, tensors, num_elements, num_to_prune, has_limits)
+    ranked = blocks if rule.needs_input_dim else [None] * len(entries)
+    facts = zip(entries, of_tensors, ranked, lowest, highest, counts, strict=True)
+    tensors = [PlannedTensor(*each) for each in facts]
+    return PlannedGroup(recipe, tensors, num_elements, num_to_prune, limits is not None)
 
 
-def _limits_of(
-    tensors: Sequence[Bounded], recipe: GroupRecipe, num_to_prune: int
-) -> list[tuple[int, int]]:
+def _limits_of(tensors: Sequence[Bounded], recipe: GroupRecipe, num_to_prune: int) -> Bounds | None:
     """How many elements of each tensor of a group have to be pruned at least, and at most.
 
     Raises:
         SelectionError: the limits of a tensor contradict each other, or those of all tensors do not
             allow for the number to prune; with the numbers.
     """
+    if not recipe.has_limits:
+        return None
+    from distprune.ranking.ranking import limits_for
+
+    sizes = [tensor.num_elements for tensor in tensors]
     try:
-        limits = recipe.min_sparsity, recipe.max_sparsity
-        bounds = to_bounds(tensors, *limits) if recipe.has_limits else None
+        bounds = to_bounds(tensors, recipe.min_sparsity, recipe.max_sparsity)
+        return bounds and limits_for(num_to_prune, bounds, sizes, sizes)
     except ValueError as error:
         raise SelectionError(str(error)) from error
-    if bounds is None:
-        return [(0, tensor.num_elements) for tensor in tensors]
-    lowest, highest = sum(bounds.lowest), sum(bounds.highest)
-    if not lowest <= num_to_prune <= highest:
-        raise SelectionError(
-            f"sparsity {recipe.sparsity} prunes {num_to_prune:,} elements, but min_sparsity "
-            f"{recipe.min_sparsity} and max_sparsity {recipe.max_sparsity} of every tensor need "
-            f"{lowest:,} to {highest:,}. Change the sparsity, or one of the limits."
-        )
-    return list(zip(bounds.lowest, bounds.highest, strict=True))
 
 
 def _find_statistics(

@@ -15,7 +15,6 @@ import functools
 import json
 import operator
 import os
-import platform
 import shutil
 import time
 import zlib
@@ -32,7 +31,7 @@ from distprune.base import memory
 from distprune.base.memory import peak_rss_bytes
 from distprune.base.selecting import PLAIN_FLOATS
 from distprune.files import disk, reports
-from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry, read_header
+from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry
 from distprune.files.errors import CheckpointError, FilesError, NaNError, RanksError, SelectionError
 from distprune.files.mask_files import MASK_FILE, MaskFile, mask_header, open_masks, read_keep
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, KeptValues, Plan, digest_of
@@ -43,7 +42,7 @@ from distprune.files.text import format_size
 from distprune.ranks.collectives import world
 
 RECIPE_FILE = f"{disk.SIDECAR}/recipe.yaml"
-# From what was counted and how the run went: the report, and the small files of a result by name.
+# From what was counted, and what every report has: the report, and small files by name.
 Complete = Callable[[Counts, dict[str, Any]], tuple[Report, dict[str, bytes]]]
 _VERSION = 2  # of apply; raised when the same masks and source would give other bytes
 
@@ -108,8 +107,8 @@ def prune(
             tensors.find_cuts()
         return tensors.pieces
 
-    def complete(counts: Counts, run: dict[str, Any]) -> tuple[Report, dict[str, bytes]]:
-        report = reports.make_report(plan, tensors.groups, counts, run)
+    def complete(counts: Counts, facts: dict[str, Any]) -> tuple[Report, dict[str, bytes]]:
+        report = reports.make_report(plan, tensors.groups, counts, facts)
         small = {RECIPE_FILE: plan.recipe.as_stored().to_yaml().encode()}
         if (card := reports.card_of(plan, report)) is not None:
             small[CARD_FILE] = card
@@ -165,18 +164,14 @@ def apply(
                 )
         return found
 
-    def complete(counts: Counts, run: dict[str, Any]) -> tuple[Report, dict[str, bytes]]:
+    def complete(counts: Counts, facts: dict[str, Any]) -> tuple[Report, dict[str, bytes]]:
         tensors = tuple(TensorReport.of(entry, counts) for entry in entries.values())
         report = Report(
+            **facts,
             kind="apply",
-            digest=result.digest,
             num_elements=sum(tensor.num_elements for tensor in tensors),
             num_pruned=sum(tensor.num_pruned for tensor in tensors),
             tensors=tensors,
-            source=reports.identity_of(checkpoint),
-            copied=tuple(other.name for other in checkpoint.others),
-            skipped=checkpoint.skipped,
-            run=run,
             inputs={"masks": origin},
         )
         recipe = f"kind: apply\nmasks: {json.dumps(origin)}\n"  # JSON is YAML
@@ -211,7 +206,7 @@ class Result:
         replaces: whether it takes the place of a finished result.
         checkpoint: the source.
         digest: of everything that decides the result.
-        tensors: those that are rewritten, by name, in the order of their masks.
+        tensors: those that are rewritten, by name.
         copied: files without weights that are copied.
         inputs: other files that it is made from.
         has_masks: whether the masks are written.
@@ -265,9 +260,7 @@ class Result:
         """
         team, tell = self.team, tell or (lambda text: None)
         target = team.run(lambda: self.target)
-        versions = {"python": platform.python_version(), "numpy": np.__version__}
-        versions["torch"] = str(torch.__version__)
-        facts = [("destination", ascii(str(target))), *versions.items(), ("plan", self.digest)]
+        facts = [("destination", ascii(str(target))), ("plan", self.digest)]
         team.compare([(f"recipe.{key}", repr(value)) for key, value in recipe.items()] + facts)
         with contextlib.ExitStack() as lock:
             done = team.from_leader(lambda: self._start(lock))
@@ -281,14 +274,14 @@ class Result:
                 tell(f"Resuming: {format_size(num_done)} of {format_size(total)} are finished.")
             try:
                 started = time.monotonic()
-                pieces, kept = rank(), team.run(self._kept_values)
+                pieces = rank()
                 team.begin("write", total, num_done)
-                team.each(missing, lambda name: self._write(self.files[name], pieces, kept))
+                team.each(missing, lambda name: self._write(self.files[name], pieces))
                 run = {
                     "num_ranks": team.size,
                     "seconds": round(time.monotonic() - started, 3),
                     "peak_rss_bytes": team.share(peak_rss_bytes()),
-                    "versions": versions,
+                    "versions": {"numpy": np.__version__, "torch": str(torch.__version__)},
                 }
                 team.from_leader(lambda: self._publish(complete, run))
                 return team.run(lambda: reports.read_report(target))
@@ -310,10 +303,7 @@ class Result:
         lock.enter_context(disk.locked(self.target))
         report = disk.finished_report(self.target)
         if report is not None and report["digest"] == self.digest:
-            with contextlib.suppress(OSError):
-                sizes = {name: os.stat(self.target / name).st_size for name in self.files}
-                if sizes == {name: file.size for name, file in self.files.items()}:
-                    return None
+            return None
         self._check_destination()
         num_bytes = sum(file.size for file in self.files.values())
         disk.begin(self.target, self.digest, num_bytes)
@@ -323,7 +313,7 @@ class Result:
         files = [*self.checkpoint.all_files, *self.inputs]
         disk.check_destination(self.target, [f.path for f in files], replaces=self.replaces)
 
-    def _write(self, file: SourceFile, pieces: Pieces, kept: Mapping[str, TensorEntry]) -> None:
+    def _write(self, file: SourceFile, pieces: Pieces) -> None:
         """Make one file; of a weight file also its masks, and counts of its tensors."""
         counts: Counts = defaultdict(Counter)
         with (
@@ -337,7 +327,8 @@ class Result:
                         self.team.count("write", len(raw))
                     continue
                 entry, (first, bits, keep) = part
-                if own := kept.get(entry.name):
+                own = None if self.values is None else self.values.tensors.get(entry.name)
+                if own:
                     place = own.start + first * bits.itemsize
                     disk.read_into(own.path, [(place, bits.data.cast("B"))])
                 np.multiply(bits, keep, out=bits)  # pruned bits are 0: +0 whatever the sign was
@@ -348,14 +339,6 @@ class Result:
                 self.team.count("write", bits.nbytes)
             disk.write_atomically(self._work(file, "json"), json.dumps(counts).encode())
 
-    def _kept_values(self) -> dict[str, TensorEntry]:
-        """By name of a tensor, the place of its kept values, if they are not the source's."""
-        if self.values is None:
-            return {}
-        files = map(read_header, sorted(self.values.folder.glob("*.safetensors")))
-        found = {entry.name: entry for file in files for entry in file.tensors}
-        return {name: found[name] for name in self.values.tensors}
-
     def _publish(self, complete: Complete, run: dict[str, Any]) -> None:
         """Write the last files and rename the folder."""
         check_unchanged([*self.checkpoint.all_files, *self.inputs])
@@ -363,7 +346,14 @@ class Result:
         for file in self.checkpoint.files:
             for what, of_tensors in json.loads(self._work(file, "json").read_text()).items():
                 counts[what].update(of_tensors)
-        report, small = complete(counts, run)
+        facts = {
+            "digest": self.digest,
+            "source": reports.identity_of(self.checkpoint),
+            "copied": [file.name for file in self.copied],
+            "skipped": self.checkpoint.skipped,
+            "run": run,
+        }
+        report, small = complete(counts, facts)
         if self.has_masks:
             self._join_masks()
         for name, data in (small | {disk.REPORT_FILE: report.to_json()}).items():
@@ -374,20 +364,13 @@ class Result:
         disk.publish(self.target)
 
     def _join_masks(self) -> None:
-        """Join the masks of all weight files, in the order of ranking."""
-        places: dict[str, tuple[str, int, int]] = {}
-        for file in self.checkpoint.files:
-            stop, path = 0, str(self._work(file, "masks"))
-            for entry in file.tensors:
-                if entry.name in self.tensors:
-                    start, stop = stop, stop + memory.num_bytes_of(entry.numel)
-                    places[entry.name] = path, start, stop
+        """Join the masks of all weight files, in the order of the checkpoint."""
         mode = functools.reduce(operator.and_, (file.mode for file in self.checkpoint.files), 0o666)
-        shapes = {name: entry.shape for name, entry in self.tensors.items()}
+        shapes = {e.name: e.shape for e in self.checkpoint.tensors if e.name in self.tensors}
         with disk.new_file(self.folder / MASK_FILE, mode) as output:
             disk.write_all(output, mask_header(shapes, is_of_checkpoint=True))
-            for name in self.tensors:
-                for raw in disk.pieces_of(*places[name]):
+            for path in (str(self._work(file, "masks")) for file in self.checkpoint.files):
+                for raw in disk.pieces_of(path, 0, os.path.getsize(path)):
                     disk.write_all(output, raw)
 
     def _work(self, file: SourceFile, suffix: str) -> Path:

@@ -27,7 +27,7 @@ from distprune.files.checkpoint import TensorEntry
 from distprune.files.disk import read_into, slabs
 from distprune.files.errors import CheckpointError, NaNError
 from distprune.files.planning import Plan, PlannedGroup, bytes_to_count
-from distprune.files.statistics_file import StoredSums
+from distprune.files.statistics_file import StoredStatistics
 from distprune.files.team import Team
 from distprune.ranking import sums
 from distprune.ranking.chunks import Chunk, Part
@@ -43,7 +43,6 @@ from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import IndexMap, MatrixRun
 
 CPU = torch.device("cpu")
-_MOST_SUMS = 1 << 20  # that are added up at a time; each takes some 50 bytes until it is done
 _MOST_COLLECTED = 3 << 20  # keys of a process, of about 12 bytes each
 
 
@@ -324,24 +323,13 @@ class RankedTensors:
 
         Cost: two reads of these weights; two all-reduces of 8 bytes per input and output.
         """
-        batch: list[TensorEntry] = []
-        num_sums = 0
         for tensor in group.tensors:
-            batch.append(tensor.entry)
-            layout = self._stored(tensor.entry.name).layout
-            num_sums += layout.num_inputs + layout.num_outputs
-            if num_sums < _MOST_SUMS and tensor is not group.tensors[-1]:
-                continue
-            weights = []
-            shares = self._team.shares([entry.numel for entry in batch])
-            for entry, share in zip(batch, shares, strict=True):
-                part = Part(entry.name, entry.numel, _whole((entry.numel,)), share)
-                layout = self._stored(entry.name).layout
-                scored = Scored(part, self._values[entry.name])
-                weights.append(sums.Summed.of(scored, _whole(layout.shape), layout))
-            found = sums.magnitude_sums(weights, self._team)
-            self._sums |= zip([entry.name for entry in batch], found, strict=True)
-            batch, num_sums = [], 0
+            entry, layout = tensor.entry, self._stored(tensor.entry.name).layout
+            (share,) = self._team.shares([entry.numel])
+            part = Part(entry.name, entry.numel, _whole((entry.numel,)), share)
+            scored = Scored(part, self._values[entry.name])
+            summed = sums.Summed.of(scored, _whole(layout.shape), layout)
+            (self._sums[entry.name],) = sums.magnitude_sums([summed], self._team)
 
     def _factored(self, name: str, score: str) -> ScoreSource:
         """The scores of a tensor that are made of its weights and of statistics."""
@@ -356,7 +344,7 @@ class RankedTensors:
         dtype = torch.promote_types(self._values[name].dtype, torch.float32)
         return terms_on(matrix, found, stored.layout.shape, CPU, dtype)
 
-    def _stored(self, name: str) -> StoredSums:
+    def _stored(self, name: str) -> StoredStatistics:
         assert self._plan.statistics is not None
         return self._plan.statistics.of_tensor[name]
 
@@ -367,9 +355,9 @@ def _whole(shape: Sequence[int]) -> IndexMap:
     return IndexMap(tuple(map(range, shape)), strides, 0, dims=tuple(range(len(shape))))
 
 
-def _factored_of(stored: StoredSums, score: str, sums: Sequence[Tensor]) -> FactoredScores:
+def _factored_of(stored: StoredStatistics, score: str, sums: Sequence[Tensor]) -> FactoredScores:
     """What |w| is multiplied by; ``sums`` of |w|, for "ria": of each input and of each output."""
-    first, second = map(torch.from_numpy, stored.arrays)
+    first, second = map(torch.from_numpy, (stored.first, stored.second))
     if score in ("fisher", "stade"):
         make = factored.fisher if score == "fisher" else factored.stade
         return make(stored.layout, first, second, stored.count)

@@ -6,11 +6,12 @@ same bytes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -28,7 +29,7 @@ from distprune.files.ranked import RankedGroup
 from distprune.files.text import format_percent
 from distprune.ranking.keys import KeyRange
 from distprune.recipes import Recipe
-from distprune.recipes.loading import make_recipe
+from distprune.recipes.loading import make_recipe, problems_of
 
 # A source is sparse if more than this fraction is zero: trained weights have hardly any zeros.
 _SPARSE = 0.01
@@ -57,8 +58,6 @@ class TensorReport(BaseModel, frozen=True):
         threshold: the largest score that was pruned, of a tensor that was ranked on its own, or
             that a limit held: a magnitude unless the recipe has another score, in units of
             ``divisor`` if that is given.
-        limits: how many elements had to be pruned, and how many at most; None: no limits were
-            given.
         held_at: the limit that decided how many were pruned, "min_sparsity" or "max_sparsity";
             None: the ranking decided.
         divisor: what its scores were divided by before they were ranked (their rms, their l2 norm
@@ -77,7 +76,6 @@ class TensorReport(BaseModel, frozen=True):
     crc32: int | None = None
     group: int = 0
     threshold: float | None = None
-    limits: tuple[int, int] | None = None
     held_at: str | None = None
     divisor: float | None = None
 
@@ -128,7 +126,7 @@ class Report(BaseModel, frozen=True):
         skipped: (name, reason) of files that were not.
         run: how the result was made, which may differ from run to run: ``num_ranks``; ``seconds``
             by phase, ``peak_rss_bytes`` of each rank, of the run that finished it; ``versions`` of
-            Python, torch and numpy.
+            torch and numpy.
         warnings: what may be wrong with the result, one or two sentences each.
         inputs: what scores were made from besides weights: ``statistics``, with the sha256 of the
             file, its mode and its number of tokens, or of gradients their weight; ``scores``, with
@@ -179,11 +177,8 @@ def read_report(folder: str | Path) -> Report:
             "`distprune prune` made. `distprune diff` compares any two checkpoints."
         ) from error
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))[:80]
-        raise CheckpointError(
-            f"{path} is no report of distprune: {ascii(where)[1:-1]}: {first['msg'][:80]}."
-        ) from None
+        first = problems_of(error)[0][:200]
+        raise CheckpointError(f"{path} is no report of distprune: {first}") from None
 
 
 def recipe_of(report: Report, folder: str | Path) -> Recipe:
@@ -201,7 +196,7 @@ def recipe_of(report: Report, folder: str | Path) -> Recipe:
 
 
 def make_report(
-    plan: Plan, ranked: Sequence[RankedGroup], counts: Counts, run: dict[str, Any]
+    plan: Plan, ranked: Sequence[RankedGroup], counts: Counts, common: Mapping[str, Any]
 ) -> Report:
     """The report of a pruning.
 
@@ -209,7 +204,7 @@ def make_report(
         plan: that was carried out.
         ranked: its groups, and where their rankings were cut.
         counts: what was counted when its tensors were written.
-        run: how the result was made.
+        common: what every report has.
 
     Raises:
         OutputError: the counts do not add up to what was planned.
@@ -223,8 +218,6 @@ def make_report(
             facts: dict[str, Any] = {"group": len(groups)}
             if each.divisors is not None:
                 facts["divisor"] = each.divisors[i]
-            if group.has_limits:
-                facts["limits"] = (tensor.lowest, tensor.highest)
             if cuts is not None:
                 facts["held_at"] = each.bounds[i]
                 is_alone = group.recipe.budget is not None or not group.recipe.is_global
@@ -243,17 +236,13 @@ def make_report(
             found["threshold"] = _score(keys, found["threshold"])
         groups.append(GroupReport(num_elements=group.num_elements, num_pruned=total, **found))
     return Report(
-        digest=plan.digest,
+        **common,
         recipe=plan.recipe.as_stored().as_values(),
         num_elements=plan.num_elements,
         num_pruned=plan.num_to_prune,
         groups=tuple(groups),
         tensors=tuple(tensors),
-        kept=tuple((v.entry.name, v.reason) for v in plan.verdicts if not v.is_pruned),
-        source=identity_of(plan.checkpoint),
-        copied=tuple(other.name for other in plan.copied),
-        skipped=plan.checkpoint.skipped,
-        run=run,
+        kept=tuple((v.entry.name, v.reason) for v in plan.verdicts if v.reason),
         warnings=tuple(_warnings(plan, tensors)),
         inputs=plan.inputs(),
     )
@@ -312,12 +301,9 @@ def card_of(plan: Plan, report: Report) -> bytes | None:
     if not plan.recipe.card:
         return None
     base = cached_name(plan.checkpoint.folder)
-    source = b""
-    for other in plan.checkpoint.others:
-        if other.name == CARD_FILE:
-            with reading(other.path):
-                source = Path(other.path).read_bytes()
-    metadata, below = split_front_matter(source)
+    cards = [other.path for other in plan.checkpoint.others if other.name == CARD_FILE]
+    with reading(CARD_FILE):
+        metadata, below = split_front_matter(Path(cards[0]).read_bytes() if cards else b"")
     metadata = {key: metadata[key] for key in metadata if key not in _NOT_OF_THE_RESULT}
     if base is not None:  # else the base of the source stays: it is a base of the result, too
         metadata = {**metadata, "base_model": base}
@@ -383,12 +369,9 @@ def cached_name(folder: str | Path) -> str | None:
 def split_front_matter(card: bytes) -> tuple[dict[Any, Any], bytes]:
     """The metadata of a card, and the text below: {} and all of it if none can be read."""
     match = _BLOCK.match(card)
-    if match is None:
-        return {}, card
-    try:
-        metadata = yaml.safe_load(match[1].decode("utf-8"))
-    except Exception:  # PyYAML raises anything for dates, numbers and tags that cannot be
-        return {}, card
-    if metadata is None or isinstance(metadata, dict):
-        return metadata or {}, card[match.end() :]
+    if match is not None:
+        with contextlib.suppress(Exception):  # PyYAML raises anything for what cannot be
+            metadata = yaml.safe_load(match[1].decode("utf-8")) or {}
+            if isinstance(metadata, dict):
+                return metadata, card[match.end() :]
     return {}, card

@@ -45,11 +45,6 @@ class Verdict(NamedTuple):
     group: int | None
     reason: str
 
-    @property
-    def is_pruned(self) -> bool:
-        """Whether it takes part."""
-        return self.group is not None
-
 
 class Selection(NamedTuple):
     """Which tensors of a checkpoint are pruned.

@@ -13,14 +13,15 @@ F64, of one number for each input feature that the weight multiplies, or for eac
 
 Its metadata are::
 
-    format      "distprune-activation-statistics-1" or "distprune-gradient-statistics-1"
-    mode        of activations, "one_pass" or "sequential": see ActivationStatistics.mode
-    parameters  JSON, by name: {"layout": ..., "shape": [...], "groups": n, "num_tokens": n};
-                of gradients "weight", the sum of the weights of all batches, for "num_tokens"
+    format      "distprune-statistics-2"
+    mode        of activations, "one_pass" or "sequential": see ActivationStatistics.mode; or
+                "gradients"
+    parameters  JSON, by name: {"layout": ..., "shape": [...], "groups": n, "count": n}: the number
+                of tokens; of gradients the sum of the weights of all batches
 
 ``shape`` is that of the whole weight. ``layout`` says which of its dimensions are the inputs:
 
-    layout                   weight                  input shape    outputs     num_tokens
+    layout                   weight                  input shape    outputs     tokens
     linear                   [out, in]               [in]           out         an integer
     conv1d_of_transformers   [in, out]               [in]           out         an integer
     convolution              [out, in / groups, *k]  [in, *k]       out         an integer
@@ -28,11 +29,11 @@ Its metadata are::
     transposed_experts       [E, in, out]            [E, in]        E * out     a list of E integers
 
 The last two are E fused experts: matrices with tokens of their own. Row e of the sums is of the
-tokens that came to expert e, and ``num_tokens[e]`` is their number. Outputs are those of expert 0,
+tokens that came to expert e, and ``count[e]`` is their number. Outputs are those of expert 0,
 then those of expert 1, and so on.
 
 Statistics are of the whole weight, whatever the sharding of the model that they were collected on.
-Sums divide by ``num_tokens``, which may be 0 (an expert), or by ``weight``.
+Sums divide by ``count``, which may be 0 (an expert).
 
 [Note: empty] A matrix that saw nothing, such as an expert that no token came to, would have equal
 scores, all 0: it would lose its first elements, and in a ranking of several matrices all of them.
@@ -68,7 +69,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import add
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -79,115 +80,73 @@ from distprune.files.disk import write_atomically
 from distprune.files.errors import CheckpointError, SelectionError
 
 StrPath = str | os.PathLike[str]
-MODES = ("one_pass", "sequential")
-
-
-S = TypeVar("S", bound="StoredSums")
+_FORMAT = "distprune-statistics-2"
+MODES = ("one_pass", "sequential", "gradients")
+# What the names of the two arrays of a parameter end with: of activations, and of gradients.
+_SUFFIXES = (
+    (".input_sum", ".input_square_sum"),
+    (".gradient_sum_by_output", ".gradient_sum_by_input"),
+)
 
 
 @dataclass(frozen=True)
-class StoredSums:
+class StoredStatistics:
     """The statistics of one parameter.
 
     Attributes:
         layout: of the weight.
         count: how much was seen: the number of tokens, of fused experts that of each of them; of
             gradients the sum of the weights of all batches.
-        first, second: float64, what was added up.
-        FORMAT: of the file.
-        COUNT: the name of the count in it.
-        SUFFIXES: what the names of the arrays end with in it.
-        ABOUT: what such statistics are of, for messages.
-        EMPTY: what is said of matrices that saw nothing.
+        first, second: float64, what was added up: inputs and their squares, both of the input
+            shape; or weight * g**2 over each row, [outputs], and each column, of the input shape.
+        of_gradients: whether it is the latter.
     """
 
     layout: WeightLayout
     count: Any
     first: np.ndarray
     second: np.ndarray
-
-    FORMAT: ClassVar[str]
-    COUNT: ClassVar[str]
-    SUFFIXES: ClassVar[tuple[str, str]]
-    ABOUT: ClassVar[str]
-    EMPTY: ClassVar[str]
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """What was added up."""
-        return self.first, self.second
+    of_gradients: bool = False
 
     @property
     def most(self) -> Any:
         """The count; of fused experts, that of the one that saw most."""
         return max(self.count, default=0) if isinstance(self.count, tuple) else self.count
 
-    @property
-    def num_units(self) -> int:
-        """How many matrices may see nothing alone: the experts, or 1."""
-        return self.layout.num_matrices if self.layout.are_experts else 1
+    def _by_matrix(self) -> list[np.ndarray]:
+        """Copies of the sums, with one row for each matrix that may see nothing alone."""
+        num_rows = self.layout.num_matrices if self.layout.are_experts else 1
+        return [each.reshape(num_rows, -1).copy() for each in (self.first, self.second)]
 
-    def units(self) -> list[np.ndarray]:
-        """Copies of the arrays, with one row for each matrix that may see nothing alone."""
-        return [each.reshape(self.num_units, -1).copy() for each in self.arrays]
+    def typical(self) -> list[tuple[float, float] | None]:
+        """Of each matrix two means by which siblings can be scored; None if it saw nothing."""
+        first, second = self._by_matrix()
+        if self.of_gradients:
+            num = (self.count or 1.0) * max(1, first.shape[1])
+            means = [float(row.sum()) / num for row in second]
+            return [(0.0, mean) if mean else None for mean in means]
+        rows = zip(np.reshape(self.count, -1), first, second, strict=True)
+        return [
+            (float(((sums / n) ** 2).mean()), float((squares / n).mean()))
+            if n and len(squares)
+            else None
+            for n, sums, squares in rows
+        ]
 
-    def typical(self, number: int) -> tuple[float, float] | None:
-        """Two means over a matrix, by which its siblings can be scored; None if it saw nothing."""
-        raise NotImplementedError
-
-    def filled(self: S, numbers: Sequence[int], first: float, second: float) -> S:
+    def filled(self, numbers: Sequence[int], means: Sequence[float]) -> StoredStatistics:
         """The same, where some matrices have the means of others; see :meth:`typical`."""
-        raise NotImplementedError
-
-    def _with(self: S, rows: Sequence[np.ndarray], count: Any) -> S:
-        first, second = (own.reshape(o.shape) for own, o in zip(rows, self.arrays, strict=True))
-        return replace(self, first=first, second=second, count=count)
-
-
-class StoredStatistics(StoredSums):
-    """The sums of the inputs, and those of their squares, both of the input shape."""
-
-    FORMAT = "distprune-activation-statistics-1"
-    COUNT = "num_tokens"
-    SUFFIXES = (".input_sum", ".input_square_sum")
-    ABOUT = "activations"
-    EMPTY = "no token came to"
-
-    def typical(self, number: int) -> tuple[float, float] | None:
-        count = np.reshape(self.count, -1)[number]
-        if not count or not self.second.size:
-            return None
-        first, second = (each[number] / count for each in self.units())
-        return float((first**2).mean()), float(second.mean())
-
-    def filled(self, numbers: Sequence[int], first: float, second: float) -> StoredStatistics:
-        counts, rows = np.array(self.count).reshape(-1), self.units()
-        counts[numbers], rows[0][numbers], rows[1][numbers] = 1, math.sqrt(first), second
-        is_fused = self.layout.are_experts
-        return self._with(rows, tuple(counts.tolist()) if is_fused else int(counts[0]))
+        (first, second), count = self._by_matrix(), self.count
+        if self.of_gradients:
+            first[numbers], second[numbers] = means[1] * count, 1.0
+        else:
+            counts = np.array(count).reshape(-1)
+            counts[numbers], first[numbers], second[numbers] = 1, math.sqrt(means[0]), means[1]
+            count = tuple(counts.tolist()) if self.layout.are_experts else int(counts[0])
+        first, second = first.reshape(self.first.shape), second.reshape(self.second.shape)
+        return replace(self, count=count, first=first, second=second)
 
 
-class StoredGradients(StoredSums):
-    """The sums of weight * g**2 over each row, [outputs], and each column, of the input shape."""
-
-    FORMAT = "distprune-gradient-statistics-1"
-    COUNT = "weight"
-    SUFFIXES = (".gradient_sum_by_output", ".gradient_sum_by_input")
-    ABOUT = "gradients"
-    EMPTY = "all gradients are zero of"
-
-    def typical(self, number: int) -> tuple[float, float] | None:
-        by_output, by_input = (each[number] for each in self.units())
-        mean = float(by_input.sum()) / (self.count or 1.0) / max(1, len(by_output))
-        return (0.0, mean) if mean else None
-
-    def filled(self, numbers: Sequence[int], first: float, second: float) -> StoredGradients:
-        rows = self.units()
-        rows[0][numbers], rows[1][numbers] = second * self.count, 1.0
-        return self._with(rows, self.count)
-
-
-def write_statistics(path: StrPath, mode: str, parameters: Mapping[str, StoredSums]) -> None:
+def write_statistics(path: StrPath, mode: str, parameters: Mapping[str, StoredStatistics]) -> None:
     """Write statistics; an existing file is replaced at the end, or stays.
 
     Args:
@@ -198,53 +157,49 @@ def write_statistics(path: StrPath, mode: str, parameters: Mapping[str, StoredSu
     Raises:
         OutputError: it cannot be written.
     """
-    metadata = {"format": StoredStatistics.FORMAT, "mode": mode}
-    if mode == "gradients":
-        metadata = {"format": StoredGradients.FORMAT}
     described, tensors, data = {}, {}, []
     for name, stored in parameters.items():
         layout = stored.layout
         facts = {"layout": layout.kind, "shape": list(layout.shape), "groups": layout.groups}
-        described[name] = {**facts, stored.COUNT: stored.count}
-        for suffix, values in zip(stored.SUFFIXES, stored.arrays, strict=True):
+        described[name] = {**facts, "count": stored.count}
+        arrays = zip(_SUFFIXES[stored.of_gradients], (stored.first, stored.second), strict=True)
+        for suffix, values in arrays:
             data.append(np.ascontiguousarray(values, "<f8").tobytes())
             tensors[name + suffix] = ("F64", values.shape, len(data[-1]))
-    header = make_header(tensors, metadata | {"parameters": json.dumps(described)})
-    write_atomically(os.path.abspath(path), [header, *data])
+    metadata = {"format": _FORMAT, "mode": mode, "parameters": json.dumps(described)}
+    header = make_header(tensors, metadata)
+    write_atomically(os.path.abspath(path), header + b"".join(data))
 
 
-def read_statistics(path: StrPath) -> tuple[str, dict[str, StoredStatistics]]:
-    """The mode, and the statistics of activations by name of the parameter, in the file's order.
+def read_statistics(
+    path: StrPath, of_gradients: bool = False
+) -> tuple[str, dict[str, StoredStatistics]]:
+    """The mode, and the statistics by name of the parameter, in the file's order.
 
     Raises:
-        CheckpointError: there is no such file, or it is malformed.
+        CheckpointError: there is no such file, it is malformed, or has those of the other kind.
 
     Cost: a read of the file, and as much memory.
     """
-    file, _, stored = _read(path, StoredStatistics)
-    return file.metadata["mode"], stored
+    return _read(path, of_gradients)[2:]
 
 
-def read_gradient_statistics(path: StrPath) -> dict[str, StoredGradients]:
-    """The statistics of gradients by name of the parameter; see :func:`read_statistics`."""
-    return _read(path, StoredGradients)[2]
-
-
-def _read(path: StrPath, kind: type[S]) -> tuple[SourceFile, np.ndarray, dict[str, S]]:
-    """A file, its bytes, and the statistics in them."""
+def _read(
+    path: StrPath, of_gradients: bool
+) -> tuple[SourceFile, np.ndarray, str, dict[str, StoredStatistics]]:
+    """A file, its bytes, the mode, and the statistics in them."""
     name = os.fspath(path)
     file = read_header(name, name)
-    form, mode = file.metadata.get("format"), file.metadata.get("mode", "")
-    if form != kind.FORMAT:
-        others = {each.FORMAT: each.ABOUT for each in (StoredStatistics, StoredGradients)}
-        has = f"statistics of {others[form]}" if form in others else "no statistics"
-        how = " --gradients`" if kind is StoredGradients else "` without --gradients"
+    mode = file.metadata.get("mode", "")
+    kinds = ("activations", "gradients")
+    is_known = file.metadata.get("format") == _FORMAT and mode in MODES
+    if not is_known or of_gradients != (mode == "gradients"):
+        has = f"statistics of {kinds[mode == 'gradients']}" if is_known else "no statistics"
+        how = "with" if of_gradients else "without"
         raise CheckpointError(
-            f"{name} holds {has}; expected those of {kind.ABOUT}, which `distprune calibrate{how} "
-            "writes, or `save` of the statistics of a model."
+            f"{name} holds {has}; expected those of {kinds[of_gradients]}, which `distprune "
+            f"calibrate` {how} --gradients writes, or `save` of the statistics of a model."
         )
-    if kind is StoredStatistics and mode not in MODES:
-        raise CheckpointError(f"{name}: its mode is {mode!a}; expected one of {MODES}.")
     raw = np.fromfile(file.path, dtype=np.uint8)
     try:
         arrays = {
@@ -253,48 +208,47 @@ def _read(path: StrPath, kind: type[S]) -> tuple[SourceFile, np.ndarray, dict[st
             .reshape(entry.shape)
             for entry in file.tensors
         }  # fmt: skip
-        facts = json.loads(file.metadata["parameters"])
-        return file, raw, {each: _stored(kind, each, facts[each], arrays) for each in facts}
+        described = json.loads(file.metadata["parameters"])
+        stored = {each: _stored(each, described[each], arrays, of_gradients) for each in described}
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{name} is malformed: {error}.") from error
+    return file, raw, mode, stored
 
 
-def _stored(kind: type[S], name: str, facts: Any, arrays: Mapping[str, np.ndarray]) -> S:
+def _stored(
+    name: str, facts: Any, arrays: Mapping[str, np.ndarray], of_gradients: bool
+) -> StoredStatistics:
     """The statistics of a parameter; raises KeyError, TypeError or ValueError if they are wrong."""
     layout = WeightLayout(facts["layout"], tuple(facts["shape"]), facts["groups"])
-    count, shapes = facts[kind.COUNT], [layout.input_shape, layout.input_shape]
     fits = len(layout.shape) == 3 if layout.are_experts else len(layout.shape) > 1
     if layout.kind not in LAYOUTS or min(*layout.shape, layout.groups - 1) < 0 or not fits:
         raise ValueError(f"{name} has the layout {layout}")
-    if kind is StoredGradients:
-        shapes[0] = (layout.num_outputs,)
-    elif layout.are_experts:
-        count = tuple(count)
+    has_many = layout.are_experts and not of_gradients
+    count = tuple(facts["count"]) if has_many else facts["count"]
     counts = np.array(count)
-    has_count = counts.size == (1 if kind is StoredGradients else layout.num_token_counts)
-    if not (has_count and np.isfinite(counts).all() and (counts >= 0).all()):
+    has_count = counts.size == (layout.num_token_counts if has_many else 1)
+    are_counts = np.isfinite(counts) & ((counts > 0) if of_gradients else (counts >= 0))
+    if not (has_count and are_counts.all()):
         raise ValueError(f"{name} has the count {count}")
-    stored = kind(layout, count, *(arrays[name + suffix] for suffix in kind.SUFFIXES))
-    found = [array.shape for array in stored.arrays]
-    if found != shapes:
-        raise ValueError(f"{name} has sums of the shapes {found}; expected {shapes}")
-    sums_of_squares = stored.arrays[kind is StoredStatistics :]
-    are_finite = all(np.isfinite(array).all() for array in stored.arrays)
-    if not are_finite or any((array < 0).any() for array in sums_of_squares):
+    first, second = (arrays[name + suffix] for suffix in _SUFFIXES[of_gradients])
+    expected = (layout.num_outputs,) if of_gradients else layout.input_shape, layout.input_shape
+    if (first.shape, second.shape) != expected:
+        found = [first.shape, second.shape]
+        raise ValueError(f"{name} has sums of the shapes {found}; expected {list(expected)}")
+    are_finite = np.isfinite(first).all() and np.isfinite(second).all()
+    if not are_finite or (second < 0).any() or (of_gradients and (first < 0).any()):
         raise ValueError(f"{name} has sums that are not finite or negative")
-    return stored
+    return StoredStatistics(layout, count, first, second, of_gradients)
 
 
-# By layout, the dimension of the inputs; of others, all but the first.
-_INPUT_DIMS = {"conv1d_of_transformers": 0, "experts": 2, "transposed_experts": 1}
 _OF_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>[0-9]+)\.(?P<matrix>\w+)\.weight")
-# By name of a matrix: the parameters that it may be a part of, and how many such parts one has.
-_GATED, _UNGATED, _LAST = ("gate_up_proj", 2), ("up_proj", 1), ("down_proj", 1)
+# By name of a matrix: the parameters that it may be a part of, how many such parts one has, and
+# which of them it is. The first part of a merged parameter has the first outputs.
+_GATE, _UP, _DOWN = ("gate_up_proj", 2, 0), ("gate_up_proj", 2, 1), ("down_proj", 1, 0)
 _MERGED = {
-    "w1": (_GATED,), "w3": (_GATED,), "w2": (_LAST,),
-    "gate_proj": (_GATED,), "up_proj": (_GATED, _UNGATED), "down_proj": (_LAST,),
+    "w1": (_GATE,), "w3": (_UP,), "w2": (_DOWN,),
+    "gate_proj": (_GATE,), "up_proj": (_UP, ("up_proj", 1, 0)), "down_proj": (_DOWN,),
 }  # fmt: skip
-_SECOND_PARTS = ("w3", "up_proj")  # of a merged parameter: the outputs after those of the first
 # What transformers renames in families with experts (Mixtral, Granite, Nemotron-H).
 _RENAMED = (
     (".block_sparse_moe.", ".mlp."),
@@ -319,14 +273,13 @@ class TensorStatistics:
     file: SourceFile
     data: bytes
     mode: str
-    of_tensor: Mapping[str, StoredSums]
+    of_tensor: Mapping[str, StoredStatistics]
     warnings: Sequence[str] = ()
 
     def facts(self) -> dict[str, Any]:
         """What decides the scores, as JSON: with the largest number of tokens, or weight."""
-        digest, stored = hashlib.sha256(self.data).hexdigest(), list(self.of_tensor.values())
-        most = {stored[0].COUNT: max(each.most for each in stored)} if stored else {}
-        return {"sha256": digest, "mode": self.mode, **most}
+        most = max((each.most for each in self.of_tensor.values()), default=0)
+        return {"sha256": hashlib.sha256(self.data).hexdigest(), "mode": self.mode, "count": most}
 
 
 def match_statistics(
@@ -349,12 +302,11 @@ def match_statistics(
 
     Cost: a read of the file, and twice as much memory.
     """
-    kind: type[StoredSums] = StoredGradients if of_gradients else StoredStatistics
-    file, raw, stored = _read(path, kind)
+    file, raw, mode, stored = _read(path, of_gradients)
     label_of = _renaming([entry.name for entry, _ in tensors], stored)
     # Of each matrix of an expert, how many experts have a tensor of it.
     num_experts = Counter(map(_matrix_of_experts, names))
-    needed: dict[str, StoredSums] = {}
+    needed: dict[str, StoredStatistics] = {}
     sources: dict[str, tuple[TensorEntry, Origin, str, int]] = {}
     for entry, layout in tensors:
         origins = [o for o in origins_of(entry.name) if label_of(o.parameter) in stored]
@@ -373,15 +325,9 @@ def match_statistics(
                 f"those of {label}, of shape {list(stored[label].layout.shape)}; expected "
                 "statistics of this model."
             )
-        if of_gradients and not found.count:
-            raise SelectionError(
-                f"{path}: the weights of all batches of {label} are 0; expected statistics of at "
-                "least one batch that counts."
-            )
         if not of_gradients and layout is not None:
-            dims = list(range(1, len(entry.shape)))
-            if found.layout.kind in _INPUT_DIMS:
-                dims = [_INPUT_DIMS[found.layout.kind]]
+            is_convolution = found.layout.kind == "convolution"
+            dims = [*range(1, len(entry.shape))] if is_convolution else [found.layout.input_dim]
             if layout != layout_along(entry.name, entry.shape, dims):
                 raise SelectionError(
                     f"{entry.name}: its statistics say that the inputs are along the dimensions "
@@ -395,14 +341,7 @@ def match_statistics(
         empty = scored_as_siblings(needed)[1]  # by the names of tensors
         for name, (entry, origin, label, number) in sources.items():
             needed[name] = _statistics_of(entry, origin, filled[label], number) or needed[name]
-    own = {label_of(origin.parameter) for name in names for origin in origins_of(name)}
     warnings = [] if empty is None else [empty]
-    if others := [label for label in stored if label not in own]:
-        warnings.append(
-            f"{path} has statistics of {listed(others)}, which the checkpoint does not have; "
-            "expected statistics of this model."
-        )
-    mode = "gradients" if of_gradients else file.metadata["mode"]
     return TensorStatistics(file, raw.tobytes(), mode, needed, warnings)
 
 
@@ -427,36 +366,37 @@ def _renaming(tensors: Sequence[str], stored: Collection[str]) -> Callable[[str]
     return fitting[0] if len(fitting) == 1 else str
 
 
-def scored_as_siblings(stored: Mapping[str, S]) -> tuple[dict[str, S], str | None]:
+def scored_as_siblings(
+    stored: Mapping[str, StoredStatistics],
+) -> tuple[dict[str, StoredStatistics], str | None]:
     """Statistics by name in which no matrix is empty; a warning if some were. See [Note: empty]."""
-    typical: dict[str, list[tuple[float, float] | None]] = {}
+    typical = {name: each.typical() for name, each in stored.items()}
+    siblings = {name: name if len(typical[name]) > 1 else siblings_key(name) for name in stored}
     by_key: dict[str, list[tuple[float, float]]] = {}
-    for name, each in stored.items():
-        typical[name] = [each.typical(number) for number in range(each.num_units)]
-        by_key.setdefault(_siblings_of(each, name), []).extend(filter(None, typical[name]))
+    for name, found in typical.items():
+        by_key.setdefault(siblings[name], []).extend(filter(None, found))
     empty = {name: [n for n, t in enumerate(found) if t is None] for name, found in typical.items()}
     empty = {name: numbers for name, numbers in empty.items() if numbers}
     if not empty:
         return dict(stored), None
     filled, everything = dict(stored), [each for found in by_key.values() for each in found]
     for name, numbers in empty.items():
-        known = by_key[_siblings_of(stored[name], name)] or everything or [(0.0, 1.0)]
+        known = by_key[siblings[name]] or everything or [(0.0, 1.0)]
         means = [math.fsum(column) / len(column) for column in zip(*known, strict=True)]
-        filled[name] = stored[name].filled(numbers, *means)
-    experts = {n: f" (experts {listed(map(str, empty[n]), 8)})" for n in empty}
-    whole = [n for n in empty if len(empty[n]) == len(typical[n])]
-    names = [name + experts[name] * (name not in whole) for name in empty]
+        filled[name] = stored[name].filled(numbers, means)
+    names = [
+        name
+        if len(numbers) == len(typical[name])
+        else f"{name} (experts {listed(map(str, numbers), 8)})"
+        for name, numbers in empty.items()
+    ]
+    what = "all gradients are zero of" if stored[name].of_gradients else "no token came to"
     num_empty, total = (sum(map(len, each.values())) for each in (empty, typical))
     return filled, (
-        f"{stored[next(iter(empty))].EMPTY} {listed(names)} ({num_empty} of {total} matrices): "
+        f"{what} {listed(names)} ({num_empty} of {total} matrices): "
         "these are ranked by magnitude, times what matrices beside them score for it. Calibrate on "
         "more text, or exclude them."
     )
-
-
-def _siblings_of(stored: StoredSums, name: str) -> str:
-    """What the names of siblings have in common; see [Note: empty]."""
-    return name if stored.num_units > 1 else siblings_key(name)
 
 
 def siblings_key(name: str) -> str:
@@ -483,17 +423,10 @@ class Origin(NamedTuple):
 def origins_of(name: str) -> tuple[Origin, ...]:
     """What a tensor may be in a model: first the parameter of its own name."""
     origins = [Origin(name)]
-    match = _OF_EXPERT.fullmatch(name)
-    if match is not None:
-        origins += [
-            Origin(
-                f"{match['experts']}.{merged}",
-                int(match["number"]),
-                num_parts,
-                int(num_parts > 1 and match["matrix"] in _SECOND_PARTS),
-            )
-            for merged, num_parts in _MERGED.get(match["matrix"], ())
-        ]
+    if match := _OF_EXPERT.fullmatch(name):
+        experts, number = match["experts"], int(match["number"])
+        for merged, num_parts, part in _MERGED.get(match["matrix"], ()):
+            origins.append(Origin(f"{experts}.{merged}", number, num_parts, part))
     renamed = [
         origin._replace(parameter=origin.parameter.replace(own, other))
         for origin in origins
@@ -510,8 +443,8 @@ def _matrix_of_experts(name: str) -> tuple[str, str] | None:
 
 
 def _statistics_of(
-    entry: TensorEntry, origin: Origin, stored: StoredSums, num_experts: int
-) -> StoredSums | None:
+    entry: TensorEntry, origin: Origin, stored: StoredStatistics, num_experts: int
+) -> StoredStatistics | None:
     """The statistics of a tensor; None if those of its parameter are of another shape.
 
     Matrices of experts may be stored the other way round. transformers transposes them on loading
@@ -536,8 +469,10 @@ def _statistics_of(
     fits = layout.are_experts and num_experts == layout.num_matrices and row < num_experts
     if not fits or whole != layout.matrix_shape:
         return None
-    linear, second = WeightLayout("linear", entry.shape), stored.second[row]
-    if isinstance(stored, StoredGradients):
-        rows = stored.first.reshape(num_experts, origin.num_parts, -1)[row, origin.part]
-        return StoredGradients(linear, stored.count, rows, second)
-    return StoredStatistics(linear, stored.count[row], stored.first[row], second)
+    count, first = stored.count, stored.first
+    if stored.of_gradients:
+        first = first.reshape(num_experts, origin.num_parts, -1)[row, origin.part]
+    else:
+        count, first = count[row], first[row]
+    linear = WeightLayout("linear", entry.shape)
+    return replace(stored, layout=linear, count=count, first=first, second=stored.second[row])

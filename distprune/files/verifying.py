@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import os
-import stat
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -164,41 +163,31 @@ def _check_files(
             f"{folder} was not made from {plan.checkpoint.folder}: the sizes or headers of the "
             "weight files were others."
         )
-    entries = [tensor.entry for tensor in plan.tensors]
-    header = mask_header({entry.name: entry.shape for entry in entries}, is_of_checkpoint=True)
-    size = len(header) + sum(memory.num_bytes_of(entry.numel) for entry in entries)
+    pruned = [verdict.entry for verdict in plan.verdicts if not verdict.reason]
+    header = mask_header({entry.name: entry.shape for entry in pruned}, is_of_checkpoint=True)
+    size = len(header) + sum(memory.num_bytes_of(entry.numel) for entry in pruned)
     files = {file.name: file for file in (*plan.checkpoint.files, *plan.copied)}
     sizes: dict[str, int | None] = {name: file.size for name, file in files.items()}
     small = [REPORT_FILE, RECIPE_FILE, *[CARD_FILE] * plan.recipe.card]
     small += [] if plan.statistics is None else [STATISTICS_FILE]
     sizes |= {MASK_FILE: size, **dict.fromkeys(small)}
-    wrong = {name: _file_problem(folder / name, size) for name, size in sizes.items()}
-    if not wrong[MASK_FILE]:
-        with open(folder / MASK_FILE, "rb") as file:
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    found = {str(path.relative_to(folder)): path for path in paths}
+    wrong = dict.fromkeys(found.keys() - sizes.keys(), "was not written by prune")
+    for name, expected in sizes.items():
+        if name not in found or not found[name].is_file():
+            wrong[name] = "is not a regular file"
+        elif expected not in (None, has := found[name].stat().st_size):
+            wrong[name] = f"has {has} bytes; expected {expected}"
+    if MASK_FILE not in wrong:
+        with found[MASK_FILE].open("rb") as file:
             if file.read(len(header)) != header:
                 wrong[MASK_FILE] = "has another header than prune writes for these tensors"
-    parents = {str(parent) for name in sizes for parent in Path(name).parents}
-    for path in folder.rglob("*"):
-        name = str(path.relative_to(folder))
-        if name not in sizes and name not in parents and str(Path(name).parent) in parents:
-            wrong[name] = "was not written by prune"
-    problems = [f"{printable(name)} {text}." for name, text in sorted(wrong.items()) if text]
-    masks = None if wrong[MASK_FILE] else open_masks(folder)
+    problems = [f"{printable(name)} {text}." for name, text in sorted(wrong.items())]
+    masks = None if MASK_FILE in wrong else open_masks(folder)
     # Without masks, nothing says what the weights should be.
-    can_be = [f for f in files.values() if not wrong[f.name] and (masks or not f.tensors)]
-    return problems, masks, {file.name: file for file in can_be}
-
-
-def _file_problem(path: Path, size: int | None) -> str:
-    try:
-        info = os.stat(path)
-        if not stat.S_ISREG(info.st_mode):
-            return "is not a regular file"
-        if size is not None and info.st_size != size:
-            return f"has {info.st_size} bytes; expected {size}"
-        return ""
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
+    can_be = {n: f for n, f in files.items() if n not in wrong and (masks or not f.tensors)}
+    return problems, masks, can_be
 
 
 class _Comparison:
@@ -268,9 +257,8 @@ class _Comparison:
             bits = written
             add_checksum(counts, name, written)
         self._add(name, _VALUES, written != bits * kept, first)
-        self._add(name, _ORDER, kept != keep, first)
-        tail = np.unpackbits(packed[-1:], bitorder="little")[len(keep) % 8 or 8 :]
-        self._add(name, _TAIL, tail != 0, first + len(keep))
+        wrong = packed ^ memory.pack(keep)
+        self._add(name, _ORDER, np.unpackbits(wrong, bitorder="little"), first)
         self.num_pruned += len(kept) - int(np.count_nonzero(kept))
         self._done(bits.nbytes)
 
@@ -287,8 +275,7 @@ class _Comparison:
 
 _COPIED = "bytes differ from the source, and belong to no pruned tensor"
 _VALUES = "elements are neither kept as they were nor pruned as the mask says"
-_ORDER = "elements are pruned or kept against the order of scores"
-_TAIL = "bits of the last byte of its mask belong to no element"
+_ORDER = "bits of its mask are not those that the order of scores leads to"
 _MOVED = "checksum of kept weights is not that of what was written"
 
 
@@ -434,23 +421,3 @@ def compare(
                     a, b = form.magnitudes(one) == 0, form.magnitudes(two) == 0
                     counts[1:] += [np.count_nonzero(zero) for zero in (a & b, a & ~b, b & ~a)]
             yield TensorDifference(name, size, *counts.tolist())
-
-
-def compare_metadata(
-    first: Checkpoint, second: Checkpoint
-) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """The ``__metadata__`` of the headers, where it differs.
-
-    Returns:
-        By key, its distinct values in the files of the first and of the second checkpoint.
-    """
-    values: dict[str, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
-    for number, checkpoint in enumerate((first, second)):
-        for file in checkpoint.files:
-            for key, value in file.metadata.items():
-                values[key][number].add(value)
-    return {
-        key: (tuple(sorted(ours)), tuple(sorted(theirs)))
-        for key, (ours, theirs) in sorted(values.items())
-        if ours != theirs
-    }

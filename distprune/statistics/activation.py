@@ -17,7 +17,6 @@ from distprune.base.selecting import matcher
 from distprune.budgets import OWL_MULTIPLE, block_of, outlier_ratios
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
-from distprune.files.statistics_file import StoredStatistics, read_statistics
 from distprune.ranking.scores import FactorScores, ScoreSource, TensorScores
 from distprune.ranking.sums import Scored, Summed, magnitude_sums
 from distprune.ranks.collectives import world
@@ -100,7 +99,7 @@ class ActivationStatistics(Statistics, Collector):
     """
 
     _mode: Mode = "one_pass"
-    _KIND = StoredStatistics
+    _OF_GRADIENTS = False
     _NOT_FINITE = (
         "the sum of its inputs is not finite: a NaN or an infinity was among them. Expected finite "
         "activations. Padding may hold NaN: pass its attention_mask to batch()."
@@ -323,8 +322,6 @@ class ActivationStatistics(Statistics, Collector):
 
     def forget(self, parameters: Pairs | None = None) -> None:
         """Free what is too large to be kept for all parameters; here nothing is."""
-
-    _read_file = staticmethod(read_statistics)
 
     def _count(self, parameter: Entry) -> int | tuple[int, ...]:
         counts = tuple(map(int, parameter.sums.counts.tolist()))

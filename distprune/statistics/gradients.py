@@ -12,7 +12,7 @@ ranks count::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,7 +25,6 @@ from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter, checked_pair, label_of
 from distprune.call.request import ParameterArguments
 from distprune.criteria.rank_batches import CollectsRankBatches, RankBatches
-from distprune.files.statistics_file import StoredGradients, StoredSums, read_gradient_statistics
 from distprune.ranks.collectives import Communicator, world
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
@@ -267,7 +266,7 @@ class GradientStatistics(Statistics, CollectsRankBatches):
     """
 
     _mode = "gradients"
-    _KIND = StoredGradients
+    _OF_GRADIENTS = True
     _NOT_FINITE = (
         "the sum of its squared gradients is not finite; expected finite gradients. Under fp16 a "
         "smaller loss scale avoids an overflow; nothing is updated, so a fixed scale will do."
@@ -408,10 +407,6 @@ class GradientStatistics(Statistics, CollectsRankBatches):
         return (1,), (layout.num_outputs,), layout.input_shape
 
     _check_ready = CollectsRankBatches._check_between
-
-    @staticmethod
-    def _read_file(path: str) -> tuple[str, Mapping[str, StoredSums]]:
-        return "gradients", read_gradient_statistics(path)
 
     def _attach(self, shards: Sequence[Shard]) -> None:
         """Put hooks on."""

@@ -24,7 +24,12 @@ from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter, unwrap
 from distprune.call.reading import read_parameters
 from distprune.call.request import ParameterArguments
-from distprune.files.statistics_file import StoredSums, scored_as_siblings, write_statistics
+from distprune.files.statistics_file import (
+    StoredStatistics,
+    read_statistics,
+    scored_as_siblings,
+    write_statistics,
+)
 from distprune.ranks.collectives import Communicator
 from distprune.shards.factored import FactoredScores
 from distprune.shards.shard import Shard
@@ -86,7 +91,7 @@ class Statistics:
     """Statistics of some parameters, and the ranks that have them together."""
 
     _mode: str
-    _KIND: ClassVar[type[StoredSums]]
+    _OF_GRADIENTS: ClassVar[bool]
     _NOT_FINITE: ClassVar[str]  # what is wrong with sums that are not, and with ranks that differ
     _UNEQUAL: ClassVar[str]
 
@@ -160,13 +165,13 @@ class Statistics:
         make: Any = cls
         made: S = make(parameters, **options)
 
-        def read() -> tuple[str, list[StoredSums]]:
+        def read() -> tuple[str, list[StoredStatistics]]:
             made._check_names()
-            mode, stored = made._read_file(os.fspath(path))
+            mode, stored = read_statistics(path, cls._OF_GRADIENTS)
             return mode, [_fitting(p, stored, os.fspath(path)) for p in made._local]
 
-        def facts(found: tuple[str, list[StoredSums]]) -> list[tuple[str, str]]:
-            arrays = [array.tobytes() for stored in found[1] for array in stored.arrays]
+        def facts(found: tuple[str, list[StoredStatistics]]) -> list[tuple[str, str]]:
+            arrays = [a.tobytes() for stored in found[1] for a in (stored.first, stored.second)]
             digest = hashlib.sha256(b"".join(arrays)).hexdigest()[:16]
             return [
                 ("statistics to load", f"{found[0]} {digest} {[each.count for each in found[1]]}")
@@ -178,18 +183,14 @@ class Statistics:
             parameter.total = _sums_of(stored)
         return made
 
-    def _stored(self, parameters: Iterable[Entry]) -> dict[str, StoredSums]:
+    def _stored(self, parameters: Iterable[Entry]) -> dict[str, StoredStatistics]:
         """The statistics of parameters by name, as a file has them."""
-        kind: Any = self._KIND
-        return {
-            p.label: kind(p.layout, self._count(p), *(each.numpy() for each in p.sums[1:]))
-            for p in parameters
-        }
-
-    @staticmethod
-    def _read_file(path: str) -> tuple[str, Mapping[str, StoredSums]]:
-        """The mode, and the statistics by name of the parameter, of a file."""
-        raise NotImplementedError
+        stored = {}
+        for p in parameters:
+            first, second = p.sums.first.numpy(), p.sums.second.numpy()
+            facts = p.layout, self._count(p), first, second, self._OF_GRADIENTS
+            stored[p.label] = StoredStatistics(*facts)
+        return stored
 
     def _count(self, parameter: Entry) -> Any:
         """How much was seen, as a file has it."""
@@ -297,9 +298,9 @@ class Statistics:
             raise ValueError(f"{text}; expected pairs as select(model) lists them.")
 
 
-def _sums_of(stored: StoredSums) -> Sums:
+def _sums_of(stored: StoredStatistics) -> Sums:
     counts = torch.tensor(stored.count, dtype=torch.float64).view(-1)
-    return Sums(counts, *map(torch.from_numpy, stored.arrays))
+    return Sums(counts, *map(torch.from_numpy, (stored.first, stored.second)))
 
 
 def difference_of(value: float, ranks: Sequence[int], rank: int) -> float:
@@ -354,7 +355,9 @@ def _agreed_layouts(
     }
 
 
-def _fitting(parameter: Entry, stored: Mapping[str, StoredSums], where: str) -> StoredSums:
+def _fitting(
+    parameter: Entry, stored: Mapping[str, StoredStatistics], where: str
+) -> StoredStatistics:
     """The stored statistics of a parameter; ValueError if missing, or those of another weight."""
     label, layout = parameter.label, parameter.layout
     if label not in stored:

@@ -17,13 +17,12 @@ from torch import Tensor
 from distprune._version import __version__
 from distprune.api.local import custom_from_mask, remove
 from distprune.base.naming import NamedParameter
-from distprune.files.checkpoint import INDEX_SUFFIX, Checkpoint, read_header
+from distprune.files.checkpoint import INDEX_SUFFIX, Checkpoint, TensorEntry, read_header
 from distprune.files.disk import write_atomically
 from distprune.files.planning import KeptValues, are_of_gradients, plan, source_facts
 from distprune.files.ranked import RankedTensors
 from distprune.files.statistics_file import (
-    StoredSums,
-    read_gradient_statistics,
+    StoredStatistics,
     read_statistics,
     siblings_key,
     write_statistics,
@@ -185,8 +184,8 @@ class Passes:
             **({"damping": settings.damping} if settings.moves else {}),
             **({"perplexity": perplexities} if perplexities else {}),
         }
-        tensors = {name for names in self.stored.names for name in names if settings.moves}
-        return recipe, KeptValues(facts, frozenset(tensors), work.folder("values")), masks
+        values = self.communicator.run(lambda: _entries_in(work.folder("values")))
+        return recipe, KeptValues(facts, values), masks
 
     def _layers(
         self, finished: Callable[[int], None], name: str, numbers: Iterable[int]
@@ -243,18 +242,14 @@ class Passes:
         file, place, found = work.path / "statistics.safetensors", work.scores, dict[str, str]()
 
         def merge() -> None:
-            of_activations, sums = settings.collects == "activations", dict[str, StoredSums]()
+            of_gradients, sums = settings.collects == "gradients", dict[str, StoredStatistics]()
             for number, parameters in enumerate(self.stored.parameters):
-                part = work.file("statistics", number)
-                if parameters and of_activations:
-                    sums |= read_statistics(part)[1]
-                elif parameters:
-                    sums |= read_gradient_statistics(part)
-            write_statistics(file, "one_pass" if of_activations else "gradients", sums)
+                if parameters:
+                    sums |= read_statistics(work.file("statistics", number), of_gradients)[1]
+            write_statistics(file, "gradients" if of_gradients else "one_pass", sums)
 
         def write_index() -> None:
-            files = map(read_header, sorted(place.glob("*.safetensors")))
-            weight_map = {entry.name: file.name for file in files for entry in file.tensors}
+            weight_map = {name: entry.file for name, entry in _entries_in(place).items()}
             index = json.dumps({"metadata": {}, "weight_map": weight_map})
             write_atomically(place / f"model{INDEX_SUFFIX}", index.encode())
 
@@ -332,6 +327,12 @@ def _score_as_siblings(scores: Mapping[str, Tensor], weights: Mapping[str, Tenso
             "more text, or exclude them.",
             stacklevel=2,
         )
+
+
+def _entries_in(folder: Path) -> dict[str, TensorEntry]:
+    """The tensors of the safetensors files in a folder, by name."""
+    files = map(read_header, sorted(folder.glob("*.safetensors")))
+    return {entry.name: entry for file in files for entry in file.tensors}
 
 
 def _perplexity(stream: WindowStream) -> float:

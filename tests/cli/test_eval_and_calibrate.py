@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 import distprune as prune
-from distprune.files.statistics_file import read_gradient_statistics, read_statistics
+from distprune.files.statistics_file import read_statistics
 from distprune.language_models import (
     calibrate,
     linear_layers,
@@ -116,7 +116,7 @@ def test_calibrate_writes_gradients_that_prune_a_checkpoint(run, made, tmp_path)
     pairs = linear_layers(llama)
     statistics = GradientStatistics(pairs)
     calibrate(llama, of_library(model, text, limit=4), statistics, batch_size=2)
-    found = read_gradient_statistics(out)
+    found = read_statistics(out, of_gradients=True)[1]
     assert list(found) == [pair.fqn for pair in pairs] == done.json["layers"]
     for pair, held in statistics.totals().items():
         assert found[pair.fqn].count == held.weight == 4

@@ -87,12 +87,9 @@ def test_diff_ends_with_3_for_each_difference(run, places, tmp_path, what):
         assert found.code == 3 and found.json["are_equal"] is False
 
 
-def test_diff_compares_metadata_and_not_the_division_into_files(run, places, tmp_path):
+def test_diff_compares_tensors_and_not_the_files_that_they_are_in(run, places, tmp_path):
     names = list(MADE)
     second = save(tmp_path / "second", *({n: MADE[n]} for n in names[::-1]))
-    assert run("diff", places["SRC"], second, "--exit-code").code == 0
     path = places["SRC"] / "model.safetensors"
-    path.write_bytes(file_bytes(MADE, metadata={"format": "np\x1b[1m", "made_by": "x"}))
-    done = run("diff", second, places["SRC"], "--exit-code")
-    assert done.code == 3 and "format: 'pt' in A, 'np\\x1b[1m' in B" in done.out
-    assert "made_by: none in A, 'x' in B" in done.out and "\x1b" not in done.out
+    path.write_bytes(file_bytes(MADE, metadata={"format": "np", "made_by": "x"}))
+    assert run("diff", places["SRC"], second, "--exit-code").code == 0

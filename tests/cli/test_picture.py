@@ -6,12 +6,12 @@ import sys
 import pytest
 import torch
 
-from distprune.cli import plotting
+from distprune.cli import inspect
 from helpers.tiny_checkpoints import save
 
 
 def test_the_grid_adds_up_every_element_once():
-    grid = plotting.make_grid([
+    grid = inspect.make_grid([
         *((f"m.layers.1.mlp.experts.{e}.up.weight", 10, e) for e in range(4)),
         ("m.layers.10.mlp.up.weight", 20, 5), ("m.layers.2.mlp.up.weight", 20, 20),
         ("m.layers.2.attn.q.weight", 5, 0), ("lm_head.weight", 7, 1),
@@ -25,9 +25,9 @@ def test_the_grid_adds_up_every_element_once():
         [None, None, None, 0.25],
         [None, None, 1 / 7, None],
     ]
-    two = plotting.make_grid([("encoder.layers.0.a", 1, 0), ("decoder.layers.0.a", 1, 1)])
+    two = inspect.make_grid([("encoder.layers.0.a", 1, 0), ("decoder.layers.0.a", 1, 1)])
     assert two.layers == ["decoder.layers.0", "encoder.layers.0"]
-    many = plotting.make_grid((f"layers.0.kind{i}.weight", i, 1) for i in range(1, 101))
+    many = inspect.make_grid((f"layers.0.kind{i}.weight", i, 1) for i in range(1, 101))
     assert many.kinds == [f"kind{i}" for i in range(69, 101)]
 
 
@@ -45,13 +45,13 @@ def test_the_grid_adds_up_every_element_once():
 )
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_any_checkpoint_can_be_drawn(tmp_path, tensors, suffix):
-    plotting.draw(tmp_path / f"a.{suffix}", "$x_$\x07" * 60, tensors)
+    inspect.draw_picture(tmp_path / f"a.{suffix}", "$x_$\x07" * 60, tensors)
     assert (tmp_path / f"a.{suffix}").stat().st_size > 1000
 
 
 def test_inspect_draws_matrices_of_floats(run, tmp_path, monkeypatch):
     shown = []
-    monkeypatch.setattr(plotting, "draw", lambda *picture: shown.append(picture))
+    monkeypatch.setattr(inspect, "draw_picture", lambda *picture: shown.append(picture))
     made = {
         "layers.0.a.weight": torch.eye(4), "layers.0.norm.weight": torch.ones(4),
         "scale": torch.tensor(1.0), "ids": torch.arange(4).reshape(2, 2),
@@ -72,3 +72,50 @@ def test_what_cannot_be_drawn_is_said_before_the_weights_are_read(run, tmp_path,
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = run("inspect", source, "--plot", tmp_path / "a.png")
     assert done.code == 2 and "pip install 'distprune[plot]'" in done.err
+
+
+PLACES = {
+    "model.layers.12.mlp.up_proj.weight": ("model.layers", "12", "mlp.up_proj"),
+    "model.layers.12.self_attn.q_proj.bias": ("model.layers", "12", "self_attn.q_proj.bias"),
+    "h.0.attn.c_proj.weight": ("h", "0", "attn.c_proj"),
+    "encoder.layer.3.attention.output.dense.weight": (
+        "encoder.layer", "3", "attention.output.dense",
+    ),
+    "model.layers.1.mlp.experts.7.gate_proj.weight": (
+        "model.layers", "1", "mlp.experts.gate_proj",
+    ),
+    "model.layers.1.mlp.experts.gate_up_proj": ("model.layers", "1", "mlp.experts.gate_up_proj"),
+    "decoder.layers.2.ffn.experts.expert_11.fc1.weight": (
+        "decoder.layers", "2", "ffn.experts.expert.fc1",
+    ),
+    "encoder.block.0.layer.1.DenseReluDense.wi.weight": (
+        "encoder.block", "0", "layer.1.DenseReluDense.wi",
+    ),
+    "down_blocks.0.attentions.1.transformer_blocks.0.attn1.to_q.weight": (
+        "down_blocks", "0", "attentions.1.transformer_blocks.0.attn1.to_q",
+    ),
+    "model.embed_tokens.weight": ("", "", "model.embed_tokens"),
+    "lm_head.weight": ("", "", "lm_head"),
+    "weight": ("", "", "weight"),
+    "0.weight": ("", "0", "weight"),
+    "logit_scale": ("", "", "logit_scale"),
+    "a.1" + "0" * 5000 + ".weight": ("", "", "a.1" + "0" * 5000),
+    "a.٣.weight": ("", "", "a.٣"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACES, ids=lambda name: name[:40])
+def test_a_name_says_where_a_tensor_is(name):
+    assert inspect.place_of(name) == PLACES[name]
+
+
+def test_kinds_are_as_short_as_tells_them_apart():
+    assert inspect.short_names(["mlp.up_proj", "attn.q"]) == {
+        "mlp.up_proj": "up_proj",
+        "attn.q": "q",
+    }
+    kinds = ["attn.c_proj", "mlp.c_proj", "c_proj"]
+    assert inspect.short_names(kinds) == {kind: kind for kind in kinds}
+    names = [".".join(parts) for a in "ab" for b in "ab" for parts in ([a], [a, b], [b, a, b])]
+    short = inspect.short_names(names)
+    assert set(short) == set(names) and len(set(short.values())) == len(set(names))

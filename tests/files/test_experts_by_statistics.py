@@ -68,7 +68,7 @@ def problems_of(tmp_path, tensors, statistics, **more):
 def test_each_expert_has_its_own_row_of_statistics(tmp_path, on_disk, in_model):
     statistics = fused(in_model)
     plan = plan_of(tmp_path, separate(on_disk), statistics)
-    assert not plan.warnings and plan.statistics.facts()["num_tokens"] == 9
+    assert not plan.warnings and plan.statistics.facts()["count"] == 9
     for name, found in plan.statistics.of_tensor.items():
         expert, own = name.removeprefix(on_disk + ".").split(".")[:2]
         merged = "down_proj" if own == "down_proj" else "gate_up_proj"

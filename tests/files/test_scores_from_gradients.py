@@ -14,7 +14,7 @@ from test_scores_from_statistics import (
 
 from distprune.files import planning, pruning
 from distprune.files.errors import CheckpointError, SelectionError
-from distprune.files.statistics_file import StoredGradients, WeightLayout, write_statistics
+from distprune.files.statistics_file import StoredStatistics, WeightLayout, write_statistics
 from helpers import tiny_checkpoints
 from helpers.recipes import raw_recipe
 
@@ -92,7 +92,7 @@ def test_statistics_of_the_other_kind_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"count": 0.0}, "the weights of all batches of layers.0.weight are 0"),
+        ({"count": 0.0}, "has the count 0"),
         ({"count": float("nan")}, "has the count nan"),
         ({"first": np.ones(9)}, "has sums of the shapes"),
         ({"second": -np.ones(12)}, "not finite or negative"),
@@ -101,7 +101,7 @@ def test_statistics_of_the_other_kind_are_refused(tmp_path):
     ],
 )
 def test_malformed_statistics_are_refused(tmp_path, change, message):
-    of_one = StoredGradients(**vars(stored_gradients(WeightLayout("linear", (10, 12)))) | change)
+    of_one = StoredStatistics(**vars(stored_gradients(WeightLayout("linear", (10, 12)))) | change)
     path = str(tmp_path / "gradients.safetensors")
     write_statistics(path, "gradients", {"layers.0.weight": of_one})
     with pytest.raises((CheckpointError, SelectionError), match=message):

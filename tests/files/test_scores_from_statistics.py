@@ -11,12 +11,7 @@ from torch import nn
 import distprune
 from distprune import budgets
 from distprune.files import planning, pruning
-from distprune.files.statistics_file import (
-    StoredGradients,
-    StoredStatistics,
-    WeightLayout,
-    write_statistics,
-)
+from distprune.files.statistics_file import StoredStatistics, WeightLayout, write_statistics
 from distprune.files.verifying import verify
 from distprune.statistics import ActivationStatistics, GradientStatistics
 from distprune.testing import run_ranks
@@ -77,7 +72,7 @@ def stored_gradients(layout):
     draws = np.random.default_rng([0, *layout.shape])
     by_output, by_input = draws.random(layout.num_outputs), draws.random(layout.input_shape)
     by_output[0] = 0
-    return StoredGradients(layout, 6.0, by_output, by_input)
+    return StoredStatistics(layout, 6.0, by_output, by_input, of_gradients=True)
 
 
 def make_gradients(path):

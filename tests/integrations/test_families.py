@@ -46,11 +46,11 @@ def saved(tmp_path_factory):
 def test_what_is_pruned_by_default(saved, family):
     verdicts = select_tensors(open_checkpoint(saved(family)), raw_recipe(0.5)).verdicts
     matrices = [verdict for verdict in verdicts if len(verdict.entry.shape) > 1]
-    pruned = {kind(verdict.entry.name) for verdict in matrices if verdict.is_pruned}
-    kept = {kind(verdict.entry.name) for verdict in matrices if not verdict.is_pruned}
+    pruned = {kind(verdict.entry.name) for verdict in matrices if not verdict.reason}
+    kept = {kind(verdict.entry.name) for verdict in matrices if verdict.reason}
     assert pruned == {kind.rstrip("+") for kind in KINDS[family]}
     assert pruned & kept == {kind[:-1] for kind in KINDS[family] if kind.endswith("+")}
-    assert not any(verdict.is_pruned for verdict in verdicts if verdict not in matrices)
+    assert all(verdict.reason for verdict in verdicts if verdict not in matrices)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -100,7 +100,7 @@ def check_like_files(model, folder):
     verdicts = select_tensors(open_checkpoint(folder), raw_recipe(sparsity=0.5)).verdicts
     weights = load_file(folder / "model.safetensors")
     zero = {name for name, weight in weights.items() if weight.ndim > 1 and not weight.any()}
-    assert zero == {verdict.entry.name for verdict in verdicts if verdict.is_pruned}
+    assert zero == {verdict.entry.name for verdict in verdicts if not verdict.reason}
 
 
 @pytest.mark.parametrize("family", every(2, FAMILIES))
@@ -122,7 +122,7 @@ def test_nets_for_images(net, tmp_path):
     assert names(prune.select(model)) == NETS[net]
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     verdicts = select_tensors(open_checkpoint(tmp_path), raw_recipe(sparsity=0.5)).verdicts
-    pruned = {verdict.entry.name for verdict in verdicts if verdict.is_pruned}
+    pruned = {verdict.entry.name for verdict in verdicts if not verdict.reason}
     assert pruned == set(NETS[net])
 
 
@@ -143,5 +143,5 @@ def test_a_recipe_selects_the_same_of_a_model_and_its_files(family, select, tmp_
     model = tiny_model(family)
     model.save_pretrained(tmp_path)
     found = select_tensors(open_checkpoint(tmp_path), Recipe(**mapping))
-    entries = {each.entry.name for each in found.verdicts if each.is_pruned}
+    entries = {each.entry.name for each in found.verdicts if not each.reason}
     assert entries and set(names(ScheduledPruner.from_recipe(model, recipe).parameters)) == entries

@@ -67,10 +67,10 @@ def test_the_safetensors_library_reads_it(collected, tmp_path):
         assert np.array_equal(file.get_tensor("conv.weight.input_sum"), totals.sums.numpy())
         squares = file.get_tensor("conv.weight.input_square_sum")
         assert np.array_equal(squares, totals.squares.numpy())
-    assert metadata["format"] == "distprune-activation-statistics-1"
+    assert metadata["format"] == "distprune-statistics-2"
     assert metadata["mode"] == "one_pass"
     assert json.loads(metadata["parameters"])["conv.weight"] == {
-        "layout": "convolution", "shape": [6, 2, 3], "groups": 2, "num_tokens": 10,
+        "layout": "convolution", "shape": [6, 2, 3], "groups": 2, "count": 10,
     }  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def test_a_malformed_file_is_refused(changes, text, tmp_path):
 def test_other_files_are_refused(tmp_path):
     write_statistics(tmp_path / "mode", "other", {"fc.weight": stored()})
     (tmp_path / "text").write_text("x" * 100)
-    for name, text in (("mode", "its mode is"), ("text", "header"), ("none", "none")):
+    for name, text in (("mode", "no statistics"), ("text", "header"), ("none", "none")):
         with pytest.raises(CheckpointError, match=text):
             read_statistics(tmp_path / name)
 
