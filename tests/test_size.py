@@ -25,13 +25,13 @@ ROOMS = {
     "cli": (1268, 12),
     "criteria": (675, 6),
     "dynamic.py": (140, 1),
-    "files": (2426, 14),
+    "files": (2425, 14),
     "integrations": (907, 7),
     "language_models": (1033, 8),
     "layouts.py": (13, 1),
     "masks": (619, 6),
     "methods": (805, 5),
-    "ranking": (1801, 11),
+    "ranking": (1720, 10),
     "ranks": (319, 2),
     "recipes": (327, 3),
     "reconstruction.py": (361, 1),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification": (617, 3),
     "wrappers": (1140, 9),
 }
-TOTAL = (20367, 146)
+TOTAL = (20285, 145)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 34522, "launch": 967}
+FOLDERS = {"tests": 34521, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -34,9 +34,8 @@ from distprune.ranking.chunks import Chunk, Part
 from distprune.ranking.in_blocks import lowest_of
 from distprune.ranking.keys import RANDOM_KEYS, Order, key_range
 from distprune.ranking.passes import Common, Cuts
-from distprune.ranking.ranking import Ranking, cut_within
+from distprune.ranking.ranking import ChangedError, Ranking, cut_within
 from distprune.ranking.scores import FactorScores, RandomKeys, ScaledScores, ScoreSource, terms_on
-from distprune.ranking.search import ChangedError
 from distprune.ranking.sums import Scored
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
@@ -280,7 +279,7 @@ class RankedTensors:
         else:
             ranked.cuts = ranking.cut([0] * len(parts), [k])
             ranked.common = ranked.cuts.common() if k else None
-        ranked.bounds, ranking.collected = bounds, []  # which takes memory
+        ranked.bounds, ranking.found = bounds, []  # which takes memory
         return ranked
 
     def _scores(self, group: PlannedGroup, parts: Sequence[Part]) -> list[ScoreSource]:

@@ -86,26 +86,24 @@ class _Part(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Bands of one parameter, or some of their columns, that are exchanged at a time.
+    """Some blocks of one parameter that are exchanged at a time.
 
     Attributes:
         position: of the parameter.
-        whole: the blocks of the parameter.
-        blocks: of the batch.
-        bands: int64, their numbers, ascending.
-        column: the first of the columns.
+        blocks: of the parameter.
+        bands: int64, the numbers of all its bands that are exchanged, ascending.
+        numbers: of the blocks in the batch, counted through these bands.
     """
 
     position: int
-    whole: Blocks
     blocks: Blocks
     bands: Array
-    column: int
+    numbers: range
 
     @property
     def size(self) -> int:
         """Elements."""
-        return len(self.bands) * self.blocks.band
+        return len(self.numbers) * self.blocks.size
 
 
 def prune_in_blocks(ranking: Ranking, parameters: Sequence[BlockedParameter | None]) -> list[int]:
@@ -131,8 +129,7 @@ def prune_in_blocks(ranking: Ranking, parameters: Sequence[BlockedParameter | No
     ranks = ranking.ranks
     own = ranks.run(lambda: _Blocked(ranking, parameters))
     cut = own.agree(ranks.distinct_texts(ranks.run(own.describe_cut))[0])
-    num_nan = ranks.reduce(len(parameters), own.write_whole).tolist()
-    ranking.raise_nan(num_nan)
+    ranking.raise_nan(ranks.reduce(len(parameters), own.write_whole).tolist())
     for batches in _several(cut, ranking):
         words = ranks.reduce(own.num_words(batches), partial(own.exchange, batches))
         own.summed = batches, words  # written while the next ones are collected
@@ -146,11 +143,14 @@ class _Blocked:
     """This rank's part of :func:`prune_in_blocks`, whose arguments it has."""
 
     def __init__(self, ranking: Ranking, parameters: Sequence[BlockedParameter | None]) -> None:
-        self._ranking, self._parameters = ranking, parameters
+        self._ranking = ranking
         self._parts = [
-            _Part(Blocks(1, 1, 1, 0), range(0), (), []) if own is None else self._part(i, own)
-            for i, own in enumerate(parameters)
+            _Part(Blocks(1, 1, 1, 0), range(0), (), [])
+            if own is None
+            else _part(own, shard.index, source.size)
+            for own, shard, source in zip(parameters, ranking.shards, ranking.sources, strict=True)
         ]
+        self._whole = [None if own is None else own.blocks for own in parameters]
         self.num_pruned: Array = np.zeros(len(parameters), dtype=np.int64)
         self.summed: tuple[list[_Batch], Tensor] = [], torch.zeros(0, dtype=torch.int64)
         bits = 8 * ranking.keys.dtype.itemsize
@@ -158,34 +158,10 @@ class _Blocked:
         # The key of what is pruned already, as an unsigned integer of the same bits.
         self._lowest = self._unsigned.type((ranking.keys.low - 1) % (1 << bits))
 
-    def _part(self, i: int, parameter: BlockedParameter) -> _Part:
-        """How a shard is ranked. Local; reads no element."""
-        index, size = self._ranking.shards[i].index, self._ranking.sources[i].size
-        blocks, everything = parameter.blocks, (range(size),)
-        local = _blocks_of_box(index, size, parameter)
-        if not size or not blocks.num_pruned:
-            return _Part(blocks, range(0), everything if size else (), [])
-        if local is not None and local.band <= _MAX_BAND:
-            return _Part(local, range(size), (), [])
-        if index.start is None or blocks.band > _MAX_BAND:
-            return _Part(blocks, range(0), everything, None)
-        first = min(-index.start % blocks.band, size)
-        last = first + (size - first) // blocks.band * blocks.band
-        ends = [positions for positions in (range(first), range(last, size)) if positions]
-        cut = sorted({(index.start + positions.start) // blocks.band for positions in ends})
-        return _Part(blocks, range(first, last), tuple(ends), cut)
-
     def describe_cut(self) -> str:
         """The bands that have to be exchanged, because this rank has a part of their blocks."""
-        return json.dumps(
-            {
-                i: [parameter.blocks, part.cut]
-                for i, (part, parameter) in enumerate(
-                    zip(self._parts, self._parameters, strict=True)
-                )
-                if part.cut != [] and parameter is not None
-            }
-        )
+        parts = enumerate(self._parts)
+        return json.dumps({i: [self._whole[i], part.cut] for i, part in parts if part.cut != []})
 
     def agree(self, texts: Sequence[str]) -> dict[int, tuple[Blocks, list[int] | None]]:
         """What is exchanged of each parameter, from the texts of all ranks."""
@@ -202,10 +178,10 @@ class _Blocked:
                     )
                 both = None if bands is None or cut is None else sorted({*bands, *cut})
                 found[i] = blocks, both
-        for i, (_, both) in found.items():
-            if both is None:
-                size = self._ranking.sources[i].size
-                self._parts[i] = self._parts[i]._replace(bands=range(0), rest=(range(size),))
+        for i, (_, bands) in found.items():
+            if bands is None:
+                everything = (range(self._ranking.sources[i].size),)
+                self._parts[i] = self._parts[i]._replace(bands=range(0), rest=everything)
         return found
 
     def write_whole(self) -> Tensor:
@@ -218,43 +194,38 @@ class _Blocked:
             for span in spans_of(range(len(part.bands) // band), max(1, most // band)):
                 first = part.bands.start + span.start * band
                 chunks.append(Chunk([(i, first, first + len(span) * band)], True))
-            for span in _spans(part.rest):
-                chunks.append(Chunk([(i, span.start, span.stop)], False))
+            for positions in part.rest:
+                chunks += Chunk([(i, positions.start, positions.stop)], False).cut(_CHUNK)
         counts = self._ranking.visit(chunks, self._write_chunk)
-        pruned, nan = ([each[n] for each in counts] for n in (0, 1))
-        self.num_pruned += per_shard(chunks, pruned, len(self._parts))
-        return torch.from_numpy(per_shard(chunks, nan, len(self._parts)))
+        pruned, nan = (
+            per_shard(chunks, [each[n] for each in counts], len(self._parts)) for n in (0, 1)
+        )
+        self.num_pruned += pruned
+        return torch.from_numpy(nan)
 
     def _write_chunk(self, chunk: Chunk, scratch: Scratch) -> tuple[Array | Tensor, Array | Tensor]:
         """Write the mask of whole bands, or the mask in force; counts of pruned ones and NaN."""
-        ((i, start, stop),), keys = chunk.pieces, self._ranking.keys
-        loaded, may_have_nan, live = self._ranking.load(chunk, scratch)
-        operations = operations_on(loaded.device)
-        counted = self._ranking.shards[i].counted
-        here = slice(max(counted.start - start, 0), max(min(counted.stop, stop) - start, 0))
-        bounds = np.array([0, max(here.stop - here.start, 0)])
+        ((i, start, _),), ranking = chunk.pieces, self._ranking
+        loaded, may_have_nan, live = ranking.load(chunk, scratch)
         raw: Any = loaded.numpy() if memory.takes_numpy(loaded.device) else loaded
+        count = operations_on(loaded.device).count_pieces
+        counted = ranking.shards[i].counted
+        here = slice(max(counted.start - start, 0), max(counted.stop - start, 0))
         num_pruned = num_nan = np.zeros(1, dtype=np.int64)
         if may_have_nan:
-            flags = raw[here] > keys.largest_number
-            flags = flags if live is None else flags & live[here]
-            num_nan = operations.count_pieces(flags, bounds)
+            flags = raw[here] > ranking.keys.largest_number
+            num_nan = count(flags if live is None else flags & live[here], chunk.bounds)
         if not chunk.is_counted:
-            self._ranking.store(chunk, raw == raw)  # as it is; 1 without a mask
+            ranking.store(chunk, raw == raw)  # as it is; 1 without a mask
             return num_pruned, num_nan
-        blocks = self._parts[i].blocks
         if live is not None:
             select = torch.where if isinstance(raw, Tensor) else np.where
-            raw = select(live, raw, keys.low - 1)
-        lowest: Flags
-        if isinstance(raw, Tensor):
-            lowest = lowest_on_device(blocks, raw)
-        else:
-            lowest = lowest_of(blocks, raw, scratch)
+            raw = select(live, raw, ranking.keys.low - 1)
+        lowest = lowest_of(self._parts[i].blocks, raw, scratch)
         if live is not None:
             lowest &= live
-        self._ranking.store(chunk, ~lowest)
-        return operations.count_pieces(lowest[here], bounds), num_nan
+        ranking.store(chunk, ~lowest)
+        return count(lowest[here], chunk.bounds), num_nan
 
     def num_words(self, batches: Sequence[_Batch]) -> int:
         """Words of 64 bits that the keys of some batches take."""
@@ -279,12 +250,12 @@ class _Blocked:
         """Rank the blocks that were summed last, zero their lowest elements, and count these."""
         batches, words = self.summed
         numbers = words.numpy().view(self._unsigned) + self._lowest
-        signed = numbers.view(f"i{numbers.itemsize}")
+        signed, end = numbers.view(f"i{numbers.itemsize}"), 0
         lowest: Array = np.zeros(len(signed), dtype=bool)
-        end = 0
         for batch in batches:
             here, end = slice(end, end + batch.size), end + batch.size
-            lowest[here] = lowest_of(batch.blocks, signed[here])
+            alone = Blocks(batch.blocks.size, 1, 1, batch.blocks.num_pruned)
+            lowest[here] = lowest_of(alone, signed[here])
         for i, span, are_inside, targets in self._find(batches):
             shard, out = self._ranking.shards[i], self._ranking.outs[i][span.start : span.stop]
             zeroed: Array = np.zeros(len(span), dtype=bool)
@@ -306,28 +277,46 @@ class _Blocked:
         """
         begin = 0
         for batch in batches:
-            i, whole, blocks, bands, column = batch
+            i, blocks, bands, numbers = batch
+            first, last = numbers[0], numbers[-1]
             index = self._ranking.shards[i].index
             start, stop = 0, self._ranking.sources[i].size
             if index.is_ascending:
-                ends = np.array([bands[0], bands[-1] + 1]) * whole.band
-                start, stop = index.positions_of(ends).tolist()
-            ranges = [
-                range(max(each.start, start), min(each.stop, stop)) for each in self._parts[i].rest
-            ]
-            for span in _spans(ranges):
-                indices = index(torch.arange(span.start, span.stop)).numpy()
-                numbers, inside = np.divmod(indices, whole.band)
-                steps, inside = np.divmod(inside, whole.stride)
-                columns, inside = np.divmod(inside, whole.kernel)
-                columns -= column
-                slots = np.minimum(bands.searchsorted(numbers), len(bands) - 1)
-                are_inside = (bands[slots] == numbers) & (columns >= 0) & (columns < blocks.columns)
-                if are_inside.any():
-                    rows = (slots * blocks.length + steps) * blocks.columns + columns
-                    targets = begin + rows * blocks.kernel + inside
-                    yield i, span, are_inside, targets[are_inside]
+                ends = bands[[first // blocks.columns, last // blocks.columns]] + [0, 1]
+                start, stop = index.positions_of(ends * blocks.band).tolist()
+            for rest in self._parts[i].rest:
+                here = range(max(rest.start, start), min(rest.stop, stop))
+                for span in spans_of(here, _CHUNK):
+                    indices = index(torch.arange(span.start, span.stop)).numpy()
+                    band, inside = np.divmod(indices, blocks.band)
+                    step, inside = np.divmod(inside, blocks.stride)
+                    column, inside = np.divmod(inside, blocks.kernel)
+                    slot = np.minimum(bands.searchsorted(band), len(bands) - 1)
+                    number = slot * blocks.columns + column
+                    are_inside = (bands[slot] == band) & (number >= first) & (number <= last)
+                    if are_inside.any():
+                        place = (number - first) * blocks.size + step * blocks.kernel + inside
+                        yield i, span, are_inside, begin + place[are_inside]
             begin += batch.size
+
+
+def _part(parameter: BlockedParameter, index: IndexMap, size: int) -> _Part:
+    """How a shard of so many elements is ranked. Local; reads no element."""
+    blocks, everything = parameter.blocks, (range(size),)
+    if not size or not blocks.num_pruned:
+        return _Part(blocks, range(0), everything, [])
+    local = _blocks_of_box(index, size, parameter)
+    if local is not None and local.band <= _MAX_BAND:
+        return _Part(local, range(size), (), [])
+    if index.start is None or blocks.band > _MAX_BAND:
+        return _Part(blocks, range(0), everything, None)
+    first = min(-index.start % blocks.band, size)
+    last = first + (size - first) // blocks.band * blocks.band
+    ends = range(first), range(last, size)
+    cut = sorted(
+        {(index.start + positions.start) // blocks.band for positions in ends if positions}
+    )
+    return _Part(blocks, range(first, last), ends, cut)
 
 
 def _several(
@@ -338,46 +327,29 @@ def _several(
     for i, (blocks, numbers) in sorted(cut.items()):
         num_bands = ranking.shards[i].numel // blocks.band
         bands = np.arange(num_bands) if numbers is None else np.array(numbers)
-        num_columns = min(blocks.columns, max(1, _MOST // blocks.size))
-        num_bands = max(1, _MOST // (blocks.size * num_columns))
-        for first in range(0, len(bands), num_bands):
-            for column in range(0, blocks.columns, num_columns):
-                own = blocks._replace(columns=min(num_columns, blocks.columns - column))
-                batch = _Batch(i, blocks, own, bands[first : first + num_bands], column)
-                if several and sum(each.size for each in several) + batch.size > _MOST:
-                    yield several
-                    several = []
-                several.append(batch)
+        for span in spans_of(range(len(bands) * blocks.columns), _MOST // blocks.size):
+            batch = _Batch(i, blocks, bands, span)
+            if several and sum(each.size for each in several) + batch.size > _MOST:
+                yield several
+                several = []
+            several.append(batch)
     if several:
         yield several
 
 
 def _blocks_of_box(index: IndexMap, size: int, parameter: BlockedParameter) -> Blocks | None:
     """The blocks of a part that is a box in the parameter, if none of them is cut; else None."""
-    shape, dims = parameter.shape, parameter.dims
+    shape, dims, rule = parameter.shape, parameter.dims, parameter.rule
     sizes = [len(rows) for rows in index.coordinates]
-    if (
-        not dims
-        or index.offset
-        or index.dims != tuple(range(len(shape)))
-        or math.prod(sizes) != size
-    ):
+    is_box = not index.offset and index.dims == (*range(len(shape)),) and math.prod(sizes) == size
+    if not (dims and is_box):
         return None
-    rule, along = parameter.rule, index.coordinates[dims[0]]
-    if rule.kept_of is not None:
-        m = rule.kept_of[1]
-        if along.start % m or len(along) % m:
-            return None
-    elif any(sizes[dim] != shape[dim] for dim in dims):
-        return None
-    return rule.blocks(size, layout_along("", sizes, dims))
-
-
-def _spans(ranges: Sequence[range]) -> Iterator[range]:
-    """Chunks of ranges of positions."""
-    for positions in ranges:
-        for start in range(positions.start, positions.stop, _CHUNK):
-            yield range(start, min(start + _CHUNK, positions.stop))
+    if rule.kept_of is None:
+        are_whole = all(sizes[dim] == shape[dim] for dim in dims)
+    else:
+        along = index.coordinates[dims[0]]
+        are_whole = not (along.start % rule.kept_of[1] or len(along) % rule.kept_of[1])
+    return rule.blocks(size, layout_along("", sizes, dims)) if are_whole else None
 
 
 # Elements that are ranked at a time if rows are interleaved, because ranking copies them.
@@ -386,12 +358,12 @@ _STRIPE = 1 << 19
 _FEW = 16
 
 
-def lowest_of(blocks: Blocks, keys: Array, scratch: Scratch | None = None) -> Array:
+def lowest_of(blocks: Blocks, keys: Any, scratch: Scratch | None = None) -> Flags:
     """Which elements of blocks are pruned.
 
     Args:
         blocks: of one tensor.
-        keys: 1-d, of whole bands.
+        keys: 1-d, of whole bands: an array on a CPU, a tensor on other devices.
         scratch: memory to use again; the result lies in it, until the next call.
 
     Returns:
@@ -399,6 +371,8 @@ def lowest_of(blocks: Blocks, keys: Array, scratch: Scratch | None = None) -> Ar
 
     Cost: scratch memory of about 10 bytes per element; 2 bytes for blocks of few elements.
     """
+    if isinstance(keys, Tensor):
+        return _lowest_on_device(blocks, keys)
     scratch = scratch or Scratch()
     lowest = scratch.array("lowest", keys.size, bool)
     if blocks.num_pruned in (0, blocks.size):
@@ -480,7 +454,7 @@ def _lowest_of_few(keys: Array, blocks: Blocks, lowest: Array, scratch: Scratch)
     np.copyto(lowest.reshape(shape), flags.swapaxes(0, 1))
 
 
-def lowest_on_device(blocks: Blocks, keys: Tensor) -> Tensor:
+def _lowest_on_device(blocks: Blocks, keys: Tensor) -> Tensor:
     """:func:`lowest_of` by torch operations: bool, like keys."""
     shape = (-1, blocks.length, blocks.columns, blocks.kernel)
     turned = keys.view(shape).transpose(1, 2)

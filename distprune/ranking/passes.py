@@ -91,25 +91,23 @@ class Cuts:
         return Common(*self.segments[0].tolist())
 
 
-class _Collected:
-    """The keys that a scan has collected on one device, chunk by chunk.
+# What a scan collects in a chunk: how many keys of each piece, int64; the keys, [m]; and their
+# positions in the chunk, int32 [m].
+Found = tuple[Chunk, Array, Tensor, Tensor]
+
+
+class Collected:
+    """The keys that a scan has collected on one device, and that this rank counts.
 
     Attributes:
-        chunks: that they are in.
-        keys, positions: per chunk: [m], and int32 [m], in the chunk.
-        is_counted: whether this rank counts them.
+        keys: of all chunks, [m].
     """
 
-    def __init__(self, found: Sequence[tuple[Chunk, Array, Tensor, Tensor]]) -> None:
-        self.chunks, counts, self.keys, self.positions = zip(*found, strict=True)
-        self.is_counted = self.chunks[0].is_counted
-        self._shards = np.concatenate([chunk.shards for chunk in self.chunks])
+    def __init__(self, found: Sequence[Found]) -> None:
+        self._chunks, counts, keys, self._positions = zip(*found, strict=True)
+        self.keys: Tensor = keys[0] if len(keys) == 1 else torch.cat(keys)
+        self._shards = np.concatenate([chunk.shards for chunk in self._chunks])
         self._counts = np.concatenate(counts)
-
-    @property
-    def joined(self) -> Tensor:
-        """All keys, [m]."""
-        return self.keys[0] if len(self.keys) == 1 else torch.cat(self.keys)
 
     @property
     def shards(self) -> Array:
@@ -118,12 +116,12 @@ class _Collected:
 
     def ties(self, threshold: Array) -> tuple[Array, Array]:
         """The keys that equal the threshold of their shard: its number, and the position in it."""
-        keys, positions = self.joined, torch.cat(self.positions)
-        wanted = spread(threshold[self._shards], self._counts, keys.dtype)
-        at = operations_on(keys.device).positions_of(keys, wanted)
+        wanted = spread(threshold[self._shards], self._counts, self.keys.dtype)
+        at = operations_on(self.keys.device).positions_of(self.keys, wanted)
         pieces = self._counts.cumsum().searchsorted(at.cpu().numpy(), side="right")
-        starts = np.concatenate([chunk.starts for chunk in self.chunks])
-        return self._shards[pieces], positions[at].cpu().numpy() + starts[pieces]
+        starts = np.concatenate([chunk.starts for chunk in self._chunks])
+        positions = torch.cat(self._positions)[at].cpu().numpy()
+        return self._shards[pieces], positions + starts[pieces]
 
 
 class Passes:
@@ -166,7 +164,7 @@ class Passes:
         self._parts = join_small(self._pieces(), self._most)
         self.nan_checked: Array = np.zeros(len(shards), dtype=bool)
         # What the last scan found; and of each shard that it drafted, between which keys.
-        self.collected: list[_Collected] = []
+        self.found: list[Found] = []
         self._drafted: Array = np.zeros((2, len(shards)), dtype=np.int64)
         self._num_below: Array = self._drafted[0]
 
@@ -184,11 +182,10 @@ class Passes:
         is_drafted = (low < cuts.threshold) & (cuts.threshold <= high)
         pruned = np.where(is_drafted, self._num_below, 0)
         corrected, gone = [], []
-        for own in self.collected:
-            for chunk, keys, positions in zip(own.chunks, own.keys, own.positions, strict=True):
-                if chunk.is_single and is_drafted[chunk.shards[0]]:
-                    corrected.append(chunk)
-                    gone.append(self._correct(chunk, keys, positions, cuts))
+        for chunk, _, keys, positions in self.found:
+            if chunk.is_single and is_drafted[chunk.shards[0]]:
+                corrected.append(chunk)
+                gone.append(self._correct(chunk, keys, positions, cuts))
 
         def write(chunk: Chunk, scratch: Scratch) -> Array | Tensor:
             stay = self.kept(chunk, cuts, scratch)
@@ -252,20 +249,13 @@ class Passes:
         elif chunk.is_single:
             scores = self.sources[first].load(*chunk.pieces[0][1:], scratch)
         else:  # cloned, because the scratch is used again
-            scores = torch.cat(
-                [
-                    self.sources[i].load(start, stop, scratch).clone()
-                    for i, start, stop in chunk.pieces
-                ]
-            )
+            each = [self.sources[i].load(a, b, scratch).clone() for i, a, b in chunk.pieces]
+            scores = torch.cat(each)
         keys, may_have_nan = to_keys(scores, self.keys, scratch)
         if self._masks[first] is None:
             return keys, may_have_nan, None
-        return (
-            keys,
-            may_have_nan,
-            operations_on(keys.device).are_live(chunk.of(self._masks), scratch),
-        )
+        are_live = operations_on(keys.device).are_live
+        return keys, may_have_nan, are_live(chunk.of(self._masks), scratch)
 
     def store(self, chunk: Chunk, stay: Flags) -> None:
         """Write the masks of a chunk: 0 where not ``stay``, elsewhere what they are, or 1."""
@@ -283,7 +273,7 @@ class Passes:
         torch._foreach_copy_(targets, torch.split(joined, chunk.sizes.tolist()))
 
     def scan(
-        self, members: Array, edges: Array, share: Array, *, drafts: bool, counts_nan: bool
+        self, members: Array, edges: Array, share: Array, drafts: bool, counts_nan: bool
     ) -> Array:
         """Read some shards once: count keys, collect some of them, and draft masks.
 
@@ -318,27 +308,32 @@ class Passes:
                 self.store(chunk, stay)
             return tuple(found)
 
-        calls = [partial(scan, chunk) for chunk in chunks]
-        scanned = call_all(calls, self._num_bytes(chunks), are_safe=self._are_safe)
+        scanned = self.visit(chunks, scan)
         counts = on_host([own for own, _, _ in scanned])
         totals: Array = np.zeros((edges.shape[1] + 1, len(self.shards)), dtype=np.int64)
-        groups: dict[Any, list[tuple[Chunk, Array, Tensor, Tensor]]] = {}
         self._drafted.fill(0)
+        self.found = []
         for chunk, own, (_, positions, keys) in zip(chunks, counts, scanned, strict=True):
             inside = own[1] - own[0]
             number = int(inside.sum())
             if number > positions.numel():
                 _, positions, keys = scan(chunk, Scratch(), waits=True)
-            found = chunk, inside, keys[:number], positions[:number]
-            groups.setdefault((chunk.is_counted, keys.device), []).append(found)
+            self.found.append((chunk, inside, keys[:number], positions[:number]))
             if chunk.is_counted:
                 np.add.at(totals.T, chunk.shards, own.T)
                 if drafts and chunk.is_single:
                     i = chunk.pieces[0][0]
                     self._drafted[:, i] = edges[i, :2]
-        self.collected = list(map(_Collected, groups.values()))
         self._num_below = totals[0]
         return totals
+
+    def collected(self) -> list[Collected]:
+        """What the last scan found of the elements that this rank counts, by device."""
+        by_device: dict[torch.device, list[Found]] = {}
+        for found in self.found:
+            if found[0].is_counted:
+                by_device.setdefault(found[2].device, []).append(found)
+        return list(map(Collected, by_device.values()))
 
     def sample(self, rows: Array, rates: Array, seed: int) -> list[OwnedKeys]:
         """Keys of a part of the elements that this rank counts.
@@ -416,11 +411,9 @@ class Passes:
 
     def visit(self, chunks: Sequence[Chunk], call: Callable[..., R]) -> list[R]:
         """Call a function for each chunk, on several threads where that is safe and worth it."""
+        size = sum([int(chunk.bounds[-1]) for chunk in chunks])
         calls = [partial(call, chunk) for chunk in chunks]
-        return call_all(calls, self._num_bytes(chunks), are_safe=self._are_safe)
-
-    def _num_bytes(self, chunks: Sequence[Chunk]) -> int:
-        return sum([int(chunk.bounds[-1]) for chunk in chunks]) * self.keys.dtype.itemsize
+        return call_all(calls, size * self.keys.dtype.itemsize, are_safe=self._are_safe)
 
     def _pieces(self) -> Iterator[tuple[Any, tuple[int, int, int], bool, bool]]:
         """What this rank counts of each shard, and the rest, as ``join_small`` takes them."""

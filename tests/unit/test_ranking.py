@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune.ranking import ranking, search
+from distprune.ranking import ranking
 from distprune.ranking.keys import Order, key_range
-from distprune.ranking.ranking import Ranking
-from distprune.ranking.search import COLLECT_ALL
+from distprune.ranking.ranking import COLLECT_ALL, Ranking
 from distprune.ranks.collectives import Communicator
 from helpers import reference
 from helpers.sampling import num_examples
@@ -122,7 +121,7 @@ def test_any_data_on_any_layout(device, data):
     stored = data.draw(st.sampled_from([1, 1 << 24]), "keys of segments side by side")
     with (
         mock.patch("distprune.ranking.chunks.SERIAL", serial),
-        mock.patch.object(search, "COLLECT_ALL", collected),
+        mock.patch.object(ranking, "COLLECT_ALL", collected),
         mock.patch.object(ranking, "_STORED", stored),
     ):
         check(
@@ -172,8 +171,8 @@ def test_more_elements_than_are_collected_outright(kind, dtype, numpy, amount, m
 
 def test_a_bracket_that_misses_costs_time_only(monkeypatch, device):
     """Brackets far too narrow: more rounds, the same masks."""
-    monkeypatch.setattr(search, "_SIGMAS", 0.01)
-    monkeypatch.setattr(search, "COLLECT_ALL", 50)
+    monkeypatch.setattr(ranking, "_SIGMAS", 0.01)
+    monkeypatch.setattr(ranking, "COLLECT_ALL", 50)
     generator = torch.Generator().manual_seed(5)
     for dtype in (torch.float32, torch.float64):
         tensors = [torch.randn(300, 70, generator=generator).to(dtype), torch.randn(99, 11)]
@@ -190,7 +189,7 @@ def test_equal_scores_are_cut_after_the_last_element_of_a_parameter(
     num_pruned, size, monkeypatch, device
 ):
     """So many ties that they are found by reading again, cut at and beside the end of a layer."""
-    monkeypatch.setattr(search, "COLLECT_ALL", 300)
+    monkeypatch.setattr(ranking, "COLLECT_ALL", 300)
     layers = [torch.full((20, 20), 0.25), torch.full((400,), 0.25)]
     check(layers, None, [num_pruned], ["rows", "rows"], size, device=device, max_collectives=64)
 
