@@ -51,10 +51,10 @@ from distprune.reconstruction import ReconstructedParameter as ReconstructedPara
 from distprune.reconstruction import ReconstructionReport as ReconstructionReport
 from distprune.reconstruction import reconstruct as reconstruct
 from distprune.shards.factored import FactoredScores as FactoredScores
-from distprune.verification.verifying import VerificationError as VerificationError
-from distprune.verification.verifying import VerificationReport as VerificationReport
-from distprune.verification.verifying import VerifiedParameter as VerifiedParameter
-from distprune.verification.verifying import verify as verify
+from distprune.verification import VerificationError as VerificationError
+from distprune.verification import VerificationReport as VerificationReport
+from distprune.verification import VerifiedParameter as VerifiedParameter
+from distprune.verification import verify as verify
 
 # Private in torch.nn.utils.prune, but programs call them.
 _compute_norm = _builtin.compute_norm

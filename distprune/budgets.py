@@ -23,6 +23,7 @@ is right.
 
 from __future__ import annotations
 
+import bisect
 import math
 import numbers
 import re
@@ -157,7 +158,12 @@ def owl(
             f"ratios is a {type(ratios).__name__}; expected a mapping, such as the one that "
             "statistics.outlier_ratios() returns."
         )
-    exact = {plain_key(key): _ratio(key, value) for key, value in ratios.items()}
+    exact: dict[Hashable, Fraction] = {}
+    for key, value in ratios.items():
+        what = f"the outlier ratio of {label_of(key) if is_pair(key) else repr(key)}"
+        exact[plain_key(key)] = ratio = exact_number(what, value)
+        if ratio < 0:
+            raise ValueError(f"{what} is {value!r}; expected one >= 0.")
 
     def lines(named: Sequence[Bounded]) -> list[Line]:
         sizes = [each.num_elements for each in named]
@@ -233,14 +239,6 @@ def _ratio_of(parameter: Bounded, ratios: Mapping[Hashable, Fraction]) -> Fracti
     return found.pop()
 
 
-def _ratio(key: object, value: object) -> Fraction:
-    what = f"the outlier ratio of {label_of(key) if is_pair(key) else repr(key)}"
-    ratio = exact_number(what, value)
-    if ratio < 0:
-        raise ValueError(f"{what} is {value!r}; expected one >= 0.")
-    return ratio
-
-
 class Line(NamedTuple):
     """Pruned elements of a parameter as a function of the level.
 
@@ -269,40 +267,37 @@ def divided(
     Cost: rational operations in the number of parameters times its logarithm.
     """
     limited = list(zip(lines, lowest, highest, strict=True))
-    # The sum at a level is constant + slope * level; both change where a parameter leaves its
-    # lowest count, and where it reaches its highest.
-    constant, slope, level, most = Fraction(0), Fraction(0), Fraction(0), Fraction(0)
-    changes: list[tuple[Fraction, Fraction, Fraction]] = []
-    for line, low, high in limited:
-        rise, start = Fraction(line.slope), Fraction(line.start)
-        if rise:
-            changes.append(((low - start) / rise, start - low, rise))
-            changes.append(((high - start) / rise, high - start, -rise))
-        constant += low if rise else _held(start, low, high)
-        most += high if rise else _held(start, low, high)
-    if not constant <= total <= most:
+
+    def counts_at(level: Fraction) -> list[Fraction | int]:
+        return [min(max(line.start + line.slope * level, low), high) for line, low, high in limited]
+
+    # Between two levels at which a parameter meets one of its limits, the sum is a line.
+    levels = [
+        (Fraction(limit) - line.start) / line.slope
+        for line, *limits in limited
+        for limit in limits
+        if line.slope
+    ] or [Fraction(0)]
+    levels.sort()
+    least, most = sum(counts_at(levels[0])), sum(counts_at(levels[-1]))
+    if not least <= total <= most:
         raise ValueError(
-            f"the budget can divide {int(constant):,} to {int(most):,} pruned elements among these "
+            f"the budget can divide {int(least):,} to {int(most):,} pruned elements among these "
             f"parameters, and {total:,} are to be pruned; expected a sparsity within these."
         )
-    for change in sorted(changes):
-        level, more, steeper = change
-        if constant + slope * level >= total:
-            break
-        constant, slope = constant + more, slope + steeper
-    if slope:
-        level = (total - constant) / slope
-    exact = [_held(line.start + line.slope * level, low, high) for line, low, high in limited]
+    position = bisect.bisect_left(levels, total, key=lambda level: sum(counts_at(level)))
+    level = levels[position]
+    if position:
+        before = levels[position - 1]
+        below, above = sum(counts_at(before)), sum(counts_at(level))
+        level = before + (level - before) * Fraction(total - below) / (above - below)
+    exact = counts_at(level)
     # Each is rounded down, and the largest remainders up.
     counts = [math.floor(count) for count in exact]
     by_remainder = sorted(range(len(counts)), key=lambda i: (counts[i] - exact[i], i))
     for i in by_remainder[: total - sum(counts)]:
         counts[i] += 1
     return counts
-
-
-def _held(count: Fraction | int, low: int, high: int) -> Fraction:
-    return min(max(Fraction(count), Fraction(low)), Fraction(high))
 
 
 def lines_of(rule: str, parameters: Sequence[Bounded]) -> list[Line]:

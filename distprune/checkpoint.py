@@ -14,8 +14,7 @@ and resume, on any other sharding or on one process, with::
 training or pruning uses the same process group meanwhile, their messages mix and the job hangs.
 Give it a group of its own, made once: ``process_group=dist.new_group(backend="gloo")``.
 
-FSDP masks a tied parameter once, for all its names, and so does a pruning of all names together. A
-plain model may have been saved with a mask under one name only, or with two that differ.
+A tied parameter is saved with one mask under all its names, or with none.
 """
 
 from __future__ import annotations
@@ -91,10 +90,12 @@ def get_state_dict(
 
     Raises:
         NotImplementedError: see :func:`check_writable`, on every rank.
+        ValueError: a tied parameter is pruned differently under its names, or under one of them.
 
-    Cost: no tensor is copied or communicated; one all-reduce of 40 bytes. As with torch's own
+    Cost: no tensor is copied or communicated; two all-reduces of 40 bytes. As with torch's own
     function, an optimizer that never stepped makes one step with learning rate 0.
     """
+    world(group).run(lambda: check_ties(model))
     check_writable(model, group=group)
     state = _state_of(model, optimizers, pruner)
     records = records_of(model)
@@ -134,15 +135,12 @@ def load(
 
     Raises:
         ValueError: such a parameter, by name, with ``unmasked="error"``; ranks that see
-            different checkpoints; a tied parameter that was saved with different masks under its
-            names, or with a mask under some of them, for a model that has one mask for all.
-            Nothing has changed then.
+            different checkpoints. Nothing has changed then.
         NotImplementedError: see :func:`check_writable`, which also applies to reading.
         Exception: whatever DCP raises, such as for a missing key; some weights may be loaded
             then.
 
-    Cost: each rank reads the bytes of its own shards, in place, with no memory but the masks. The
-    first rank also reads the masks of tied parameters whole.
+    Cost: each rank reads the bytes of its own shards, in place, with no memory but the masks.
     """
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -162,15 +160,13 @@ def load(
         entries.update(reader.read_metadata().state_dict_metadata)
         prefix = model_key + "."
         keys = {key.removeprefix(prefix) for key in entries if key.startswith(prefix)}
-        dense.extend(n for n in _masks_of(model) if n in keys and mask_key(n) not in keys)
+        dense.extend(n for n in _masked(model) if n in keys and mask_key(n) not in keys)
         if dense and unmasked == "error":
             raise ValueError(
                 f"{', '.join(dense)}: pruned in the model and dense in the checkpoint; expected "
                 "both pruned or both dense. Pass unmasked='keep' to put the masks in force on the "
                 "loaded weights, or remove() the pruning first."
             )
-        if ranks.index == 0:
-            _check_masks_of_ties(model, keys, prefix, entries, reader)
         return sorted(keys)
 
     keys = ranks.run(
@@ -181,20 +177,26 @@ def load(
     prepare_for_load(model, keys, group=group)
 
     state = _state_of(model, optimizers, pruner)
-    names = {stored_key(n, state[_MODEL]): stored_key(n, set(keys)) for n in _masks_of(model)}
-    kept = {mask_key(name): state[_MODEL].pop(mask_key(name)) for name in dense}
+    values = state.pop(_MODEL)
+    kept = {mask_key(name): values.pop(mask_key(name)) for name in dense}
+    # A plain module calls "weight_orig" what shards call "weight".
+    names = {stored_key(n, values): stored_key(n, set(keys)) for n in _masked(model)}
+    present = {saved: name for name, saved in names.items()}
+    state[model_key] = _renamed(values, names)
+    if optimizers:
+        optimizer = state[_OPTIMIZER]
+        optimizer["state"] = _renamed(optimizer["state"], names)
     if _RECORDS in entries:
         state[_RECORDS] = ""
-    _rename(state, names)
-    state[model_key] = state.pop(_MODEL)
     state_dict_loader.load(
         state, checkpoint_id=checkpoint_id, storage_reader=storage_reader, process_group=group
     )
-    state[_MODEL] = state.pop(model_key)
-    _rename(state, {saved: name for name, saved in names.items()})
-    set_model_state_dict(model, state[_MODEL] | kept)
+    set_model_state_dict(model, _renamed(state[model_key], present) | kept)
     if optimizers:
-        set_optimizer_state_dict(model, optimizers, state[_OPTIMIZER])
+        optimizer["state"] = _renamed(optimizer["state"], present)
+        for param_group in optimizer["param_groups"]:
+            param_group["params"] = [present.get(name, name) for name in param_group["params"]]
+        set_optimizer_state_dict(model, optimizers, optimizer)
     if pruner is not None:
         pruner.load_state_dict(state[_PRUNER])
     before = records_of(model)
@@ -246,13 +248,13 @@ def prepare_for_load(
     return {names.get(key, key): value for key, value in values.items()}
 
 
-def _masks_of(model: nn.Module) -> dict[str, Tensor]:
-    """The masks on this rank by the names of their parameters."""
-    masks = {
-        name: module._buffers.get(mask_key(hook._tensor_name))
+def _masked(model: nn.Module) -> list[str]:
+    """The names of the parameters that have a mask on this rank."""
+    return [
+        name
         for name, module, hook in pruned_parameters(model)
-    }
-    return {name: mask for name, mask in masks.items() if mask is not None}
+        if module._buffers.get(mask_key(hook._tensor_name)) is not None
+    ]
 
 
 def _state_of(model: nn.Module, optimizers: Optimizers, pruner: Any) -> dict[str, Any]:
@@ -269,30 +271,8 @@ def _state_of(model: nn.Module, optimizers: Optimizers, pruner: Any) -> dict[str
     return state
 
 
-def _rename(state: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Give parameters other names in the state of a model and of its optimizers."""
-    optimizer = state.get(_OPTIMIZER, {"state": {}, "param_groups": []})
-    for by_name in (state[_MODEL], optimizer["state"]):
-        items = [(names.get(name, name), value) for name, value in by_name.items()]
-        by_name.clear()
-        by_name.update(items)
-    for param_group in optimizer["param_groups"]:
-        param_group["params"] = [names.get(name, name) for name in param_group["params"]]
-
-
-def _by_parameter(model: nn.Module) -> list[list[NamedParameter]]:
-    """All names of each parameter, in the model's order."""
-    groups = by_parameter(all_places(model)).values()
-    return [[place.pair for place in places] for places in groups]
-
-
-def _pruned_in(places: Iterable[NamedParameter], keys: Container[str]) -> list[NamedParameter]:
-    """Those names of a parameter that are pruned in a state dict."""
-    return [
-        place
-        for place in places
-        if mask_key(place.fqn) in keys and stored_key(place.fqn, keys) in keys
-    ]
+def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(name, name): value for name, value in values.items()}
 
 
 def _dense_pairs(model: nn.Module, keys: Container[str]) -> list[NamedParameter]:
@@ -304,59 +284,32 @@ def _dense_pairs(model: nn.Module, keys: Container[str]) -> list[NamedParameter]
     """
     managed, pairs = managed_parameters(model), []
     for places in _by_parameter(model):
-        pruned = _pruned_in(places, keys)
+        # A file may have one name only of a tied parameter.
+        stored = [place for place in places if stored_key(place.fqn, keys) in keys]
+        dense = [place for place in stored if mask_key(place.fqn) not in keys]
         fresh = [
             place
-            for place in pruned
-            if find_hook(*place) is None and mask_key(place[1]) not in place[0]._buffers
+            for place in places
+            if place not in dense
+            and find_hook(*place) is None
+            and mask_key(place[1]) not in place[0]._buffers
         ]
-        if not fresh:
+        if len(dense) == len(stored) or not fresh:
             continue
-        others = [p.fqn for p in places if p not in pruned and stored_key(p.fqn, keys) in keys]
-        if others and (id(fresh[0][0]), fresh[0][1]) in managed:
+        if dense and (id(fresh[0][0]), fresh[0][1]) in managed:
             raise ValueError(
-                f"{fresh[0].fqn} is pruned in the state dict, and {others[0]}, to which it is "
+                f"{fresh[0].fqn} is pruned in the state dict, and {dense[0].fqn}, to which it is "
                 "tied, is not; expected the same mask under both names, because FSDP masks the "
-                "parameter under all of them. Load the state dict into a plain model, give the "
-                "other name the same mask or remove() the pruning, and save that."
+                "parameter under all of them."
             )
         pairs.append(fresh[0].with_places(fresh))
     return pairs
 
 
-def _check_masks_of_ties(
-    model: nn.Module,
-    keys: Container[str],
-    prefix: str,
-    entries: Mapping[str, Any],
-    reader: StorageReader,
-) -> None:
-    """Raise if names that share one mask in a model have different masks in a checkpoint.
-
-    Call it on one rank: it reads the masks of tied parameters whole.
-    """
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    for places in _by_parameter(model):
-        pruned = _pruned_in(places, keys)
-        # Names that are dense in the model are pruned as one.
-        in_model = {id(module._buffers.get(mask_key(name))) for module, name in pruned}
-        if len(pruned) < 2 or len(in_model) > 1:
-            continue
-        names = [prefix + mask_key(place.fqn) for place in pruned]
-        state = {
-            name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
-            for name in names
-        }
-        load(state, storage_reader=reader, no_dist=True)
-        for place, name in zip(pruned, names, strict=True):
-            if not torch.equal(state[name] != 0, state[names[0]] != 0):
-                raise ValueError(
-                    f"{place.fqn} is tied to {pruned[0].fqn}, and their masks in the checkpoint "
-                    "differ; expected equal ones, because the model has one mask for both. Load "
-                    "it into a plain model whose names have masks of their own "
-                    "(distprune.identity(module, name) for each of them)."
-                )
+def _by_parameter(model: nn.Module) -> list[list[NamedParameter]]:
+    """All names of each parameter, in the model's order."""
+    groups = by_parameter(all_places(model)).values()
+    return [[place.pair for place in places] for places in groups]
 
 
 def fold(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -409,7 +362,9 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], **kwargs: An
 
     Cost: every parameter is gathered, in turn, and rank 0 holds the whole model on the CPU.
     """
-    ranks = world()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    ranks, whole = world(), is_distributed()
     saved: Any = unwrap(model)
 
     def check() -> None:
@@ -420,40 +375,7 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], **kwargs: An
             )
         for name in {"state_dict", "is_main_process"} & kwargs.keys():
             raise TypeError(f"{name} is chosen here; expected others of save_pretrained.")
-
-    ranks.run(check)
-    folded = gather_folded(model)
-
-    def write() -> None:
-        if ranks.index:
-            return
-        # By this transformers would shard and gather once more, on every rank.
-        of_config = vars(saved.config)
-        sharding = {k: of_config.pop(k) for k in ("distributed_config",) if k in of_config}
-        try:
-            saved.save_pretrained(path, state_dict=folded, **kwargs)
-        finally:
-            of_config.update(sharding)
-
-    ranks.run(write)
-
-
-def gather_folded(model: nn.Module) -> dict[str, Any]:
-    """The whole state dict with pruned weights as zeros, on the first rank. Collective.
-
-    Raises:
-        ValueError: a tied parameter is pruned differently under its names.
-        NotImplementedError: see :func:`check_writable`; gathering goes the same way.
-
-    Returns:
-        Tensors on the CPU where the model is sharded; tied parameters are one tensor. On the other
-        ranks nothing.
-    """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    ranks, whole = world(), is_distributed()
-    ranks.run(lambda: check_ties(model))
-    check_writable(model, is_gathered=True)
+        check_ties(model)
 
     def gather() -> dict[str, Any]:
         # FSDP1 of torch 2.13, dense too, dies of a segmentation fault where it is asked to offload
@@ -463,12 +385,23 @@ def gather_folded(model: nn.Module) -> dict[str, Any]:
         offload = whole and not (is_fsdp1 and is_on_cpu)
         options = StateDictOptions(full_state_dict=whole, cpu_offload=offload)
         state = get_model_state_dict(model, options=options)
+        return {} if ranks.index else fold(state)
+
+    def write() -> None:
         if ranks.index:
-            return {}
-        folded = fold(state)
+            return
         # Tied ones were gathered, and folded, one by one; as one tensor they are written once.
         for first, *others in _by_parameter(model):
             folded.update({each.fqn: folded[first.fqn] for each in others if each.fqn in folded})
-        return folded
+        # By this transformers would shard and gather once more, on every rank.
+        of_config = vars(saved.config)
+        sharding = {k: of_config.pop(k) for k in ("distributed_config",) if k in of_config}
+        try:
+            saved.save_pretrained(path, state_dict=folded, **kwargs)
+        finally:
+            of_config.update(sharding)
 
-    return ranks.run(gather)
+    ranks.run(check)
+    check_writable(model, is_gathered=True)
+    folded = ranks.run(gather)
+    ranks.run(write)

@@ -222,7 +222,7 @@ def reconstruct(
         blocks = grams.blocks([shard.places[0] for shard in shards])
         with ranks.exclusively():
             weights = {
-                label: _Weight(shard, layout, steps, dtype, ranks)
+                label: _Weight(shard, layout, ranks)
                 for shard, live, (label, layout) in zip(shards, num_live, known, strict=True)
                 if live < shard.numel
             }
@@ -232,7 +232,7 @@ def reconstruct(
                     whole = block.whole(number, ranks)
                     gram, added = ranks.run(partial(_damped, whole, damping, dtype, labels[0]))
                     for weight in sharing:
-                        weight.solve(number, gram, added)
+                        weight.solve(number, gram, added, steps)
                     del gram, whole
             sums = ranks.reduce_floats(
                 4 * len(weights), lambda: torch.cat([w.errors for w in weights.values()])
@@ -247,16 +247,11 @@ def reconstruct(
                         f"or outputs beyond the range of {shard.values.dtype}; expected finite "
                         "ones. float16 ends at 65504."
                     )
+                shares = [max(0.0, each) / total if total > 0 else 0.0 for each in (before, after)]
+                added = weights[label].damping if label in weights else 0.0
+                counts = shard.numel, shard.numel - live
                 entries.append(
-                    ReconstructedParameter(
-                        shard.name,
-                        shard.numel,
-                        shard.numel - live,
-                        max(0.0, before) / total if total > 0 else 0.0,
-                        max(0.0, after) / total if total > 0 else 0.0,
-                        weights[label].damping if label in weights else 0.0,
-                        int(unmoved),
-                    )
+                    ReconstructedParameter(shard.name, *counts, *shares, added, int(unmoved))
                 )
             for weight in weights.values():
                 weight.commit()
@@ -316,8 +311,6 @@ class _Weight:
     Args:
         shard: the parameter.
         layout: of its matrices.
-        steps: of conjugate gradients.
-        dtype: in which rows are solved.
         ranks: of the call; making the object is collective.
 
     Attributes:
@@ -328,25 +321,15 @@ class _Weight:
     Cost: a copy of this rank's values.
     """
 
-    def __init__(
-        self,
-        shard: Shard,
-        layout: WeightLayout,
-        steps: int,
-        dtype: torch.dtype,
-        ranks: Communicator,
-    ) -> None:
-        self._shard, self._steps, self._dtype, self._ranks = shard, steps, dtype, ranks
+    def __init__(self, shard: Shard, layout: WeightLayout, ranks: Communicator) -> None:
+        self._shard, self._ranks = shard, ranks
         height, self._width = layout.matrix_shape
         shape = layout.num_matrices, height
-        chunk = _CPU_CHUNK if shard.values.device.type == "cpu" else _DEVICE_CHUNK
-        self._height = max(1, chunk // max(1, self._width))
         self.errors = torch.zeros(4, dtype=torch.float64)
         self.damping = 0.0
 
         def find_whole_rows() -> Tensor:
-            self._new = shard.values.clone()
-            self._blocks = blocks_of(shard, layout)
+            self._new, self._blocks = shard.values.clone(), blocks_of(shard, layout)
             self._has = torch.zeros(shape, dtype=torch.int64)
             for block in self._blocks:
                 if block.columns == range(self._width):
@@ -355,38 +338,38 @@ class _Weight:
 
         self._num_having = ranks.reduce(layout.num_outputs, find_whole_rows).view(shape)
 
-    def solve(self, number: int, gram: Tensor, added: float) -> None:
+    def solve(self, number: int, gram: Tensor, added: float, steps: int) -> None:
         """Solve the rows of one matrix. Collective.
 
         Args:
             number: of the matrix.
-            gram: its Gram matrix, damped ...
-            added: ... by so much.
+            gram: its Gram matrix, damped, in the dtype in which rows are solved.
+            added: how much it was damped.
+            steps: of conjugate gradients.
         """
         ranks, gram = self._ranks, gram.to(self._shard.values.device)
         self.damping = max(self.damping, added)
         blocks = [block for block in self._blocks if block.matrix == number]
         num_having = self._num_having[number]
 
-        def solved(weights: Tensor, keep: Tensor) -> Tensor:
-            new, errors = least_squares(weights, keep, gram, added, self._steps)
+        def solved(both: Tensor) -> Tensor:
+            new, errors = least_squares(both[0], both[1], gram, added, steps)
             self.errors += errors.cpu()
             return new
 
         def solve_own() -> None:
-            own = (num_having == 1) & (self._has[number] == 1)
-            for ids in self._chunks(own):
-                self._write(blocks, ids, solved(*self._read(blocks, ids)))
+            for ids in self._chunks((num_having == 1) & (self._has[number] == 1)):
+                self._write(blocks, ids, solved(self._read(blocks, ids, gram.dtype)))
 
         def read_shared() -> Tensor:
             counts = have_all or self._shard.replica == 0
-            return self._read(blocks if counts else [], ids)
+            return self._read(blocks if counts else [], ids, gram.dtype)
 
         def solve_share() -> Tensor:
             mine = torch.arange(len(ids)).tensor_split(ranks.size)[ranks.index]
             new = torch.zeros_like(both[0])
             if len(mine):
-                new[mine] = solved(both[0, mine], both[1, mine])
+                new[mine] = solved(both[:, mine])
             return new
 
         ranks.run(solve_own)
@@ -411,24 +394,25 @@ class _Weight:
 
     def _chunks(self, chosen: Tensor) -> Iterator[Tensor]:
         """The numbers of the chosen rows, as many at a time as are solved together."""
+        size = _CPU_CHUNK if self._new.device.type == "cpu" else _DEVICE_CHUNK
         ids = chosen.nonzero().view(-1)
-        yield from torch.split(ids, self._height) if len(ids) else ()
+        if len(ids):
+            yield from ids.split(max(1, size // max(1, self._width)))
 
-    def _read(self, blocks: Iterable[Block], ids: Tensor) -> Tensor:
+    def _read(self, blocks: Iterable[Block], ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Values, and 1 where they are kept and not 0, of some rows: [2, rows, inputs].
 
         Both are 0 where this rank has none.
         """
         values, mask = self._shard.values, self._shard.mask
-        both = values.new_zeros(2, len(ids), self._width, dtype=self._dtype)
+        both = values.new_zeros(2, len(ids), self._width, dtype=dtype)
         for block in blocks:
             here, rows, columns = block.find(ids)
-            part = block.view(values)[rows].flatten(1).to(self._dtype)
-            both[0, here, columns] = part
+            part = block.view(values)[rows].flatten(1).to(dtype)
             keep = part != 0
             if mask is not None:
                 keep &= block.view(mask)[rows].flatten(1) != 0
-            both[1, here, columns] = keep.to(self._dtype)
+            both[0, here, columns], both[1, here, columns] = part, keep.to(dtype)
         return both
 
     def _write(self, blocks: Iterable[Block], ids: Tensor, new: Tensor) -> None:
@@ -542,14 +526,16 @@ def blocks_of(shard: Shard, layout: WeightLayout) -> list[Block]:
             "weight that is cut in whole dimensions. For fused experts, use ep_size beside tp_size."
         )
     where, (height, _) = shard.coordinates, layout.matrix_shape
-    if layout.are_experts:
-        rows, columns = where[layout.output_dim], where[layout.input_dim]
+    if layout.are_experts or layout.is_transposed:
         return [
-            Block(expert, rows, columns, partial(_matrix, number, layout.is_transposed))
-            for number, expert in enumerate(where[0])
+            Block(
+                matrix,
+                where[layout.output_dim],
+                where[layout.input_dim],
+                partial(_matrix, number, layout.is_transposed),
+            )
+            for number, matrix in enumerate(where[0] if layout.are_experts else range(1))
         ]
-    if layout.is_transposed:
-        return [Block(0, where[1], where[0], Tensor.t)]
     if any(len(have) != whole for have, whole in zip(where[2:], layout.shape[2:], strict=True)):
         raise NotImplementedError(
             f"{shard.name}: a convolution that is sharded along its kernel; expected shards along "
@@ -569,8 +555,9 @@ def blocks_of(shard: Shard, layout: WeightLayout) -> list[Block]:
 
 
 def _matrix(number: int, is_transposed: bool, local: Tensor) -> Tensor:
-    """One matrix of fused experts, [out, in]."""
-    return local[number].mT if is_transposed else local[number]
+    """One of some matrices, [out, in]."""
+    matrix = local[number] if local.ndim == 3 else local
+    return matrix.mT if is_transposed else matrix
 
 
 def _blocks_of_run(shard: Shard, layout: WeightLayout) -> Iterator[Block]:

@@ -25,7 +25,7 @@ from distprune import budgets
 from distprune.api.global_unstructured import global_arguments
 from distprune.api.local import remove
 from distprune.api.select import select
-from distprune.base.amount import Bounded, Sparsities, resolve_count, to_bounds
+from distprune.base.amount import CEILING, FLOOR, Bounded, Sparsities, resolve_count, to_bounds
 from distprune.base.naming import Pair, label_of, tied_places
 from distprune.base.schedules import Cubic, Function, Linear, OneShot, Schedule
 from distprune.call.report import PruningReport, warn_of_collapse
@@ -39,7 +39,7 @@ from distprune.methods.ranking import AT_RANDOM, rank
 from distprune.ranking.ranking import limits_for
 from distprune.ranks.collectives import world
 from distprune.shards.reader import Scores
-from distprune.verification.verifying import VerificationReport, verify_parameters
+from distprune.verification import VerificationReport, verify_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from distprune.recipes import Recipe
 
 __all__ = ["Cubic", "Function", "Linear", "OneShot", "Schedule", "ScheduledPruner"]
+
+# The keys of recipes that say what to do with a checkpoint.
+_FOR_CHECKPOINTS = ("groups", "statistics", "scores", "masks", "card")
 
 
 class ScheduledPruner:
@@ -133,24 +136,23 @@ class ScheduledPruner:
         self._process_group = group
         self._budget = budget
         self._verify_every = verify_every
-        bounds = ("min_sparsity", "max_sparsity")
-        self._bounds = {name: options.pop(name, None) for name in bounds}
+        self._bounds = {name: options.pop(name, None) for name in (FLOOR, CEILING)}
         self._options = options
         self._is_pipeline = options.get("pipeline_parallel", False)
         self.num_steps = 0
         self._target = 0.0
         self._has_pruned = False
         scores = None if callable(importance_scores) else importance_scores
-        arguments = self._arguments(scores, 0, 0.0, self._bounds, {} if budget else None)
-        self._is_global = arguments.rule is None
+        rule = self._arguments(scores, 0, 0.0, self._bounds, {} if budget else None).rule
+        self._is_global = rule is None
         named = [each for _, each in budgets.bounded(self._parameters)]
         if not self._is_pipeline:
             if not named:
                 raise ValueError("parameters is empty; expected at least one (module, name) pair.")
             self._bounds_at(0.0, named, [0] * len(named))
         end = schedule.ends_at
-        if arguments.rule is not None and arguments.rule.kept_of is not None and end is not None:
-            n, m = arguments.rule.kept_of
+        if rule is not None and rule.kept_of is not None and end is not None:
+            n, m = rule.kept_of
             if resolve_count(end, m) != m - n:
                 raise ValueError(
                     f"{schedule} ends at a sparsity of {end}, and the pattern {n}:{m} prunes "
@@ -174,10 +176,11 @@ class ScheduledPruner:
                 only.
         """
         values = recipe.model_dump(exclude_defaults=True)
-        only = ("groups", "statistics", "scores", "masks", "card")
-        names = [key for key in only if key in values]
-        names += [f"score {recipe.score!r}"] * (recipe.score not in ("magnitude", "random"))
-        names += ["budget 'owl'"] * (recipe.budget == "owl")
+        names = [key for key in _FOR_CHECKPOINTS if key in values]
+        if recipe.score not in ("magnitude", "random"):
+            names.append(f"score {recipe.score!r}")
+        if recipe.budget == "owl":
+            names.append("budget 'owl'")
         if names:
             raise ValueError(
                 f"the recipe has {', '.join(names)}; expected none of that for a model, because "
@@ -185,7 +188,7 @@ class ScheduledPruner:
             )
         options: dict[str, Any] = {}
         if recipe.has_limits:
-            options = {"min_sparsity": recipe.min_sparsity, "max_sparsity": recipe.max_sparsity}
+            options = {FLOOR: recipe.min_sparsity, CEILING: recipe.max_sparsity}
         if recipe.budget is not None:
             options = {"budget": partial(getattr(budgets, recipe.budget), **options)}
         if recipe.score == "random":
@@ -198,16 +201,9 @@ class ScheduledPruner:
             also=recipe.also,
             min_ndim=recipe.min_ndim,
         )
-        return cls(
-            pairs,
-            recipe.course,
-            group=group,
-            normalize=recipe.divisor,
-            scope=recipe.scope,
-            pattern=recipe.pattern,
-            input_dims=recipe.input_dims,
-            **options,
-        )
+        for option in ("scope", "pattern", "input_dims"):
+            options[option] = getattr(recipe, option)
+        return cls(pairs, recipe.course, group=group, normalize=recipe.divisor, **options)
 
     def step(self) -> PruningReport | None:
         """Prune if a pruning is due after this step of the optimizer.
@@ -231,7 +227,6 @@ class ScheduledPruner:
         """
         report = self._prune() if self._schedule.is_due(self.num_steps) else None
         self.num_steps += 1
-        self._has_pruned = self._has_pruned or report is not None
         if self._verify_every is not None and self.num_steps % self._verify_every == 0:
             self.verify()
         if report is not None:
@@ -375,7 +370,7 @@ class ScheduledPruner:
         # A function for the scores may change anything.
         reused = counted if self._importance_scores is None else None
         report = prune_parameters(arguments_of_step, ranks, reused)
-        self._target = target
+        self._target, self._has_pruned = target, True
         return report
 
     def _arguments(
@@ -388,14 +383,11 @@ class ScheduledPruner:
     ) -> PruningArguments:
         """The arguments of ``global_unstructured`` for a step, or those of any for checks."""
         pattern = self._options.get("pattern")
-        amount = target if self._options.get("scope", "global") != "global" else count
+        amount: Any = count if self._options.get("scope", "global") == "global" else target
+        if shares is not None or pattern is not None:
+            amount = shares
         arguments = global_arguments(
-            self._parameters,
-            self._pruning_method,
-            scores,
-            amount=shares if shares is not None else None if pattern is not None else amount,
-            **bounds,
-            **self._options,
+            self._parameters, self._pruning_method, scores, amount=amount, **bounds, **self._options
         )
         if pattern is not None and arguments.rule is not None:
             # On the way to N:M a group has lost fewer elements.
@@ -417,20 +409,19 @@ class ScheduledPruner:
         if bounds is None:
             return self._bounds
         sizes = [each.num_elements for each in named]
+        total = sum(sizes)
         if end is not None:
             try:
-                limits_for(resolve_count(end, sum(sizes)), bounds, sizes, sizes)
+                limits_for(resolve_count(end, total), bounds, sizes, sizes)
             except ValueError as error:
                 raise ValueError(
                     f"the bounds cannot hold at the end of {self._schedule}: {error}"
                 ) from None
-            if target >= end:
-                return self._bounds
-        if sum(map(max, bounds.lowest, pruned)) <= resolve_count(target, sum(sizes)):
+        needed = sum(map(max, bounds.lowest, pruned))
+        if needed <= resolve_count(target, total) or (end is not None and target >= end):
             return self._bounds
         floors = zip(named, bounds.lowest, strict=True)
-        shares = {each.keys[-1]: Fraction(low, each.num_elements or 1) for each, low in floors}
-        return {"max_sparsity": shares}
+        return {CEILING: {e.keys[-1]: Fraction(low, e.num_elements or 1) for e, low in floors}}
 
 
 def _seeded_random(seed: int) -> type[BasePruningMethod]:

@@ -15,18 +15,18 @@ ROOMS = {
     "__init__.py": (23, 1),
     "__main__.py": (13, 1),
     "_public.py": (61, 1),
-    "_transformers": (409, 3),
+    "_transformers.py": (359, 1),
     "_version.py": (1, 1),
     "api": (1025, 8),
     "base": (868, 9),
-    "budgets.py": (230, 1),
+    "budgets.py": (228, 1),
     "call": (904, 6),
-    "checkpoint.py": (265, 1),
+    "checkpoint.py": (225, 1),
     "cli": (1268, 12),
     "criteria": (675, 6),
     "dynamic.py": (140, 1),
     "files": (2425, 14),
-    "integrations": (907, 7),
+    "integrations": (820, 6),
     "language_models": (1033, 8),
     "layouts.py": (13, 1),
     "masks": (619, 6),
@@ -34,19 +34,19 @@ ROOMS = {
     "ranking": (1720, 10),
     "ranks": (319, 2),
     "recipes": (327, 3),
-    "reconstruction.py": (361, 1),
-    "schedule.py": (270, 1),
+    "reconstruction.py": (349, 1),
+    "schedule.py": (259, 1),
     "selftest.py": (291, 1),
     "shards": (880, 8),
     "statistics": (1394, 7),
-    "streaming": (1036, 7),
+    "streaming": (1038, 7),
     "testing.py": (246, 1),
-    "verification": (617, 3),
+    "verification.py": (597, 1),
     "wrappers": (1140, 9),
 }
-TOTAL = (20285, 145)
+TOTAL = (20065, 140)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 34521, "launch": 967}
+FOLDERS = {"tests": 34194, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

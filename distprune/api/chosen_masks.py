@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from distprune._transformers import conversions
+from distprune import _transformers
 from distprune.base import memory
 from distprune.base.amount import listed
 from distprune.base.memory import ordinary_tensors
@@ -382,12 +382,12 @@ def save_masks(
             parameters=pairs, facts=[("names", names)], pipeline_parallel=pipeline_parallel
         )
 
-    def plan() -> list[conversions.SavedMasks]:
+    def plan() -> list[_transformers.SavedMasks]:
         shapes = {shard.name: tuple(shard.shape) for shard in shards}
         if names == "model" or pipeline_parallel:
-            return [conversions.unchanged(name, name, shapes) for name in shapes]
+            return [_transformers.unchanged(name, name, shapes) for name in shapes]
         every = {place.pair.fqn: place.shape for place in all_places(model)}
-        return conversions.as_saved(model, every | shapes, shapes)
+        return _transformers.as_saved(model, every | shapes, shapes)
 
     def write() -> None:
         if communicator.index:
@@ -480,7 +480,7 @@ def load_masks(
     # No rank has a parameter for these; of a pipeline, known when all ranks have told theirs.
     unexpected = dict(matching.unexpected)
     parameters: list[NamedParameter] = []
-    sources: dict[str, list[conversions.MaskSource]] = {}  # a tied parameter may have several
+    sources: dict[str, list[_transformers.MaskSource]] = {}  # a tied parameter may have several
     missing = []
     for of_one in by_parameter(places).values():
         named = [place for place in of_one if place.pair.fqn in matching.sources]
@@ -545,7 +545,7 @@ def load_masks(
     )
 
 
-def _match(model: nn.Module, folder: Path) -> tuple[MaskFile, conversions.Matching, list[Place]]:
+def _match(model: nn.Module, folder: Path) -> tuple[MaskFile, _transformers.Matching, list[Place]]:
     """The masks in a folder, which parameter each is for, and all parameters of the model."""
     masks, places = open_masks(folder), list(all_places(model))
     others: dict[str, tuple[int, ...]] = {}
@@ -553,10 +553,10 @@ def _match(model: nn.Module, folder: Path) -> tuple[MaskFile, conversions.Matchi
         with suppress(CheckpointError):  # the masks were moved away from the weights, say
             others = {each.name: tuple(each.shape) for each in open_checkpoint(folder).tensors}
     shapes = {place.pair.fqn: place.shape for place in places}
-    matching = conversions.match_masks(
+    matching = _transformers.match_masks(
         masks.shapes,
         shapes,
-        conversions.rules_for(model),
+        _transformers.rules_for(model),
         is_checkpoint=masks.is_of_checkpoint,
         others=others,
     )

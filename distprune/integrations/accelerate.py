@@ -21,20 +21,18 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from distprune.base.pruned_form import is_dtensor
 from distprune.checkpoint import prepare_for_load
 from distprune.criteria.base import Criterion
 from distprune.files.checkpoint import read_header
-from distprune.masks.hook import put_records, records_of
+from distprune.integrations import PruningState
 from distprune.ranks.collectives import world
 from distprune.schedule import ScheduledPruner
 
@@ -43,6 +41,11 @@ if TYPE_CHECKING:
 
 
 __all__ = ["check_wrapping", "load_state", "register_pruning"]
+
+# By the class of a module: what it says of the model.
+_KINDS = {
+    "FSDPModule": "fsdp2", "FullyShardedDataParallel": "fsdp1", "DistributedDataParallel": "ddp",
+}  # fmt: skip
 
 
 def check_wrapping(
@@ -72,69 +75,40 @@ def check_wrapping(
     config = getattr(accelerator, "parallelism_config", None)
     of_environment = os.environ.get("PARALLELISM_CONFIG_TP_SIZE", 1)
     tp_size = int(of_environment if config is None else config.tp_size)
-    fsdp, size = _requested_fsdp(accelerator), accelerator.num_processes
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    # A plugin that accelerate ignores is not kept; it leaves ACCELERATE_USE_FSDP, not the version.
+    version = getattr(plugin, "fsdp_version", None) or os.environ.get("FSDP_VERSION", "")
+    flag = os.environ.get("ACCELERATE_USE_FSDP", "false").lower()
+    is_fsdp = plugin is not None or flag in ("1", "true", "yes")
+    size = accelerator.num_processes
     num_requested = num_processes or int(os.environ.get("WORLD_SIZE", size))
     wrapping = _wrapping(model)
-    kinds = wrapping.split("+")
-    hint = "They would train apart."
     if size != num_requested:
         asked = f"{num_requested} processes"
-        hint = (
-            "On the CPU set ACCELERATE_USE_CPU=true and call `accelerate launch --multi_gpu "
-            f"--num_processes {num_requested}`, or torchrun with Accelerator(cpu=True)."
-        )
-    elif fsdp is not None and fsdp not in (*kinds, *(kind[:-1] for kind in kinds)):
-        asked = fsdp
-        hint = (
-            "Accelerate has no FSDP on the CPU, and none if torch.distributed was initialised "
-            "before: leave FSDP out, or call torch's fully_shard under torchrun."
-        )
-    elif tp_size > 1 and "tp" not in kinds:
+    elif is_fsdp and f"fsdp{version}" not in wrapping:
+        asked = f"fsdp{version}"
+    elif tp_size > 1 and "tp" not in wrapping.split("+"):
         asked = f"tensor parallelism over {tp_size} ranks"
-        hint = (
-            "Accelerate does not add it: load the model with from_pretrained(tp_plan='auto') "
-            "or call parallelize_module, both before accelerator.prepare."
-        )
     elif size > 1 and wrapping == "plain":
         asked = f"one model on {size} processes"
     else:
         return wrapping
     raise RuntimeError(
         f"{asked} is what accelerate was asked for, and the model is {wrapping}, on {size} "
-        f"processes; expected what accelerator.prepare(model, optimizer) returned. {hint}"
+        "processes; expected what accelerator.prepare(model, optimizer) returned. On the CPU "
+        "accelerate has no FSDP, and starts several processes only with ACCELERATE_USE_CPU=true "
+        "and `accelerate launch --multi_gpu`; it adds no tensor parallelism: load the model with "
+        "from_pretrained(tp_plan='auto'), or call parallelize_module, before prepare."
     )
-
-
-def _requested_fsdp(accelerator: Accelerator) -> str | None:
-    """'fsdp1', 'fsdp2', or 'fsdp' if the version is unknown; None if FSDP was not requested."""
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    is_requested = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes")
-    if plugin is None and not is_requested:
-        return None
-    # A plugin that accelerate ignores is not kept; it leaves ACCELERATE_USE_FSDP, not the version.
-    version = getattr(plugin, "fsdp_version", None) or os.environ.get("FSDP_VERSION", "")
-    return f"fsdp{version}"
 
 
 def _wrapping(model: nn.Module) -> str:
     """How the model is actually distributed."""
-    if "deepspeed" in sys.modules:
-        from deepspeed import DeepSpeedEngine
-
-        if isinstance(model, DeepSpeedEngine):
-            return f"zero{model.zero_optimization_stage()}"
-    kinds = []
-    # FSDP is loaded if the model uses it; importing it takes more than a second.
-    if "torch.distributed.fsdp" in sys.modules:
-        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-        modules = list(model.modules())
-        if any(isinstance(module, FSDPModule) for module in modules):
-            kinds.append("fsdp2")
-        elif any(isinstance(module, FullyShardedDataParallel) for module in modules):
-            kinds.append("fsdp1")
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        kinds.append("ddp")
+    classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    if "DeepSpeedEngine" in classes:
+        engine: Any = model
+        return f"zero{engine.zero_optimization_stage()}"
+    kinds = [kind for name, kind in _KINDS.items() if name in classes]
     # FSDP2 makes DTensors of all parameters; tensor parallelism adds a mesh axis, "tp".
     meshes = [p.device_mesh for p in model.parameters() if is_dtensor(p)]
     if any("fsdp2" not in kinds or "tp" in (mesh.mesh_dim_names or ()) for mesh in meshes):
@@ -165,7 +139,7 @@ def register_pruning(
     Cost: nothing now. In ``save_state`` the criteria write 4 bytes per element of this rank's
     shards; in a load they read as many.
     """
-    accelerator.register_for_checkpointing(_PruningState(model, pruner))
+    accelerator.register_for_checkpointing(PruningState(model, pruner))
 
     def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
         for number, criterion in enumerate(criteria):
@@ -205,23 +179,6 @@ def load_state(
         # DDP's own state dict, which accelerate saves, has a prefix.
         prepare_for_load(model, [key.removeprefix("module.") for key in keys])
     accelerator.load_state(os.fspath(folder), **kwargs)
-
-
-class _PruningState:
-    """The pruner's state, and the records of the masks, in plain values."""
-
-    def __init__(self, model: nn.Module, pruner: ScheduledPruner | None) -> None:
-        self._model = model
-        self._pruner = pruner
-
-    def state_dict(self) -> dict[str, Any]:
-        pruning = None if self._pruner is None else self._pruner.state_dict()
-        return {"pruning": pruning, "masks": records_of(self._model)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._pruner is not None:
-            self._pruner.load_state_dict(state["pruning"])
-        put_records(self._model, state["masks"])
 
 
 def save_criterion(criterion: Criterion, folder: Path) -> None:

@@ -16,18 +16,12 @@ there, and Lightning has no place for it in a checkpoint.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
-from distprune import checkpoint
-from distprune.integrations._plan import PlannedPruning, add_masks
+import lightning.pytorch as pl
 
-try:
-    import lightning.pytorch as pl
-except ImportError as error:
-    raise ImportError(
-        "distprune.integrations.lightning needs Lightning: pip install 'distprune[lightning]'."
-    ) from error
+from distprune import checkpoint
+from distprune.integrations import PlannedPruning, add_masks
 
 if TYPE_CHECKING:
     # A type that does not depend on the stubs of Lightning's Callback.
@@ -37,8 +31,6 @@ else:
     Callback = pl.Callback
 
 __all__ = ["PruningCallback"]
-
-logger = logging.getLogger(__name__)
 
 _NOT_SAVED = (
     "what a criterion has collected is sharded, and a checkpoint of Lightning has no place for it; "
@@ -53,10 +45,10 @@ class PruningCallback(PlannedPruning, Callback):
 
     Pass it to ``Trainer(callbacks=[callback])``. A step of the schedule is a batch after which an
     optimizer made a step: under gradient accumulation not every batch counts. The present sparsity
-    is logged as "sparsity", and this module's logger reports each pruning (INFO). Checkpoints
-    contain the masks, and ``fit``, ``validate`` and ``test`` with a ``ckpt_path`` load them, into a
-    model that is not pruned yet. Under FSDP and ModelParallel the checkpoint has to be sharded
-    (``FSDPStrategy(state_dict_type="sharded")``), and evaluation loads the zeros alone.
+    is logged as "sparsity", and the logger "distprune.integrations" reports each pruning (INFO).
+    Checkpoints contain the masks, and ``fit``, ``validate`` and ``test`` with a ``ckpt_path`` load
+    them, into a model that is not pruned yet. Under FSDP and ModelParallel the checkpoint has to be
+    sharded (``FSDPStrategy(state_dict_type="sharded")``), and evaluation loads the zeros alone.
 
     Args:
         plan: a schedule; a recipe, or the path of one; or, for everything else, a function that
@@ -69,7 +61,7 @@ class PruningCallback(PlannedPruning, Callback):
             and one optimizer only. Checkpoints have what it has collected; under FSDP and
             ModelParallel they cannot, and need ``Trainer(enable_checkpointing=False)``.
         reset_criterion: forget what the criterion has collected after each pruning.
-        scope, pattern, normalize, budget: as for ``ScheduledPruner``; with a schedule only.
+        options: other arguments of ``ScheduledPruner``: scope, pattern, ...; with a schedule only.
         permanent: make the zeros permanent when training ends: a checkpoint saved afterwards is
             that of an ordinary model. Checkpoints of the training keep their masks.
             ``distprune.checkpoint.fold(checkpoint["state_dict"])`` makes an ordinary state dict
@@ -130,11 +122,12 @@ class PruningCallback(PlannedPruning, Callback):
         """The position in the schedule, the records of the masks, and what the criterion has."""
         if self.pruner is None:
             return {}
+        state = self._state.state_dict()
         if self._criterion is None:
-            return self._state()
+            return state
         if self._is_sharded:
             raise NotImplementedError(_NOT_SAVED)
-        return {**self._state(), "criterion": self._criterion.state_dict()}
+        return {**state, "criterion": self._criterion.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until training starts and there is a pruner."""
@@ -156,7 +149,8 @@ class PruningCallback(PlannedPruning, Callback):
             names = [base.__name__ for base in type(trainer.strategy).__mro__]
             key = "model" if "FSDPStrategy" in names else "state_dict"
             checkpoint.load(path, model, model_key=key)
-        self._start(model)
+        # By max_steps or max_epochs; or infinite.
+        self._start(model, trainer.estimated_stepping_batches)
         if saved:
             problem = (
                 "has no masks; expected one that was saved before its zeros were made permanent at "
@@ -172,29 +166,23 @@ class PruningCallback(PlannedPruning, Callback):
                 self._criterion.load_state_dict(saved["criterion"])
         self._saved = None
         self._num_steps = trainer.global_step
-        num_steps = trainer.estimated_stepping_batches  # by max_steps or max_epochs; or inf
-        if trainer.is_global_zero and num_steps < float("inf"):
-            self._warn_of_end(int(num_steps), logger)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Let the criterion read the gradients."""
-        self._before_step()
+        if self._criterion is not None:
+            self._criterion.update()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
     ) -> None:
         """Prune if an optimizer has made a step, and a pruning is due."""
-        pruner = self.pruner
-        assert pruner is not None
-        if trainer.global_step == self._num_steps:
-            return
-        self._num_steps = trainer.global_step
-        report = self._prune(pruner.num_steps + 1)
-        pl_module.log("sparsity", pruner.sparsity, rank_zero_only=False)
-        if report is not None and trainer.is_global_zero:
-            logger.info("step %d: pruned to %.4f\n%s", pruner.num_steps, report.sparsity, report)
+        assert self.pruner is not None
+        if trainer.global_step != self._num_steps:
+            self._num_steps = trainer.global_step
+            self._prune()
+            pl_module.log("sparsity", self.pruner.sparsity, rank_zero_only=False)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the zeros permanent if ``permanent``."""

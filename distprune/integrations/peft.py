@@ -21,6 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -40,18 +44,6 @@ from distprune.wrappers.wrapper import is_managed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-try:
-    from peft import PeftModel
-    from peft.tuners.lora.layer import Linear as LoraLinear
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-except ImportError as error:
-    raise ImportError(
-        "distprune.integrations.peft needs PEFT 0.18 or later; install it with "
-        "pip install 'distprune[peft]'."
-    ) from error
 
 
 # Ways to begin that leave the base weight as it is.
@@ -241,8 +233,6 @@ def _obstacle(layer: Any, inits: dict[str, Any]) -> str | None:
     if kind is not LoraLinear:
         return f"is a {kind.__module__}.{kind.__qualname__}"
     base = layer.get_base_layer()
-    if base._parameters.keys().isdisjoint(("weight", "weight_orig")):
-        return f"has a base layer {type(base).__name__} that does not keep a weight"
     others = {
         name: type(each).__name__
         for name, each in layer.lora_variant.items()
@@ -414,27 +404,20 @@ def _delta(layer: Any, adapter: str, stored: Tensor) -> Tensor:
     """``scaling * B A``, laid out like this rank's part of the base weight."""
     a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     if is_dtensor(stored):
-        a, b = _parts(a, b, stored, out_dim=1 if layer.fan_in_fan_out else 0)
+        out_dim = 1 if layer.fan_in_fan_out else 0
+        a, b = _part(a, 1, stored, 1 - out_dim), _part(b, 0, stored, out_dim)
     if a.dtype in (torch.float16, torch.bfloat16):
         a, b = a.float(), b.float()
     delta: Tensor = (b * layer.scaling[adapter]) @ a
     return delta.T if layer.fan_in_fan_out else delta
 
 
-def _parts(a: Tensor, b: Tensor, stored: Any, out_dim: int) -> tuple[Tensor, Tensor]:
-    """The rows of B and columns of A that this rank's part of the base weight needs."""
+def _part(factor: Tensor, dim: int, stored: Any, stored_dim: int) -> Tensor:
+    """What of a factor this rank's part of the base weight needs, along one of their dimensions."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    places_a, places_b = [], []
-    for placement in stored.placements:
-        is_out, is_sharded = placement.is_shard(out_dim), placement.is_shard()
-        places_a.append(Shard(1) if is_sharded and not is_out else Replicate())
-        places_b.append(Shard(0) if is_out else Replicate())
-
-    def part(factor: Tensor, places: list[Any]) -> Tensor:
-        if not is_dtensor(factor):  # one that FSDP was told to ignore
-            whole = [Replicate()] * stored.device_mesh.ndim
-            factor = DTensor.from_local(factor, stored.device_mesh, whole, run_check=False)
-        return resolved(factor, places)
-
-    return part(a, places_a), part(b, places_b)
+    if not is_dtensor(factor):  # one that FSDP was told to ignore
+        replicas = [Replicate()] * stored.device_mesh.ndim
+        factor = DTensor.from_local(factor, stored.device_mesh, replicas, run_check=False)
+    is_cut = (placement.is_shard(stored_dim) for placement in stored.placements)
+    return resolved(factor, [Shard(dim) if cut else Replicate() for cut in is_cut])

@@ -18,7 +18,6 @@ the model and loads the checkpoint into it in one go, with no hook between: ther
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,9 @@ from transformers.trainer_callback import ExportableState
 
 from distprune.api.local import is_pruned
 from distprune.checkpoint import prepare_for_load
-from distprune.integrations._plan import PlannedPruning, add_masks
+from distprune.integrations import PlannedPruning, add_masks, logger
 from distprune.integrations.accelerate import keys_of_model, load_criterion, save_criterion
 from distprune.ranks.collectives import world
-
-logger = logging.getLogger(__name__)
 
 _CRITERION = "distprune_criterion"  # in the folder of a checkpoint
 
@@ -43,8 +40,8 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
     Pass it to ``Trainer(..., callbacks=[callback])``, on every process; ``add_callback`` is too
     late for a run that resumes. Under FSDP call :meth:`attach`, too. The schedule's steps are the
     Trainer's: after step ``n``, ``global_step`` is ``n + 1``. The present sparsity is logged as
-    "sparsity" in ``trainer.state.log_history``, and this module's logger reports each pruning
-    (INFO).
+    "sparsity" in ``trainer.state.log_history``, and the logger "distprune.integrations" reports
+    each pruning (INFO).
 
     Args:
         plan: a schedule; a recipe, or the path of one; or, for everything else, a function that
@@ -57,7 +54,7 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
             ``max_grad_norm=0``, so that steps with a large gradient count less; a warning says
             so. With a schedule only. Checkpoints have what it has collected.
         reset_criterion: forget what the criterion has collected after each pruning.
-        scope, pattern, normalize, budget: as for ``ScheduledPruner``; with a schedule only.
+        options: other arguments of ``ScheduledPruner``: scope, pattern, ...; with a schedule only.
         permanent: make the zeros permanent when training ends, so that ``save_model`` writes an
             ordinary model. Checkpoints of the training keep their masks. If False, call
             :meth:`make_permanent` before saving for others, or save with
@@ -105,20 +102,31 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """The state that the Trainer writes into ``trainer_state.json``."""
-        attributes = {"pruning": None} if self.pruner is None else self._state()
+        attributes = {"pruning": None} if self.pruner is None else self._state.state_dict()
         return {"args": {}, "attributes": attributes}
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Refuse settings that cannot work, and prepare the model for loading masks."""
-        _check_arguments(args)
-        if args.deepspeed and self._make_criterion is not None:
-            raise NotImplementedError(
-                "criterion= reads averaged gradients, and DeepSpeed leaves the Trainer no moment "
-                "between backward and step; expected pruning by magnitude, or scores that were "
-                "collected before."
-            )
+        problems = {
+            f"the Trainer would copy the model to {args.n_gpu} GPUs by nn.DataParallel, at every "
+            "step; start it with torchrun, or show it one GPU (CUDA_VISIBLE_DEVICES=0).": (
+                args.n_gpu > 1
+            ),
+            "load_best_model_at_end=True would bring back the checkpoint with the lowest loss, "
+            "which is likely one that is hardly pruned; set it to False.": (
+                args.load_best_model_at_end
+            ),
+            "restore_callback_states_from_checkpoint=True makes new callbacks, without their "
+            "schedule; set it to False.": args.restore_callback_states_from_checkpoint,
+            "criterion= reads averaged gradients, and DeepSpeed leaves the Trainer no moment "
+            "between backward and step; expected pruning by magnitude, or scores that were "
+            "collected before.": args.deepspeed and self._make_criterion is not None,
+        }
+        for problem, has_it in problems.items():
+            if has_it:
+                raise NotImplementedError(problem)
         if (model := kwargs.get("model")) is not None:
             model.register_load_state_dict_pre_hook(add_masks)
 
@@ -133,7 +141,7 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
                 "could not resume a pruned one; expected callback.attach(trainer) before "
                 'trainer.train(), or save_strategy="no".'
             )
-        pruner = self._start(model)
+        pruner = self._start(model, state.max_steps)
         callbacks: object = state.stateful_callbacks  # declared as a list; loaded as a dict
         saved = callbacks.get(type(self).__name__) if isinstance(callbacks, dict) else None
         if isinstance(saved, list):
@@ -149,7 +157,6 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
             )
             self._resume(attributes, problem)
         pruner.num_steps = state.global_step
-        self._warn_of_end(state.max_steps, logger)
         if self._criterion is None:
             return
         name = type(self._criterion).__name__
@@ -173,26 +180,22 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Let the criterion read the gradients."""
-        self._before_step()
+        if self._criterion is not None:
+            self._criterion.update()
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Write what the criterion has collected into the checkpoint."""
         if self._criterion is not None:
-            folder = _checkpoint(args, state) / _CRITERION
-            save_criterion(self._criterion, folder)
+            save_criterion(self._criterion, _checkpoint(args, state) / _CRITERION)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Prune if a pruning is due."""
-        report = self._prune(state.global_step)
-        if report is None:
-            return
-        control.should_log = True
-        if state.is_world_process_zero:
-            logger.info("step %d: pruned to %.4f\n%s", state.global_step, report.sparsity, report)
+        if self._prune() is not None:
+            control.should_log = True
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -225,18 +228,3 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     """Where the Trainer saves at this step."""
     assert args.output_dir is not None
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
-
-
-def _check_arguments(args: TrainingArguments) -> None:
-    """Raise for settings under which pruning would fail later, or silently not work."""
-    problems = {
-        f"the Trainer would copy the model to {args.n_gpu} GPUs by nn.DataParallel, at every step; "
-        "start it with torchrun, or show it one GPU (CUDA_VISIBLE_DEVICES=0).": args.n_gpu > 1,
-        "load_best_model_at_end=True would bring back the checkpoint with the lowest loss, which "
-        "is likely one that is hardly pruned; set it to False.": args.load_best_model_at_end,
-        "restore_callback_states_from_checkpoint=True makes new callbacks, without their schedule; "
-        "set it to False.": args.restore_callback_states_from_checkpoint,
-    }
-    for problem, has_it in problems.items():
-        if has_it:
-            raise NotImplementedError(problem)

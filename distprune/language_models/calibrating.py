@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distprune._transformers.building import decoder_layers
+from distprune._transformers import decoder_layers
 from distprune.api.select import head_of, select
 from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter, named_modules, unwrap

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distprune._transformers.building import (
+from distprune._transformers import (
+    MaskSource,
+    TransformersRules,
+    as_saved,
     build_without_weights,
     names_by_tensor,
     put_tensor,
     tensors_of_checkpoints,
 )
-from distprune._transformers.conversions import MaskSource, TransformersRules, as_saved
 from distprune.base.naming import NamedParameter, named_modules
 from distprune.base.selecting import TORCH_NAMES
 from distprune.files.checkpoint import Checkpoint, TensorEntry, open_checkpoint

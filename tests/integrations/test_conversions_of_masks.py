@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import core_model_loading as loading
 
 import distprune as prune
-from distprune._transformers.conversions import MOVING_OPERATIONS
+from distprune._transformers import MOVING_OPERATIONS
 from distprune.files import planning, pruning
 from helpers.recipes import raw_recipe
 
@@ -70,37 +70,25 @@ def masks_of(model):
     return {n.removesuffix("_mask"): m.bool() for n, m in model.named_buffers() if "_mask" in n}
 
 
-def test_renamings_that_the_user_gave(tmp_path):
-    source = renamed_families.save("llama", tmp_path / "source")
-    source = renamed(source, tmp_path / "renamed", ".mlp.", ".ffn.")
-    pruning.prune(planning.plan(source, raw_recipe(0.5)), tmp_path / "pruned")
-    model = hf.LlamaForCausalLM.from_pretrained(
-        tmp_path / "pruned", key_mapping={r"\.ffn\.": ".mlp."}
-    )
-    zeros = {name: value.detach() == 0 for name, value in model.named_parameters()}
-    prune.load_masks(model, tmp_path / "pruned")
-    masks = masks_of(model)
-    assert len(masks) == 14
-    assert all(torch.equal(~mask, zeros[name]) for name, mask in masks.items())
-
-
-def test_two_masks_for_one_parameter(tmp_path):
+def test_a_renaming_of_the_user_and_two_masks_for_one_parameter(tmp_path):
     """transformers loads the first of two such tensors; so the second one's mask is for nobody."""
     source = renamed_families.save("llama", tmp_path / "source")
     state = load_file(source / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     state["model.layers.0.ffn.up_proj.weight"] = state[name].flip(0).contiguous()
+    down = "model.layers.1.mlp.down_proj.weight"
+    state["model.layers.1.ffn.down_proj.weight"] = state.pop(down)
     save_file(state, source / "model.safetensors", metadata={"format": "pt"})
     pruning.prune(planning.plan(source, raw_recipe(0.5)), tmp_path / "pruned")
     mapping = {r"\.ffn\.": ".mlp."}
     model = hf.LlamaForCausalLM.from_pretrained(tmp_path / "pruned", key_mapping=mapping)
-    zero = model.get_parameter(name).detach() == 0
+    zeros = {each: model.get_parameter(each).detach() == 0 for each in (name, down)}
     message = f"{name} has the mask model.layers.0.ffn.up_proj.weight"
     with pytest.raises(ValueError, match=message):
         prune.load_masks(model, tmp_path / "pruned")
     report = prune.load_masks(model, tmp_path / "pruned", strict=False)
     assert report.unexpected_keys == (name,)
-    assert torch.equal(~masks_of(model)[name], zero)
+    assert all(torch.equal(~masks_of(model)[each], zero) for each, zero in zeros.items())
 
 
 def test_a_renaming_that_depends_on_a_tensor_without_a_mask(tmp_path):

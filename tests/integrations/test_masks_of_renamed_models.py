@@ -1,12 +1,11 @@
 """Masks of a checkpoint reach the model that transformers makes of it, whatever it renames."""
 
-import shutil
-
 import numpy as np
 import pytest
 import renamed_families
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -82,18 +81,15 @@ def test_masks_are_the_zeros_that_transformers_loads(pruned, family, recipe):
 BASES = {
     "bert": (hf.BertModel, {"classifier.weight", "classifier.bias"}),
     "llama": (hf.LlamaModel, {"lm_head.weight"}),
-    "vit": (hf.ViTModel, {"classifier.weight", "classifier.bias"}),
     "mixtral": (hf.MixtralModel, {"lm_head.weight"}),
     "gpt2": (hf.GPT2Model, set()),
 }
 
 
 @pytest.mark.parametrize("family", BASES)
-def test_a_base_model_has_a_prefix_less(pruned, family):
+def test_a_base_model_has_a_prefix_less_and_one_with_a_head_a_prefix_more(pruned, tmp_path, family):
     folder, (base, rest) = pruned(family), BASES[family]
-    model = base.from_pretrained(
-        folder, **({"add_pooling_layer": False} if family == "vit" else {})
-    )
+    model = base.from_pretrained(folder)
     zeros = zeros_of(model)
     if rest:
         with pytest.raises(ValueError, match="strict=False loads the other masks") as raised:
@@ -104,40 +100,26 @@ def test_a_base_model_has_a_prefix_less(pruned, family):
     assert set(report.unexpected_keys) == rest
     assert not is_masked_where_zero(model, zeros)
 
-
-@pytest.mark.parametrize("family", BASES)
-def test_a_model_with_a_head_has_a_prefix_more(tmp_path, family):
-    base = BASES[family][0]
-    renamed_families.make(family).base_model.save_pretrained(tmp_path / "source")
-    pruning.prune(planning.plan(tmp_path / "source", EVERYTHING), tmp_path / "pruned")
-    model = renamed_families.FAMILIES[family][0].from_pretrained(tmp_path / "pruned")
-    assert isinstance(model.base_model, base)
+    renamed_families.make(family).base_model.save_pretrained(tmp_path / "base")
+    pruning.prune(planning.plan(tmp_path / "base", EVERYTHING), tmp_path / "pruned_base")
+    model = renamed_families.FAMILIES[family][0].from_pretrained(tmp_path / "pruned_base")
     zeros = {f"{model.base_model_prefix}.{n}": z for n, z in zeros_of(model.base_model).items()}
-    report = prune.load_masks(model, tmp_path / "pruned")
+    assert not prune.load_masks(model, tmp_path / "pruned_base").unexpected_keys
     assert not is_masked_where_zero(model, zeros)
-    assert not report.unexpected_keys
-
-
-def transposed(source, target):
-    """The same checkpoint as it was written before: experts as [experts, inputs, outputs]."""
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(source, target)
-    state = load_file(source / "model.safetensors")
-    names = [name for name in state if ".experts." in name]
-    state |= {name: state[name].transpose(1, 2).contiguous() for name in names}
-    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
-    return names
 
 
 def test_experts_that_are_transposed_on_loading(tmp_path):
-    source = renamed_families.save("qwen3_vl_moe", tmp_path / "new")
-    assert transposed(source, tmp_path / "old")
-    pruning.prune(planning.plan(tmp_path / "old", EVERYTHING), tmp_path / "pruned")
+    """The same checkpoint as it was written before: experts as [experts, inputs, outputs]."""
+    source = renamed_families.save("qwen3_vl_moe", tmp_path / "source")
+    state = load_file(source / "model.safetensors")
+    names = [name for name in state if ".experts." in name]
+    state |= {name: state[name].transpose(1, 2).contiguous() for name in names}
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    pruning.prune(planning.plan(source, EVERYTHING), tmp_path / "pruned")
     model = hf.Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path / "pruned")
     zeros = zeros_of(model)
     prune.load_masks(model, tmp_path / "pruned")
-    assert not is_masked_where_zero(model, zeros)
+    assert names and not is_masked_where_zero(model, zeros)
 
 
 def test_a_head_of_another_size_is_reported(pruned):
@@ -157,13 +139,6 @@ def test_a_head_of_another_size_is_reported(pruned):
     assert not is_masked_where_zero(model, expected)
 
 
-def test_another_model_altogether(pruned):
-    model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="fit no parameter"):
-        prune.load_masks(model, pruned("llama"), strict=False)
-    assert not prune.is_pruned(model)
-
-
 def wrap(model: nn.Module, kind: str) -> nn.Module:
     if kind == "fsdp1":
         return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
@@ -173,25 +148,21 @@ def wrap(model: nn.Module, kind: str) -> nn.Module:
     return fully_shard(model)
 
 
-def sharded_masks(family: str, wrapping: str, folder: str) -> tuple[int, dict[str, np.ndarray]]:
-    """How much is pruned, and all masks, whole."""
+def sharded_masks(family: str, wrapping: str, folder: str) -> dict[str, np.ndarray]:
+    """All masks, whole."""
     model = wrap(renamed_families.FAMILIES[family][0].from_pretrained(folder), wrapping)
-    report = prune.load_masks(model, folder)
+    prune.load_masks(model, folder)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    masks = {n.removesuffix("_mask"): m.bool().numpy() for n, m in state.items() if "_mask" in n}
-    return report.num_pruned, masks
+    return {n.removesuffix("_mask"): m.bool().numpy() for n, m in state.items() if "_mask" in n}
 
 
-# FSDP1 does not shard on one rank.
-@pytest.mark.parametrize("wrapping", ["fsdp2-1", "fsdp2-2", "fsdp1-2"])
-@pytest.mark.parametrize("family", ["mixtral", "vit", "nomic_bert"])
+@pytest.mark.parametrize("wrapping", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("family", ["mixtral", "nomic_bert"])
 def test_sharded_models_get_the_same(pruned, family, wrapping):
     folder = pruned(family, SOME)
     zeros = zeros_of(renamed_families.FAMILIES[family][0].from_pretrained(folder))
     zeros = {name: zero.numpy() for name, zero in zeros.items() if zero.any()}
-    kind, size = wrapping.split("-")
-    for num_pruned, masks in run_ranks(sharded_masks, int(size), family, kind, str(folder)):
-        assert num_pruned == sum(int(zero.sum()) for zero in zeros.values())
+    for masks in run_ranks(sharded_masks, 2, family, wrapping, str(folder)):
         assert masks.keys() == zeros.keys()
         assert all(np.array_equal(~masks[name], zero) for name, zero in zeros.items())
 

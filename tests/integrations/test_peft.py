@@ -9,22 +9,13 @@ from torch import nn
 peft = pytest.importorskip("peft")
 
 import transformers  # noqa: E402
+from test_transformers import tiny_llama  # noqa: E402
 
 import distprune as prune  # noqa: E402
 from distprune.integrations.peft import hold_zeros, merge_and_unload, save_adapter  # noqa: E402
 
 TOKENS = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(1))
 TARGETS = ["q_proj", "v_proj", "down_proj"]
-
-
-def llama(dtype=torch.float32):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=8,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).to(dtype)
 
 
 def gpt2():
@@ -89,15 +80,15 @@ def close(found, expected):
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (llama, {}),
-        (llama, {"use_rslora": True, "lora_dropout": 0.2}),
+        (tiny_llama, {}),
+        (tiny_llama, {"use_rslora": True, "lora_dropout": 0.2}),
         (gpt2, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True,
                 "lora_bias": True}),
     ],
     ids=["llama", "rslora_dropout", "gpt2_bias"],
 )  # fmt: skip
 def test_zeros_stay_and_outputs_are_those_before_merging(make, options, permanent, tmp_path):
-    base = pruned(make(), permanent, "*proj" if make is llama else "*c_*")
+    base = pruned(make(), permanent, "*proj" if make is tiny_llama else "*c_*")
     expected, dense = zeros(base), outputs(base)
     model = peft.get_peft_model(base, lora(**options))
     held = hold_zeros(model)
@@ -118,38 +109,28 @@ def test_zeros_stay_and_outputs_are_those_before_merging(make, options, permanen
 
 
 def test_the_gradients_are_those_of_the_masked_delta():
-    base = pruned(llama())
+    base = pruned(tiny_llama())
     model = peft.get_peft_model(copy.deepcopy(base), lora(init_lora_weights=False))
     hold_zeros(model)
-    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
-
-    factors = {
-        name: parameter.detach().clone().requires_grad_()
-        for name, parameter in model.named_parameters()
-        if "lora_" in name
-    }
-    weights = {}
-    for name in held_names(model):
-        stem = f"base_model.model.{name}"
-        a = factors[f"{stem}.lora_A.default.weight"]
-        b = factors[f"{stem}.lora_B.default.weight"]
-        weight = base.get_parameter(f"{name}.weight").detach()
-        weights[f"{name}.weight"] = weight + (weight != 0) * (2.0 * b @ a)
     arguments = {"input_ids": TOKENS, "labels": TOKENS}
+    model(**arguments).loss.backward()
+    lora_parameters = {n: p for n, p in model.named_parameters() if "lora_" in n}
+    factors = {n: p.detach().clone().requires_grad_() for n, p in lora_parameters.items()}
+    weights = {}
+    for name, layer in model.named_modules():
+        if hasattr(layer, "lora_variant"):
+            a, b = (factors[f"{name}.lora_{each}.default.weight"] for each in "AB")
+            weight = layer.base_layer.weight.detach()
+            masked = weight + (weight != 0) * (2.0 * b @ a)
+            weights[f"{name.removeprefix('base_model.model.')}.weight"] = masked
     torch.func.functional_call(base, weights, (), arguments).loss.backward()
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            torch.testing.assert_close(parameter.grad, factors[name].grad, rtol=1e-4, atol=1e-7)
-
-
-def held_names(model):
-    found = [name for name, each in model.named_modules() if hasattr(each, "lora_variant")]
-    return [name.removeprefix("base_model.model.") for name in found]
+    for name, parameter in lora_parameters.items():
+        torch.testing.assert_close(parameter.grad, factors[name].grad, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(("permanent", "safe"), [(True, False), (False, True)])
 def test_several_adapters_merge_and_unmerge(permanent, safe):
-    base = pruned(llama(), permanent)
+    base = pruned(tiny_llama(), permanent)
     expected = zeros(base)
     dense = outputs(base)
     model = peft.get_peft_model(base, lora(init_lora_weights=False))
@@ -201,7 +182,7 @@ def test_a_sum_that_is_zero_is_restored_by_unmerging():
 
 
 def test_saved_adapters_load_on_the_pruned_base(tmp_path):
-    base = pruned(llama())
+    base = pruned(tiny_llama())
     base.save_pretrained(tmp_path / "base")
     expected = zeros(base)
     model = peft.get_peft_model(base, lora())
@@ -240,23 +221,8 @@ def test_autograd_keeps_no_dense_delta():
     assert max(kept, default=0) <= 3 * 64
 
 
-def test_gradient_checkpointing():
-    base = pruned(llama())
-    model = peft.get_peft_model(base, lora(init_lora_weights=False))
-    hold_zeros(model)
-    model.train()
-    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    gradients = [p.grad.clone() for p in model.parameters() if p.requires_grad]
-    model.zero_grad()
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_enable()
-    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    again = [p.grad for p in model.parameters() if p.requires_grad]
-    assert all(map(torch.equal, again, gradients))
-
-
 def test_copies_hold_zeros_too():
-    model = peft.get_peft_model(pruned(llama()), lora(init_lora_weights=False))
+    model = peft.get_peft_model(pruned(tiny_llama()), lora(init_lora_weights=False))
     hold_zeros(model)
     model.eval()
     before = outputs(model)
@@ -265,7 +231,7 @@ def test_copies_hold_zeros_too():
     clone.add_adapter("other", lora(init_lora_weights=False))
     clone.delete_adapter("default")
     clone.set_adapter("other")
-    assert same_zeros(zeros(merge_and_unload(clone)), zeros(pruned(llama())))
+    assert same_zeros(zeros(merge_and_unload(clone)), zeros(pruned(tiny_llama())))
     assert torch.equal(outputs(model), before)
 
 
@@ -284,7 +250,7 @@ def test_copies_hold_zeros_too():
     ],
 )  # fmt: skip
 def test_adapters_of_other_forms_are_refused(permanent, config, message):
-    model = peft.get_peft_model(pruned(llama(), permanent), config)
+    model = peft.get_peft_model(pruned(tiny_llama(), permanent), config)
     # An initialisation that changes the base may have filled all its zeros.
     with pytest.raises((NotImplementedError, ValueError), match=message) as caught:
         hold_zeros(model)
@@ -293,7 +259,7 @@ def test_adapters_of_other_forms_are_refused(permanent, config, message):
 
 
 def test_bases_that_cannot_hold_zeros_are_refused():
-    model = peft.get_peft_model(pruned(llama()), lora())
+    model = peft.get_peft_model(pruned(tiny_llama()), lora())
     model.requires_grad_(True)
     with pytest.raises(NotImplementedError, match="base weight that is trained, without a mask"):
         hold_zeros(model)
@@ -306,22 +272,19 @@ def test_bases_that_cannot_hold_zeros_are_refused():
         hold_zeros(model)
 
 
-def test_later_adapters_of_other_forms_are_refused():
-    model = peft.get_peft_model(pruned(llama()), lora())
+def test_what_is_not_held_is_refused():
+    model = peft.get_peft_model(pruned(tiny_llama()), lora())
     hold_zeros(model)
     with pytest.raises(NotImplementedError, match="DoraLinearVariant' is added to a layer"):
         model.add_adapter("other", lora(use_dora=True))
-
-
-def test_a_dense_model_has_nothing_to_hold():
     with pytest.raises(ValueError, match="no layer with an adapter has zeros"):
-        hold_zeros(peft.get_peft_model(llama(), lora()))
+        hold_zeros(peft.get_peft_model(tiny_llama(), lora()))
     with pytest.raises(TypeError, match="LlamaForCausalLM; expected what peft"):
-        hold_zeros(pruned(llama()))
+        hold_zeros(pruned(tiny_llama()))
 
 
 def test_safe_merge_refuses_what_is_not_finite():
-    model = peft.get_peft_model(pruned(llama()), lora(init_lora_weights=False))
+    model = peft.get_peft_model(pruned(tiny_llama()), lora(init_lora_weights=False))
     hold_zeros(model)
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     with torch.no_grad():

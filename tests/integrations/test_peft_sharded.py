@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
@@ -11,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 peft = pytest.importorskip("peft")
 
-from test_peft import TOKENS, close, llama, lora, outputs, pruned, same_zeros, train, zeros  # noqa: E402
+from test_peft import TOKENS, close, lora, outputs, pruned, same_zeros, train, zeros  # noqa: E402
+from test_transformers import tiny_llama  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 
 import distprune as prune  # noqa: E402
@@ -43,24 +43,18 @@ def train_on_ranks(model):
 
 def trained_with_lora(kind, permanent, order, folder):
     """What a run saves and computes: outputs before and after merging, and their files."""
-    base = llama()
-    if permanent:
-        pruned(base)
+    base = pruned(tiny_llama()) if permanent else tiny_llama()
     blocks, root_is_base = list(base.model.layers), order != "hold_last"
-    if order == "masks_after_wrapping":
-        model = peft.get_peft_model(base, lora())
-        model = shard(model, blocks, kind, root_is_base)
+    model = peft.get_peft_model(base, lora())
+    if order == "hold_first":
+        hold_zeros(model)
+    model = shard(model, blocks, kind, root_is_base)
+    if not permanent:
         parameters = prune.select(model, include="*proj.base_layer")
         parameters += prune.select(model, include="*proj")
         prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.6)
+    if order != "hold_first":
         hold_zeros(model)
-    else:
-        model = peft.get_peft_model(base, lora())
-        if order == "hold_first":
-            hold_zeros(model)
-        model = shard(model, blocks, kind, root_is_base)
-        if order == "hold_last":
-            hold_zeros(model)
     train_on_ranks(model)
     before = outputs(model)
     save_adapter(model, f"{folder}/adapter")
@@ -85,7 +79,7 @@ def trained_with_lora(kind, permanent, order, folder):
 )
 def test_the_same_as_in_one_process(kind, size, order, tmp_path):
     permanent = order != "masks_after_wrapping"
-    expected = zeros(pruned(llama()))
+    expected = zeros(pruned(tiny_llama()))
     alone, _ = trained_with_lora("none", permanent, order, tmp_path / "alone")
     folder = tmp_path / kind
     for before, after in run_ranks(trained_with_lora, size, kind, permanent, order, str(folder)):
@@ -96,7 +90,7 @@ def test_the_same_as_in_one_process(kind, size, order, tmp_path):
     merged = LlamaForCausalLM.from_pretrained(folder / "merged").eval()
     assert same_zeros(zeros(merged), expected)
     close(outputs(merged), before)
-    loaded = peft.PeftModel.from_pretrained(pruned(llama()), folder / "adapter").eval()
+    loaded = peft.PeftModel.from_pretrained(pruned(tiny_llama()), folder / "adapter").eval()
     hold_zeros(loaded)
     close(outputs(loaded), before)
 
@@ -114,35 +108,31 @@ def refusals():
         except (NotImplementedError, RuntimeError) as error:
             found[key] = f"{type(error).__name__}: {error}"
 
-    model = peft.get_peft_model(pruned(llama()), lora())
-    model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    note("fsdp1", hold_zeros, model)
+    def held():
+        model = peft.get_peft_model(pruned(tiny_llama()), lora(init_lora_weights=False)).eval()
+        hold_zeros(model)
+        return model
 
-    model = peft.get_peft_model(pruned(llama()), lora(init_lora_weights=False)).eval()
-    hold_zeros(model)
+    def flat(model):
+        device = torch.device("cpu")
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=device)
+
+    note("fsdp1", hold_zeros, flat(peft.get_peft_model(pruned(tiny_llama()), lora())))
+    model = held()
     found["before"] = outputs(model)
-    model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    model = flat(model)
     found["after"] = outputs(model)
     note("fsdp1_merge", lambda model: model.merge_adapter(), model)
 
-    base = pruned(llama())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     plan = {"model.layers.*.mlp.down_proj": RowwiseParallel()}
-    model = peft.get_peft_model(parallelize_module(base, mesh, plan), lora())
-    note("tp", hold_zeros, model)
+    base = parallelize_module(pruned(tiny_llama()), mesh, plan)
+    note("tp", hold_zeros, peft.get_peft_model(base, lora()))
 
-    model = peft.get_peft_model(pruned(llama()), lora(init_lora_weights=False))
-    hold_zeros(model)
+    model = held()
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     outputs(model)
     note("gathered", lambda model: model.merge_adapter(), model)
-
-    model = peft.get_peft_model(pruned(llama()), lora(init_lora_weights=False))
-    hold_zeros(model)
-    for module in list(model.modules()):
-        if isinstance(module, nn.Linear) and next(module.children(), None) is None:
-            fully_shard(module, mesh=mesh)
-    note("leaves", outputs, model)
     return found
 
 
@@ -154,4 +144,3 @@ def test_wrappings_that_cannot_hold_zeros_are_refused():
         close(found["after"], found["before"])
         assert "NotImplementedError" in found["tp"] and "is tensor-parallel" in found["tp"]
         assert "a copy that FSDP gathered" in found["gathered"]
-        assert "mixed torch.Tensor and DTensor" in found["leaves"]

@@ -1,18 +1,15 @@
 """PruningCallback in the Trainer with criteria, and under FSDP2: stopped, resumed, bit for bit."""
 
 import functools
-import os
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
 from distprune import criteria
 from distprune.integrations.transformers import PruningCallback
 from distprune.testing import run_ranks
-from integrations.test_accelerate import as_launched, plugin
+from integrations.test_accelerate import as_launched, pretend_fsdp2
 from integrations.test_transformers import SCHEDULE, StopAt, equal_states, make_trainer
 
 TAYLOR = functools.partial(criteria.Taylor, unit="global_batch")
@@ -62,23 +59,14 @@ def test_a_checkpoint_without_the_criterion_is_refused(tmp_path, caplog):
     assert "clipped to max_grad_norm=1" in caplog.text
 
 
-def as_fsdp2(trainer) -> None:
-    """The Trainer's and accelerate's own FSDP2 paths on gloo, where accelerate has none."""
-    os.environ["ACCELERATE_USE_FSDP"] = "true"
-    AcceleratorState._shared_state["fsdp_plugin"] = plugin(2)
-    for state in (AcceleratorState, PartialState):
-        state._shared_state["distributed_type"] = DistributedType.FSDP
-        state._shared_state["device"] = torch.device("cpu")
-    trainer.is_fsdp_enabled = True
-
-
 def trained_under_fsdp2(folder: str, criterion) -> dict[str, torch.Tensor]:
     states = []
     for name, stop in (("a", 99), ("b", 4), ("b", 99)):
         with as_launched(FSDP_VERSION="2"):
             callback = new_callback(criterion, verify_every=1)
             trainer = make_trainer(f"{folder}/{name}", [callback, StopAt(stop)])
-            as_fsdp2(trainer)
+            pretend_fsdp2()
+            trainer.is_fsdp_enabled = True
             callback.attach(trainer)
             trainer.train(resume_from_checkpoint=len(states) == 2)
             state = trainer.model.state_dict()

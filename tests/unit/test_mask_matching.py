@@ -1,6 +1,6 @@
 """Masks are matched to parameters by name."""
 
-from distprune._transformers.conversions import match_masks
+from distprune._transformers import TransformersRules, match_masks
 
 
 def test_without_rules_names_are_as_they_are():
@@ -11,37 +11,25 @@ def test_without_rules_names_are_as_they_are():
     assert found.unexpected == {"c": ""}
 
 
-class Prefix:
+class Swapped(TransformersRules):
     """Names of a checkpoint have a prefix less; and "x" and "y" change places."""
 
-    def match(self, masks, parameters, others):
-        found = match_masks({}, parameters, None, is_checkpoint=True)
-        for name, shape in masks.items():
-            other = {"x": "m.y", "y": "m.x"}.get(name, f"m.{name}")
-            found.add(name, shape, other, parameters[other])
-        return found
+    def __init__(self):
+        self._config, self._prefix, self._transforms = None, "m", [self]
 
-    def with_other_prefix(self, name, parameters):
-        return f"m.{name}" if f"m.{name}" in parameters else None
+    def rename_source_key(self, name):
+        return {"x": "y", "y": "x"}.get(name, name), None
 
 
 def test_names_of_a_model_come_before_the_rules_and_those_of_a_checkpoint_do_not():
-    parameters = {"m.x": (2,), "m.y": (2,)}
-    masks = {"x": (2,), "y": (2,)}
-    of_model = match_masks(masks, parameters, Prefix(), is_checkpoint=False)
-    assert {name: source.names for name, source in of_model.sources.items()} == {
-        "m.x": ("x",),
-        "m.y": ("y",),
-    }
-    of_checkpoint = match_masks(masks, parameters, Prefix(), is_checkpoint=True)
-    assert {name: source.names for name, source in of_checkpoint.sources.items()} == {
-        "m.y": ("x",),
-        "m.x": ("y",),
-    }
+    masks, parameters = {"x": (2,), "y": (2,)}, {"m.x": (2,), "m.y": (2,)}
+    for is_checkpoint, expected in ((False, ["x", "y"]), (True, ["y", "x"])):
+        found = match_masks(masks, parameters, Swapped(), is_checkpoint=is_checkpoint).sources
+        assert [found[name].names for name in parameters] == [(name,) for name in expected]
 
 
 def test_a_second_mask_for_a_parameter_is_told():
-    parameters = {"m.x": (2,)}
-    found = match_masks({"m.x": (2,), "x": (2,)}, parameters, Prefix(), is_checkpoint=False)
+    masks = {"m.x": (2,), "x": (2,)}
+    found = match_masks(masks, {"m.x": (2,)}, Swapped(), is_checkpoint=False)
     assert found.sources["m.x"].names == ("m.x",)
     assert found.unexpected == {"x": "m.x has the mask m.x"}

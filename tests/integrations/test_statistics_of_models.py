@@ -1,10 +1,12 @@
-"""Statistics of a model of transformers prune its checkpoint, however either has its experts."""
+"""Statistics of transformers' models: layers, experts, padding; and masks of their checkpoints."""
 
 import copy
 import warnings
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import distprune as prune
 from distprune.files import planning, pruning
@@ -22,9 +24,132 @@ from helpers.recipes import raw_recipe
 from helpers.sampling import every
 from helpers.tiny_transformers import save_tiny, tiny_model
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-FILE = "model.safetensors"
+PADDED = ["gpt2", "falcon", "llama", "qwen3", "gemma3", "mixtral", "deepseek_v3", "bloom"]
+# Linear layers that no forward of the model calls: kernels take their weights.
+USED_DIRECTLY = {
+    "mamba": ["backbone.layers.0.mixer.conv1d", "backbone.layers.0.mixer.dt_proj"],
+    "mamba2": ["backbone.layers.0.mixer.conv1d"],
+}
+IDS = torch.arange(3, 27).view(3, 8)
+
+
+def all_layers(model: nn.Module) -> list:
+    """Every layer but embeddings, routers and the head."""
+    from transformers.pytorch_utils import Conv1D
+
+    pairs = prune.select(model, types=(nn.Linear, nn.Conv1d, Conv1D), everything=True)
+    return [pair for pair in pairs if len(pair.places) == 1 and "lm_head" not in pair.fqn]
+
+
+@pytest.mark.parametrize("family", every(2, PADDED))
+def test_a_padded_batch_has_the_sums_of_its_sequences(family):
+    model = tiny_model(family)
+    parameters = all_layers(model)
+    sequences = [torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[11, 12, 13]])]
+    alone = ActivationStatistics(parameters)
+    with alone.collecting():
+        for ids in sequences:
+            with alone.batch(torch.ones_like(ids)):
+                model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    ids = torch.nn.utils.rnn.pad_sequence([row[0] for row in sequences], batch_first=True)
+    mask = (ids != 0).long()
+    padded = ActivationStatistics(parameters)
+    with padded.collecting(), padded.batch(mask):
+        model(input_ids=ids, attention_mask=mask)
+    for pair, totals in padded.totals().items():
+        expected = alone.totals()[pair]
+        assert totals.num_tokens == expected.num_tokens == 8, pair.fqn
+        assert torch.allclose(totals.squares, expected.squares, rtol=1e-4), pair.fqn
+    counted = ActivationStatistics(parameters)
+    with counted.collecting():
+        model(input_ids=ids, attention_mask=mask)
+    assert set(counted.num_tokens().values()) == {10}
+
+
+@pytest.mark.parametrize("family", USED_DIRECTLY)
+def test_layers_whose_weights_are_taken_by_kernels_are_named(family):
+    model = tiny_model(family)
+    statistics = ActivationStatistics(all_layers(model))
+    with statistics.collecting():
+        model(input_ids=torch.arange(3, 15).view(2, 6))
+    with pytest.raises(ValueError, match="was not called") as caught:
+        statistics.totals()
+    assert all(name in str(caught.value) for name in USED_DIRECTLY[family])
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("llama4", r"experts\.gate_up_proj \(gate_up_proj of Llama4TextExperts\)"),
+        ("dbrx", r"experts\.mlp\.w1 \(w1 of DbrxExpertGLU\)"),
+    ],
+)
+def test_fused_experts_of_unknown_layout_are_refused_by_name(family, text):
+    model = tiny_model(family)
+    fused = prune.select(
+        model, names=("gate_up_proj", "down_proj", "w1"), include="*experts*", everything=True
+    )
+    with pytest.raises(NotImplementedError, match=text):
+        ActivationStatistics(fused)
+
+
+def test_a_head_that_sees_sentences_does_not_fit_a_mask_of_tokens():
+    model = tiny_model("bert")
+    statistics = ActivationStatistics(prune.select(model, types=nn.Linear, everything=True))
+    ids = torch.arange(3, 15).view(2, 6)
+    with (
+        statistics.collecting(),
+        statistics.batch(torch.ones_like(ids)),
+        pytest.raises(ValueError, match=r"bert\.pooler\.dense\.weight.*does not fit"),
+    ):
+        model(input_ids=ids)
+
+
+EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe", "jetmoe"]
+
+
+def fused(model: nn.Module) -> list:
+    return [pair for pair in linear_layers(model) if model.get_parameter(pair.fqn).ndim == 3]
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_fused_experts_have_the_tokens_that_came_to_each(family):
+    model, totals = tiny_model(family), []
+    for implementation in ("eager", "grouped_mm") if family != "jetmoe" else ("eager",):
+        if family != "jetmoe":
+            model.set_experts_implementation(implementation)
+        statistics = ActivationStatistics(fused(model))
+        with statistics.collecting():
+            model(input_ids=IDS)
+        totals.append(statistics.totals())
+    eager, grouped = totals[0], totals[-1]
+    assert len(eager) >= 2
+    for pair, of_pair in eager.items():
+        assert of_pair.num_tokens == grouped[pair].num_tokens
+        assert sum(of_pair.num_tokens) == IDS.numel() * model.config.num_experts_per_tok
+        # The kernels round differently.
+        torch.testing.assert_close(of_pair.squares, grouped[pair].squares, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_an_implementation_that_gathers_weights_is_refused_by_name(family):
+    model = tiny_model(family)
+    model.set_experts_implementation("batched_mm")
+    statistics = ActivationStatistics(fused(model))
+    text = r"layers\.0\.mlp\.experts\.gate_up_proj: .*set_experts_implementation\(\"eager\"\)"
+    with statistics.collecting(), pytest.raises(NotImplementedError, match=text):
+        model(input_ids=IDS)
+
+
+def test_routers_and_experts_are_told_apart():
+    model = tiny_model("qwen2_moe")
+    names = {pair.fqn.rpartition("layers.0.")[2] for pair in linear_layers(model)}
+    assert {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"} <= names
+    assert "mlp.shared_expert.up_proj.weight" in names and "mlp.gate.weight" not in names
+    assert isinstance(model.model.layers[0].mlp.shared_expert.up_proj, nn.Linear)
+
 
 # Those whose experts are one tensor on disk, too; the others have a tensor of each matrix.
 FUSED = ["gpt_oss", "granitemoe"]

@@ -1,4 +1,4 @@
-"""What transformers makes of a checkpoint on loading, and back; and masks that go the same way.
+"""What transformers makes of a checkpoint on loading, and back; models without their weights.
 
 transformers 5 renames tensors when it loads a checkpoint, and merges, splits, transposes and
 permutes some (the experts of a mixture become one tensor); when it saves, it does the reverse. A
@@ -11,11 +11,13 @@ operations, which work on booleans as long as they only move elements. :func:`as
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
+import importlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +39,7 @@ MOVING_OPERATIONS = frozenset({
 })  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Input:
+class Input(NamedTuple):
     """One input tensor of a conversion.
 
     Attributes:
@@ -78,6 +79,15 @@ class Conversion:
         return tuple(source.name for source in self.inputs if source.name is not None)
 
     @property
+    def computing_step(self) -> str | None:
+        """An operation that may do more than move elements; None without one."""
+        for operation in map(type, self.converter.operations):
+            is_known = operation.__module__ == _OPERATIONS_MODULE
+            if not is_known or operation.__name__ not in MOVING_OPERATIONS:
+                return operation.__name__
+        return None
+
+    @property
     def is_stack(self) -> bool:
         """Whether row i of the result is made of input i of each pattern, as merged experts are."""
         stacking, *rest = self.converter.operations
@@ -102,9 +112,8 @@ class Conversion:
         seen: collections.Counter[str | None] = collections.Counter()
         for source in self.inputs:
             seen[source.pattern] += 1
-            if rows is not None and seen[source.pattern] - 1 not in rows:
-                continue
-            converter.add_tensor(self.target, source.renamed, source.pattern, tensor_of(source))
+            if rows is None or seen[source.pattern] - 1 in rows:
+                converter.add_tensor(self.target, source.renamed, source.pattern, tensor_of(source))
         tensors = converter.convert(self.target, model=self.model, config=self.config)
         if isinstance(tensors, tuple):  # the first versions of transformers 5 return errors, too
             tensors = tensors[0]
@@ -127,10 +136,12 @@ class Conversion:
 
     def shapes(self) -> dict[str, Shape]:
         """The shapes of the tensors that :meth:`run` returns, without computing them."""
-        tensors = self.run(
-            lambda source: torch.empty(source.shape, dtype=torch.bool, device="meta")
-        )
+        tensors = self.run(lambda source: _empty(source.shape))
         return {name: tuple(value.shape) for name, value in tensors.items()}
+
+
+def _empty(shape: Shape) -> Tensor:
+    return torch.empty(shape, dtype=torch.bool, device="meta")
 
 
 def _keeps_rows(operation: Any) -> bool:
@@ -143,14 +154,55 @@ def _keeps_rows(operation: Any) -> bool:
     return False
 
 
-class Shapes:
-    """A stand-in for a model in operations, which need the shapes of its parameters only."""
+class _Transforms:
+    """The transforms of one direction: first all renamings, then at most one conversion.
 
-    def __init__(self, parameters: Mapping[str, Shape]) -> None:
-        self._parameters = parameters
+    Args:
+        transforms: of transformers, in order.
+        config: of the model.
+        parameters: shapes of the model's parameters, by name, which some operations ask for.
+    """
+
+    def __init__(
+        self, transforms: Iterable[Any], config: Any, parameters: Mapping[str, Shape]
+    ) -> None:
+        self._renamings: list[Any] = []
+        self._converters: list[Any] = []
+        for step in transforms:
+            (self._converters if hasattr(step, "operations") else self._renamings).append(step)
+        self._config, self._parameters = config, parameters
+        # What enters one conversion together, by its first result and its converter.
+        self._together: dict[tuple[str, int], dict[str, Input]] = {}
 
     def get_parameter(self, name: str) -> Tensor:
-        return torch.empty(self._parameters[name], dtype=torch.bool, device="meta")
+        """For operations, to which this object is the model."""
+        return _empty(self._parameters[name])
+
+    def rename(self, name: str) -> str:
+        """A name after all renamings."""
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+    def target_of(self, name: str) -> tuple[str, int | None, str | None]:
+        """What the conversion of a renamed tensor is called, its number, and the pattern."""
+        for number, converter in enumerate(self._converters):
+            target, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                return target, number, pattern
+        return name, None, None
+
+    def add(self, target: str, number: int, source: Input) -> None:
+        """Let a tensor enter the conversion of this name and number."""
+        self._together.setdefault((target, number), {})[source.renamed] = source
+
+    def conversions(self) -> Iterator[Conversion]:
+        """All conversions that a mask enters."""
+        for (target, number), inputs in self._together.items():
+            converter = self._converters[number]
+            made = Conversion(target, converter, [*inputs.values()], self._config, self)
+            if made.names:
+                yield made
 
 
 def _stand_in(model: Any) -> Any:
@@ -168,13 +220,9 @@ def _stand_in(model: Any) -> Any:
         object.__setattr__(made, "config", model.config)
         return made
 
-    def submodels() -> Iterator[tuple[str, Any]]:
-        for name, module in named_modules(model):
-            if isinstance(module, base):
-                yield name, bare(module)
-
     root = bare(model)
-    object.__setattr__(root, "named_modules", submodels)
+    submodels = [(name, bare(m)) for name, m in named_modules(model) if isinstance(m, base)]
+    object.__setattr__(root, "named_modules", lambda: iter(submodels))
     return root
 
 
@@ -183,9 +231,7 @@ def pretrained_model(model: nn.Module) -> Any | None:
     # If it was not imported, no transformers model exists.
     modeling = sys.modules.get("transformers.modeling_utils")
     model = unwrap(model)
-    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
-        return None
-    return model
+    return model if modeling is not None and isinstance(model, modeling.PreTrainedModel) else None
 
 
 def _transforms_of(model: Any, *, add_legacy: bool = True) -> list[Any]:
@@ -197,43 +243,15 @@ def _transforms_of(model: Any, *, add_legacy: bool = True) -> list[Any]:
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
+    def patterns(step: Any) -> tuple[Any, ...]:
+        sides = tuple(step.source_patterns), tuple(step.target_patterns)
+        return type(step).__name__, *sides, getattr(step, "scope_prefix", None)
+
     transforms: list[Any] = get_model_conversion_mapping(_stand_in(model), add_legacy=add_legacy)
     # The user's own transforms (key_mapping of from_pretrained) come first, as on loading.
+    in_table = set(map(patterns, transforms))
     applied = getattr(model, "_weight_conversions", None) or []
-    in_table = {_patterns(step) for step in transforms}
-    own = [copy.deepcopy(step) for step in applied if _patterns(step) not in in_table]
-    return [*own, *transforms]
-
-
-def _patterns(transform: Any) -> tuple[Any, ...]:
-    return (
-        type(transform).__name__,
-        tuple(transform.source_patterns),
-        tuple(transform.target_patterns),
-        getattr(transform, "scope_prefix", None),
-    )
-
-
-def _computing_step(converter: Any) -> str | None:
-    """The operation of a conversion that may do more than move elements; None without one."""
-    for operation in converter.operations:
-        cls = type(operation)
-        if cls.__module__ != _OPERATIONS_MODULE or cls.__name__ not in MOVING_OPERATIONS:
-            return cls.__name__
-    return None
-
-
-def _renamings_and_converters(transforms: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The transforms that only rename, and those that convert tensors, each in order."""
-    converters = [step for step in transforms if hasattr(step, "operations")]
-    return [step for step in transforms if not hasattr(step, "operations")], converters
-
-
-def _renamed_by(renamings: list[Any], name: str) -> str:
-    """A name after all renamings."""
-    for renaming in renamings:
-        name, _ = renaming.rename_source_key(name)
-    return name
+    return [*(copy.deepcopy(s) for s in applied if patterns(s) not in in_table), *transforms]
 
 
 @dataclass(frozen=True)
@@ -274,13 +292,40 @@ class Matching:
     def add(self, name: str, shape: Shape, parameter: str, expected: Shape) -> None:
         """Assign a mask to a parameter, unchanged; if there are several, the first one counts."""
         if parameter in self.sources:
-            first = ", ".join(self.sources[parameter].names[:3])
-            self.unexpected[name] = f"{parameter} has the mask {first}"
+            self.unexpected[name] = self._has_one(parameter)
         elif shape != expected:
             mask = "its mask" if name == parameter else f"its mask {name}"
             self.mismatched[name] = f"{parameter} has shape {expected}; {mask} has {shape}"
         else:
             self.sources[parameter] = MaskSource((name,))
+
+    def add_converted(self, conversion: Conversion, parameters: Mapping[str, Shape]) -> None:
+        """Assign masks that together make one parameter or several; all of these, or none."""
+        names = conversion.names
+        if (step := conversion.computing_step) is not None:
+            reason = f"transformers makes {conversion.target} of it by {step}"
+            reason += ", which may do more than move elements"
+            self.unexpected |= dict.fromkeys(names, reason)
+            return
+        try:
+            outputs = conversion.shapes()
+        except Exception as error:  # an operation raises for shapes that it does not support
+            reason = f"{conversion.target} cannot be made of it ({error})"
+            self.mismatched |= dict.fromkeys(names, reason)
+            return
+        for target, shape in outputs.items():
+            if parameters.get(target) != shape:
+                reason = f"{target} has shape {parameters.get(target)}; its masks give {shape}"
+                self.mismatched |= dict.fromkeys(names, reason)
+                return
+            if target in self.sources:
+                self.unexpected |= dict.fromkeys(names, self._has_one(target))
+                return
+        for target in outputs:
+            self.sources[target] = MaskSource(names, conversion, target)
+
+    def _has_one(self, parameter: str) -> str:
+        return f"{parameter} has the mask {', '.join(self.sources[parameter].names[:3])}"
 
 
 def rules_for(model: nn.Module) -> TransformersRules | None:
@@ -304,7 +349,6 @@ class TransformersRules:
         self._config = model.config
         self._prefix: str = model.base_model_prefix
         self._transforms = _transforms_of(model)
-        self._renamings, self._converters = _renamings_and_converters(self._transforms)
 
     def used(self) -> list[Any]:
         """The transforms that have changed a name in :meth:`match`, as transformers records them.
@@ -313,117 +357,59 @@ class TransformersRules:
         """
         return [step for step in self._transforms if step.was_used()]
 
-    def with_other_prefix(self, name: str, parameters: Mapping[str, Shape]) -> str | None:
-        """The parameter's name with the base model's prefix added or removed; None without one."""
-        if not self._prefix:
-            return None
-        shorter = name.removeprefix(f"{self._prefix}.")
-        for other in (shorter if shorter != name else None, f"{self._prefix}.{name}"):
-            if other is not None and other in parameters:
-                return other
-        return None
-
     def match(
         self,
         masks: Mapping[str, Shape],
         parameters: Mapping[str, Shape],
         others: Mapping[str, Shape],
+        *,
+        is_checkpoint: bool = True,
     ) -> Matching:
-        """Find the parameters of masks that have the names of a checkpoint.
+        """Find the parameters of masks; see :func:`match_masks`.
 
-        Args:
-            masks: shapes, by name in the checkpoint.
-            parameters: shapes, by name in the model.
-            others: shapes of other tensors of the checkpoint, by name. What enters a conversion
-                together with masks, and has none, is kept.
+        What enters a conversion together with masks, and has none, is kept.
         """
-        matching = Matching()
-        # What enters one conversion together: by its first parameter and its number.
-        together: dict[tuple[str, int], dict[str, Input]] = {}
+        matching, shapes = Matching(), {**others, **masks}
+        transforms = _Transforms(self._transforms, self._config, parameters)
+        if not is_checkpoint:
+            for name, own in [(name, self._own(name, parameters)) for name in masks]:
+                if own is not None:
+                    matching.add(name, shapes.pop(name), own, parameters[own])
         # In the order in which transformers visits a checkpoint: some renamings depend on it.
-        for name, shape in sorted(
-            {**others, **masks}.items(), key=lambda item: natural_key(item[0])
-        ):
-            renamed, target, number, pattern = self._renamed(name, parameters)
+        for name in sorted(shapes, key=natural_key):
+            renamed = transforms.rename(name)
+            target, number, pattern = transforms.target_of(renamed)
+            if target not in parameters:
+                start, other = f"{self._prefix}.", self._with_other_prefix(target, parameters)
+                if other is not None:
+                    is_shorter = len(other) < len(target)
+                    renamed = renamed.removeprefix(start) if is_shorter else start + renamed
+                    target = other
+                elif (own := self._own(name, parameters)) is not None:
+                    target, number = own, None
             if number is not None and target in parameters:
-                source = Input(renamed, pattern, name if name in masks else None, shape)
-                together.setdefault((target, number), {})[renamed] = source
+                mask = name if name in masks else None
+                transforms.add(target, number, Input(renamed, pattern, mask, shapes[name]))
             elif name in masks and target in parameters:
-                matching.add(name, shape, target, parameters[target])
+                matching.add(name, shapes[name], target, parameters[target])
             elif name in masks:
                 reason = "" if target == name else f"transformers loads it as {target}"
                 matching.unexpected[name] = reason
-        stand_in = Shapes(parameters)
-        for (target, number), sources in together.items():
-            converter, inputs = self._converters[number], list(sources.values())
-            conversion = Conversion(target, converter, inputs, self._config, stand_in)
-            if conversion.names:
-                _match_converted(conversion, parameters, matching)
+        for conversion in transforms.conversions():
+            matching.add_converted(conversion, parameters)
         return matching
 
-    def _renamed(
-        self, name: str, parameters: Mapping[str, Shape]
-    ) -> tuple[str, str, int | None, str | None]:
-        """Rename a tensor of the checkpoint as transformers does.
+    def _with_other_prefix(self, name: str, parameters: Mapping[str, Shape]) -> str | None:
+        """The parameter's name with the base model's prefix added or removed; None without one."""
+        start = f"{self._prefix}."
+        for other in (name.removeprefix(start), start + name):
+            if self._prefix and other != name and other in parameters:
+                return other
+        return None
 
-        Returns:
-            The name with which it enters a conversion; the name of the parameter, the first one
-            if there are several; the number of the conversion, or None; and the pattern of the
-            conversion that the name matched.
-        """
-        renamed = _renamed_by(self._renamings, name)
-        target, number, pattern = _converted_name(self._converters, renamed)
-        if target not in parameters:
-            other = self.with_other_prefix(target, parameters)
-            if other is not None:
-                start = f"{self._prefix}."
-                is_shorter = len(other) < len(target)
-                renamed = renamed.removeprefix(start) if is_shorter else start + renamed
-                return renamed, other, number, pattern
-            unchanged = name if name in parameters else self.with_other_prefix(name, parameters)
-            if unchanged is not None:
-                return unchanged, unchanged, None, None
-        return renamed, target, number, pattern
-
-
-def _converted_name(converters: list[Any], name: str) -> tuple[str, int | None, str | None]:
-    """The name that the first conversion of a tensor gives it, its number, and its pattern."""
-    for number, converter in enumerate(converters):
-        target, pattern = converter.rename_source_key(name)
-        if pattern is not None:
-            return target, number, pattern
-    return name, None, None
-
-
-def _match_converted(
-    conversion: Conversion, parameters: Mapping[str, Shape], matching: Matching
-) -> None:
-    """Plan the conversion of masks that together make one parameter or several."""
-    names, computing = conversion.names, _computing_step(conversion.converter)
-    if computing is not None:
-        reason = (
-            f"transformers makes {conversion.target} of it by {computing}, "
-            "which may do more than move elements"
-        )
-        matching.unexpected |= dict.fromkeys(names, reason)
-        return
-    try:
-        outputs = conversion.shapes()
-    except Exception as error:  # an operation raises for shapes that it does not support
-        reason = f"{conversion.target} cannot be made of it ({error})"
-        matching.mismatched |= dict.fromkeys(names, reason)
-        return
-    for target, shape in outputs.items():
-        if parameters.get(target) != shape:
-            reason = f"{target} has shape {parameters.get(target)}; its masks give {shape}"
-            matching.mismatched |= dict.fromkeys(names, reason)
-            return
-        if target in matching.sources:
-            first = ", ".join(matching.sources[target].names[:3])
-            matching.unexpected |= dict.fromkeys(names, f"{target} has the mask {first}")
-            return
-    for target in outputs:
-        matching.sources[target] = MaskSource(names, conversion, target)
+    def _own(self, name: str, parameters: Mapping[str, Shape]) -> str | None:
+        """The parameter that has this name in the model, but for the base model's prefix."""
+        return name if name in parameters else self._with_other_prefix(name, parameters)
 
 
 def match_masks(
@@ -447,28 +433,14 @@ def match_masks(
         is_checkpoint: whether the names are those of a checkpoint, or of a model.
         others: shapes of other tensors of the checkpoint, as far as they are known.
     """
+    if rules is not None:
+        return rules.match(masks, parameters, others or {}, is_checkpoint=is_checkpoint)
     matching = Matching()
-    unmatched = dict(masks)
-    if rules is None or not is_checkpoint:
-        for name, shape in masks.items():
-            parameter: str | None = name if name in parameters else None
-            if parameter is None and rules is not None:
-                parameter = rules.with_other_prefix(name, parameters)
-            if parameter is not None:
-                matching.add(name, shape, parameter, parameters[parameter])
-                del unmatched[name]
-    if rules is not None and unmatched:
-        by_rules = rules.match(unmatched, parameters, others or {})
-        matching.unexpected |= by_rules.unexpected
-        for parameter, source in by_rules.sources.items():
-            if parameter in matching.sources:
-                reason = f"{parameter} has a mask of its own name"
-                matching.unexpected |= dict.fromkeys(source.names, reason)
-            else:
-                matching.sources[parameter] = source
-        matching.mismatched |= by_rules.mismatched
-    else:
-        matching.unexpected |= dict.fromkeys(unmatched, "")
+    for name, shape in masks.items():
+        if name in parameters:
+            matching.add(name, shape, name, parameters[name])
+        else:
+            matching.unexpected[name] = ""
     return matching
 
 
@@ -480,13 +452,11 @@ class SavedMasks:
         parameters: the parameters that have a mask.
         tensors: shapes of the converted masks, by name in the checkpoint.
         conversion: converts the masks; None if one mask is saved unchanged.
-        renamed: from the conversion's names to those of the checkpoint.
     """
 
     parameters: tuple[str, ...]
     tensors: dict[str, Shape]
-    conversion: Conversion | None
-    renamed: dict[str, str]
+    conversion: Conversion | None = None
 
     def make(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The masks by their names in the checkpoint, bool.
@@ -494,10 +464,10 @@ class SavedMasks:
         Args:
             masks: whole masks by parameter.
         """
-        if self.conversion is None:
-            return dict(zip(self.tensors, masks.values(), strict=True))
-        converted = self.conversion.masks(masks.__getitem__)
-        return {self.renamed[name]: mask for name, mask in converted.items()}
+        converted: Mapping[str, Tensor] = masks
+        if self.conversion is not None:
+            converted = self.conversion.masks(masks.__getitem__)
+        return dict(zip(self.tensors, converted.values(), strict=True))
 
 
 def as_saved(
@@ -516,55 +486,131 @@ def as_saved(
     pretrained = pretrained_model(model)
     if pretrained is None:
         return [unchanged(name, name, parameters) for name in masked]
-    renamings, converters = _backwards(pretrained)
+    transforms = _Transforms(_backwards(pretrained), pretrained.config, parameters)
     saved: list[SavedMasks] = []
-    groups: dict[tuple[str, int], list[Input]] = {}
     # In the order in which transformers visits a state dict: some renamings depend on it.
     for name in sorted(parameters, key=natural_key):
-        target, number, pattern = _converted_name(converters, name)
+        target, number, pattern = transforms.target_of(name)
         if number is not None:
             mask = name if name in masked else None
-            member = Input(name, pattern, mask, parameters[name])
-            groups.setdefault((target, number), []).append(member)
+            transforms.add(target, number, Input(name, pattern, mask, parameters[name]))
         elif name in masked:
-            saved.append(unchanged(name, _renamed_by(renamings, name), parameters))
-    stand_in = Shapes(parameters)
-    for (target, position), inputs in groups.items():
-        conversion = Conversion(target, converters[position], inputs, pretrained.config, stand_in)
-        if conversion.names:
-            saved.append(_converted(conversion, renamings))
+            saved.append(unchanged(name, transforms.rename(name), parameters))
+    for conversion in transforms.conversions():
+        if (step := conversion.computing_step) is not None:
+            raise NotImplementedError(
+                f"{conversion.names[0]}: transformers saves it by {step}, which may do more than "
+                "move elements; expected names='model', which leaves masks as they are."
+            )
+        shapes = {transforms.rename(name): s for name, s in conversion.shapes().items()}
+        saved.append(SavedMasks(conversion.names, shapes, conversion))
     return saved
 
 
 def unchanged(name: str, saved_name: str, parameters: Mapping[str, Shape]) -> SavedMasks:
     """The mask of a parameter that is saved as it is, under another name or its own."""
-    return SavedMasks((name,), {saved_name: parameters[name]}, None, {})
+    return SavedMasks((name,), {saved_name: parameters[name]})
 
 
-def _converted(conversion: Conversion, renamings: list[Any]) -> SavedMasks:
-    names, computing = conversion.names, _computing_step(conversion.converter)
-    if computing is not None:
-        raise NotImplementedError(
-            f"{names[0]}: transformers saves it by {computing}, which may do more than move "
-            "elements; expected names='model', which leaves masks as they are."
-        )
-    shapes = conversion.shapes()
-    renamed = {name: _renamed_by(renamings, name) for name in shapes}
-    tensors = {renamed[name]: shape for name, shape in shapes.items()}
-    return SavedMasks(names, tensors, conversion, renamed)
-
-
-def _backwards(model: Any) -> tuple[list[Any], list[Any]]:
-    """The renamings and the conversions of saving, in order."""
+def _backwards(model: Any) -> list[Any]:
+    """The transforms of saving, in order."""
     transforms = getattr(model, "_weight_conversions", None)
     if transforms is None:  # the model was not loaded; then transformers adds no prefix on saving
         table = _transforms_of(model, add_legacy=False)
         transforms = [step for step in table if type(step).__name__ != "PrefixChange"]
     try:
-        reverse = [copy.deepcopy(step).reverse_transform() for step in reversed(transforms)]
+        return [copy.deepcopy(step).reverse_transform() for step in reversed(transforms)]
     except NotImplementedError as error:
         raise NotImplementedError(
             "a conversion of this model has no reverse, so transformers does not save it as it "
             "was; expected names='model', which leaves masks as they are."
         ) from error
-    return _renamings_and_converters(reverse)
+
+
+def build_without_weights(folder: str, dtype: torch.dtype | None) -> Any:
+    """The model of a folder's config: parameters on the meta device, other buffers as they will be.
+
+    It is what ``AutoModelForCausalLM.from_pretrained`` fills: in eval mode, tied, each parameter in
+    the dtype that it will have, with the folder's generation config.
+
+    Args:
+        folder: a local one, with config.json.
+        dtype: of the parameters; None: that of the config, else torch's default.
+
+    Raises:
+        NotImplementedError: the weights are quantised.
+        OSError, ValueError: transformers cannot read the config, or it has code of its own.
+
+    Cost: no memory for parameters.
+    """
+    import accelerate
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    if getattr(config, "quantization_config", None) is not None:
+        raise NotImplementedError(
+            f"{folder}: config.json has a quantization_config, so the stored numbers are codes, "
+            "not weights; expected the checkpoint that it was made from."
+        )
+    if dtype is not None:
+        config.dtype = dtype
+    factory: Any = transformers.AutoModelForCausalLM
+    with accelerate.init_empty_weights(include_buffers=False):
+        model = factory.from_config(
+            config, dtype=config.dtype or torch.get_default_dtype(), trust_remote_code=False
+        )
+    model.config.name_or_path = folder
+    model.tie_weights()
+    plan_of = getattr(model, "_get_dtype_plan", None)
+    plan = {} if plan_of is None else plan_of(model.config.dtype)
+    if plan:  # parameters that transformers keeps in float32
+        loading = importlib.import_module(_OPERATIONS_MODULE)
+        pattern, by_group, *_ = loading.build_glob_alternation(list(plan))
+        for name, parameter in model.named_parameters():
+            if (match := pattern.search(name)) is not None:
+                parameter.data = parameter.data.to(plan[by_group[match.lastgroup]])
+    if model.can_generate():
+        with contextlib.suppress(OSError):  # the folder has none: it is made from the config
+            model.generation_config = transformers.GenerationConfig.from_pretrained(
+                folder, local_files_only=True
+            )
+    return model.eval()
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The modules that transformers never splits over devices, outer ones first.
+
+    Args:
+        model: of transformers; FSDP2 may have given modules classes derived from theirs.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [m for m in model.modules() if names & {c.__name__ for c in type(m).__mro__}]
+
+
+def put_tensor(model: nn.Module, name: str, value: Tensor) -> None:
+    """Put a parameter or buffer in the place of the one of this full name."""
+    path, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(path), leaf, value)
+
+
+def names_by_tensor(tensors: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
+    """The names of each tensor; tied ones have several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors:
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())
+
+
+def tensors_of_checkpoints(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint holds of a model: parameters and persistent buffers; tied ones each time.
+
+    Without hooks of wrappers, unlike ``state_dict``.
+    """
+    saved = set(model.state_dict(keep_vars=True))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, parameter
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in saved:
+            yield name, buffer

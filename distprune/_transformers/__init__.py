@@ -1,1 +1,0 @@
-"""Names of tensors in transformers: those of a checkpoint, and those of the loaded model."""

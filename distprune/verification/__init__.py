@@ -1,1 +1,0 @@
-"""Whether the masks of a model are those that pruning left, and whether they act."""
