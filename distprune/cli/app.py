@@ -12,13 +12,12 @@ from typing import Any
 import click
 
 import distprune
-from distprune.cli import copies, language_models, selftest
+from distprune.cli import copies, language_models
 from distprune.cli.console import Terminal
 from distprune.cli.inspect import inspect
 from distprune.cli.options import Options, command, complete
-from distprune.cli.plan import plan
-from distprune.cli.process import translated
-from distprune.cli.prune import prune
+from distprune.cli.process import SELFTEST, translated
+from distprune.cli.prune import plan, prune
 from distprune.files.errors import SelectionError
 from distprune.files.text import format_size
 from distprune.recipes import Recipe, load_recipe, shipped_recipes
@@ -120,7 +119,7 @@ def _version(package: str) -> str:
 
 
 # It has its own parser, which works without click.
-_selftest = click.Command("selftest", help=selftest.ABOUT)
+_selftest = click.Command("selftest", help=SELFTEST)
 _ALL = (
     plan, prune, copies.apply, language_models.evaluate, language_models.calibrate, inspect,
     copies.verify, copies.diff, recipe, env, _selftest,

@@ -20,9 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # for encodings that lack characters
     try:
         if arguments[:1] == ["selftest"]:  # without click and rich, which may be missing
-            from distprune.cli import selftest
+            from distprune.cli.process import run_selftest
 
-            sys.exit(selftest.main(arguments[1:]))
+            sys.exit(run_selftest(arguments[1:]))
         _run(arguments)
     except Exception as error:
         explanation = explained(error)

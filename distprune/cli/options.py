@@ -18,8 +18,7 @@ from pydantic.fields import FieldInfo
 
 from distprune.cli.console import Terminal
 from distprune.files.errors import SelectionError
-from distprune.recipes import Recipe, shipped_recipes
-from distprune.recipes.loading import make_recipe, problems_of, read_keys
+from distprune.recipes import Recipe, make_recipe, problems_of, read_keys, shipped_recipes
 
 # Options that are not named after their fields, which are the plural, or would hide a function.
 _NAMES = {

@@ -1,10 +1,17 @@
-"""The processes of a command, and how the library's errors end it."""
+"""The processes of a command, how the library's errors end it, and ``distprune selftest``.
+
+The self-test is what a user runs first, so it needs neither click nor rich: torch and numpy only.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import os
-from collections.abc import Callable, Iterator
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -56,3 +63,69 @@ def translated(kind: type[FilesError]) -> Iterator[None]:
                 f"a rank failed, was lost, or did not answer in time ({error})."
             ) from error
         raise
+
+
+SELFTEST = """\
+Check what distprune guarantees on this machine, with this backend and version of torch.
+
+It checks masks against a reference on every wrapper that the ranks allow, traffic, errors on all
+ranks or none, a training step, and the private fields of torch that distprune uses. It reports what
+holds here, what does not, and what could not be tried."""
+_EPILOG = """examples:
+  python -m distprune selftest
+  torchrun --nproc-per-node 4 -m distprune selftest
+  torchrun --nproc-per-node 4 -m distprune selftest --share     # with one GPU
+
+exit codes:
+  0 all that was tried holds, 1 something does not hold, or ranks are lost, 2 wrong usage"""
+
+
+def run_selftest(arguments: Sequence[str]) -> int:
+    """Run the self-test on this rank; it needs neither click nor rich."""
+    options = _selftest_parser().parse_args(arguments)
+    try:
+        import torch.distributed as dist
+
+        from distprune import selftest
+    except ImportError as error:
+        print(f"FAILED: distprune cannot be imported: {error}")
+        return FAILURE
+    try:
+        device, note = selftest.join(options.timeout, cpu=options.cpu, share=options.share)
+    except (RuntimeError, ValueError) as error:
+        raise RanksError(f"could not initialise the process group: {error}") from error
+    is_first = dist.get_rank() == 0
+    warnings.simplefilter("ignore")
+
+    def say(text: str) -> None:
+        if is_first and not options.json:
+            print(text, flush=True)
+
+    report = selftest.run(device, note, options.timeout, say)
+    if options.json and is_first:
+        print(json.dumps(report, indent=2), flush=True)
+    if report["ended"]:
+        # The group's other ranks may be gone: nothing may wait for them.
+        sys.stderr.flush()
+        os._exit(FAILURE)
+    dist.destroy_process_group()
+    return 0 if report["holds"] else FAILURE
+
+
+def _selftest_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="distprune selftest",
+        description=SELFTEST,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags = {
+        "--json": "print one JSON document",
+        "--cpu": "test gloo on the CPU, not accelerators",
+        "--share": "let several ranks share an accelerator, over gloo",
+    }
+    for flag, text in flags.items():
+        parser.add_argument(flag, action="store_true", help=text)
+    text = "of torch's process groups, in seconds (default 60)"
+    parser.add_argument("--timeout", type=float, default=60.0, help=text)
+    return parser

@@ -1,12 +1,16 @@
-"""``distprune prune``: by the weights alone, or by text, one decoder layer at a time."""
+"""``distprune plan`` and ``prune``: by the weights, or by text, one decoder layer at a time."""
 
 from __future__ import annotations
 
+import math
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from distprune.base import without_garbage_collection
 from distprune.cli import console
 from distprune.cli.language_models import TextRunOptions, on_ranks_with_text
 from distprune.cli.options import (
@@ -16,13 +20,16 @@ from distprune.cli.options import (
     make_recipe_from,
     option_name,
 )
-from distprune.cli.process import on_every_rank, process_group, translated
-from distprune.files.errors import SelectionError, TextError
+from distprune.cli.process import FAILURE, on_every_rank, process_group, translated
+from distprune.files.disk import folder_bytes, free_bytes, partial_folders
+from distprune.files.errors import OutputError, SelectionError, TextError
 from distprune.files.text import format_size
 from distprune.recipes import GroupRecipe, Recipe
 
-if TYPE_CHECKING:  # torch comes with it
+if TYPE_CHECKING:
+    from distprune.files.planning import Plan
     from distprune.files.reports import GroupReport, Report
+    from distprune.streaming import StreamCost
 
 
 class TextOptions(TextRunOptions, RecipeOptions):
@@ -182,3 +189,158 @@ def _prune_by_text(
             "after."
         )
     return pruned.report
+
+
+@command("plan", TextOptions, "SRC", "[DST]")
+@without_garbage_collection()
+def plan(given: TextOptions, keys: dict[str, Any], src: Path, dst: Path | None) -> None:
+    """Show what would be pruned, what would not and why, and the disk space that is needed.
+
+    Reads headers alone; writes nothing. Without a sparsity, a pattern or a recipe, it shows the
+    default selection. Names that differ only in numbers share a line; -v lists every tensor. The
+    exit code is 1 if there is not enough space at DST.
+
+    \b
+    distprune plan Llama-3.2-1B Llama-3.2-1B-50 -s 0.5
+    distprune plan Llama-3.2-1B -r semi_structured_2_4 --exclude "*.up_proj.*"
+    distprune plan Llama-3-70B -s 0.6 --text train.txt --length 2048
+    """
+    from distprune.files.planning import plan as make_plan
+
+    has_amount = given.recipe is not None or not {"sparsity", "pattern"}.isdisjoint(keys)
+    recipe = given.recipe_with(keys if has_amount else keys | {"sparsity": 0.0})
+    by_text = _cost_by_text(src, recipe, given) if given.texts else None
+    awaits = by_text is not None and recipe.statistics is None
+    plan = make_plan(src, recipe, awaits_statistics=awaits)
+    cost = estimate(plan, dst, 0 if by_text is None else by_text.disk)
+    fits = cost.get("missing_bytes", 0) <= cost.get("free_bytes", 0)
+    terminal = given.terminal()
+    console.note_files(terminal, plan.checkpoint)
+    console.show_warnings(terminal, plan)
+    values = _as_values(plan) | {"cost": cost}
+    if by_text is not None:
+        values["cost_by_text"] = asdict(by_text)
+    if given.as_json:
+        terminal.json(values)
+    else:
+        _show_tensors(terminal, values["tensors"], given.verbose, has_amount)
+        for number, group in enumerate(plan.groups if len(plan.groups) > 1 else ()):
+            share = console.share_text(group.num_to_prune, group.num_elements)
+            how = console.ranking_text(group.recipe)
+            terminal.text(f"Group {number}: prunes {share}, {how}.")
+        terminal.text(
+            console.summary(plan)
+            if has_amount
+            else f"Selects {plan.num_elements:,} elements in {len(plan.tensors):,} of "
+            f"{console.counted(len(plan.verdicts), 'tensor')}. No sparsity is given: --sparsity, "
+            "--pattern or --recipe says how many of them are pruned."
+        )
+        if by_text is not None:
+            memory = ", ".join(f"{k} {format_size(size)}" for k, size in by_text.memory.items())
+            terminal.text(
+                f"By text, each process needs at most {format_size(by_text.peak)} of memory "
+                f"({memory}) and reads {format_size(by_text.reads)}; for a while "
+                f"{format_size(by_text.disk)} of the disk are needed beside the result."
+            )
+        sizes = {name: format_size(size) for name, size in cost.items()}
+        terminal.text(f"Pruning reads {sizes['read_bytes']} and writes {sizes['write_bytes']}.")
+        if dst is not None:
+            terminal.text(
+                f"{'' if fits else 'There is not enough space: '}{sizes['missing_bytes']} are "
+                f"needed and {sizes['free_bytes']} are free at {dst}."
+            )
+    if not fits:
+        sys.exit(FAILURE)
+
+
+def _as_values(plan: Plan) -> dict[str, Any]:
+    """A plan as plain values, for JSON."""
+    planned = {tensor.entry.name: tensor for tensor in plan.tensors}
+    tensors = []
+    for entry, group, reason in plan.verdicts:
+        known: int | None = 0
+        if tensor := planned.get(entry.name):
+            known = tensor.lowest if tensor.lowest == tensor.highest else None
+            known = known if tensor.num_to_prune is None else tensor.num_to_prune
+        place = {key: getattr(entry, key) for key in ("name", "file", "dtype")}
+        facts = {"is_pruned": group is not None, "reason": reason, "group": group}
+        tensors.append({**place, "shape": list(entry.shape), **facts, "num_to_prune": known})
+    return {
+        "source": plan.checkpoint.folder,
+        "recipe": plan.recipe.as_values(),
+        "digest": plan.digest,
+        "warnings": list(plan.warnings),
+        "num_elements": plan.num_elements,
+        "num_to_prune": plan.num_to_prune,
+        "tensors": tensors,
+        "not_copied": dict(plan.checkpoint.skipped),
+        "copied": [file.name for file in plan.copied],
+    }
+
+
+def _show_tensors(
+    terminal: console.Terminal, tensors: list[dict[str, Any]], one_by_one: bool, has_amount: bool
+) -> None:
+    """A table in which tensors share a line if their names differ only in numbers."""
+    lines: dict[tuple[Any, ...], list[int | None]] = {}
+    for each in tensors:
+        name = each["name"] if one_by_one else console.without_numbers(each["name"])
+        key = (name, each["dtype"], tuple(each["shape"]), each["reason"], each["group"])
+        lines.setdefault(key, []).append(each["num_to_prune"])
+    has_groups = any(each["group"] for each in tensors)
+    rows = []
+    for (name, dtype, shape, reason, group), numbers in lines.items():
+        action = f"keep: {reason}"
+        if not reason:
+            known = [number for number in numbers if number is not None]
+            is_known = has_amount and len(known) == len(numbers)
+            action = f"prune {sum(known):,}" if is_known else "prune"
+            action += f", group {group}" if has_groups else ""
+        elements = len(numbers) * math.prod(shape)
+        rows.append((name, len(numbers), dtype, console.shape_text(shape), elements, action))
+    columns = ("tensor", "number", "dtype", "shape", "elements", "plan")
+    terminal.table(columns, rows, right=("number", "elements"))
+    terminal.text()
+
+
+def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> dict[str, int]:
+    """Bytes that a plan reads and writes, of which those of masks and report are estimated.
+
+    Args:
+        other_bytes: that something else needs at the destination for a while.
+
+    Returns:
+        With a destination, also ``missing_bytes``, without those that an unfinished result has, and
+        ``free_bytes``.
+    """
+    from distprune.files.planning import bytes_to_count
+
+    size = plan.checkpoint.num_bytes + sum(file.size for file in plan.checkpoint.others)
+    masks = sum(-(-tensor.entry.numel // 8) for tensor in plan.tensors) * plan.recipe.masks
+    report = 2 * sum(len(verdict.entry.name) + 200 for verdict in plan.verdicts)
+    writes = size + masks + report
+    cost = {"read_bytes": size + bytes_to_count(plan), "write_bytes": writes}
+    if destination is not None:
+        path = destination.absolute()
+        if not path.parent.is_dir():
+            raise OutputError(f"{path.parent} is not a folder; create it first.")
+        num_written = sum(map(folder_bytes, partial_folders(path)))
+        cost["missing_bytes"] = max(writes + other_bytes - num_written, 0)
+        cost["free_bytes"] = free_bytes(path.parent)
+    return cost
+
+
+def _cost_by_text(source: Path, recipe: Recipe, given: TextOptions) -> StreamCost:
+    """What pruning by text takes beside what pruning takes."""
+    with translated(SelectionError):
+        from distprune import streaming
+
+        num_evaluated = given.windows if given.eval_texts else 0
+        return streaming.estimate(
+            source,
+            recipe,
+            given.windows,
+            given.length,
+            num_evaluated=num_evaluated,
+            **given.arguments(),
+        )

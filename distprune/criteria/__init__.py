@@ -13,8 +13,15 @@ prune.global_unstructured(
 from __future__ import annotations
 
 from distprune.criteria.base import Criterion
-from distprune.criteria.global_batch import SNIP, Custom, GradientMagnitude, Movement
-from distprune.criteria.gradient_moment import Fisher, GradientMoment, Taylor
+from distprune.criteria.elementwise import (
+    SNIP,
+    Custom,
+    Fisher,
+    GradientMagnitude,
+    GradientMoment,
+    Movement,
+    Taylor,
+)
 
 __all__ = [
     "SNIP",

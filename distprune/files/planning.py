@@ -26,8 +26,7 @@ from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry, open
 from distprune.files.disk import SIDECAR
 from distprune.files.errors import SelectionError
 from distprune.files.selecting import Layouts, Verdict, select_tensors
-from distprune.recipes import GroupRecipe, Recipe
-from distprune.recipes.recipe import ELEMENTWISE, STORED_STATISTICS
+from distprune.recipes import ELEMENTWISE, STORED_STATISTICS, GroupRecipe, Recipe
 
 if TYPE_CHECKING:  # numpy comes with it
     from distprune.files.statistics_file import TensorStatistics

@@ -11,11 +11,17 @@ All functions run on any number of ranks, are called on every rank, and need the
 """
 
 # No module has the name of a function, whose place in this package it would take.
-from distprune.language_models.calibrating import calibrate, linear_layers, prune_block_by_block
+from distprune.language_models.calibrating import (
+    Round,
+    TextScores,
+    calibrate,
+    linear_layers,
+    prune_block_by_block,
+    prune_in_rounds,
+)
 from distprune.language_models.folders import load_sharded, load_tokenizer, save_sharded
 from distprune.language_models.losses import PerplexityReport, TextPerplexity, perplexity
 from distprune.language_models.running import RunProgress
-from distprune.language_models.scoring import Round, TextScores, prune_in_rounds
 from distprune.language_models.text import TokenWindows, read_windows
 
 __all__ = [

@@ -12,8 +12,7 @@ The command ``distprune prune SRC DST --text FILE`` does this. It needs the extr
 ``language-models``, and any number of ranks can share the windows.
 """
 
-from distprune.streaming.cost import StreamCost
-from distprune.streaming.pruning import PrunedFolder, estimate, prune_folder
+from distprune.streaming.pruning import PrunedFolder, StreamCost, estimate, prune_folder
 from distprune.streaming.windows import perplexity
 
 __all__ = [

@@ -28,12 +28,11 @@ from distprune.files.statistics_file import (
     write_statistics,
 )
 from distprune.files.team import Team
+from distprune.language_models.calibrating import elementwise_criterion
 from distprune.language_models.running import Report, reporter
-from distprune.language_models.scoring import elementwise_criterion
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.collectives import Communicator, world
-from distprune.recipes import Recipe
-from distprune.recipes.recipe import ELEMENTWISE
+from distprune.recipes import ELEMENTWISE, Recipe
 from distprune.reconstruction import ReconstructedParameter, reconstruct
 from distprune.statistics.activation import ActivationStatistics
 from distprune.statistics.gradients import GradientStatistics

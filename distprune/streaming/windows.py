@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distprune.criteria.gradient_moment import GradientMoment
+from distprune.criteria.elementwise import GradientMoment
 from distprune.files.disk import writing
 from distprune.language_models.folders import require_extra
 from distprune.language_models.hidden_states import HiddenStates

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from distprune.cli import plan as plan_command
+from distprune.cli import prune as plan_command
 from distprune.files.planning import plan
 from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import save, tree_digest

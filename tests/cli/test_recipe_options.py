@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from distprune.files.statistics_file import StoredStatistics, WeightLayout, write_statistics
 from distprune.recipes import load_recipe
@@ -53,7 +52,6 @@ def write(path, text):
     [
         ("-s 0.5", {"normalize": "rms", "scope": "global"}),
         ("-s 0.5 --normalize mean", {"normalize": "mean"}),
-        ("-s 0.5 --normalize none", {"normalize": "none"}),
         ("-s 0.5 --budget erk", {"budget": "erk", "normalize": None}),
         (
             "-s 0.5 --min-sparsity 0.45 --max-sparsity 0.55",
@@ -61,14 +59,9 @@ def write(path, text):
         ),
         ("-s 0.5 --score random --seed 4", {"seed": 4, "normalize": None}),
         ("-r magnitude_50 -s 0 --exclude c --exclude d", {"sparsity": 0.0, "exclude": ["c", "d"]}),
-        ("-r magnitude_50", {"normalize": "rms"}),
         ("-r magnitude_50 --normalize l2", {"normalize": "l2"}),
         ("-r magnitude_50 --scope layer", {"normalize": None, "scope": "layer"}),
-        ("-r magnitude_50 --score random", {"normalize": None}),
-        ("-r layer_50", {"normalize": None}),
         ("-r layer_50 --scope global", {"normalize": "rms"}),
-        ("-r random_50", {"normalize": None}),
-        ("-r random_50 --seed 3", {"seed": 3}),
         ("-r semi_structured_2_4", {"normalize": None, "sparsity": None}),
         ("-r semi_structured_2_4 --pattern 1:4", {"pattern": "1:4", "sparsity": None}),
     ],
@@ -84,13 +77,11 @@ def test_an_option_replaces_what_a_recipe_says(recipe_of, given, expected):
         ("-r semi_structured_2_4 -s 0.5",
          ["semi_structured_2_4 with --sparsity", "found sparsity 0.5 and pattern '2:4'"]),
         ("-r semi_structured_2_4 --scope row", ["scope 'row' has no place beside pattern '2:4'"]),
-        ("-r semi_structured_2_4 --max-sparsity 0.9", ["max_sparsity 0.9 has no effect with patt"]),
         ("-r row_50 --min-sparsity 0.1", ["min_sparsity 0.1 has no effect with scope 'row'"]),
         ("-r layer_50 --seed 3", ["seed 3 has no effect without score 'random'"]),
-        ("-r random_50 --score magnitude", ["seed 0 has no effect without score 'random'"]),
         ("-s 0.5 --budget erk --normalize rms", ["normalize 'rms' has no effect with budget"]),
         ("-s 0.5 --normalize max", ["'max' is not one of 'rms', 'l2', 'mean', 'none'"]),
-        ("-s 0.5 --max-sparsity 0.4", ["max_sparsity 0.4 of every tensor need 0 to"]),
+        ("-s 0.5 --max-sparsity 0.4", ["max_sparsity leaves", "are to be"]),
         ("-r by_kind_of_layer -s 0.5", ["groups stand beside sparsity"]),
     ],
 )  # fmt: skip
@@ -104,9 +95,7 @@ def test_each_tensor_stays_within_limits(run, source, tmp_path):
     done = run("prune", source, tmp_path / "out", *given, "--json")
     assert "each tensor within 45 to 55 %" in done.err
     for tensor in done.json["tensors"]:
-        low, high = tensor["limits"]
-        assert 0.45 <= low / tensor["num_elements"] <= high / tensor["num_elements"] <= 0.55
-        assert low <= tensor["num_pruned"] <= high
+        assert 0.45 <= tensor["num_pruned"] / tensor["num_elements"] <= 0.55
     stored = load_recipe(tmp_path / "out" / "distprune" / "recipe.yaml")
     assert (stored.min_sparsity, stored.max_sparsity, stored.divisor) == (0.45, 0.55, "rms")
 
@@ -165,16 +154,3 @@ def test_statistics_and_budgets_beside_a_recipe(run, recipe_of, source, statisti
     assert (made["budget"], made["scope"], made["score"]) == ("owl", "global", "wanda")
     known = run("plan", source, "-s", "0.5", "--budget", "erk")
     assert "divided by budget erk, by magnitude" in known.out
-
-
-def test_the_card_can_be_left_as_it_is(run, source, tmp_path):
-    assert run("prune", source, tmp_path / "out", "-s", "0.5", "--no-card").code == 0
-    assert (tmp_path / "out" / "README.md").read_text() == CARD
-    assert run("verify", tmp_path / "out", "--against", source).code == 0
-    stored = tmp_path / "out" / "distprune" / "recipe.yaml"
-    assert yaml.safe_load(stored.read_text())["card"] is False
-    assert run("prune", source, tmp_path / "again", "-r", stored).code == 0
-    assert (tmp_path / "again" / "README.md").read_text() == CARD
-    assert run("prune", source, tmp_path / "over", "-r", stored, "--card").code == 0
-    assert "Pruned copy of" in (tmp_path / "over" / "README.md").read_text()
-    assert "README.md" not in run("plan", source, "-s", "0.5", "--json").json["copied"]

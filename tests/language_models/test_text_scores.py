@@ -5,8 +5,8 @@ import torch
 
 import distprune as prune
 from distprune import criteria, language_models, statistics
-from distprune.language_models import TextScores, scoring
-from distprune.recipes.recipe import FROM_GRADIENTS, FROM_STATISTICS
+from distprune.language_models import TextScores, calibrating
+from distprune.recipes import FROM_GRADIENTS, FROM_STATISTICS
 
 
 def opened(folder):
@@ -47,7 +47,7 @@ def zeros(text, scores):
 
 
 @pytest.mark.filterwarnings("ignore:the ranking over all parameters")
-@pytest.mark.parametrize("score", scoring.SCORES)
+@pytest.mark.parametrize("score", calibrating.SCORES)
 def test_a_name_stands_for_what_it_is_made_of(llama_and_text, score):
     text, runs = opened(llama_and_text)
     weights = [getattr(*pair).detach().clone() for pair in text.parameters]
@@ -60,7 +60,7 @@ def test_a_name_stands_for_what_it_is_made_of(llama_and_text, score):
 
 
 def test_all_names_of_recipes_that_need_text_are_known():
-    assert {*FROM_STATISTICS, *FROM_GRADIENTS, "obs"} == set(scoring.SCORES)
+    assert {*FROM_STATISTICS, *FROM_GRADIENTS, "obs"} == set(calibrating.SCORES)
 
 
 def test_what_is_shared_is_collected_once(llama_and_text):
