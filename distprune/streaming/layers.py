@@ -19,12 +19,14 @@ from distprune._transformers import (
     put_tensor,
     tensors_of_checkpoints,
 )
+from distprune.api.select import head_of
 from distprune.base.naming import NamedParameter, named_modules
 from distprune.base.selecting import TORCH_NAMES
 from distprune.files.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from distprune.files.disk import read_into
 from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.selecting import select_tensors
+from distprune.files.statistics_file import origins_of
 from distprune.language_models.calibrating import decoder_blocks
 from distprune.language_models.hidden_states import HiddenStates
 from distprune.language_models.running import output_of
@@ -115,21 +117,17 @@ class StreamedModel:
         Args:
             enter: makes what the first layer returns of what it is called with.
         """
-        with self._in_memory(-1), self._through(enter, lambda state: state):
+        with self._in_memory(-1), self._through(enter):
             yield self.model
 
     @contextlib.contextmanager
-    def _through(
-        self, enter: Callable[[Tensor], Tensor], leave: Callable[[Tensor], Tensor]
-    ) -> Iterator[None]:
-        """Make layers return what they are called with; the first ``enter``, the last ``leave``."""
-        last = len(self.layers) - 1
+    def _through(self, enter: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Make layers return what they are called with, and the first one ``enter`` of it."""
         with contextlib.ExitStack() as changes:
             for number, layer in enumerate(self.layers):
 
                 def forward(hidden: Tensor, /, *_: Any, number: int = number, **__: Any) -> Any:
                     hidden = hidden if number else enter(hidden)
-                    hidden = hidden if number < last else leave(hidden)
                     rest = (None,) * (self._num_returned - 1)
                     return (hidden, *rest) if self._num_returned else hidden
 
@@ -141,18 +139,21 @@ class StreamedModel:
         """Find out what layers return: a tensor, or a tuple of so many elements, it first.
 
         It runs the model on two tokens, with numbers that take no memory in place of the weights
-        around the layers, up to the last layer.
+        around the layers, up to the head.
 
         Raises:
             NotImplementedError: layers are no chain: see hidden_states.[Note: a chain].
         """
         error: Exception | None = None
+        head = head_of(self.model)
 
-        def leave(state: Tensor) -> Tensor:
+        def arrive(*_: Any) -> None:
             raise _ArrivedError
 
         def run() -> None:
-            with contextlib.suppress(_ArrivedError):
+            with contextlib.suppress(_ArrivedError), contextlib.ExitStack() as hooks:
+                if head is not None:
+                    hooks.callback(head.register_forward_pre_hook(arrive).remove)
                 tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
                 output_of(self.model, tokens)
 
@@ -162,7 +163,7 @@ class StreamedModel:
                 with (
                     torch.no_grad(),
                     self._in_memory(-1, are_made_up=True),
-                    self._through(lambda state: state, leave),
+                    self._through(lambda state: state),
                 ):
                     states.catch(run)
             except Exception as raised:
@@ -185,11 +186,11 @@ class StreamedModel:
     def _in_memory(self, number: int, are_made_up: bool = False) -> Iterator[None]:
         """Give tensors of the model their values, and take them away again."""
         try:
-            for names, source in self.sources[number]:
+            for position, (names, source) in enumerate(self.sources[number]):
                 empty = self._tensors[names[0]]
-                if are_made_up:
-                    half = torch.tensor(0.5, device=self.device).to(empty.dtype)
-                    values = half.expand(empty.shape)
+                if are_made_up:  # each another number: of equal ones, a norm changes nothing
+                    value = torch.tensor(1 / (position + 2), device=self.device).to(empty.dtype)
+                    values = value.expand(empty.shape)
                 else:
                     values = self.values_of(source, empty)
                 if isinstance(empty, nn.Parameter):
@@ -260,7 +261,7 @@ class StreamedModel:
 
 
 class _ArrivedError(Exception):
-    """A forward has come to the last layer."""
+    """A forward has come to the head."""
 
 
 class StoredLayers:
@@ -318,6 +319,28 @@ class StoredLayers:
                 f"{missing[0]} is in no decoder layer, so that no text is run through it alone; "
                 "expected tensors of decoder layers. Exclude it."
             )
+
+    def statistics_names(self) -> dict[str, str]:
+        """What statistics of each parameter are called, so that its tensors find them.
+
+        They have the names of parameters, unless those of tensors do not tell one of these.
+
+        Raises:
+            NotImplementedError: a parameter is a part of a tensor, or made of others than experts.
+        """
+        names, are_told = {}, True
+        for name, source in self._sources.items():
+            found, end = [o.parameter for o in origins_of(source.names[0])], name.split(".")[-2:]
+            are_told &= any(f".{name}".endswith(f".{origin}") for origin in found)
+            fitting = [origin for origin in found if origin.split(".")[-2:] == end]
+            if source.conversion is not None and not fitting:
+                raise NotImplementedError(
+                    f"{name} is made of {source.names[0]}, of which no statistics are collected; "
+                    "expected a tensor that is one parameter, or one of experts. Exclude it, or "
+                    "choose another score."
+                )
+            names[name] = source.names[0] if source.conversion is None else fitting[0]
+        return {name: name for name in names} if are_told else names
 
     def mask(self, name: str, keep: Callable[[str], Tensor]) -> Tensor:
         """The mask of a parameter, bool, from those of tensors; what has no mask is kept."""

@@ -238,13 +238,15 @@ class Passes:
     def _with_scores(self) -> Recipe:
         """The recipe with one file of statistics of all layers, and the folder of scores."""
         settings, work = self.settings, self.work
-        file, place, found = work.path / "statistics.safetensors", work.scores, dict[str, str]()
+        file, place, added = work.path / "statistics.safetensors", work.scores, dict[str, str]()
 
         def merge() -> None:
             of_gradients, sums = settings.collects == "gradients", dict[str, StoredStatistics]()
+            names = self.stored.statistics_names()
             for number, parameters in enumerate(self.stored.parameters):
                 if parameters:
-                    sums |= read_statistics(work.file("statistics", number), of_gradients)[1]
+                    found = read_statistics(work.file("statistics", number), of_gradients)[1]
+                    sums |= {names[name]: each for name, each in found.items()}
             write_statistics(file, "gradients" if of_gradients else "one_pass", sums)
 
         def write_index() -> None:
@@ -254,11 +256,11 @@ class Passes:
 
         if settings.collects is not None:
             work.once("statistics", lambda: work.on_first_rank(merge))
-            found["statistics"] = str(file)
+            added["statistics"] = str(file)
         if settings.elementwise:
             work.once("scores", lambda: work.on_first_rank(write_index))
-            found["scores"] = str(place)
-        return settings.recipe.model_copy(update=found)
+            added["scores"] = str(place)
+        return settings.recipe.model_copy(update=added)
 
     def _update(self, stream: WindowStream, number: int, masks: RankedTensors) -> None:
         """Prune a layer, which is in memory, and move its kept weights, if any move.

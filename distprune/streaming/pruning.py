@@ -326,6 +326,8 @@ def _open(source: str | Path, settings: Settings) -> tuple[StreamedModel, Stored
         if windows is not None:
             check_run(streamed.model, windows.tokens, settings.batch_size)
     stored = StoredLayers(streamed, settings.recipe)
+    if settings.collects is not None:
+        stored.statistics_names()
     for module, name in itertools.chain(*stored.parameters):
         reads_inputs = settings.moves or settings.collects == "activations"
         shape = module.get_parameter(name).shape
