@@ -260,9 +260,10 @@ def calibrate(given: CalibrationOptions, model: Path) -> None:
         windows = read(given.texts, given.limit)
         loaded = _load(given, model, kind)
         began = time.monotonic()
-        with translated(SelectionError):
-            if given.samples is not None:
+        if given.samples is not None:
+            with translated(SelectionError, "--samples: "):
                 windows = windows.sample(given.samples, seed=given.seed)
+        with translated(SelectionError):
             layers = language_models.linear_layers(loaded, given.include or None, given.exclude)
             statistics = (
                 prune.statistics.GradientStatistics(layers)

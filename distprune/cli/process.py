@@ -47,14 +47,19 @@ def on_every_rank(find: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def translated(kind: type[FilesError]) -> Iterator[None]:
-    """Give errors of the library, which are Python's, the exit codes of the command line."""
+def translated(kind: type[FilesError], option: str = "") -> Iterator[None]:
+    """Give errors of the library, which are Python's, the exit codes of the command line.
+
+    Args:
+        kind: of the errors.
+        option: that they are about, and a colon.
+    """
     try:
         yield
     except FilesError:
         raise
     except (ValueError, NotImplementedError) as error:
-        raise kind(str(error)) from error
+        raise kind(f"{option}{error}") from error
     except ImportError as error:
         raise SelectionError(str(error)) from error
     except RuntimeError as error:

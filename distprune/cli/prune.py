@@ -159,7 +159,7 @@ def _prune_by_text(
     with on_ranks_with_text(given, src, given.timeout) as (kind, _, read):
         from distprune import streaming
 
-        with translated(TextError):
+        with translated(TextError, "--windows: "):
             windows = read(given.texts, None).sample(given.windows)
         evaluation = None
         if given.eval_texts:

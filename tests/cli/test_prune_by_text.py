@@ -66,7 +66,7 @@ def test_what_is_wrong_is_said_before_the_work(run, made, tmp_path):
     model, text, _ = made
     short = write_text(tmp_path / "short.txt", 4)
     cases = [
-        (["--text", short], 1, "windows are asked for, and the text has 1"),
+        (["--text", short], 1, "--windows: 4 windows are asked for, and the text has 1"),
         (["--text", tmp_path / "none.txt"], 1, "cannot be read"),
         ([], 2, "--windows have no effect without --text"),
         (["--text", text, "--round", "0.6"], 2, "rising ones below the sparsity"),
