@@ -7,7 +7,10 @@ Totals are laid out like their parameters, so that checkpoints reshard them; not
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,11 +19,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from distprune.base.naming import checked_pair, label_of, unwrap
 from distprune.base.pruned_form import is_dtensor
 from distprune.call.reading import SignedScores
 from distprune.criteria.rank_batches import CollectsRankBatches, Power, checked_unit
+from distprune.files.statistics_file import means_of_siblings
 from distprune.masks.checks import is_misplaced, misplaced
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured
@@ -30,6 +35,7 @@ from distprune.shards.gradients import (
     check_trainable,
     drop_gradient,
     local_gradient,
+    ranks_with_shards,
 )
 from distprune.shards.reader import ShardReader, local_part
 from distprune.shards.shard import Shard
@@ -85,6 +91,24 @@ class Part:
                 "criterion is made, and not again."
             )
         return self._total
+
+    @property
+    def num_matrices(self) -> int:
+        """A parameter of three dimensions is a stack of matrices, such as fused experts."""
+        is_stack = len(self.shard.shape) == 3 and not isinstance(self.pair[0], _ConvNd)
+        return self.shard.shape[0] if is_stack else 1
+
+    def matrices(self, local: Tensor) -> tuple[Tensor, Tensor]:
+        """Views [rows, ...] of a local tensor, each of one matrix, and the numbers of these."""
+        if self.num_matrices > 1:
+            return self.shard.channels(local, 0)
+        return local.unsqueeze(0).unsqueeze(-1), torch.zeros(1, dtype=torch.int64)
+
+    def sums(self, local: Tensor) -> Tensor:
+        """The sums of a local tensor over each matrix: fp64 [matrices], on the CPU."""
+        rows, numbers = self.matrices(local)
+        of_rows = rows.flatten(1).sum(1, dtype=torch.float64).cpu()
+        return torch.zeros(self.num_matrices, dtype=torch.float64).index_add_(0, numbers, of_rows)
 
     def to_save(self) -> Tensor | dict[str, Tensor]:
         """The total in the form of its parameter, of the same memory; a run by its place.
@@ -175,6 +199,11 @@ class Criterion(CollectsRankBatches):
     numbers of tokens, weight the *loss* (on rank r ``loss * tokens_r * num_ranks / tokens``), and
     ``.grad`` is the mean over all tokens.
 
+    [Note: no gradient] Scores that multiply the weight with what was seen of its gradient are all 0
+    in a matrix that no gradient reached, such as an expert without tokens: it would lose its first
+    elements, or all. They are |weight| times the typical score per magnitude of its siblings
+    instead: the same as for statistics, see files.statistics_file.[Note: empty].
+
     Subclasses define :meth:`_accumulate`, and :meth:`_score` unless the scores are what was
     accumulated.
 
@@ -202,6 +231,7 @@ class Criterion(CollectsRankBatches):
 
     pruning_method: ClassVar[type[BasePruningMethod]] = L1Unstructured
     _power: Power = 1  # of the gradients that are added up
+    _multiplies_weights: ClassVar[bool] = False  # see [Note: no gradient]
 
     def __init__(
         self,
@@ -316,17 +346,20 @@ class Criterion(CollectsRankBatches):
 
         Returns:
             By (module, name): a DTensor like the parameter; under FSDP1 this rank's run of it,
-            1-d; else a plain tensor. New tensors.
+            1-d; else a plain tensor. New tensors. A warning names matrices that no gradient
+            reached; see [Note: no gradient].
 
         Raises:
             ValueError: no unit yet; ranks with different numbers of units; a score that is not
                 finite. On every rank.
             RuntimeError: an error ended what added units up, on any rank; on every rank.
 
-        Cost: 4 bytes of memory per element of this rank's shards; one all-reduce of 40 bytes.
+        Cost: 4 bytes of memory per element of this rank's shards; all-reduces of 40 and of 8 bytes;
+        where no gradient reached a matrix, a pass over scores and weights, and about 100 bytes per
+        parameter on the wire.
         """
         with torch.inference_mode(False), torch.no_grad():
-            return world(self._group).run(
+            scored, is_empty = world(self._group).run(
                 self._checked_scores,
                 lambda _: [
                     ("criterion", type(self).__name__),
@@ -334,6 +367,13 @@ class Criterion(CollectsRankBatches):
                     ("weight of all updates", repr(self.total_weight)),
                 ],
             )
+            if self._multiplies_weights:
+                score_as_siblings(scored, is_empty, self._group)
+        is_signed = not self.pruning_method.IGNORES_SIGN
+        scores: dict[tuple[nn.Module, str], Tensor] = SignedScores[Tensor]() if is_signed else {}
+        for part, score in scored:
+            scores[part.pair] = part.shard.as_parameter_layout(score)
+        return scores
 
     def reset(self) -> None:
         """Forget all units, and the error that ended a calibration.
@@ -488,30 +528,75 @@ class Criterion(CollectsRankBatches):
                 "after a part of it had been added up; expected reset(), and all units again."
             )
 
-    def _checked_scores(self) -> dict[tuple[nn.Module, str], Tensor]:
+    def _checked_scores(self) -> tuple[list[tuple[Part, Tensor]], bool]:
+        """The scores of this rank's parts, and whether all that it has of a matrix are 0."""
         self._check_complete()
         if not self.num_updates:
             raise ValueError(
                 f"{type(self).__name__} has seen no unit; expected at least one update() before "
                 "scores()."
             )
-        is_signed = not self.pruning_method.IGNORES_SIGN
-        scores: dict[tuple[nn.Module, str], Tensor] = SignedScores[Tensor]() if is_signed else {}
+        scored, is_empty = [], False
         for part in self._parts():
             score = self._score(part)
-            if not is_finite(score):
+            extremes = extremes_of(score)
+            if not all(map(math.isfinite, extremes)):
                 raise ValueError(
                     f"{part.label} has a score that is not finite, after {self.num_updates} "
                     "updates; expected finite gradients. With a gradient scaler, leave out the "
                     "steps that it skips, as non_finite='skip' does."
                 )
-            scores[part.pair] = part.shard.as_parameter_layout(score)
-        return scores
+            scored.append((part, score))
+            is_empty |= extremes == [0.0, 0.0]
+            if part.num_matrices > 1 and self._multiplies_weights:
+                is_empty |= bool((part.sums(score)[part.matrices(score)[1]] == 0).any())
+        return scored, is_empty
+
+
+def extremes_of(tensor: Tensor) -> list[float]:
+    """The lowest and the highest element, NaN if one is; none of none. One read."""
+    extremes: list[float] = torch.stack(tensor.aminmax()).tolist() if tensor.numel() else []
+    return extremes
 
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether no element is infinite or NaN. One read, without temporaries."""
-    if not tensor.numel():
-        return True
-    lowest, highest = tensor.aminmax()  # NaN if an element is
-    return bool(lowest.isfinite() & highest.isfinite())
+    return all(map(math.isfinite, extremes_of(tensor)))
+
+
+def score_as_siblings(
+    scored: Sequence[tuple[Part, Tensor]], is_needed: bool, group: ProcessGroup | None
+) -> None:
+    """Score matrices that no gradient reached; see base.[Note: no gradient]. Collective.
+
+    Args:
+        scored: this rank's parts, and their scores, which are changed.
+        is_needed: whether this rank's part of a matrix has no score but 0.
+        group: the ranks that score.
+    """
+    ranks = ranks_with_shards([part.shard for part, _ in scored], group)
+    if not int(ranks.max(torch.tensor([int(is_needed)]))):
+        return
+    magnitudes = [part.shard.live_values().abs().float() for part, _ in scored]
+    texts, _ = ranks.distinct_texts(json.dumps({p.label: p.num_matrices for p, _ in scored}))
+    sizes: dict[str, int] = {label: n for text in texts for label, n in json.loads(text).items()}
+
+    def sums() -> Tensor:
+        """Of scores and of magnitudes, by parameter and matrix; replicas add to both alike."""
+        total = {label: torch.zeros(2, n, dtype=torch.float64) for label, n in sizes.items()}
+        for (part, score), magnitude in zip(scored, magnitudes, strict=True):
+            total[part.label] += torch.stack([part.sums(score), part.sums(magnitude)])
+        return torch.cat([*total.values()], 1).view(-1)
+
+    pairs = ranks.reduce_floats(2 * sum(sizes.values()), sums).view(2, -1).T.tolist()
+    each = iter([((0.0, s / m) if s else None) if m else () for s, m in pairs])
+    typical = {label: [*itertools.islice(each, n)] for label, n in sizes.items()}
+    means, warning = means_of_siblings(typical, of_gradients=True)
+    if warning is not None and ranks.index == 0:
+        warnings.warn(warning, stacklevel=3)
+    for (part, score), magnitude in zip(scored, magnitudes, strict=True):
+        if part.label in means:
+            empty, (_, ratio) = means[part.label]
+            rows, numbers = part.matrices(score)
+            is_empty = torch.isin(numbers, torch.tensor(empty)).to(rows.device)
+            rows[is_empty] = part.matrices(magnitude)[0][is_empty] * ratio

@@ -57,6 +57,8 @@ class SNIP(GradientMagnitude):
     Cost: 4 bytes of memory per element; no bytes on the wire in ``update``.
     """
 
+    _multiplies_weights = True
+
     def _score(self, part: Part) -> Tensor:
         score = torch.mul(part.total, part.shard.values)
         return score.float().abs_()
@@ -303,8 +305,8 @@ class GradientMoment(Criterion):
     wrapper has averaged it over the ranks.
 
     The weight w is read when ``scores()`` is called, whatever it was when gradients were collected.
-    Pruned elements have score 0. A parameter that no loss depends on has gradient 0 (an expert
-    without tokens).
+    Pruned elements have score 0. Of a matrix that no gradient reached, such as an expert without
+    tokens, see base.[Note: no gradient].
 
     [Note: a mean] What ``update`` and ``batch`` add up is ``weight * |g|^p``, and the scores divide
     by the sum of the weights. Weights are the token counts of the batches, where these differ.
@@ -320,6 +322,7 @@ class GradientMoment(Criterion):
     """
 
     _FACTOR: ClassVar[float] = 1.0
+    _multiplies_weights = True
     _power: Power = 2
 
     def __init__(

@@ -371,31 +371,45 @@ def scored_as_siblings(
 ) -> tuple[dict[str, StoredStatistics], str | None]:
     """Statistics by name in which no matrix is empty; a warning if some were. See [Note: empty]."""
     typical = {name: each.typical() for name, each in stored.items()}
-    siblings = {name: name if len(typical[name]) > 1 else siblings_key(name) for name in stored}
-    by_key: dict[str, list[tuple[float, float]]] = {}
-    for name, found in typical.items():
-        by_key.setdefault(siblings[name], []).extend(filter(None, found))
-    empty = {name: [n for n, t in enumerate(found) if t is None] for name, found in typical.items()}
-    empty = {name: numbers for name, numbers in empty.items() if numbers}
-    if not empty:
-        return dict(stored), None
-    filled, everything = dict(stored), [each for found in by_key.values() for each in found]
-    for name, numbers in empty.items():
-        known = by_key[siblings[name]] or everything or [(0.0, 1.0)]
-        means = [math.fsum(column) / len(column) for column in zip(*known, strict=True)]
-        filled[name] = stored[name].filled(numbers, means)
-    names = [
-        name
-        if len(numbers) == len(typical[name])
-        else f"{name} (experts {listed(map(str, numbers), 8)})"
-        for name, numbers in empty.items()
-    ]
-    what = "all gradients are zero of" if stored[name].of_gradients else "no token came to"
-    num_empty, total = (sum(map(len, each.values())) for each in (empty, typical))
-    return filled, (
-        f"{what} {listed(names)} ({num_empty} of {total} matrices): "
-        "these are ranked by magnitude, times what matrices beside them score for it. Calibrate on "
-        "more text, or exclude them."
+    of_gradients = any(each.of_gradients for each in stored.values())
+    found, warning = means_of_siblings(typical, of_gradients)
+    return {**stored, **{n: stored[n].filled(*empty) for n, empty in found.items()}}, warning
+
+
+def means_of_siblings(
+    typical: Mapping[str, Sequence[tuple[float, ...] | None]], of_gradients: bool
+) -> tuple[dict[str, tuple[list[int], list[float]]], str | None]:
+    """What matrices that saw nothing are scored by; a warning if some did. See [Note: empty].
+
+    Args:
+        typical: by name of the parameter, two means of each of its matrices; None if it saw
+            nothing, and an empty tuple if it has nothing to rank.
+        of_gradients: what was to be seen.
+
+    Returns:
+        By name, the numbers of matrices that saw nothing, and the means for them.
+    """
+    siblings = {name: name if len(own) > 1 else siblings_key(name) for name, own in typical.items()}
+    by_key: dict[str, list[tuple[float, ...]]] = {key: [] for key in siblings.values()}
+    for name, own in typical.items():
+        by_key[siblings[name]] += filter(None, own)
+    everything = [each for known in by_key.values() for each in known]
+    found, names = {}, []
+    for name, own in typical.items():
+        numbers = [number for number, means in enumerate(own) if means is None]
+        if numbers:
+            known = by_key[siblings[name]] or everything or [(0.0, 1.0)]
+            columns = zip(*known, strict=True)
+            found[name] = numbers, [math.fsum(column) / len(column) for column in columns]
+            experts = f" (experts {listed(map(str, numbers), 8)})"
+            names.append(name + experts * (len(numbers) < len(own)))
+    if not found:
+        return {}, None
+    num_empty, total = sum(len(n) for n, _ in found.values()), sum(map(len, typical.values()))
+    return found, (
+        f"{'all gradients are zero of' if of_gradients else 'no token came to'} {listed(names)} "
+        f"({num_empty} of {total} matrices): these are ranked by magnitude, times what matrices "
+        "beside them score for it. Calibrate on more text, or exclude them."
     )
 
 

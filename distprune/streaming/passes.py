@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,12 +20,7 @@ from distprune.files.checkpoint import INDEX_SUFFIX, Checkpoint, TensorEntry, re
 from distprune.files.disk import write_atomically
 from distprune.files.planning import KeptValues, are_of_gradients, plan, source_facts
 from distprune.files.ranked import RankedTensors
-from distprune.files.statistics_file import (
-    StoredStatistics,
-    read_statistics,
-    siblings_key,
-    write_statistics,
-)
+from distprune.files.statistics_file import StoredStatistics, read_statistics, write_statistics
 from distprune.files.team import Team
 from distprune.language_models.calibrating import elementwise_criterion
 from distprune.language_models.running import Report, reporter
@@ -220,11 +214,7 @@ class Passes:
         found: dict[str, Tensor] = {}
         for score, criterion in criteria.items():
             values = criterion.scores()
-            as_stored = {p.fqn: values[p].cpu().float() for p in parameters}
-            magnitudes = {p.fqn: _weight(p).detach().cpu().float().abs() for p in parameters}
-            of_score = self.stored.scores(as_stored, score)
-            _score_as_siblings(of_score, self.stored.scores(magnitudes, score))
-            found |= of_score
+            found |= self.stored.scores({p.fqn: values[p].cpu() for p in parameters}, score)
 
         def write() -> None:
             path = self.work.scores / f"{number:05}.safetensors"
@@ -295,39 +285,6 @@ class Passes:
         kept = [row for row in work.get("errors", []) if row[0] not in {e.name for e in errors}]
         rows = [[e.name, e.error_before, e.error_after] for e in errors]
         work.record("errors", kept + rows)
-
-
-def _score_as_siblings(scores: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Fill scores of matrices that had no gradient; see statistics_file.[Note: empty].
-
-    Args:
-        scores: of a layer, by name of the tensor; they are changed.
-        weights: magnitudes, by the same names.
-    """
-    siblings: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for name, score in scores.items():
-        if score.ndim == 3:  # fused experts
-            siblings[name] = list(zip(score, weights[name], strict=True))
-        else:
-            siblings.setdefault(siblings_key(name), []).append((score, weights[name]))
-    empty = []
-    for name, matrices in siblings.items():
-        seen = [each for each in matrices if bool(each[0].any())]
-        if not 0 < len(seen) < len(matrices):
-            continue
-        sums = [[float(each.sum(dtype=torch.float64)) for each in pair] for pair in seen]
-        total, magnitude = map(sum, zip(*sums, strict=True))
-        for scores_of_one, magnitudes in matrices:
-            if not bool(scores_of_one.any()):
-                scores_of_one.copy_(magnitudes * (total / magnitude))
-                empty.append(name)
-    if empty and world().index == 0:
-        warnings.warn(
-            f"all gradients are zero of {len(empty)} matrices, such as one of {empty[0]}: these "
-            "are ranked by magnitude, times what matrices beside them score for it. Calibrate on "
-            "more text, or exclude them.",
-            stacklevel=2,
-        )
 
 
 def _entries_in(folder: Path) -> dict[str, TensorEntry]:

@@ -60,7 +60,7 @@ class Entry:
     expected: Callable[[Dense], Named]
     baseline: Callable[[Rank], None] = step_by_step
     is_signed: bool = False
-    most_bytes: Callable[[Rank], float] = lambda rank: 200
+    most_bytes: Callable[[Rank], float] = lambda rank: 300
     is_exact: Callable[[Case], bool] = lambda case: case.data == "integer"
 
 

@@ -32,7 +32,7 @@ ROOMS = {
         "base", "ranks", "budgets", "shards", "ranking", "masks", "call", "methods", "api",
         "recipes", "verification",
     },
-    "criteria": {"base", "ranks", "wrappers", "shards", "masks", "call", "methods"},
+    "criteria": {"base", "ranks", "wrappers", "shards", "masks", "call", "methods", "files"},
     "statistics": {
         "base", "ranks", "wrappers", "shards", "ranking", "call", "files", "budgets", "criteria",
     },
