@@ -197,7 +197,11 @@ class Passes:
 
     def _stream(self, name: str, windows: TokenWindows) -> WindowStream:
         size, place = self.settings.batch_size, self.work.folder("states") / name
-        return self.communicator.run(lambda: WindowStream(self.streamed, windows, size, place))
+        steps = {"gradient": ["head", "backward"], "state": ["forward"]}
+        if name == "after":
+            steps = {"state": ["update"]}
+        make = partial(WindowStream, self.streamed, windows, size, place)
+        return self.communicator.run(lambda: make(lambda kind: self.work.forget(steps[kind])))
 
     def _differentiate(self, stream: WindowStream, number: int) -> None:
         """Collect what scores are made of from the gradients of a layer, and write it."""

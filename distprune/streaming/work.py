@@ -23,6 +23,7 @@ from typing import Any
 
 from distprune.files.disk import (
     DISCARD_HINT,
+    WORK,
     check_free_bytes,
     folder_bytes,
     write_atomically,
@@ -108,6 +109,11 @@ class Work:
             self.record(step, run())
         return self._done[step]
 
+    def forget(self, steps: list[str]) -> None:
+        """Let the next run do steps again, of which this rank finds a file damaged. Local."""
+        kept = {step: value for step, value in self._done.items() if step not in steps}
+        write_atomically(self.path / _PROGRESS, json.dumps(kept).encode())
+
     def remove(self) -> None:
         """Remove the folder. Collective."""
         self._communicator.agree()
@@ -131,7 +137,12 @@ class Work:
 def check_unfinished(destination: Path, facts: Mapping[str, Any], scores: Path | None) -> None:
     """Raise OutputError if another command has begun the destination; see :class:`Work`."""
     path = destination.with_name(f"{destination.name}.partial-text")
-    if (path / _FACTS).exists() and (path / _FACTS).read_text() != _text_of(facts, scores):
+    if (path / _FACTS).exists():
+        is_other = (path / _FACTS).read_text() != _text_of(facts, scores)
+    else:  # one without text
+        path = destination.with_name(f"{destination.name}.partial")
+        is_other = (path / WORK / "digest").exists()
+    if is_other:
         raise OutputError(
             f"{path} is the unfinished result of another command, text, model or version. Finish "
             f"it with the command that began it, {DISCARD_HINT}, or choose another destination."
@@ -147,6 +158,7 @@ def _progress_in(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())
     except ValueError as error:
+        path.unlink(missing_ok=True)
         raise damaged(path, error) from error
     return found
 
@@ -154,6 +166,6 @@ def _progress_in(path: Path) -> dict[str, Any]:
 def damaged(path: Path, error: object) -> CheckpointError:
     """The error for a file of the folder that is missing or damaged."""
     return CheckpointError(
-        f"{path} is missing or damaged: {error}. What was begun cannot go on: {DISCARD_HINT}, and "
-        "run the same command again."
+        f"{path} is missing or damaged: {error}. Run the same command again: it goes on from what "
+        "is whole."
     )

@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from distprune.files.reports import read_report
 from distprune.files.verifying import verify
 from distprune.statistics import GradientStatistics, GramMatrices
 from distprune.testing import run_ranks
+from helpers.disk_crashes import disk_is_full
 from helpers.recipes import raw_recipe
 from helpers.sampling import every
 from helpers.streaming import killed_after, other_files, tokens, weights_of
@@ -141,23 +143,50 @@ def test_another_command_is_refused_while_a_result_is_unfinished(llama, tmp_path
     run(llama, out, damping=0.5)
 
 
-@pytest.mark.parametrize("what", ["flipped", "torn", "missing", "progress"])
-def test_damaged_files_of_a_stopped_run_are_named(llama, tmp_path, what):
-    out, calls = tmp_path / "out", itertools.count()
+@pytest.mark.parametrize(
+    ("what", "name", "num_layers"),
+    [
+        ("flipped", "states/dense-state-00002-*", 2),
+        ("missing", "states/before-state-00002-*", 2),
+        ("torn", "states/dense-gradient-00001-*", 5),
+        ("flipped", "states/after-state-00001-*", 7),
+        ("torn", "progress.json", 7),
+    ],
+)
+def test_what_depends_on_a_damaged_file_is_made_again(llama, tmp_path, what, name, num_layers):
+    """The file is named, and then the same command ends with the same bytes."""
+    out, calls = tmp_path / "out", itertools.count(1)
     with pytest.raises(Stopped):
-        run(llama, out, progress=stopping(lambda: next(calls) == 1))
-    folder = tmp_path / "out.partial-text"
-    path = folder / "progress.json"
-    if what != "progress":
-        path = max((folder / "states").glob("dense-state-00002-*"))
+        run(llama, out, progress=stopping(lambda: next(calls) == num_layers))
+    path = max((tmp_path / "out.partial-text").glob(name))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data if what == "flipped" else data[: len(data) // 2])
     if what == "missing":
         path.unlink()
-    with pytest.raises(CheckpointError, match=rf"{path.name} is missing or damaged.*--discard"):
+    with pytest.raises(CheckpointError, match=rf"{path.name} is missing or damaged.*same command"):
         run(llama, out)
     assert not out.exists()
+    run(llama, out)
+    assert set(other_files(out, llama / "out")) <= {"distprune/report.json"}
+
+
+def test_a_disk_that_is_full_while_hidden_states_are_written(llama, tmp_path, monkeypatch):
+    out, calls, write = tmp_path / "out", itertools.count(), Path.write_bytes
+
+    def write_until_full(path, data):
+        if next(calls) == 9:
+            write(path, data[:100])
+            disk_is_full()
+        return write(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", write_until_full)
+        with pytest.raises(OutputError, match=r"-state-.* cannot be written: No space left"):
+            run(llama, out)
+    assert not out.exists()
+    run(llama, out)
+    assert set(other_files(out, llama / "out")) <= {"distprune/report.json"}
 
 
 def test_another_command_is_noticed_before_the_first_round(llama, tmp_path):
@@ -167,6 +196,16 @@ def test_another_command_is_noticed_before_the_first_round(llama, tmp_path):
     with pytest.raises(OutputError, match="unfinished result of another"):
         run(llama, out, rounds=[0.2], tell=told.append)
     assert not told and [path.name for path in tmp_path.iterdir()] == ["out.partial-text"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rounds"), [("out", []), ("out", [0.2]), ("out.partial-text-0", [0.2])]
+)
+def test_a_command_without_text_is_noticed_before_the_work(llama, tmp_path, name, rounds):
+    output.begin(tmp_path / name, "of another command", 0)
+    with pytest.raises(OutputError, match=rf"{name}\.partial is the unfinished result of another"):
+        run(llama, tmp_path / "out", rounds=rounds, progress=stopping(lambda: True))
+    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.partial"]
 
 
 def test_reports_of_rounds_are_equal_but_for_how_the_run_went(llama, tmp_path):
