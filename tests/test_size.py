@@ -22,10 +22,10 @@ ROOMS = {
     "budgets.py": (228, 1),
     "call": (904, 6),
     "checkpoint.py": (225, 1),
-    "cli": (1251, 10),
-    "criteria": (670, 4),
+    "cli": (1252, 10),
+    "criteria": (727, 4),
     "dynamic.py": (140, 1),
-    "files": (2423, 14),
+    "files": (2425, 14),
     "integrations": (820, 6),
     "language_models": (1026, 7),
     "layouts.py": (13, 1),
@@ -39,14 +39,14 @@ ROOMS = {
     "selftest.py": (291, 1),
     "shards": (880, 8),
     "statistics": (1394, 7),
-    "streaming": (1029, 6),
+    "streaming": (1033, 6),
     "testing.py": (246, 1),
     "verification.py": (597, 1),
     "wrappers": (1140, 9),
 }
-TOTAL = (20018, 132)
+TOTAL = (20082, 132)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 34148, "launch": 967}
+FOLDERS = {"tests": 34372, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,
