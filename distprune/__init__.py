@@ -20,12 +20,6 @@ from distprune._version import __version__ as __version__
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from distprune._public import *
-    from distprune._public import _compute_norm as _compute_norm
-    from distprune._public import _compute_nparams_toprune as _compute_nparams_toprune
-    from distprune._public import _validate_pruning_amount as _validate_pruning_amount
-    from distprune._public import _validate_pruning_amount_init as _validate_pruning_amount_init
-    from distprune._public import _validate_pruning_dim as _validate_pruning_dim
-    from distprune._public import _validate_structured_pruning as _validate_structured_pruning
 else:
 
     def __getattr__(name: str) -> object:

@@ -8,8 +8,8 @@ from distprune import schedule as schedule
 from distprune import statistics as statistics
 from distprune.api.chosen_masks import get_masks as get_masks
 from distprune.api.chosen_masks import hold_zeros as hold_zeros
-from distprune.api.chosen_masks import keep_pruned_values as keep_pruned_values
 from distprune.api.chosen_masks import load_masks as load_masks
+from distprune.api.chosen_masks import masks_aside as masks_aside
 from distprune.api.chosen_masks import masks_from_zeros as masks_from_zeros
 from distprune.api.chosen_masks import save_masks as save_masks
 from distprune.api.chosen_masks import set_masks as set_masks
@@ -26,7 +26,6 @@ from distprune.api.local import random_structured as random_structured
 from distprune.api.local import random_unstructured as random_unstructured
 from distprune.api.local import remove as remove
 from distprune.api.select import select as select
-from distprune.api.wrap_later import masks_aside as masks_aside
 from distprune.base import amount as _amount
 from distprune.base.naming import NamedParameter as NamedParameter
 from distprune.call.report import ChannelGroupReport as ChannelGroupReport
@@ -55,6 +54,7 @@ from distprune.verification import VerificationError as VerificationError
 from distprune.verification import VerificationReport as VerificationReport
 from distprune.verification import VerifiedParameter as VerifiedParameter
 from distprune.verification import verify as verify
+from distprune.wrappers.held import keep_pruned_values as keep_pruned_values
 
 # Private in torch.nn.utils.prune, but programs call them.
 _compute_norm = _builtin.compute_norm

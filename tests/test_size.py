@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Room of the package: (lines of code, files). A change that makes a room smaller lowers its limit.
 ROOMS = {
-    "__init__.py": (23, 1),
+    "__init__.py": (17, 1),
     "__main__.py": (13, 1),
     "_public.py": (61, 1),
     "_transformers.py": (359, 1),
     "_version.py": (1, 1),
-    "api": (1025, 8),
+    "api": (899, 7),
     "base": (868, 9),
     "budgets.py": (228, 1),
     "call": (904, 6),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (597, 1),
     "wrappers": (1140, 9),
 }
-TOTAL = (20082, 132)
+TOTAL = (19950, 131)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 34372, "launch": 967}
+FOLDERS = {"tests": 34348, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

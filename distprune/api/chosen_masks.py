@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from distprune.base import memory
 from distprune.base.amount import listed
 from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import NamedParameter, Pair, checked_pair, label_of
-from distprune.base.pruned_form import is_dtensor, local_tensor
+from distprune.base.pruned_form import is_dtensor, local_tensor, mask_key
 from distprune.base.selecting import reason_of_shape
 from distprune.call.report import MaskLoadingReport, PruningReport
 from distprune.call.request import (
@@ -43,14 +43,15 @@ from distprune.files.checkpoint import open_checkpoint
 from distprune.files.disk import write_atomically
 from distprune.files.errors import CheckpointError
 from distprune.files.mask_files import MASK_FILE, MaskFile, mask_header, open_masks, read_keep
-from distprune.masks.checks import check_binary
-from distprune.masks.hook import find_hook, pruned_parameters, refresh_products
+from distprune.masks import checks
+from distprune.masks.attach import detach, tied_places
+from distprune.masks.hook import find_hook, pruned_parameters, refresh_products, unregister
 from distprune.methods.base import elementwise_decision
 from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.ranks.collectives import Communicator, world
 from distprune.shards.reader import Place, ShardReader, all_places, by_parameter, find_places
 from distprune.shards.shard import Shard
-from distprune.wrappers.held import find_held, putting_off_zeros
+from distprune.wrappers.held import find_held
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -84,16 +85,34 @@ def put_masks(
         reuse: leave the container as it is, if its last entry stands for a chosen mask.
         reads_values: whether replicas have to be equal, and not their masks only.
     """
+    method, make_hook = _Chosen(decide, reads_values), partial(hook_for_chosen_mask, reuse=reuse)
     report = prune_parameters(
-        lambda: PruningArguments(
-            **vars(make_arguments()),
-            method=_Chosen(decide, reads_values),
-            make_hook=partial(hook_for_chosen_mask, reuse=reuse),
-        ),
+        lambda: PruningArguments(**vars(make_arguments()), method=method, make_hook=make_hook),
         communicator,
         counted,
     )
     return replace(report, method=function)
+
+
+def one_each(what: str, values: Any, parameters: Iterable[Pair]) -> dict[Pair, Any]:
+    """A sequence of values for some parameters as a dictionary by (module, name), unwrapped.
+
+    Raises:
+        TypeError, ValueError: no sequence, or not one value for each parameter; a parameter that
+            is listed twice.
+    """
+    if isinstance(values, (str, Mapping, Tensor)):
+        raise TypeError(f"{what} is a {type(values).__name__}; expected a sequence of tensors.")
+    places = [checked_pair(pair, f"parameters[{i}]") for i, pair in enumerate(parameters)]
+    given = list(values)
+    if len(given) != len(places):
+        raise ValueError(
+            f"{len(given)} {what} for {len(places)} parameters; expected one for each."
+        )
+    by_place = dict(zip(places, given, strict=True))
+    if len(by_place) < len(places):
+        raise ValueError("a parameter is listed twice; expected each (module, name) once.")
+    return by_place
 
 
 def get_masks(parameters: Iterable[Pair]) -> list[Tensor]:
@@ -118,10 +137,10 @@ def get_masks(parameters: Iterable[Pair]) -> list[Tensor]:
         for position, pair in enumerate(parameters):
             module, name = checked_pair(pair, f"parameters[{position}]")
             shard = reader.read(module, name, label_of(pair, position))
-            local = shard.new_mask(torch.bool).fill_(True)
+            keep = shard.new_mask(torch.bool).fill_(True)
             if shard.mask is not None:
-                local.copy_(shard.mask != 0)
-            masks.append(shard.as_parameter_layout(local))
+                keep.copy_(shard.mask != 0)
+            masks.append(shard.as_parameter_layout(keep))
     return masks
 
 
@@ -170,22 +189,15 @@ def set_masks(
 
     Source: RigL, Evci et al., arXiv 1911.11134; SET, Mocanu et al., arXiv 1707.04780.
     """
+    pairs = list(parameters)
     zeroed: list[tuple[Tensor, Tensor]] = []  # on this rank, and where it becomes zero
     changed_places: list[Pair] = []
 
     def read() -> ParameterArguments:
-        pairs = list(parameters)
-        if len(masks) != len(pairs):
-            raise ValueError(
-                f"{len(masks)} masks for {len(pairs)} parameters; expected one for each."
-            )
-        for position, mask in enumerate(masks):
+        given = one_each("masks", masks, pairs)
+        for position, mask in enumerate(given.values()):
             if not isinstance(mask, Tensor):
                 raise TypeError(f"masks[{position}] is a {type(mask).__name__}; expected a tensor.")
-        places = [checked_pair(pair, f"parameters[{i}]") for i, pair in enumerate(pairs)]
-        given = dict(zip(places, masks, strict=True))
-        if len(given) < len(pairs):
-            raise ValueError("a parameter is listed twice; expected each (module, name) once.")
         is_given = "per part" if pipeline_parallel else str(optimizer is not None)
         return ParameterArguments(
             parameters=pairs,
@@ -200,14 +212,14 @@ def set_masks(
         for position, shard in enumerate(call.shards):
             before = keep = call.start_mask(position) != 0
             if isinstance(shard.scores, Tensor):  # else it is of another part of a pipeline
-                check_binary(shard.scores, shard.name)
+                checks.check_binary(shard.scores, shard.name)
                 keep = shard.scores != 0
-            grown, dropped = keep & ~before, before & ~keep
+            dropped, grown = before & ~keep, keep & ~before
             counted = slice(shard.counted.start, shard.counted.stop)
-            num_grown.append(int(shard.flat(grown)[counted].sum()))
             num_dropped.append(int(shard.flat(dropped)[counted].sum()))
+            num_grown.append(int(shard.flat(grown)[counted].sum()))
             new.append(shard.new_mask(call.mask_dtypes[position]).copy_(keep))
-            changed = grown | dropped
+            changed = dropped | grown
             if shard.places and bool(changed.any()):
                 changed_places.extend(shard.places)
                 zeroed.append((shard.values, grown))
@@ -246,6 +258,70 @@ def _states(optimizer: Any, shard: Shard) -> list[Tensor]:
     return [tensor for tensor in found if tensor.shape == shard.values.shape]
 
 
+@contextmanager
+def masks_aside(model: nn.Module, *, group: ProcessGroup | None = None) -> Iterator[None]:
+    """Take the masks off a model while it is wrapped, and put them back, sharded, afterwards.
+
+    It begins with :func:`get_masks`, and ends with :func:`set_masks`. Inside the context the
+    modules are ordinary ones: parameters stand under their own names with their unmasked values,
+    and any wrapper takes them::
+
+        with distprune.masks_aside(model):
+            parallelize_module(model, mesh, plan)       # or fully_shard, accelerator.prepare, ...
+
+    Args:
+        model: pruned, not sharded yet, with the same masks on every rank. Wrappers have to
+            keep its modules, as all of torch's do.
+        group: the ranks that call this; every rank by default. Collective on entry and on exit.
+
+    Raises:
+        ValueError: on entry, a mask with other values than 0 and 1; a tied parameter that is
+            pruned differently under its names, or under one only; on exit, ranks with different
+            masks.
+        RuntimeError: on entry, a mask was deleted.
+        NotImplementedError: on entry, a method with an ``apply_mask`` of its own; on exit, a
+            wrapper or layout that is not supported.
+
+    On an error every rank raises, and nothing has changed on entry. On an error of the body, or on
+    exit, no mask is on the model, on any rank; the error has them all in its attribute ``masks``,
+    by full name, so that none is lost: pass them to ``custom_from_mask`` or :func:`set_masks` on a
+    model that is wrapped in another way.
+
+    Cost: no copy of a weight; that of the two functions, and a few all-reduces of 40 bytes.
+    """
+    communicator = world(group)
+
+    def read() -> tuple[list[NamedParameter], list[Tensor]]:
+        checks.check_ties(model)
+        for label, module, hook in pruned_parameters(model):
+            checks.check_binary(module.get_buffer(mask_key(hook._tensor_name)), label)
+            checks.check_hook(hook, label)
+        pairs = find_places(model, _is_pruned)
+        return pairs, get_masks(pairs)
+
+    pairs, masks = communicator.run(
+        read, lambda found: [("pruned parameters", ", ".join(pair.fqn for pair in found[0]))]
+    )
+    for _, module, hook in list(pruned_parameters(model)):
+        if find_hook(module, hook._tensor_name) is hook:  # else it went with another name
+            detach(module, hook._tensor_name, None, tied_places(module, hook))
+            unregister(module, hook._tensor_name)
+    try:
+        with communicator.raising_everywhere():
+            yield
+        communicator.agree()  # an error of the body on another rank is raised here
+        if pairs:
+            set_masks(pairs, masks, group=group)
+    except BaseException as error:
+        named = zip(pairs, masks, strict=True)
+        error.masks = {pair.fqn: mask for pair, mask in named}  # type: ignore[attr-defined]
+        raise
+
+
+def _is_pruned(place: Place) -> bool:
+    return find_hook(*place.pair) is not None
+
+
 def masks_from_zeros(
     parameters: nn.Module | Iterable[Pair],
     *,
@@ -280,31 +356,27 @@ def masks_from_zeros(
     per parameter in all. No weight is communicated.
     """
     communicator = world(group)
-    is_model = isinstance(parameters, nn.Module)
 
     def read() -> ParameterArguments:
         if all_zero not in ("error", "leave", "prune"):
             raise ValueError(f"all_zero={all_zero!r}; expected 'error', 'leave' or 'prune'.")
-        pairs: Any = parameters
-        if isinstance(parameters, nn.Module):
-            pairs = find_places(parameters, lambda place: not reason_of_shape(place.shape))
+        pairs, is_model = parameters, isinstance(parameters, nn.Module)
+        if isinstance(pairs, nn.Module):
+            pairs = find_places(pairs, lambda p: p.is_floating and not reason_of_shape(p.shape))
         return ParameterArguments(
             parameters=pairs,
             facts=[("all_zero", all_zero), ("a model is given", str(is_model))],
             pipeline_parallel=pipeline_parallel,
         )
 
-    def count_kept() -> Tensor:
-        return torch.tensor([_count_kept(shard) for shard in counted.targets], dtype=torch.int64)
-
     counted = count_live(read, communicator, reads_values=True)
+    shards = counted.targets
     with communicator.exclusively(), ordinary_tensors(), torch.no_grad():
-        num_kept = communicator.reduce(len(counted.targets), count_kept).tolist()
-    zeros = [
-        (shard, live, kept)
-        for shard, live, kept in zip(counted.targets, counted.num_live, num_kept, strict=True)
-        if kept < live and (shard.values.is_floating_point() or not is_model)
-    ]
+        num_kept = communicator.reduce(
+            len(shards), lambda: torch.tensor([_count_kept(shard) for shard in shards])
+        ).tolist()
+    rows = zip(shards, counted.num_live, num_kept, strict=True)
+    zeros = [(shard, live, kept) for shard, live, kept in rows if kept < live]
     entire = [shard.name for shard, _, kept in zeros if not kept]
     if entire and all_zero == "error":
         raise ValueError(
@@ -316,7 +388,7 @@ def masks_from_zeros(
     chosen = [(shard, live) for shard, live, kept in zeros if kept or all_zero == "prune"]
     if not chosen:
         raise ValueError(
-            f"none of the {len(num_kept)} parameters has a zero that is not pruned yet; expected "
+            f"none of the {len(shards)} parameters has a zero that is not pruned yet; expected "
             "weights that were pruned before. Load them first, and convert their dtype afterwards."
         )
     return put_masks(
@@ -375,7 +447,7 @@ def save_masks(
     def read() -> ParameterArguments:
         if names not in ("checkpoint", "model"):
             raise ValueError(f"names={names!r}; expected 'checkpoint' or 'model'.")
-        pairs = find_places(model, lambda place: find_hook(*place.pair) is not None)
+        pairs = find_places(model, _is_pruned)
         if not pairs and not pipeline_parallel:
             raise ValueError("nothing is pruned in this model; expected at least one parameter.")
         return ParameterArguments(
@@ -383,11 +455,10 @@ def save_masks(
         )
 
     def plan() -> list[_transformers.SavedMasks]:
-        shapes = {shard.name: tuple(shard.shape) for shard in shards}
         if names == "model" or pipeline_parallel:
             return [_transformers.unchanged(name, name, shapes) for name in shapes]
         every = {place.pair.fqn: place.shape for place in all_places(model)}
-        return _transformers.as_saved(model, every | shapes, shapes)
+        return _transformers.as_saved(model, every, shapes)
 
     def write() -> None:
         if communicator.index:
@@ -399,8 +470,7 @@ def save_masks(
                 keep = memory.unpack_words(words[name].numpy(), shapes[name].numel())
                 masks[name] = torch.from_numpy(keep).view(shapes[name])
             made = each.make(masks)
-            for name in each.tensors:
-                parts.append(memory.pack(made[name].reshape(-1).numpy()).tobytes())
+            parts += [memory.pack(made[n].reshape(-1).numpy()).tobytes() for n in each.tensors]
         header = mask_header(
             {name: shape for each in saved for name, shape in each.tensors.items()},
             is_of_checkpoint=any(each.parameters != (*each.tensors,) for each in saved),
@@ -408,13 +478,12 @@ def save_masks(
         write_atomically(Path(folder, MASK_FILE), header + b"".join(parts))
 
     shards = count_live(read, communicator).targets
+    shapes, words = {shard.name: shard.shape for shard in shards}, dict[str, Tensor]()
     with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
-        saved, words = communicator.run(plan), {}
-        shapes = {shard.name: shard.shape for shard in shards}
+        saved = communicator.run(plan)
         for shard in shards:
-            size = -(-shard.numel // 64)
             # Each bit is set by one rank: a sum of them is as good as a union.
-            bits = communicator.reduce(size, partial(_bits_of, shard))
+            bits = communicator.reduce(-(-shard.numel // 64), partial(_bits_of, shard))
             if communicator.index == 0:
                 words[shard.name] = bits
         communicator.run(write)
@@ -437,7 +506,6 @@ def load_masks(
     *,
     strict: bool = True,
     group: ProcessGroup | None = None,
-    pipeline_parallel: bool = False,
 ) -> MaskLoadingReport:
     """Put the masks of a pruned checkpoint onto a model, whatever wraps it. Collective.
 
@@ -445,27 +513,25 @@ def load_masks(
     transformers may be any that ``from_pretrained`` makes of the checkpoint: with or without the
     prefix of the base model, with parameters that are renamed on loading, and with those that are
     merged, split or transposed (the experts of a mixture), whose masks go the same way. A
-    parameter that is pruned already keeps its zeros, too. The weights do not change; what was
-    pruned is zero in the forward, whichever weights the model has.
+    parameter that is pruned already keeps its zeros, too, and a tied one gets those of all its
+    names. The weights do not change; what was pruned is zero in the forward, whichever weights the
+    model has.
 
     Args:
-        model: plain or wrapped in anything that distprune supports; a stage, with
-            ``pipeline_parallel``.
+        model: plain or wrapped in anything that distprune supports. A stage of a pipeline passes
+            strict=False, and as group the ranks of the stage.
         folder: what ``distprune prune`` or :func:`save_masks` wrote, on every rank's disk.
         strict: raise if a mask fits no parameter. If not, the report lists them; and such
             parameters stay as they are. (A fine-tuned model has another head than the checkpoint.)
         group: the ranks that take part; every rank by default.
-        pipeline_parallel: the ranks hold different parts of the model.
 
     Returns:
-        A report, the same on every rank. Under ``pipeline_parallel`` its ``missing_keys`` and
-        ``mismatched_keys`` are those of the calling rank.
+        A report, the same on every rank.
 
     Raises:
         ValueError: a mask whose parameter the model does not have, or has in another shape, or
             of which transformers makes something that has no mask, all by name; no mask at all
-            fits; names of a tied parameter with different masks; ranks that read different
-            masks. On every rank; no module has changed then.
+            fits; ranks that read different masks. On every rank; no module has changed then.
         FilesError: no masks, or malformed ones; on every rank (a RuntimeError where only some
             ranks failed).
 
@@ -474,98 +540,73 @@ def load_masks(
     permuted on loading).
     """
     communicator = world(group)
-    masks, matching, places = communicator.run(
-        lambda: _match(model, Path(folder)), lambda found: [("crc32 of the masks", _crc(found[0]))]
-    )
-    # No rank has a parameter for these; of a pipeline, known when all ranks have told theirs.
-    unexpected = dict(matching.unexpected)
     parameters: list[NamedParameter] = []
     sources: dict[str, list[_transformers.MaskSource]] = {}  # a tied parameter may have several
-    missing = []
-    for of_one in by_parameter(places).values():
-        named = [place for place in of_one if place.pair.fqn in matching.sources]
-        if named:
-            parameters.append(named[0].with_all(of_one))
-            sources[named[0].pair.fqn] = [matching.sources[place.pair.fqn] for place in named]
-        elif sum(size > 1 for size in of_one[0].shape) > 1:
-            missing.append(of_one[0].pair.fqn)
+    missing: list[str] = []
 
-    def check(is_strict: bool) -> None:
-        problems = [f"{n} ({why or 'no such parameter'})" for n, why in unexpected.items()]
+    def match() -> tuple[MaskFile, _transformers.Matching]:
+        masks, places = open_masks(Path(folder)), list(all_places(model))
+        others: dict[str, tuple[int, ...]] = {}
+        if masks.is_of_checkpoint:
+            with suppress(CheckpointError):  # the masks were moved away from the weights, say
+                others = {t.name: tuple(t.shape) for t in open_checkpoint(Path(folder)).tensors}
+        matching = _transformers.match_masks(
+            masks.shapes,
+            {place.pair.fqn: place.shape for place in places},
+            _transformers.rules_for(model),
+            is_checkpoint=masks.is_of_checkpoint,
+            others=others,
+        )
+        for tied in by_parameter(places).values():
+            named = [place for place in tied if place.pair.fqn in matching.sources]
+            if named:
+                parameters.append(named[0].with_all(tied))
+                sources[named[0].pair.fqn] = [matching.sources[place.pair.fqn] for place in named]
+            elif not reason_of_shape(tied[0].shape):
+                missing.append(tied[0].pair.fqn)
+        unexpected = matching.unexpected.items()
+        problems = [f"{name} ({why or 'no such parameter'})" for name, why in unexpected]
         problems += matching.mismatched.values()
-        if problems and is_strict:
+        if problems and (strict or not parameters):
             raise ValueError(
                 f"{len(problems)} of the {len(masks.shapes)} masks in {folder} fit no parameter: "
                 f"{listed(problems, 8, '; ')}. Expected a model that the masks are for, or the "
                 "part of yours that is one (load_masks(model.backbone, ...)). strict=False loads "
                 "the other masks and leaves such parameters as they are."
             )
-
-    def read() -> ParameterArguments:
-        if not pipeline_parallel:
-            check(strict or not parameters)
-        facts = [("strict", str(strict))]
-        return ParameterArguments(
-            parameters=parameters, facts=facts, pipeline_parallel=pipeline_parallel
-        )
+        return masks, matching
 
     def read_mask(name: str) -> Tensor:
         shape = torch.Size(masks.shapes[name])
         return torch.from_numpy(read_keep(masks, name, 0, shape.numel())).view(shape)
 
-    def apply(shard: Shard, mask: Tensor) -> None:
-        if not mask.numel():
-            return
-        whole, *others = (source.read(read_mask) for source in sources[shard.name])
-        if not all(torch.equal(other, whole) for other in others):
-            raise ValueError(
-                f"{shard.name} is tied, and {folder} has different masks under its names; expected "
-                "equal ones."
-            )
-        mask.mul_(shard.slice_of(whole).to(mask.device, mask.dtype).view(mask.shape))
+    def prune(shard: Shard, mask: Tensor) -> None:
+        for source in sources[shard.name] if mask.numel() else ():
+            part = shard.slice_of(source.read(read_mask))
+            mask.mul_(part.to(mask.device, mask.dtype).view(mask.shape))
 
-    def decide(call: PruningCall) -> Decision:
-        fits = torch.tensor([name not in unexpected for name in masks.shapes], dtype=torch.int64)
-        for name, count in zip(masks.shapes, call.communicator.sum(fits).tolist(), strict=True):
-            if count:
-                unexpected.pop(name, None)
-
-        def finish() -> LocalMasks:
-            check(strict)
-            return call.changed_masks(lambda position, mask: apply(call.shards[position], mask))
-
-        return Decision(finish)
-
-    report = put_masks("load_masks", read, decide, communicator)
+    masks, matching = communicator.run(
+        match, lambda found: [("crc32 of the masks", _crc(found[0].file.path))]
+    )
+    report = put_masks(
+        "load_masks",
+        lambda: ParameterArguments(parameters=parameters, facts=[("strict", str(strict))]),
+        lambda call: Decision(
+            lambda: call.changed_masks(lambda i, mask: prune(call.shards[i], mask))
+        ),
+        communicator,
+    )
     return MaskLoadingReport(
         **vars(report),
         missing_keys=tuple(missing),
-        unexpected_keys=tuple(unexpected),
+        unexpected_keys=tuple(matching.unexpected),
         mismatched_keys=tuple(matching.mismatched),
     )
 
 
-def _match(model: nn.Module, folder: Path) -> tuple[MaskFile, _transformers.Matching, list[Place]]:
-    """The masks in a folder, which parameter each is for, and all parameters of the model."""
-    masks, places = open_masks(folder), list(all_places(model))
-    others: dict[str, tuple[int, ...]] = {}
-    if masks.is_of_checkpoint:
-        with suppress(CheckpointError):  # the masks were moved away from the weights, say
-            others = {each.name: tuple(each.shape) for each in open_checkpoint(folder).tensors}
-    shapes = {place.pair.fqn: place.shape for place in places}
-    matching = _transformers.match_masks(
-        masks.shapes,
-        shapes,
-        _transformers.rules_for(model),
-        is_checkpoint=masks.is_of_checkpoint,
-        others=others,
-    )
-    return masks, matching, places
-
-
-def _crc(masks: MaskFile) -> str:
+def _crc(path: str) -> str:
     crc = 0
-    with open(masks.file.path, "rb") as file:
+    with open(path, "rb") as file:
         while block := file.read(_CHUNK):
             crc = zlib.crc32(block, crc)
     return str(crc)
@@ -587,23 +628,3 @@ def hold_zeros(model: nn.Module) -> None:
         held = find_held(module, hook._tensor_name)
         if held is not None:
             held.zero()
-
-
-@contextmanager
-def keep_pruned_values() -> Iterator[None]:
-    """Keep the values under new masks of sharded parameters until the context ends.
-
-    On a sharded parameter a mask sets what it prunes to zero at once. :func:`reconstruct` needs the
-    weights before the pruning, so there the two belong into one context::
-
-        with prune.keep_pruned_values():
-            prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.6)
-            prune.reconstruct(parameters, grams)
-
-    A forward, an optimizer step or a state dict inside the context sets them to zero, too. Plain
-    modules keep their values in ``weight_orig`` anyway.
-
-    Cost: no memory, no communication.
-    """
-    with putting_off_zeros():
-        yield

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from distprune.api.chosen_masks import one_each
 from distprune.base.memory import ordinary_tensors
-from distprune.base.naming import Pair, checked_pair, label_of
+from distprune.base.naming import Pair, label_of
 from distprune.call.reading import check_signed, read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ONE_SEGMENT, Fact, ParameterArguments, PruningCall, Segments
@@ -137,29 +138,26 @@ def global_mask(
             raise NotImplementedError("candidates under pipeline_parallel; expected none.")
         given: Any = None if is_random else scores
         if given is not None and not isinstance(given, Mapping):
-            places = [checked_pair(pair, f"parameters[{i}]") for i, pair in enumerate(pairs)]
-            listed = zip(places, _one_each("scores", given, pairs), strict=True)
-            given = {place: tensor for place, tensor in listed if tensor is not None}
+            listed = one_each("scores", given, pairs).items()
+            given = {pair: tensor for pair, tensor in listed if tensor is not None}
+        options = bool(largest), bool(signed), is_random, candidates is not None, counts
+        names = ("largest", "signed", "random scores", "candidates are given", "k")
         return ParameterArguments(
             parameters=pairs,
             importance_scores=given,
             scores_name="scores",
             pipeline_parallel=pipeline_parallel,
-            facts=[
-                ("largest", str(bool(largest))),
-                ("signed", str(bool(signed))),
-                ("scores", "random" if is_random else "of the parameters"),
-                ("candidates", "none" if candidates is None else "given"),
-                ("k", str(counts)),
-            ],
+            facts=list(zip(names, map(str, options), strict=True)),
         )
 
     def take_candidates() -> list[Fact]:
         if len(own) < len(pairs):
             raise ValueError("a parameter is listed twice; expected each once, under one name.")
-        facts = []
-        masks = [None] * len(own) if candidates is None else candidates
-        for i, given in zip(own, _one_each("candidates", masks, pairs), strict=True):
+        facts: list[Fact] = []
+        masks: list[Any] = [None] * len(own)
+        if candidates is not None:
+            masks = list(one_each("candidates", candidates, pairs).values())
+        for i, given in zip(own, masks, strict=True):
             shard, mask = shards[i], None
             if given is not None:
                 if not isinstance(given, Tensor) or given.dtype is not torch.bool:
@@ -193,17 +191,17 @@ def global_mask(
         if any(shard.mask is not None or shard.num_replicas > 1 for shard in shards):
             num_live = count_live_and_compare(shards, not is_random, communicator)
         totals = num_live if each else [sum(num_live)]
+        num_pruned = []
         for count, total in zip(counts, totals, strict=True):
             if not 0 <= count <= total:
                 raise ValueError(
                     f"k is {count:,}, and {total:,} elements compete; expected 0 <= k <= {total:,}."
                 )
-        rows = zip(counts, totals, strict=True)
-        num_pruned = [total - count if largest else count for count, total in rows]
+            num_pruned.append(total - count if largest else count)
         segments = ONE_SEGMENT
         if each:  # the elements that do not compete count as pruned
-            per_shard = zip(shards, num_pruned, num_live, strict=True)
-            segments = Segments(counts=tuple(n + s.numel - live for s, n, live in per_shard))
+            rows = zip(shards, num_pruned, num_live, strict=True)
+            segments = Segments(counts=tuple(n + shard.numel - live for shard, n, live in rows))
         bools = [torch.bool] * len(shards)
         call = PruningCall(shards, num_live, bools, communicator, segments=segments)
         order = Order.ASCENDING if signed else Order.MAGNITUDE
@@ -219,14 +217,3 @@ def global_mask(
         communicator.num_collectives,
         communicator.bytes_sent,
     )
-
-
-def _one_each(what: str, values: Any, pairs: Sequence[Pair]) -> list[Any]:
-    if isinstance(values, (str, Mapping, Tensor)):
-        raise TypeError(f"{what} is a {type(values).__name__}; expected a sequence of tensors.")
-    given = list(values)
-    if len(given) != len(pairs):
-        raise ValueError(
-            f"{what} has {len(given)} entries, for {len(pairs)} parameters; expected one for each."
-        )
-    return given

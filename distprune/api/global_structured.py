@@ -6,7 +6,7 @@ number). All ranks cut it alike, because all have the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,22 +15,16 @@ import numpy as np
 from distprune.api.chosen_masks import put_masks
 from distprune.base.amount import Amount, validate_amount
 from distprune.base.exact_sums import Normalization, check_normalization
+from distprune.base.naming import checked_pair
 from distprune.call.reading import SignedScores, check_mapping
 from distprune.call.report import ChannelGroupReport, StructuredReport
 from distprune.call.request import Decision, ParameterArguments, PruningCall
+from distprune.methods import channels
 from distprune.methods.base import describe_argument
 from distprune.methods.builtin import norm_order
-from distprune.methods.channels import (
-    ChannelGroup,
-    ChannelSlice,
-    channel_sizes,
-    joint_norms,
-    live_channels,
-    normalized,
-    prune_lowest,
-)
+from distprune.methods.channels import ChannelGroup, ChannelSlice
 from distprune.ranks.collectives import world
-from distprune.shards.reader import Scores, ShardReader
+from distprune.shards.reader import Scores
 from distprune.shards.shard import Shard
 
 if TYPE_CHECKING:
@@ -101,16 +95,6 @@ def global_structured(
 
     def read() -> ParameterArguments:
         given.extend(groups)
-        reader, seen = ShardReader(), dict[Hashable, str]()
-        for each in given:
-            for part in each.parts:
-                key, _ = reader.identity(*part.parameter)
-                if key in seen:
-                    raise ValueError(
-                        f"{part.label} is in the groups {seen[key]} and {each.label}; expected "
-                        "each parameter, under all its names, in one part of one group."
-                    )
-                seen[key] = each.label
         validate_amount(amount)
         check_normalization(normalize)
         check_mapping(importance_scores)
@@ -136,20 +120,20 @@ def global_structured(
 
     def decide(call: PruningCall) -> Decision:
         by_group = _slices(given, call.shards)
-        slices = [each for own in by_group for each in own]
-        sizes = channel_sizes(by_group)
-        live = live_channels(slices, sizes, call.communicator)
+        slices = [part for parts in by_group for part in parts]
+        sizes = channels.channel_sizes(by_group)
+        live = channels.live_channels(slices, sizes, call.communicator)
         rows = [
             partial(part.counted_rows, partial(call.score_or_value, i), part.shard.mask)
             for i, part in enumerate(slices)
             if part.is_ranked
         ]
-        ranked = [[part for part in own if part.is_ranked] for own in by_group]
-        norms = joint_norms(rows, n, channel_sizes(ranked), call.communicator)
+        ranked = [[part for part in parts if part.is_ranked] for parts in by_group]
+        num_ranked = channels.channel_sizes(ranked)
+        scores = channels.joint_norms(rows, n, num_ranked, call.communicator).numpy()
         # From here to the masks every rank does the same with the same numbers.
-        scores = norms.numpy()
-        for each, own in zip(given, by_group, strict=True):
-            values, is_live = scores[own[0].span], live[own[0].span]
+        for each, (first, *_) in zip(given, by_group, strict=True):
+            values, is_live = scores[first.span], live[first.span]
             is_wrong = np.isnan(values) if normalize is None else ~np.isfinite(values)
             wrong = np.flatnonzero(is_wrong & is_live)
             if wrong.size:
@@ -158,10 +142,10 @@ def global_structured(
                     f"{values[wrong[0]]}; expected numbers, finite ones with normalize."
                 )
             if normalize is not None:
-                values[:] = normalized(values, is_live, normalize)
-        decision, pruned = prune_lowest(call, slices, scores, live, amount)
-        for each, own in zip(given, by_group, strict=True):
-            span, num = own[0].span, own[0].num_channels
+                values[:] = channels.normalized(values, is_live, normalize)
+        decision, pruned = channels.prune_lowest(call, slices, scores, live, amount)
+        for each, (first, *_) in zip(given, by_group, strict=True):
+            span, num = first.span, first.num_channels
             num_live, num_pruned = int(live[span].sum()), int(pruned[span].sum())
             size = int(sizes[span].sum()) // max(num, 1)
             reports.append(ChannelGroupReport(each.label, num, num - num_live, num_pruned, size))
@@ -172,13 +156,22 @@ def global_structured(
 
 
 def _slices(groups: Sequence[ChannelGroup], shards: Sequence[Shard]) -> list[list[ChannelSlice]]:
-    """By group, its parts, which have the order of the parameters of the call; checked."""
+    """By group, its parts; checked. The parameters of the call have the order of the parts."""
     by_group: list[list[ChannelSlice]] = []
-    shard_of, first = iter(shards), 0
+    shard_of = {(id(module), name): s for s in shards for module, name in s.places}
+    group_of: dict[int, str] = {}  # by id of a shard
+    first = 0
     for group in groups:
         slices, without_scores = [], []
         for part in group.parts:
-            shard = next(shard_of)
+            module, name = checked_pair(part.parameter, "a parameter")
+            shard = shard_of[id(module), name]
+            if id(shard) in group_of:
+                raise ValueError(
+                    f"{part.label} is in the groups {group_of[id(shard)]} and {group.label}; "
+                    "expected each parameter, under all its names, in one part of one group."
+                )
+            group_of[id(shard)] = group.label
             dim = range(len(shard.shape))[part.dim]
             if shard.shape[dim] % part.size:
                 raise ValueError(

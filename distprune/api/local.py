@@ -9,14 +9,7 @@ from torch import Tensor, nn
 from distprune.base.amount import Amount
 from distprune.base.naming import unwrap
 from distprune.masks.hook import find_hook, hooks_on, unregister
-from distprune.methods.builtin import (
-    CustomFromMask,
-    Identity,
-    L1Unstructured,
-    LnStructured,
-    RandomStructured,
-    RandomUnstructured,
-)
+from distprune.methods import builtin
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -31,7 +24,7 @@ def identity(module: ModuleT, name: str) -> ModuleT:
     Returns:
         The module.
     """
-    Identity.apply(module, name)
+    builtin.Identity.apply(module, name)
     return module
 
 
@@ -49,7 +42,7 @@ def random_unstructured(module: ModuleT, name: str, amount: Amount) -> ModuleT:
     Returns:
         The module.
     """
-    RandomUnstructured.apply(module, name, amount)
+    builtin.RandomUnstructured.apply(module, name, amount)
     return module
 
 
@@ -71,7 +64,7 @@ def l1_unstructured(
     Returns:
         The module.
     """
-    L1Unstructured.apply(module, name, amount=amount, importance_scores=importance_scores)
+    builtin.L1Unstructured.apply(module, name, amount=amount, importance_scores=importance_scores)
     return module
 
 
@@ -90,7 +83,7 @@ def random_structured(module: ModuleT, name: str, amount: Amount, dim: int) -> M
     Returns:
         The module.
     """
-    RandomStructured.apply(module, name, amount, dim)
+    builtin.RandomStructured.apply(module, name, amount, dim)
     return module
 
 
@@ -119,7 +112,7 @@ def ln_structured(
     Returns:
         The module.
     """
-    LnStructured.apply(module, name, amount, n, dim, importance_scores=importance_scores)
+    builtin.LnStructured.apply(module, name, amount, n, dim, importance_scores=importance_scores)
     return module
 
 
@@ -140,7 +133,7 @@ def custom_from_mask(module: ModuleT, name: str, mask: Tensor) -> ModuleT:
         ValueError: another value than 0 and 1 for a sharded parameter; on every rank, and
             nothing has changed then.
     """
-    CustomFromMask.apply(module, name, mask)
+    builtin.CustomFromMask.apply(module, name, mask)
     return module
 
 

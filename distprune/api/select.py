@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from distprune.base.naming import NamedParameter, full_name, unwrap
-from distprune.base.pruned_form import lost_mask, mask_key, name_without_orig
 from distprune.base.selecting import (
     EMBEDDING,
     HEAD,
@@ -18,18 +17,12 @@ from distprune.base.selecting import (
     reason_of_shape,
     reason_to_keep,
 )
-from distprune.masks.hook import find_hook
+from distprune.masks.checks import check_state
+from distprune.masks.hook import hooks_on
 from distprune.shards.reader import Place, all_places, by_parameter
 
-_NOT_ASKED_FOR = "not asked for"
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_NORMS = (
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.LocalResponseNorm,
-    nn.RMSNorm,
-)
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def select(
@@ -88,19 +81,15 @@ def select(
     """
     wanted = None if include is None else _as_list("include", include)
     unwanted, added = _as_list("exclude", exclude), _as_list("also", also)
-    if added and wanted is not None:
+    if (added and (everything or wanted is not None)) or (everything and min_ndim is not None):
         raise ValueError(
-            f"also={added} adds to the default, which include={wanted} replaces; expected one of "
-            "them."
+            f"also={added}, min_ndim={min_ndim} beside include={wanted}, everything={everything}; "
+            "expected no also beside the other two, which replace the default that it adds to, and "
+            "no min_ndim beside everything, which takes parameters of any shape."
         )
-    if everything and (added or min_ndim is not None):
-        raise ValueError(
-            f"also={added}, min_ndim={min_ndim} beside everything=True, which takes parameters of "
-            "any shape; expected one or the other."
-        )
-    own_names = None if names is None else _as_list("names", names)
-    if everything and names is None:
-        own_names = ["weight"]
+    own_names = ["weight"] if everything else None
+    if names is not None:
+        own_names = _as_list("names", names)
     parameters = by_parameter(_places(model, own_names, prefix)).values()
     fqns = [place.pair.fqn for places in parameters for place in places]
     matched = {}
@@ -113,33 +102,33 @@ def select(
             )
     head = head_of(model)
 
-    def is_in(patterns: Iterable[str], places: Iterable[Place]) -> bool:
-        return any(place.pair.fqn in matched[pattern] for place in places for pattern in patterns)
-
     def reason_of(places: Sequence[Place]) -> str:
         """Why a parameter with these names is left out; "" if it is taken."""
-        if is_in(unwanted, places) or (wanted is not None and not is_in(wanted, places)):
-            return _NOT_ASKED_FOR
-        if types is not None and not any(isinstance(place.pair[0], types) for place in places):
-            return _NOT_ASKED_FOR
+
+        def is_in(patterns: Iterable[str]) -> bool:
+            return any(place.pair.fqn in matched[p] for p in patterns for place in places)
+
+        if (
+            is_in(unwanted)
+            or (wanted is not None and not is_in(wanted))
+            or (types is not None and not any(isinstance(p.pair[0], types) for p in places))
+        ):
+            return "not asked for"
         if everything:
             is_asked_for = wanted is not None or types is not None
             return NORM if not is_asked_for and any(map(_is_norm, places)) else ""
         reason = reason_of_shape(places[0].shape, MIN_NDIM if min_ndim is None else min_ndim)
-        if reason or wanted is not None or is_in(added, places):
+        if reason or wanted is not None or is_in(added):
             return reason
         return next(filter(None, (_default_reason(place, head) for place in places)), "")
 
     reasons = [reason_of(places) for places in parameters]
-    selected = [
-        places[0].with_all(places)
-        for places, reason in zip(parameters, reasons, strict=True)
-        if not reason
-    ]
+    pairs = zip(parameters, reasons, strict=True)
+    selected = [places[0].with_all(places) for places, reason in pairs if not reason]
     useless = set[str]()
     if own_names is not None and not everything:
-        found = {place.pair[1] for places in parameters for place in places}
-        useless = found.intersection(own_names) - {name for p in selected for _, name in p.places}
+        taken = {name for pair in selected for _, name in pair.places}
+        useless = {p.pair[1] for places in parameters for p in places} - taken
     if useless or not selected:
         called = "".join(f" called {name!r}" for name in sorted(useless))
         why = "; ".join(sorted({reason for reason in reasons if reason})) or "there are none"
@@ -179,26 +168,22 @@ def _is_norm(place: Place) -> bool:
 
 
 def _as_list(what: str, value: str | Iterable[str]) -> list[str]:
-    values = [value] if isinstance(value, str) else list(value)
+    values = [value] if isinstance(value, str) else list(dict.fromkeys(value))
     if not all(isinstance(item, str) for item in values):
         raise TypeError(f"{what}={value!r}; expected a string or a sequence of strings.")
     return values
 
 
-def _places(model: nn.Module, names: list[str] | None, prefix: str) -> list[Place]:
+def _places(model: nn.Module, names: list[str] | None, prefix: str) -> Iterator[Place]:
     """All parameters of some names, those of a module in an order that no wrapper changes."""
-    found: list[tuple[int, int, str, Place]] = []
-    number_of: dict[int, int] = {}  # of modules, by id
+    by_module: dict[int, dict[str, Place]] = {}
     for place in all_places(model):
-        module, name = place.pair
-        plain = name_without_orig(name)
-        if names is None or plain in names or name in names:
-            is_pruned = find_hook(module, plain) is not None
-            if is_pruned and module._buffers.get(mask_key(plain)) is None:
-                raise lost_mask(module, plain)
-        if names is None or name in names:
-            pair = NamedParameter(module, name, full_name(prefix, place.pair.fqn))
-            number = number_of.setdefault(id(module), len(number_of))
-            order = 0 if names is None else names.index(name)
-            found.append((number, order, name, place._replace(pair=pair)))
-    return [place for *_, place in sorted(found, key=lambda each: each[:3])]
+        by_module.setdefault(id(place.pair[0]), {})[place.pair[1]] = place
+    for places in by_module.values():
+        module, _ = next(iter(places.values())).pair
+        for hook in hooks_on(module):
+            check_state(module, hook._tensor_name)
+        for name in sorted(places) if names is None else names:
+            if name in places:
+                fqn = full_name(prefix, places[name].pair.fqn)
+                yield places[name]._replace(pair=NamedParameter(module, name, fqn))

@@ -27,7 +27,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distprune._transformers import decoder_layers
-from distprune.api.chosen_masks import keep_pruned_values
 from distprune.api.global_unstructured import global_unstructured
 from distprune.api.select import head_of, select
 from distprune.base.blocks import WeightLayout
@@ -61,6 +60,7 @@ from distprune.statistics.activation import ActivationStatistics, prune_sequenti
 from distprune.statistics.gradients import GradientStatistics
 from distprune.statistics.gram import GramMatrices
 from distprune.statistics.inputs import layout_of
+from distprune.wrappers.held import keep_pruned_values
 from distprune.wrappers.wrapper import is_piece_of_flat
 
 

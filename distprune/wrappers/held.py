@@ -294,7 +294,7 @@ _kept: list[Held] | None = None  # those whose zeros a context puts off
 
 
 def zero_new(held: Held) -> None:
-    """Let a new mask act on what is stored, now or after :func:`putting_off_zeros`."""
+    """Let a new mask act on what is stored, now or after :func:`keep_pruned_values`."""
     held.is_zero = False
     if _kept is None or held in _in_memory:  # copies would have to be brought up to date
         _zero_and_gather(held)
@@ -309,8 +309,21 @@ def _zero_and_gather(held: Held) -> None:
 
 
 @contextmanager
-def putting_off_zeros() -> Iterator[None]:
-    """Let new masks act at the end of the context, on whatever is not zero by then."""
+def keep_pruned_values() -> Iterator[None]:
+    """Keep the values under new masks of sharded parameters until the context ends.
+
+    On a sharded parameter a mask sets what it prunes to zero at once. ``reconstruct`` needs the
+    weights before the pruning, so there the two belong into one context::
+
+        with prune.keep_pruned_values():
+            prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.6)
+            prune.reconstruct(parameters, grams)
+
+    A forward, an optimizer step or a state dict inside the context sets them to zero, too. Plain
+    modules keep their values in ``weight_orig`` anyway.
+
+    Cost: no memory, no communication.
+    """
     global _kept
     outer, _kept = _kept, []
     try:

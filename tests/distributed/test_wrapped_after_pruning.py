@@ -3,8 +3,6 @@
 That it trains with its masks, sharded, is a row of test_operations.py.
 """
 
-import re
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -49,13 +47,6 @@ def told(wrapping: str) -> list[str]:
             whole = isinstance(held, torch.Tensor) and not isinstance(held, DTensor)
             if whole and held.numel() >= 50 and name not in ("weight", "_flat_param"):
                 wrong.append(f"a whole tensor is left: {name} {tuple(held.shape)}")
-    if wrapping == "fsdp2-2":
-        try:
-            prune.masks_aside(model).__enter__()
-        except NotImplementedError as error:
-            wrong += [str(error)] * (not re.match("l1.weight is sharded already", str(error)))
-        else:
-            wrong.append("masks of a wrapped model were put aside")
     return wrong
 
 

@@ -53,9 +53,8 @@ ROOMS = {
         "recipes", "reconstruction", "statistics",
     },
     "_public": {
-        "base", "shards", "budgets", "call", "methods", "api", "verification", "schedule",
-        "checkpoint",
-        "criteria", "statistics", "reconstruction", "dynamic",
+        "base", "wrappers", "shards", "budgets", "call", "methods", "api", "verification",
+        "schedule", "checkpoint", "criteria", "statistics", "reconstruction", "dynamic",
     },
     "": {"_public", "_version"},
     "testing": set(),

@@ -198,7 +198,7 @@ WRONG = [
     ({"tensors": [ONES], "k": -1}, ValueError, "k is -1, and 6"),
     ({"tensors": [ONES], "k": 7}, ValueError, "k is 7, and 6 elements compete"),
     ({"tensors": [ONES], "k": 1, "candidates": {"w": ONES}}, TypeError, "candidates is a dict"),
-    ({"tensors": [ONES], "k": 1, "scores": [ONES, ONES]}, ValueError, "scores has 2 entries"),
+    ({"tensors": [ONES], "k": 1, "scores": [ONES, ONES]}, ValueError, "2 scores for 1 parameters"),
     (
         {"tensors": [ONES], "k": 1, "scores": [torch.ones(3, 2)]},
         ValueError,

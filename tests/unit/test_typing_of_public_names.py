@@ -32,7 +32,6 @@ prune.nonsense  # E: Module has no attribute "nonsense"
 prune.schedule.nonsense  # E: Module has no attribute "nonsense"
 prune.checkpoint.nonsense  # E: Module has no attribute "nonsense"
 version: str = prune.__version__
-norms: Tensor = prune._compute_norm(torch.ones(2, 2), 2, 0)
 """,
     "select": """\
 for module, name in prune.select(model, exclude="head", types=nn.Linear):
