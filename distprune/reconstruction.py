@@ -39,8 +39,7 @@ from torch import Tensor, nn
 
 from distprune.base.amount import CallReport, table
 from distprune.base.blocks import WeightLayout
-from distprune.call.reading import read_parameters
-from distprune.call.replicas import count_live_and_compare
+from distprune.call.reading import count_live_and_compare, read_parameters
 from distprune.call.request import ParameterArguments
 from distprune.masks.hook import forgets_pruned, refresh_products
 from distprune.ranks.collectives import Communicator, world

@@ -15,7 +15,6 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -59,14 +58,6 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 20  # elements, or bytes
 
 
-@dataclass
-class _Chosen:
-    """A function that decides the masks of a call; see request.DecidesMasks."""
-
-    decide: Callable[[PruningCall], Decision]
-    READS_VALUES: bool = False
-
-
 def put_masks(
     function: str,
     make_arguments: Callable[[], ParameterArguments],
@@ -85,13 +76,17 @@ def put_masks(
         reuse: leave the container as it is, if its last entry stands for a chosen mask.
         reads_values: whether replicas have to be equal, and not their masks only.
     """
-    method, make_hook = _Chosen(decide, reads_values), partial(hook_for_chosen_mask, reuse=reuse)
-    report = prune_parameters(
-        lambda: PruningArguments(**vars(make_arguments()), method=method, make_hook=make_hook),
+    return prune_parameters(
+        lambda: PruningArguments(
+            **vars(make_arguments()),
+            method=function,
+            decide=decide,
+            make_hook=partial(hook_for_chosen_mask, reuse=reuse),
+            reads_values=reads_values,
+        ),
         communicator,
         counted,
     )
-    return replace(report, method=function)
 
 
 def one_each(what: str, values: Any, parameters: Iterable[Pair]) -> dict[Pair, Any]:

@@ -19,9 +19,8 @@ from torch import Tensor
 from distprune.api.chosen_masks import one_each
 from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import Pair, label_of
-from distprune.call.reading import check_signed, read_parameters
-from distprune.call.replicas import count_live_and_compare
-from distprune.call.request import ONE_SEGMENT, Fact, ParameterArguments, PruningCall, Segments
+from distprune.call.reading import check_signed, count_live_and_compare, read_parameters
+from distprune.call.request import Fact, ParameterArguments, PruningCall, Segments
 from distprune.methods.ranking import AT_RANDOM, ByScore, rank, scores_or_values
 from distprune.ranking.keys import Order
 from distprune.ranks.collectives import world
@@ -198,7 +197,7 @@ def global_mask(
                     f"k is {count:,}, and {total:,} elements compete; expected 0 <= k <= {total:,}."
                 )
             num_pruned.append(total - count if largest else count)
-        segments = ONE_SEGMENT
+        segments = Segments()
         if each:  # the elements that do not compete count as pruned
             rows = zip(shards, num_pruned, num_live, strict=True)
             segments = Segments(counts=tuple(n + shard.numel - live for shard, n, live in rows))

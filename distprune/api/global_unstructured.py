@@ -157,37 +157,37 @@ def global_unstructured(
     return report
 
 
+# What a call takes beside the arguments of its method, but for what decides these.
+_OPTIONS = ("min_sparsity", "max_sparsity", "normalize", "input_dims", "pipeline_parallel")
+
+
 def global_arguments(
     parameters: Iterable[tuple[nn.Module, str]],
     pruning_method: Callable[..., BasePruningMethod],
     importance_scores: Scores | None = None,
     *,
     amount: Amount | Sparsities | None = None,
-    min_sparsity: SparsityBound | None = None,
-    max_sparsity: SparsityBound | None = None,
-    pipeline_parallel: bool = False,
-    normalize: Normalization | None = None,
     scope: Scope = "global",
     pattern: str | None = None,
-    input_dims: InputDims | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> PruningArguments:
     """The arguments of :func:`global_unstructured`, checked, with the method made. Local."""
+    of_call = {name: options.pop(name) for name in _OPTIONS if name in options}
     check_mapping(importance_scores)
-    check_normalization(normalize)
+    check_normalization(of_call.get("normalize"))
     rule = to_rule(scope, pattern, amount)
-    has_bounds = not (min_sparsity is max_sparsity is None)
-    if has_bounds and (rule is not None or isinstance(amount, Mapping)):
+    bounds = of_call.get("min_sparsity"), of_call.get("max_sparsity")
+    if bounds != (None, None) and (rule is not None or isinstance(amount, Mapping)):
         raise ValueError(
-            f"min_sparsity={min_sparsity!r}, max_sparsity={max_sparsity!r} beside a mapping as "
+            f"min_sparsity={bounds[0]!r}, max_sparsity={bounds[1]!r} beside a mapping as "
             "amount, a scope or a pattern; expected one of them: each decides how much of every "
             "parameter is pruned. The functions of distprune.budgets take such bounds."
         )
     if amount is not None or pattern is not None:
         # A mapping or a pattern gives the total, and the method's own amount is not used.
         of_method = 0 if amount is None or isinstance(amount, Mapping) else amount
-        kwargs = {"amount": of_method, **kwargs}
-    method = pruning_method(**kwargs)
+        options = {"amount": of_method, **options}
+    method = pruning_method(**options)
     kind = getattr(method, "PRUNING_TYPE", None)
     if kind != "unstructured":
         raise TypeError(
@@ -197,15 +197,13 @@ def global_arguments(
     check_order(importance_scores, method)
     return PruningArguments(
         parameters=parameters,
-        method=method,
+        method=type(method).__name__,
+        decide=method.decide,
+        reads_values=method.READS_VALUES,
         make_hook=hook_for_chosen_mask,
         importance_scores=importance_scores,
-        facts=method.describe_arguments((), kwargs),
+        facts=method.describe_arguments((), options),
         amount=amount,
-        min_sparsity=min_sparsity,
-        max_sparsity=max_sparsity,
         rule=rule,
-        input_dims=input_dims,
-        pipeline_parallel=pipeline_parallel,
-        normalize=normalize,
+        **of_call,
     )

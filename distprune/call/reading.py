@@ -1,21 +1,31 @@
-"""Reading the parameters of a call on every rank, and agreeing on what they are."""
+"""Reading the parameters of a call on every rank, and agreeing on what they are and who has them.
+
+Copies of a parameter may lie on other meshes, and parameters in other stages of a pipeline. A
+single process cannot know in which order stages would list their parameters, so the order of a
+joined list is that of the full names, whoever holds them: "layers.2" before "layers.10". A rank
+takes part in the ranking of parameters that it does not have with empty shards.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from distprune.base.naming import checked_pair, tied_places
-from distprune.call.replicas import agree_on_copies
+from distprune.base.selecting import natural_key
 from distprune.call.request import Fact, ParameterArguments
 from distprune.masks.checks import check_idle, check_state
+from distprune.ranking.chunks import count_live
 from distprune.ranks.collectives import Communicator
+from distprune.shards.checksum import at_position, checksums, replicas_agree
 from distprune.shards.factored import FactoredScores
-from distprune.shards.reader import Scores, ShardReader, local_part, whole_checksum
+from distprune.shards.geometry import run_index_map
+from distprune.shards.reader import ShardReader, local_part, whole_checksum
 from distprune.shards.shard import Shard
 
 A = TypeVar("A", bound=ParameterArguments)
@@ -42,8 +52,8 @@ def read_parameters(
         Exception: what any rank raised, on every rank.
         ValueError: ranks have different parameters or facts.
 
-    Cost: an all-reduce of 40 bytes; more where parameters lie on several meshes (replicas.py) or
-    under ``pipeline_parallel`` (replicas.join).
+    Cost: an all-reduce of 40 bytes; more where parameters lie on several meshes, or under
+    ``pipeline_parallel``: see below.
     """
 
     def read() -> tuple[A, list[Shard]]:
@@ -51,14 +61,19 @@ def read_parameters(
         return arguments, _read(arguments, communicator)
 
     def facts_of(result: tuple[A, list[Shard]]) -> list[Fact]:
-        arguments, targets = result
-        # Ranks of a pipeline have different parameters: they are compared when they are joined.
-        return arguments.all_facts() + ([] if arguments.pipeline_parallel else describe(targets))
+        arguments, shards = result
+        facts = arguments.all_facts()
+        if not arguments.pipeline_parallel:  # else they are compared when they are joined
+            facts.append(("number of parameters", str(len(shards))))
+            facts += [(shard.name, shard.facts) for shard in shards]
+        return facts
 
-    arguments, targets = communicator.run(read, facts_of)
-    return arguments, agree_on_copies(
-        targets, communicator, "parameters", pipeline_parallel=arguments.pipeline_parallel
-    )
+    arguments, shards = communicator.run(read, facts_of)
+    if arguments.pipeline_parallel:
+        shards = _join(shards, communicator)
+    else:
+        _count_copies_on_other_meshes(shards, communicator)
+    return arguments, shards
 
 
 def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Shard]:
@@ -88,18 +103,35 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Sha
             shard.places = tuple(places.values())
     if not shards and not arguments.pipeline_parallel:
         raise ValueError("parameters is empty; expected at least one (module, name) pair.")
-    if arguments.pipeline_parallel:
-        check_names([shard.name for shard in shards.values()], "different parameters")
-    check_ranks(shards.values(), set(communicator.ranks))
+    names = [shard.name for shard in shards.values()]
+    if arguments.pipeline_parallel and len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(
+            f"{twice} is the name of two different parameters on one rank; expected names that are "
+            "unique over all stages: select(stage, prefix=...) tells stages apart."
+        )
+    inside = set(communicator.ranks)
+    # Parameters of one mesh share their tuple of ranks, which may be long: it is checked once.
+    for ranks, shard in {id(s.ranks): (s.ranks, s) for s in shards.values()}.values():
+        outside = sorted(set(ranks or ()) - inside)
+        if outside:
+            raise ValueError(
+                f"{shard.name}: ranks {outside} hold a part of the parameter but do not take part "
+                f"in the call (ranks {sorted(inside)}); expected a group that holds all of them."
+            )
     for shard in shards.values():
         for module, name in shard.places[1:]:
             check_state(module, name)
-            _check_tied(shard, read_at_rest(reader, module, name, shard.name).mask)
-    for key, scores in by_parameter(arguments.importance_scores or {}, shards, reader).items():
-        shard = shards[key]
-        shard.scores, shard.about_scores = local_scores(
-            scores, shard.name, shard, arguments.scores_name
-        )
+            mask, other = shard.mask, read_at_rest(reader, module, name, shard.name).mask
+            if mask is not other and (
+                mask is None or other is None or not torch.equal(mask, other)
+            ):
+                raise ValueError(
+                    f"{shard.name} is tied, and pruned differently under its names; expected equal "
+                    "masks on tied parameters. Remove the pruning of all of them first, or prune "
+                    "one of them."
+                )
+    _put_scores(arguments, shards, reader)
     return list(shards.values())
 
 
@@ -111,48 +143,6 @@ def read_at_rest(reader: ShardReader, module: nn.Module, name: str, label: str) 
     return shard
 
 
-def check_names(labels: Sequence[str], what: str) -> None:
-    """Raise ValueError if parameters that a pipeline joins by name have one name on this rank."""
-    if len(set(labels)) < len(labels):
-        twice = next(label for label in labels if labels.count(label) > 1)
-        raise ValueError(
-            f"{twice} is the name of two {what} on one rank; expected names that are "
-            "unique over all stages: select(stage, prefix=...) tells stages apart."
-        )
-
-
-def check_ranks(shards: Iterable[Shard], inside: set[int]) -> None:
-    """Raise ValueError if ranks that take no part in a call have a part of a parameter."""
-    # Parameters of one mesh share their tuple of ranks, which may be long: it is checked once.
-    checked: set[int] = set()
-    for shard in shards:
-        if shard.ranks is None or id(shard.ranks) in checked:
-            continue
-        checked.add(id(shard.ranks))
-        outside = sorted(set(shard.ranks) - inside)
-        if outside:
-            raise ValueError(
-                f"{shard.name}: ranks {outside} hold a part of the parameter but do not take part "
-                f"in the call (ranks {sorted(inside)}); expected a group that holds all of them."
-            )
-
-
-def _check_tied(shard: Shard, other: Tensor | None) -> None:
-    """Raise ValueError if a tied parameter has another mask under another name."""
-    mask = shard.mask
-    if mask is not other and (mask is None or other is None or not torch.equal(mask, other)):
-        raise ValueError(
-            f"{shard.name} is tied, and pruned differently under its names; expected equal masks "
-            "on tied parameters. Remove the pruning of all of them first, or prune one of them."
-        )
-
-
-def describe(targets: Sequence[Shard], what: str = "parameters") -> list[Fact]:
-    """Everything about the parameters that must be the same on every rank."""
-    facts = [(f"number of {what}", str(len(targets)))]
-    return facts + [(target.name, target.facts) for target in targets]
-
-
 def check_mapping(scores: object) -> None:
     """Raise TypeError for scores that are no mapping."""
     if scores is not None and not isinstance(scores, Mapping):
@@ -162,62 +152,50 @@ def check_mapping(scores: object) -> None:
         )
 
 
-def by_parameter(
-    scores: Scores, targets: Mapping[Hashable, Shard], reader: ShardReader
-) -> dict[Hashable, list[Tensor | FactoredScores]]:
-    """Group the scores by parameter; a tied parameter may have them under any of its names.
-
-    Args:
-        scores: the caller's scores, by (module, name).
-        targets: the parameters of the call.
-        reader: knows which names are tied.
+def _put_scores(
+    arguments: ParameterArguments, shards: Mapping[Hashable, Shard], reader: ShardReader
+) -> None:
+    """Give the shards their scores; a tied parameter may have them under any of its names.
 
     Raises:
-        TypeError: a key that is no (module, name) pair.
+        TypeError: a key that is no (module, name) pair, scores of another type.
         ValueError: a pair that is none of the parameters. Its scores would be ignored in silence,
-            and the parameter that was meant would be ranked by its values.
+            and the parameter that was meant would be ranked by its values. Scores of another
+            layout, or different ones of a tied parameter.
     """
-    owner = {(id(m), name): key for key, target in targets.items() for m, name in target.places}
-    grouped: dict[Hashable, list[Tensor | FactoredScores]] = {}
-    for pair, tensor in scores.items():
+    scores, what = arguments.importance_scores, arguments.scores_name
+    if not scores:
+        return
+    owner = {(id(m), name): key for key, shard in shards.items() for m, name in shard.places}
+    known: set[Hashable] = set()
+    for pair, given in scores.items():
         place = checked_pair(pair, "a key of importance_scores", _PAIRS)
         key = owner.get((id(place[0]), place[1]))
         if key is None:
             with suppress(AttributeError, TypeError):  # no such parameter
                 key = reader.identity(*place)[0]
-        if key not in targets:
+        if key not in shards:
             raise ValueError(
                 f"importance_scores has ({type(place[0]).__name__}, {place[1]!r}), which is none "
                 "of the parameters of this call; expected (module, name) pairs among them."
             )
-        grouped.setdefault(key, []).append(tensor)
-    return grouped
-
-
-def local_scores(
-    scores: Sequence[Any], label: str, shard: Shard, what: str
-) -> tuple[Tensor | FactoredScores, str]:
-    """This rank's part of the scores, and what must be equal on all ranks.
-
-    A tied parameter may have its scores under several names.
-    """
-    parts = [part_of_scores(tensor, label, shard, what) for tensor in scores]
-    first, about = parts[0]
-    for other, about_other in parts[1:]:
-        is_same = about_other == about
-        if isinstance(first, Tensor) and isinstance(other, Tensor):
-            is_same &= torch.equal(first, other)
-        if not is_same:
+        shard = shards[key]
+        part, about = _part_of_scores(given, shard, what)
+        if key not in known:
+            known.add(key)
+            shard.scores, shard.about_scores = part, about
+        elif about != shard.about_scores or (
+            isinstance(part, Tensor)
+            and isinstance(shard.scores, Tensor)
+            and not torch.equal(part, shard.scores)
+        ):
             raise ValueError(
-                f"{label} is tied, and {what} has different tensors under several of its names; "
-                "expected one under one name, or equal ones."
+                f"{shard.name} is tied, and {what} has different tensors under several of its "
+                "names; expected one under one name, or equal ones."
             )
-    return first, about
 
 
-def part_of_scores(
-    scores: Any, label: str, shard: Shard, what: str = "importance_scores"
-) -> tuple[Tensor | FactoredScores, str]:
+def _part_of_scores(scores: Any, shard: Shard, what: str) -> tuple[Tensor | FactoredScores, str]:
     """This rank's part of the scores of a parameter, and what must be equal on all ranks.
 
     Args:
@@ -228,14 +206,206 @@ def part_of_scores(
         TypeError, ValueError: scores of another type or layout.
     """
     if isinstance(scores, FactoredScores):
-        scores.check_shape(label, shard.shape)
+        scores.check_shape(shard.name, shard.shape)
         return scores, f"factors, checksum {scores.checksum()}"
     if not isinstance(scores, Tensor):
         raise TypeError(
-            f"{label}: {what} is a {type(scores).__name__}; expected a tensor or FactoredScores."
+            f"{shard.name}: {what} is a {type(scores).__name__}; expected a tensor or "
+            "FactoredScores."
         )
-    part = local_part(label, what, scores, shard)
+    part = local_part(shard.name, what, scores, shard)
     return part, f"{part.dtype}, checksum {whole_checksum(scores, shard)}"
+
+
+def _count_copies_on_other_meshes(shards: Sequence[Shard], communicator: Communicator) -> None:
+    """Tell every shard how many copies of it lie outside its own mesh.
+
+    Under FSDP2 with tensor parallelism, a layer that is not parallelised is sharded
+    over the data-parallel ranks only, once for every tensor-parallel rank. Each of
+    these meshes holds the whole parameter, and a rank knows its own mesh only.
+
+    Cost: if there are such parameters, two all-reduces: 16 bytes per rank, and for each mesh its
+    ranks and a number per parameter.
+    """
+    smaller = [s for s in shards if s.ranks is not None and len(s.ranks) < communicator.size]
+    if not smaller:
+        return
+    meshes = list(dict.fromkeys(shard.ranks for shard in smaller))
+    number_of = {ranks: number for number, ranks in enumerate(meshes)}
+    mine = json.dumps([meshes, [number_of[shard.ranks] for shard in smaller]])
+    texts, _ = communicator.distinct_texts(mine)
+    holders: list[set[tuple[int, ...]]] = [set() for _ in smaller]
+    for text in texts:
+        of_rank, numbers = json.loads(text)
+        for of_shard, number in zip(holders, numbers, strict=True):
+            of_shard.add(tuple(of_rank[number]))
+    for shard, of_shard in zip(smaller, holders, strict=True):
+        _set_copies(shard, of_shard)
+
+
+def _set_copies(shard: Shard, holders: Iterable[tuple[int, ...]]) -> None:
+    """Let a shard know of all copies of its elements, on whatever rank or mesh."""
+    assert shard.ranks is not None
+    ordered = sorted(holders)
+    first = ordered.index(shard.ranks) * shard.num_replicas
+    shard.be_replica(first + shard.replica, shard.num_replicas * len(ordered))
+
+
+def count_live_and_compare(
+    targets: Sequence[Shard], reads_values: bool, communicator: Communicator
+) -> list[int]:
+    """Count the unpruned elements of every whole parameter, and compare replicas.
+
+    Args:
+        reads_values: compare values (or scores) too, not only masks.
+
+    Raises:
+        ValueError: replicas of a parameter differ; on every rank.
+
+    Cost: a read of the masks, and of replicated values; an all-reduce of 24 bytes per parameter;
+    see checksum.[Note: no differences cancel].
+    """
+
+    def count_own() -> list[int]:
+        return count_live(
+            [target.flat_mask for target in targets], [target.counted for target in targets]
+        )
+
+    if communicator.size == 1:  # nobody to compare with
+        return count_own()
+
+    def count() -> Tensor:
+        live = count_own()
+        # What is compared: values and mask of every replicated parameter.
+        compared = [_compared(target, reads_values) for target in targets]
+        sums = iter(checksums([tensor for tensors in compared for tensor in tensors]))
+        rows: list[int] = []
+        for target, num_live, tensors in zip(targets, live, compared, strict=True):
+            parts = [next(sums) for _ in tensors]
+            rows += (num_live, *for_comparison(target, communicator.rank, *parts))
+        return torch.tensor(rows, dtype=torch.int64)
+
+    shared = communicator.reduce(3 * len(targets), count).view(-1, 3).tolist()
+    for target, (_, of_all, of_first) in zip(targets, shared, strict=True):
+        if not replicas_agree(target.num_replicas, of_all, of_first):
+            raise ValueError(
+                f"{target.name}: the ranks hold replicas of this parameter (or of its scores or "
+                "mask) that differ; expected equal ones, as under DistributedDataParallel. "
+                "Broadcast them from one rank first. If the ranks prune models of their own, pass "
+                "a group that holds only the calling rank; if they are meant to differ in a part "
+                "(experts), pass pipeline_parallel=True and names that tell these parts apart."
+            )
+    return [live for live, _, _ in shared]
+
+
+def for_comparison(shard: Shard, rank: int, *parts: int) -> tuple[int, int]:
+    """What a rank adds to the sum over all replicas, and to the sum over first replicas."""
+    if shard.num_replicas == 1 or not is_on_rank(shard, rank):
+        return 0, 0
+    mixed = at_position(shard.position, *parts)
+    return mixed, mixed if shard.replica == 0 else 0
+
+
+def is_on_rank(shard: Shard, rank: int) -> bool:
+    """Whether a rank has a part of a parameter; a rank outside of its mesh has none."""
+    return shard.ranks is None or rank in shard.ranks
+
+
+def _compared(shard: Shard, reads_values: bool) -> list[Tensor]:
+    if shard.num_replicas == 1:
+        return []
+    # Factors of scores are compared with the arguments: they are whole on every rank.
+    scores = shard.scores if isinstance(shard.scores, Tensor) else shard.values
+    ranked = [scores] if reads_values else []
+    return ranked if shard.mask is None else [*ranked, shard.mask]
+
+
+class _Entry(NamedTuple):
+    """What one rank tells the others of one parameter, as JSON."""
+
+    facts: str
+    shape: tuple[int, ...]
+    dtype: str  # of the scores, if there are some
+    ranks: tuple[int, ...]  # that hold it together; empty: each has a copy of its own
+    num_replicas: int  # among these ranks
+
+
+def _join(shards: Sequence[Shard], communicator: Communicator) -> list[Shard]:
+    """Every parameter that any rank has, in the order of names; the same list on all ranks.
+
+    Args:
+        shards: this rank's, with full names as labels, each name once.
+        communicator: all ranks that take part.
+
+    Raises:
+        ValueError: ranks describe a parameter of one name differently; on every rank.
+
+    Cost: four all-reduces: 16 bytes per rank, about 200 bytes per parameter and kind of stage, and
+    two small ones.
+    """
+    mine = communicator.run(lambda: json.dumps({shard.name: _entry(shard) for shard in shards}))
+    texts, kinds = communicator.distinct_texts(mine)
+    own = {shard.name: shard for shard in shards}
+    device = shards[0].values.device if shards else torch.device("cpu")
+
+    def join() -> list[Shard]:
+        stages = [{name: _Entry(*row) for name, row in json.loads(text).items()} for text in texts]
+        entries: dict[str, _Entry] = {}
+        holders: dict[str, set[tuple[int, ...]]] = {}
+        for rank, kind in zip(communicator.ranks, kinds, strict=True):
+            for name, entry in stages[kind].items():
+                first = entries.setdefault(name, entry)
+                if first.facts != entry.facts:
+                    raise ValueError(
+                        f"{name}: ranks hold different parameters of this name ({first.facts}; and "
+                        f"{entry.facts}). Expected names that are unique over all stages: "
+                        "select(stage, prefix=...) puts a stage's place in the model before its "
+                        "names."
+                    )
+                holders.setdefault(name, set()).add(tuple(entry.ranks) or (rank,))
+        for name, shard in own.items():
+            if shard.ranks is None:  # it was read as if every rank of the call had a copy
+                shard.ranks = (communicator.rank,)
+                shard.be_replica(0, 1)
+            _set_copies(shard, holders[name])
+        return [
+            own.get(name) or _absent(name, entries[name], len(holders[name]), device)
+            for name in sorted(entries, key=natural_key)
+        ]
+
+    joined = communicator.run(join)
+    if not joined:
+        raise ValueError("parameters is empty on every rank; expected at least one parameter.")
+    return joined
+
+
+def _entry(shard: Shard) -> _Entry:
+    scores = shard.scores if isinstance(shard.scores, Tensor) else shard.values
+    dtype = scores.dtype
+    if isinstance(shard.scores, FactoredScores):
+        dtype = torch.promote_types(dtype, torch.float32)
+    num_replicas = 1 if shard.ranks is None else shard.num_replicas
+    name = str(dtype).removeprefix("torch.")
+    return _Entry(shard.facts, tuple(shard.shape), name, shard.ranks or (), num_replicas)
+
+
+def _absent(name: str, entry: _Entry, num_holders: int, device: torch.device) -> Shard:
+    """A parameter of other ranks: no element of it is here."""
+    values = torch.empty(0, dtype=getattr(torch, entry.dtype), device=device)
+    index = run_index_map((0,), (1,), 0)
+    assert index is not None
+    return Shard(
+        name=name,
+        parameter=values,
+        values=values,
+        mask=None,
+        shape=torch.Size(entry.shape),
+        index=index,
+        is_run=True,
+        num_replicas=num_holders * entry.num_replicas,
+        ranks=(),
+        key=name,
+    )
 
 
 S = TypeVar("S", Tensor, FactoredScores, Tensor | FactoredScores)

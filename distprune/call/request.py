@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,21 +50,14 @@ class Segments:
         counts: per parameter, if each is a segment: its pruned elements after the call.
         blocks: per parameter, its rows or groups of N:M, if these are segments; None where this
             rank has no element of it.
-        wanted: per parameter, the sparsity that it is to have; None where parameters compete.
+        wanted: per parameter, the sparsity that it is to have; None where parameters compete, that
+            is, where scores of different parameters are compared.
     """
 
     bounds: Bounds | None = None
     counts: tuple[int, ...] | None = None
     blocks: tuple[BlockedParameter | None, ...] | None = None
     wanted: tuple[float, ...] | None = None
-
-    @property
-    def compares_parameters(self) -> bool:
-        """Whether scores of different parameters are compared."""
-        return self.wanted is None
-
-
-ONE_SEGMENT = Segments()
 
 
 @dataclass(frozen=True)
@@ -86,17 +79,12 @@ class PruningCall:
     mask_dtypes: Sequence[torch.dtype]
     communicator: Communicator
     normalize: Normalization | None = None
-    segments: Segments = ONE_SEGMENT
+    segments: Segments = Segments()
 
     @property
     def is_local(self) -> bool:
         """Whether every parameter is whole on this rank, and on every other."""
         return not any(shard.is_sharded for shard in self.shards)
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether anything but one free ranking divides what is pruned among the parameters."""
-        return self.segments != ONE_SEGMENT
 
     def score_or_value(self, position: int) -> Tensor:
         """The given scores of a parameter, or its values; N-d.
@@ -159,9 +147,7 @@ class Decision:
         num_ties: elements that have exactly this score ...
         num_ties_pruned: ... and those of them that were pruned.
         bound_of: per parameter, the bound that decided how much of it is pruned, or None;
-            None from a method that does not support bounds.
-        wanted: per parameter, the sparsity that a budget, a scope or a pattern gives it; None where
-            parameters compete.
+            None from a method that does not rank, and so supports neither bounds nor segments.
     """
 
     finish: Callable[[], LocalMasks]
@@ -169,23 +155,12 @@ class Decision:
     num_ties: int = 0
     num_ties_pruned: int = 0
     bound_of: Sequence[str | None] | None = None
-    wanted: Sequence[float] | None = None
 
 
 # (label, text): must be equal on all ranks of a call.
 Fact = tuple[str, str]
 # (module, name) -> the hook to register on the module
 MakeHook = Callable[[nn.Module, str], PruningHook]
-
-
-class DecidesMasks(Protocol):
-    """What a call needs of a pruning method."""
-
-    READS_VALUES: bool
-
-    def decide(self, call: PruningCall) -> Decision:
-        """Decide the masks of all parameters. Collective: the same steps on every rank."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,8 +191,10 @@ class PruningArguments(ParameterArguments):
     """The arguments of a call that prunes; see ``global_unstructured``.
 
     Attributes:
-        method: decides the masks.
+        method: its name.
+        decide: decides the masks of all parameters. Collective: the same steps on every rank.
         make_hook: makes what is registered on a module.
+        reads_values: whether replicas have to be equal, and not their masks only.
         amount: of the method, or a mapping to sparsities; None for a pattern.
         min_sparsity, max_sparsity: floors and ceilings of single parameters.
         rule: a scope or a pattern; None: all elements are ranked together.
@@ -225,8 +202,10 @@ class PruningArguments(ParameterArguments):
         normalize: what the scores of each parameter are divided by, if anything.
     """
 
-    method: DecidesMasks
+    method: str
+    decide: Callable[[PruningCall], Decision]
     make_hook: MakeHook
+    reads_values: bool = False
     amount: Amount | Sparsities | None = None
     min_sparsity: SparsityBound | None = None
     max_sparsity: SparsityBound | None = None
@@ -235,22 +214,21 @@ class PruningArguments(ParameterArguments):
     normalize: Normalization | None = None
 
     @property
-    def has_bounds(self) -> bool:
-        """Whether a floor or a ceiling is given."""
-        return (self.min_sparsity, self.max_sparsity) != (None, None)
-
-    @property
-    def divides(self) -> bool:
-        """Whether anything but one free ranking decides how much each parameter loses."""
-        return self.rule is not None or isinstance(self.amount, Mapping) or self.has_bounds
+    def divided_by(self) -> str | None:
+        """What decides how much each parameter loses; None: one free ranking of all of them."""
+        if self.rule is not None:
+            return "scope or pattern"
+        if isinstance(self.amount, Mapping):
+            return "a mapping as amount"
+        has_bounds = (self.min_sparsity, self.max_sparsity) != (None, None)
+        return "min_sparsity or max_sparsity" if has_bounds else None
 
     def all_facts(self) -> list[Fact]:
         """Everything that must be equal on all ranks, but for the parameters themselves."""
         return [
             *super().all_facts(),
             ("normalize", str(self.normalize)),
-            ("bounds on the sparsity of parameters", "given" if self.has_bounds else "none"),
-            ("amount", "by parameter" if isinstance(self.amount, Mapping) else "one"),
+            ("what divides the amount", str(self.divided_by)),
             ("scope or pattern", str(self.rule)),
         ]
 
@@ -294,7 +272,7 @@ def to_rule(
 
 
 def agree_on_segments(
-    arguments: PruningArguments, targets: Sequence[Shard], communicator: Communicator
+    arguments: PruningArguments, shards: Sequence[Shard], communicator: Communicator
 ) -> Segments:
     """What is ranked together, settled for the parameters of a call. Collective.
 
@@ -306,77 +284,74 @@ def agree_on_segments(
 
     Cost: an all-reduce of 40 bytes, unless all parameters are one segment without bounds.
     """
-    if not arguments.divides:
-        return ONE_SEGMENT
-    named = [Bounded(t.name, (t.name, *t.places), t.numel, tuple(t.shape)) for t in targets]
+    if arguments.divided_by is None:
+        return Segments()
 
     def settle() -> Segments:
         rule, amount = arguments.rule, arguments.amount
-        sizes = [each.num_elements for each in named]
         if rule is not None and rule.needs_input_dim:
-            given = _given_dims(arguments.input_dims or {}, targets)
+            given = _given_dims(arguments.input_dims or {}, shards)
             blocks = tuple(
-                _grouped(rule, target, given.get(position)) if target.places else None
-                for position, target in enumerate(targets)
+                _blocked(rule, shard, given.get(position)) if shard.places else None
+                for position, shard in enumerate(shards)
             )
-            return Segments(blocks=blocks, wanted=(rule.wanted,) * len(targets))
+            return Segments(blocks=blocks, wanted=(rule.wanted,) * len(shards))
         if rule is not None:  # layers
-            counts = [rule.blocks(size, None).num_pruned for size in sizes]
-            return Segments(counts=tuple(counts), wanted=(rule.wanted,) * len(sizes))
+            counts = tuple(rule.blocks(shard.numel, None).num_pruned for shard in shards)
+            return Segments(counts=counts, wanted=(rule.wanted,) * len(shards))
+        named = [Bounded(s.name, (s.name, *s.places), s.numel, tuple(s.shape)) for s in shards]
         if isinstance(amount, Mapping):
-            shares = per_parameter("amount", amount, named, default=None)
-            counts = [round(share * n) for share, n in zip(shares, sizes, strict=True)]
-            return Segments(counts=tuple(counts), wanted=tuple(map(float, shares)))
+            wanted = per_parameter("amount", amount, named, default=None)
+            counts = tuple(round(own * s.numel) for own, s in zip(wanted, shards, strict=True))
+            return Segments(counts=counts, wanted=tuple(map(float, wanted)))
         return Segments(to_bounds(named, arguments.min_sparsity, arguments.max_sparsity))
 
-    def facts_of(segments: Segments) -> list[tuple[str, str]]:
-        bounds = segments.bounds
+    def facts_of(segments: Segments) -> list[Fact]:
         each: Sequence[object] = segments.counts or ()
         if segments.blocks is not None and not arguments.pipeline_parallel:
             each = segments.blocks  # ranks of a pipeline know the modules of their own parameters
-        elif bounds is not None:
-            pairs = zip(bounds.lowest, bounds.highest, strict=True)
+        elif segments.bounds is not None:
+            pairs = zip(*segments.bounds, strict=True)
             each = [f"{low} to {high} pruned elements" for low, high in pairs]
-        return [(f"segments of {t.name}", str(of)) for t, of in zip(targets, each, strict=False)]
+        return [(f"segments of {s.name}", str(of)) for s, of in zip(shards, each, strict=False)]
 
     return communicator.run(settle, facts_of)
 
 
-def _grouped(rule: BlockRule, target: Shard, given: tuple[int, ...] | None) -> BlockedParameter:
-    """The groups of a parameter."""
-    shape = tuple(target.shape)
-    dims = given or _dims_of(*target.places[0], shape, target.name)
-    layout = _grouped_transpose(target.places[0][0], shape) if given is None else None
-    if layout is not None:
-        dims = ()
-    elif dims:
-        layout = layout_along(target.name, shape, dims)
+def _blocked(rule: BlockRule, shard: Shard, given: tuple[int, ...] | None) -> BlockedParameter:
+    """The blocks of a parameter."""
+    (module, name), shape = shard.places[0], tuple(shard.shape)
+    dims: tuple[int, ...] = ()
+    if given is None and isinstance(module, _TURNED) and module.groups > 1 and len(shape) > 1:
+        # The groups of a transposed convolution are an outer dimension.
+        kernel, groups = math.prod(shape[2:]), module.groups
+        layout = Layout(groups, shape[0] // groups, shape[1], kernel)
     else:
-        layout = Layout(1, target.numel)
-    problem = rule.misfit(target.name, shape, layout)
+        dims = given or _dims_of(module, name, shape, shard.name)
+        layout = layout_along(shard.name, shape, dims) if dims else Layout(1, shard.numel)
+    problem = rule.misfit(shard.name, shape, layout)
     if problem is not None:
         raise ValueError(problem)
-    groups = rule.blocks(target.numel, layout)
-    return BlockedParameter(groups, rule, shape, dims)
+    return BlockedParameter(rule.blocks(shard.numel, layout), rule, shape, dims)
 
 
-def _given_dims(input_dims: InputDims, targets: Sequence[Shard]) -> dict[int, tuple[int, ...]]:
-    """By position of a target, what the caller gave for it."""
+def _given_dims(input_dims: InputDims, shards: Sequence[Shard]) -> dict[int, tuple[int, ...]]:
+    """By position of a shard, what the caller gave for it."""
     found: dict[int, tuple[int, ...]] = {}
     for key, value in input_dims.items():
         dims = (value,) if isinstance(value, int) else tuple(value)
         if isinstance(key, str):
             matches = matcher(key)
-            positions = [i for i, target in enumerate(targets) if matches(target.name)]
+            positions = [i for i, shard in enumerate(shards) if matches(shard.name)]
         else:
-            positions = [i for i, target in enumerate(targets) if plain_key(key) in target.places]
+            positions = [i for i, shard in enumerate(shards) if plain_key(key) in shard.places]
         if not positions:
             raise ValueError(
-                f"input_dims: {key!r} matches none of the {len(targets)} parameters; expected "
+                f"input_dims: {key!r} matches none of the {len(shards)} parameters; expected "
                 "(module, name) pairs of the call, or patterns for full names."
             )
         for position in positions:
-            ndim = len(targets[position].shape)
+            ndim = len(shards[position].shape)
             resolved = tuple(dim + ndim if dim < 0 else dim for dim in dims)
             found.setdefault(position, resolved)
     return found
@@ -407,10 +382,3 @@ def _dims_of(module: nn.Module, name: str, shape: Sequence[int], label: str) -> 
         f"{{{label!r}: {ndim - 1}}} for [..., out, in] and {ndim - 2} for [..., in, out], or leave "
         "it out."
     )
-
-
-def _grouped_transpose(module: nn.Module, shape: Sequence[int]) -> Layout | None:
-    """The layout of a transposed convolution with groups, which has an outer dimension of these."""
-    if not isinstance(module, _TURNED) or module.groups == 1 or len(shape) < 2:
-        return None
-    return Layout(module.groups, shape[0] // module.groups, shape[1], math.prod(shape[2:]))

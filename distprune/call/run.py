@@ -16,11 +16,8 @@ import torch
 from torch import Tensor
 
 from distprune.base import without_garbage_collection
-from distprune.base.amount import Bounds
-from distprune.base.amount import share as share_of
 from distprune.base.memory import ordinary_tensors
-from distprune.call.reading import read_parameters
-from distprune.call.replicas import count_live_and_compare, for_comparison
+from distprune.call.reading import count_live_and_compare, for_comparison, read_parameters
 from distprune.call.report import ParameterReport, PruningReport, find_collapsed
 from distprune.call.request import (
     Decision,
@@ -72,36 +69,58 @@ def prune_parameters(
     started = time.perf_counter()
     # Masks made in inference mode could never be part of a backward.
     with communicator.exclusively(), ordinary_tensors(), without_garbage_collection():
-        if counted is None:
-            arguments, targets = read_parameters(make_arguments, communicator)
-        else:
-            arguments = communicator.run(make_arguments, lambda made: made.all_facts())
-            targets = counted.targets
-        segments = agree_on_segments(arguments, targets, communicator)
-        method = arguments.method
         with torch.no_grad():
             if counted is None:
-                num_live = count_live_and_compare(targets, method.READS_VALUES, communicator)
+                arguments, shards = read_parameters(make_arguments, communicator)
             else:
-                num_live = counted.num_live
-            decision = method.decide(
+                arguments = communicator.run(make_arguments, PruningArguments.all_facts)
+                shards = counted.targets
+            segments = agree_on_segments(arguments, shards, communicator)
+            num_live = (
+                count_live_and_compare(shards, arguments.reads_values, communicator)
+                if counted is None
+                else counted.num_live
+            )
+            decision = arguments.decide(
                 PruningCall(
-                    shards=targets,
+                    shards=shards,
                     num_live=num_live,
-                    mask_dtypes=[mask_dtype(t) for t in targets],
+                    mask_dtypes=list(map(mask_dtype, shards)),
                     communicator=communicator,
                     normalize=arguments.normalize,
                     segments=segments,
                 )
             )
-        if decision.bound_of is None:
-            _refuse_options_of_rankings(arguments)
-        changes = attach_masks(targets, num_live, decision, arguments, communicator)
-    entries = _report_each(targets, num_live, changes, decision, segments.bounds)
-    shapes = [target.shape for target in targets]
+        option = arguments.divided_by
+        if arguments.normalize is not None:
+            option = option or f"normalize={arguments.normalize!r}"
+        if decision.bound_of is None and option is not None:
+            raise NotImplementedError(
+                f"{arguments.method} does not rank elements by a score, so {option} has no meaning "
+                "for it; expected a method that does, such as L1Unstructured, or your own with "
+                "DISTRIBUTED = 'scores'."
+            )
+        changes = attach_masks(shards, num_live, decision, arguments, communicator)
+    held_at, wanted = (
+        [None] * len(shards) if each is None else each
+        for each in (decision.bound_of, segments.wanted)
+    )
+    sizes = [shard.numel for shard in shards]
+    lowest, highest = segments.bounds or ([0] * len(sizes), sizes)
+    entries = tuple([
+        ParameterReport(
+            shard.name, size, size - live, pruned, held, own,
+            min_sparsity=low / size if low > 0 else None,
+            max_sparsity=high / size if high < size else None,
+            num_grown=grown,
+        )
+        for shard, size, live, (pruned, grown), held, own, low, high in zip(
+            shards, sizes, num_live, changes, held_at, wanted, lowest, highest, strict=True
+        )
+    ])  # fmt: skip
     is_ranked = decision.bound_of is not None
     return PruningReport(
-        method=type(method).__name__,
+        method=arguments.method,
         amount=None if isinstance(arguments.amount, Mapping) else arguments.amount,
         parameters=entries,
         threshold=decision.threshold,
@@ -111,7 +130,7 @@ def prune_parameters(
         num_collectives=communicator.num_collectives,
         bytes_sent=communicator.bytes_sent,
         seconds=time.perf_counter() - started,
-        collapsed=find_collapsed(entries, shapes) if is_ranked else (),
+        collapsed=find_collapsed(entries, [s.shape for s in shards]) if is_ranked else (),
     )
 
 
@@ -138,22 +157,6 @@ def count_live(
     with communicator.exclusively(), ordinary_tensors(), torch.no_grad():
         _, targets = read_parameters(make_arguments, communicator)
         return Counted(targets, count_live_and_compare(targets, reads_values, communicator))
-
-
-def _refuse_options_of_rankings(arguments: PruningArguments) -> None:
-    """Raise NotImplementedError if a method that does not rank was given what needs a ranking."""
-    for option, is_given in (
-        ("scope or pattern", arguments.rule is not None),
-        ("a mapping as amount", isinstance(arguments.amount, Mapping)),
-        ("min_sparsity or max_sparsity", arguments.has_bounds),
-        (f"normalize={arguments.normalize!r}", arguments.normalize is not None),
-    ):
-        if is_given:
-            raise NotImplementedError(
-                f"{type(arguments.method).__name__} does not rank elements by a score, so {option} "
-                "has no meaning for it; expected a method that does, such as L1Unstructured, or "
-                "your own with DISTRIBUTED = 'scores'."
-            )
 
 
 def attach_masks(
@@ -216,29 +219,3 @@ def attach_masks(
         for _, _, hook, _ in places:
             hook.record = record
     return [(pruned, grown) for pruned, grown, *_ in rows]
-
-
-def _report_each(
-    shards: Sequence[Shard],
-    num_live: Sequence[int],
-    changes: Sequence[tuple[int, int]],
-    decision: Decision,
-    bounds: Bounds | None,
-) -> tuple[ParameterReport, ...]:
-    """What was asked of every parameter, and what was done."""
-    nothing = [None] * len(shards)
-    held_at, wanted = decision.bound_of or nothing, decision.wanted or nothing
-    entries = []
-    for i, (shard, (pruned, grown)) in enumerate(zip(shards, changes, strict=True)):
-        size, low, high = shard.numel, 0, shard.numel
-        if bounds is not None:
-            low, high = bounds.lowest[i], bounds.highest[i]
-        entries.append(
-            ParameterReport(
-                shard.name, size, size - num_live[i], pruned, held_at[i], wanted[i],
-                min_sparsity=share_of(low, size) if low > 0 else None,
-                max_sparsity=share_of(high, size) if high < size else None,
-                num_grown=grown,
-            )
-        )  # fmt: skip
-    return tuple(entries)

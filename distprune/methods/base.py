@@ -184,7 +184,9 @@ class BasePruningMethod(PruningHook, ABC):
                 scores = None if importance_scores is None else {(module, name): importance_scores}
                 return PruningArguments(
                     parameters=[NamedParameter(module, name, label)],
-                    method=method,
+                    method=cls.__name__,
+                    decide=method.decide,
+                    reads_values=cls.READS_VALUES,
                     make_hook=lambda owner, tensor_name: hook_with(owner, tensor_name, method),
                     importance_scores=scores,
                     facts=cls.describe_arguments(args, kwargs),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distprune.base.amount import Amount, checked_count, resolve_count, validate_amount
 from distprune.base.pruned_form import local_tensor, mask_key
-from distprune.call.request import Decision, Fact, LocalMasks, PruningCall
+from distprune.call.request import Decision, Fact, LocalMasks, PruningCall, Segments
 from distprune.masks.checks import check_binary
 from distprune.masks.hook import find_hook
 from distprune.methods import ranking
@@ -152,7 +152,7 @@ class RandomUnstructured(_Ranked):
 
     def decide(self, call: PruningCall) -> Decision:
         # Torch's own numbers go with torch's own arguments.
-        if not call.is_limited and call.is_local and not is_distributed():
+        if call.segments == Segments() and call.is_local and not is_distributed():
             return BasePruningMethod.decide(self, call)
         return super().decide(call)
 

@@ -59,7 +59,7 @@ class ByScore:
         """
         sources: Sequence[ScoreSource] | None = None
         # Where parameters are segments of their own, a factor changes nothing.
-        if call.normalize is not None and call.segments.compares_parameters:
+        if call.normalize is not None and call.segments.wanted is None:
             scored = call.communicator.run(
                 lambda: list(map(Scored, call.shards, self.make_scores(call)))
             )
@@ -197,10 +197,9 @@ def rank(call: PruningCall, amount: Amount, ranking: ByScore | AtRandom) -> Deci
     )
     ranked = Ranking(call.shards, keys, call.num_live, call.communicator, flat)
     bound_of: list[str | None] = [None] * len(call.shards)
-    wanted = call.segments.wanted
     if call.segments.blocks is not None:
         num_pruned = prune_in_blocks(ranked, call.segments.blocks)
-        return Decision(lambda: LocalMasks(masks, num_pruned), bound_of=bound_of, wanted=wanted)
+        return Decision(lambda: LocalMasks(masks, num_pruned), bound_of=bound_of)
     common: Common | None = None
     if call.segments.counts is not None:
         # What is pruned already counts, and stays.
@@ -221,9 +220,7 @@ def rank(call: PruningCall, amount: Amount, ranking: ByScore | AtRandom) -> Deci
         else:
             limits = limits_for(k, bounds, [shard.numel for shard in call.shards], call.num_live)
             cuts, common, bound_of = cut_within(ranked, k, limits)
-    decision = Decision(
-        lambda: LocalMasks(masks, ranked.write(cuts)), bound_of=bound_of, wanted=wanted
-    )
+    decision = Decision(lambda: LocalMasks(masks, ranked.write(cuts)), bound_of=bound_of)
     if ranked.keys is RANDOM_KEYS or common is None:
         return decision
     return replace(

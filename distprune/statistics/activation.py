@@ -15,7 +15,7 @@ from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter
 from distprune.base.selecting import matcher
 from distprune.budgets import OWL_MULTIPLE, block_of, outlier_ratios
-from distprune.call.replicas import count_live_and_compare
+from distprune.call.reading import count_live_and_compare
 from distprune.call.request import ParameterArguments
 from distprune.ranking.scores import FactorScores, ScoreSource, TensorScores
 from distprune.ranking.sums import Scored, Summed, magnitude_sums

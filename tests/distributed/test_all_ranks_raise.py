@@ -380,7 +380,7 @@ ROWS = {
         bounded(max_sparsity=lambda s: {s.pairs[0]: 0.5}), "ValueError", "segments of .* pruned el"
     ),
     "no bounds": Row(
-        bounded(min_sparsity=None, max_sparsity=None), "ValueError", "bounds on the sparsity"
+        bounded(min_sparsity=None, max_sparsity=None), "ValueError", "what divides the amount"
     ),
     "NaN as a bound": Row(bounded(max_sparsity=float("nan")), "ValueError", "max_sparsity=nan"),
     "text as a bound": Row(bounded(min_sparsity="0.2"), "TypeError", "min_sparsity='0.2'"),
