@@ -365,7 +365,9 @@ def outlier_ratios(
     exact to 2**-36 of the largest score, and does not depend on the sharding: exact_sums.
     """
     largest = largest_scores(parts, "an outlier ratio", communicator)
-    names = [part.name for part, value in zip(parts, largest, strict=True) if math.isnan(value)]
+    names = [
+        part.shard.name for part, value in zip(parts, largest, strict=True) if math.isnan(value)
+    ]
     if names:
         text = f"{', '.join(names)}: a score is NaN; expected finite weights."
         raise UnfitScores(text, "nan", names)

@@ -17,24 +17,24 @@ ROOMS = {
     "_public.py": (61, 1),
     "_transformers.py": (359, 1),
     "_version.py": (1, 1),
-    "api": (899, 7),
+    "api": (893, 7),
     "base": (868, 9),
-    "budgets.py": (228, 1),
-    "call": (904, 6),
+    "budgets.py": (230, 1),
+    "call": (829, 5),
     "checkpoint.py": (225, 1),
     "cli": (1252, 10),
     "criteria": (727, 4),
     "dynamic.py": (140, 1),
-    "files": (2425, 14),
+    "files": (2427, 14),
     "integrations": (820, 6),
     "language_models": (1026, 7),
     "layouts.py": (13, 1),
     "masks": (619, 6),
-    "methods": (805, 5),
-    "ranking": (1720, 10),
+    "methods": (804, 5),
+    "ranking": (1650, 9),
     "ranks": (319, 2),
     "recipes": (320, 1),
-    "reconstruction.py": (349, 1),
+    "reconstruction.py": (348, 1),
     "schedule.py": (259, 1),
     "selftest.py": (291, 1),
     "shards": (880, 8),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (597, 1),
     "wrappers": (1140, 9),
 }
-TOTAL = (19950, 131)
+TOTAL = (19801, 129)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 34348, "launch": 967}
+FOLDERS = {"tests": 34347, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

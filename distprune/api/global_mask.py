@@ -19,10 +19,10 @@ from torch import Tensor
 from distprune.api.chosen_masks import one_each
 from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import Pair, label_of
-from distprune.call.reading import check_signed, count_live_and_compare, read_parameters
+from distprune.call.reading import check_order, count_live_and_compare, read_parameters
 from distprune.call.request import Fact, ParameterArguments, PruningCall, Segments
 from distprune.methods.ranking import AT_RANDOM, ByScore, rank, scores_or_values
-from distprune.ranking.keys import Order
+from distprune.ranking.scores import Order
 from distprune.ranks.collectives import world
 from distprune.shards.factored import FactoredScores
 from distprune.shards.reader import Scores, local_part, whole_checksum
@@ -129,7 +129,7 @@ def global_mask(
     counts: list[int] = []
 
     def read() -> ParameterArguments:
-        check_signed(scores, bool(signed))
+        check_order(scores, not signed, "signed=True")
         wanted: Any = k if each else [k]
         counts.extend(map(operator.index, wanted))
         pairs.extend(parameters)

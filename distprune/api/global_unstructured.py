@@ -194,10 +194,11 @@ def global_arguments(
             'Only "unstructured" PRUNING_TYPE is supported for the `pruning_method`: '
             f"{pruning_method} has type {kind!r}."
         )
-    check_order(importance_scores, method)
+    expected = "pruning_method=prune.LowestScore, which is criterion.pruning_method"
+    check_order(importance_scores, getattr(method, "IGNORES_SIGN", False), expected)
     return PruningArguments(
         parameters=parameters,
-        method=type(method).__name__,
+        method=str(type(method).__name__),
         decide=method.decide,
         reads_values=method.READS_VALUES,
         make_hook=hook_for_chosen_mask,

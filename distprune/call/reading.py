@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -180,7 +180,18 @@ def _put_scores(
                 "of the parameters of this call; expected (module, name) pairs among them."
             )
         shard = shards[key]
-        part, about = _part_of_scores(given, shard, what)
+        part: Tensor | FactoredScores
+        if isinstance(given, FactoredScores):
+            given.check_shape(shard.name, shard.shape)
+            part, about = given, f"factors, checksum {given.checksum()}"
+        elif isinstance(given, Tensor):
+            part = local_part(shard.name, what, given, shard)
+            about = f"{part.dtype}, checksum {whole_checksum(given, shard)}"
+        else:
+            raise TypeError(
+                f"{shard.name}: {what} is a {type(given).__name__}; expected a tensor or "
+                "FactoredScores."
+            )
         if key not in known:
             known.add(key)
             shard.scores, shard.about_scores = part, about
@@ -193,28 +204,6 @@ def _put_scores(
                 f"{shard.name} is tied, and {what} has different tensors under several of its "
                 "names; expected one under one name, or equal ones."
             )
-
-
-def _part_of_scores(scores: Any, shard: Shard, what: str) -> tuple[Tensor | FactoredScores, str]:
-    """This rank's part of the scores of a parameter, and what must be equal on all ranks.
-
-    Args:
-        scores: like the parameter, or whole; or the factors of them.
-        what: the name of the argument, for messages.
-
-    Raises:
-        TypeError, ValueError: scores of another type or layout.
-    """
-    if isinstance(scores, FactoredScores):
-        scores.check_shape(shard.name, shard.shape)
-        return scores, f"factors, checksum {scores.checksum()}"
-    if not isinstance(scores, Tensor):
-        raise TypeError(
-            f"{shard.name}: {what} is a {type(scores).__name__}; expected a tensor or "
-            "FactoredScores."
-        )
-    part = local_part(shard.name, what, scores, shard)
-    return part, f"{part.dtype}, checksum {whole_checksum(scores, shard)}"
 
 
 def _count_copies_on_other_meshes(shards: Sequence[Shard], communicator: Communicator) -> None:
@@ -266,16 +255,12 @@ def count_live_and_compare(
     see checksum.[Note: no differences cancel].
     """
 
-    def count_own() -> list[int]:
-        return count_live(
-            [target.flat_mask for target in targets], [target.counted for target in targets]
-        )
-
+    masks, counted = [each.flat_mask for each in targets], [each.counted for each in targets]
     if communicator.size == 1:  # nobody to compare with
-        return count_own()
+        return count_live(masks, counted)
 
     def count() -> Tensor:
-        live = count_own()
+        live = count_live(masks, counted)
         # What is compared: values and mask of every replicated parameter.
         compared = [_compared(target, reads_values) for target in targets]
         sums = iter(checksums([tensor for tensors in compared for tensor in tensors]))
@@ -300,15 +285,11 @@ def count_live_and_compare(
 
 def for_comparison(shard: Shard, rank: int, *parts: int) -> tuple[int, int]:
     """What a rank adds to the sum over all replicas, and to the sum over first replicas."""
-    if shard.num_replicas == 1 or not is_on_rank(shard, rank):
+    is_here = shard.ranks is None or rank in shard.ranks
+    if shard.num_replicas == 1 or not is_here:
         return 0, 0
     mixed = at_position(shard.position, *parts)
     return mixed, mixed if shard.replica == 0 else 0
-
-
-def is_on_rank(shard: Shard, rank: int) -> bool:
-    """Whether a rank has a part of a parameter; a rank outside of its mesh has none."""
-    return shard.ranks is None or rank in shard.ranks
 
 
 def _compared(shard: Shard, reads_values: bool) -> list[Tensor]:
@@ -363,6 +344,8 @@ def _join(shards: Sequence[Shard], communicator: Communicator) -> list[Shard]:
                         "names."
                     )
                 holders.setdefault(name, set()).add(tuple(entry.ranks) or (rank,))
+        if not entries:
+            raise ValueError("parameters is empty on every rank; expected at least one parameter.")
         for name, shard in own.items():
             if shard.ranks is None:  # it was read as if every rank of the call had a copy
                 shard.ranks = (communicator.rank,)
@@ -373,10 +356,7 @@ def _join(shards: Sequence[Shard], communicator: Communicator) -> list[Shard]:
             for name in sorted(entries, key=natural_key)
         ]
 
-    joined = communicator.run(join)
-    if not joined:
-        raise ValueError("parameters is empty on every rank; expected at least one parameter.")
-    return joined
+    return communicator.run(join)
 
 
 def _entry(shard: Shard) -> _Entry:
@@ -419,28 +399,17 @@ class SignedScores(dict[tuple[nn.Module, str], S]):
     """
 
 
-def check_order(scores: object, method: object) -> None:
-    """Refuse signed scores for a method that ranks by their absolute values.
-
-    Raises:
-        TypeError: says which method to take.
-    """
-    if isinstance(scores, SignedScores) and getattr(method, "IGNORES_SIGN", False):
-        raise TypeError(
-            f"{type(method).__name__} ranks |score|, and these importance_scores are signed: the "
-            "lowest are to be pruned, and negative ones first. Expected "
-            "pruning_method=prune.LowestScore, which is criterion.pruning_method."
-        )
-
-
-def check_signed(scores: object, is_signed: bool) -> None:
+def check_order(scores: object, ignores_sign: bool, expected: str) -> None:
     """Refuse signed scores where they would be ranked by their absolute values.
+
+    Args:
+        expected: the argument to pass instead, for the message.
 
     Raises:
         TypeError: says which argument to pass.
     """
-    if isinstance(scores, SignedScores) and not is_signed:
+    if isinstance(scores, SignedScores) and ignores_sign:
         raise TypeError(
-            "scores are those of a signed criterion, and signed=False ranks |score|; expected "
-            "signed=True."
+            "the scores are signed, of a criterion of which the lowest are to be pruned, negative "
+            f"ones first, and would be ranked by |score|; expected {expected}."
         )

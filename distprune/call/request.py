@@ -22,7 +22,7 @@ from distprune.base.amount import (
     per_parameter,
     to_bounds,
 )
-from distprune.base.blocks import BlockRule, Layout, Scope, layout_along, parse_pattern
+from distprune.base.blocks import BlockRule, Blocks, Layout, Scope, layout_along, parse_pattern
 from distprune.base.exact_sums import Normalization
 from distprune.base.naming import plain_key
 from distprune.base.selecting import matcher
@@ -48,15 +48,15 @@ class Segments:
     Attributes:
         bounds: of this segment: how much each parameter is to lose, at least and at most.
         counts: per parameter, if each is a segment: its pruned elements after the call.
-        blocks: per parameter, its rows or groups of N:M, if these are segments; None where this
-            rank has no element of it.
+        blocks: per parameter, its rows or groups of N:M, if these are segments; none of them where
+            this rank has no element of it.
         wanted: per parameter, the sparsity that it is to have; None where parameters compete, that
             is, where scores of different parameters are compared.
     """
 
     bounds: Bounds | None = None
     counts: tuple[int, ...] | None = None
-    blocks: tuple[BlockedParameter | None, ...] | None = None
+    blocks: tuple[BlockedParameter, ...] | None = None
     wanted: tuple[float, ...] | None = None
 
 
@@ -137,7 +137,7 @@ class LocalMasks:
     num_grown: Sequence[int] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Decision:
     """What a pruning method decided: the same on every rank, but for what ``finish`` returns.
 
@@ -250,15 +250,10 @@ def to_rule(
         raise ValueError(f"scope={scope!r}; expected 'global', 'layer' or 'row'.")
     if pattern is not None:
         kept_of = parse_pattern(pattern)
-        if scope != "global":
+        if scope != "global" or amount is not None:
             raise ValueError(
-                f"scope={scope!r} beside pattern={pattern!r}; expected one of them: a pattern "
-                "ranks each of its groups by itself."
-            )
-        if amount is not None:
-            raise ValueError(
-                f"amount={amount!r} beside pattern={pattern!r}; expected no amount: the pattern "
-                "says how many elements are pruned."
+                f"scope={scope!r} and amount={amount!r} beside pattern={pattern!r}; expected the "
+                "pattern alone: it says what is ranked together, and how much of it is pruned."
             )
         return BlockRule(scope, None, kept_of)
     if scope == "global":
@@ -292,8 +287,7 @@ def agree_on_segments(
         if rule is not None and rule.needs_input_dim:
             given = _given_dims(arguments.input_dims or {}, shards)
             blocks = tuple(
-                _blocked(rule, shard, given.get(position)) if shard.places else None
-                for position, shard in enumerate(shards)
+                _blocked(rule, shard, given.get(position)) for position, shard in enumerate(shards)
             )
             return Segments(blocks=blocks, wanted=(rule.wanted,) * len(shards))
         if rule is not None:  # layers
@@ -319,8 +313,11 @@ def agree_on_segments(
 
 
 def _blocked(rule: BlockRule, shard: Shard, given: tuple[int, ...] | None) -> BlockedParameter:
-    """The blocks of a parameter."""
-    (module, name), shape = shard.places[0], tuple(shard.shape)
+    """The blocks of a parameter; none if this rank does not know its module."""
+    shape = tuple(shard.shape)
+    if not shard.places:
+        return BlockedParameter(Blocks(1, 1, 1, 0), rule, shape, ())
+    module, name = shard.places[0]
     dims: tuple[int, ...] = ()
     if given is None and isinstance(module, _TURNED) and module.groups > 1 and len(shape) > 1:
         # The groups of a transposed convolution are an outer dimension.

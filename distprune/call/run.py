@@ -91,10 +91,9 @@ def prune_parameters(
                     segments=segments,
                 )
             )
-        option = arguments.divided_by
-        if arguments.normalize is not None:
-            option = option or f"normalize={arguments.normalize!r}"
-        if decision.bound_of is None and option is not None:
+        is_ranked = decision.bound_of is not None
+        if not is_ranked and (arguments.divided_by or arguments.normalize):
+            option = arguments.divided_by or f"normalize={arguments.normalize!r}"
             raise NotImplementedError(
                 f"{arguments.method} does not rank elements by a score, so {option} has no meaning "
                 "for it; expected a method that does, such as L1Unstructured, or your own with "
@@ -118,7 +117,6 @@ def prune_parameters(
             shards, sizes, num_live, changes, held_at, wanted, lowest, highest, strict=True
         )
     ])  # fmt: skip
-    is_ranked = decision.bound_of is not None
     return PruningReport(
         method=arguments.method,
         amount=None if isinstance(arguments.amount, Mapping) else arguments.amount,

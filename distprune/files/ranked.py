@@ -19,7 +19,6 @@ from torch import Tensor
 
 from distprune import budgets
 from distprune.base.amount import CEILING, FLOOR, Bounds
-from distprune.base.exact_sums import scale_of
 from distprune.base.memory import Array, Runs, Scratch, draw_seed
 from distprune.base.naming import UnfitScores
 from distprune.base.selecting import PLAIN_FLOATS
@@ -32,10 +31,17 @@ from distprune.files.team import Team
 from distprune.ranking import sums
 from distprune.ranking.chunks import Chunk, Part
 from distprune.ranking.in_blocks import lowest_of
-from distprune.ranking.keys import RANDOM_KEYS, Order, key_range
 from distprune.ranking.passes import Common, Cuts
 from distprune.ranking.ranking import ChangedError, Ranking, cut_within
-from distprune.ranking.scores import FactorScores, RandomKeys, ScaledScores, ScoreSource, terms_on
+from distprune.ranking.scores import (
+    RANDOM_KEYS,
+    FactorScores,
+    Order,
+    RandomKeys,
+    ScoreSource,
+    key_range,
+    terms_on,
+)
 from distprune.ranking.sums import Scored
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
@@ -247,11 +253,7 @@ class RankedTensors:
         divisors: list[float] | None = None
         if recipe.divisor is not None:
             scored = list(map(Scored, parts, scores))
-            divisors = sums.divisors_of(scored, recipe.divisor, sizes, team)
-            scores = [
-                ScaledScores(each.scores, scale_of(divisor, each.dtype))
-                for each, divisor in zip(scored, divisors, strict=True)
-            ]
+            scores, divisors = sums.normalized(scored, recipe.divisor, sizes, team)
         if recipe.score != "random":
             dtype = functools.reduce(torch.promote_types, [each.dtype for each in scores])
             keys = key_range(dtype, Order.MAGNITUDE)
@@ -278,7 +280,7 @@ class RankedTensors:
             ranked.cuts, ranked.common, bounds = cut_within(ranking, k, Bounds(lowest, highest))
         else:
             ranked.cuts = ranking.cut([0] * len(parts), [k])
-            ranked.common = ranked.cuts.common() if k else None
+            ranked.common = ranked.cuts.common
         ranked.bounds, ranking.found = bounds, []  # which takes memory
         return ranked
 

@@ -27,7 +27,7 @@ from distprune.files.errors import CheckpointError, OutputError
 from distprune.files.planning import CARD_FILE, Plan
 from distprune.files.ranked import RankedGroup
 from distprune.files.text import format_percent
-from distprune.ranking.keys import KeyRange
+from distprune.ranking.scores import KeyRange
 from distprune.recipes import Recipe, make_recipe, problems_of
 
 # A source is sparse if more than this fraction is zero: trained weights have hardly any zeros.

@@ -28,7 +28,7 @@ from distprune.masks.attach import commit, detach, prepare
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import MaskRecord, PruningHook, find_hook, holds_zeros
 from distprune.methods import ranking
-from distprune.ranking.keys import Order
+from distprune.ranking.scores import Order
 from distprune.shards.checksum import checksums
 from distprune.shards.reader import ShardReader
 
@@ -184,7 +184,7 @@ class BasePruningMethod(PruningHook, ABC):
                 scores = None if importance_scores is None else {(module, name): importance_scores}
                 return PruningArguments(
                     parameters=[NamedParameter(module, name, label)],
-                    method=cls.__name__,
+                    method=str(cls.__name__),
                     decide=method.decide,
                     reads_values=cls.READS_VALUES,
                     make_hook=lambda owner, tensor_name: hook_with(owner, tensor_name, method),

@@ -28,7 +28,7 @@ from distprune.methods.channels import (
     live_channels,
     prune_lowest,
 )
-from distprune.ranking.keys import Order
+from distprune.ranking.scores import Order
 from distprune.ranks.collectives import Communicator, is_distributed
 from distprune.shards.reader import local_part, whole_checksum
 from distprune.shards.shard import Shard
@@ -147,7 +147,7 @@ class RandomUnstructured(_Ranked):
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
         """Zero the elements of ``k`` largest random numbers."""
         return ranking.without_lowest(
-            t, default_mask, self.amount, Order.DESCENDING, torch.rand_like
+            t, default_mask, self.amount, Order.ASCENDING, lambda t: -torch.rand_like(t)
         )
 
     def decide(self, call: PruningCall) -> Decision:

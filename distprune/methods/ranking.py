@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,15 +15,19 @@ from distprune.base.memory import SERIAL, Scratch, draw_seed, takes_numpy
 from distprune.call.request import Decision, LocalMasks, PruningCall
 from distprune.ranking.chunks import Chunk, Part, operations_on
 from distprune.ranking.in_blocks import lowest_of, prune_in_blocks
-from distprune.ranking.keys import RANDOM_KEYS, KeyRange, Order, key_range, to_keys
 from distprune.ranking.passes import Common
 from distprune.ranking.ranking import Ranking, cut_within, limits_for
 from distprune.ranking.scores import (
+    RANDOM_KEYS,
     ComputedScores,
     FactorScores,
+    KeyRange,
+    Order,
     ScoreSource,
     TensorScores,
+    key_range,
     random_keys,
+    to_keys,
 )
 from distprune.ranking.sums import Scored, normalized
 from distprune.ranks.collectives import Communicator
@@ -63,7 +67,7 @@ class ByScore:
             scored = call.communicator.run(
                 lambda: list(map(Scored, call.shards, self.make_scores(call)))
             )
-            sources = normalized(scored, call.normalize, call.num_live, call.communicator)
+            sources, _ = normalized(scored, call.normalize, call.num_live, call.communicator)
         return lambda: score_keys(
             self.make_scores(call) if sources is None else sources, self.order
         )
@@ -216,19 +220,15 @@ def rank(call: PruningCall, amount: Amount, ranking: ByScore | AtRandom) -> Deci
         k, bounds = checked_count(amount, sum(call.num_live)), call.segments.bounds
         if bounds is None:
             cuts = ranked.cut([0] * len(masks), [k])
-            common = cuts.common() if k else None
+            common = cuts.common
         else:
             limits = limits_for(k, bounds, [shard.numel for shard in call.shards], call.num_live)
             cuts, common, bound_of = cut_within(ranked, k, limits)
     decision = Decision(lambda: LocalMasks(masks, ranked.write(cuts)), bound_of=bound_of)
-    if ranked.keys is RANDOM_KEYS or common is None:
-        return decision
-    return replace(
-        decision,
-        threshold=ranked.keys.score_of(common.threshold),
-        num_ties=common.num_ties,
-        num_ties_pruned=common.num_ties_pruned,
-    )
+    if common is not None and ranked.keys is not RANDOM_KEYS:
+        decision.threshold = ranked.keys.score_of(common.threshold)
+        decision.num_ties, decision.num_ties_pruned = common[1:]
+    return decision
 
 
 def without_lowest(
@@ -260,7 +260,7 @@ def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
         flat = flat.abs()
     keys = key_range(flat.dtype, order)
     if size <= SERIAL and takes_numpy(flat.device):  # a row by itself
-        lowest = lowest_of(Blocks(size, 1, 1, k), to_keys(flat, keys).values.numpy())
+        lowest = lowest_of(Blocks(size, 1, 1, k), to_keys(flat, keys)[0].numpy())
         mask.view(-1)[torch.from_numpy(lowest)] = 0
         return
     part = Part("scores", size, index_map(flat.shape, [range(size)], [0]), range(size))

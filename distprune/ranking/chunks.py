@@ -9,7 +9,6 @@ operation costs microseconds however few elements there are::
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -63,6 +62,7 @@ class Chunk:
         shards: int64, the numbers of the shards.
         sizes: int64, of the pieces.
         bounds: int64, where they begin and end: one number more than pieces.
+        starts: int64: what leads from positions in the chunk to those in the shard, of each piece.
         is_single: whether there is one piece.
     """
 
@@ -76,12 +76,7 @@ class Chunk:
         self.sizes: Array = table[:, 2] - table[:, 1]
         self.bounds: Array = np.zeros(len(pieces) + 1, dtype=np.int64)
         self.sizes.cumsum(out=self.bounds[1:])
-
-    @property
-    def starts(self) -> Array:
-        """int64: what leads from positions in the chunk to those in the shard, of each piece."""
-        starts: Array = np.array([start for _, start, _ in self.pieces]) - self.bounds[:-1]
-        return starts
+        self.starts: Array = table[:, 1] - self.bounds[:-1]
 
     def cut(self, most: int) -> Iterator[Chunk]:
         """Chunks of at most ``most`` elements; small pieces that are joined stay so."""
@@ -152,7 +147,7 @@ def join_small(
     return chunks + [Chunk(joined, *kind[1:]) for kind, (joined, _) in open_.items()]  # type: ignore[index]
 
 
-def call_all(calls: Sequence[Callable[[Scratch], R]], num_bytes: int, *, are_safe: bool) -> list[R]:
+def call_all(calls: Sequence[Callable[[Scratch], R]], num_bytes: int, are_safe: bool) -> list[R]:
     """Call all, on several threads where that is safe and worth it; results in their order.
 
     Args:
@@ -164,15 +159,17 @@ def call_all(calls: Sequence[Callable[[Scratch], R]], num_bytes: int, *, are_saf
     if most < 2 or num_bytes < _THREADED_CHUNK * len(calls):
         scratch = Scratch()
         return [call(scratch) for call in calls]
-    own = threading.local()
+    results: list[Any] = [None] * len(calls)
+    places = iter(range(len(calls)))  # each thread takes the next one
 
-    def work(call: Callable[[Scratch], R]) -> R:
-        if not hasattr(own, "scratch"):
-            own.scratch = Scratch()
-        return call(own.scratch)
+    def work(_: int) -> None:
+        scratch = Scratch()
+        for i in places:
+            results[i] = calls[i](scratch)
 
     with ThreadPoolExecutor(most) as threads:
-        return list(threads.map(work, calls))
+        list(threads.map(work, range(most)))
+    return results
 
 
 def per_shard(chunks: Sequence[Chunk], counts: Sequence[Array | Tensor], num_shards: int) -> Array:

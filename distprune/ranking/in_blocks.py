@@ -54,7 +54,7 @@ _MOST = 1 << 20
 
 @dataclass(frozen=True)
 class BlockedParameter:
-    """The blocks of one whole parameter; the same on all ranks.
+    """The blocks of one whole parameter; the same on all ranks that know its module.
 
     Attributes:
         blocks: of the whole parameter.
@@ -106,12 +106,12 @@ class _Batch(NamedTuple):
         return len(self.numbers) * self.blocks.size
 
 
-def prune_in_blocks(ranking: Ranking, parameters: Sequence[BlockedParameter | None]) -> list[int]:
+def prune_in_blocks(ranking: Ranking, parameters: Sequence[BlockedParameter]) -> list[int]:
     """Write the masks of this rank. Collective.
 
     Args:
         ranking: what is pruned, with masks to write.
-        parameters: the blocks; None where this rank has no element and does not know them.
+        parameters: the blocks; of none where this rank has no element and does not know them.
 
     Returns:
         Per parameter, how many elements that this rank counts were pruned now.
@@ -135,22 +135,17 @@ def prune_in_blocks(ranking: Ranking, parameters: Sequence[BlockedParameter | No
         own.summed = batches, words  # written while the next ones are collected
     if cut:
         ranks.run(own.write_summed)
-    pruned: list[int] = own.num_pruned.tolist()
-    return pruned
+    return list(map(int, own.num_pruned))
 
 
 class _Blocked:
     """This rank's part of :func:`prune_in_blocks`, whose arguments it has."""
 
-    def __init__(self, ranking: Ranking, parameters: Sequence[BlockedParameter | None]) -> None:
+    def __init__(self, ranking: Ranking, parameters: Sequence[BlockedParameter]) -> None:
         self._ranking = ranking
-        self._parts = [
-            _Part(Blocks(1, 1, 1, 0), range(0), (), [])
-            if own is None
-            else _part(own, shard.index, source.size)
-            for own, shard, source in zip(parameters, ranking.shards, ranking.sources, strict=True)
-        ]
-        self._whole = [None if own is None else own.blocks for own in parameters]
+        several = zip(parameters, ranking.shards, ranking.sources, strict=True)
+        self._parts = [_part(own, shard.index, source.size) for own, shard, source in several]
+        self._whole = [own.blocks for own in parameters]
         self.num_pruned: Array = np.zeros(len(parameters), dtype=np.int64)
         self.summed: tuple[list[_Batch], Tensor] = [], torch.zeros(0, dtype=torch.int64)
         bits = 8 * ranking.keys.dtype.itemsize
@@ -197,11 +192,8 @@ class _Blocked:
             for positions in part.rest:
                 chunks += Chunk([(i, positions.start, positions.stop)], False).cut(_CHUNK)
         counts = self._ranking.visit(chunks, self._write_chunk)
-        pruned, nan = (
-            per_shard(chunks, [each[n] for each in counts], len(self._parts)) for n in (0, 1)
-        )
-        self.num_pruned += pruned
-        return torch.from_numpy(nan)
+        self.num_pruned += per_shard(chunks, [pruned for pruned, _ in counts], len(self._parts))
+        return torch.from_numpy(per_shard(chunks, [nan for _, nan in counts], len(self._parts)))
 
     def _write_chunk(self, chunk: Chunk, scratch: Scratch) -> tuple[Array | Tensor, Array | Tensor]:
         """Write the mask of whole bands, or the mask in force; counts of pruned ones and NaN."""

@@ -38,8 +38,7 @@ from distprune.ranking.chunks import (
     spans_of,
     spread,
 )
-from distprune.ranking.keys import KeyRange, to_keys
-from distprune.ranking.scores import ScoreSource, TensorScores
+from distprune.ranking.scores import KeyRange, ScoreSource, TensorScores, to_keys
 from distprune.ranks.collectives import Communicator
 
 # Neighbours that are sampled together, as a cache line brings them anyway; one by one from
@@ -69,26 +68,22 @@ class Common(NamedTuple):
     num_ties_pruned: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Cuts:
     """Where the order is cut; the same on all ranks. int64 arrays.
 
     Attributes:
         threshold: of each parameter: elements with a smaller key go, with a larger one stay ...
         index: ... and with this key, those with a smaller global index go.
-        segments: per segment, the numbers of :class:`Common`.
-        num_before: of each parameter, the elements before the cut; zeros if they were not asked
-            for.
+        num_before: of each parameter, the elements before the cut, if they were asked for.
+        common: the same cut of all parameters of one segment; None of several segments, and where
+            nothing is pruned.
     """
 
     threshold: Array
     index: Array
-    segments: Array
     num_before: Array
-
-    def common(self) -> Common:
-        """The cut of the first segment, in Python's numbers."""
-        return Common(*self.segments[0].tolist())
+    common: Common | None = None
 
 
 # What a scan collects in a chunk: how many keys of each piece, int64; the keys, [m]; and their
@@ -201,14 +196,12 @@ class Passes:
             for chunk in part.cut(self._most)
         ]
         kept = self.visit(others, write)
-        for chunk, number in zip(corrected, on_host(gone), strict=True):
+        numbers = on_host([*gone, *kept])
+        for position, chunk in enumerate([*corrected, *others]):
             if chunk.is_counted:
-                pruned[chunk.shards] += number
-        for chunk, number in zip(others, on_host(kept), strict=True):
-            if chunk.is_counted:
-                pruned[chunk.shards] += chunk.sizes - number
-        numbers: list[int] = pruned.tolist()
-        return numbers
+                number = numbers[position]
+                pruned[chunk.shards] += number if position < len(gone) else chunk.sizes - number
+        return list(map(int, pruned))
 
     def kept(self, chunk: Chunk, cuts: Cuts, scratch: Scratch) -> Flags:
         """Which elements of a chunk stay as they are after the cuts."""
@@ -345,29 +338,28 @@ class Passes:
         """
         generator, scratch, found = np.random.default_rng(seed), Scratch(), []
         for part in self._parts:
-            owners, rate = rows[part.shards], rates[part.shards].max()
-            size = int(part.bounds[-1])
+            owners, size = rows[part.shards], int(part.bounds[-1])
             length = _RUN if size >= _SMALL else 1
-            exact = math.ceil(size * rate) / length
-            num_drawn = min(size // length, int(exact) + int(generator.random() < exact % 1))
-            if not (part.is_counted and num_drawn and (owners >= 0).any()):
+            exact = size * rates[part.shards].max() / length + generator.random()
+            num_drawn, num_runs = min(size // length, int(exact)), size // length
+            if not (part.is_counted and num_drawn and owners.max() >= 0):
                 continue
             # One run per stratum, jittered: regular data cannot hide between them.
             strata = np.arange(num_drawn) + generator.random(num_drawn)
-            numbers = (strata * (size // length / num_drawn)).astype(np.int64)
-            numbers = np.minimum(numbers, size // length - 1)
-            live: Tensor | None
+            numbers = (strata * (num_runs / num_drawn)).astype(np.int64).clip(max=num_runs - 1)
+            (i, start, stop), mask = part.pieces[0], self._masks[part.pieces[0][0]]
+            own: int | Tensor = int(owners[0])
             if part.is_single:
-                (i, start, stop), mask = part.pieces[0], self._masks[part.pieces[0][0]]
                 runs = Runs(start, stop, length, torch.from_numpy(numbers))
-                keys, _ = to_keys(self.sources[i].gather(runs), self.keys, scratch)
-                keys, live = keys.clone(), None if mask is None else runs.of(mask) == 1
-                own: int | Tensor = int(owners[0])
+                keys = to_keys(self.sources[i].gather(runs), self.keys, scratch)[0].clone()
+                live = None if mask is None else runs.of(mask) == 1
             else:
                 runs = Runs(0, size, length, torch.from_numpy(numbers))
                 keys, _, flags = self.load(part, scratch)
-                keys = runs.of(keys)
-                live = None if flags is None else runs.of(torch.as_tensor(flags))
+                keys, live = (
+                    runs.of(keys),
+                    None if flags is None else runs.of(torch.as_tensor(flags)),
+                )
                 positions = runs.positions(torch.device("cpu")).numpy()
                 pieces = part.bounds.searchsorted(positions, side="right") - 1
                 own = memory.moved(torch.from_numpy(owners[pieces]), keys.device)
@@ -394,11 +386,8 @@ class Passes:
 
     def raise_nan(self, num_nan: Sequence[int]) -> None:
         """Raise ValueError for the parameters that have NaN among their live elements, if any."""
-        where = {
-            shard.name: f"{nan} of {live}"
-            for shard, live, nan in zip(self.shards, self.num_live, num_nan, strict=True)
-            if nan
-        }
+        several = zip(self.shards, self.num_live, num_nan, strict=True)
+        where = {shard.name: f"{nan} of {live}" for shard, live, nan in several if nan}
         if where:
             parameters = ", ".join(f"{name} ({count})" for name, count in where.items())
             raise UnfitScores(
@@ -411,9 +400,8 @@ class Passes:
 
     def visit(self, chunks: Sequence[Chunk], call: Callable[..., R]) -> list[R]:
         """Call a function for each chunk, on several threads where that is safe and worth it."""
-        size = sum([int(chunk.bounds[-1]) for chunk in chunks])
-        calls = [partial(call, chunk) for chunk in chunks]
-        return call_all(calls, size * self.keys.dtype.itemsize, are_safe=self._are_safe)
+        num_bytes = sum([int(chunk.bounds[-1]) for chunk in chunks]) * self.keys.dtype.itemsize
+        return call_all([partial(call, chunk) for chunk in chunks], num_bytes, self._are_safe)
 
     def _pieces(self) -> Iterator[tuple[Any, tuple[int, int, int], bool, bool]]:
         """What this rank counts of each shard, and the rest, as ``join_small`` takes them."""

@@ -95,10 +95,6 @@ class Intervals(NamedTuple):
     rank: Array
     size: Array
 
-    def at(self, rows: Array) -> Intervals:
-        """Some of the intervals."""
-        return Intervals(*(each[rows] for each in self))
-
     @property
     def shift(self) -> Array:
         """A bin of the next histogram holds 2**shift keys."""
@@ -181,7 +177,9 @@ class Intervals(NamedTuple):
                 return torch.from_numpy(found.histogram(keys(found))[rows].reshape(-1))
 
             histogram = ranks.reduce(len(rows) * found.num_bins, count).numpy()
-            narrowed = found.at(rows).narrowed(histogram.reshape(len(rows), -1))
+            narrowed = Intervals(*(each[rows] for each in found)).narrowed(
+                histogram.reshape(len(rows), -1)
+            )
             for whole, part in zip(found, narrowed, strict=True):
                 whole[rows] = part
         return found
@@ -193,16 +191,20 @@ class Search:
     Args:
         segments: int64 [parameters], the segment of each; -1: none.
         k: int64 [segments], how many elements go.
-        totals: int64 [segments], live elements.
+
+    Attributes:
+        most_inside: int64 [segments]: how many elements a bracket may have.
 
     The key of each segment lies in [low, high]. Elements of all ranks with smaller keys are
     ``below``, with keys up to high ``upto``; of each parameter, this rank has ``each`` of both.
     Once they are few, the keys in the interval ``are_collected``.
     """
 
-    def __init__(self, ranking: Passes, segments: Array, k: Array, totals: Array) -> None:
-        self._ranking, self._ranks, self._totals, self._k = ranking, ranking.ranks, totals, k
+    def __init__(self, ranking: Passes, segments: Array, k: Array) -> None:
+        self._ranking, self._ranks, self._k = ranking, ranking.ranks, k
         self._segments, self._members = segments, segments >= 0
+        self._totals = totals = sums_of(segments, ranking.num_live, len(k))
+        self.most_inside = np.minimum(totals, np.maximum(COLLECT_ALL, totals // 50))
         keys, none = ranking.keys, np.zeros(len(k), dtype=np.int64)
         highest = keys.largest_number if ranking.refuses_nan else keys.high
         self._low, self._high = none + keys.low, np.where(k > 0, highest, keys.low)
@@ -279,7 +281,7 @@ class Search:
         last = np.where(ranks[1] >= size, whole.high, both.high[len(rows) :])
         num_inside = 2 * margin + both.size.reshape(2, -1).sum(axis=0)
         expected = np.minimum(size, num_inside) / np.maximum(size, 1) * inside
-        most = np.minimum(most_inside(totals), self._ranking.most_collected)
+        most = np.minimum(self.most_inside[rows], self._ranking.most_collected)
         edges[rows], share[rows] = np.array([first - 1, last]).T, expected / totals
         is_wide = (size == 0) | (expected > most)
         if is_wide.any():
@@ -327,7 +329,7 @@ class Search:
         self._num_missed = self._num_missed + (is_open & ~is_hit & (edges[:, 0] < edges[:, 1]))
         self._are_collected = self._are_collected | is_hit
         ends = np.where(members, [before[self._segments], at[self._segments]], [[0], [width + 1]])
-        self._each = np.take_along_axis(each, ends, axis=0)
+        self._each = each[ends, np.arange(len(members))]
 
     def _find_keys(self) -> Intervals:
         """The k-th key of each segment, its rank among its ties, and their number."""
@@ -360,7 +362,9 @@ class Search:
         threshold = np.where(members, found.low[segments], self._ranking.keys.low)
         index = np.where(members & (num_pruned > 0)[segments], ALL, 0)
         num_before: Array = np.zeros(num_shards, dtype=np.int64)
-        cuts = Cuts(threshold, index, np.array([found.low, found.size, num_pruned]).T, num_before)
+        cuts = Cuts(threshold, index, num_before)
+        if len(num_pruned) == 1 and num_pruned.item() > 0:
+            cuts.common = Common(found.low.item(), found.size.item(), num_pruned.item())
         is_divided = (num_pruned > 0) & (num_pruned < found.size)
         if not (count_each or is_divided.any()):
             return cuts
@@ -415,12 +419,6 @@ class Search:
         return cuts
 
 
-def most_inside(totals: Array) -> Array:
-    """int64 [segments]: how many elements a bracket may have, of segments of so many."""
-    most: Array = np.maximum(COLLECT_ALL, totals // 50)
-    return most
-
-
 def sums_of(segments: Array, numbers: Array, num_segments: int) -> Array:
     """int64 [..., segments]: the sums of numbers, [..., parameters], of their members."""
     # The last sum is that of what is in no segment.
@@ -456,10 +454,9 @@ class Ranking(Passes):
         collected keys, about 0.5 % of them at 10**8 elements and less above.
         """
         owners, k = np.asarray(segments), np.asarray(counts)
-        totals = sums_of(owners, self.num_live, len(k))
-        stored = np.minimum(totals, most_inside(totals)).sum()
-        if len(k) < 2 or stored <= _STORED:
-            return Search(self, owners, k, totals).cut(count_each, bool(self.outs))
+        search = Search(self, owners, k)
+        if len(k) < 2 or search.most_inside.sum() <= _STORED:
+            return search.cut(count_each, bool(self.outs))
         half = len(k) // 2
         is_first = owners < half  # or in no segment
         first = self.cut(np.where(is_first, owners, -1), k[:half], count_each=count_each)
@@ -467,7 +464,6 @@ class Ranking(Passes):
         return Cuts(
             np.where(is_first, first.threshold, last.threshold),
             np.where(is_first, first.index, last.index),
-            np.concatenate([first.segments, last.segments]),
             np.where(is_first, first.num_before, last.num_before),
         )
 
@@ -480,23 +476,14 @@ def limits_for(
     Raises:
         ValueError: ``k`` elements do not suffice for the floors, or exceed the ceilings.
     """
-    pruned = [n - live for n, live in zip(num_elements, num_live, strict=True)]
-    limits = Bounds(
-        tuple(max(0, low - p) for low, p in zip(bounds.lowest, pruned, strict=True)),
-        tuple(max(0, high - p) for high, p in zip(bounds.highest, pruned, strict=True)),
-    )
-    after = f"{sum(pruned) + k:,} of {sum(num_elements):,} after this call"
-    if sum(limits.lowest) > k:
+    pruned = np.array(num_elements) - np.array(num_live)
+    limits = Bounds(*(tuple((np.array(each) - pruned).clip(0).tolist()) for each in bounds))
+    low, high = map(sum, limits)
+    if not low <= k <= high:
         raise ValueError(
-            f"min_sparsity needs {sum(limits.lowest):,} more pruned elements, and {k:,} are to be "
-            f"pruned ({after}). Expected a budget that holds all floors: raise the amount to at "
-            f"least {sum(limits.lowest):,} elements, or lower min_sparsity."
-        )
-    if sum(limits.highest) < k:
-        raise ValueError(
-            f"max_sparsity leaves {sum(limits.highest):,} elements that may be pruned, and {k:,} "
-            f"are to be ({after}). Expected a budget within all ceilings: lower the amount to at "
-            f"most {sum(limits.highest):,} elements, or raise max_sparsity."
+            f"min_sparsity and max_sparsity allow for {low:,} to {high:,} more pruned elements, "
+            f"and {k:,} are to be pruned ({sum(pruned) + k:,} of {sum(num_elements):,} after this "
+            "call). Expected an amount within these bounds; change it, or the bounds."
         )
     return limits
 
@@ -541,7 +528,7 @@ def cut_within(
         is_free &= ~is_decided
         left -= int(counts[is_decided].sum())
     numbers: list[str | None] = bounds.tolist()
-    shared = common.common() if common is not None and is_free.any() and left else None
+    shared = common.common if common is not None and is_free.any() else None
     if common is not None and is_free.all():
         return common, shared, numbers
     alone = ranking.cut(np.where(is_free, -1, (~is_free).cumsum() - 1), counts[~is_free])

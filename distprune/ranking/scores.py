@@ -1,11 +1,21 @@
-"""Where the keys of a local shard come from, chunk by chunk: tensors, functions, small factors.
+"""Scores of a local shard, and integers of the same order, which rank exactly on every device.
 
-A :class:`ScoreSource` reads or computes scores. Nothing here stores a score per element.
+A :class:`ScoreSource` reads or computes scores chunk by chunk, from tensors, functions or small
+factors. Nothing here stores a score per element.
+
+[Note: keys] The bits of a non-negative IEEE number, read as an integer, are in
+the order of the numbers. So |x| becomes a key by clearing the sign bit: -0.0
+equals 0.0, denormals stay distinct whatever the flush-to-zero mode, and inf is
+the largest number. All NaN share one key above inf, where torch.topk has them.
+Ranking compares keys as integers, and makes no other comparison.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
@@ -14,13 +24,133 @@ from torch import Tensor
 
 from distprune.base import memory
 from distprune.base.exact_sums import product_dtype, scale_scores
-from distprune.base.memory import SERIAL, Array, Runs, Scratch, hash_in_place, hash_keys
-from distprune.ranking.keys import RANDOM_KEYS, KeyRange
+from distprune.base.memory import INTEGERS, LARGEST_HASH, SERIAL, Array, Runs, Scratch
+from distprune.base.selecting import PLAIN_FLOATS, FloatFormat
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import Block, IndexMap, MatrixRun
 from distprune.shards.shard import Shard
 
-# The array that scores are computed in: keys are made of them in place, see keys.to_keys.
+
+class Order(Enum):
+    """Which elements rank first, that is, are pruned first."""
+
+    MAGNITUDE = "smallest |score| first"
+    ASCENDING = "smallest score first"
+
+
+_FLOATS: dict[torch.dtype, FloatFormat] = {
+    getattr(torch, form.torch_name): form for form in PLAIN_FLOATS.values()
+}
+# Integers are widened first where |min| would overflow.
+_INTEGERS = {
+    torch.bool: torch.int16,
+    torch.uint8: torch.int16,
+    torch.int8: torch.int16,
+    torch.int16: torch.int32,
+    torch.int32: torch.int64,
+    torch.int64: torch.int64,
+}
+
+
+@dataclass(frozen=True)
+class KeyRange:
+    """The integers that the keys of one call lie in.
+
+    Attributes:
+        dtype: of the keys.
+        low, high: smallest and largest key, NaN's included.
+        largest_number: the largest key that is not NaN's.
+        value_dtype: of the scores, to show a key as a score.
+        order: of the scores.
+    """
+
+    dtype: torch.dtype
+    low: int
+    high: int
+    largest_number: int
+    value_dtype: torch.dtype
+    order: Order
+
+    @property
+    def is_float(self) -> bool:
+        """Whether scores can be NaN."""
+        return self.high > self.largest_number
+
+    def score_of(self, key: int) -> float:
+        """The score that a key stands for (|score| under Order.MAGNITUDE)."""
+        if not self.is_float:
+            return float(key)
+        if key > self.largest_number:
+            return float("nan")
+        magnitude = torch.tensor(abs(key), dtype=self.dtype).view(self.value_dtype).item()
+        return -magnitude if key < 0 else magnitude
+
+
+RANDOM_KEYS = KeyRange(torch.int64, 0, LARGEST_HASH, LARGEST_HASH, torch.int64, Order.ASCENDING)
+
+
+def key_range(dtype: torch.dtype, order: Order) -> KeyRange:
+    """The keys of scores of a dtype.
+
+    Raises:
+        NotImplementedError: a dtype that has no order here (complex, float8, quantised).
+    """
+    if dtype in _FLOATS:
+        key_dtype, inf = INTEGERS[dtype.itemsize], _FLOATS[dtype].inf
+        low = 0 if order is Order.MAGNITUDE else -inf
+        return KeyRange(key_dtype, low, inf + 1, inf, dtype, order)
+    if dtype in _INTEGERS:
+        key_dtype = _INTEGERS[dtype]
+        # int64 has no wider type: |min| stays negative there, as in torch.abs.
+        bound = torch.iinfo(key_dtype).max - 1
+        return KeyRange(key_dtype, -bound, bound, bound, dtype, order)
+    supported = ", ".join(str(rankable) for rankable in (*_FLOATS, *_INTEGERS))
+    raise NotImplementedError(
+        f"scores of dtype {dtype} cannot be ranked; expected one of {supported}. "
+        "Pass importance_scores of one of these."
+    )
+
+
+def to_keys(
+    scores: Tensor, common: KeyRange, scratch: Scratch | None = None
+) -> tuple[Tensor, bool]:
+    """Keys of scores, 1-d: see [Note: keys]. In scratch memory, if there is some.
+
+    Returns:
+        The keys, and whether some of them may be NaN's.
+    """
+    if common is RANDOM_KEYS:
+        return scores, False
+    if not common.is_float:
+        keys = scores.to(common.dtype, copy=True)
+        if common.order is Order.MAGNITUDE:
+            keys.abs_()
+        return keys, False
+    bits = scores.to(common.value_dtype).contiguous().view(common.dtype)
+    if memory.takes_numpy(bits.device):
+        return _float_keys(bits.numpy(), common, scratch or Scratch())
+    keys = torch.bitwise_and(bits, torch.iinfo(common.dtype).max).clamp_(max=common.high)
+    if common.order is Order.ASCENDING:
+        keys = torch.where((bits < 0) & (keys <= common.largest_number), -keys, keys)
+    return keys, True
+
+
+def _float_keys(bits: Array, common: KeyRange, scratch: Scratch) -> tuple[Tensor, bool]:
+    """The same operations by numpy, which has no OpenMP barrier per small call."""
+    integer = bits.dtype.type
+    negative = bits < 0 if common.order is Order.ASCENDING else None
+    # Scores that were computed lie in the same memory.
+    keys = scratch.array("keys", bits.size, bits.dtype)
+    np.bitwise_and(bits, integer((1 << (8 * bits.itemsize - 1)) - 1), out=keys)
+    has_nan = int(keys.max(initial=0)) > common.largest_number
+    if has_nan:  # seldom: finding out takes less time than clamping all
+        np.minimum(keys, integer(common.high), out=keys)
+    if negative is not None:
+        np.negative(keys, out=keys, where=negative & (keys <= integer(common.largest_number)))
+    return torch.from_numpy(keys), has_nan
+
+
+# The array that scores are computed in: keys are made of them in place, see to_keys.
 _USE = "keys"
 
 
@@ -117,10 +247,8 @@ class FactorScores:
         self.dtype = torch.promote_types(values.dtype, torch.float32)
         self.size, self.device = values.size, values.device
         self.is_thread_safe = values.is_thread_safe
-        self._are_signed = are_signed
-        self._values = values
-        self._matrix = matrix
-        self._make_terms = make_terms
+        self._values, self._are_signed = values, are_signed
+        self._matrix, self._make_terms = matrix, make_terms
 
     @classmethod
     def of_shard(cls, shard: Shard, factored: FactoredScores, *, are_signed: bool) -> FactorScores:
@@ -171,14 +299,11 @@ class FactorScores:
         if not values.numel():  # then a factor may have no elements to index
             return values.to(self.dtype)
         places = self._matrix.places(positions)
-        multiplier: Tensor | float = 0.0
-        for number, term in enumerate(self._make_terms()):
-            product: Tensor | None = None
-            for factor in term:
-                part = factor_at(factor, places)
-                product = part if product is None else product * part
-            assert product is not None
-            multiplier = multiplier + product if number else product
+        products = [
+            functools.reduce(torch.mul, [factor_at(factor, places) for factor in term])
+            for term in self._make_terms()
+        ]
+        multiplier = functools.reduce(torch.add, products)
         return multiplier * (values.abs() if self._are_signed else values).to(self.dtype)
 
 
@@ -244,14 +369,14 @@ class RandomKeys:
             last = min(first + SERIAL, stop)
             indices = self._index(torch.arange(first, last)).numpy()
             np.add(indices, self._offset, out=keys[first - start : last - start])
-        hash_in_place(keys, self._seed, scratch)
+        memory.hash_in_place(keys, self._seed, scratch)
         return torch.from_numpy(keys)
 
     def gather(self, runs: Runs) -> Tensor:
         return self._at(runs.positions(self.device))
 
     def _at(self, positions: Tensor) -> Tensor:
-        return hash_keys(self._index(positions) + self._offset, self._seed)
+        return memory.hash_keys(self._index(positions) + self._offset, self._seed)
 
 
 def random_keys(shards: Sequence[Shard], seed: int) -> tuple[KeyRange, list[ScoreSource]]:
@@ -299,19 +424,17 @@ def terms_on(
 
 def widened(scores: Tensor, scratch: Scratch, dtype: torch.dtype) -> Array:
     """Floating-point scores on a CPU as float32 or float64, exactly; a view where they are that."""
-    if scores.dtype is dtype:
-        wide: Array = scores.numpy()
-        return wide
-    if scores.dtype is torch.bfloat16 and dtype is torch.float32:
-        # The upper half of a float32; numpy has no such dtype.
-        bits = scratch.array("wide", scores.numel(), np.uint32)
-        np.left_shift(scores.view(torch.uint16).numpy(), 16, out=bits, dtype=np.uint32)
-        upper: Array = bits.view(np.float32)
-        return upper
     if scores.dtype is torch.bfloat16:
-        scores = scores.float()
-    converted = scratch.array("wide", scores.numel(), np.dtype(f"float{8 * dtype.itemsize}"))
-    np.copyto(converted, scores.numpy())
+        # The upper half of a float32; numpy has no such dtype.
+        bits = scratch.array("upper", scores.numel(), np.uint32)
+        np.left_shift(scores.view(torch.uint16).numpy(), 16, out=bits, dtype=np.uint32)
+        wide: Array = bits.view(np.float32)
+    else:
+        wide = scores.numpy()
+    if wide.itemsize == dtype.itemsize:
+        return wide
+    converted = scratch.array("wide", wide.size, np.dtype(f"float{8 * dtype.itemsize}"))
+    np.copyto(converted, wide)
     return converted
 
 
@@ -337,7 +460,4 @@ def _float_array(scratch: Scratch, size: int, dtype: torch.dtype) -> Array:
 
 def _product(factors: list[Array], out: Array) -> Array:
     """The product of factors that broadcast to ``out``, written there; of one, itself."""
-    product = factors[0]
-    for factor in factors[1:]:
-        product = np.multiply(product, factor, out=out)
-    return product
+    return functools.reduce(functools.partial(np.multiply, out=out), factors)

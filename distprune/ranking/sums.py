@@ -8,6 +8,7 @@ in it: see exact_sums.[Note: grid].
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -41,11 +42,6 @@ class Scored:
 
     shard: Elements
     scores: ScoreSource
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return self.shard.name
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,43 +79,25 @@ def per_part(
         measure: from the number of a part and a span of it.
         most: elements of a span on a CPU.
     """
-    calls, places, num_bytes = [], [], 0
+    calls, places, num_bytes, are_safe = [], [], 0, True
     for i, part in enumerate(parts):
         size = operations_on(part.scores.device).CHUNK_BYTES // part.dtype.itemsize
-        if memory.takes_numpy(part.scores.device):
-            size = min(size, most)
-        for span in spans_of(part.shard.counted, size):
+        is_on_host = memory.takes_numpy(part.scores.device)
+        are_safe &= is_on_host and part.scores.is_thread_safe
+        for span in spans_of(part.shard.counted, min(size, most) if is_on_host else size):
             calls.append(partial(measure, i, span))
             places.append(i)
             num_bytes += len(span) * part.dtype.itemsize
-    are_safe = all(
-        part.scores.is_thread_safe and memory.takes_numpy(part.scores.device) for part in parts
-    )
     numbers: list[list[int]] = [[] for _ in parts]
-    found = on_host(call_all(calls, num_bytes, are_safe=are_safe))
-    for i, number in zip(places, found, strict=True):
+    for i, number in zip(places, on_host(call_all(calls, num_bytes, are_safe)), strict=True):
         numbers[i].append(number)
     return [combine(own or [0]) for own in numbers]
 
 
 def normalized(
     parts: Sequence[Scored], normalize: Normalization, num_live: Sequence[int], ranks: Communicator
-) -> list[ScoreSource]:
-    """The scores of all parameters, each divided by its statistic. Collective.
-
-    Args, raises and cost: as :func:`divisors_of`.
-    """
-    divisors = divisors_of(parts, normalize, num_live, ranks)
-    return [
-        ScaledScores(part.scores, exact_sums.scale_of(divisor, part.dtype))
-        for part, divisor in zip(parts, divisors, strict=True)
-    ]
-
-
-def divisors_of(
-    parts: Sequence[Scored], normalize: Normalization, num_live: Sequence[int], ranks: Communicator
-) -> list[float]:
-    """The statistic that the scores of each parameter are divided by. Collective.
+) -> tuple[list[ScoreSource], list[float]]:
+    """The scores of all parameters, each divided by its statistic, and the divisors. Collective.
 
     Args:
         parts: this rank's part of every parameter; the same list on all ranks.
@@ -138,10 +116,13 @@ def divisors_of(
     # NaN is not above 0 either: the ranking itself refuses it, by the name of the parameter.
     exponents = [exact_sums.exponent_of(value) if value > 0 else None for value in largest]
     totals = grid_sums(parts, exponents, exact_sums.power_of(normalize), ranks)
-    return [
-        exact_sums.statistic(normalize, total, exponent or 0, number)
-        for total, exponent, number in zip(totals, exponents, num_live, strict=True)
-    ]
+    sources: list[ScoreSource] = []
+    divisors = []
+    for part, total, exponent, number in zip(parts, totals, exponents, num_live, strict=True):
+        divisors.append(exact_sums.statistic(normalize, total, exponent or 0, number))
+        scale = exact_sums.scale_of(divisors[-1], part.dtype)
+        sources.append(ScaledScores(part.scores, scale))
+    return sources, divisors
 
 
 def largest_scores(
@@ -173,7 +154,7 @@ def largest_scores(
         for part in parts:
             if not part.scores.dtype.is_floating_point:
                 raise NotImplementedError(
-                    f"{part.name}: {what} of scores of dtype {part.scores.dtype}; expected "
+                    f"{part.shard.name}: {what} of scores of dtype {part.scores.dtype}; expected "
                     "floating point."
                 )
         return torch.tensor(per_part(parts, largest_bits, max), dtype=torch.int64)
@@ -184,7 +165,7 @@ def largest_scores(
     most = exact_sums.LARGEST_SCORE
     unfit = [i for i, value in enumerate(largest) if value > most or 0 < value < 1 / most]
     if unfit:
-        names = [parts[i].name for i in unfit]
+        names = [parts[i].shard.name for i in unfit]
         kind = "infinite" if math.inf in largest else "too large or too small"
         raise UnfitScores(
             f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} {kind} scores, so {what} "
@@ -289,66 +270,62 @@ def magnitude_sums(weights: Sequence[Summed], ranks: Communicator) -> list[list[
     Cost: two reads of the weights; two all-reduces of 8 bytes per sum.
     """
     sizes = [size for weight in weights for size in weight.sizes]
-    bits = ranks.reduce(sum(sizes), lambda: _reduced(weights, None), "max")
+
+    def per_weight(values: Tensor) -> list[list[Tensor]]:
+        parts = iter(torch.split(values, sizes))
+        return [[next(parts) for _ in weight.sizes] for weight in weights]
+
+    bits = ranks.reduce(sum(sizes), lambda: _reduced(weights, sizes, None), "max")
     largest = bits.view(torch.float64)
     for what, is_wrong in (("nan", torch.isnan), ("infinite", torch.isinf)):
-        flags = _per_weight(is_wrong(largest), weights)
-        names = [
-            weight.part.name
-            for weight, own in zip(weights, flags, strict=True)
-            if any(bool(each.any()) for each in own)
-        ]
+        of_weights = zip(weights, per_weight(is_wrong(largest)), strict=True)
+        names = [weight.part.shard.name for weight, own in of_weights if torch.cat(own).any()]
         if names:
             text = "the sum of its magnitudes is not finite; expected finite weights."
             raise UnfitScores(f"{', '.join(names)}: {text}", what, names)
     exponents = torch.frexp(largest).exponent
-    each = _per_weight(exponents, weights)
-    sums = ranks.reduce(sum(sizes), lambda: _reduced(weights, each)).double()
+    sums = ranks.reduce(sum(sizes), lambda: _reduced(weights, sizes, exponents)).double()
     for scale in _powers(exponents - GRID_BITS):
         sums *= scale
-    return _per_weight(sums, weights)
+    return per_weight(sums)
 
 
-def _per_weight(values: Tensor, weights: Sequence[Summed]) -> list[list[Tensor]]:
-    parts = iter(torch.split(values, [size for weight in weights for size in weight.sizes]))
-    return [[next(parts) for _ in weight.sizes] for weight in weights]
-
-
-def _reduced(weights: Sequence[Summed], exponents: list[list[Tensor]] | None) -> Tensor:
+def _reduced(weights: Sequence[Summed], sizes: Sequence[int], exponents: Tensor | None) -> Tensor:
     """This rank's largest bits of |w|, or with exponents the sums in units of the grid: int64."""
-    outs = [
-        [torch.zeros(n, dtype=torch.int64, device=w.part.scores.device) for n in w.sizes]
-        for w in weights
-    ]
+    devices = {weight.part.scores.device for weight in weights}
+    outs = {each: torch.zeros(sum(sizes), dtype=torch.int64, device=each) for each in devices}
+    firsts = iter(itertools.accumulate(sizes, initial=0))
+    first_of = [[next(firsts) for _ in weight.sizes] for weight in weights]
     lock = threading.Lock()
 
     def visit(i: int, span: range, scratch: Scratch) -> Count:
         weight = weights[i]
         magnitudes = torch.as_tensor(weight.part.magnitudes(span, scratch)).double()
-        several = [places.to(magnitudes.device) for places in weight.places]
+        out = outs[weight.part.scores.device]
+        several = [places.to(out.device) for places in weight.places]
         for block in weight.matrix.blocks(span.start, span.stop):
             shape = (block.rows.stop - block.rows.start, block.columns.stop - block.columns.start)
             values = magnitudes[block.start : block.stop].view(shape)
-            for kind, places in enumerate(several):
-                place = slice_of(places, block)
+            for first, places in zip(first_of[i], several, strict=False):
+                place = slice_of(places, block) + first
                 axes = [axis for axis in (0, 1) if place.shape[axis] == 1]
                 if exponents is None:
                     found = (values.amax(axes, keepdim=True) if axes else values).view(torch.int64)
                 else:
-                    own = exponents[i][kind].to(values.device)[place]
-                    first, second = _powers(GRID_BITS - own)
-                    found = (values * first).mul_(second).round_().long()
+                    up, down = _powers(GRID_BITS - exponents.to(out.device)[place])
+                    found = (values * up).mul_(down).round_().long()
                     found = found.sum(axes, keepdim=True) if axes else found
                 at, found = place.reshape(-1), found.reshape(-1)
                 with lock:
                     if exponents is None:
-                        outs[i][kind].scatter_reduce_(0, at, found, "amax")
+                        out.scatter_reduce_(0, at, found, "amax")
                     else:
-                        outs[i][kind].index_add_(0, at, found)
+                        out.index_add_(0, at, found)
         return 0
 
     per_part([weight.part for weight in weights], visit, most=SERIAL)
-    return torch.cat([each.cpu() for own in outs for each in own] or [torch.zeros(0).long()])
+    found = torch.stack([out.cpu() for out in outs.values()])
+    return found.amax(0) if exponents is None else found.sum(0)
 
 
 def _powers(exponents: Tensor) -> tuple[Tensor, Tensor]:

@@ -166,7 +166,7 @@ def test_custom_refuses_what_it_cannot_do():
     signed.update(weight=2)
     assert signed.pruning_method is prune.LowestScore
     assert (signed.scores()[layer, "weight"] == -2).all()
-    with pytest.raises(TypeError, match=r"these importance_scores are signed.*LowestScore"):
+    with pytest.raises(TypeError, match=r"scores are signed.*LowestScore"):
         prune.global_unstructured(pairs, prune.L1Unstructured, signed.scores(), amount=1)
 
 

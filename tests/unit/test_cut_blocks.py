@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from distprune.base.blocks import BlockRule, Layout, layout_along
 from distprune.ranking import in_blocks
 from distprune.ranking.in_blocks import BlockedParameter, prune_in_blocks
-from distprune.ranking.keys import Order, key_range
 from distprune.ranking.ranking import Ranking
+from distprune.ranking.scores import Order, key_range
 from distprune.ranks.collectives import Communicator
 from helpers import reference
 from helpers.sampling import num_examples

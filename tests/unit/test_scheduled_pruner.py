@@ -166,8 +166,8 @@ def test_floors_hold_once_the_target_suffices_for_them(end):
 @pytest.mark.parametrize(
     ("low", "high", "text"),
     [
-        (None, 0.75, r"end of Cubic\(.*leaves 93 elements that may be pruned, and 100 are"),
-        (0.8, None, r"end of Cubic\(.*needs 100 more"),
+        (None, 0.75, r"end of Cubic\(.*to 93 more pruned elements, and 100 are"),
+        (0.8, None, r"end of Cubic\(.*allow for 100 to"),
         (0.9, 0.8, "min_sparsity asks for at least 54"),
         ({"l4": 0.1}, None, "'l4', which is none"),
     ],

@@ -22,7 +22,7 @@ def layers():
         ({"scope": "row", "amount": 3}, "amount=3 with scope='row'; expected a fraction"),
         ({"pattern": "4:2"}, "expected a pattern N:M such as '2:4', got '4:2'"),
         ({"pattern": "2:4", "amount": 0.5}, "amount=0.5 beside pattern='2:4'"),
-        ({"pattern": "2:4", "scope": "row"}, "scope='row' beside pattern='2:4'"),
+        ({"pattern": "2:4", "scope": "row"}, "scope='row' and amount=None beside pattern='2:4'"),
         ({"pattern": "2:4"}, "6 inputs .* which 4 does not divide: 2:4 does not fit"),
         ({"pattern": "4x4"}, "expected a pattern N:M such as '2:4', got '4x4'"),
         ({"scope": "row", "amount": {"0.weight": 0.5}}, "expected a fraction"),
