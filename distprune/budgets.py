@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from distprune.base import exact_sums
 from distprune.base.amount import Bounded, SparsityBound, resolve_count, to_bounds, validate_amount
-from distprune.base.memory import Array, Count, Scratch
+from distprune.base.memory import Count, Scratch
 from distprune.base.naming import (
     UnfitScores,
     checked_pair,
@@ -268,8 +268,14 @@ def divided(
     """
     limited = list(zip(lines, lowest, highest, strict=True))
 
-    def counts_at(level: Fraction) -> list[Fraction | int]:
-        return [min(max(line.start + line.slope * level, low), high) for line, low, high in limited]
+    def counts_at(level: Fraction) -> list[Fraction]:
+        return [
+            min(max(line.start + line.slope * level, Fraction(low)), Fraction(high))
+            for line, low, high in limited
+        ]
+
+    def sum_at(level: Fraction) -> Fraction:
+        return sum(counts_at(level), Fraction(0))
 
     # Between two levels at which a parameter meets one of its limits, the sum is a line.
     levels = [
@@ -279,18 +285,18 @@ def divided(
         if line.slope
     ] or [Fraction(0)]
     levels.sort()
-    least, most = sum(counts_at(levels[0])), sum(counts_at(levels[-1]))
+    least, most = sum_at(levels[0]), sum_at(levels[-1])
     if not least <= total <= most:
         raise ValueError(
             f"the budget can divide {int(least):,} to {int(most):,} pruned elements among these "
             f"parameters, and {total:,} are to be pruned; expected a sparsity within these."
         )
-    position = bisect.bisect_left(levels, total, key=lambda level: sum(counts_at(level)))
+    position = bisect.bisect_left(levels, Fraction(total), key=sum_at)
     level = levels[position]
     if position:
         before = levels[position - 1]
-        below, above = sum(counts_at(before)), sum(counts_at(level))
-        level = before + (level - before) * Fraction(total - below) / (above - below)
+        below, above = sum_at(before), sum_at(level)
+        level = before + (level - before) * (total - below) / (above - below)
     exact = counts_at(level)
     # Each is rounded down, and the largest remainders up.
     counts = [math.floor(count) for count in exact]
@@ -391,21 +397,14 @@ def outlier_ratios(
     }
 
     def count_above(i: int, span: range, scratch: Scratch) -> Count:
-        return _count_above(thresholds[blocks[i]], parts[i].magnitudes(span, scratch), scratch)
+        threshold, magnitudes = thresholds[blocks[i]], parts[i].magnitudes(span, scratch)
+        if isinstance(magnitudes, Tensor):
+            return (magnitudes > threshold).sum()
+        # In float64, to which no number is rounded.
+        return int(np.count_nonzero(magnitudes > np.float64(threshold)))
 
     def count() -> Tensor:
         return torch.tensor(per_part(parts, count_above), dtype=torch.int64)
 
     counts = of_blocks(communicator.reduce(len(parts), count).tolist())
     return [counts[block] / max(1, sizes[block]) for block in blocks]
-
-
-def _count_above(threshold: float, magnitudes: Array | Tensor, scratch: Scratch) -> Count:
-    """Magnitudes above a number of float64, which is not negative."""
-    if isinstance(magnitudes, Tensor):
-        return (magnitudes > threshold).sum()
-    limit = magnitudes.dtype.type(threshold)
-    if limit > threshold:  # rounded up: what lies above the next number below lies above the limit
-        limit = np.nextafter(limit, magnitudes.dtype.type(0))
-    above = np.greater(magnitudes, limit, out=scratch.array("above", magnitudes.size, bool))
-    return int(np.count_nonzero(above))

@@ -218,7 +218,7 @@ def _pruned_places(parameters: nn.Module | Iterable[Pair]) -> list[Pair]:
     reader = ShardReader()
     places: dict[tuple[int, str], Pair] = {}
     for module, name in given:
-        hook = find_hook(module, name)
+        hook, managed = find_hook(module, name), reader.managed(module, name)
         if hook is None:
             continue
         label = f"{type(module).__name__}.{name}"
@@ -227,12 +227,8 @@ def _pruned_places(parameters: nn.Module | Iterable[Pair]) -> list[Pair]:
                 f"{label}: {type(hook).__name__} defines apply_mask, so its mask is not a factor; "
                 "expected a method that leaves apply_mask as it is."
             )
-        managed = reader.managed(module, name)
-        if (
-            managed is not None
-            and managed.has_unreduced_gradient
-            and not masked_value.has_dense_gradient(module, name)
-        ):
+        has_masked = managed is not None and managed.has_unreduced_gradient
+        if has_masked and not masked_value.has_dense_gradient(module, name):
             raise RuntimeError(
                 f"{label}: a backward without gradient synchronisation (no_sync, "
                 "set_requires_gradient_sync(False)) has left gradients that are masked when they "
@@ -241,8 +237,9 @@ def _pruned_places(parameters: nn.Module | Iterable[Pair]) -> list[Pair]:
             )
         owners = () if managed is None else managed.owners
         for other, key in ((module, name), *hook.tied_places, *owners):
-            if find_hook(unwrap(other), key) is not None:
-                places[id(unwrap(other)), key] = unwrap(other), key
+            place = unwrap(other), key
+            if find_hook(*place) is not None:
+                places[id(place[0]), key] = place
     return list(places.values())
 
 

@@ -30,14 +30,14 @@ import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from distprune.base.amount import CallReport, table
+from distprune.base.amount import CallReport, share, table
 from distprune.base.blocks import WeightLayout
 from distprune.call.reading import count_live_and_compare, read_parameters
 from distprune.call.request import ParameterArguments
@@ -102,25 +102,18 @@ class ReconstructionReport(CallReport):
     bytes_sent: int
     seconds: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
-
     def __str__(self) -> str:
+        def row(name: str, pruned: str, *errors: float) -> list[str]:
+            return [name, pruned, *(f"{error:.4g}" for error in errors)]
+
+        errors = [(entry.error_before, entry.error_after) for entry in self.parameters]
         rows = [
-            [
-                entry.name,
-                f"{entry.num_pruned / max(1, entry.num_elements):.2%}",
-                f"{entry.error_before:.4g}",
-                f"{entry.error_after:.4g}",
-            ]
-            for entry in self.parameters
+            row(entry.name, f"{share(entry.num_pruned, entry.num_elements):.2%}", *of_entry)
+            for entry, of_entry in zip(self.parameters, errors, strict=True)
         ]
-        count = max(1, len(self.parameters))
-        before = sum(entry.error_before for entry in self.parameters) / count
-        after = sum(entry.error_after for entry in self.parameters) / count
+        means = [sum(each) / len(rows) for each in zip(*errors, strict=True)]
         heading = ["parameter", "pruned", "error before", "error after"]
-        lines = table(heading, rows, ["mean", "", f"{before:.4g}", f"{after:.4g}"])
+        lines = table(heading, rows, row("mean", "", *means))
         facts = [f"least squares, {self.steps} steps, damping {self.damping:g}", *self._cost()]
         if unmoved := sum(entry.num_rows_unmoved for entry in self.parameters):
             facts.insert(
@@ -198,10 +191,8 @@ def reconstruct(
     """
     started = time.perf_counter()
     ranks = world(group)
-    pairs: list[tuple[nn.Module, str]] = []
 
     def arguments() -> ParameterArguments:
-        pairs.extend(parameters)
         if not isinstance(grams, GramMatrices):
             raise TypeError(f"grams is a {type(grams).__name__}; expected GramMatrices.")
         if not 0 <= damping < float("inf"):
@@ -211,7 +202,7 @@ def reconstruct(
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"dtype={dtype}; expected torch.float64 or torch.float32.")
         facts = [("damping", repr(damping)), ("steps", repr(steps)), ("dtype", str(dtype))]
-        return ParameterArguments(parameters=pairs, facts=facts)
+        return ParameterArguments(parameters=parameters, facts=facts)
 
     with torch.inference_mode(False), torch.no_grad():
         with ranks.exclusively():
@@ -246,11 +237,13 @@ def reconstruct(
                         f"or outputs beyond the range of {shard.values.dtype}; expected finite "
                         "ones. float16 ends at 65504."
                     )
-                shares = [max(0.0, each) / total if total > 0 else 0.0 for each in (before, after)]
+                before, after = (max(0.0, e) / total if total > 0 else 0.0 for e in (before, after))
                 added = weights[label].damping if label in weights else 0.0
-                counts = shard.numel, shard.numel - live
+                num_pruned = shard.numel - live
                 entries.append(
-                    ReconstructedParameter(shard.name, *counts, *shares, added, int(unmoved))
+                    ReconstructedParameter(
+                        shard.name, shard.numel, num_pruned, before, after, added, int(unmoved)
+                    )
                 )
             for weight in weights.values():
                 weight.commit()
@@ -396,7 +389,7 @@ class _Weight:
         size = _CPU_CHUNK if self._new.device.type == "cpu" else _DEVICE_CHUNK
         ids = chosen.nonzero().view(-1)
         if len(ids):
-            yield from ids.split(max(1, size // max(1, self._width)))
+            yield from torch.split(ids, max(1, size // max(1, self._width)))
 
     def _read(self, blocks: Iterable[Block], ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Values, and 1 where they are kept and not 0, of some rows: [2, rows, inputs].

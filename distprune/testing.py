@@ -26,7 +26,7 @@ accelerator and no more cores than one. Linux and macOS; nothing here imports py
 
 The library itself does not need this module, and ``import distprune`` does not load it.
 
-Calls travel by pickle, with the files that their functions are in.
+Calls travel by pickle, with the file that their function is in.
 
 [Note: one group after another in one process] Three things make this safe:
   - a barrier right after init: a rank that failed while another was still inside
@@ -51,7 +51,6 @@ import faulthandler
 import gc
 import importlib
 import importlib.util
-import io
 import multiprocessing
 import operator
 import os
@@ -76,45 +75,30 @@ class RankError(AssertionError):
     """A rank raised, died or did not answer; the text holds its traceback."""
 
 
-class _ModuleRecorder(pickle.Pickler):
-    """Records the module of every function and class that it pickles by name."""
-
-    def __init__(self, buffer: io.BytesIO) -> None:
-        super().__init__(buffer)
-        self.modules: dict[str, None] = {}
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (types.FunctionType, type)):
-            self.modules[obj.__module__] = None
-        return NotImplemented
-
-
 def _packed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """A call for another process, with the files of its modules, which pytest loads by path.
+    """A call for another process, with the file of its module, which pytest loads by path.
 
     Raises:
         TypeError: fn or an argument cannot be found by name in another process: it is a lambda,
             is defined inside a function or in ``__main__``, or is no picklable value.
     """
-    buffer = io.BytesIO()
-    pickler = _ModuleRecorder(buffer)
+    name = getattr(fn, "__module__", None) or ""
     try:
-        pickler.dump((fn, args, kwargs))
-        if "__main__" in pickler.modules:
-            raise TypeError("a function or class is defined in __main__")
+        data = pickle.dumps((fn, args, kwargs))
+        if name == "__main__":
+            raise TypeError("the function is defined in __main__")
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"{fn!r} and its arguments must travel to the ranks by pickle: {error}. Expected a "
             "function at the top level of a module or test file (no lambda, no function inside a "
             "function, none of __main__), and arguments that can be pickled."
         ) from error
-    files = {}  # of modules, each after its parents
-    for full in pickler.modules:
-        for part in accumulate(full.split("."), "{}.{}".format):
-            module = sys.modules.get(part)
-            folders = getattr(module, "__path__", None)
-            files[part] = getattr(module, "__file__", None), folders and list(folders)
-    return pickle.dumps((sys.path, files, buffer.getvalue()))
+    files = {}  # of the module, after its parents
+    for part in accumulate(name.split("."), "{}.{}".format):
+        module = sys.modules.get(part)
+        folders = getattr(module, "__path__", None)
+        files[part] = getattr(module, "__file__", None), folders and list(folders)
+    return pickle.dumps((sys.path, files, data))
 
 
 def _unpacked(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

@@ -105,18 +105,15 @@ class VerificationReport(CallReport):
             *(f"{entry.name}: {text}" for entry in self.parameters for text in entry.problems),
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, with the totals and sparsities written out."""
+    def to_json(self, **options: Any) -> str:
+        """The report with totals and sparsities, as JSON; ``options`` go to ``json.dumps``."""
         totals = ("ok", "num_elements", "num_pruned", "sparsity")
-        return {
+        data = {
             **asdict(self),
             "parameters": [{**asdict(each), "sparsity": each.sparsity} for each in self.parameters],
             **{name: getattr(self, name) for name in totals},
         }
-
-    def to_json(self, **options: Any) -> str:
-        """:meth:`to_dict` as JSON; ``options`` go to ``json.dumps``."""
-        return json.dumps(self.to_dict(), allow_nan=False, **options)
+        return json.dumps(data, allow_nan=False, **options)
 
     def __str__(self) -> str:
         rows = [

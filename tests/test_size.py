@@ -24,9 +24,9 @@ ROOMS = {
     "checkpoint.py": (225, 1),
     "cli": (1252, 10),
     "criteria": (727, 4),
-    "dynamic.py": (140, 1),
+    "dynamic.py": (137, 1),
     "files": (2427, 14),
-    "integrations": (820, 6),
+    "integrations": (804, 6),
     "language_models": (1026, 7),
     "layouts.py": (13, 1),
     "masks": (619, 6),
@@ -34,19 +34,19 @@ ROOMS = {
     "ranking": (1650, 9),
     "ranks": (319, 2),
     "recipes": (320, 1),
-    "reconstruction.py": (348, 1),
-    "schedule.py": (259, 1),
+    "reconstruction.py": (342, 1),
+    "schedule.py": (254, 1),
     "selftest.py": (291, 1),
     "shards": (880, 8),
     "statistics": (1394, 7),
     "streaming": (1033, 6),
-    "testing.py": (246, 1),
-    "verification.py": (597, 1),
+    "testing.py": (235, 1),
+    "verification.py": (596, 1),
     "wrappers": (1140, 9),
 }
-TOTAL = (19801, 129)
+TOTAL = (19759, 129)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 34347, "launch": 967}
+FOLDERS = {"tests": 34171, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -107,12 +107,6 @@ class PlannedPruning:
                 f"{', '.join(options) or 'criterion'} go with a schedule; expected them in the "
                 "recipe, or in the function that makes the ScheduledPruner."
             )
-        if isinstance(criterion, Criterion) or not (criterion is None or callable(criterion)):
-            raise TypeError(
-                f"criterion is a {type(criterion).__name__}; expected a class of "
-                "distprune.criteria, or a function of the (module, name) pairs that returns a "
-                "criterion: the parameters are known when the model has been wrapped."
-            )
         if verify_every is not None and verify_every < 1:
             raise ValueError(
                 f"verify_every={verify_every!r}; expected a number of steps >= 1, or None."
@@ -204,11 +198,14 @@ class PlannedPruning:
         return report
 
 
-def add_masks(model: nn.Module, state_dict: dict[str, Tensor], *args: Any) -> None:
+def add_masks(
+    model: nn.Module, state_dict: dict[str, Tensor], prefix: str = "", *args: Any
+) -> None:
     """Give a model masks of ones where a state dict has masks, before it is loaded.
 
     A pre-hook of ``load_state_dict``. It communicates where the model lacks masks.
     """
-    masks = {key for key in state_dict if name_of_pruned_mask(key, state_dict) is not None}
+    values = {key.removeprefix(prefix): value for key, value in state_dict.items()}
+    masks = {key for key in values if name_of_pruned_mask(key, values) is not None}
     if not masks <= dict(model.named_buffers(remove_duplicate=False)).keys():
-        prepare_for_load(model, state_dict)
+        prepare_for_load(model, values)

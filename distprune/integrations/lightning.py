@@ -158,11 +158,6 @@ class PruningCallback(PlannedPruning, Callback):
             )
             self._resume(saved, problem)
             if self._criterion is not None:
-                if "criterion" not in saved:
-                    raise ValueError(
-                        "the checkpoint has no state of the criterion; expected one that was saved "
-                        "by a run with the same criterion."
-                    )
                 self._criterion.load_state_dict(saved["criterion"])
         self._saved = None
         self._num_steps = trainer.global_step

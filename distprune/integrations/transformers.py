@@ -50,9 +50,9 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
         criterion: what ranks, instead of the magnitude: a class of ``distprune.criteria``
             (``Movement``, ``SNIP``), or a function of the (module, name) pairs
             (``functools.partial(criteria.Taylor, unit="global_batch")``). It sees the
-            averaged gradient of every step as the optimizer does: clipped, unless
-            ``max_grad_norm=0``, so that steps with a large gradient count less; a warning says
-            so. With a schedule only. Checkpoints have what it has collected.
+            averaged gradient of every step as the optimizer does: clipped, so that steps with a
+            large gradient count less, unless ``max_grad_norm=0``. With a schedule only.
+            Checkpoints have what it has collected.
         reset_criterion: forget what the criterion has collected after each pruning.
         options: other arguments of ``ScheduledPruner``: scope, pattern, ...; with a schedule only.
         permanent: make the zeros permanent when training ends, so that ``save_model`` writes an
@@ -157,22 +157,14 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
             )
             self._resume(attributes, problem)
         pruner.num_steps = state.global_step
-        if self._criterion is None:
-            return
-        name = type(self._criterion).__name__
-        if args.max_grad_norm and state.is_world_process_zero:
-            logger.warning(
-                "%s sees gradients that are clipped to max_grad_norm=%g, so steps with a large "
-                "gradient count less; max_grad_norm=0 leaves them as they are.",
-                name, args.max_grad_norm,
-            )  # fmt: skip
-        if state.global_step > 0:
+        if self._criterion is not None and state.global_step > 0:
             folder = (self._resumed_from or _checkpoint(args, state)) / _CRITERION
             if not world().run(folder.is_dir):
                 raise ValueError(
-                    f"{folder} is missing, with what {name} has collected; expected a checkpoint "
-                    "that was saved with the same criterion. Call callback.attach(trainer) to "
-                    "resume from another folder than output_dir/checkpoint-<step>."
+                    f"{folder} is missing, with what {type(self._criterion).__name__} has "
+                    "collected; expected a checkpoint that was saved with the same criterion. Call "
+                    "callback.attach(trainer) to resume from another folder than "
+                    "output_dir/checkpoint-<step>."
                 )
             load_criterion(self._criterion, folder)
 

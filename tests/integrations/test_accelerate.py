@@ -1,6 +1,7 @@
-"""check_wrapping detects every silent fallback of accelerate."""
+"""Accelerate: every silent fallback is detected, and saved states carry all that pruning needs."""
 
 import contextlib
+import functools
 import os
 from pathlib import Path
 
@@ -9,14 +10,17 @@ import torch
 from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, patch_environment
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import distprune as prune
-from distprune.integrations.accelerate import check_wrapping
+from distprune import criteria
+from distprune.integrations.accelerate import check_wrapping, load_state, register_pruning
+from distprune.schedule import Cubic, ScheduledPruner
 from distprune.testing import run_ranks
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "accelerate"
@@ -117,19 +121,28 @@ def test_two_ranks():
     run_ranks(every_case, 2)
 
 
-def one_process() -> None:
+def one_process(folder) -> None:
     with as_launched():
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             del os.environ[name]
-        accelerator = Accelerator(cpu=True)  # what accelerate launch --cpu --num_processes 2 is
-        model = prepared(accelerator)
-        assert check_wrapping(accelerator, model) == "plain"
+        run = Run(Accelerator(cpu=True), TAYLOR).train(4)
+        # Which is what accelerate launch --cpu --num_processes 2 is.
+        assert check_wrapping(run.accelerator, run.model) == "plain"
         with pytest.raises(RuntimeError, match="2 processes is what accelerate was asked for"):
-            check_wrapping(accelerator, model, num_processes=2)
+            check_wrapping(run.accelerator, run.model, num_processes=2)
+        run.accelerator.save_state(folder, safe_serialization=False)
+        state = run.state()
+        fresh = Run(Accelerator(cpu=True), TAYLOR, seed=9)
+        fresh.accelerator._models[:] = [fresh.model]
+        fresh.accelerator._optimizers[:] = [fresh.optimizer]
+        load_state(fresh.accelerator, folder, fresh.model)
+        assert all(torch.equal(state[key], value) for key, value in fresh.state().items())
+        with pytest.raises(FileNotFoundError, match="no model 0 that accelerate saved"):
+            load_state(fresh.accelerator, f"{folder}/missing", fresh.model)
 
 
-def test_one_process():
-    run_ranks(one_process, 1)
+def test_one_process(tmp_path):
+    run_ranks(one_process, 1, str(tmp_path / "state"))
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*")))
@@ -147,13 +160,83 @@ def test_configs_are_what_they_are_called(name):
     if name == "ddp":
         assert "ACCELERATE_USE_FSDP" not in environment
         return
-    fsdp = {key: value for key, value in environment.items() if key.startswith("FSDP_")}
-    if name == "fsdp1":
-        assert (fsdp["FSDP_SYNC_MODULE_STATES"], fsdp["FSDP_USE_ORIG_PARAMS"]) == ("true", "true")
-        # The plugin looks for a GPU to broadcast from, even if no model is there yet.
-        fsdp["FSDP_SYNC_MODULE_STATES"] = fsdp["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    with patch_environment(**fsdp):
-        made = FullyShardedDataParallelPlugin()
-    assert made.fsdp_version == (1 if name == "fsdp1" else 2)
-    assert name == "fsdp1" or made.reshard_after_forward
+    assert environment["FSDP_VERSION"] == ("1" if name == "fsdp1" else "2")
     assert environment.get("PARALLELISM_CONFIG_TP_SIZE", "1") == ("2" if "tp" in name else "1")
+
+
+# -- save_state and load_state carry masks, schedules and criteria
+
+SCHEDULE = Cubic(begin=1, end=7, frequency=2, final_sparsity=0.8)
+TAYLOR = functools.partial(criteria.Taylor, unit="global_batch")
+
+
+class Run:
+    """A training run on this rank, as a script writes it."""
+
+    def __init__(self, accelerator, make_criterion, seed=0):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        self.accelerator = accelerator
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        pairs = prune.select(self.model, exclude="3")
+        self.criterion = make_criterion and make_criterion(pairs)
+        options = {"importance_scores": self.criterion.scores} if self.criterion else {}
+        self.pruner = ScheduledPruner(pairs, SCHEDULE, **options)
+        register_pruning(
+            accelerator, self.model, self.pruner,
+            criteria=[self.criterion] if self.criterion else [],
+        )  # fmt: skip
+
+    def train(self, num_steps):
+        rank, size = self.accelerator.process_index, self.accelerator.num_processes
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randint(-2, 3, (4, 6), generator=generator).float()[rank::size]
+        for _ in range(num_steps):
+            self.optimizer.zero_grad()
+            self.accelerator.backward(self.model(x).square().mean())
+            if self.criterion:
+                self.criterion.update()
+            self.optimizer.step()
+            self.pruner.step()
+            prune.verify(self.model, expected=self.pruner.pruned_parameters)
+        return self
+
+    def state(self):
+        state = {name.removeprefix("module."): t for name, t in self.model.state_dict().items()}
+        whole = {k: t.full_tensor() if isinstance(t, DTensor) else t for k, t in state.items()}
+        return {key: tensor.clone() for key, tensor in whole.items()}
+
+
+def make_accelerator(wrapping) -> Accelerator:
+    return real_fsdp2_on_the_cpu() if wrapping == "fsdp2" else Accelerator(cpu=True)
+
+
+def interrupted_and_resumed(wrapping, folder, make_criterion) -> dict[str, torch.Tensor]:
+    with as_launched(FSDP_VERSION="2"):
+        run = Run(make_accelerator(wrapping), make_criterion).train(4)
+        assert prune.is_pruned(run.model)
+        run.accelerator.save_state(folder)
+        run.train(6)
+        undisturbed = run.state()
+    with as_launched(FSDP_VERSION="2"):
+        resumed = Run(make_accelerator(wrapping), make_criterion, seed=9)
+        assert not prune.is_pruned(resumed.model)
+        load_state(resumed.accelerator, folder, resumed.model)
+        assert resumed.pruner.num_steps == 4
+        resumed.train(6)
+        state = resumed.state()
+    assert state.keys() == undisturbed.keys()
+    for key, value in undisturbed.items():
+        assert torch.equal(state[key], value), key
+    masks = [value for key, value in state.items() if key.endswith("_mask")]
+    assert sum(int((mask == 0).sum()) for mask in masks) == round(0.8 * 80)
+    return state
+
+
+@pytest.mark.parametrize("wrapping", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("make_criterion", [None, TAYLOR], ids=["magnitude", "taylor"])
+def test_two_ranks_resume_bit_for_bit(tmp_path, wrapping, make_criterion):
+    folder = str(tmp_path / "state")
+    one, other = run_ranks(interrupted_and_resumed, 2, wrapping, folder, make_criterion)
+    assert all(torch.equal(one[key], other[key]) for key in one)

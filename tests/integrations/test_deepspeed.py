@@ -284,27 +284,25 @@ def criteria_equal_those_of_replicas(stage: int) -> list[str]:
             snip, fisher = SNIP(places(module)), Fisher(places(module), unit="rank_batch")
             with fisher.calibrating(), fisher.batch():
                 loss = model(batch).square().mean()
-                engine.backward(loss) if model is engine else loss.backward()
-            if model is dense:
-                for parameter in dense.parameters():
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad /= dist.get_world_size()
+                (engine if model is engine else torch.autograd).backward(loss)
+            for parameter in dense.parameters() if model is dense else ():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
             if stage == 3:
                 snip.update()
             elif model is engine:
                 with pytest.raises(NotImplementedError, match="rank_batch"):
                     snip.update()
-            scores.append([snip.scores() if stage == 3 else {}, fisher.scores()])
+            collected = [snip, fisher] if stage == 3 else [fisher]
+            scores.append([each for one in collected for each in one.scores().values()])
             if model is engine:
                 engine.step()  # at a rate of 0
                 with pytest.raises((RuntimeError, NotImplementedError), match="gradient"):
                     snip.update()
             dense.zero_grad()
-        for kind, found, expected in zip(("snip", "fisher"), *scores, strict=True):
-            for one, other in zip(found.values(), expected.values(), strict=True):
-                other = my_run(other, stage)
-                if not torch.allclose(one.reshape(-1), other, rtol=1e-5, atol=1e-9):
-                    wrong.append(f"{when}: {kind}: {one} {other}")
+        for one, other in zip(*scores, strict=True):
+            if not torch.allclose(one.reshape(-1), my_run(other, stage), rtol=1e-5, atol=1e-9):
+                wrong.append(f"{when}: {one} {other}")
         prune_part(engine)
         prune_part(dense)
     return wrong

@@ -1,39 +1,34 @@
 """PruningCallback in a real Trainer: it prunes, logs, saves, and resumes bit for bit."""
 
+import functools
 import json
-import os
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import distprune as prune
+from distprune import criteria
 from distprune.integrations.transformers import PruningCallback
 from distprune.recipes import Recipe
 from distprune.schedule import Cubic, OneShot, ScheduledPruner
 from distprune.testing import run_ranks
+from integrations.test_accelerate import as_launched, pretend_fsdp2
 
+TAYLOR = functools.partial(criteria.Taylor, unit="global_batch")
 SCHEDULE = Cubic(begin=1, end=7, frequency=2, final_sparsity=0.8)
 
 
 def tiny_llama(tied: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=32,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=8,
-            tie_word_embeddings=tied,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
-    )
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=8,
+        tie_word_embeddings=tied, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 def examples() -> list[dict[str, torch.Tensor]]:
@@ -43,16 +38,9 @@ def examples() -> list[dict[str, torch.Tensor]]:
 
 def make_trainer(folder, callbacks, model=None, **options) -> Trainer:
     settings = {
-        "max_steps": 10,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-        "save_steps": 4,
-        "logging_steps": 5,
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 3,
-    }
+        "max_steps": 10, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "save_steps": 4,
+        "logging_steps": 5, "report_to": [], "disable_tqdm": True, "use_cpu": True, "seed": 3,
+    }  # fmt: skip
     arguments = TrainingArguments(output_dir=str(folder), **{**settings, **options})
     return Trainer(model or tiny_llama(), arguments, train_dataset=examples(), callbacks=callbacks)
 
@@ -70,12 +58,20 @@ def equal_states(one, other) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_interrupted_and_resumed_equals_undisturbed(tmp_path, tied):
+@pytest.mark.parametrize(
+    ("tied", "criterion"),
+    [(False, None), (True, None), (False, criteria.Movement), (False, TAYLOR)],
+)
+def test_interrupted_and_resumed_equals_undisturbed(tmp_path, tied, criterion):
     def new_callback():
         exclude = [] if tied else ["lm_head"]
         return PruningCallback(
-            SCHEDULE, include="*", exclude=exclude, permanent=False, verify_every=1
+            SCHEDULE,
+            include="*",
+            exclude=exclude,
+            permanent=False,
+            verify_every=1,
+            criterion=criterion,
         )
 
     undisturbed = make_trainer(tmp_path / "a", [new_callback()], tiny_llama(tied))
@@ -94,10 +90,26 @@ def test_interrupted_and_resumed_equals_undisturbed(tmp_path, tied):
     assert equal_states(resumed.model, undisturbed.model)
     assert callback.pruner.num_steps == 10
     assert callback.last_report.sparsity == pytest.approx(0.8, abs=1e-3)
-    targets = callback.pruner.parameters
-    masks = [getattr(module, f"{name}_mask") for module, name in targets]
-    count = sum(mask.numel() for mask in masks)
-    assert sum(int((mask == 0).sum()) for mask in masks) == round(0.8 * count)
+    if criterion is not None:
+        magnitude = make_trainer(tmp_path / "c", [PruningCallback(SCHEDULE, exclude="lm_head")])
+        magnitude.train()
+        assert not equal_states(magnitude.model, undisturbed.model)
+
+
+def test_scopes_and_resetting(tmp_path):
+    callback = PruningCallback(
+        SCHEDULE,
+        exclude="lm_head",
+        permanent=False,
+        criterion=criteria.SNIP,
+        scope="layer",
+        reset_criterion=True,
+    )
+    make_trainer(tmp_path, [callback], max_steps=8, save_strategy="no").train()
+    for module, name in callback.pruner.parameters:
+        mask = getattr(module, f"{name}_mask")
+        assert int((mask == 0).sum()) == round(0.8 * mask.numel())
+    assert callback._criterion.num_updates == 0  # step 7 was due, and the last one
 
 
 class FlipAt(TrainerCallback):
@@ -192,29 +204,53 @@ def test_what_cannot_work_is_refused_at_the_start(tmp_path, caplog):
     # A dense model under the callback of a pruned checkpoint.
     make_trainer(tmp_path, [PruningCallback(SCHEDULE)], max_steps=4).train()
     assert "training ends after 4 steps at sparsity 0.56" in caplog.text
+    with pytest.raises(ValueError, match="is missing, with what Taylor has collected"):
+        make_trainer(tmp_path, [PruningCallback(SCHEDULE, criterion=TAYLOR)]).train(
+            resume_from_checkpoint=True
+        )
     late = make_trainer(tmp_path, [])
     late.add_callback(PruningCallback(SCHEDULE))
     with pytest.raises(RuntimeError, match=r"step 4 is pruned to 56.*its masks were not loaded"):
         late.train(resume_from_checkpoint=True)
 
 
-def train_on_this_rank(folder: str) -> tuple[dict, dict]:
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ.update({key: str(value) for key, value in launcher.items()})
+def trained_on_ranks(folder: str, wrapping: str, criterion) -> dict[str, torch.Tensor]:
     states = []
     for name, stop in (("a", 99), ("b", 4), ("b", 99)):
-        callback = PruningCallback(SCHEDULE, exclude="lm_head", permanent=False)
-        trainer = make_trainer(f"{folder}/{name}", [callback, StopAt(stop)])
-        assert trainer.args.world_size == size
-        trainer.train(resume_from_checkpoint=len(states) == 2)
-        states.append(trainer.model.state_dict())
-    return states[0], states[2]
-
-
-def test_two_ranks_under_ddp(tmp_path):
-    (undisturbed, resumed), (other, _) = run_ranks(train_on_this_rank, 2, str(tmp_path))
-    assert "model.layers.0.mlp.up_proj.weight_mask" in undisturbed
+        with as_launched(FSDP_VERSION="2"):
+            callback = PruningCallback(
+                SCHEDULE, exclude="lm_head", permanent=False, criterion=criterion, verify_every=1
+            )
+            trainer = make_trainer(f"{folder}/{name}", [callback, StopAt(stop)])
+            assert trainer.args.world_size == 2
+            if wrapping == "fsdp2":
+                pretend_fsdp2()
+                trainer.is_fsdp_enabled = True
+                callback.attach(trainer)
+            trainer.train(resume_from_checkpoint=len(states) == 2)
+            state = trainer.model.state_dict()
+            mask = state["model.layers.0.mlp.up_proj.weight_mask"]
+            assert isinstance(mask, DTensor) == (wrapping == "fsdp2")
+            whole = {k: t.full_tensor() if isinstance(t, DTensor) else t for k, t in state.items()}
+            states.append(whole)
+    undisturbed, _, resumed = states
+    assert undisturbed.keys() == resumed.keys()
     for key, value in undisturbed.items():
         assert torch.equal(value, resumed[key]), key
-        assert torch.equal(value, other[key]), key
+    return undisturbed
+
+
+@pytest.mark.parametrize(
+    ("wrapping", "criterion"),
+    [
+        ("ddp", None),
+        pytest.param("fsdp2", None, marks=pytest.mark.thorough),
+        pytest.param("fsdp2", TAYLOR, marks=pytest.mark.thorough),
+    ],
+)
+def test_two_ranks(tmp_path, wrapping, criterion):
+    one, other = run_ranks(trained_on_ranks, 2, str(tmp_path), wrapping, criterion)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    masks = [value for key, value in one.items() if key.endswith("_mask")]
+    count = sum(mask.numel() for mask in masks)
+    assert sum(int((mask == 0).sum()) for mask in masks) == round(0.8 * count)
