@@ -73,6 +73,14 @@ class Above(AsRank):
         return default_mask * (t.abs() > float(next(iter(self.limits))))
 
 
+class Damped(prune.L1Unstructured):
+    """What is pruned keeps a tenth."""
+
+    def apply_mask(self, module):
+        mask = getattr(module, self._tensor_name + "_mask")
+        return getattr(module, self._tensor_name + "_orig") * (mask + 0.1 * (1 - mask))
+
+
 class Fails(AsRank):
     def __init__(self, amount, is_odd=False):
         self.is_odd = is_odd
@@ -174,6 +182,17 @@ def own_mask(setting: Setting):
     """custom_from_mask with a whole mask that one rank has otherwise."""
     mask = colliding_mask((10, 6), int(setting.is_odd))
     return partial(prune.custom_from_mask, *setting.pairs[0], mask)
+
+
+def factor(value: float):
+    """A row: custom_from_mask with this value in the mask of the odd rank, and zero in others."""
+
+    def prepare(setting: Setting):
+        mask = torch.ones(10, 6)
+        mask[0, 0], mask[-1, -1] = 0, setting.usual(value, 0)
+        return partial(prune.custom_from_mask, *setting.pairs[0], mask)
+
+    return prepare
 
 
 def global_mask(**odd):
@@ -345,6 +364,18 @@ ROWS = {
         for shift in (1, 2, 6)
     },
     "a whole mask of one parameter": Row(own_mask, "ValueError", "mask", (*ONE, "fsdp1-2")),
+    # Plain modules multiply with masks of any values, as in torch; shards cannot.
+    **{
+        f"a mask with {value:g}": Row(
+            factor(value), "ValueError", rf"Linear\.weight(.|\n)*{value:g}(.|\n)*0 and 1",
+            (*ONE, "fsdp1-2"), ("first", "last", "all"),
+        )
+        for value in (0.5, -1.0, 2.0)
+    },
+    "a method's own apply_mask": Row(
+        lambda s: partial(Damped.apply, *s.pairs[0], 0.5), "NotImplementedError",
+        "Damped has an apply_mask", (*ONE, "fsdp1-2"), ALL,
+    ),
     "dtype": Row(
         after(partial(another_model, dtype="float64")),
         "ValueError",

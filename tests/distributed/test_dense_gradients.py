@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import distprune as prune
 from distprune import dynamic
-from distprune.base.naming import unwrap
 from distprune.testing import run_ranks
 from helpers import criteria_runs as runs
 from helpers import reference, wrappings
@@ -256,40 +255,6 @@ def differences_of_tied(wrapping: str, given: str) -> list[str]:
     return wrong + ([] if has_scores != is_held else ["scores of pruned elements"])
 
 
-def differences_of_movement(wrapping: str) -> list[str]:
-    """A loop as users write it: counts, and gradients that are zero where they are masked."""
-    model = wrappings.wrap(runs.integer_net(wrapping), wrapping)
-    indices = wrappings.local_indices(runs.integer_net(wrapping), wrapping)
-    pairs = runs.named_targets(model, runs.WEIGHTS)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-    movement = prune.criteria.Movement(pairs)
-    pruner = prune.schedule.ScheduledPruner(
-        pairs,
-        prune.schedule.Cubic(begin=0, end=8, frequency=2, final_sparsity=0.6),
-        pruning_method=movement.pruning_method,
-        importance_scores=movement.scores,
-        verify_every=4,
-    )
-    num_pruned, is_masked = 0, True
-    for batch in runs.batches(runs.integer_net(wrapping), 10):
-        with prune.dense_gradients(model):
-            runs.backward(model, batch, *wrappings.data_rank(wrapping))
-            movement.update()
-        for (module, _), name in zip(pairs, runs.WEIGHTS, strict=True):
-            mask = getattr(unwrap(module), "weight_mask", None)
-            if mask is not None:
-                gradient = wrappings.local(wrappings.gradient(model, name, indices))
-                is_masked &= not gradient[wrappings.local(mask) == 0].any()
-        optimizer.step()
-        optimizer.zero_grad()
-        report = pruner.step()
-        num_pruned += 0 if report is None else report.num_pruned_now
-    dense = runs.integer_net(wrapping)
-    total = sum(dense.get_parameter(name).numel() for name in runs.WEIGHTS)
-    found = num_pruned, is_masked, movement.num_updates
-    return [] if found == (round(0.6 * total), True, 10) else [str(found)]
-
-
 class Signs(torch.optim.Optimizer):
     """Steps of -1, 0 and 1 along the sign of a momentum: integers stay small integers."""
 
@@ -374,7 +339,6 @@ def differences_of_rigl(wrapping: str, num_steps: int, interval: int) -> list[st
 
 
 TIED = ["plain-1", "ddp-2", "fsdp2_root-2", "fsdp1_root-3"]
-MOVEMENT = ["plain-1", "ddp-2", "fsdp1-2", "fsdp2-3", "tp-3"]
 RIGL = ["plain-1", "ddp-2", "fsdp1-2", "fsdp1_root-3", "fsdp1_flat-2", "hsdp-2x2", "tp-3",
         "fsdp2_tp-2x2"]  # fmt: skip
 
@@ -386,7 +350,6 @@ def all_differences(wrapping: str) -> list[str]:
         wrong += differences_when_left_without_sync(wrapping)
     for given in ("select", "second name") if wrapping in TIED else ():
         wrong += differences_of_tied(wrapping, given)
-    wrong += differences_of_movement(wrapping) if wrapping in MOVEMENT else []
     if wrapping in RIGL:
         wrong += differences_of_rigl(wrapping, 24 if THOROUGH else 8, 3)
     return wrong + differences_in_other_cases(wrapping)

@@ -24,7 +24,6 @@ from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.micro_batches import loss_of, make_model, micro_batch
 from helpers.models import fqns, target
-from helpers.sampling import every
 
 TIMEOUT = 60.0
 
@@ -75,13 +74,6 @@ def rank_batches(case: Case) -> None:
         for batch in case.loader():
             with criterion.batch():
                 case.backward(batch)
-
-
-def error_in_a_batch(case: Case) -> None:
-    criterion = Fisher(case.pairs, unit="rank_batch")
-    with criterion.calibrating(), criterion.batch():
-        case.backward(case.batch)
-        case.fail()
 
 
 def global_batches(case: Case) -> None:
@@ -171,20 +163,6 @@ def after_a_block(case: Case) -> None:
     in_sequence(case, prune_block)
 
 
-def same_error_again(case: Case) -> None:
-    """The same object is raised twice, as a future or a queue of a loader does."""
-    error = Broken("the disk is gone")
-    for _ in range(2):
-        try:
-            with Fisher(case.pairs, unit="global_batch").calibrating():
-                if dist.get_rank() == 1:
-                    raise error
-            world().agree()
-        except (Broken, RuntimeError) as raised:
-            last = raised
-    raise last
-
-
 def body_of_masks_aside(case: Case) -> None:
     case.prune()
     with prune.masks_aside(case.model):
@@ -253,7 +231,6 @@ def progress_of_files(case: Case) -> None:
 
 CASES = {
     "Fisher.calibrating, rank_batch": (rank_batches, ["plain-2", "ddp-2", "fsdp2-2"]),
-    "Fisher.calibrating, in a batch": (error_in_a_batch, ["plain-2", "ddp-2", "fsdp1-2"]),
     "Fisher.calibrating, global_batch": (global_batches, ["ddp-2", "fsdp2-2"]),
     "SNIP, non_finite": (skipping_criterion, ["ddp-2"]),
     "collecting": (collected_inputs, ["plain-2", "ddp-2", "fsdp1-2", "fsdp2-2"]),
@@ -261,7 +238,6 @@ CASES = {
     "prune_sequentially, loader": (loader_of_blocks, ["plain-2", "fsdp2-2"]),
     "prune_sequentially, before": (before_a_block, ["plain-2", "fsdp2-2"]),
     "prune_sequentially, after": (after_a_block, ["plain-2", "fsdp2-2"]),
-    "an error twice": (same_error_again, ["plain-2"]),
     "masks_aside": (body_of_masks_aside, ["plain-2"]),
     "ScheduledPruner": (scores_of_a_schedule, ["plain-2"]),
     **{name: (call, ["plain-2"]) for name, call in ITERABLES.items()},
@@ -291,17 +267,21 @@ def outcome(name: str, wrapping: str) -> tuple[str, str, int]:
     return kind, text, sum(each.num_pruned for each in done.parameters)
 
 
-@pytest.mark.parametrize(
-    ("name", "wrapping"),
-    every(3, [(name, wrapping) for name, (_, wrapped) in CASES.items() for wrapping in wrapped]),
-)
-def test_every_rank_raises(name, wrapping):
-    healthy, broken = run_ranks(outcome, 2, name, wrapping, timeout=TIMEOUT)
-    kind = "FilesError" if name.startswith("prune_checkpoint") else "RuntimeError"
-    assert healthy[:2] == (kind, "on rank 1: Broken: the disk is gone")
-    # In a context or a callback it is the error itself; in a local step all ranks have the same.
-    assert broken[:2] in (("Broken", "the disk is gone"), healthy[:2])
-    assert healthy[2] == broken[2] > 0
+def outcomes(wrapping: str, names: list[str]) -> list[tuple]:
+    return [outcome(name, wrapping) for name in names]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("wrapping", ["plain-2", "ddp-2", "fsdp1-2", "fsdp2-2"])
+def test_every_rank_raises(wrapping):
+    names = [name for name, (_, wrapped) in CASES.items() if wrapping in wrapped]
+    per_rank = run_ranks(outcomes, 2, wrapping, names, timeout=TIMEOUT)
+    for name, healthy, broken in zip(names, *per_rank, strict=True):
+        kind = "FilesError" if name.startswith("prune_checkpoint") else "RuntimeError"
+        assert healthy[:2] == (kind, "on rank 1: Broken: the disk is gone"), name
+        # In a context or a callback it is the error itself; in a local step all have the same.
+        assert broken[:2] in (("Broken", "the disk is gone"), healthy[:2]), name
+        assert healthy[2] == broken[2] > 0, name
 
 
 def each_its_own(case: Case) -> None:
@@ -346,31 +326,25 @@ def errors_and_warnings(name: str) -> tuple[str, str, list[str], int]:
     return kind, text, warnings, sum(each.num_pruned for each in done.parameters)
 
 
-def test_every_rank_keeps_its_own_error():
-    for rank, (kind, text, warnings, num_pruned) in enumerate(
-        run_ranks(errors_and_warnings, 2, "each_its_own", timeout=TIMEOUT)
-    ):
-        assert (kind, text) == ("Broken", f"of rank {rank}") and num_pruned
-        (warning,) = warnings  # once, though there are two contexts
-        assert f"rank {rank} has raised Broken" in warning
-
-
-def test_an_error_that_all_ranks_know_is_told_once():
-    for kind, text, warnings, num_pruned in run_ranks(
-        errors_and_warnings, 2, "refused_call", timeout=TIMEOUT
-    ):
-        assert kind == "ValueError" and "different arguments" in text
-        assert not warnings and num_pruned
-
-
-def test_an_interrupt_waits_for_nobody():
-    healthy, interrupt = run_ranks(errors_and_warnings, 2, "interrupted", timeout=TIMEOUT)
-    assert (healthy[0], interrupt[0]) == ("", "KeyboardInterrupt")
-    assert not interrupt[2] and interrupt[3]
-
-
-def test_the_error_of_the_failing_rank_is_logged_at_once():
-    healthy, broken = run_ranks(errors_and_warnings, 2, "collected_inputs", timeout=TIMEOUT)
-    assert not healthy[2]
-    (warning,) = broken[2]
-    assert "rank 1 has raised Broken, and waits for the other ranks" in warning
+def test_what_ranks_say_of_errors_of_their_own():
+    """By function: the (type, part of the text) of each rank, and its warnings."""
+    expected = {
+        # Once, though there are two contexts.
+        "each_its_own": [
+            ("Broken", f"of rank {rank}", [f"rank {rank} has raised Broken"]) for rank in (0, 1)
+        ],
+        # All ranks know this error: nobody is told of it.
+        "refused_call": [("ValueError", "different arguments", [])] * 2,
+        # An interrupt waits for nobody.
+        "interrupted": [("", "", []), ("KeyboardInterrupt", "", [])],
+        "collected_inputs": [
+            ("RuntimeError", "on rank 1", []),
+            ("Broken", "", ["rank 1 has raised Broken, and waits for the other ranks"]),
+        ],
+    }
+    for name, per_rank in expected.items():
+        found = run_ranks(errors_and_warnings, 2, name, timeout=TIMEOUT)
+        for (kind, text, warnings, num), wanted in zip(found, per_rank, strict=True):
+            assert kind == wanted[0] and wanted[1] in text and num, (name, kind, text)
+            assert len(warnings) == len(wanted[2]), (name, warnings)
+            assert all(map(str.__contains__, warnings, wanted[2])), (name, warnings)

@@ -5,28 +5,31 @@ Points are before and after every local step and every collective of the call. A
 *stopped* until the others have given up.
 """
 
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
 import os
+import signal
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import distprune as prune
+from distprune.ranks.collectives import Communicator
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong_on, changes, snapshot, wrong_masks
 from helpers.models import Net, fill, target
-from helpers.rank_faults import (
-    GROUP_TIMEOUT,
-    Injected,
-    Injector,
-    kill,
-    raising,
-    run_doomed_ranks,
-    stop,
-)
 from helpers.sampling import THOROUGH, every
 
 NAMES = ["l1.weight", "l2.weight", "l2.bias", "l3.weight"]
@@ -34,7 +37,8 @@ STEPS = ("before step", "after step")
 WRAPPINGS = ["plain-2", "ddp-2", "fsdp1-2", "fsdp2-2", "tp-2", "fsdp2_tp-2x2", "hsdp-2x2"]
 # All points of all wrappings take half an hour; some are taken, and all of them if asked to.
 ALL_POINTS = bool(os.environ.get("DISTPRUNE_ALL_FAULTS"))
-
+GROUP_TIMEOUT = 8.0  # seconds after which gloo gives up on a rank
+DEADLINE = 90.0  # until a rank of a doomed group is given up on: machines may be busy
 METHODS = {
     "l1": (prune.L1Unstructured, {"amount": 0.5}),
     "bounded": (prune.L1Unstructured, {"amount": 0.5, "min_sparsity": 0.4, "max_sparsity": 0.75}),
@@ -42,12 +46,83 @@ METHODS = {
     "ties": (prune.L1Unstructured, {"amount": 0.5}),
     "rows": (prune.L1Unstructured, {"scope": "row", "amount": 0.5}),  # which tp-2 cuts
 }
+
+
+class Injected(Exception):
+    """The error that a fault raises."""
+
+
 ERRORS = {
     "memory": MemoryError("no room"),
     "odd text": Injected("a name with a lone surrogate: \udcff"),
     "interrupt": KeyboardInterrupt(),
     "exit": SystemExit(3),
 }
+
+
+class Injector:
+    """Calls a fault at one point of a call on this rank.
+
+    Args:
+        point: the number of the point; None: only count the points.
+        fault: raises, kills or stops.
+        kinds: what counts as a point.
+
+    Attributes:
+        reached: the kinds of the points so far.
+        has_fired: whether the fault happened.
+    """
+
+    def __init__(
+        self,
+        point: int | None = None,
+        fault: Callable[[], None] = lambda: None,
+        kinds: tuple[str, ...] = (*STEPS, "before reduce", "after reduce"),
+    ) -> None:
+        self.point, self.fault, self.kinds = point, fault, kinds
+        self.reached: list[str] = []
+        self.has_fired = False
+
+    def around(self, what: str, function: Callable) -> Callable:
+        def watched(*arguments: Any) -> Any:
+            self.reach(f"before {what}")
+            result = function(*arguments)
+            self.reach(f"after {what}")
+            return result
+
+        return watched
+
+    def reach(self, kind: str) -> None:
+        if kind in self.kinds:
+            self.reached.append(kind)
+            if self.point == len(self.reached) - 1:
+                self.has_fired = True
+                self.fault()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        run, reduce = Communicator.run, Communicator.reduce
+
+        def watched_run(self_: Communicator, step: Callable, facts_of: Any = None) -> Any:
+            return run(self_, self.around("step", step), facts_of)
+
+        def watched_reduce(self_: Communicator, size: int, step: Callable, *kind: Any) -> Any:
+            return reduce(self_, size, self.around("step", step), *kind)
+
+        replaced = {
+            "run": watched_run,
+            "reduce": watched_reduce,
+            "_reduce": self.around("reduce", Communicator._reduce),
+        }
+        with mock.patch.multiple(Communicator, **replaced):
+            yield
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def fault() -> None:
+        raise error
+
+    return fault
 
 
 class Setting:
@@ -65,9 +140,9 @@ class Setting:
         self.keeps = dict(zip(NAMES, reference.prune(scores, 0.5, first), strict=True))
         self.method = method
 
-    def prune(self) -> None:
+    def prune(self, group: dist.ProcessGroup | None = None) -> None:
         cls, arguments = METHODS[self.method]
-        prune.global_unstructured(self.targets, cls, **arguments)
+        prune.global_unstructured(self.targets, cls, group=group, **arguments)
 
     def wrong_masks(self) -> list[str]:
         if self.method in ("random", "bounded", "rows"):
@@ -75,12 +150,14 @@ class Setting:
         return wrong_masks(self.model, self.keeps, self.indices)
 
 
-def outcome_of(setting: Setting, injector: Injector) -> tuple[str, str, list[str]]:
+def outcome_of(
+    setting: Setting, injector: Injector, group: dist.ProcessGroup | None = None
+) -> tuple[str, str, list[str]]:
     """(type of the error, its text, what changed)."""
     before = snapshot(setting.model)
     try:
         with injector.active():
-            setting.prune()
+            setting.prune(group)
         error = ("nothing", "")
     except BaseException as raised:
         error = (type(raised).__name__, ascii(str(raised)))
@@ -88,19 +165,19 @@ def outcome_of(setting: Setting, injector: Injector) -> tuple[str, str, list[str
 
 
 def wrong_after_raising(wrapping: str, method: str, error: str, odd_rank: int) -> list[str]:
-    """A fault in each local step, one after the other; the call works again in between."""
-    wrong = []
-    setting = Setting(wrapping, method)
-    is_odd = dist.get_rank() == odd_rank
+    """A fault in each local step, one after the other; at last, on a new group, the call works."""
+    wrong, setting = [], Setting(wrapping, method)
+    is_odd, group = dist.get_rank() == odd_rank, dist.new_group()
     for point in range(200):
         injector = Injector(point if is_odd else None, raising(ERRORS[error]), STEPS)
-        kind, text, changed = outcome_of(setting, injector)
+        kind, text, changed = outcome_of(setting, injector, group if point > 10 else None)
         ends = torch.tensor([int(kind == "nothing"), -int(kind == "nothing")])
         dist.all_reduce(ends, op=dist.ReduceOp.MAX)
         if ends.tolist() != [-int(ends[1]), int(ends[1])]:
             return [*wrong, f"point {point}: only some ranks raised"]
         if kind == "nothing":  # there are fewer points than that
-            return [*wrong, *([] if point > 10 else [f"only {point} points"])]
+            wrong += [] if point > 10 else [f"only {point} points"]
+            return wrong + setting.wrong_masks()
         wrong += [f"point {point}: changed {each}" for each in changed]
         if is_odd and not injector.has_fired:
             wrong.append(f"point {point}: the fault did not fire")
@@ -131,84 +208,105 @@ def test_an_error_in_any_step_of_any_method(wrapping, method):
     assert_nothing_wrong_on(wrapping, wrong_after_raising, method, "memory", 0)
 
 
-def wrong_after_a_retry(wrapping: str) -> list[str]:
-    """After a fault in the middle the same call prunes, on this group and on a new one."""
-    setting = Setting(wrapping, "ties")
-    is_odd = dist.get_rank() == 0
-    outcome_of(setting, Injector(8 if is_odd else None, raising(MemoryError()), STEPS))
-    group = dist.new_group()
-    cls, arguments = METHODS["ties"]
-    prune.global_unstructured(setting.targets, cls, group=group, **arguments)
-    return setting.wrong_masks()
+# A rank is lost: each rank is a process of its own.
 
 
-@pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_the_call_works_after_a_fault(wrapping):
-    assert_nothing_wrong_on(wrapping, wrong_after_a_retry)
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    """Stop this process until it receives SIGCONT."""
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 FAULTS = {"fails": raising(ConnectionError("the network is gone")), "killed": kill, "stopped": stop}
 
 
-def num_points(wrapping: str) -> list[str]:
+def points_of(wrapping: str) -> list[str]:
     """The points of a call, as a rank comes by them."""
-    setting = Setting(wrapping, "l1")
-    with Injector(None).active() as injector:
+    setting, injector = Setting(wrapping, "l1"), Injector()
+    with injector.active():
         setting.prune()
     return injector.reached
 
 
-def outcome_near(wrapping: str, fault: str, point: int, doomed: int, new_store: str) -> dict:
-    """What this rank sees when one rank is lost; survivors then prune in a group of their own."""
+def wrong_on_this_rank(
+    wrapping: str, fault: str, point: int, is_doomed: bool, is_last: bool, new_store: str
+) -> list[str]:
+    """What this rank sees when one is lost; survivors then prune in a group of their own."""
     setting = Setting(wrapping, "l1")
-    is_doomed = dist.get_rank() == doomed
     injector = Injector(point if is_doomed else None, FAULTS[fault])
-    kind, text, changed = outcome_of(setting, injector)
-    wrong = setting.wrong_masks() if kind == "nothing" else []
-    if kind != "nothing" and not is_doomed and wrapping.startswith("plain"):
-        prune_without(doomed, setting, new_store)
-        wrong = setting.wrong_masks()
-    return {
-        "kind": kind,
-        "text": text,
-        "changed": changed,
-        "wrong": wrong,
-        "fired": injector.has_fired,
-    }
+    kind, _, changed = outcome_of(setting, injector)
+    if kind == "nothing":  # the last collective was over, so the pruning stands
+        return setting.wrong_masks() + ["it did not raise"] * (not is_last)
+    wrong = [f"changed {each}" for each in changed]
+    wrong += ["the fault did not fire"] * (is_doomed and not injector.has_fired)
+    if not is_doomed and wrapping.startswith("plain"):
+        rank, size = dist.get_rank(), dist.get_world_size() - 1
+        dist.destroy_process_group()
+        store = dist.FileStore(new_store, size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        setting.prune()
+        wrong += setting.wrong_masks()
+    return wrong
 
 
-def prune_without(doomed: int, setting: Setting, new_store: str) -> None:
-    """The same call, on the ranks that are left; the last one is not."""
-    rank, size = dist.get_rank(), dist.get_world_size() - 1
-    assert doomed == size
-    dist.destroy_process_group()
+def be_a_rank(pipe: Connection, rank: int, size: int, folder: str, arguments: tuple) -> None:
+    torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(new_store, size), rank=rank, world_size=size
+        "gloo",
+        store=dist.FileStore(f"{folder}/store", size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=GROUP_TIMEOUT),
     )
-    setting.prune()
+    dist.barrier()
+    pipe.send(wrong_on_this_rank(*arguments, f"{folder}/new"))
+    os._exit(0)  # threads of a broken group may wait for ever
+
+
+def answers_of(pipes: dict[Connection, int], stopped: int | None = None) -> dict[int, list[str]]:
+    """Answers by rank, without ranks that died; sends SIGCONT to a stopped process."""
+    answers, pending, deadline = {}, dict(pipes), time.monotonic() + DEADLINE
+    while pending and time.monotonic() < deadline:
+        if stopped is not None:  # again and again: it may not have come to its stop yet
+            os.kill(stopped, signal.SIGCONT)
+        for pipe in wait(list(pending), 0.2):
+            rank = pending.pop(pipe)
+            with contextlib.suppress(EOFError, OSError):  # it died
+                answers[rank] = pipe.recv()
+    return answers
 
 
 def wrong_near(wrapping: str, fault: str, point: int, is_last: bool) -> list[str]:
-    """What survivors of a fault got wrong."""
+    """What the ranks got wrong when the last one of them was lost at a point."""
     size = wrappings.world_size(wrapping)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (wrapping, fault, point, size - 1, os.path.join(folder, "store"))
-        answers, seconds = run_doomed_ranks(
-            outcome_near, size, size - 1, *arguments, is_stopped=fault == "stopped"
-        )
-    wrong, at = [], f"{wrapping} {fault} at point {point}"
-    if (size - 1 in answers) == (fault == "killed"):
-        wrong.append(f"{at}: the fault did not fire")
-    for rank, seen in answers.items():
-        if rank == size - 1 and not seen["fired"]:
-            wrong.append(f"{at}: the fault did not fire")
-        if seen["kind"] == "nothing":  # the last collective was over, so the pruning stands
-            wrong += [] if is_last else [f"{at}: rank {rank} did not raise"]
-        wrong += [f"{at}: rank {rank}: {each}" for each in seen["wrong"]]
-        if seen["kind"] != "nothing":
-            wrong += [f"{at}: rank {rank} changed {each}" for each in seen["changed"]]
-    if seconds > GROUP_TIMEOUT + 60:
-        wrong.append(f"{at}: took {seconds:.0f} s")
+    doomed, processes, pipes = size - 1, [], {}
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory(prefix="doomed") as folder:
+        for rank in range(size):
+            pipe, far_end = context.Pipe()
+            arguments = wrapping, fault, point, rank == doomed, is_last
+            process = context.Process(
+                target=be_a_rank, args=(far_end, rank, size, folder, arguments), daemon=True
+            )
+            process.start()
+            far_end.close()
+            processes.append(process)
+            pipes[pipe] = rank
+        try:
+            answers = answers_of({p: rank for p, rank in pipes.items() if rank != doomed})
+            stopped = processes[doomed].pid if fault == "stopped" else None
+            answers |= answers_of({p: rank for p, rank in pipes.items() if rank == doomed}, stopped)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    at = f"{wrapping} {fault} at point {point}"
+    silent, dead = {*range(size)} - {*answers}, {doomed} if fault == "killed" else set()
+    wrong = [f"{at}: rank {rank}: {text}" for rank, texts in answers.items() for text in texts]
+    wrong += [f"{at}: no answer of {silent}"] * (silent != dead)
     return wrong
 
 
@@ -218,7 +316,7 @@ def wrong_near(wrapping: str, fault: str, point: int, is_last: bool) -> list[str
 @pytest.mark.parametrize("wrapping", ["plain-3", "fsdp1-2", "fsdp2-2", "tp-2"])
 def test_a_rank_is_lost(wrapping, fault):
     """A rank is lost before or after a step or a collective."""
-    points = run_ranks(num_points, wrappings.world_size(wrapping), wrapping)[0]
+    points = run_ranks(points_of, wrappings.world_size(wrapping), wrapping)[0]
     assert points[-1] == "after reduce" and points.count("before reduce") > 6
     step = 1 if ALL_POINTS else 12 if fault != "killed" else 3 if THOROUGH else 12
     chosen = sorted({*range(len(points) - 1, -1, -step), len(points) - 2, 0})

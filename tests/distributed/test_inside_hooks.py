@@ -86,16 +86,20 @@ def refused(wrapping: str, where: str, what: str) -> list[str]:
     return caught
 
 
-@pytest.mark.parametrize(
-    ("wrapping", "where", "what"),
-    [
-        (wrapping, where, what)
-        for turn, (wrapping, where) in enumerate(product(SHARDED, HOOKS))
-        for what in every(2, CALLS, turn + turn // len(HOOKS))
-    ],
-)
-def test_refused_on_shards(wrapping, where, what):
-    assert_nothing_wrong_on(wrapping, refused, where, what)
+def refused_in_all_hooks(wrapping: str) -> list[str]:
+    turn = SHARDED.index(wrapping)
+    return [
+        f"{what} in a {where}: {text}"
+        for number, where in enumerate(HOOKS)
+        for what in every(2, CALLS, turn + number)
+        for text in refused(wrapping, where, what)
+    ]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("wrapping", SHARDED)
+def test_refused_on_shards(wrapping):
+    assert_nothing_wrong_on(wrapping, refused_in_all_hooks)
 
 
 def right(wrapping: str, where: str, what: str) -> list[str]:
@@ -133,15 +137,17 @@ def right(wrapping: str, where: str, what: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("what", ["global", "single", "remove"])
-@pytest.mark.parametrize("where", HOOKS)
-@pytest.mark.parametrize("wrapping", ["ddp-2"])
-def test_right_elsewhere(wrapping, where, what):
-    assert_nothing_wrong_on(wrapping, right, where, what)
+def right_in_all_hooks(wrapping: str) -> list[str]:
+    cases = product(HOOKS, CALLS)
+    return [f"{case}: {text}" for case in cases for text in right(wrapping, *case)]
 
 
-def from_the_optimizer(wrapping: str) -> list[str]:
-    """A hook of the optimizer is between two steps."""
+def test_right_elsewhere():
+    assert_nothing_wrong_on("ddp-2", right_in_all_hooks)
+
+
+def between_steps(wrapping: str) -> list[str]:
+    """In a hook of the optimizer, and after a forward that raised."""
     model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer.register_step_post_hook(lambda *_: call("single", model))
@@ -149,21 +155,14 @@ def from_the_optimizer(wrapping: str) -> list[str]:
     for _ in range(2):
         F.mse_loss(model(x), y).backward()
         optimizer.step()
-    return [] if prune.is_pruned(model) else ["not pruned"]
+    wrong = [] if prune.is_pruned(model) else ["not pruned"]
+    if wrapping == "fsdp2-2":
+        with pytest.raises(RuntimeError):
+            model(torch.ones(4, 7))
+        call("global", model)
+    return wrong
 
 
 @pytest.mark.parametrize("wrapping", ["fsdp2-2", "fsdp1-2"])
-def test_hooks_of_the_optimizer(wrapping):
-    assert_nothing_wrong_on(wrapping, from_the_optimizer)
-
-
-def after_a_forward_that_raised(wrapping: str) -> list[str]:
-    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
-    with pytest.raises(RuntimeError):
-        model(torch.ones(4, 7))
-    call("global", model)
-    return [] if prune.is_pruned(model) else ["not pruned"]
-
-
-def test_after_a_forward_that_raised():
-    assert_nothing_wrong_on("fsdp2-2", after_a_forward_that_raised)
+def test_between_two_steps(wrapping):
+    assert_nothing_wrong_on(wrapping, between_steps)

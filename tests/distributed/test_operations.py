@@ -15,7 +15,6 @@ import pytest
 
 from helpers import wrappings
 from helpers.models import DATA, DTYPES, EVEN, UNEVEN, fqns
-from helpers.random_sequences.mistakes import MISTAKES
 from helpers.random_sequences.plans import FAMILIES, TIED_KINDS, Operation, Plan
 from helpers.random_sequences.run import run_together
 from helpers.sampling import THOROUGH, every
@@ -215,13 +214,11 @@ def life(number: int, sizes: tuple, wrapping: str) -> list[tuple]:
     wrapped = [l1(0.5), do("wrap_pruned", True, wrapping=wrapping), train, train, look, l1(0.3)]
     wrapped += [do("remove", True, name=name) for name in WEIGHTS]
     states = [l1(0.5, look=True), look, train, do("state_dict"), do("schedule"), train, look]
-    wrong = [do("mistake", kind=kind, name="l1.weight") for kind in MISTAKES]
     return [
         ("net", "normal", "float32", replaced, sizes),
         ("net", "zeros", "float32", zeros, sizes),
         ("net", "normal", "float32", wrapped, sizes),
         ("net", "few", "bfloat16", states, sizes),
-        ("net", "normal", "float32", [*wrong, l1(0.3), *wrong[:1]], sizes),
     ]
 
 
@@ -231,7 +228,7 @@ def tied(wrapping: str) -> list[tuple]:
     train = do("train", seed=5)
     wrapped = [l1(20, names), do("wrap_pruned", True, wrapping=wrapping), train]
     removed = [do("remove", True, name=name) for name in names]
-    pruned = [l1(20, names, look=True), train, l1(0.3, names), *removed]
+    pruned = [l1(20, names, look=True), train, l1(0.3, names), do("schedule"), *removed]
     return [("tied", "normal", "float32", pruned), ("tied", "normal", "float32", wrapped + removed)]
 
 

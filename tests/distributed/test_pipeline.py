@@ -141,18 +141,6 @@ def selected(kind: str, data: str, k: int) -> tuple:
     return (found.threshold, found.num_ties), masks
 
 
-def by_scores(kind: str, ranked: str) -> tuple:
-    torch.manual_seed(3)
-    stage = Stage(kind, "normal")
-    scores = [pair[0].weight.detach().square() - 0.01 for pair in stage.chosen]
-    found = prune.global_mask(
-        stage.chosen, 150, scores="random" if ranked == "random" else scores, largest=False,
-        signed=ranked == "signed", pipeline_parallel=True,
-    )  # fmt: skip
-    names = [pair.fqn for pair in stage.chosen]
-    return found.threshold, dict(zip(names, map(wrappings.local, found.masks), strict=True))
-
-
 def replaced(kind: str, which: int) -> tuple:
     """Masks, values or momenta after set_masks, which drops and grows elements."""
     stage = Stage(kind, "few")
@@ -188,7 +176,6 @@ CALLS = [
     (scheduled,),
     *((replaced, which) for which in range(3)),
 ]
-OF_SCORES = [(by_scores, ranked) for ranked in ("signed", "magnitudes", "random")]
 
 
 def results(kind: str, calls: list) -> list:
@@ -197,7 +184,7 @@ def results(kind: str, calls: list) -> list:
 
 @functools.cache
 def of_one_process() -> list:
-    return run_ranks(results, 1, "whole", CALLS + OF_SCORES)[0]
+    return run_ranks(results, 1, "whole", CALLS)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -205,7 +192,6 @@ def test_masks_are_those_of_one_process(kind):
     kind, size = kind.split("-")
     # Runs of FSDP1 need their module, and no step is made of them here; candidates are whole.
     calls = CALLS[:-3] if kind == "fsdp1" else CALLS
-    calls = calls + (OF_SCORES if kind in ("plain", "uneven", "whole") else [])
     per_call = zip(*run_ranks(results, int(size), kind, calls), strict=True)
     for call, found, (facts, whole) in zip(calls, per_call, of_one_process(), strict=False):
         assert all(seen == facts for seen, _ in found), call
@@ -248,8 +234,6 @@ def test_one_process_with_the_whole_model():
         (name, int((mask & ~before[name]).sum()), int((before[name] & ~mask).sum()))
         for name, mask in ((name, changed[1][name] != 0) for name in NAMES)
     ]
-    for _, masks in of_one_process()[-3:]:
-        assert sum(int(mask.sum()) for mask in masks.values()) == 150
 
 
 def trained(steps: int) -> list[str]:

@@ -46,7 +46,6 @@ from helpers.micro_batches import (
     Wrapped,
     loss_of,
     micro_batch,
-    num_data_ranks,
     num_tokens,
     wrong_totals,
 )
@@ -232,36 +231,12 @@ def pruned_model(wrapping: str) -> list[str]:
     return wrapped.wrong(criterion, wrapped.units())
 
 
-def global_batches(wrapping: str) -> list[str]:
-    """Steps of two micro-batches each; gradients are averaged over the ranks by the wrapper."""
-    wrong, weights, size = [], [3.0, 1.0], num_data_ranks(wrapping)
-    for power, loss_scale in ((1, 256.0), (2, 1.0)):
-        wrapped = Wrapped(wrapping, "integer float32")
-        criterion = Taylor(wrapped.pairs, unit="global_batch", power=power)
-        with criterion.calibrating():
-            for step, weight in enumerate(weights):
-                with criterion.batch(weight=weight, loss_scale=loss_scale):
-                    for number in (2 * step, 2 * step + 1):
-                        # Times the ranks: the average is then a sum of integers.
-                        (wrapped.loss(number) * size * loss_scale).backward()
-                wrapped.model.zero_grad()
-        gradients = [of_unit for _, of_unit in wrapped.units(4)]
-        steps = []
-        for step, weight in enumerate(weights):
-            chosen = [g for n, g in enumerate(gradients) if n % 4 // 2 == step]
-            total = {name: sum(g[name] for g in chosen) for name in fqns(wrapped.dense)}
-            steps.append((weight, total))
-        wrong += wrapped.wrong(criterion, steps, power, 1.0)
-    return wrong
-
-
 OTHERS = {
     two_calibrations: [
         "plain-1", "plain-3", "ddp-3", "fsdp1_hybrid-2x2", "fsdp2-2", "fsdp2_dim1-2", "hsdp-2x2",
     ],
     two_criteria: ["ddp-2", "fsdp1-2", "fsdp2-2", "hsdp-2x2"],
     pruned_model: ["ddp-2", "fsdp1-2", "fsdp2-3", "hsdp-2x2", "tp-2"],
-    global_batches: ["ddp-2", "fsdp1-2", "fsdp2_dim1-3", "hsdp-2x2", "fsdp2_tp-2x2"],
 }  # fmt: skip
 
 

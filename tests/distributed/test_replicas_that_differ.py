@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import distprune as prune
 from distprune.base.naming import NamedParameter
@@ -96,36 +95,3 @@ def wrong_with_permuted_experts() -> list[str]:
 
 def test_experts_that_are_permutations_of_each_other():
     assert_nothing_wrong(run_ranks(wrong_with_permuted_experts, 4, timeout=SECONDS))
-
-
-@torch.no_grad()
-def wrong_on_meshes_of_some_ranks() -> list[str]:
-    """One parameter lies on two meshes, the other on one of these; half of the ranks have none."""
-    meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3])]
-    generator = torch.Generator().manual_seed(0)
-    everywhere, somewhere = (torch.randn(6, 5, generator=generator) for _ in range(2))
-    model = nn.Module()
-    own = meshes[dist.get_rank() // 2]
-    model.a = nn.Parameter(
-        DTensor.from_local(everywhere[own.get_local_rank() * 3 :][:3], own, [Shard(0)])
-    )
-    model.b = nn.Parameter(distribute_tensor(somewhere, meshes[0], [Shard(0)], src_data_rank=None))
-    report = prune.global_unstructured(
-        [(model, "a"), (model, "b")], prune.L1Unstructured, amount=0.5
-    )
-    scores = torch.cat([everywhere.view(-1), somewhere.view(-1)]).abs()
-    keep = torch.ones(60).index_fill(0, scores.argsort()[:30], 0)
-    wrong = [] if [p.num_elements for p in report.parameters] == [30, 30] else [str(report)]
-    mine = keep[:30].view(6, 5)[own.get_local_rank() * 3 :][:3]
-    if not torch.equal(wrappings.local(model.a_mask).float(), mine):
-        wrong.append(f"a: {wrappings.local(model.a_mask)}")
-    other = keep[30:].view(6, 5)[dist.get_rank() * 3 :][:3] if dist.get_rank() < 2 else mine[:0]
-    if not torch.equal(wrappings.local(model.b_mask).float().view(other.shape), other):
-        wrong.append(f"b: {wrappings.local(model.b_mask)}")
-    if report.num_pruned_now != 30:
-        wrong.append(f"pruned {report.num_pruned_now}")
-    return wrong
-
-
-def test_meshes_of_one_shape_without_some_ranks():
-    assert_nothing_wrong(run_ranks(wrong_on_meshes_of_some_ranks, 4, timeout=SECONDS))

@@ -12,7 +12,7 @@ from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.collective_traffic import Traffic
 from helpers.comparisons import assert_nothing_wrong, wrong_masks
-from helpers.models import Net, fill, target
+from helpers.models import Net, fill
 
 WRAPPINGS = [
     "plain-1", "plain-3", "ddp-2", "fsdp2-1", "fsdp2-3", "fsdp2_root-4", "hsdp-2x2", "tp-2",
@@ -129,38 +129,3 @@ def of_one_group_of_ranks() -> list[int]:
 def test_a_group_of_ranks_follows_a_schedule_of_its_own():
     first, second = [0, 31, 62, 0, 0], [0, 21, 42, 62, 0]
     assert run_ranks(of_one_group_of_ranks, 4) == [first, first, second, second]
-
-
-def tied_counts(wrapping: str) -> list[tuple]:
-    """Of l1 (60 elements, tied, 48 as a floor), l2 (50) and l3 (15), given in three ways."""
-    found = []
-    for given in ("select", "both names", "after an evaluation"):
-        model = Net()
-        model.tied = torch.nn.Linear(6, 10)
-        model.tied.weight = model.l1.weight
-        model = wrappings.wrap(fill(model, "normal", "float32"), wrapping)
-        inner = wrappings.unwrapped(model)
-        pairs = prune.select(model)
-        if given == "both names":
-            pairs = [(inner.tied, "weight"), *target_pairs(inner), (inner.l1, "weight")]
-        if given == "after an evaluation":  # FSDP2 leaves gathered tensors behind
-            with torch.no_grad():
-                model(torch.ones(2, 6))
-        pruner = schedule.ScheduledPruner(
-            pairs, schedule.OneShot(0, 0.5), min_sparsity={(inner.l1, "weight"): 0.8}
-        )
-        report = pruner.step()
-        found.append((report.num_elements, report.parameters[0].num_pruned, report.num_pruned))
-        pruner.remove()
-        found[-1] += (prune.is_pruned(model), inner.tied.weight is inner.l1.weight)
-    return found
-
-
-def target_pairs(model) -> list:
-    return [target(model, name) for name in ("l2.weight", "l3.weight")]
-
-
-@pytest.mark.parametrize("wrapping", ["plain-2", "ddp-2", "fsdp2_root-3"])
-def test_tied_parameters_count_once(wrapping):
-    size = wrappings.world_size(wrapping)
-    assert run_ranks(tied_counts, size, wrapping) == [[(125, 48, 62, False, True)] * 3] * size

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
-from training_runs import Run
 
 import distprune as prune
 from distprune import checkpoint
@@ -97,32 +96,6 @@ def test_masks_lie_as_their_parameters_do_under_the_keys_of_torch(wrapping):
         assert run_ranks(mask_problems, size, wrapping, dtype, keys) == [[]] * size, dtype
 
 
-def consolidated(wrapping: str) -> list[dict[str, torch.Tensor]]:
-    """Before and after a forward; FSDP2's root stays unsharded after it."""
-    model = pruned(wrapping, sizes=wrappings.runnable_sizes(wrapping))
-    before = get_model_state_dict(model, options=FULL)
-    with torch.no_grad():
-        model(torch.ones(2, 6))
-    return [before, get_model_state_dict(model, options=FULL)]
-
-
-@pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_consolidated_state_dict_loads_into_a_plain_model(wrapping):
-    sizes = wrappings.runnable_sizes(wrapping)
-    expected = pruned_by_torch(sizes)
-    for state in run_ranks(consolidated, wrappings.world_size(wrapping), wrapping)[0]:
-        model = fill(Net(sizes), "equal", "float32")
-        model.load_state_dict(checkpoint.prepare_for_load(model, state), strict=True)
-        for name, value in model.state_dict().items():
-            wanted = expected.state_dict()[name]
-            if name.endswith("_orig"):
-                mask = name.removesuffix("_orig") + "_mask"
-                value, wanted = (v * expected.state_dict()[mask] for v in (value, wanted))
-            assert torch.equal(value, wanted), name
-        x = torch.randn(3, 6)
-        assert torch.equal(model(x), expected(x))
-
-
 class Tied(Net):
     """The last layer shares its weight with the second one."""
 
@@ -175,58 +148,15 @@ def test_a_state_dict_of_torch_loads(wrapping, how):
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
-def mixed_structure(wrapping: str, path: str) -> dict[str, object]:
-    """A checkpoint made dense, and models of which two layers are pruned."""
-    run = Run(wrapping)
-    run.pruner.num_steps = 100  # nothing is due
-    run.step()
-    weights = {name: held for name, (held, _) in run.parts().items()}
-    dcp.save(checkpoint.get_state_dict(run.model, run.optimizer), checkpoint_id=path)
-    run.step()
-    later = {name: held for name, (held, _) in run.parts().items()}
-    results: dict[str, object] = {}
-    for unmasked in ("error", "keep", "sometimes"):
-        run = Run(wrapping, seed=1)
-        pruned = prune.select(run.model, ["l1", "l3"])
-        prune.global_unstructured(pruned, prune.L1Unstructured, amount=0.5)
-        held = run.parts()
-        masks = [held[f"{name}_mask"][0] for name in ("l1.weight", "l3.weight")]
-        try:
-            checkpoint.load(path, run.model, run.optimizer, unmasked=unmasked)
-        except ValueError as error:
-            changed = [
-                n for n, (part, _) in run.parts().items() if not torch.equal(part, held[n][0])
-            ]
-            results[unmasked] = str(error), changed
-            continue
-        now = run.parts()
-        same = True
-        for name, value in weights.items():
-            mask = now.get(f"{name}_mask", (torch.ones(()),))[0]
-            same &= torch.equal(now[name][0], value * mask)
-        new_masks = [now[f"{name}_mask"][0] for name in ("l1.weight", "l3.weight")]
-        kept = all(torch.equal(a, b) for a, b in zip(masks, new_masks, strict=True))
-        run.pruner.num_steps = 101
-        run.step()
-        now = run.parts()
-        as_dense = all(
-            torch.allclose(now[name][0], value, rtol=0, atol=1e-6) for name, value in later.items()
-        )
-        results[unmasked] = same, kept, as_dense
-    return results
-
-
-@pytest.mark.parametrize(
-    "wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp1_flat-2", "fsdp2-2", "fsdp2_root-3", "tp-2"]
-)
-def test_a_dense_checkpoint_into_a_pruned_model(wrapping, tmp_path):
-    size = wrappings.world_size(wrapping)
-    for results in run_ranks(mixed_structure, size, wrapping, str(tmp_path / "checkpoint")):
-        message, changed = results["error"]
-        assert "l1.weight, l3.weight: pruned" in message and "unmasked='keep'" in message
-        assert changed == []
-        assert "unmasked='sometimes'" in results["sometimes"][0]
-        assert results["keep"] == (True, True, False)
+def test_a_dense_checkpoint_into_a_pruned_model_needs_leave(tmp_path):
+    """That masks stay then, on every wrapping, is a row of test_operations.py."""
+    model = fill(Net(), "normal", "float32")
+    dcp.save(checkpoint.get_state_dict(model), checkpoint_id=tmp_path / "dense")
+    prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
+    with pytest.raises(ValueError, match=r"l2.weight, l3.weight: pruned(.|\n)*unmasked='keep'"):
+        checkpoint.load(str(tmp_path / "dense"), model)
+    with pytest.raises(ValueError, match="unmasked='sometimes'"):
+        checkpoint.load(str(tmp_path / "dense"), model, unmasked="sometimes")
 
 
 def names_when_wrapped(how: str) -> set[str]:
@@ -350,3 +280,25 @@ def problems_of_local_states(wrapping: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", ["fsdp1-2", "fsdp1-3", "fsdp1_root-3", "fsdp1_flat-2"])
 def test_local_state_dicts_of_fsdp1_load_into_a_model_of_other_masks(wrapping):
     assert_nothing_wrong_on(wrapping, problems_of_local_states)
+
+
+def changed_by_remove(wrapping: str) -> list[str]:
+    """What of a state dict, taken before, has other values after remove."""
+    model = pruned(wrapping, sizes=wrappings.runnable_sizes(wrapping))
+    state = get_model_state_dict(model)  # sharded, without copies where the wrapper makes none
+    held = {
+        name: value.local_shards()[0].tensor
+        if hasattr(value, "local_shards")
+        else wrappings.local(value)
+        for name, value in state.items()
+    }
+    before = {name: value.clone() for name, value in held.items()}
+    for name in NAMES:
+        prune.remove(*target(wrappings.unwrapped(model), name))
+    return [name for name in held if not torch.equal(held[name], before[name])]
+
+
+@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "tp-2", "fsdp2-2", "fsdp1-2"])
+def test_a_state_dict_taken_before_remove_keeps_its_values(wrapping):
+    """As in torch; shards have their zeros already."""
+    assert_nothing_wrong_on(wrapping, changed_by_remove)

@@ -14,7 +14,7 @@ import distprune as prune
 from distprune.statistics import ActivationStatistics
 from distprune.testing import run_ranks
 from helpers.comparisons import assert_nothing_wrong
-from helpers.integer_nets import integer_net
+from helpers.fused_experts import integer_net
 
 NAMES = ["l1.weight", "l2.weight", "l3.weight"]
 

@@ -26,8 +26,7 @@ from distprune.statistics import ActivationStatistics, GramMatrices, prune_seque
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, wrong_masks
-from helpers.fused_experts import experts_net, tokens_of
-from helpers.integer_nets import integer_net
+from helpers.fused_experts import experts_net, integer_net, tokens_of
 from helpers.least_squares import gram_of, reconstructed
 from helpers.models import Net, seeded, target
 from helpers.sampling import every

@@ -66,25 +66,6 @@ def test_two_masks_are_refused_by_wrappers(what, how):
     assert_nothing_wrong(run_ranks(refused, 2, "fsdp2_root-2", what, how))
 
 
-def way_out() -> list[str]:
-    """What the message says: give each name the other's mask."""
-    model = pruned("two calls")
-    prune.custom_from_mask(model.embedding, "weight", mask_of(2))
-    prune.custom_from_mask(model.head, "weight", mask_of(1))
-    output = model(TOKENS)
-    prune.remove(model.embedding, "weight")
-    wrong = [] if torch.equal(model(TOKENS), output) else ["other outputs after one removal"]
-    prune.remove(model.head, "weight")
-    wrong += [] if torch.equal(model(TOKENS), output) else ["other outputs after both"]
-    wrong += [] if model.head.weight is model.embedding.weight else ["no longer tied"]
-    zero = int((model.head.weight == 0).sum())
-    return wrong + ([] if zero == int((mask_of(1) * mask_of(2) == 0).sum()) else ["zeros"])
-
-
-def test_the_way_out_of_two_masks():
-    assert_nothing_wrong(run_ranks(way_out, 1))
-
-
 @pytest.mark.parametrize("how", ["two calls", "one name"])
 def test_plain_modules_with_two_masks_are_as_in_torch(how):
     mine, of_torch = pruned(how), pruned(how, torch_prune)

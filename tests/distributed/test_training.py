@@ -9,8 +9,9 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, ShardingStrategy
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy
 
+import distprune as prune
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
@@ -103,3 +104,27 @@ def frozen(wrapping: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", ["plain-2", "fsdp2-2", "fsdp2_root-3", "tp-2"])
 def test_frozen_parameters(wrapping):
     assert_nothing_wrong_on(wrapping, frozen)
+
+
+def summoned(wrapping: str) -> list[str]:
+    """Inside summon_full_params the stored weights are whole."""
+    pair = Pair(wrapping)
+    pair.prune(0.5)
+    x = torch.ones(2, 6)
+    with torch.no_grad():
+        pair.model(x)  # the root keeps a gathered copy
+    layer = pair.model.module.l1.module
+    with FullyShardedDataParallel.summon_full_params(pair.model, writeback=True):
+        pair.close(layer.weight, pair.dense.l1.weight, "summoned")
+        layer.weight.data.add_(1)
+    with torch.no_grad():
+        pair.dense.l1.weight_orig.add_(1)
+    prune.hold_zeros(pair.model)
+    pair.compare_values("written back")
+    pair.close(pair.model(x), pair.dense(x), "after")
+    return pair.wrong
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp1-2", "fsdp1_flat-2"])
+def test_summon_full_params_shows_the_stored_weights(wrapping):
+    assert_nothing_wrong_on(wrapping, summoned)

@@ -158,23 +158,6 @@ def test_copies_and_parts_of_a_plain_model_are_fine(how):
     assert prune.verify(copy.deepcopy(model)).ok
 
 
-def stages() -> list[str]:
-    rank = torch.distributed.get_rank()
-    part = nn.Sequential(nn.Linear(4, 4 + rank), nn.Linear(4 + rank, 3))
-    fill(part, "normal", "float32", seed=rank)
-    parameters = prune.select(part, prefix=f"stage{rank}")
-    report = prune.global_unstructured(
-        parameters, prune.L1Unstructured, amount=0.5, pipeline_parallel=True
-    )
-    result = prune.verify(part, pipeline_parallel=True, prefix=f"stage{rank}")
-    fits = result.num_pruned == report.num_pruned and len(result.parameters) == 4
-    return [] if fits else [str(result)]
-
-
-def test_pipeline_stages_have_parameters_of_their_own():
-    assert_nothing_wrong(run_ranks(stages, 2))
-
-
 def traffic(wrapping: str) -> tuple[int, int, int, list[str], str]:
     model = make(wrapping)
     prune_all(model)

@@ -189,6 +189,31 @@ SKIPPED = {  # of FSDP1 without use_orig_params no parameter is registered that 
 }
 
 
+def calls_without_a_mask(model: nn.Module) -> list[str]:
+    """What other calls say of a mask buffer that was deleted; nothing if they name it."""
+    layer = inner(model, "l1")
+    calls = {
+        "select": lambda: prune.select(model, everything=True),
+        "prune one": lambda: prune.l1_unstructured(layer, "weight", 0.1),
+        "prune all": lambda: prune.global_unstructured(
+            [(inner(model, name), "weight") for name in ("l2", "l1")],
+            prune.L1Unstructured,
+            amount=0.1,
+        ),
+        "remove": lambda: prune.remove(layer, "weight"),
+        "forward": lambda: model(torch.ones(2, 6)),
+    }
+    wrong = []
+    for what, call in calls.items():
+        try:
+            call()
+            wrong.append(f"{what}: nothing was raised")
+        except Exception as error:
+            is_told = isinstance(error, RuntimeError) and "Linear.weight is pruned" in str(error)
+            wrong += [f"{what}: {error}"] * (not is_told)
+    return wrong
+
+
 def verified(wrapping: str, mutations: list, only_last_rank: bool, trained: bool) -> list:
     """Per mutation: what verify raised on this rank, or nothing."""
     results = []
@@ -210,6 +235,9 @@ def verified(wrapping: str, mutations: list, only_last_rank: bool, trained: bool
             text = str(error)
             assert not error.report.ok and "cannot be read" not in text, text
             results.append((mutation.__name__, text))
+        if mutation in (delete_mask, no_mask) and not only_last_rank:
+            wrong = calls_without_a_mask(model)
+            assert not wrong, wrong
         if dist.get_world_size() > 1:
             dist.barrier()
     return results

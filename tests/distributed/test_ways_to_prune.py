@@ -21,7 +21,6 @@ from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, outcome, wrong_masks
 from helpers.models import EVEN, UNEVEN, Net, fill, target
-from helpers.normalization_reference import normalized
 from helpers.sampling import every
 
 NAMES = ["l2.weight", "l1.weight", "l1.bias", "l3.weight", "l3.bias"]
@@ -161,7 +160,7 @@ def factored(normalize: str | None, data: str, dtype: str, has_factors: bool = T
                 products = (functools.reduce(torch.mul, t) for t in factors[name])
                 score = score.abs().to(wide) * functools.reduce(torch.add, products).to(wide)
             keep = torch.ones(score.shape, dtype=torch.bool) if keeps is None else keeps[name]
-            scores[name] = normalized(score, normalize, keep)
+            scores[name] = reference.normalized(score, normalize, keep)
         return scores
 
     return Row(run, in_rounds(amounts, scores_of), data, dtype)

@@ -1,13 +1,12 @@
 """The oracle for checkpoints: expected masks and weights, computed in memory by reference.py."""
 
 import math
-from fractions import Fraction
 
 import torch
 
 from distprune.base.memory import hash_keys
 from distprune.base.selecting import natural_key
-from helpers.reference import num_to_prune, prune, prune_bounded
+from helpers.reference import normalized, num_to_prune, prune, prune_bounded
 
 
 def masks(
@@ -48,33 +47,6 @@ def masks(
     else:
         keeps = prune(in_order, float(sparsity))
     return dict(zip(names, keeps, strict=True))
-
-
-def normalized(tensor, normalize):
-    """Magnitudes, multiplied by 1 / divisor of 24 binary digits; of 53 if they are float64."""
-    scale = 1.0 / (divisor_of(tensor, normalize) or 1.0)
-    wide = tensor.detach().double().abs()
-    if tensor.dtype is torch.float64:
-        return wide * scale
-    # 24 binary digits, of any exponent; the product is exact in float64, and is rounded once.
-    fraction, exponent = math.frexp(scale)
-    return (wide * math.ldexp(float(torch.tensor(fraction).float()), exponent)).float()
-
-
-def divisor_of(tensor, normalize):
-    """The rms, the l2 norm or the mean magnitude, of terms that are whole multiples of a unit."""
-    values = [Fraction(abs(v)) for v in tensor.detach().double().flatten().tolist() if v == v]
-    exponent = 0
-    while any(value >= Fraction(2) ** exponent for value in values):
-        exponent += 1
-    while any(values) and all(value < Fraction(2) ** (exponent - 1) for value in values):
-        exponent -= 1
-    power = 1 if normalize == "mean" else 2
-    unit = Fraction(2) ** (power * exponent - 36)
-    total = sum(round(value**power / unit) for value in values) * unit
-    if normalize == "mean":
-        return float(total / len(values))
-    return math.sqrt(total / (len(values) if normalize == "rms" else 1))
 
 
 def sorted_names(names):

@@ -1,8 +1,10 @@
-"""Fused experts as transformers has them, with small integers, and what their inputs are."""
+"""Nets whose activations are small integers; and fused experts as transformers has them."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from helpers.micro_batches import ReluNet
 
 # How a module multiplies: see FusedExperts.multiply.
 IMPLEMENTATIONS = ("eager", "grouped_mm")
@@ -130,3 +132,17 @@ def expected(net: ExpertsNet, parts: list[Tensor]) -> dict[str, tuple]:
             torch.stack([stack.square().sum(0) for stack in stacks]),
         )
     return found
+
+
+@torch.no_grad()
+def integer_net(
+    sizes: tuple[int, ...], dtype: torch.dtype = torch.float32, largest: int = 1
+) -> ReluNet:
+    """A ReluNet with weights between -largest and largest, the same at every call."""
+    generator = torch.Generator().manual_seed(largest)
+    net = ReluNet(sizes).to(dtype)
+    for parameter in net.parameters():
+        values = torch.randint(-largest, largest + 1, parameter.shape, generator=generator)
+        parameter.copy_(values)
+    net.l2.bias.zero_()  # under rowwise parallelism each rank adds a share of it
+    return net

@@ -11,8 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import distprune as prune
 from distprune.criteria import Criterion
 from distprune.statistics import GradientStatistics
-from helpers.criteria_cases import ReluNet
-from helpers.models import fill, fqns, target
+from helpers.models import Net, fill, fqns, target
 from helpers.wrappings import (
     kind_of,
     local,
@@ -29,6 +28,13 @@ WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]
 Units = list[tuple[float, dict[str, Tensor]]]
 
 
+class ReluNet(Net):
+    """Net without tanh: integers stay integers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l3(torch.relu(self.l2(torch.relu(self.l1(x)))))
+
+
 def make_model(wrapping: str, data: str) -> nn.Module:
     """A model that a wrapping can run.
 
@@ -43,6 +49,8 @@ def make_model(wrapping: str, data: str) -> nn.Module:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=generator))
+            for layer in (model.l1, model.l2):  # so that few units are dead
+                layer.bias.fill_(1)
             # Each rank of RowwiseParallel adds its share of the bias.
             model.l2.bias.mul_(num_tensor_ranks(wrapping))
     return model
@@ -127,18 +135,26 @@ def wrong_scores(
     expected: dict[str, Tensor],
     indices: dict[str, Tensor],
     data: str = "float32",
+    share: float = 0.0,
 ) -> list[str]:
-    """Compare this rank's parts: equal to rounding, or all bits where sums are exact."""
+    """Compare this rank's parts: equal to rounding, or all bits where sums are exact.
+
+    Args:
+        share: of a parameter's largest score by which sums may differ whose terms cancel.
+    """
     wrong = []
     for name, whole in expected.items():
         held = local(scores[target(unwrapped(model), name)])
+        wrong += [f"{name}: all expected scores are zero"] * (not whole.any())
         mine = my_part(whole, indices[name])
         if held.dtype != torch.float32 or held.shape != mine.shape:
             wrong.append(f"{name}: {held.dtype} {list(held.shape)}, not {list(mine.shape)}")
         elif data.startswith("integer"):
             if not torch.equal(held, mine.float()):
                 wrong.append(f"{name}: {held} not {mine.float()}")
-        elif not torch.allclose(held.double(), mine, rtol=1e-6, atol=1e-30):
+        elif not torch.allclose(
+            held.double(), mine.double(), rtol=1e-6, atol=share * float(whole.abs().max()) + 1e-30
+        ):
             error = ((held - mine).abs() / mine.abs()).max()
             wrong.append(f"{name}: relative error {error:.1e}")
     return wrong
@@ -172,6 +188,7 @@ class Wrapped:
     Args:
         wrapping, data: see :func:`make_model`.
         sizes_for: another wrapping, whose model is taken.
+        are_replicas: whether ranks with a plain model have the same batches.
         options: for the wrapper.
 
     Attributes:
@@ -182,9 +199,18 @@ class Wrapped:
     """
 
     def __init__(
-        self, wrapping: str, data: str, *, sizes_for: str | None = None, **options: object
+        self,
+        wrapping: str,
+        data: str,
+        *,
+        sizes_for: str | None = None,
+        are_replicas: bool = False,
+        **options: object,
     ) -> None:
-        self.wrapping, self.data, self.rank = wrapping, data, data_rank(wrapping)
+        self.wrapping, self.data = wrapping, data
+        self.rank, self.num_ranks = data_rank(wrapping), num_data_ranks(wrapping)
+        if are_replicas and kind_of(wrapping) == "plain":
+            self.rank, self.num_ranks = 0, 1
         self.dense = make_model(sizes_for or wrapping, data)
         cuts = options if wrapping.startswith("fsdp1-") else {}  # which depend on the dtypes there
         self.indices = local_indices(copy.deepcopy(self.dense), wrapping, **cuts)
@@ -203,6 +229,10 @@ class Wrapped:
         """Of one micro-batch of this rank."""
         return loss_of(self.model, micro_batch(self.dense, self.data, self.rank, number))
 
+    def step(self, number: int) -> None:
+        """Leave a sum over all ranks in .grad: wrappers divide by the number of ranks."""
+        (self.loss(number) * self.num_ranks).backward()
+
     def calibrate(self, criterion: Criterion | GradientStatistics, num_batches: int = 3) -> None:
         """Gradients pile up in .grad, as in gradient accumulation."""
         with criterion.calibrating():
@@ -212,8 +242,16 @@ class Wrapped:
 
     def units(self, num_batches: int = 3, run_in: torch.dtype | None = None) -> Units:
         """(weight, gradients by name) of all units of all ranks, in one process."""
-        num_ranks = num_data_ranks(self.wrapping)
-        return gradients_of_units(self.dense, self.data, num_ranks, num_batches, run_in)
+        return gradients_of_units(self.dense, self.data, self.num_ranks, num_batches, run_in)
+
+    def steps(self, num_batches: int = 3) -> Units:
+        """The same of global batches: sums over the ranks."""
+        units, found = self.units(num_batches), []
+        for number in range(num_batches):
+            own = units[number::num_batches]
+            sums = {name: sum(gradients[name] for _, gradients in own) for name in own[0][1]}
+            found.append((sum(weight for weight, _ in own), sums))
+        return found
 
     def wrong(
         self, criterion: Criterion, units: Units, power: int = 2, factor: float = 0.5
@@ -228,7 +266,8 @@ class ReplicasOfTensorParallelism(Wrapped):
 
     def __init__(self) -> None:
         self.wrapping, self.data = "fsdp2_tp-2x2", "integer float32"
-        self.rank, self.dense = data_rank(self.wrapping), make_model(self.wrapping, self.data)
+        self.rank, self.num_ranks = data_rank(self.wrapping), 2
+        self.dense = make_model(self.wrapping, self.data)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         self.group = mesh["dp"].get_group()
         plan = {"l1": ColwiseParallel(), "l2": RowwiseParallel()}

@@ -4,6 +4,7 @@ It sorts values, not bits, in Python, and knows nothing of shards or of distprun
 Masks are bool tensors in the shape of the parameter, True = keep.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import ceil, floor
@@ -146,3 +147,37 @@ def groups_along(shape: Sequence[int], dim: int, m: int) -> list[list[int]]:
     """Row-major indices of each m neighbours along a dimension."""
     index = torch.arange(torch.Size(shape).numel()).view(tuple(shape))
     return index.movedim(dim, -1).reshape(-1, m).tolist()
+
+
+def normalized(scores: Tensor, normalize: str | None, keep: Tensor | None = None) -> Tensor:
+    """Scores of a whole parameter divided by a statistic of those that are kept.
+
+    Args:
+        scores: floating point.
+        normalize: "rms", "l2", "mean" or None.
+        keep: bool, of the same shape; None: all.
+    """
+    if normalize is None:
+        return scores
+    wide = scores.double() if scores.dtype == torch.float64 else scores.float()
+    numbers = wide.flatten() if keep is None else wide[keep]
+    power = 1 if normalize == "mean" else 2
+    largest = max((abs(value) for value in numbers.tolist()), default=0.0)
+    if math.isnan(largest) or not largest:
+        return wide
+    unit = Fraction(2) ** (power * math.frexp(largest)[1] - 36)
+    total = sum(round(abs(Fraction(value)) ** power / unit) for value in numbers.tolist()) * unit
+    mean = total if normalize == "l2" else total / len(numbers)
+    divisor = float(mean) if power == 1 else _square_root(mean)
+    if wide.dtype == torch.float64:
+        return wide * (1 / divisor)
+    # 24 binary digits, of any exponent; the product is exact in float64, and is rounded once.
+    fraction, exponent = math.frexp(1 / divisor)
+    scale = math.ldexp(float(torch.tensor(fraction, dtype=torch.float32)), exponent)
+    return (wide.double() * scale).float()
+
+
+def _square_root(number: Fraction) -> float:
+    """The square root of a fraction whose exponent float64 may not hold."""
+    shift = (number.numerator.bit_length() - number.denominator.bit_length()) // 2
+    return math.ldexp(math.sqrt(number / Fraction(2) ** (2 * shift)), shift)

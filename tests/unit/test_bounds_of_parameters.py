@@ -16,8 +16,8 @@ from distprune.ranking import ranking
 from helpers import reference
 from helpers.models import Net, fill
 from helpers.sampling import num_examples
-from helpers.virtual_shards import KINDS
-from helpers.virtual_shards import fill as fill_tensor
+from helpers.virtual_ranks import KINDS
+from helpers.virtual_ranks import fill as fill_tensor
 
 SPARSITY = st.sampled_from([0.0, 0.07, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9, 0.95, 1.0])
 

@@ -13,10 +13,17 @@ import torch
 from torch import nn
 
 import distprune
+from distprune.base import memory
 from distprune.ranking.chunks import count_live
-from helpers.rehearsal import as_on_device
 
 FEW, MANY = 10, 20
+
+
+def as_on_device():
+    """Within it, elements on a CPU are worked on as those on a device are."""
+    return mock.patch.object(memory, "takes_numpy", lambda device: False)
+
+
 # Methods of tensors on a device that wait for it; not int(), which fingerprints take of numbers on
 # the host.
 WAITS = ("tolist", "item", "cpu", "numpy", "__bool__", "__float__", "nonzero")

@@ -69,20 +69,6 @@ def test_a_sparse_model_is_no_collapse(amount):
     assert warned(amount, net(1.0))[1] == []
 
 
-def test_comparable_layers_are_no_collapse():
-    for amount in (0.1, 0.5, 0.9):
-        assert warned(amount, net(1.0))[1] == []
-
-
-def test_biases_may_go():
-    report, texts, _ = warned(0.3, net(1.0), names=("weight", "bias"))
-    assert report.parameters[1].sparsity == 1.0 and texts == []
-
-
-def test_one_parameter_is_compared_with_nothing():
-    assert warned(0.999, net()[:1])[1] == []
-
-
 def test_it_is_said_once():
     """A layer that was empty before the call has not collapsed in it."""
     model = net()

@@ -101,23 +101,6 @@ def test_a_sparse_gradient_is_refused():
         criterion.update()
 
 
-def test_tied_parameters_count_once_with_their_summed_gradient():
-    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-    net[1].weight = net[0].weight
-    criterion = SNIP([(net[0], "weight"), (net[1], "weight")])
-    x = torch.randn(2, 3)
-    net(x).sum().backward()
-    criterion.update()
-    weight = net[0].weight.detach().clone().requires_grad_()
-    gradient = torch.autograd.grad((x @ weight.T @ weight.T).sum(), weight)[0]
-    (score,) = criterion.scores().values()
-    torch.testing.assert_close(score, (weight * gradient).abs().detach())
-    report = prune.global_unstructured(
-        prune.select(net), criterion.pruning_method, criterion.scores(), amount=4
-    )
-    assert report.num_pruned == 4
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("kind", [SNIP, Movement, GradientMagnitude])
 def test_accumulators_are_fp32_whatever_the_dtype(kind, dtype):
@@ -168,23 +151,6 @@ def test_custom_refuses_what_it_cannot_do():
     assert (signed.scores()[layer, "weight"] == -2).all()
     with pytest.raises(TypeError, match=r"scores are signed.*LowestScore"):
         prune.global_unstructured(pairs, prune.L1Unstructured, signed.scores(), amount=1)
-
-
-def test_scores_are_a_copy():
-    layer = nn.Linear(3, 2)
-    layer.weight.grad = torch.ones(2, 3)
-    for kind in (SNIP, Movement, GradientMagnitude):
-        criterion = kind([(layer, "weight")])
-        criterion.update()
-        before = criterion.scores()[layer, "weight"]
-        saved = before.clone()
-        criterion.update()
-        before2 = criterion.scores()[layer, "weight"]
-        assert torch.equal(before, saved)
-        assert not torch.equal(before2, saved)
-        criterion.reset()
-        criterion.update()
-        assert torch.equal(criterion.scores()[layer, "weight"], saved)
 
 
 def test_a_function_that_raises_at_the_second_parameter_changes_nothing():

@@ -15,8 +15,7 @@ from distprune.ranking.scores import Order, key_range
 from distprune.ranks.collectives import Communicator
 from helpers import reference
 from helpers.sampling import num_examples
-from helpers.virtual_ranks import run_virtual_ranks
-from helpers.virtual_shards import KINDS, LAYOUTS, fill, part_of
+from helpers.virtual_ranks import KINDS, LAYOUTS, fill, part_of, run_virtual_ranks
 
 
 def blocked(rule: BlockRule, shape: tuple[int, ...], dims: tuple[int, ...]) -> BlockedParameter:

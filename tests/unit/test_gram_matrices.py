@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import distprune as prune
-from distprune.statistics import ActivationStatistics, GramMatrices
+from distprune.statistics import GramMatrices
 from helpers.least_squares import gram_of
 
 
@@ -67,16 +67,6 @@ def test_collecting_goes_on_after_matrices_were_asked_for():
         net(y)
     for layer in (net.q, net.k, net.o):
         assert torch.equal(grams.matrix(layer), (gram_of(x) + gram_of(y)).float())
-
-
-def test_they_are_activation_statistics():
-    net, x = Attention(), torch.randn(7, 3)
-    grams, plain = (kind(prune.select(net)) for kind in (GramMatrices, ActivationStatistics))
-    for each in (grams, plain):
-        with each.collecting():
-            net(x)
-    wanda = grams.wanda()[net.q, "weight"]
-    assert wanda.checksum() == plain.wanda()[net.q, "weight"].checksum()
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -165,6 +165,13 @@ def test_private_wrapper_fields_live_in_their_adapter():
     assert not offenders(fields, ("wrappers.",))
 
 
+def test_one_place_spells_the_names_of_the_pruned_form():
+    """Texts, and the ends of f-strings; two attributes of hooks are called so."""
+    spelled = r'["}]\.?_(?:orig|mask)(?!\w)'
+    assert not offenders(spelled, ("base.pruned_form", "masks.hook", "methods.builtin"))
+    assert offenders(spelled, ())
+
+
 def test_nothing_is_taken_from_torch_prune():
     takes = [name for name in FILES if any("torch.nn.utils.prune" in n for n in NAMES[name])]
     assert takes == ["selftest"]  # the reference that it compares training with

@@ -1,137 +1,194 @@
-"""A thousand ranks: our geometry is DTensor's, shards partition every parameter, and one call sends
-them kilobytes.
+"""Shards on a thousand ranks are those of DTensor, and partition every parameter.
+
+Each rank of a fake process group in turn: torch's wrappers place the parameters there.
 """
 
 import functools
-import json
-from itertools import product
+import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distprune.shards import dtensor
+from distprune.shards.geometry import dim_coordinates, index_map
 from distprune.shards.reader import ShardReader
-from helpers import reference
-from helpers.fake_ranks import run_fake_ranks
-from helpers.sampling import every
-from helpers.thousand_ranks import (
-    Block,
-    Sizes,
-    layouts,
-    mesh_shape,
-    part_of,
-    prune_on,
-    weights,
-    world_size,
-    wrap,
-)
+from distprune.testing import clear_dtensor_caches
 
-MAX_COLLECTIVES, MAX_BYTES = 32, 256 * 1024
-THOUSAND = [
-    "fsdp2-1024", "hsdp-8x128", "hsdp-128x8", "fsdp2_tp-128x8", "fsdp2_tp-8x128",
-    "fsdp2_some_tp-128x8", "hsdp_tp-2x64x8",
+MESH_AXES = {
+    "fsdp2": ("shard",),
+    "hsdp": ("replicate", "shard"),
+    "fsdp2_tp": ("shard", "tp"),
+    "fsdp2_some_tp": ("shard", "tp"),  # norm and head are not parallelised
+    "hsdp_tp": ("replicate", "shard", "tp"),
+}
+PLAN = {
+    "embedding": RowwiseParallel, "norm": SequenceParallel, "query": ColwiseParallel,
+    "output": RowwiseParallel, "head": ColwiseParallel,
+}  # fmt: skip
+WRAPPINGS = [
+    "fsdp2-1024", "hsdp-8x128", "fsdp2_tp-128x8", "fsdp2_tp-8x128", "fsdp2_some_tp-128x8",
+    "hsdp_tp-2x64x8", "fsdp2-1000", "hsdp-3x341", "fsdp2_tp-93x11", "hsdp_tp-3x31x11",
 ]  # fmt: skip
-UNEVEN = ["fsdp2-1000", "hsdp-3x341", "fsdp2_tp-341x3", "fsdp2_tp-93x11", "hsdp_tp-3x31x11"]
-LARGE = Sizes(vocabulary=128_256, width=16_384, key_width=1024, inner=53_248)
+SIZES = (1201, 120, 333)  # vocabulary, width and inner width: uneven shards, and empty ones
+LARGE = (128_256, 16_384, 53_248)  # of a model of 405 billion parameters
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Ranks are small here: waking a second thread takes longer than their work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def on_fake_ranks(function, world_size: int, *args, ranks) -> list:
+    """Call a function as each of some ranks; collectives do nothing."""
+    results = []
+    for rank in ranks:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        try:
+            results.append(function(*args))
+        finally:
+            dist.destroy_process_group()
+            clear_dtensor_caches()
+    return results
 
 
-@pytest.mark.parametrize("wrapping", THOUSAND + UNEVEN)
-def test_all_ranks_together_hold_and_count_every_element(wrapping):
-    for layout in layouts(wrapping, Sizes()):
-        held, counted = (torch.zeros(layout.shape.numel(), dtype=torch.int32) for _ in range(2))
-        for rank in range(world_size(wrapping)):
-            part = part_of(layout, wrapping, rank)
-            indices = part.index(torch.arange(part.numel))
-            held[indices] += 1
-            counted[indices[part.counted.start : part.counted.stop]] += 1
-        assert held.eq(part.num_replicas).all(), layout
-        assert counted.eq(1).all(), layout
+class Block(nn.Module):
+    """Some weights of a language model, on the meta device."""
+
+    def __init__(self, vocabulary: int, width: int, inner: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width, device="meta")
+        self.norm = nn.RMSNorm(width, device="meta")
+        self.query = nn.Linear(width, inner, bias=False, device="meta")
+        self.output = nn.Linear(inner, width, bias=False, device="meta")
+        self.head = nn.Linear(width, vocabulary, bias=False, device="meta")
 
 
-@pytest.mark.parametrize("wrapping", [*THOUSAND, "fsdp2_tp-341x3", "fsdp2_tp-512x8"])
+def mesh_of(wrapping: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    kind, _, shape = wrapping.partition("-")
+    return MESH_AXES[kind], tuple(map(int, shape.split("x")))
+
+
+def wrap(model: nn.Module, wrapping: str) -> nn.Module:
+    axes, shape = mesh_of(wrapping)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    if "tp" in axes:
+        left_out = ("norm", "head") if "some_tp" in wrapping else ()
+        plan = {name: style() for name, style in PLAN.items() if name not in left_out}
+        parallelize_module(model, mesh["tp"], plan, src_data_rank=None)
+        mesh = mesh[axes[:-1]]
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@functools.cache
+def layouts(wrapping: str, sizes: tuple) -> list[tuple]:
+    """(shape, placements, axes of its mesh) of each parameter; equal on all ranks."""
+
+    def read() -> list[tuple]:
+        parameters = wrap(Block(*sizes), wrapping).parameters()
+        return [(p.shape, p.placements, p.device_mesh.mesh_dim_names) for p in parameters]
+
+    return on_fake_ranks(read, math.prod(mesh_of(wrapping)[1]), ranks=[0])[0]
+
+
+def part_of(layout: tuple, wrapping: str, rank: int) -> tuple:
+    """(coordinates of a rank's shard, its replica, the number of replicas), from metadata alone."""
+    shape, placements, own_axes = layout
+    axes, mesh = mesh_of(wrapping)
+    coordinate = [rank // math.prod(mesh[axis + 1 :]) % size for axis, size in enumerate(mesh)]
+    # An axis that a parameter does not lie on has copies of it.
+    by_axis = dict(zip(own_axes, placements, strict=True))
+    placements = [by_axis.get(axis, Replicate()) for axis in axes]
+    splits = dtensor.splits_of("parameter", shape, mesh, coordinate, placements)
+    return dim_coordinates(shape, splits), *dtensor.replica_of(mesh, coordinate, placements)
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_all_ranks_together_hold_every_element_as_often_as_it_has_replicas(wrapping):
+    size = math.prod(mesh_of(wrapping)[1])
+    for layout in layouts(wrapping, SIZES):
+        held = torch.zeros(layout[0], dtype=torch.int32)
+        replicas = torch.zeros(layout[0], dtype=torch.int64)
+        for rank in range(size):
+            coordinates, replica, num_replicas = part_of(layout, wrapping, rank)
+            where = tuple(slice(rows.start, rows.stop) for rows in coordinates)
+            held[where] += 1
+            replicas[where] += replica
+        assert held.eq(num_replicas).all(), layout
+        assert replicas.eq(num_replicas * (num_replicas - 1) // 2).all(), layout
+
+
+@pytest.mark.parametrize("wrapping", ["hsdp-128x8", "fsdp2_tp-341x3", "fsdp2_tp-512x8"])
 def test_shards_of_a_large_model_add_up(wrapping):
-    """Shapes of a model of 405 billion parameters; no tensor of its size is made."""
+    """No tensor of its size is made."""
     for layout in layouts(wrapping, LARGE):
-        sizes = [len(part_of(layout, wrapping, r).counted) for r in range(world_size(wrapping))]
-        assert sum(sizes) == layout.shape.numel(), layout
+        parts = [part_of(layout, wrapping, r) for r in range(math.prod(mesh_of(wrapping)[1]))]
+        sizes = [math.prod(map(len, rows)) for rows, replica, _ in parts if replica == 0]
+        assert sum(sizes) == layout[0].numel(), layout
 
 
-def differences(wrapping, computed):
+def differences(wrapping: str, computed: list) -> list[str]:
     """Parameters of which this rank of a wrapped model holds something else than is computed."""
-    model = Block(Sizes()).double().to_empty(device="cpu")
+    model = Block(*SIZES).double().to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.copy_(torch.arange(parameter.numel()).view(parameter.shape))
-    model = wrap(model, wrapping)
     wrong = []
-    for layout, (name, parameter) in zip(computed, model.named_parameters(), strict=True):
-        part = part_of(layout, wrapping, torch.distributed.get_rank())
-        values = parameter.to_local().reshape(-1).long()
-        shard = dtensor.local_shard(name, parameter, None)
-        from_shard = shard.index(torch.arange(values.numel()))
-        from_part = part.index(torch.arange(part.numel))
-        if not torch.equal(values, from_part) or not torch.equal(values, from_shard):
-            wrong.append(name)
+    for layout, (name, p) in zip(computed, wrap(model, wrapping).named_parameters(), strict=True):
+        coordinates, *_ = part_of(layout, wrapping, dist.get_rank())
+        index = index_map(p.shape, coordinates, range(p.ndim))
+        shard = dtensor.local_shard(name, p, None)
+        values, positions = p.to_local().reshape(-1).long(), torch.arange(p.to_local().numel())
+        for where in (index(positions), shard.index(positions)):
+            wrong += [name] * (not torch.equal(values, where))
     return wrong
 
 
-@pytest.mark.parametrize("wrapping", THOUSAND + UNEVEN)
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_a_wrapped_model_holds_what_is_computed(wrapping):
-    computed, size = layouts(wrapping, Sizes()), world_size(wrapping)
-    ranks = [0, 1, mesh_shape(wrapping)[-1] - 1, size // 2 + 3, size - 1]
-    assert run_fake_ranks(differences, size, wrapping, computed, ranks=ranks) == [[]] * len(ranks)
+    shape = mesh_of(wrapping)[1]
+    size = math.prod(shape)
+    ranks = [0, 1, shape[-1] - 1, size // 2 + 3, size - 1]
+    found = on_fake_ranks(differences, size, wrapping, layouts(wrapping, SIZES), ranks=ranks)
+    assert found == [[]] * len(ranks)
 
 
-def global_indices(shard):
-    """What the shard says of its elements, in the shape of its values."""
-    index = shard.index(torch.arange(shard.values.numel()))
-    return index.view([shard.values.shape[dim] for dim in shard.order])
-
-
-def distributed(mesh_shape, shape, placements):
+def distributed(mesh_shape: tuple, shape: torch.Size, placements: list) -> int:
     mesh = init_device_mesh("cpu", mesh_shape)
     whole = torch.arange(shape.numel()).view(shape)
     tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     shard = dtensor.local_shard("w", tensor, None)
-    assert torch.equal(global_indices(shard), tensor.to_local())
+    index = shard.index(torch.arange(shard.values.numel()))
+    index = index.view([shard.values.shape[dim] for dim in shard.order])
+    assert torch.equal(index, tensor.to_local())
     return shard.values.numel() if shard.replica == 0 else 0
 
 
 @pytest.mark.parametrize(
     "mesh_shape, shape, placements",
     [
-        ((64,), (1000, 3), [Shard(0)]),
-        ((64,), (63, 2), [Shard(0)]),  # empty shards
-        ((8, 8), (37, 50), [Shard(0), Shard(1)]),
         ((8, 8), (130, 5), [Shard(0), Shard(0)]),  # nested, uneven
-        ((4, 16), (33, 5), [Replicate(), Shard(0)]),
         ((2, 4, 8), (9, 70, 3), [Replicate(), Shard(0), Shard(1)]),
     ],
 )
 def test_distribute_tensor(mesh_shape, shape, placements):
-    shape = torch.Size(shape)
-    world_size = torch.Size(mesh_shape).numel()
-    owned = run_fake_ranks(distributed, world_size, mesh_shape, shape, placements)
+    shape, size = torch.Size(shape), math.prod(mesh_shape)
+    owned = on_fake_ranks(distributed, size, mesh_shape, shape, placements, ranks=range(size))
     assert sum(owned) == shape.numel()
 
 
-def lists_of_ranks(mesh_shape):
-    mesh = init_device_mesh("cpu", mesh_shape)
+def lists_of_ranks() -> list:
+    mesh = init_device_mesh("cpu", (128, 8))
     module = nn.Module()
     for name in "abc":
-        whole = torch.zeros(8, 3)
-        weight = distribute_tensor(whole, mesh, [Shard(0)] * len(mesh_shape), src_data_rank=None)
+        weight = distribute_tensor(torch.zeros(8, 3), mesh, [Shard(0)] * 2, src_data_rank=None)
         setattr(module, name, nn.Parameter(weight))
     reader = ShardReader()
     return [reader.read(module, name, name).ranks for name in "abc"]
@@ -139,78 +196,6 @@ def lists_of_ranks(mesh_shape):
 
 def test_parameters_of_one_mesh_share_their_list_of_ranks():
     """Ten thousand parameters on as many ranks would have a hundred million numbers otherwise."""
-    first, *others = run_fake_ranks(lists_of_ranks, 1024, (128, 8), ranks=[5])[0]
+    first, *others = on_fake_ranks(lists_of_ranks, 1024, ranks=[5])[0]
     assert first == tuple(range(1024))
     assert all(ranks is first for ranks in others)
-
-
-@functools.cache
-def expected_masks(data, dtype):
-    return reference.prune(weights(Sizes(), data, dtype), 0.5)
-
-
-def check_call(wrapping, data, dtype=torch.float32):
-    """Exact masks, and the same count of collectives and bytes on every rank; returns them."""
-    reports, masks = prune_on(wrapping, weights(Sizes(), data, dtype))
-    for mask, expected in zip(masks, expected_masks(data, dtype), strict=True):
-        assert torch.equal(mask.bool(), expected)
-    sent = {(report.num_collectives, report.bytes_sent) for report in reports}
-    assert len(sent) == 1
-    num_collectives, num_bytes = sent.pop()
-    assert num_collectives <= MAX_COLLECTIVES and num_bytes <= MAX_BYTES
-    return num_collectives, num_bytes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "wrapping, data",
-    [
-        ("hsdp_tp-3x7x3", "row scales"),
-        ("fsdp2_some_tp-16x4", "256 values"),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in [
-                *product(["fsdp2-64"], ["normal", "equal", "256 values", "row scales"]),
-                ("hsdp-8x8", "256 values"),
-                ("fsdp2_tp-8x8", "equal"),
-            ]
-        ),
-    ],
-)
-def test_the_call_is_exact_on_tens_of_ranks(wrapping, data):
-    check_call(wrapping, data)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "few, many, data, dtype",
-    every(
-        3,
-        [
-            ("fsdp2_tp-2x2", "fsdp2_tp-128x8", "256 values", torch.float32),
-            ("fsdp2-2", "fsdp2-1024", "normal", torch.float32),
-            ("hsdp-2x2", "hsdp-128x8", "row scales", torch.bfloat16),
-        ],
-    ),
-)
-def test_a_thousand_ranks_send_what_two_send(few, many, data, dtype):
-    """All of the call runs, on every rank."""
-    (few_collectives, few_bytes), (num_collectives, num_bytes) = (
-        check_call(wrapping, data, dtype) for wrapping in (few, many)
-    )
-    # Ranks draw samples of their own, and the search in one takes a step more or less: of 16 KiB.
-    assert abs(num_collectives - few_collectives) <= 2
-    assert abs(num_bytes - few_bytes) <= 2 * 17_000
-
-
-def test_copies_on_other_meshes_cost_a_text_for_each_mesh():
-    """What is left out of tensor parallelism lies on parts of the ranks, once on each."""
-    # Equal values: the search sends as much for both, whatever sample it drew.
-    on_all, on_some = (
-        check_call(wrapping, "equal") for wrapping in ("fsdp2_tp-8x4", "fsdp2_some_tp-8x4")
-    )
-    assert on_some[0] - on_all[0] == 2
-    # Two numbers of each rank; and of each mesh its ranks, and a number for both parameters.
-    texts = [json.dumps([[list(range(first, 32, 4))], [0, 0]]) for first in range(4)]
-    assert on_some[1] - on_all[1] == 16 * 32 + sum(8 * -(-len(text) // 8) for text in texts)

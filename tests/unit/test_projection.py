@@ -13,7 +13,7 @@ from torch import nn
 import distprune as prune
 from helpers import reference
 from helpers.sampling import num_examples
-from helpers.virtual_shards import KINDS, fill
+from helpers.virtual_ranks import KINDS, fill
 
 
 def global_mask(tensors, k, **options):
@@ -72,21 +72,6 @@ def test_order_and_candidates(device, data):
         **options,
     )  # fmt: skip
     assert_equal(found.masks, expected(tensors, k, candidates, **options))
-
-
-def test_the_same_as_the_pruning_of_all_others():
-    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 20))
-    pairs = prune.select(model)
-    weights = {pair.fqn: pair[0].weight for pair in pairs}
-    found = global_mask(weights, 500)
-    assert list(found.masks) == ["0.weight", "1.weight"]
-    assert_equal(prune.global_mask(pairs, 500).masks, list(found.masks.values()))
-    prune.global_unstructured(pairs, prune.L1Unstructured, amount=2000 - 500)
-    assert_equal([model[i].weight_mask.bool() for i in (0, 1)], list(found.masks.values()))
-    # A pair stands for the unmasked values, pruned or not.
-    assert_equal(prune.global_mask(pairs, 1999).masks, global_mask(weights, 1999).masks.values())
-    cut = sorted(abs(x) for w in weights.values() for x in w.flatten().tolist())[1499]
-    assert found.threshold == pytest.approx(cut, rel=1e-6)
 
 
 def test_a_count_for_each_tensor():

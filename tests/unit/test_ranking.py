@@ -15,8 +15,7 @@ from distprune.ranking.scores import Order, key_range
 from distprune.ranks.collectives import Communicator
 from helpers import reference
 from helpers.sampling import num_examples
-from helpers.virtual_ranks import run_virtual_ranks
-from helpers.virtual_shards import KINDS, LAYOUTS, fill, part_of
+from helpers.virtual_ranks import KINDS, LAYOUTS, fill, part_of, run_virtual_ranks
 
 DRAFT_DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float64, torch.complex128)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -192,6 +191,31 @@ def test_equal_scores_are_cut_after_the_last_element_of_a_parameter(
     monkeypatch.setattr(ranking, "COLLECT_ALL", 300)
     layers = [torch.full((20, 20), 0.25), torch.full((400,), 0.25)]
     check(layers, None, [num_pruned], ["rows", "rows"], size, device=device, max_collectives=64)
+
+
+@pytest.mark.parametrize("data", ["normal", "few values"])
+def test_a_thousand_ranks_send_what_two_send(data):
+    whole = fill(data, (2000, 30), torch.Generator().manual_seed(0))
+    common = key_range(torch.float32, Order.MAGNITUDE)
+    (expected,) = reference.prune([whole], 0.5)
+
+    def sent_by(size: int) -> tuple[int, int]:
+        def on_rank(communicator: Communicator) -> tuple[int, int]:
+            place = size, communicator.index
+            part, source, cutter = part_of(whole, None, "rows", common, *place)
+            out = torch.empty(source.size)
+            ranking = Ranking([part], (common, [source]), [whole.numel()], communicator, [out])
+            ranking.write(ranking.cut([0], [whole.numel() // 2]))
+            assert torch.equal(out, cutter(expected).float())
+            return communicator.num_collectives, communicator.bytes_sent
+
+        (found,) = {*run_virtual_ranks(on_rank, size)}
+        return found
+
+    (few, few_bytes), (many, many_bytes) = sent_by(2), sent_by(1000)
+    # Ranks draw samples of their own, and the search in one takes a step more or less: of 16 KiB.
+    assert abs(many - few) <= 2 and abs(many_bytes - few_bytes) <= 2 * 17_000
+    assert many <= 32 and many_bytes <= 256 * 1024
 
 
 def test_nan_raises_on_every_rank_and_names_its_parameter():

@@ -65,12 +65,6 @@ def test_what_was_wanted_stands_beside_what_was_achieved():
     assert lines[2].endswith("20  0.00% to 50.00%    48.00%")
 
 
-def test_collapsed_parameters_have_a_line():
-    report = replace(REPORT, collapsed=("layers.0.weight",))
-    assert str(report).split("\n")[-1] == "nearly empty: layers.0.weight"
-    assert json.loads(report.to_json())["collapsed"] == ["layers.0.weight"]
-
-
 def test_json():
     data = json.loads(REPORT.to_json())
     assert data["parameters"][0] == {

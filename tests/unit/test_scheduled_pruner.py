@@ -27,28 +27,6 @@ def zeros(targets):
     return sum(int((getattr(m, n + "_mask") == 0).sum()) for m, n in targets)
 
 
-def test_counts_are_those_of_the_total():
-    model = fill(Net(), "normal", "float32")
-    scores = [parameter.detach().clone() for parameter in model.parameters()]
-    ramp = schedule.Cubic(2, 11, 3, 0.83, initial_sparsity=0.1)
-    pruner = schedule.ScheduledPruner(weights(model), ramp)
-    for step in range(15):
-        assert pruner.num_steps == step
-        report = pruner.step()
-        assert (report is not None) == ramp.is_due(step)
-        assert pruner.sparsity == ramp.sparsity_at(step)
-        if report is not None:
-            count = round(ramp.sparsity_at(step) * total(model))
-            assert report.num_pruned == zeros(weights(model)) == count
-            keeps = reference.prune(scores, count)
-            held = [getattr(m, n + "_mask").bool() for m, n in weights(model)]
-            assert all(torch.equal(a, b) for a, b in zip(held, keeps, strict=True))
-    assert report is None and zeros(weights(model)) == round(0.83 * total(model))
-    pruner.remove()
-    assert not prune.is_pruned(model)
-    assert sum(int((p == 0).sum()) for p in model.parameters()) == round(0.83 * total(model))
-
-
 @pytest.mark.parametrize(("scores", "num_reads"), [(None, 1), ({}, 2)])
 def test_a_due_step_reads_the_parameters_once(scores, num_reads, monkeypatch):
     """Unless there are scores: a function for them may change the model before they are used."""
@@ -180,42 +158,6 @@ def test_bounds_that_the_end_cannot_meet_are_refused_at_once(low, high, text):
             min_sparsity=low,
             max_sparsity=high,
         )
-
-
-@pytest.mark.parametrize("stop", [0, 1, 4, 7])
-def test_resume_gives_the_same_masks(stop):
-    ramp = schedule.Cubic(0, 9, 2, 0.9)
-
-    def drive(model, pruner, num_steps):
-        for _ in range(num_steps):
-            with torch.no_grad():  # as a training step would: the values change
-                for k, parameter in enumerate(model.parameters()):
-                    parameter.mul_(1 - 0.1 * ((k + pruner.num_steps) % 3))
-            pruner.step()
-
-    straight = fill(Net(), "normal", "float32")
-    drive(straight, schedule.ScheduledPruner(weights(straight), ramp), 11)
-
-    model = fill(Net(), "normal", "float32")
-    pruner = schedule.ScheduledPruner(weights(model), ramp)
-    drive(model, pruner, stop)
-    state, masks = pruner.state_dict(), copy_of(model)
-    resumed = fill(Net(), "zeros", "float32")
-    for module, name in weights(resumed) if any("mask" in key for key in masks) else ():
-        prune.identity(module, name)
-    resumed.load_state_dict(masks)
-    pruner = schedule.ScheduledPruner(weights(resumed), ramp)
-    pruner.load_state_dict(state)
-    assert pruner.num_steps == stop
-    assert pruner.sparsity == state["sparsity"] and pruner.state_dict() == state
-    drive(resumed, pruner, 11 - stop)
-    assert pruner.state_dict()["num_steps"] == 11
-    for key, value in straight.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[key]), key
-
-
-def copy_of(model):
-    return {key: value.clone() for key, value in model.state_dict().items()}
 
 
 def test_the_state_is_plain_and_says_what_differs():

@@ -1,7 +1,6 @@
 """Fused experts: the sums of each expert are those of the tokens that came to it."""
 
 import contextlib
-import copy
 import warnings
 
 import pytest
@@ -55,56 +54,6 @@ def test_sums_are_those_of_a_loop_over_tokens(implementation, dtype):
 def root_mean_squares(reference, name):
     num_tokens, _, squares = reference[name]
     return (squares / torch.tensor(num_tokens).clamp(min=1).unsqueeze(1)).sqrt()
-
-
-def test_scores_are_those_of_each_expert_alone():
-    parts = [tokens_of(part) for part in range(3)]
-    net = experts_net()
-    linear = nn.ModuleList(
-        nn.ModuleList(nn.Linear(8, 16, bias=False) for _ in range(4)) for _ in range(2)
-    )
-    with torch.no_grad():
-        net.second.gate_up_proj += torch.arange(8).view(8, 1)
-        for expert in range(4):
-            linear[0][expert].weight.copy_(net.first.gate_up_proj[expert])
-            linear[1][expert].weight.copy_(net.second.gate_up_proj[expert].T)
-    statistics = collect(net, parts)
-    separate = ActivationStatistics(prune.select(linear), allow_empty="1.3")
-    seen = [[], []]
-    handles = [
-        module.register_forward_pre_hook(lambda _, args, number=number: seen[number].append(args))
-        for number, module in enumerate((net.first, net.second))
-    ]
-    with torch.no_grad():
-        for part in parts:
-            net(part)
-    for handle in handles:
-        handle.remove()
-    with separate.collecting():
-        for number, calls in enumerate(seen):
-            for hidden, experts in calls:
-                for expert in range(4):
-                    linear[number][expert](hidden[torch.where(experts == expert)[0]])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for make in ("wanda", "stade", "ria"):
-            fused = {p.fqn: s for p, s in getattr(statistics, make)().items()}
-            alone = {p.fqn: s for p, s in getattr(separate, make)().items()}
-            for number, name in enumerate(("first.gate_up_proj", "second.gate_up_proj")):
-                weight = net.get_parameter(name)
-                found = multiplied(fused[name], weight)
-                for expert in range(4):
-                    right = multiplied(
-                        alone[f"{number}.{expert}.weight"], linear[number][expert].weight
-                    )
-                    of_one = found[expert].T if number else found[expert]
-                    assert torch.equal(of_one, right), (make, name, expert)
-        assert statistics.outlier_ratios(threshold_multiple=2, per="parameter")
-
-
-def multiplied(scores, weight):
-    total = sum(torch.stack(torch.broadcast_tensors(*term)).prod(0) for term in scores.terms)
-    return (weight.abs() * total).detach()
 
 
 def test_outliers_are_counted_with_the_factors_of_each_expert():
@@ -227,29 +176,6 @@ def test_a_forward_that_is_interrupted_leaves_no_mode_behind():
     with pytest.raises(KeyboardInterrupt), statistics.collecting():
         net(tokens_of(1), None)
     assert not _get_current_function_mode_stack()
-
-
-def test_an_earlier_hook_that_fails_leaves_no_mode_behind():
-    net = experts_net()
-    net.first.register_forward_pre_hook(lambda *_: 1 / 0)
-    statistics = ActivationStatistics(prune.select(net, names=FUSED))
-    with statistics.collecting():
-        with pytest.raises(ZeroDivisionError):
-            net(tokens_of(1))
-        assert not _get_current_function_mode_stack()
-
-
-def test_copies_that_are_made_meanwhile_are_not_seen():
-    net, tokens = experts_net(), tokens_of(1)
-    statistics = ActivationStatistics(prune.select(net, names=FUSED))
-    with statistics.collecting():
-        net(tokens)
-        copies = [copy.deepcopy(net), copy.copy(net.first)]
-        copies[0](tokens)
-    assert not any(layer._forward_hooks for layer in copies[0].modules())
-    copies[0](tokens).sum().backward()  # with gradients, which a hook would refuse
-    copies[1](tokens, torch.zeros(len(tokens), 1, dtype=torch.int64))
-    assert_equal(statistics.totals(), expected(net, [tokens]))
 
 
 def test_part_of_a_batch_cannot_be_left_out():

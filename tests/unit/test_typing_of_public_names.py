@@ -99,25 +99,6 @@ if step is not None:
     print(step.sparsity)
 prune.schedule.Cubic(begin=0, ends=3)  # E: Unexpected keyword argument "ends"
 """,
-    "verify": """\
-found: prune.VerificationReport = prune.verify(model, expected=pairs)
-entries: tuple[prune.VerifiedParameter, ...] = found.parameters
-try:
-    prune.verify(model, raise_errors=False)
-except prune.VerificationError as error:
-    print(error.report.ok)
-prune.verify(model, accepted=True)  # E: Unexpected keyword argument "accepted"
-""",
-    "files": """\
-prune.save_masks(model, "masks.safetensors")
-loaded: prune.MaskLoadingReport = prune.load_masks(model, "masks.safetensors")
-state: dict[str, Any] = prune.checkpoint.get_state_dict(model)
-prune.checkpoint.load("folder", model, unmasked="ignore")  # E: incompatible type
-dense: dict[str, Any] = prune.checkpoint.fold(model.state_dict())
-with prune.masks_aside(model):
-    pass
-prune.hold_zeros(model)
-""",
 }
 ERROR = re.compile(r"^(\w+)\.py:(\d+): error: (.*)$", re.MULTILINE)
 

@@ -16,7 +16,6 @@ import distprune as prune
 from distprune import checkpoint
 from helpers import reference, wrappings
 from helpers.models import values
-from helpers.random_sequences.mistakes import MISTAKES
 from helpers.random_sequences.oracle import Counts, Refused, places
 from helpers.random_sequences.plans import INPUTS
 from helpers.random_sequences.state import SideBySide, bounds, by_name
@@ -548,14 +547,6 @@ class Run(SideBySide):
             self.optimizer = self.make_optimizer(self.model.parameters())
 
         return self.oracle.new_optimizer, act
-
-    def mistake(self, kind: str, name: str) -> Both:
-        error, call = MISTAKES[kind]
-
-        def expect() -> None:
-            raise Refused(error)
-
-        return expect, lambda: call(self, name)
 
 
 def ignored(*_: Any) -> None:

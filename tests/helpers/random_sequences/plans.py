@@ -5,6 +5,7 @@ that prints. run.py carries it out.
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 
 from helpers import wrappings
 from helpers.models import EVEN, EVEN_HIDDEN, UNEVEN, Net, ShapesNet, fqns
-from helpers.random_sequences.mistakes import MISTAKES
 
 BATCH = 25  # seeds in a row that share a world size, and a process group
 WORLD_SIZES = (2, 3, 1, 2, 3)
@@ -178,11 +178,10 @@ class _Drawing:
         )  # fmt: skip
 
     def operation(self) -> Operation:
-        kinds, weights = zip(*_WEIGHTS.items(), strict=True)
-        (name,) = self.random.choices(kinds, weights)
-        drawn = getattr(self, name)()
+        weights = [weight for weight, _ in _OPERATIONS.values()]
+        (name,) = self.random.choices(list(_OPERATIONS), weights)
         # A forward afterwards leaves gathered tensors behind for the next operation.
-        return Operation(name, {**drawn, "look": self.random.random() < 0.5})
+        return Operation(name, {**_OPERATIONS[name][1](self), "look": self.chance(0.5)})
 
     def wrapping(self) -> str:
         return self.random.choice([w for w in _WRAPPINGS[world_size_of(self.seed)] if self.fits(w)])
@@ -195,6 +194,12 @@ class _Drawing:
             return self.sizes in _EVEN_SIZES
         return kind != "fsdp2_dim1" or self.sizes == EVEN
 
+    def chance(self, share: float) -> bool:
+        return self.random.random() < share
+
+    def pick(self, *values: Any) -> Any:
+        return self.random.choice(values)
+
     def number(self) -> int:
         return self.random.randrange(2**31)
 
@@ -206,27 +211,12 @@ class _Drawing:
     def some(self, names: list[str], least: int = 1) -> list[str]:
         return self.random.sample(names, self.random.randint(min(least, len(names)), len(names)))
 
-    def targets(self) -> dict[str, Any]:
-        """Draw parameters, in an order of the caller's or of select."""
-        return {"names": self.some(self.names), "select": self.random.random() < 0.5}
-
     def scores(self, names: list[str]) -> dict[str, Any] | None:
         if self.random.random() < 0.6:
             return None
         data = self.random.choice(["normal", "few", "equal", "rounded"])
         dtype = self.random.choice([self.dtype, "float32"])
         return {"names": self.some(names), "data": data, "dtype": dtype, "seed": self.number()}
-
-    def global_l1(self) -> dict[str, Any]:
-        chosen = self.targets()
-        largest = sum(self.numel[name] for name in chosen["names"]) // 2
-        return {
-            **chosen,
-            "amount": self.amount(largest),
-            "scores": self.scores(chosen["names"]),
-            "low": self.bound(chosen["names"], 0.0, 0.4),
-            "high": self.bound(chosen["names"], 0.6, 1.0),
-        }
 
     def bound(self, names: list[str], least: float, most: float) -> float | dict[str, float] | None:
         kind = self.random.random()
@@ -236,20 +226,20 @@ class _Drawing:
             return round(self.random.uniform(least, most), 2)
         return {n: round(self.random.uniform(least, most), 2) for n in self.some(names)}
 
-    def global_random(self) -> dict[str, Any]:
-        chosen = self.global_l1()
-        del chosen["scores"]
-        return {**chosen, "seed": self.number()}
+    def ranked(self) -> dict[str, Any]:
+        """Parameters, in an order of the caller's or of select, an amount and bounds."""
+        names = self.some(self.names)
+        return {
+            "names": names,
+            "select": self.chance(0.5),
+            "amount": self.amount(sum(self.numel[name] for name in names) // 2),
+            "low": self.bound(names, 0.0, 0.4),
+            "high": self.bound(names, 0.6, 1.0),
+        }
 
-    def single_l1(self) -> dict[str, Any]:
+    def of_one(self) -> dict[str, Any]:
         name = self.random.choice(self.single)
-        amount = self.amount(self.numel[name] // 2)
-        return {"name": name, "amount": amount, "scores": self.scores([name])}
-
-    def single_random(self) -> dict[str, Any]:
-        name = self.random.choice(self.single)
-        amount = self.amount(self.numel[name] // 2)
-        return {"name": name, "amount": amount, "seed": self.number()}
+        return {"name": name, "amount": self.amount(self.numel[name] // 2)}
 
     def channels(self) -> dict[str, Any]:
         name = self.random.choice(self.matrices)
@@ -257,129 +247,79 @@ class _Drawing:
         dim = self.random.randrange(-len(shape), len(shape))
         return {"name": name, "amount": self.amount(shape[dim] // 2), "dim": dim}
 
-    def norm_channels(self) -> dict[str, Any]:
-        chosen = self.channels()
-        n = self.random.choice([1, 2, 2, float("inf")])
-        return {**chosen, "n": n, "scores": self.scores([chosen["name"]])}
+    def scored(self, drawn: dict[str, Any]) -> dict[str, Any]:
+        return {**drawn, "scores": self.scores(drawn.get("names") or [drawn["name"]])}
 
-    def random_channels(self) -> dict[str, Any]:
-        return {**self.channels(), "seed": self.number()}
-
-    def custom(self) -> dict[str, Any]:
-        dtype = self.random.choice(["bool", "float32", "int64", self.dtype])
-        share = self.random.choice([0.0, 0.3, 0.8, 1.0])
-        name = self.random.choice(self.single)
-        return {"name": name, "share": share, "dtype": dtype, "seed": self.number()}
-
-    def identity(self) -> dict[str, Any]:
-        return {"name": self.random.choice(self.single)}
-
-    def segments(self) -> dict[str, Any]:
-        amount = self.random.choice([0.0, 0.25, 0.5, 0.8, 1.0])
-        scope = self.random.choice(["layer", "row"])
-        return {"names": self.some(self.names), "scope": scope, "amount": amount}
-
-    def pattern(self) -> dict[str, Any]:
-        return {"pattern": self.random.choice(["1:2", "2:3", "2:4", "1:5"])}
+    def seeded(self, **drawn: Any) -> dict[str, Any]:
+        return {**drawn, "seed": self.number()}
 
     def own_method(self) -> dict[str, Any]:
-        names = self.some(self.single)
-        if self.random.random() < 0.5:
-            return {"names": names, "limit": round(self.random.random(), 2), "amount": None}
-        return {"names": names, "limit": None, "amount": self.amount(10)}
+        by_limit = self.chance(0.5)
+        limit = round(self.random.random(), 2) if by_limit else None
+        amount = None if by_limit else self.amount(10)
+        return {"names": self.some(self.single), "limit": limit, "amount": amount}
 
     def global_mask(self) -> dict[str, Any]:
         names = self.some(self.single)
-        total = sum(self.numel[name] for name in names)
-        return {
-            "names": names,
-            "k": self.random.randint(0, total // 2),
-            "largest": self.random.random() < 0.7,
-            "share": self.random.choice([None, 0.8]),
-            "seed": self.number(),
-        }
-
-    def set_masks(self) -> dict[str, Any]:
-        return {
-            "names": self.some(self.single),
-            "share": self.random.choice([0.2, 0.5, 0.9]),
-            "with_optimizer": self.random.random() < 0.5,
-            "seed": self.number(),
-        }
-
-    def masks_from_zeros(self) -> dict[str, Any]:
-        return {"names": self.some(self.single)}
-
-    def schedule(self) -> dict[str, Any]:
-        return {}
-
-    def remove(self) -> dict[str, Any]:
-        return {"name": self.random.choice(self.names)}
-
-    def remove_all(self) -> dict[str, Any]:
-        return {}
-
-    def train(self) -> dict[str, Any]:
-        return {"seed": self.number()}
-
-    def evaluate(self) -> dict[str, Any]:
-        return {"seed": self.number(), "inference": self.random.random() < 0.5}
-
-    def set_values(self) -> dict[str, Any]:
-        return {"data": self.random.choice(DATA), "seed": self.number()}
+        k = self.random.randint(0, sum(self.numel[name] for name in names) // 2)
+        share = self.random.choice([None, 0.8])
+        return self.seeded(names=names, k=k, largest=self.chance(0.7), share=share)
 
     def load_rewrapped(self) -> dict[str, Any]:
         """Load into a fresh model, in which some parameters may be pruned already."""
-        pruned = self.some(self.single) if self.random.random() < 0.4 else []
-        return {
-            "wrapping": self.wrapping(),
-            "pruned": pruned,
-            "unmasked": self.random.choice(["error", "keep"]),
-            "seed": self.number(),
-        }
-
-    def wrap_pruned(self) -> dict[str, Any]:
-        return {"wrapping": self.wrapping()}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def copied(self) -> dict[str, Any]:
-        return {}
-
-    def new_optimizer(self) -> dict[str, Any]:
-        return {}
-
-    def mistake(self) -> dict[str, Any]:
-        name = self.random.choice(self.single)
-        return {"kind": self.random.choice(list(MISTAKES)), "name": name}
+        pruned = self.some(self.single) if self.chance(0.4) else []
+        unmasked = self.random.choice(["error", "keep"])
+        return self.seeded(wrapping=self.wrapping(), pruned=pruned, unmasked=unmasked)
 
 
-_WEIGHTS = {
-    "global_l1": 7,
-    "global_random": 2,
-    "single_l1": 2,
-    "single_random": 2,
-    "norm_channels": 2,
-    "random_channels": 1,
-    "custom": 2,
-    "identity": 1,
-    "segments": 2,
-    "pattern": 1,
-    "own_method": 2,
-    "global_mask": 1,
-    "set_masks": 2,
-    "masks_from_zeros": 1,
-    "schedule": 3,
-    "remove": 2,
-    "remove_all": 1,
-    "train": 6,
-    "evaluate": 1,
-    "set_values": 2,
-    "load_rewrapped": 2,
-    "wrap_pruned": 2,
-    "state_dict": 1,
-    "copied": 1,
-    "new_optimizer": 1,
-    "mistake": 2,
+def _nothing(_: _Drawing) -> dict[str, Any]:
+    return {}
+
+
+# By operation: how often it comes, and its arguments.
+_OPERATIONS: dict[str, tuple[int, Callable[[_Drawing], dict[str, Any]]]] = {
+    "global_l1": (7, lambda d: d.scored(d.ranked())),
+    "global_random": (2, lambda d: d.seeded(**d.ranked())),
+    "single_l1": (2, lambda d: d.scored(d.of_one())),
+    "single_random": (2, lambda d: d.seeded(**d.of_one())),
+    "norm_channels": (2, lambda d: {**d.scored(d.channels()), "n": d.pick(1, 2, 2, float("inf"))}),
+    "random_channels": (1, lambda d: d.seeded(**d.channels())),
+    "custom": (
+        2,
+        lambda d: d.seeded(
+            name=d.pick(*d.single),
+            share=d.pick(0.0, 0.3, 0.8, 1.0),
+            dtype=d.pick("bool", "float32", "int64", d.dtype),
+        ),
+    ),
+    "identity": (1, lambda d: {"name": d.pick(*d.single)}),
+    "segments": (
+        2,
+        lambda d: {
+            "names": d.some(d.names),
+            "scope": d.pick("layer", "row"),
+            "amount": d.pick(0.0, 0.25, 0.5, 0.8, 1.0),
+        },
+    ),
+    "pattern": (1, lambda d: {"pattern": d.pick("1:2", "2:3", "2:4", "1:5")}),
+    "own_method": (2, _Drawing.own_method),
+    "global_mask": (1, _Drawing.global_mask),
+    "set_masks": (
+        2,
+        lambda d: d.seeded(
+            names=d.some(d.single), share=d.pick(0.2, 0.5, 0.9), with_optimizer=d.chance(0.5)
+        ),
+    ),
+    "masks_from_zeros": (1, lambda d: {"names": d.some(d.single)}),
+    "schedule": (3, _nothing),
+    "remove": (2, lambda d: {"name": d.pick(*d.names)}),
+    "remove_all": (1, _nothing),
+    "train": (6, _Drawing.seeded),
+    "evaluate": (1, lambda d: d.seeded(inference=d.chance(0.5))),
+    "set_values": (2, lambda d: d.seeded(data=d.pick(*DATA))),
+    "load_rewrapped": (2, _Drawing.load_rewrapped),
+    "wrap_pruned": (2, lambda d: {"wrapping": d.wrapping()}),
+    "state_dict": (1, _nothing),
+    "copied": (1, _nothing),
+    "new_optimizer": (1, _nothing),
 }

@@ -57,6 +57,9 @@ class SideBySide:
         self.model, self.wrapping, self.kind = model, wrapping, wrappings.kind_of(wrapping)
         self.indices = indices_of(plan.family, plan.sizes, plan.dtype, wrapping, dist.get_rank())
         self.modules = dict(named_modules(model))
+        # Of whatever wraps the model, parameters have the names of the plain one, in its order.
+        plain, found = ([pair.fqn for pair in prune.select(each)] for each in (plan.make(), model))
+        self.wrong += [f"select: {found}, not {plain}"] * (found != plain)
         self.optimizer = self.make_optimizer(model.parameters())
         if self.pruner is not None:
             state = self.pruner.state_dict()
@@ -82,7 +85,6 @@ class SideBySide:
 
     def do(self, operation: Operation) -> list[str]:
         """Run an operation on both; return the differences here, or that another rank has some."""
-        self.wrong = []
         arguments = {k: v for k, v in operation.arguments.items() if k != "look"}
         expect, act = getattr(self, operation.name)(**arguments)
         before, error, refused, counts, report = {}, None, None, None, None

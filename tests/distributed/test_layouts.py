@@ -1,20 +1,38 @@
-"""Wrappers that distprune learns of by a registered layout: simulations of some that need GPUs.
+"""Layouts that distprune does not make itself: ten steps are those of one process.
 
-``Flat`` stores and updates parameters as Megatron's distributed optimizer does: every rank has all
-of a low-precision buffer, and an fp32 slice of it, cut without regard to parameters, which its
-optimizer steps. ``Ragged`` stores runs of unequal lengths, as veScale's RaggedShard does, or as
-torchtitan's flex_shard cuts: ``BlockShard`` in whole blocks of rows, ``Owned`` all on one rank. In
-torchtitan 0.3.0 both are layouts of a step of its DistMuon, and parameters are stored as DTensors.
+Some are registered, and stand for wrappers that need GPUs. ``Flat`` stores and updates parameters
+as Megatron's distributed optimizer does: every rank has all of a low-precision buffer, and an fp32
+slice of it, cut without regard to parameters, which its optimizer steps. ``Ragged`` stores runs of
+unequal lengths, as veScale's RaggedShard does, or as torchtitan's flex_shard cuts: ``BlockShard``
+in whole blocks of rows, ``Owned`` all on one rank.
+
+Others are torchtitan's. It shards experts on a mesh (efsdp, ep) and all else on (fsdp,), in one
+group of FSDP2 or in two; experts are cut along dimension 1 where there are more ranks than experts.
+Its SimpleFSDP gathers parameters in properties of the modules.
 """
 
+import copy
 import gc
 import itertools
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 import distprune as prune
 from distprune import layouts
@@ -22,11 +40,67 @@ from distprune.criteria import SNIP, Fisher
 from distprune.testing import run_ranks
 from helpers import reference
 from helpers.comparisons import assert_nothing_wrong
+from helpers.wrappings import local
 
 SIZES = (6, 7, 4)
-NAMES = ["0.weight", "2.weight"]
 NUM_STEPS = 10
 LEARNING_RATE = 0.05
+
+
+def wrong_steps(
+    places: list[tuple[nn.Module, str]],
+    dense: list[tuple[nn.Module, str]],
+    mine: Callable[[int, Tensor], Tensor],
+    held: Callable[[int], Tensor],
+    step: Callable[[int], None],
+    step_of_one: Callable[[int], None],
+) -> list[str]:
+    """Steps of a sharded model and of one process, with two prunings; then masks come off.
+
+    Args:
+        places, dense: (module, name) of the parameters that are pruned, on shards and whole.
+        mine: the elements of a whole parameter that this rank holds, by its number.
+        held: what this rank holds.
+        step, step_of_one: make a step, without the zeros of one process.
+    """
+    values = [module._parameters[name] for module, name in dense]
+    keeps, wrong = [torch.ones(value.shape, dtype=torch.bool) for value in values], []
+    # One process: gradients and values are zero where the mask is.
+    hooks = [v.register_hook(lambda g, i=i: g * keeps[i]) for i, v in enumerate(values)]
+    for number in range(NUM_STEPS):
+        if number in (2, 6):
+            keeps[:] = reference.prune([value.detach() for value in values], 0.4, keeps)
+            prune.global_unstructured(places, prune.L1Unstructured, amount=0.4)
+        for value, keep in zip(values, keeps, strict=True):
+            value.data.mul_(keep)
+        step(number)
+        step_of_one(number)
+        for i, (value, keep, (module, name)) in enumerate(zip(values, keeps, places, strict=True)):
+            value.data.mul_(keep)
+            own = mine(i, keep)
+            if number >= 2 and not torch.equal(
+                local(getattr(module, name + "_mask")).view(-1), own.view(-1)
+            ):
+                wrong.append(f"step {number}: the mask of {i}")
+            if not torch.allclose(
+                held(i).view(-1), mine(i, value.detach()).view(-1), rtol=0, atol=1e-5
+            ):
+                wrong.append(f"step {number}: the values of {i}")
+            if bool(held(i).view(-1)[~own.view(-1)].any()):
+                wrong.append(f"step {number}: {i} is not zero where it is pruned")
+    for hook in hooks:
+        hook.remove()
+    for i, ((module, name), keep) in enumerate(zip(places, keeps, strict=True)):
+        prune.verify(module)
+        module.load_state_dict(module.state_dict())
+        prune.remove(module, name)
+        if hasattr(module, name + "_mask") or bool(held(i).view(-1)[~mine(i, keep).view(-1)].any()):
+            wrong.append(f"{i} is no ordinary parameter with zeros after remove")
+    dist.barrier()
+    return wrong
+
+
+# Registered ones.
 
 
 def net() -> nn.Sequential:
@@ -247,48 +321,27 @@ def batches(rank: int | None = None) -> list[Tensor]:
 
 
 def train_as_one_process(kind: str) -> list[str]:
-    wrapped, dense, wrong, keeps = Wrapped(kind), net(), [], None
+    wrapped, dense = Wrapped(kind), net()
     optimizer = torch.optim.SGD(dense.parameters(), LEARNING_RATE, momentum=0.9)
-    weights = [dense[0].weight, dense[2].weight]
+    own, whole = batches(dist.get_rank()), batches()
 
-    def zero_pruned(tensors):
-        for tensor, keep in zip(tensors, keeps or (), strict=bool(keeps)):
-            tensor.data.mul_(keep)
+    def step_of_one(number: int) -> None:
+        optimizer.zero_grad()
+        dense(whole[number]).square().mean().backward()
+        optimizer.step()
 
     try:
-        for step, (mine, whole) in enumerate(zip(batches(dist.get_rank()), batches(), strict=True)):
-            if step in (2, 6):
-                keeps = reference.prune([w.detach() for w in weights], 0.4, keeps)
-                zero_pruned(weights)
-                prune.global_unstructured(
-                    prune.select(wrapped.model), prune.L1Unstructured, amount=0.4
-                )
-            wrapped.step(mine)
-            dense(whole).square().mean().backward()
-            if keeps:
-                zero_pruned([w.grad for w in weights])
-            optimizer.step()
-            optimizer.zero_grad()
-            zero_pruned(weights)
-            for number, weight, keep in zip((0, 2), weights, keeps or (), strict=bool(keeps)):
-                found = wrapped.run_of(number).values
-                if not torch.equal(wrapped.model[number].weight_mask, wrapped.mine(number, keep)):
-                    wrong.append(f"step {step}: mask of {number}")
-                expected = wrapped.mine(number, weight)
-                if not torch.allclose(found, expected, rtol=0, atol=1e-6):
-                    wrong.append(f"step {step}: {number}: {found} {expected}")
-                if bool(found[~wrapped.mine(number, keep)].any()):
-                    wrong.append(f"step {step}: {number} is not zero where it is pruned")
-        prune.verify(wrapped.model)
-        state = wrapped.model.state_dict()
-        wrapped.model.load_state_dict(state)
-        for number in (0, 2):
-            prune.remove(wrapped.model[number], "weight")
-            if list(wrapped.model[number].state_dict()) != ["weight"]:
-                wrong.append(f"{number} is not an ordinary module after remove")
+        places, of_dense = (
+            [(model[n], "weight") for n in (0, 2)] for model in (wrapped.model, dense)
+        )
+        return wrong_steps(
+            places, of_dense,
+            lambda i, tensor: wrapped.mine(2 * i, tensor),
+            lambda i: wrapped.run_of(2 * i).values,
+            lambda number: wrapped.step(own[number]), step_of_one,
+        )  # fmt: skip
     finally:
         layouts.unregister(wrapped.finder)
-    return wrong
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -377,3 +430,150 @@ def freed_models() -> list[str]:
 
 def test_masks_do_not_keep_models_alive():
     assert_nothing_wrong(run_ranks(freed_models, 2))
+
+
+# Those of torchtitan.
+
+
+class Layer(nn.Module):
+    """Experts [4, 6, 5] and a matrix [7, 3]; the loss draws the weights to targets."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.experts = nn.Parameter(torch.randn(4, 6, 5, generator=generator))
+        self.dense = nn.Parameter(torch.randn(7, 3, generator=generator))
+
+    def forward(self, targets: list[Tensor]) -> Tensor:
+        held = [w.to_local() if hasattr(w, "to_local") else w for w in (self.experts, self.dense)]
+        return sum((w - t).square().sum() for w, t in zip(held, targets, strict=True))
+
+
+def sharded_layer(model: Layer, layout: str) -> DeviceMesh:
+    """Shard a layer over 4 ranks, in place; returns the mesh of the ranks that divide experts."""
+    world = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+    names = ("dp_replicate", "efsdp", "ep")
+    sizes = (2, 1, 2) if layout == "replicas" else (1, 2, 2)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    experts = distribute_tensor(model.experts.detach(), mesh["ep"], [Shard(0)])
+    model.experts = nn.Parameter(experts)
+    if layout == "replicas":
+        fully_shard(model, mesh=mesh["dp_replicate", "efsdp"])
+        return mesh["ep"]
+    on_efsdp = _fsdp_common.FSDPMeshInfo(mesh["efsdp"], shard_mesh_dim=0)
+    dim = 1 if layout == "dimension 1" else 0
+
+    def place(parameter: nn.Parameter) -> Any:
+        if parameter is not model.experts:
+            return None
+        return _fsdp_common.ShardPlacementResult(placement=Shard(dim), mesh_info=on_efsdp)
+
+    fully_shard(model, mesh=world, shard_placement_fn=place)
+    return mesh["ep"]
+
+
+def beside_one_process(
+    wrap: Callable[[nn.Module], Any],
+    model: nn.Module,
+    dense: nn.Module,
+    paths: list[tuple[str, str]],
+    loss_of: Callable[[nn.Module, int, bool], Tensor],
+) -> list[str]:
+    """wrong_steps of a model that torch's optimizer steps.
+
+    Args:
+        wrap: shards a model like ``dense`` in place, here one of the indices of its elements.
+        loss_of: of a model at a step, whole or of this rank.
+    """
+    numbered = copy.deepcopy(dense)
+    for parameter in numbered.parameters():
+        parameter.data = torch.arange(parameter.numel()).view(parameter.shape).float()
+    wrap(numbered)
+    of_numbered, places, of_dense = (
+        [(each.get_submodule(path), name) for path, name in paths]
+        for each in (numbered, model, dense)
+    )
+    indices = [local(module._parameters[name]).long() for module, name in of_numbered]
+    optimizers = [torch.optim.SGD(m.parameters(), LEARNING_RATE) for m in (model, dense)]
+
+    def step(which: int, number: int) -> None:
+        loss_of((model, dense)[which], number, bool(which)).backward()
+        optimizers[which].step()
+        optimizers[which].zero_grad()
+
+    return wrong_steps(
+        places, of_dense,
+        lambda i, tensor: tensor.reshape(-1)[indices[i]],
+        lambda i: local(places[i][0]._parameters[places[i][1]]),
+        lambda number: step(0, number), lambda number: step(1, number),
+    )  # fmt: skip
+
+
+def differences(layout: str) -> list[str]:
+    model = Layer()
+    ep = sharded_layer(model, layout)
+    whole = [parameter.detach() for parameter in Layer(1).parameters()]
+    mine = [whole[0].chunk(2)[ep.get_local_rank()], whole[1]]
+
+    def loss_of(each: Layer, step: int, is_whole: bool) -> Tensor:
+        return each(whole if is_whole else mine)
+
+    paths = [("", "experts"), ("", "dense")]
+    return beside_one_process(lambda m: sharded_layer(m, layout), model, Layer(), paths, loss_of)
+
+
+@pytest.mark.parametrize("layout", ["dimension 0", "dimension 1", "replicas"])
+def test_ten_steps_of_titans_layouts_equal_one_process(layout):
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):
+        pytest.skip("in this torch a group of FSDP2 has one mesh")
+    assert_nothing_wrong(run_ranks(differences, 4, layout))
+
+
+def simple_fsdp(model: nn.Module, mesh: DeviceMesh, placements: list[Placement]) -> nn.Module:
+    """Parameters as DTensors, gathered by properties of the modules, as SimpleFSDP does."""
+
+    def gathered(parameter: DTensor) -> Tensor:
+        whole = parameter.redistribute(placements=[Replicate()] * mesh.ndim)
+        return whole.to_local(grad_placements=[Partial()] * mesh.ndim)
+
+    for module in model.modules():
+        names = [name for name, parameter in module._parameters.items() if parameter is not None]
+        for name in names:
+            shards = distribute_tensor(module._parameters[name].detach(), mesh, placements)
+            module._parameters[name] = nn.Parameter(shards)
+        properties = {
+            name: property(lambda self, name=name: gathered(self._parameters[name]))
+            for name in names
+        }
+        module.__class__ = type(f"Simple{type(module).__name__}", (type(module),), properties)
+    return model
+
+
+def simple_fsdp_differences(mode: str) -> list[str]:
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, 2) if mode == "hybrid" else (size,))
+    kinds = {"shard": [Shard(0)], "replicate": [Replicate()], "hybrid": [Replicate(), Shard(0)]}
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    model = simple_fsdp(copy.deepcopy(dense), mesh, kinds[mode])
+    batches = torch.randn(NUM_STEPS, size, 2, 5)
+    fisher = Fisher(prune.select(model), unit="rank_batch")
+    with pytest.raises(NotImplementedError, match="in a property"), fisher.calibrating():
+        pass
+
+    def loss_of(each: nn.Module, step: int, is_whole: bool) -> Tensor:
+        batch = batches[step]
+        return each(batch.flatten(0, 1) if is_whole else batch[dist.get_rank()]).square().sum()
+
+    paths = [("0", "weight"), ("2", "weight")]
+    return beside_one_process(
+        lambda m: simple_fsdp(m, mesh, kinds[mode]), model, dense, paths, loss_of
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "world_size"),
+    [*(("shard", size) for size in (1, 2, 3, 4)), ("replicate", 2), ("hybrid", 4)],
+)
+def test_simple_fsdp(mode, world_size):
+    assert_nothing_wrong(run_ranks(simple_fsdp_differences, world_size, mode))
