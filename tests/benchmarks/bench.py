@@ -26,16 +26,7 @@ from measuring import Options, Table, layout, machine
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
 # Each is a file beside this one, with a function ``tables(options)`` that yields tables.
-PARTS = (
-    "importing",
-    "one_process",
-    "ranks",
-    "scopes",
-    "many",
-    "reconstructing",
-    "forward",
-    "training_step",
-)
+PARTS = ("importing", "one_process", "ranks", "scopes", "many", "reconstructing", "training_step")
 # Those that measure on another device than a CPU.
 PARTS_OF_DEVICES = ("one_process", "many", "training_step")
 

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from operator import truediv
 from typing import Any
 
 import data
@@ -38,10 +39,12 @@ PER_LAYER = 100
 RESNET = "ResNet-50"
 OURS = ("first", "second", "verify", "remove")
 COMPARED = ("first", "second", "remove")
+FORWARD = ("dense forward", "forward", "torch: forward")  # with gradients, of one token
 COUNTED = ("calls: first", "calls: remove", "torch calls: first")
 TORCH = tuple(f"torch: {call}" for call in COMPARED)
 # What is aimed at for each parameter of 400: milliseconds, and how many times as fast as torch.
 AIM_AT, AIM_PLAIN, AIM_OTHER, AIM_REMOVE, AIM_RATIO = 400, 0.05, 0.08, 0.045, 6.0
+AIM_FORWARD = 1.1  # times a dense one
 # Functions called for each parameter, by the number of parameters.
 AIM_CALLS = {1: 150, 400: 30}
 
@@ -74,7 +77,7 @@ def _table(wrapping: str, found: dict[int | str, Found]) -> Table:
         times = {name: statistics.median(rounds) for name, rounds in calls.items()}
         ratios = {call: _ratio(calls, call) for call in COMPARED}
         name = f"{model:,}" if isinstance(model, int) else model
-        rows.append([name, *(times.get(call) for call in (*OURS, *TORCH, *COUNTED))])
+        rows.append([name, *(times.get(call) for call in (*OURS, *TORCH, *FORWARD, *COUNTED))])
         about = f"{wrapping}, {name} parameters"
         if model == AIM_AT:
             for call in OURS:
@@ -85,6 +88,9 @@ def _table(wrapping: str, found: dict[int | str, Found]) -> Table:
                     is_aim=True,
                 )
                 verdicts.append(Verdict(bound, times[call]))
+            text = f"{about}, forward: times the dense one"
+            ratio = statistics.median(map(truediv, calls["forward"], calls["dense forward"]))
+            verdicts.append(Verdict(Bound(text, AIM_FORWARD, is_aim=True), ratio))
         if wrapping == "plain" and model in AIM_CALLS:
             bound = Bound(
                 f"{about}, first: functions called for each", AIM_CALLS[model], is_aim=True
@@ -98,7 +104,7 @@ def _table(wrapping: str, found: dict[int | str, Found]) -> Table:
                 verdicts.append(Verdict(Bound(text, least, at_least=True, is_aim=True), ratio))
     return Table(
         f"Many parameters, {wrapping}, one rank, one thread: ms of processor time per parameter",
-        ["parameters", *OURS, *TORCH, *COUNTED],
+        ["parameters", *OURS, *TORCH, *FORWARD, *COUNTED],
         rows,
         verdicts,
         [
@@ -141,13 +147,19 @@ def measure(wrapping: str, model: int | str, rounds: int, kind: str = "cpu") -> 
         for module, name in targets:
             distprune.remove(module, name)
 
+    x = torch.randn(1, WIDTH, device=kind)
+    runs = len(targets) <= AIM_AT and model != RESNET
+    forward: list[tuple[str, Callable[[], Any]]] = [("forward", lambda: root(x))] * runs
     calls: list[tuple[str, Callable[[], Any]]] = [
+        *((f"dense {name}", call) for name, call in forward),
         ("first", lambda: prune(targets)),
         ("second", lambda: prune(targets)),
+        *forward,
         ("verify", lambda: distprune.verify(root)),
         ("remove", remove),
     ]
     of_torch = _torch_calls(targets) if wrapping in ("plain", "ddp") else []
+    of_torch[2:2] = [(f"torch: {name}", call) for name, call in forward] if of_torch else []
     report = prune(targets)
     data.check_report(report, expected)
     masks = [module._buffers[f"{name}_mask"] for module, name in targets]
@@ -168,7 +180,7 @@ def measure(wrapping: str, model: int | str, rounds: int, kind: str = "cpu") -> 
             if number >= num_warm:
                 found.setdefault(name, []).append(1e3 * seconds / len(targets))
         restore()
-    counted = [("calls: first", calls[0][1]), ("calls: remove", remove)]
+    counted = [("calls: first", lambda: prune(targets)), ("calls: remove", remove)]
     for _, call in of_torch[:1]:
         counted.append(("torch calls: first", call))
     for name, call in counted:

@@ -71,7 +71,7 @@ class Case:
 
     def backward(self, *numbers: int, sync: bool = True) -> None:
         for number in numbers:
-            with runs.synchronised(self.model, sync):
+            with wrappings.synchronised(self.model, sync):
                 part = wrappings.data_rank(self.wrapping)
                 runs.backward(self.run, self.batches[number], *part)
 

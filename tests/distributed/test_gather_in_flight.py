@@ -118,12 +118,6 @@ def wrong(interrupt, before, change):
     return found
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("interrupt", IN_FLIGHT)
-def test_the_next_forward_has_the_new_mask(interrupt, change):
-    assert_nothing_wrong(run_ranks(wrong, 2, interrupt, *CHANGES[change]))
-
-
 def wrong_after_waiting():
     """The handle of an asynchronous unshard may be waited for after the pruning."""
     model, plain = wrappings.wrap(seeded(Net()), "fsdp2-2"), seeded(Net())
@@ -133,10 +127,6 @@ def wrong_after_waiting():
     handle.wait()
     with torch.no_grad():
         return [] if torch.equal(model(inputs()), plain(inputs())) else ["another output"]
-
-
-def test_a_handle_is_waited_for_after_pruning():
-    assert_nothing_wrong(run_ranks(wrong_after_waiting, 2))
 
 
 def wrong_gradients(interrupt):
@@ -155,5 +145,16 @@ def wrong_gradients(interrupt):
     ]
 
 
-def test_gradients_after_an_unshard_that_nobody_waited_for():
-    assert_nothing_wrong(run_ranks(wrong_gradients, 2, unshard_early))
+def all_wrong() -> list[str]:
+    found = [
+        f"{interrupt.__name__}, {name}: {text}"
+        for interrupt in IN_FLIGHT
+        for name, (before, change) in CHANGES.items()
+        for text in wrong(interrupt, before, change)
+    ]
+    found += [f"waited for: {text}" for text in wrong_after_waiting()]
+    return found + [f"gradient of {name}" for name in wrong_gradients(unshard_early)]
+
+
+def test_forwards_and_backwards_have_the_new_mask():
+    assert_nothing_wrong(run_ranks(all_wrong, 2))

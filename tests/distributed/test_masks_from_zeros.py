@@ -31,21 +31,6 @@ def test_a_model_stands_for_its_matrices_under_any_name():
         assert mask[1, 2, 0] == 0 and mask.sum() == 23
 
 
-def test_a_mask_that_is_there_holds_on():
-    model = nn.Linear(4, 3, bias=False)
-    nn.init.ones_(model.weight)
-    keep = torch.ones(3, 4)
-    keep[0, 0] = 0
-    prune.custom_from_mask(model, "weight", keep)
-    with torch.no_grad():
-        model.weight_orig[0, 0] = 0
-        model.weight_orig[1] = 0
-    report = prune.masks_from_zeros(model)
-    assert (report.num_pruned_before, report.num_pruned_now) == (1, 4)
-    keep[1] = 0
-    assert torch.equal(model.weight_mask, keep)
-
-
 def entirely_zero() -> nn.ModuleDict:
     model = nn.ModuleDict({"a": nn.Linear(4, 3), "lora_B": nn.Linear(4, 3)})
     with torch.no_grad():

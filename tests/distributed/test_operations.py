@@ -243,7 +243,8 @@ def plans_of(wrapping: str) -> list[Plan]:
         *([] if kind == "fsdp2_dim1" else amounts(number, uneven, step)),
         *ranked_globally(number),
         *single(number),
-        *(row + (EVEN,) for row in segments(number, family, EVEN)),
+        # Where replicas hold parts of rows, few values hide a row that is sent twice.
+        *(row + (EVEN,) for row in segments(1 if "hybrid" in kind else number, family, EVEN)),
         *chosen_masks(number),
         *life(number, wrappings.runnable_sizes(wrapping), wrapping),
         *(tied(wrapping) if kind in TIED_KINDS else []),

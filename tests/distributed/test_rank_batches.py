@@ -23,14 +23,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import distprune as prune
@@ -40,16 +39,8 @@ from distprune.testing import run_ranks
 from distprune.wrappers import fsdp2
 from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
-from helpers.micro_batches import (
-    ReplicasOfTensorParallelism,
-    Units,
-    Wrapped,
-    loss_of,
-    micro_batch,
-    num_tokens,
-    wrong_totals,
-)
-from helpers.models import Net, fill, fqns, target
+from helpers.micro_batches import Units, Wrapped, loss_of, micro_batch, num_tokens, wrong_totals
+from helpers.models import Net, fill
 from helpers.wrappings import local
 
 NUM_BATCHES = 3
@@ -79,11 +70,7 @@ def change_weights(model: nn.Module, loss: Tensor, number: int) -> None:
 
 def accumulate(model: nn.Module, loss: Tensor, number: int) -> None:
     """Only the last backward synchronises."""
-    is_last = number == NUM_BATCHES - 1
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_last)
-    without = model.no_sync() if hasattr(model, "no_sync") and not is_last else None
-    with without or contextlib.nullcontext():
+    with wrappings.synchronised(model, number == NUM_BATCHES - 1):
         loss.backward()
 
 
@@ -312,7 +299,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList([nn.Linear(6, 3) for _ in range(3)])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.experts[0](x) + (self.experts[1](x) if x[0, 0] > 0 else 0)
+        return self.experts[0](x) + (self.experts[1](x) if x[0, 0] > -2 else 0)
 
 
 class Unused(Experts):
@@ -338,23 +325,8 @@ class Normed(nn.Module):
         self.l1, self.norm, self.l2 = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.l2(self.norm(self.l1(x)))
-
-
-def plain(model: nn.Module) -> nn.Module:
-    return model
-
-
-def ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model, find_unused_parameters=isinstance(model, Experts))
-
-
-def fsdp1(model: nn.Module) -> nn.Module:
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-
-
-def fsdp2_root(model: nn.Module) -> nn.Module:
-    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        """Rows are two sequences of two tokens."""
+        return self.l2(self.norm(self.l1(x.view(2, 2, 6)))).flatten(0, 1)
 
 
 def two_meshes(model: Net) -> nn.Module:
@@ -384,130 +356,80 @@ def sequence_parallel(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh["dp"]) if shape[0] > 1 else model
 
 
-def compiled(wrap: Callable) -> Callable:
-    def wrapped(model: nn.Module) -> nn.Module:
-        return torch.compile(wrap(model), backend="aot_eager")
-
-    return wrapped
-
-
-def inputs(rank: int, *shape: int) -> Tensor:
-    x = torch.randn(*shape, 6, generator=torch.Generator().manual_seed(rank)).double()
-    x.view(-1)[0] = rank - 0.5
-    return x
-
-
-def make(kind: type) -> nn.Module:
-    torch.manual_seed(0)
-    return kind().double()
-
-
-def expected_scores(dense: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
-    """One half w^2 times the mean square of the gradients of all ranks' batches."""
-    scores = {name: torch.zeros_like(p) for name, p in dense.named_parameters()}
-    for batch in batches:
-        dense.zero_grad()
-        dense(batch).square().sum().backward()
-        for name, parameter in dense.named_parameters():
-            if parameter.grad is not None:
-                scores[name] += 0.5 * (parameter.detach() * parameter.grad).square() / len(batches)
-    return scores
-
-
-def whole(scores: Tensor, shape: torch.Size, is_run: bool) -> Tensor:
-    """All elements of scores on every rank; runs of FSDP1 lie one after the other."""
-    if isinstance(scores, DTensor):
-        return scores.full_tensor()
-    if not is_run:
-        return scores
-    parts: list = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, scores)
-    return torch.cat(parts).view(shape)
-
-
-def model_differences(kind: type, wrap: Callable, shape=(4,), is_warm=False) -> list[str]:
+def model_differences(
+    kind: type, wrapping: str, wrap: Callable | None = None, compiled: str = ""
+) -> list[str]:
     """Scores after one micro-batch on each data-parallel rank; or the error of the call."""
-    dense, run = make(kind), wrap(make(kind))
-    model = getattr(run, "_orig_mod", run)
-    num_tensor_ranks = 2 if wrap is sequence_parallel else 1
-    num_parts = dist.get_world_size() // num_tensor_ranks
-    batches = [inputs(part, *shape) for part in range(num_parts)]
-    own = batches[dist.get_rank() // num_tensor_ranks]
-    if is_warm:  # compiled without hooks
-        run(own).square().sum().backward()
-    names = fqns(dense)
-    pairs = [target(wrappings.unwrapped(model), name) for name in names]
-    criterion = Fisher(pairs, unit="rank_batch")
+    options = {"find_unused_parameters": True} if wrapping == "ddp-2" and kind in UNUSED else {}
+    w = Wrapped(wrapping, "float64", kind_of_model=kind, wrap_model=wrap, **options)
+    if compiled:
+        w.model.compile(backend="aot_eager")
+    if compiled == "warm":  # compiled without hooks
+        w.loss(0).backward()
+        w.model.zero_grad()
+    criterion = Fisher(w.pairs, unit="rank_batch")
     try:
-        with criterion.calibrating(), criterion.batch():
-            run(own).square().sum().backward()
+        w.calibrate(criterion, 1)
     except RuntimeError as error:
         return [str(error)]
-    scores = dict(zip(names, criterion.scores().values(), strict=True))
-    wrong = []
-    for name, right in expected_scores(dense, batches).items():
-        is_run = isinstance(model, FullyShardedDataParallel)
-        score = whole(scores[name], right.shape, is_run).to(right.dtype)
-        if not torch.allclose(score, right, rtol=1e-6, atol=1e-30):
-            wrong.append(f"{kind.__name__}, {name}: {score}, not {right}")
-    return wrong
+    return [f"{kind.__name__}: {text}" for text in w.wrong(criterion, w.units(1))]
 
 
-WRAPPERS = [plain, ddp, fsdp1, fsdp2_root]
+UNUSED = (Experts, Unused, OwnOrder)
+WRAPPERS = ["plain-2", "ddp-2", "fsdp1_root-2", "fsdp2_root-2"]
 # FSDP1 itself fails if a checkpointed layer shares a flat parameter with others, and FSDP2 hangs
 # where a parameter has a gradient on some ranks only.
 MODELS = {
     Tied: WRAPPERS, Twice: WRAPPERS, Checkpointed: WRAPPERS, Unused: WRAPPERS,
-    Reentrant: [plain, ddp, fsdp2_root], Experts: [plain, ddp, fsdp1], OwnOrder: [plain, fsdp1],
+    Reentrant: ["plain-2", "ddp-2", "fsdp2_root-2"], Experts: ["plain-2", "ddp-2", "fsdp1_root-2"],
+    OwnOrder: ["plain-2", "fsdp1_root-2"],
 }  # fmt: skip
 
 
-def differences_of_models(wrap: Callable) -> list[str]:
-    kinds = [kind for kind, on in MODELS.items() if wrap in on]
-    return [text for kind in kinds for text in model_differences(kind, wrap)]
+def differences_of_models(wrapping: str) -> list[str]:
+    kinds = [kind for kind, on in MODELS.items() if wrapping in on]
+    return [text for kind in kinds for text in model_differences(kind, wrapping)]
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS)
-def test_models(wrap):
-    assert_nothing_wrong(run_ranks(differences_of_models, 2, wrap))
-
-
-def compiled_differences(wrap: Callable, is_warm: bool) -> list[str]:
-    return model_differences(Net, compiled(wrap), is_warm=is_warm)
+@pytest.mark.whole
+@pytest.mark.parametrize("wrapping", WRAPPERS)
+def test_models(wrapping):
+    assert_nothing_wrong_on(wrapping, differences_of_models)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("is_warm", [False, True])
-@pytest.mark.parametrize("wrap", WRAPPERS)
-def test_compiled_models(wrap, is_warm):
-    assert_nothing_wrong(run_ranks(compiled_differences, 2, wrap, is_warm))
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_sequence_parallelism(size):
-    found = run_ranks(model_differences, size, Normed, sequence_parallel, (2, 4))
+@pytest.mark.parametrize("compiled", ["cold", "warm"])
+@pytest.mark.parametrize("wrapping", WRAPPERS)
+def test_compiled_models(wrapping, compiled):
+    found = run_ranks(model_differences, 2, Net, wrapping, None, compiled)
     assert_nothing_wrong(found)
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp2_tp-1x2", "fsdp2_tp-2x2"])
+def test_sequence_parallelism(wrapping):
+    size = wrappings.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(model_differences, size, Normed, wrapping, sequence_parallel))
 
 
 @pytest.mark.skipif(
     not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch has one mesh per module"
 )
 def test_several_parameter_groups_in_one_module():
-    assert_nothing_wrong(run_ranks(model_differences, 4, Net, two_meshes))
+    assert_nothing_wrong(run_ranks(model_differences, 4, Net, "fsdp2-4", two_meshes))
 
 
 @pytest.mark.parametrize(
-    ("kind", "wrap", "text"),
+    ("kind", "wrapping", "text"),
     [
         # Their squares are not the square of their sum.
-        (CheckpointedTwice, plain, "2 gradients in one batch(.|\n)*use_reentrant=False"),
-        (CheckpointedTwice, fsdp2_root, "2 gradients in one batch(.|\n)*use_reentrant=False"),
+        (CheckpointedTwice, "plain-2", "2 gradients in one batch(.|\n)*use_reentrant=False"),
+        (CheckpointedTwice, "fsdp2_root-2", "2 gradients in one batch(.|\n)*use_reentrant=False"),
         # The ranks would add up gradients of different parameters.
-        (OwnOrder, fsdp2_root, "different orders"),
+        (OwnOrder, "fsdp2_root-2", "different orders"),
     ],
 )
-def test_models_that_are_refused(kind, wrap, text):
-    for found in run_ranks(model_differences, 2, kind, wrap):
+def test_models_that_are_refused(kind, wrapping, text):
+    for found in run_ranks(model_differences, 2, kind, wrapping):
         assert len(found) == 1 and re.search(text, found[0]), found
 
 
@@ -553,7 +475,10 @@ def test_ranks_with_fewer_batches(wrapping, kind):
 
 def data_parallel_over_tensor_parallel(kind: str) -> list[str]:
     """The ranks of group= have other batches."""
-    wrapped = ReplicasOfTensorParallelism()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"l1": ColwiseParallel(), "l2": RowwiseParallel()}
+    shard = lambda model: parallelize_module(model, mesh["tp"], plan)  # noqa: E731
+    wrapped = Wrapped("fsdp2_tp-2x2", "integer float32", wrap_model=shard)
     with (
         pytest.raises(ValueError, match=r"2 of 4 ranks(.|\n)*expected group="),
         made(kind, wrapped).calibrating(),
@@ -563,7 +488,7 @@ def data_parallel_over_tensor_parallel(kind: str) -> list[str]:
     with pytest.raises(ValueError, match="data-parallel ranks"):
         wrapped.calibrate(world)
     wrapped.model.zero_grad()
-    calibrated = made(kind, wrapped, group=wrapped.group)
+    calibrated = made(kind, wrapped, group=mesh["dp"].get_group())
     wrapped.calibrate(calibrated)
     return wrong_of(wrapped, calibrated, wrapped.units())
 

@@ -78,13 +78,6 @@ def images_of(part: int) -> Tensor:
     return torch.randint(-1, 2, (1 + part, 2, 5, 4), generator=generator).float()
 
 
-def parts_of(wrapping: str) -> tuple[int, int]:
-    """The data-parallel rank and their number. Ranks with a plain model have different data."""
-    if wrappings.kind_of(wrapping) == "plain":
-        return dist.get_rank(), dist.get_world_size()
-    return wrappings.data_rank(wrapping)
-
-
 class Side:
     """A net, its parameters, and the batches that it sees: of a rank, or whole in one process."""
 
@@ -118,7 +111,7 @@ class Side:
 
 def sides_of(wrapping: str, net: str, dtype: torch.dtype = torch.float32) -> tuple:
     """The sharded side, the whole one, and the indices of what this rank holds."""
-    part, num_parts = parts_of(wrapping)
+    part, num_parts = wrappings.data_rank(wrapping, are_replicas=False)
     is_tensor_parallel = wrappings.kind_of(wrapping) in ("tp", "fsdp2_tp")
     sizes = wrappings.runnable_sizes(wrapping)
     if net == "linear":
@@ -277,7 +270,7 @@ def test_block_after_block_as_published(wrapping, net):
 
 def rounded_sides(wrapping: str, num_rows: int) -> tuple:
     """Rows that depend on each other, as many for each data-parallel rank."""
-    part, num_parts = parts_of(wrapping)
+    part, num_parts = wrappings.data_rank(wrapping, are_replicas=False)
     sizes = wrappings.runnable_sizes(wrapping)
     made = [seeded(Net(sizes)) for _ in range(3)]
     generator = torch.Generator().manual_seed(1)

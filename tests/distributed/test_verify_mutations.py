@@ -277,10 +277,12 @@ def test_mutations_on_one_rank_are_found(wrapping):
         assert all("rank 1" in text or "skipped" in text for _, text in found[0][3:])
 
 
-@pytest.mark.parametrize("mutation, wrapping", SOME, ids=lambda x: getattr(x, "__name__", x))
-def test_mutations_of_some_wrappers_are_found(mutation, wrapping):
+@pytest.mark.whole
+@pytest.mark.parametrize("wrapping", sorted({wrapping for _, wrapping in SOME}))
+def test_mutations_of_some_wrappers_are_found(wrapping):
+    mutations = [mutation for mutation, on in SOME if on == wrapping]
     size = wrappings.world_size(wrapping)
-    found = run_ranks(verified, size, wrapping, [mutation], False, False, timeout=60)
+    found = run_ranks(verified, size, wrapping, mutations, False, False, timeout=60)
     assert not missed(found), "\n".join(missed(found))
 
 

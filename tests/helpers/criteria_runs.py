@@ -4,17 +4,12 @@ So what a criterion reads on any sharding is, bit for bit, what one process read
 same batches, and masks are equal from end to end.
 """
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 import distprune as prune
 from helpers import wrappings
 from helpers.models import Net, target
-from helpers.training_pair import WITH_NO_SYNC
 
 WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]
 ROWS = 12  # of a batch; 1, 2, 3 and 4 ranks share them evenly
@@ -59,21 +54,6 @@ def backward(model: nn.Module, batch: tuple[Tensor, Tensor], part: int, num_part
     (loss(model, x, factors) * num_parts).backward()
 
 
-def knows_unreduced(model: nn.Module) -> bool:
-    """Whether a wrapper keeps gradients that it has not reduced apart from others."""
-    return isinstance(model, FSDPModule | FullyShardedDataParallel)
-
-
-@contextlib.contextmanager
-def synchronised(model: nn.Module, sync: bool) -> Iterator[None]:
-    """Let backward passes inside reduce gradients, or not, if the wrapper knows the difference."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(sync)
-    quiet = isinstance(model, WITH_NO_SYNC) and not sync
-    with model.no_sync() if quiet else contextlib.nullcontext():
-        yield
-
-
 def targets(model: nn.Module, names: list[str]) -> list[tuple[nn.Module, str]]:
     return [target(wrappings.unwrapped(model), name) for name in names]
 
@@ -81,16 +61,3 @@ def targets(model: nn.Module, names: list[str]) -> list[tuple[nn.Module, str]]:
 def named_targets(model: nn.Module, names: list[str]) -> list[prune.NamedParameter]:
     pairs = zip(targets(model, names), names, strict=True)
     return [prune.NamedParameter(*pair, name) for pair, name in pairs]
-
-
-def differing(
-    found: dict, expected: dict[str, Tensor], indices: dict[str, Tensor], when: str = ""
-) -> list[str]:
-    """The parameters whose scores on this rank are not, bit for bit, its part of the expected."""
-    wrong = []
-    for (name, whole), score in zip(expected.items(), found.values(), strict=True):
-        part = wrappings.my_part(whole, indices[name])
-        mine = wrappings.local(score)
-        if mine.dtype != torch.float32 or not torch.equal(mine, part):
-            wrong.append(f"{when} {name}: {mine} is not {part}")
-    return wrong

@@ -5,7 +5,6 @@ oracle, and with zeros in its weights where the sharded model holds zeros. Masks
 exactly; floats to 1e-5: the ranks sum gradients in another order.
 """
 
-import contextlib
 from typing import Any
 
 import torch
@@ -14,9 +13,8 @@ import torch.nn.functional as F
 import torch.nn.utils.prune as torch_prune
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import distprune as prune
@@ -31,7 +29,6 @@ OPTIMIZERS = {
 }
 NUM_STEPS = 10
 TOLERANCE = 1e-5
-WITH_NO_SYNC = (DistributedDataParallel, FullyShardedDataParallel)
 
 
 class Recomputing(Net):
@@ -150,14 +147,6 @@ class Pair:
         elif not torch.allclose(actual, expected, rtol=TOLERANCE, atol=TOLERANCE):
             self.wrong.append(f"{when}: off by {(actual - expected).abs().max():.3g}")
 
-    def without_sync(self, is_last: bool) -> contextlib.AbstractContextManager:
-        """Reduce gradients in the last backward of a step only, if the wrapper supports that."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(is_last)
-        if isinstance(self.model, WITH_NO_SYNC) and not is_last:
-            return self.model.no_sync()
-        return contextlib.nullcontext()
-
 
 def train(pair: Pair, optimizer: str, plan: dict[str, Any]) -> Pair:
     """Train both models for NUM_STEPS steps, comparing everything in each.
@@ -217,7 +206,7 @@ def clip(model: nn.Module, largest: float) -> Tensor:
 def backward(pair: Pair, x: Tensor, y: Tensor, when: str, num: int) -> None:
     """Gradients of the mean loss of a batch, in ``num`` micro-batches."""
     for which, (x_part, y_part) in enumerate(zip(x.chunk(num), y.chunk(num), strict=True)):
-        with pair.without_sync(which == num - 1):
+        with wrappings.synchronised(pair.model, which == num - 1):
             out, expected = pair.run(pair.my_rows(x_part)), pair.dense(x_part)
             pair.close(out, pair.my_rows(expected), f"{when}: outputs")
             loss, loss_dense = F.mse_loss(out, pair.my_rows(y_part)), F.mse_loss(expected, y_part)

@@ -3,9 +3,10 @@
 A wrapping is written "kind-mesh", e.g. "fsdp2-3" or "hsdp-2x2"; the mesh gives the world size.
 """
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -78,7 +79,7 @@ def wrap(model: nn.Module, wrapping: str, **fsdp_options) -> nn.Module:
         case "plain":
             return model
         case "ddp":
-            return DistributedDataParallel(model)
+            return DistributedDataParallel(model, **fsdp_options)
         case "fsdp2":
             return _fully_shard(model, init_device_mesh("cpu", shape), **fsdp_options)
         case "fsdp2_root":
@@ -263,14 +264,25 @@ def runnable_sizes(wrapping: str) -> tuple[int, int, int, int]:
     return EVEN if kind == "fsdp2_dim1" else UNEVEN
 
 
-def data_rank(wrapping: str) -> tuple[int, int]:
+def data_rank(wrapping: str, are_replicas: bool = True) -> tuple[int, int]:
     """(part, number of parts) of a batch for this rank; ranks of a TP group share a part.
 
-    Ranks with a plain model each train on all of it, and so stay replicas.
+    Args:
+        are_replicas: ranks with a plain model each train on all of it; else they have parts.
     """
     kind, shape = kind_of(wrapping), mesh_shape(wrapping)
-    if kind in ("plain", "tp"):
+    if kind == "tp" or (kind == "plain" and are_replicas):
         return 0, 1
     if kind == "fsdp2_tp":
         return dist.get_rank() // shape[1], shape[0]
     return dist.get_rank(), world_size(wrapping)
+
+
+@contextlib.contextmanager
+def synchronised(model: nn.Module, sync: bool) -> Iterator[None]:
+    """Let backward passes inside reduce gradients, or not, if the wrapper knows the difference."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(sync)
+    knows = isinstance(model, DistributedDataParallel | FullyShardedDataParallel)
+    with model.no_sync() if knows and not sync else contextlib.nullcontext():
+        yield
