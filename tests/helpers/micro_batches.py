@@ -95,12 +95,13 @@ def gradients_of_units(
     for rank in range(num_ranks):
         for number in range(num_batches):
             x, y = micro_batch(model, data, rank, number)
-            loss = loss_of(model, (x.to(run_in), y))
-            gradients = torch.autograd.grad(
-                loss, list(model.parameters()), allow_unused=True, materialize_grads=True
-            )
-            names = [name for name, _ in model.named_parameters()]
-            units.append((num_tokens(rank, number), dict(zip(names, gradients, strict=True))))
+            model.zero_grad()
+            loss_of(model, (x.to(run_in), y)).backward()
+            gradients = {
+                name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                for name, parameter in model.named_parameters()
+            }
+            units.append((num_tokens(rank, number), gradients))
     return units
 
 
