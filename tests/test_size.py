@@ -22,10 +22,10 @@ ROOMS = {
     "budgets.py": (230, 1),
     "call": (829, 5),
     "checkpoint.py": (225, 1),
-    "cli": (1252, 10),
+    "cli": (1254, 10),
     "criteria": (727, 4),
     "dynamic.py": (137, 1),
-    "files": (2427, 14),
+    "files": (2401, 13),
     "integrations": (804, 6),
     "language_models": (1026, 7),
     "layouts.py": (13, 1),
@@ -38,15 +38,15 @@ ROOMS = {
     "schedule.py": (254, 1),
     "selftest.py": (291, 1),
     "shards": (880, 8),
-    "statistics": (1394, 7),
-    "streaming": (1033, 6),
+    "statistics": (1400, 6),
+    "streaming": (1018, 6),
     "testing.py": (235, 1),
     "verification.py": (596, 1),
     "wrappers": (1140, 9),
 }
-TOTAL = (19759, 129)
+TOTAL = (19726, 127)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 32432, "launch": 967}
+FOLDERS = {"tests": 31823, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -18,8 +18,7 @@ from distprune.cli.inspect import inspect
 from distprune.cli.options import Options, command, complete
 from distprune.cli.process import SELFTEST, translated
 from distprune.cli.prune import plan, prune
-from distprune.files.errors import SelectionError
-from distprune.files.text import format_size
+from distprune.files.errors import SelectionError, format_size
 from distprune.recipes import Recipe, load_recipe, shipped_recipes
 
 

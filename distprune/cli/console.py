@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from distprune.files.text import format_percent, format_size, printable
+from distprune.files.errors import format_percent, format_size, printable
 from distprune.recipes import GroupRecipe
 
 if TYPE_CHECKING:  # torch comes with it

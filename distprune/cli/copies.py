@@ -11,7 +11,7 @@ from pydantic import Field
 from distprune.cli import console
 from distprune.cli.options import ListingOptions, RanksOptions, WritingOptions, command
 from distprune.cli.process import DIFFERENT, on_every_rank, process_group
-from distprune.files.text import format_size
+from distprune.files.errors import format_size
 
 
 @command("apply", WritingOptions, "MASKS", "SRC", "DST")

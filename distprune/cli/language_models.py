@@ -14,8 +14,13 @@ from pydantic import Field
 from distprune.cli.console import Meter, counted, time_text
 from distprune.cli.options import Options, RanksOptions, command
 from distprune.cli.process import process_group, translated
-from distprune.files.errors import CheckpointError, OutputError, SelectionError, TextError
-from distprune.files.text import format_size
+from distprune.files.errors import (
+    CheckpointError,
+    OutputError,
+    SelectionError,
+    TextError,
+    format_size,
+)
 
 if TYPE_CHECKING:  # torch comes with it
     import torch

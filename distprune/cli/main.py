@@ -9,8 +9,7 @@ import io
 import sys
 from collections.abc import Sequence
 
-from distprune.files.errors import SelectionError, explained
-from distprune.files.text import printable
+from distprune.files.errors import SelectionError, explained, printable
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -22,8 +22,7 @@ from distprune.cli.options import (
 )
 from distprune.cli.process import FAILURE, on_every_rank, process_group, translated
 from distprune.files.disk import folder_bytes, free_bytes, partial_folders
-from distprune.files.errors import OutputError, SelectionError, TextError
-from distprune.files.text import format_size
+from distprune.files.errors import OutputError, SelectionError, TextError, format_size
 from distprune.recipes import GroupRecipe, Recipe
 
 if TYPE_CHECKING:

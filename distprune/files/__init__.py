@@ -10,7 +10,7 @@
 ``pruning`` has the commands prune and apply; ``verifying`` has verify, inspect and diff. Each
 module imports only those above it::
 
-    text, errors          messages; exit codes
+    errors                messages; exit codes
     disk                  bytes at offsets, new files, and the folder that is renamed at the end
     checkpoint            headers, a folder of safetensors files
     mask_files            masks beside weights

@@ -25,8 +25,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from distprune.files.errors import CheckpointError, OutputError
-from distprune.files.text import printable
+from distprune.files.errors import CheckpointError, OutputError, printable
 
 SIDECAR = "distprune"  # the folder, inside a result, of masks and report
 REPORT_FILE = f"{SIDECAR}/report.json"
@@ -58,8 +57,8 @@ def reading(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        name = error.filename or path
-        raise CheckpointError(f"{name} cannot be read: {error.strerror}.") from error
+        where = error.filename or path
+        raise CheckpointError(f"{where} cannot be read: {error.strerror}.") from error
 
 
 @contextlib.contextmanager

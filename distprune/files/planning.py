@@ -79,14 +79,12 @@ class PlannedGroup:
         tensors: in the order of ranking.
         num_elements: of these tensors.
         num_to_prune: elements that become zero, exactly.
-        has_limits: whether the limits of a tensor may decide how much it loses.
     """
 
     recipe: GroupRecipe
     tensors: Sequence[PlannedTensor]
     num_elements: int
     num_to_prune: int
-    has_limits: bool
 
 
 @dataclass(frozen=True)
@@ -192,8 +190,7 @@ def plan(
             raise SelectionError(f"{where}{error}") from error
     statistics = given = None
     if not awaits_statistics:
-        names = [entry.name for entry in checkpoint.tensors]
-        statistics, given = _find_statistics(recipe, groups, names), _find_scores(recipe, groups)
+        statistics, given = _find_statistics(recipe, groups), _find_scores(recipe, groups)
     if statistics is not None:
         warnings += statistics.warnings
     return Plan(checkpoint, recipe, verdicts, groups, warnings, statistics, given, values)
@@ -201,22 +198,20 @@ def plan(
 
 def _plan_group(entries: list[TensorEntry], recipe: GroupRecipe, layouts: Layouts) -> PlannedGroup:
     entries = sorted(entries, key=lambda entry: (natural_key(entry.name), entry.name))
-    num_elements = sum(entry.numel for entry in entries)
+    sizes = [entry.numel for entry in entries]
     rule = recipe.group_rule
     of_tensors = [layouts.of(entry) if rule.needs_input_dim else None for entry in entries]
-    blocks = [
-        rule.blocks(entry.numel, layout) for entry, layout in zip(entries, of_tensors, strict=True)
-    ]
+    blocks = list(map(rule.blocks, sizes, of_tensors))
     counts: Sequence[int | None] = [None] * len(entries)
     if recipe.is_global:
         assert recipe.sparsity is not None  # a recipe has a pattern N:M, or a sparsity
-        num_to_prune = resolve_count(recipe.sparsity, num_elements)
+        num_to_prune = resolve_count(recipe.sparsity, sum(sizes))
     else:
-        known = [own.num_pruned_of(e.numel) for own, e in zip(blocks, entries, strict=True)]
+        known = [own.num_pruned_of(size) for own, size in zip(blocks, sizes, strict=True)]
         counts, num_to_prune = known, sum(known)
     bounded = [Bounded(e.name, (e.name,), e.numel, tuple(e.shape)) for e in entries]
     limits = _limits_of(bounded, recipe, num_to_prune)
-    lowest, highest = limits or ([0] * len(entries), [entry.numel for entry in entries])
+    lowest, highest = limits or ([0] * len(entries), sizes)
     if recipe.budget in ("uniform", "erk"):
         from distprune.budgets import divided, lines_of
 
@@ -224,7 +219,7 @@ def _plan_group(entries: list[TensorEntry], recipe: GroupRecipe, layouts: Layout
     ranked = blocks if rule.needs_input_dim else [None] * len(entries)
     facts = zip(entries, of_tensors, ranked, lowest, highest, counts, strict=True)
     tensors = [PlannedTensor(*each) for each in facts]
-    return PlannedGroup(recipe, tensors, num_elements, num_to_prune, limits is not None)
+    return PlannedGroup(recipe, tensors, sum(sizes), num_to_prune)
 
 
 def _limits_of(tensors: Sequence[Bounded], recipe: GroupRecipe, num_to_prune: int) -> Bounds | None:
@@ -238,22 +233,16 @@ def _limits_of(tensors: Sequence[Bounded], recipe: GroupRecipe, num_to_prune: in
         return None
     from distprune.ranking.ranking import limits_for
 
-    sizes = [tensor.num_elements for tensor in tensors]
     try:
         bounds = to_bounds(tensors, recipe.min_sparsity, recipe.max_sparsity)
+        sizes = [tensor.num_elements for tensor in tensors]
         return bounds and limits_for(num_to_prune, bounds, sizes, sizes)
     except ValueError as error:
         raise SelectionError(str(error)) from error
 
 
-def _find_statistics(
-    recipe: Recipe, groups: Sequence[PlannedGroup], names: Collection[str]
-) -> TensorStatistics | None:
-    """The statistics that scores of some groups are made from, if any are.
-
-    Args:
-        names: of all tensors of the checkpoint.
-    """
+def _find_statistics(recipe: Recipe, groups: Sequence[PlannedGroup]) -> TensorStatistics | None:
+    """The statistics that scores of some groups are made from, if any are."""
     measured = [group for group in groups if group.recipe.reads_statistics]
     if not measured:
         return None
@@ -270,7 +259,7 @@ def _find_statistics(
     from distprune.files.statistics_file import match_statistics
 
     pairs = [(tensor.entry, tensor.layout) for group in measured for tensor in group.tensors]
-    return match_statistics(recipe.statistics, pairs, names, of_gradients)
+    return match_statistics(recipe.statistics, pairs, of_gradients)
 
 
 def _find_scores(recipe: Recipe, groups: Sequence[PlannedGroup]) -> Checkpoint | None:
@@ -302,13 +291,11 @@ def check_scores(recipe: Recipe, made: Collection[str] = ()) -> None:
     """
     missing = [p.score for p in recipe.parts if p.reads_scores and p.score not in made]
     if missing and recipe.scores is None:
-        text = ""
-        if missing[0] in ELEMENTWISE:
-            text = " For a language model, --text FILE makes them."
+        made_by = " For a language model, --text FILE makes them."
         raise SelectionError(
             f"score {missing[0]} needs scores; expected --scores FOLDER, or 'scores' in the "
             "recipe: safetensors files with a tensor of the same name and shape for each pruned "
-            f"one.{text}"
+            f"one.{made_by if missing[0] in ELEMENTWISE else ''}"
         )
 
 

@@ -32,13 +32,19 @@ from distprune.base.memory import peak_rss_bytes
 from distprune.base.selecting import PLAIN_FLOATS
 from distprune.files import disk, reports
 from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry
-from distprune.files.errors import CheckpointError, FilesError, NaNError, RanksError, SelectionError
+from distprune.files.errors import (
+    CheckpointError,
+    FilesError,
+    NaNError,
+    RanksError,
+    SelectionError,
+    format_size,
+)
 from distprune.files.mask_files import MASK_FILE, MaskFile, mask_header, open_masks, read_keep
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, KeptValues, Plan, digest_of
 from distprune.files.ranked import Piece, Pieces, RankedTensors
 from distprune.files.reports import Counts, Report, TensorReport
 from distprune.files.team import Progress, Team
-from distprune.files.text import format_size
 from distprune.ranks.collectives import world
 
 RECIPE_FILE = f"{disk.SIDECAR}/recipe.yaml"
@@ -416,13 +422,11 @@ def add_checksum(counts: Counts, name: str, bits: np.ndarray) -> None:
 def check_unchanged(files: Iterable[SourceFile]) -> None:
     """Raise CheckpointError if files have changed since they were opened."""
     for file in files:
-        try:
+        with contextlib.suppress(OSError):
             info = os.stat(file.path)
-            is_same = (info.st_size, info.st_mtime_ns) == (file.size, file.mtime_ns)
-        except OSError:
-            is_same = False
-        if not is_same:
-            raise CheckpointError(
-                f"{file.path} has changed since it was opened, or is gone; expected files that "
-                "stay as they are."
-            )
+            if (info.st_size, info.st_mtime_ns) == (file.size, file.mtime_ns):
+                continue
+        raise CheckpointError(
+            f"{file.path} has changed since it was opened, or is gone; expected files that stay as "
+            "they are."
+        )

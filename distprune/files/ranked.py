@@ -276,7 +276,7 @@ class RankedTensors:
                     for n, low, high, size in each
                 ]
             ranked.cuts = ranking.cut(range(len(parts)), counts)
-        elif group.has_limits:
+        elif recipe.has_limits:
             ranked.cuts, ranked.common, bounds = cut_within(ranking, k, Bounds(lowest, highest))
         else:
             ranked.cuts = ranking.cut([0] * len(parts), [k])

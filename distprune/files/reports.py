@@ -23,15 +23,12 @@ from distprune._version import __version__
 from distprune.base.amount import collapsed, listed
 from distprune.files.checkpoint import Checkpoint, TensorEntry, load_json
 from distprune.files.disk import REPORT_FILE, reading
-from distprune.files.errors import CheckpointError, OutputError
+from distprune.files.errors import CheckpointError, OutputError, format_percent
 from distprune.files.planning import CARD_FILE, Plan
 from distprune.files.ranked import RankedGroup
-from distprune.files.text import format_percent
 from distprune.ranking.scores import KeyRange
 from distprune.recipes import Recipe, make_recipe, problems_of
 
-# A source is sparse if more than this fraction is zero: trained weights have hardly any zeros.
-_SPARSE = 0.01
 # They describe the source; the hub would show them as facts about the result.
 _NOT_OF_THE_RESULT = ("model-index", "new_version")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
@@ -275,9 +272,9 @@ def _warnings(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
             "single tensor loses, and exclude leaves it alone."
         )
     num_zero = sum(tensor.num_zero for tensor in tensors)
-    # What the rounds before have pruned is no surprise.
-    in_rounds = plan.values is not None and "rounds" in plan.values.facts
-    if num_zero > _SPARSE * plan.num_elements and not in_rounds:
+    # Trained weights have hardly any zeros. What the rounds before have pruned is no surprise.
+    in_rounds = plan.values is not None and plan.values.facts.get("rounds")
+    if 100 * num_zero > plan.num_elements and not in_rounds:
         warnings.append(
             f"the source is sparse already: {num_zero:,} of the {plan.num_elements:,} selected "
             f"elements ({format_percent(num_zero, plan.num_elements)}) are zero in it. The "
@@ -357,11 +354,10 @@ The recipe, with every default (`distprune/recipe.yaml`):
 
 def cached_name(folder: str | Path) -> str | None:
     """The name on the hub of a folder in the hub cache; None for any other folder."""
-    for path in (Path(folder).absolute(), Path(folder).resolve()):
-        for cached, inner in pairwise(path.parts):
-            name = cached.removeprefix("models--").replace("--", "/", 1)
-            if cached.startswith("models--") and inner == "snapshots" and _ID.fullmatch(name):
-                return name
+    for cached, inner in pairwise(Path(folder).resolve().parts):
+        name = cached.removeprefix("models--").replace("--", "/", 1)
+        if cached.startswith("models--") and inner == "snapshots" and _ID.fullmatch(name):
+            return name
     return None
 
 

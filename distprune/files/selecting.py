@@ -46,20 +46,12 @@ class Verdict(NamedTuple):
     reason: str
 
 
-class Selection(NamedTuple):
-    """Which tensors of a checkpoint are pruned.
-
-    Attributes:
-        verdicts: of every tensor, in the order of the checkpoint.
-        warnings: sentences on what is no error, but probably not meant.
-    """
-
-    verdicts: list[Verdict]
-    warnings: list[str]
-
-
-def select_tensors(checkpoint: Checkpoint, recipe: Recipe) -> Selection:
+def select_tensors(checkpoint: Checkpoint, recipe: Recipe) -> tuple[list[Verdict], list[str]]:
     """Decide for every tensor whether it is pruned, and in which group.
+
+    Returns:
+        The verdict on every tensor, in the order of the checkpoint; and sentences on what is no
+        error, but probably not meant.
 
     Raises:
         SelectionError: the recipe has keys of models, a pattern of ``include``, ``also`` or
@@ -98,7 +90,7 @@ def select_tensors(checkpoint: Checkpoint, recipe: Recipe) -> Selection:
             continue
         is_common = own.count(own[0]) == len(own) and not (recipe.groups and own[0] == _OTHER)
         verdicts.append(Verdict(entry, None, own[0] if is_common else "in no group"))
-    return Selection(verdicts, warnings)
+    return verdicts, warnings
 
 
 def _reasons(checkpoint: Checkpoint, recipe: GroupRecipe) -> tuple[list[str], list[str]]:

@@ -64,7 +64,6 @@ import json
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,11 +107,6 @@ class StoredStatistics:
     second: np.ndarray
     of_gradients: bool = False
 
-    @property
-    def most(self) -> Any:
-        """The count; of fused experts, that of the one that saw most."""
-        return max(self.count, default=0) if isinstance(self.count, tuple) else self.count
-
     def _by_matrix(self) -> list[np.ndarray]:
         """Copies of the sums, with one row for each matrix that may see nothing alone."""
         num_rows = self.layout.num_matrices if self.layout.are_experts else 1
@@ -122,8 +116,8 @@ class StoredStatistics:
         """Of each matrix two means by which siblings can be scored; None if it saw nothing."""
         first, second = self._by_matrix()
         if self.of_gradients:
-            num = (self.count or 1.0) * max(1, first.shape[1])
-            means = [float(row.sum()) / num for row in second]
+            num_outputs = max(1, first.shape[1])
+            means = [float(row.sum()) / (self.count or 1.0) / num_outputs for row in second]
             return [(0.0, mean) if mean else None for mean in means]
         rows = zip(np.reshape(self.count, -1), first, second, strict=True)
         return [
@@ -278,22 +272,19 @@ class TensorStatistics:
 
     def facts(self) -> dict[str, Any]:
         """What decides the scores, as JSON: with the largest number of tokens, or weight."""
-        most = max((each.most for each in self.of_tensor.values()), default=0)
-        return {"sha256": hashlib.sha256(self.data).hexdigest(), "mode": self.mode, "count": most}
+        counts = [np.max(each.count, initial=0).item() for each in self.of_tensor.values()]
+        digest = hashlib.sha256(self.data).hexdigest()
+        return {"sha256": digest, "mode": self.mode, "count": max(counts)}
 
 
 def match_statistics(
-    path: str,
-    tensors: Sequence[tuple[TensorEntry, Layout | None]],
-    names: Collection[str],
-    of_gradients: bool = False,
+    path: str, tensors: Sequence[tuple[TensorEntry, Layout | None]], of_gradients: bool = False
 ) -> TensorStatistics:
     """Read statistics, and find those of some tensors.
 
     Args:
         path: of the file.
         tensors: that need them, with the place of their inputs if that is known.
-        names: of all tensors of the checkpoint.
         of_gradients: whether the file has statistics of gradients, and not of activations.
 
     Raises:
@@ -304,10 +295,8 @@ def match_statistics(
     """
     file, raw, mode, stored = _read(path, of_gradients)
     label_of = _renaming([entry.name for entry, _ in tensors], stored)
-    # Of each matrix of an expert, how many experts have a tensor of it.
-    num_experts = Counter(map(_matrix_of_experts, names))
     needed: dict[str, StoredStatistics] = {}
-    sources: dict[str, tuple[TensorEntry, Origin, str, int]] = {}
+    sources: dict[str, tuple[TensorEntry, Origin, str]] = {}
     for entry, layout in tensors:
         origins = [o for o in origins_of(entry.name) if label_of(o.parameter) in stored]
         if not origins:
@@ -315,15 +304,13 @@ def match_statistics(
                 f"{path} has no statistics of {entry.name}, but of {listed(list(stored))}; "
                 "calibrate a model with this layer, or exclude the tensor."
             )
-        label, matrix = label_of(origins[0].parameter), _matrix_of_experts(entry.name)
-        number = 1 if matrix is None else num_experts[matrix]
-        found = _statistics_of(entry, origins[0], stored[label], number)
+        label = label_of(origins[0].parameter)
+        found = _statistics_of(entry, origins[0], stored[label])
         if found is None:
-            experts = f" and is of one of {number} experts" if number > 1 else ""
             raise SelectionError(
-                f"{entry.name} has the shape {list(entry.shape)}{experts}, and its statistics are "
-                f"those of {label}, of shape {list(stored[label].layout.shape)}; expected "
-                "statistics of this model."
+                f"{entry.name} has the shape {list(entry.shape)}, and its statistics are those of "
+                f"{label}, of shape {list(stored[label].layout.shape)}; expected statistics of "
+                "this model."
             )
         if not of_gradients and layout is not None:
             is_convolution = found.layout.kind == "convolution"
@@ -335,12 +322,12 @@ def match_statistics(
                     "input_dims (--input-dim)."
                 )
         needed[entry.name] = found
-        sources[entry.name] = entry, origins[0], label, number
-    filled, empty = scored_as_siblings({label: stored[label] for *_, label, _ in sources.values()})
+        sources[entry.name] = entry, origins[0], label
+    filled, empty = scored_as_siblings({label: stored[label] for *_, label in sources.values()})
     if empty is not None:
         empty = scored_as_siblings(needed)[1]  # by the names of tensors
-        for name, (entry, origin, label, number) in sources.items():
-            needed[name] = _statistics_of(entry, origin, filled[label], number) or needed[name]
+        for name, (entry, origin, label) in sources.items():
+            needed[name] = _statistics_of(entry, origin, filled[label]) or needed[name]
     warnings = [] if empty is None else [empty]
     return TensorStatistics(file, raw.tobytes(), mode, needed, warnings)
 
@@ -450,14 +437,8 @@ def origins_of(name: str) -> tuple[Origin, ...]:
     return (*origins, *renamed)
 
 
-def _matrix_of_experts(name: str) -> tuple[str, str] | None:
-    """What the tensors of all experts have in common that differ by the expert only."""
-    match = _OF_EXPERT.fullmatch(name)
-    return None if match is None else (match["experts"], match["matrix"])
-
-
 def _statistics_of(
-    entry: TensorEntry, origin: Origin, stored: StoredStatistics, num_experts: int
+    entry: TensorEntry, origin: Origin, stored: StoredStatistics
 ) -> StoredStatistics | None:
     """The statistics of a tensor; None if those of its parameter are of another shape.
 
@@ -468,7 +449,6 @@ def _statistics_of(
         entry: the tensor.
         origin: the parameter, and which part of it the tensor is.
         stored: statistics of the parameter.
-        num_experts: that the checkpoint has tensors of, beside this one and of it.
     """
     layout, row = stored.layout, origin.expert
     if row is None:
@@ -480,12 +460,11 @@ def _statistics_of(
         turned = WeightLayout(EXPERT_LAYOUTS[not layout.is_transposed], entry.shape)
         return replace(stored, layout=turned)
     whole = (entry.shape[0] * origin.num_parts, *entry.shape[1:])
-    fits = layout.are_experts and num_experts == layout.num_matrices and row < num_experts
-    if not fits or whole != layout.matrix_shape:
+    if not layout.are_experts or row >= layout.num_matrices or whole != layout.matrix_shape:
         return None
     count, first = stored.count, stored.first
     if stored.of_gradients:
-        first = first.reshape(num_experts, origin.num_parts, -1)[row, origin.part]
+        first = first.reshape(layout.num_matrices, origin.num_parts, -1)[row, origin.part]
     else:
         count, first = count[row], first[row]
     linear = WeightLayout("linear", entry.shape)

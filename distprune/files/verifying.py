@@ -27,7 +27,7 @@ from distprune.base.blocks import Layout
 from distprune.base.selecting import PLAIN_FLOATS
 from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry
 from distprune.files.disk import REPORT_FILE, pieces_of, read_into
-from distprune.files.errors import CheckpointError
+from distprune.files.errors import CheckpointError, printable
 from distprune.files.mask_files import MASK_FILE, MaskFile, mask_header, open_masks
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
 from distprune.files.pruning import (
@@ -41,7 +41,6 @@ from distprune.files.ranked import Piece, Pieces, RankedTensors
 from distprune.files.reports import Counts, Report, identity_of, read_report, recipe_of
 from distprune.files.selecting import Layouts, UnknownLayout
 from distprune.files.team import Progress, Team
-from distprune.files.text import printable
 from distprune.ranks.collectives import world
 
 
@@ -176,7 +175,7 @@ def _check_files(
     wrong = dict.fromkeys(found.keys() - sizes.keys(), "was not written by prune")
     for name, expected in sizes.items():
         if name not in found or not found[name].is_file():
-            wrong[name] = "is not a regular file"
+            wrong[name] = "is missing, or is no regular file"
         elif expected not in (None, has := found[name].stat().st_size):
             wrong[name] = f"has {has} bytes; expected {expected}"
     if MASK_FILE not in wrong:

@@ -59,7 +59,7 @@ from distprune.shards.reader import Scores
 from distprune.statistics.activation import ActivationStatistics, prune_sequentially
 from distprune.statistics.gradients import GradientStatistics
 from distprune.statistics.gram import GramMatrices
-from distprune.statistics.inputs import layout_of
+from distprune.statistics.parameters import layout_of
 from distprune.wrappers.held import keep_pruned_values
 from distprune.wrappers.wrapper import is_piece_of_flat
 

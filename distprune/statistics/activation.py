@@ -24,8 +24,14 @@ from distprune.shards import factored
 from distprune.shards.factored import POWER_OF_RIA, FactoredScores
 from distprune.shards.shard import Shard
 from distprune.statistics.collecting import Collector
-from distprune.statistics.inputs import layout_of
-from distprune.statistics.parameters import Entry, Pairs, Statistics, difference_of, peers_of
+from distprune.statistics.parameters import (
+    Entry,
+    Pairs,
+    Statistics,
+    difference_of,
+    layout_of,
+    peers_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,7 +69,7 @@ class ActivationStatistics(Statistics, Collector):
     all data-parallel ranks, in fp64, and the number of tokens. One process that ran all batches
     would have the same sums, up to the rounding of fp64; if the inputs are integers, the same bits.
 
-    What counts, and once (see statistics.inputs): every token of data-parallel ranks, be it
+    What counts, and once (see statistics.parameters): every token of data-parallel ranks, be it
     DDP, FSDP1, FSDP2, or both axes of HSDP; of tensor-parallel ranks, which have the same tokens,
     one. Features that tensor parallelism spreads over ranks are put in their place. Ranks may have
     unequal batches, or none: sums are divided by counts, never averaged.

@@ -36,15 +36,15 @@ from torch.overrides import TorchFunctionMode
 
 from distprune.base.pruned_form import is_dtensor, orig_key
 from distprune.ranks.collectives import with_whole_dim
-from distprune.statistics.inputs import (
+from distprune.statistics.parameters import (
     Convolution,
+    Entry,
     Inputs,
     Part,
     as_dtensor,
     read_input,
     sums_of_rows,
 )
-from distprune.statistics.parameters import Entry
 
 _MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 # Of torch, public from 2.10 on, and what transformers has where they do not run.

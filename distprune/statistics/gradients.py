@@ -32,8 +32,17 @@ from distprune.shards.geometry import dim_coordinates
 from distprune.shards.gradients import check_trainable, ranks_with_shards, unaveraged_gradients
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import Shard
-from distprune.statistics.inputs import layout_of, ranks_at, spans
-from distprune.statistics.parameters import Entry, Pairs, Statistics, Sums, difference_of, peers_of
+from distprune.statistics.parameters import (
+    Entry,
+    Pairs,
+    Statistics,
+    Sums,
+    difference_of,
+    layout_of,
+    peers_of,
+    ranks_at,
+    spans,
+)
 from distprune.wrappers.held import find_held
 
 if TYPE_CHECKING:

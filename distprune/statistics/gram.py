@@ -24,8 +24,7 @@ from distprune.base.naming import NamedParameter
 from distprune.ranks.collectives import Communicator
 from distprune.shards.factored import FactoredScores
 from distprune.statistics.activation import ActivationStatistics
-from distprune.statistics.inputs import Inputs, product_of_rows
-from distprune.statistics.parameters import Entry, Pairs, peers_of
+from distprune.statistics.parameters import Entry, Inputs, Pairs, peers_of, product_of_rows
 
 
 @dataclass(eq=False)

@@ -220,8 +220,7 @@ class StreamedModel:
         """
         entry = self.entries[name]
         out = torch.empty(entry.shape, dtype=dtype_of(entry))
-        path = next(file.path for file in self.checkpoint.files if file.name == entry.file)
-        read_into(path, [(entry.start, out.view(-1).view(torch.uint8).numpy().data)])
+        read_into(entry.path, [(entry.start, out.view(-1).view(torch.uint8).numpy().data)])
         return out
 
     def _untie_different(self) -> None:
@@ -273,7 +272,6 @@ class StoredLayers:
 
     Attributes:
         parameters: of each layer, the parameters that have such tensors.
-        names: of each layer, its pruned tensors, as the checkpoint names them.
 
     Raises:
         SelectionError: a pruned tensor is in no decoder layer; as ``select_tensors``.
@@ -284,7 +282,7 @@ class StoredLayers:
         # By the names of pruned tensors, what ranks them.
         self._scores = {
             entry.name: recipe.parts[group].score
-            for entry, group, _ in select_tensors(streamed.checkpoint, recipe).verdicts
+            for entry, group, _ in select_tensors(streamed.checkpoint, recipe)[0]
             if group is not None
         }
         model = streamed.model
@@ -295,9 +293,9 @@ class StoredLayers:
         self._sources: dict[str, MaskSource] = {}
         self._entries = streamed.entries
         self.parameters: list[list[NamedParameter]] = []
-        self.names: list[list[str]] = []
+        missing = set(self._scores)
         for sources in streamed.sources[:-1]:
-            of_layer, stored = [], []
+            of_layer = []
             for (name, *_), source in sources:
                 pruned = [each for each in source.names if each in self._scores]
                 if pruned:
@@ -311,12 +309,11 @@ class StoredLayers:
                     path, _, leaf = name.rpartition(".")
                     of_layer.append(NamedParameter(model.get_submodule(path), leaf, name))
                     self._sources[name] = source
-                    stored += pruned
+                    missing -= set(pruned)
             self.parameters.append(of_layer)
-            self.names.append(stored)
-        if missing := sorted(set(self._scores).difference(*self.names)):
+        if missing:
             raise SelectionError(
-                f"{missing[0]} is in no decoder layer, so that no text is run through it alone; "
+                f"{min(missing)} is in no decoder layer, so that no text is run through it alone; "
                 "expected tensors of decoder layers. Exclude it."
             )
 
@@ -399,7 +396,6 @@ def dtype_of(entry: TensorEntry) -> torch.dtype:
     dtype: torch.dtype | None = getattr(torch, TORCH_NAMES.get(entry.dtype, ""), None)
     if dtype is None:
         raise CheckpointError(
-            f"{entry.name} has the dtype {entry.dtype}, which torch {torch.__version__} does not "
-            "have; expected another."
+            f"torch {torch.__version__} has no dtype {entry.dtype}, which {entry.name} has."
         )
     return dtype

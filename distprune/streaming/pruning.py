@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from distprune.files.checkpoint import open_checkpoint
-from distprune.files.disk import REPORT_FILE, check_destination, locked, resolve_destination
+from distprune.files.disk import check_destination, locked, resolve_destination
 from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.planning import STATISTICS_FILE, check_scores, plan
 from distprune.files.pruning import prune as prune_files
@@ -38,10 +38,10 @@ from distprune.language_models.running import check_run
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.collectives import world
 from distprune.recipes import ELEMENTWISE, Recipe
-from distprune.statistics.inputs import layout_of
+from distprune.statistics.parameters import layout_of
 from distprune.streaming.layers import StoredLayers, StreamedModel
 from distprune.streaming.passes import Passes, Settings, Update
-from distprune.streaming.work import Work, check_unfinished
+from distprune.streaming.work import Work
 
 # What Python, torch, transformers, a large tokenizer and the solver's temporaries take.
 _BASE = 900_000_000
@@ -230,9 +230,9 @@ def prune_folder(
     """
     require_extra()
     communicator, say = world(), tell or (lambda text: None)
-    place = torch.device(device or "cpu")
+    where = torch.device(device or "cpu")
     settings = Settings(
-        recipe, windows, evaluation, update, damping, batch_size, dtype, place, progress
+        recipe, windows, evaluation, update, damping, batch_size, dtype, where, progress
     )
     kept = None if keep_scores is None else Path(keep_scores).absolute()
 
@@ -240,7 +240,7 @@ def prune_folder(
         checkpoint = open_checkpoint(source)
         target = resolve_destination(destination, checkpoint.root)
         _check_request(settings, kept, rounds)
-        facts = settings.facts(checkpoint) | ({"rounds": list(rounds)} if rounds else {})
+        facts = settings.facts(checkpoint) | {"rounds": list(rounds)}
         text = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         if _finished(target, text) is None:
             files = [file.path for file in checkpoint.all_files]
@@ -250,44 +250,37 @@ def prune_folder(
     target, facts, text = communicator.run(
         begin, lambda found: [("text, recipe and model", found[2])]
     )
-    told = {"text": text} | ({"rounds": list(rounds)} if rounds else {})
-    numbers = range(len(rounds))
-    places = [*(target.with_name(f"{target.name}.partial-text-{n}") for n in numbers), target]
-    of_rounds = [facts | ({"round": n} if rounds else {}) for n in range(len(places))]
+    told, last = {"text": text, "rounds": list(rounds)}, len(rounds)
+    places = [target.with_name(f"{target.name}.partial-text-{n}") for n in range(last)] + [target]
     done = communicator.run(lambda: [_finished(place, text) for place in places])
-    made = done[-1]
+    made = done[last]
     if made is not None:
         say(f"{target} is finished: this command made it before. Nothing was changed.")
         return made
-    for path, of_round in zip(places, of_rounds, strict=True):
-        scores = kept if path is target else None
-        communicator.run(partial(check_unfinished, path, of_round, scores))
+    works = [
+        Work(place, {**facts, "round": n}, communicator, kept if n == last else None)
+        for n, place in enumerate(places)
+    ]
+    communicator.run(partial(list, map(Work.check, works)))
     first = max((number + 1 for number, found in enumerate(done) if found), default=0)
     made = done[first - 1] if first else None
-    for number, sparsity in list(enumerate([*rounds, recipe.sparsity]))[first:]:
-        is_last, now = places[number] is target, settings
+    for number in range(first, last + 1):
+        place, work = places[number], works[number]
         begun_from, changes = places[number - 1] if number else source, dict[str, Any]()
-        if not is_last:
-            changes = {"sparsity": sparsity, "masks": False, "card": False}
-            now = dataclasses.replace(now, evaluation=None if number else evaluation)
+        if number < last:
+            changes = {"sparsity": rounds[number], "masks": False, "card": False}
         if number and settings.collects == "gradients":
             changes["statistics"] = str(places[number - 1] / STATISTICS_FILE)
-        now = dataclasses.replace(now, recipe=recipe.model_copy(update=changes))
+        now = dataclasses.replace(settings, recipe=recipe.model_copy(update=changes))
+        if 0 < number < last:
+            now = dataclasses.replace(now, evaluation=None)
         if rounds:
-            say(f"Round {number + 1} of {len(rounds) + 1}: {sparsity:.0%}.")
+            say(f"Round {number + 1} of {last + 1}: {now.recipe.sparsity:.0%}.")
         with contextlib.ExitStack() as lock:
-            first_rank = contextlib.nullcontext() if communicator.index else locked(places[number])
+            first_rank = contextlib.nullcontext() if communicator.index else locked(place)
             communicator.run(partial(lock.enter_context, first_rank))
             streamed, stored, cost = communicator.run(partial(_open, begun_from, now))
-            num_bytes = cost.disk + streamed.checkpoint.num_bytes
-            work = Work(
-                places[number],
-                of_rounds[number],
-                num_bytes,
-                communicator,
-                kept if is_last else None,
-            )
-            if work.is_resumed:
+            if work.begin(cost.disk + streamed.checkpoint.num_bytes):
                 say(f"Resuming what is in {work.path}.")
             with communicator.raising_everywhere():
                 before = None if made is None else made.before
@@ -297,21 +290,21 @@ def prune_folder(
             say(f"Warning: {warning}")
         report = prune_files(
             planned,
-            places[number],
+            place,
             progress=progress_of_files,
-            replace=replace and is_last,
+            replace=replace and number == last,
             tell=say,
             ranked=ranked,
         )
         work.remove()
         made = _result_of(report)
-        if not is_last and communicator.index == 0:
+        if communicator.index == 0 and number < last:
             # The digest of the next round has the times of its source: those of any run are equal.
-            for file in places[number].glob("*"):
+            for file in place.glob("*"):
                 os.utime(file, ns=(0, 0))
-        communicator.agree()
-        if number and communicator.index == 0:
+        if communicator.index == 0 and number:
             shutil.rmtree(places[number - 1], ignore_errors=True)
+        communicator.agree()
     assert made is not None
     return made
 
@@ -394,14 +387,11 @@ def estimate(
 
 def _finished(target: Path, text: str) -> PrunedFolder | None:
     """The destination, if this command has made it."""
-    if not (target / REPORT_FILE).exists():
-        return None
-    try:
+    with contextlib.suppress(CheckpointError):
         report = read_report(target)
-    except CheckpointError:
-        return None
-    made = report.inputs.get("update", {}).get("text")
-    return _result_of(report) if made == text else None
+        if report.inputs.get("update", {}).get("text") == text:
+            return _result_of(report)
+    return None
 
 
 def _result_of(report: Report) -> PrunedFolder:

@@ -41,40 +41,63 @@ class Work:
     Args:
         destination: absolute.
         facts: what decides the result, as JSON.
-        num_bytes: that the folder takes in the end.
         communicator: of the ranks.
         scores: gets the scores of single weights, and stays; None: they are in the folder.
 
     Attributes:
         path: of the folder.
         scores: where the scores of single weights are.
-        is_resumed: whether an earlier run has begun it.
-
-    Raises:
-        OutputError: the folder is that of another command, ``scores`` is taken, or the disk has too
-            few free bytes. On every rank.
     """
 
     def __init__(
         self,
         destination: Path,
         facts: Mapping[str, Any],
-        num_bytes: int,
         communicator: Communicator,
         scores: Path | None = None,
     ) -> None:
         self.path = destination.with_name(f"{destination.name}.partial-text")
         self.scores = scores or self.folder("scores")
-        self._communicator = communicator
-        text = _text_of(facts, scores)
-        progress, self.is_resumed = self.path / _PROGRESS, self.path.exists()
-        self.on_first_rank(partial(check_unfinished, destination, facts, scores))
-        self.on_first_rank(lambda: self._open(destination, text, num_bytes))
+        self._communicator, self._done = communicator, dict[str, Any]()
+        self._text = json.dumps({**facts, "scores": scores and str(scores)}, indent=1) + "\n"
+
+    def check(self) -> None:
+        """Raise OutputError if another command has begun the destination. Local."""
+        path = self.path
+        if (path / _FACTS).exists():
+            is_other = (path / _FACTS).read_text() != self._text
+        else:  # one without text
+            path = path.with_name(path.name.removesuffix("-text"))
+            is_other = (path / WORK / "digest").exists()
+        if is_other:
+            raise OutputError(
+                f"{path} is the unfinished result of another command, text, model or version. "
+                f"Finish it with the command that began it, {DISCARD_HINT}, or choose another "
+                "destination."
+            )
+        if not self.path.exists() and self.scores.exists():
+            raise OutputError(
+                f"{self.scores} exists already; expected a free name for the scores. Remove it, or "
+                "choose another."
+            )
+
+    def begin(self, num_bytes: int) -> bool:
+        """Make the folder; True if an earlier run has begun it. Collective.
+
+        Args:
+            num_bytes: that the folder takes in the end.
+
+        Raises:
+            OutputError: as :meth:`check`, or the disk has too few free bytes; on every rank.
+        """
+        is_resumed = self._communicator.run(self.path.exists)
+        self.on_first_rank(partial(self._make, num_bytes))
         # Different where the folder is not one that all ranks see.
-        self._done: dict[str, Any] = communicator.run(
-            lambda: _progress_in(progress) if progress.exists() else {},
+        self._done = self._communicator.run(
+            lambda: _progress_in(self.path / _PROGRESS),
             lambda done: [(f"progress in {self.path}", json.dumps(done))],
         )
+        return is_resumed
 
     def folder(self, name: str) -> Path:
         """One of the folders in it."""
@@ -119,44 +142,19 @@ class Work:
         self._communicator.agree()
         self.on_first_rank(lambda: shutil.rmtree(self.path, ignore_errors=True))
 
-    def _open(self, destination: Path, text: str, num_bytes: int) -> None:
-        if not self.path.exists() and self.scores.exists():
-            raise OutputError(
-                f"{self.scores} exists already; expected a free name for the scores. Remove it, or "
-                "choose another."
-            )
+    def _make(self, num_bytes: int) -> None:
+        self.check()
         with writing(self.path):
             for name in ("states", "statistics", "values"):
                 self.folder(name).mkdir(mode=0o700, parents=True, exist_ok=True)
-        with writing(self.scores):
             self.scores.mkdir(parents=True, exist_ok=True)
-        check_free_bytes(self.path, num_bytes - folder_bytes(self.path), destination)
-        write_atomically(self.path / _FACTS, text.encode())
-
-
-def check_unfinished(destination: Path, facts: Mapping[str, Any], scores: Path | None) -> None:
-    """Raise OutputError if another command has begun the destination; see :class:`Work`."""
-    path = destination.with_name(f"{destination.name}.partial-text")
-    if (path / _FACTS).exists():
-        is_other = (path / _FACTS).read_text() != _text_of(facts, scores)
-    else:  # one without text
-        path = destination.with_name(f"{destination.name}.partial")
-        is_other = (path / WORK / "digest").exists()
-    if is_other:
-        raise OutputError(
-            f"{path} is the unfinished result of another command, text, model or version. Finish "
-            f"it with the command that began it, {DISCARD_HINT}, or choose another destination."
-        )
-
-
-def _text_of(facts: Mapping[str, Any], scores: Path | None) -> str:
-    kept = {} if scores is None else {"scores": str(scores)}
-    return json.dumps({**facts, **kept}, indent=1) + "\n"
+        check_free_bytes(self.path, num_bytes - folder_bytes(self.path), self.path)
+        write_atomically(self.path / _FACTS, self._text.encode())
 
 
 def _progress_in(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
+        found: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
     except ValueError as error:
         path.unlink(missing_ok=True)
         raise damaged(path, error) from error

@@ -58,8 +58,6 @@ def test_what_a_score_is_made_from(run, llama, source, tmp_path):
     said(run(*wanda), "`distprune calibrate` without --gradients", code=1)
     works(run("calibrate", model, *options))
     works(run(*wanda))
-    other = run(*fisher, "--statistics", statistics)
-    said(other, "`distprune calibrate` with --gradients", code=1)
     taylor = ["plan", model, "--score", "taylor", "-s", "0.5"]
     said(run(*taylor), "expected --scores FOLDER", "--text FILE makes them", code=2)
     works(run(*taylor, "--text", text, "--length", "16", "--windows", "2"))
@@ -74,24 +72,6 @@ def test_what_a_score_is_made_from(run, llama, source, tmp_path):
     verify = ["verify", tmp_path / "other", "--against", source]
     said(run(*verify, "--scores", scores), "leave --scores out", code=1)
     works(run(*verify))
-
-
-def test_what_to_compare_by_diff(run, source, tmp_path):
-    works(run("prune", source, tmp_path / "bare", "-s", "0.5", "--no-masks"))
-    works(run("prune", source, tmp_path / "out", "-s", "0.5"))
-    works(run("apply", tmp_path / "out", source, tmp_path / "applied"))
-    works(run("prune", source, tmp_path / "no-report", "-s", "0.5"))
-    (tmp_path / "no-report" / "distprune" / "report.json").unlink()
-    verify = ["--against", source]
-    said(run("verify", tmp_path / "bare", *verify), "Prune again with masks", "`distprune diff`")
-    works(run("diff", "--exit-code", tmp_path / "bare", tmp_path / "out"))
-    done = run("verify", tmp_path / "applied", *verify)
-    said(done, "Verify that checkpoint; `distprune diff`", code=1)
-    works(run("verify", tmp_path / "out", *verify))
-    works(run("diff", tmp_path / "applied", source))
-    done = run("verify", tmp_path / "no-report", *verify)
-    said(done, "that `distprune prune` made", "`distprune diff` compares", code=1)
-    works(run("diff", tmp_path / "no-report", source))
 
 
 @pytest.mark.parametrize("has_scores", [False, True])

@@ -35,12 +35,11 @@ def trace(folder):
     return path.read_text() if path.exists() else ""
 
 
-def test_the_traps_work(trap):
-    run(trap, "-c", "import torch")
-    assert trace(trap) == "torch "
-
-
 @pytest.mark.parametrize("command", [["--version"], ["plan", ".", "-s", "0.5"]])
 def test_python_m_distprune_does_not_import_them(trap, command):
+    if command == ["--version"]:
+        run(trap, "-c", "import torch")
+        assert trace(trap) == "torch "
+        (trap.parent / "ran").unlink()
     code, _, err = run(trap, "-m", "distprune", *command)
     assert (code, trace(trap)) == (0, ""), err

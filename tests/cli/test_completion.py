@@ -12,19 +12,7 @@ IMPORTED = (
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [
-        ("distprune pl", ["plan"]),
-        ("distprune prune --spars", ["--sparsity"]),
-        ("distprune prune a b -r semi", ["semi_structured_2_4"]),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in [
-                ("distprune recipe show layer", ["layer_50"]),
-                ("distprune recipe s", ["schema", "show"]),
-                ("distprune plan a", []),
-            ]
-        ),
-    ],
+    [("distprune pl", ["plan"]), ("distprune prune a b -r semi", ["semi_structured_2_4"])],
 )
 def test_of_bash(words, expected):
     number = str(len(words.split()) - 1)

@@ -1,13 +1,12 @@
 """Names from files cannot command the terminal, hide text or forge lines."""
 
 import os
-import shutil
 
 import pytest
 import torch
 
 from distprune.cli.console import Terminal
-from distprune.files.text import printable
+from distprune.files.errors import printable
 from helpers.tiny_checkpoints import encode, save
 
 EVIL = "layers.0.\x1b]0;owned\x07\x1b[2K\r\u202e\u200f\u2066\x85\x7f\n:bomb:[red].weight"
@@ -71,11 +70,6 @@ def test_of_file_names(run, source, tmp_path):
     assert done.code == 0 and not dangerous(done.out + done.err)
     for shown in ("\\x1b[31m\\u202e.gguf", "a\\nb.bin", "caf\\udce9.onnx"):
         assert shown in done.err
-    (source / "model.safetensors").rename(source / "\x1b[7m.safetensors")
-    out = tmp_path / "\x1b[1mout"
-    done = run("prune", source, out, "-s", "0.5")
-    assert done.code == 0 and not dangerous(done.out + done.err), done.err
-    shutil.rmtree(out)
 
 
 def test_markup_and_emoji_are_text(capsys):
@@ -94,5 +88,3 @@ def test_what_is_visible_stays_and_the_rest_is_shown():
     assert printable("caf\udce9 \ud800 \U000e0041 \xa0\u2028") == (
         "caf\\udce9 \\ud800 \\U000e0041 \\xa0\\u2028"
     )
-    harmless = [chr(each) for each in range(0x110000) if printable(chr(each)) == chr(each)]
-    assert all(each.isprintable() for each in harmless)

@@ -11,7 +11,7 @@ from distprune.cli.app import app
 from distprune.cli.console import percent
 from distprune.cli.options import option_name
 from distprune.cli.prune import prune
-from distprune.files.text import format_size
+from distprune.files.errors import format_size
 from distprune.recipes import Recipe, load_recipe, shipped_recipes
 
 HELPS = """
@@ -71,17 +71,6 @@ def test_a_wrong_command_is_exit_code_2_and_a_message_on_stderr(run, arguments, 
     done = run(*arguments)
     assert (done.code, done.out) == (2, "")
     assert expected in done.err
-
-
-def test_a_wrong_recipe_names_every_problem(run, tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text("scope: rows\nsparsty: 0.5\n")
-    done = run("recipe", "show", path)
-    assert done.code == 2
-    for text in ("scope: Input should be", "sparsty: Extra inputs"):
-        assert text in done.err
-    path.write_text("version: [")
-    assert run("recipe", "show", path).code == 2
 
 
 def test_shipped_recipes_are_listed_shown_and_valid(run):

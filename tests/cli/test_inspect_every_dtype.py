@@ -8,7 +8,7 @@ import torch
 from distprune.base.selecting import DTYPE_BITS
 from distprune.files.checkpoint import open_checkpoint
 from distprune.files.verifying import inspect
-from helpers.tiny_checkpoints import encode, save
+from helpers.tiny_checkpoints import encode
 
 TORCH = {
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
@@ -30,16 +30,6 @@ def folder_of(path, **tensors):
 
 def look(folder):
     return {facts.entry.name: facts for facts in inspect(open_checkpoint(folder), [(2, 4)])}
-
-
-def test_scalars_and_empty_tensors_have_no_groups(tmp_path):
-    scalars = {"logit_scale": torch.tensor(2.5), "zero": torch.tensor(-0.0).bfloat16()}
-    empty = {str(shape): torch.ones(shape) for shape in ((0,), (0, 4), (4, 0), (0, 4, 3, 3))}
-    found = look(save(tmp_path / "source", {**scalars, **empty, "a.weight": torch.eye(4)}))
-    assert all((found[name].num_zero, found[name].num_groups) == (0, {}) for name in empty)
-    assert [found[name].num_zero for name in ("logit_scale", "zero", "a.weight")] == [0, 1, 12]
-    assert found["logit_scale"].num_groups == found["zero"].num_groups == {}
-    assert found["a.weight"].num_groups == found["a.weight"].num_kept == {(2, 4): 4}
 
 
 @pytest.mark.parametrize("dtype", TORCH)

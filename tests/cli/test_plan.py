@@ -105,13 +105,3 @@ def test_shipped_recipes_fit(run, source, name):
         return
     found = run("plan", source, "-r", name, "--json").json
     assert found["num_to_prune"] == 64 and found["num_elements"] == 128
-
-
-def test_recipes_for_training_are_refused_by_name(run, source, tmp_path):
-    path = tmp_path / "cubic.yaml"
-    path.write_text(
-        "schedule: {kind: cubic, begin: 0, end: 9, frequency: 1, final_sparsity: 0.5}\n"
-        "names: [weight, bias]\n"
-    )
-    done = run("plan", source, "-r", path)
-    assert done.code == 2 and "the recipe has schedule or names" in done.err

@@ -1,13 +1,10 @@
 """``distprune prune``: one process and several, signals, messages and exit codes."""
 
 import io
-import shutil
-import signal
-import time
 
 import pytest
 import torch
-from commands import start, torchrun
+from commands import start
 from rich.console import Console
 
 from distprune.cli import console
@@ -15,7 +12,7 @@ from distprune.cli.console import Terminal
 from distprune.cli.main import main
 from distprune.files import planning
 from distprune.files.team import Progress
-from helpers.tiny_checkpoints import load, save, save_zeros, tree_digest
+from helpers.tiny_checkpoints import load, save, tree_digest
 
 RUN = ("distprune/report.json",)  # time and memory
 
@@ -59,73 +56,31 @@ def test_prunes_exactly_and_says_so(run, source, tmp_path):
     assert "model.layers.10.mlp.up.weight" in done.out
 
 
-def test_what_cannot_be_done_is_refused_with_its_code(run, source, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    assert run("prune", source, out, "-s", "0.5").code == 1
-    out.rmdir()
-    assert run("prune", source, source / "inside", "-s", "0.5").code == 1
-    assert run("prune", source, out).code == 2
-    assert not out.exists() and not list(tmp_path.glob("out.*"))
-
-
 def test_a_defect_is_a_traceback(run, source, tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "plan", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["prune", str(source), str(tmp_path / "out"), "-s", "0.5"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code", "num_ranks"),
-    [
-        (signal.SIGTERM, 1, 2),  # of torchrun
-        pytest.param(signal.SIGTERM, -15, 1, marks=pytest.mark.thorough),
-    ],
-)
-def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(tmp_path, number, code, num_ranks):
-    command = ["prune", save_zeros(tmp_path / "source", 1 << 14), tmp_path / "out", "-s", "0.5"]
-    process = torchrun(num_ranks, *command) if code == 1 else start("-m", "distprune", *command)
-    assert any(line.startswith("Prunes") for line in process.stderr)
-    until = time.monotonic() + 60
-    while not list(tmp_path.glob("out.partial/*")):
-        assert time.monotonic() < until and process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
-    assert "Prunes" not in err  # the first rank speaks for all
-    names = {path.name for path in tmp_path.iterdir()}
-    assert "out" not in names and "out.partial" in names  # what is done so far
-
-    process = start("-m", "distprune", *command)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0 and "67,108,864 of 134,217,728" in out, err
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
-    shutil.rmtree(tmp_path / "out")
-
-
-def test_progress_is_a_bar_on_a_terminal_and_a_line_every_ten_seconds_elsewhere(monkeypatch):
-    half = Progress("write", 3 * 10**9, 6 * 10**9)
+@pytest.mark.parametrize(("is_terminal", "is_quiet"), [(False, False), (False, True), (True, True)])
+def test_progress_is_a_line_every_ten_seconds(monkeypatch, is_terminal, is_quiet):
+    """Where it is no bar, on a terminal."""
     now = [0.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
-    for is_terminal, is_quiet, expected in (
-        (False, False, ["write: 3.0 GB of 6.0 GB"] * 4),
-        (False, True, []),
-        (True, True, []),
-    ):
-        terminal = Terminal(quiet=is_quiet)
-        file = io.StringIO()
-        terminal.errors = Console(file=file, force_terminal=is_terminal, width=100)
-        with console.Meter(terminal) as meter:
-            for seconds in (1, 9, 11, 12, 22):
-                now[0] += seconds
-                meter.files(half)
-        assert file.getvalue().splitlines() == expected
-    terminal = Terminal()
-    terminal.errors = Console(file=(file := io.StringIO()), force_terminal=True, width=100)
+    terminal, file = Terminal(quiet=is_quiet), io.StringIO()
+    terminal.errors = Console(file=file, force_terminal=is_terminal, width=100)
     with console.Meter(terminal) as meter:
-        meter.files(half)
+        for seconds in (1, 9, 11, 12, 22):
+            now[0] += seconds
+            meter.files(Progress("write", 3 * 10**9, 6 * 10**9))
+    assert file.getvalue().splitlines() == ["write: 3.0 GB of 6.0 GB"] * 4 * (not is_quiet)
+
+
+def test_progress_is_a_bar_on_a_terminal():
+    terminal, file = Terminal(), io.StringIO()
+    terminal.errors = Console(file=file, force_terminal=True, width=100)
+    with console.Meter(terminal) as meter:
+        meter.files(Progress("write", 3 * 10**9, 6 * 10**9))
     assert "write" in file.getvalue() and "3.0 GB of 6.0 GB" in file.getvalue()
 
 

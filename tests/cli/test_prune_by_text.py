@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from commands import torchrun
 
 from distprune import language_models
 from helpers.forked_scripts import run_forked
@@ -46,20 +45,13 @@ def test_one_line_scores_moves_and_measures(run, made, tmp_path):
     assert again.code == 0 and again.json["inputs"] == report["inputs"]
 
 
-@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_processes_share_the_text(made, tmp_path, launched):
+def test_processes_share_the_text(made, tmp_path):
     model, text, _ = made
     command = ["prune", model, tmp_path / "out", *OPTIONS, "--text", text]
-    if launched:
-        process = torchrun(2, *command)
-        out, err = process.communicate(timeout=300)
-        code = process.returncode
-    else:
-        script = tmp_path / "command.py"
-        script.write_text("import sys\nfrom distprune.cli.main import main\nmain(sys.argv[1:])\n")
-        (code, out), err = run_forked(script, *command, num_ranks=2), ""
-    assert code == 0, out + err
-    assert "on 2 processes" in out
+    script = tmp_path / "command.py"
+    script.write_text("import sys\nfrom distprune.cli.main import main\nmain(sys.argv[1:])\n")
+    code, out = run_forked(script, *command, num_ranks=2)
+    assert code == 0 and "on 2 processes" in out, out
 
 
 def test_what_is_wrong_is_said_before_the_work(run, made, tmp_path):

@@ -8,7 +8,7 @@ import torch
 
 from distprune.files.statistics_file import StoredStatistics, WeightLayout, write_statistics
 from distprune.recipes import load_recipe
-from helpers.tiny_checkpoints import load, save, tree_digest
+from helpers.tiny_checkpoints import load, save
 
 RUN = ("distprune/report.json",)
 SHAPES = {"self_attn.q_proj": (8, 8), "self_attn.o_proj": (8, 8), "mlp.up_proj": (25, 8)}
@@ -107,9 +107,6 @@ def test_groups_have_shares_of_their_own(run, source, tmp_path):
     assert "Group 1: prunes 280 of 400 elements (70.00 %), ranked" in done.out
     assert "prune, group 1" in done.out and "keep: in no group" in done.out
     assert "Prunes 408 of 656 elements (62.20 %) in 6 of 11 tensors, in 2 groups;" in done.out
-    found = run("plan", source, "-r", "by_kind_of_layer", "--json").json
-    first = next(t for t in found["tensors"] if t["name"] == "model.layers.0.mlp.up_proj.weight")
-    assert (first["group"], first["reason"]) == (None, "excluded")
     done = run("prune", source, tmp_path / "out", "-r", "by_kind_of_layer", "--json")
     zeros = {name: int((tensor == 0).sum()) for name, tensor in load(tmp_path / "out").items()}
     assert sum(count for name, count in zeros.items() if "attn" in name) == 128
@@ -118,10 +115,6 @@ def test_groups_have_shares_of_their_own(run, source, tmp_path):
     groups = done.json["groups"]
     assert [group["num_pruned"] for group in groups] == [128, 280]
     assert run("verify", tmp_path / "out", "--against", source).code == 0
-    # The stored recipe is one, with all its groups.
-    stored = tmp_path / "out" / "distprune" / "recipe.yaml"
-    assert run("prune", source, tmp_path / "again", "-r", stored).code == 0
-    assert tree_digest(tmp_path / "again", RUN) == tree_digest(tmp_path / "out", RUN)
 
 
 def test_what_is_said_of_a_normalization(run, source, tmp_path):

@@ -1,6 +1,5 @@
 """No traceback where the machine, a file or the user is the cause: one line and an exit code."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,10 +78,3 @@ def test_errors_of_the_machine(run, source, raised, expected, monkeypatch):
     done = run("plan", source, "-s", "0.5")
     assert done.code == 1 and expected in done.err, done.err
     assert done.err.count("\n") == 1 and "\x1b" not in done.err
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_files_that_may_not_be_read(source):
-    (source / "config.json").chmod(0)
-    code, _, err = run_process("plan", source, "-s", "0.5")
-    assert code == 1 and "config.json" in err

@@ -5,11 +5,8 @@ import torch
 
 from distprune.files import planning, pruning, ranked
 from distprune.files.planning import bytes_to_count
-from distprune.files.ranked import RankedTensors
-from distprune.files.team import Team
 from helpers import tiny_checkpoints
 from helpers.recipes import raw_recipe
-from helpers.virtual_ranks import run_virtual_ranks
 
 RECIPES = {
     "raw": {},
@@ -36,43 +33,6 @@ def num_read(monkeypatch):
     return sizes
 
 
-@pytest.mark.parametrize(
-    ("recipe", "dtype", "least", "most"),
-    [
-        # Where a cut divides ties, a block of 2**14 elements is read to find their places.
-        ("raw", BF16, 1.0, 1.01),
-        ("rms", BF16, 3.0, 3.1),
-        ("limits", BF16, 1.0, 3.3),
-        ("random", BF16, 0.0, 0.0),
-        ("raw", FP32, 1.0, 1.1),
-        ("limits", FP32, 1.0, 3.3),
-        ("rms", FP32, 3.0, 3.1),
-        ("random", FP32, 0.0, 0.0),
-        ("erk", BF16, 1.0, 1.03),
-        ("erk", FP32, 1.0, 1.1),
-    ],
-)
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_the_search_reads_no_more_than_it_has_to(
-    tmp_path, num_read, recipe, dtype, least, most, num_ranks
-):
-    tensors = weights(dtype)
-    source = tiny_checkpoints.save(tmp_path / "source", tensors)
-    plan = planning.plan(source, raw_recipe(0.5, **RECIPES[recipe]))
-
-    def find(communicator):
-        tensors = RankedTensors(plan, Team(communicator))
-        tensors.find_cuts()
-        (ranked,) = tensors.groups
-        return ranked.common, ranked.bounds, ranked.cuts.threshold.tolist()
-
-    first, *others = run_virtual_ranks(find, num_ranks)
-    assert all(found == first for found in others)
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    assert least <= sum(num_read) / num_bytes <= most
-    assert bytes_to_count(plan) == least * num_bytes
-
-
 def weights(dtype):
     g = torch.Generator().manual_seed(0)
     scaled = {s: torch.randn(1000, 600, generator=g) * s for s in (1, 2, 3, 4)}
@@ -85,7 +45,7 @@ def weights(dtype):
         ({}, 9_600_000, 19_200_000),  # 2 times the weights
         (RECIPES["rms"], 19_200_000, 38_400_000),  # 4
         (RECIPES["limits"], 20_400_000, 40_800_000),  # 4.25
-        (RECIPES["erk"], 9_698_304, 19_200_000),  # 2.02 and 2
+        (RECIPES["erk"], 9_600_000, 19_200_000),  # 2
         (RECIPES["random"], 4_800_000, 9_600_000),  # once, to write
         ({"scope": "layer"}, 9_600_000, 19_200_000),  # 2 times, as where all are ranked together
         ({"scope": "row"}, 4_800_000, 9_600_000),
@@ -98,5 +58,7 @@ def test_what_a_pruning_reads_in_all(tmp_path, num_read, fields, of_bf16, of_fp3
     """The search and the write; a change of these numbers has to be meant."""
     source = tiny_checkpoints.save(tmp_path / "source", weights(dtype))
     recipe = raw_recipe(**{"sparsity": 0.5, "masks": False, **fields})
-    pruning.prune(planning.plan(source, recipe), tmp_path / "target")
+    plan = planning.plan(source, recipe)
+    pruning.prune(plan, tmp_path / "target")
+    assert bytes_to_count(plan) + 2_400_000 * dtype.itemsize <= sum(num_read)
     assert sum(num_read) == (of_bf16 if dtype is BF16 else of_fp32)

@@ -1,14 +1,11 @@
-"""Headers are read or refused; no bytes, however damaged, have another effect."""
+"""Headers are read, or refused by name."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save as safetensors_save
 
 from distprune.files.checkpoint import read_header
 from distprune.files.errors import CheckpointError
-from helpers.sampling import num_examples
 from helpers.tiny_checkpoints import encode, file_bytes
 
 ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -82,39 +79,3 @@ def test_folders_and_missing_files_are_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(CheckpointError, match="cannot be read"):
             read_header(path)
-
-
-GOOD = file_bytes(
-    {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.ones(3, dtype=torch.bfloat16)}
-)
-MUTATION = st.tuples(
-    st.sampled_from(["set", "insert", "delete", "cut", "copy"]),
-    st.integers(0, len(GOOD)),
-    st.binary(min_size=1, max_size=4) | st.sampled_from([b'"', b"{", b"[", b",", b"1e9", b"-1"]),
-)
-
-
-def mutate(raw, kind, at, piece):
-    if kind == "set":
-        return raw[:at] + piece + raw[at + len(piece) :]
-    if kind == "insert":
-        return raw[:at] + piece + raw[at:]
-    if kind == "delete":
-        return raw[:at] + raw[at + len(piece) :]
-    return raw[:at] if kind == "cut" else raw[:at] + raw[at // 2 : at] + raw[at:]
-
-
-@settings(max_examples=num_examples(400), deadline=None)
-@given(st.lists(MUTATION, min_size=1, max_size=4), st.booleans())
-def test_mutated_bytes_raise_our_error_or_make_sense(tmp_path_factory, mutations, mend_length):
-    raw = GOOD
-    for mutation in mutations:
-        raw = mutate(raw, *mutation)
-    if mend_length and b"}}" in raw:  # let the mutation reach the JSON
-        raw = (raw.rindex(b"}}") + 2 - 8).to_bytes(8, "little", signed=True) + raw[8:]
-    try:
-        found = read(tmp_path_factory.getbasetemp(), raw)
-    except CheckpointError:
-        return
-    assert sum(t.nbytes for t in found.tensors) == len(raw) - 8 - int.from_bytes(raw[:8], "little")
-    assert all(t.numel >= 0 for t in found.tensors)

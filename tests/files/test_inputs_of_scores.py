@@ -127,18 +127,6 @@ def test_a_run_continues_with_the_same_inputs_only(
     assert planning.plan(source, changed).digest != plan.digest
 
 
-@pytest.mark.parametrize("names", [[n.removeprefix("model.") for n in NAMES],
-                                   [f"base.{n}" for n in NAMES]])  # fmt: skip
-def test_the_prefix_of_a_base_model_makes_no_difference(source, statistics, tmp_path, names):
-    other = write(tmp_path / "other.safetensors", names)
-    plans = [planning.plan(source, wanda(path)) for path in (statistics, other)]
-    assert not plans[1].warnings
-    for path, plan in zip("ab", plans, strict=True):
-        pruning.prune(plan, tmp_path / path)
-    masks = [tmp_path / path / "distprune" / "masks.safetensors" for path in "ab"]
-    assert masks[0].read_bytes() == masks[1].read_bytes()
-
-
 def problems_of(source, recipe):
     with pytest.raises(SelectionError) as error:
         planning.plan(source, recipe)
@@ -202,20 +190,6 @@ def test_nan_and_infinities(source, tmp_path, more):
         recipe = raw_recipe(0.5, score="given", scores=save(tmp_path / "inf", values), **more)
         with pytest.raises(CheckpointError, match=f"{NAMES[1]} has infinite scores"):
             pruning.prune(planning.plan(source, recipe), tmp_path / "target")
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"score": "wanda"}, "wanda needs statistics .*--statistics FILE"),
-        ({"score": "given"}, "given needs scores; expected --scores FOLDER"),
-        ({"budget": "owl"}, "budget owl needs statistics .*--statistics FILE"),
-        ({"score": "ria"}, "ria needs statistics .*--statistics FILE"),
-    ],
-)
-def test_recipes_that_make_no_sense(source, fields, text):
-    with pytest.raises(SelectionError, match=text):
-        planning.plan(source, raw_recipe(0.5, **fields))
 
 
 def test_inputs_that_change_during_a_run_are_noticed(source, statistics, tmp_path):

@@ -89,9 +89,6 @@ def test_the_base_model_is_the_source(tmp_path, place, wanted):
 def test_no_card_copies_that_of_the_source(tmp_path):
     source = source_of(tmp_path / "source")
     assert prune(source, tmp_path / "out", raw_recipe(0.5, card=False)) == CARD.encode()
-    bare = source_of(tmp_path / "bare", None)
-    pruning.prune(planning.plan(bare, raw_recipe(0.5, card=False)), tmp_path / "plain")
-    assert not (tmp_path / "plain" / "README.md").exists()
 
 
 def test_a_result_pruned_again_has_one_card_over_the_other(tmp_path):

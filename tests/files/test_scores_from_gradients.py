@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from test_meets_the_library import masks_of
 from test_scores_from_statistics import (
     EXCLUDED,
     make_gradients,
     make_model,
     make_statistics,
+    masks_of,
     stored_gradients,
 )
 

@@ -5,14 +5,17 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from test_meets_the_library import masks_of
 from torch import nn
 
 import distprune
 from distprune import budgets
 from distprune.files import planning, pruning
+from distprune.files.errors import CheckpointError, NaNError
+from distprune.files.mask_files import open_masks, read_keep
 from distprune.files.statistics_file import StoredStatistics, WeightLayout, write_statistics
 from distprune.files.verifying import verify
+from distprune.recipes import Recipe
+from distprune.schedule import ScheduledPruner
 from distprune.statistics import ActivationStatistics, GradientStatistics
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
@@ -22,6 +25,21 @@ from helpers.small_chunks import small_chunks
 
 Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
 EXCLUDED = "layers.4"  # has no statistics
+SELECTION = {
+    "exclude": (f"{EXCLUDED}*", "*.bias"),
+    "include": ("layers.*",),
+    "input_dims": {"layers.1.weight": 0, "layers.3.weight": (1, 2)},
+}
+
+
+def masks_of(folder):
+    masks = open_masks(folder)
+    return {
+        name: torch.from_numpy(
+            read_keep(masks, name, 0, torch.Size(shape).numel()).reshape(shape).copy()
+        )
+        for name, shape in masks.shapes.items()
+    }
 
 
 def make_model(dtype):
@@ -89,45 +107,30 @@ def make_gradients(path):
 
 CALLS = [
     {"amount": 0.4, "normalize": "rms", "score": "magnitude"},
-    {"amount": 0.55, "normalize": "l2", "score": "magnitude"},
     {"amount": 0.7, "normalize": "mean", "score": "magnitude"},
     {"amount": 0.5, "normalize": None, "score": "magnitude"},
     {"amount": 0.5, "normalize": "rms", "score": "magnitude", "max_sparsity": 0.6},
-    {"amount": 0.513, "min_sparsity": 0.25, "max_sparsity": 0.55, "score": "magnitude"},
     {"amount": 0.5, "min_sparsity": 0.4, "max_sparsity": 0.6, "score": "random"},
-    {"amount": 0.5, "scope": "row", "score": "random"},
     {"pattern": "1:2", "score": "random"},
-    {"amount": 0.3, "scope": "layer", "score": "magnitude"},
-    {"pattern": "1:2", "score": "magnitude"},
     {"amount": 0.4, "normalize": "rms", "score": "wanda"},
-    {"amount": 0.6, "normalize": "mean", "score": "wanda"},
-    {"amount": 0.5, "normalize": None, "score": "wanda"},
     {"amount": 0.55, "normalize": "l2", "score": "stade"},
     {"amount": 0.5, "normalize": "rms", "score": "wanda", "min_sparsity": 0.4, "max_sparsity": 0.7},
-    {"amount": 0.3, "scope": "layer", "score": "wanda"},
-    {"amount": 0.5, "scope": "row", "score": "wanda"},
     {"amount": 0.6, "scope": "row", "score": "stade"},
     {"pattern": "1:2", "score": "wanda"},
     {"amount": 0.5, "normalize": "rms", "score": "given"},
-    {"amount": 0.5, "normalize": None, "score": "given"},
     {"amount": 0.5, "scope": "row", "score": "given"},
     {"amount": 0.5, "normalize": "rms", "score": "ria"},
     {"amount": 0.6, "normalize": None, "score": "ria", "max_sparsity": 0.8},
     {"amount": 0.5, "scope": "row", "score": "ria"},
-    {"amount": 0.3, "scope": "layer", "score": "ria"},
     {"pattern": "1:2", "score": "ria"},
     {"amount": 0.5, "budget": "uniform", "score": "magnitude"},
-    {"amount": 0.5, "budget": "uniform", "score": "given"},
     {"amount": 0.6, "budget": "erk", "score": "wanda", "max_sparsity": 0.9},
-    {"amount": 0.4, "budget": "erk", "score": "magnitude"},
     {"amount": 0.5, "budget": "owl", "score": "wanda"},
     {"amount": 0.7, "budget": "owl", "score": "magnitude", "max_sparsity": 0.75},
-    {"amount": 0.6, "budget": "owl", "score": "ria"},
     {"amount": 0.5, "budget": "owl", "score": "given"},
     {"amount": 0.4, "normalize": None, "score": "fisher"},
     {"amount": 0.5, "normalize": "rms", "score": "fisher"},
     {"amount": 0.5, "normalize": None, "min_sparsity": 0.4, "max_sparsity": 0.7, "score": "fisher"},
-    {"amount": 0.3, "scope": "layer", "score": "fisher"},
     {"amount": 0.5, "scope": "row", "score": "fisher"},
     {"pattern": "1:2", "score": "fisher"},
     {"amount": 0.6, "budget": "erk", "score": "fisher"},
@@ -196,13 +199,7 @@ def prune_files(source, folder, calls, statistics, gradients, scores, chunk):
             if call["score"] == "fisher":
                 keywords["statistics"] = gradients
             keywords = {key: value for key, value in keywords.items() if value is not None}
-            recipe = raw_recipe(
-                call.get("amount"),
-                exclude=(f"{EXCLUDED}*", "*.bias"),
-                include=("layers.*",),
-                input_dims={"layers.1.weight": 0, "layers.3.weight": (1, 2)},
-                **keywords,
-            )
+            recipe = raw_recipe(call.get("amount"), **SELECTION, **keywords)
             plan = planning.plan(source, recipe)
             warned = " ".join(plan.warnings)
             assert ("no token" in warned) == needs_statistics(call)
@@ -247,3 +244,53 @@ def test_masks_of_the_model_and_of_its_checkpoint(tmp_path, dtype, scores_dtype)
         given = scores if call["score"] == "given" else None
         result = verify(tmp_path / "three" / str(number), source, scores=given)
         assert not result.problems, (call, result.problems)
+
+
+@pytest.mark.filterwarnings("ignore:no token")
+@pytest.mark.parametrize(
+    "fields", [{"score": "ria", "scope": "row"}, {"score": "ria"}, {"budget": "owl"}], ids=str
+)
+def test_what_has_no_sum_is_named(tmp_path, fields):
+    statistics = str(make_statistics(tmp_path / "statistics.safetensors"))
+    recipe = raw_recipe(0.5, **fields, statistics=statistics, **SELECTION)
+    state = {
+        name: tensor.detach().clone()
+        for name, tensor in make_model(torch.float32).state_dict().items()
+    }
+    for value, error in ((float("nan"), NaNError), (float("inf"), CheckpointError)):
+        state["layers.2.weight"][1, 1] = value
+        plan = planning.plan(tiny_checkpoints.save(tmp_path / str(value), state), recipe)
+        with pytest.raises(error, match=r"layers\.2\.weight.*[Rr]epair"):
+            pruning.prune(plan, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("keys", [{}, {"normalize": "none"}, {"budget": "erk"}], ids=str)
+def test_a_recipe_is_one_of_files_and_of_models(tmp_path, keys):
+    recipe = Recipe(sparsity=0.5, exclude=f"{EXCLUDED}*", include="*.weight", **keys)
+    assert recipe.divisor == (None if keys else "rms")
+    model = make_model(torch.float32)
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    source = tiny_checkpoints.save(tmp_path / "source", state)
+    pruning.prune(planning.plan(source, recipe), tmp_path / "target")
+    ScheduledPruner.from_recipe(model, recipe).step()
+    found = masks_of(tmp_path / "target")
+    assert len(found) == 5
+    for name, keep in found.items():
+        assert model.get_submodule(name.removesuffix(".weight")).weight_mask.bool().equal(keep)
+
+
+@pytest.mark.parametrize("value", [2.0**-1060, 1.5e308])
+def test_fp64_that_cannot_be_divided_exactly_is_refused_by_name(tmp_path, value):
+    weight = torch.full((3, 4), value, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(4, 3, dtype=torch.float64))
+    model[0].weight = nn.Parameter(weight.clone())
+    text = r"0\.weight has too large or too small scores, so normalize='l2' has no meaning"
+    with pytest.raises(ValueError, match=text):
+        distprune.global_unstructured(
+            distprune.select(model), distprune.L1Unstructured, amount=0.5, normalize="l2"
+        )
+    assert not hasattr(model[0], "weight_mask")
+    source = tiny_checkpoints.save(tmp_path / "source", {"0.weight": weight})
+    with pytest.raises(CheckpointError, match=text):
+        pruning.prune(planning.plan(source, raw_recipe(0.5, normalize="l2")), tmp_path / "target")

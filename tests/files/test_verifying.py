@@ -17,7 +17,6 @@ from distprune.files.disk import REPORT_FILE
 from distprune.files.errors import CheckpointError, FilesError
 from distprune.files.mask_files import MASK_FILE, open_masks
 from distprune.files.pruning import RECIPE_FILE
-from distprune.files.reports import Report, read_report
 from distprune.files.verifying import verify
 from distprune.ranks.collectives import world
 from distprune.testing import run_ranks
@@ -236,17 +235,9 @@ def test_a_file_that_only_the_result_has(found):
         assert "was not written by prune" in problem and problem.isprintable()
 
 
-# Reports
-
-
-# Whatever is in a file is one clear error
-
-
 NO_JSON = [
-    b"", b"{", b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"NaN", b"[" * 100_000, b'{"a":' * 100_000,
-    b"{}" * 3, b"null", b"[]", b"7", b'"text"', b"9" * 10_000, b'{"schema": 1, "schema": 1}',
-    b'{"schema": 1}', b'{"schema": 1, "status": "complete"}', b"\0" * 100, b'{"schema": true}',
-    json.dumps({"schema": 1, "x": "\ud800"}).encode(),
+    b"", b"{", b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"NaN", b"[" * 100_000, b"null", b"[]", b"7",
+    b'{"status": "complete"}', b"\0" * 100, json.dumps({"x": "\ud800"}).encode(),
 ]  # fmt: skip
 
 
@@ -365,31 +356,14 @@ def test_every_rank_raises_or_none_does(make, tmp_path):
         assert kind == "CheckpointError" and "report.json is not valid JSON" in text
 
 
-def test_progress_counts_every_byte_once(make):
-    source, target = make({"sparsity": 0.5})
-    seen = []
-    found = verify(target, source, progress=seen.append)
-    assert seen[-1].phase == "verify" and seen[-1].num_bytes == seen[-1].total_bytes
-    assert seen[-1].num_bytes == found.num_bytes
-
-
 @pytest.mark.parametrize("made", ["global"], indirect=True)
 def test_a_healthy_result_passes_wherever_it_and_its_source_lie(made, tmp_path):
-    source, target = made
-    subprocess.run(["cp", "-r", source, tmp_path / "copy"], check=True)
-    subprocess.run(["cp", "-a", source, tmp_path / "exact copy"], check=True)
-    subprocess.run(["cp", "-r", target, tmp_path / "result"], check=True)
-    assert read_times(tmp_path / "copy") != read_times(source)
-    assert read_times(tmp_path / "exact copy") == read_times(source)
-    for folder in ("copy", "result"):
-        (tmp_path / f"way to {folder}").symlink_to(tmp_path / folder)
-    for one in (source, "copy", "exact copy", "way to copy"):
-        for other in (target, "result", "way to result"):
-            assert verify(tmp_path / other, tmp_path / one).problems == (), (one, other)
-
-
-def read_times(folder):
-    return [path.stat().st_mtime_ns for path in sorted(folder.glob("*.safetensors"))]
+    for folder, name in zip(made, ("source", "result"), strict=True):
+        subprocess.run(["cp", "-r", folder, tmp_path / name], check=True)
+        (tmp_path / f"way to {name}").symlink_to(tmp_path / name)
+    for one in (made[0], tmp_path / "source", tmp_path / "way to source"):
+        for other in (made[1], tmp_path / "result", tmp_path / "way to result"):
+            assert verify(other, one).problems == (), (one, other)
 
 
 @pytest.mark.parametrize("made", ["global"], indirect=True)
@@ -409,46 +383,6 @@ def test_a_name_of_a_file_that_no_json_can_hold(tmp_path):
     (tmp_path / "target" / "caf\udce9 \x1b[2J").write_text("xx")
     (problem,) = verify(tmp_path / "target", source).problems
     assert problem == r"caf\udce9 \x1b[2J has 2 bytes; expected 1."
-
-
-@pytest.mark.parametrize("made", ["global"], indirect=True)
-def test_a_report_is_what_was_written(made):
-    report = read_report(made[1])
-    assert Report.model_validate_json(report.to_json()) == report
-    assert isinstance(report.tensors[0].shape, tuple) and isinstance(report.kept, tuple)
-
-
-@pytest.mark.parametrize(
-    ("way", "num_reads"), [(WAYS[0], 2), (WAYS[1], 2), (WAYS[2], 1), (WAYS[3], 1)]
-)
-def test_the_result_is_read_once_and_the_source_as_prune_reads_it(
-    make, monkeypatch, way, num_reads
-):
-    """What is ranked as a whole is counted before it is compared.
-
-    And blocks of ties that a cut divides are read for the places of these.
-    """
-    small_chunks(monkeypatch, 24)
-    source, target = make(way)
-    counts = {}
-    preadv = os.preadv
-
-    def counting(descriptor, buffers, offset):
-        count = preadv(descriptor, buffers, offset)
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
-        counts[path] = counts.get(path, 0) + count
-        return count
-
-    monkeypatch.setattr(os, "preadv", counting)
-    assert verify(target, source).is_good
-    for path in source.glob("*.safetensors"):
-        names = [t for t in read_header(path).tensors if t.name.startswith("layers")]
-        again = (num_reads - 1) * sum(tensor.nbytes for tensor in names)
-        ties = sum(tensor.nbytes for tensor in names) if again else 0
-        assert 0 <= counts[str(path)] - path.stat().st_size - again <= ties
-        result = target / path.name
-        assert counts[str(result)] == result.stat().st_size
-    assert counts[str(target / MASK_FILE)] <= (target / MASK_FILE).stat().st_size
 
 
 @pytest.mark.parametrize("scope", ["global", "layer"])

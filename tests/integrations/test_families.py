@@ -44,7 +44,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_pruned_by_default(saved, family):
-    verdicts = select_tensors(open_checkpoint(saved(family)), raw_recipe(0.5)).verdicts
+    verdicts, _ = select_tensors(open_checkpoint(saved(family)), raw_recipe(0.5))
     matrices = [verdict for verdict in verdicts if len(verdict.entry.shape) > 1]
     pruned = {kind(verdict.entry.name) for verdict in matrices if not verdict.reason}
     kept = {kind(verdict.entry.name) for verdict in matrices if verdict.reason}

@@ -51,7 +51,7 @@ def check_like_files(model, folder):
         for module, name in prune.select(model):
             getattr(module, name).zero_()
     model.save_pretrained(folder)
-    verdicts = select_tensors(open_checkpoint(folder), raw_recipe(sparsity=0.5)).verdicts
+    verdicts, _ = select_tensors(open_checkpoint(folder), raw_recipe(sparsity=0.5))
     weights = load_file(folder / "model.safetensors")
     zero = {name for name, weight in weights.items() if weight.ndim > 1 and not weight.any()}
     assert zero == {verdict.entry.name for verdict in verdicts if not verdict.reason}
@@ -74,7 +74,7 @@ def test_a_net_for_images(tmp_path):
     model = Images()
     assert set(names(prune.select(model))) == TAKEN
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    verdicts = select_tensors(open_checkpoint(tmp_path), raw_recipe(sparsity=0.5)).verdicts
+    verdicts, _ = select_tensors(open_checkpoint(tmp_path), raw_recipe(sparsity=0.5))
     assert {verdict.entry.name for verdict in verdicts if not verdict.reason} == TAKEN
 
 
@@ -94,6 +94,6 @@ def test_a_recipe_selects_the_same_of_a_model_and_its_files(family, select, tmp_
     recipe = Recipe(**mapping)
     model = tiny_model(family)
     model.save_pretrained(tmp_path)
-    found = select_tensors(open_checkpoint(tmp_path), Recipe(**mapping))
-    entries = {each.entry.name for each in found.verdicts if not each.reason}
+    found, _ = select_tensors(open_checkpoint(tmp_path), Recipe(**mapping))
+    entries = {each.entry.name for each in found if not each.reason}
     assert entries and set(names(ScheduledPruner.from_recipe(model, recipe).parameters)) == entries

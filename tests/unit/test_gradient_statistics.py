@@ -41,7 +41,7 @@ def test_vectors_are_refused():
     ("shape", "chunk"), [((3, 5, 7), 8), ((3, 5, 7), 1 << 17), ((1, 40, 3), 8)]
 )
 def test_squares_in_chunks(monkeypatch, shape, chunk):
-    monkeypatch.setattr("distprune.statistics.inputs._CPU_CHUNK", chunk)
+    monkeypatch.setattr("distprune.statistics.parameters._CPU_CHUNK", chunk)
     matrices = torch.randint(-9, 10, shape).to(torch.bfloat16)
     squares = matrices.double() ** 2
     along, across = gradients.squares_along(matrices)

@@ -66,7 +66,7 @@ ROOMS = {
 }  # fmt: skip
 # The rooms of ``files``: each may import those before it. Its commands come last.
 FILES_ROOMS = [
-    "text", "errors", "disk", "checkpoint", "mask_files", "selecting", "statistics_file",
+    "errors", "disk", "checkpoint", "mask_files", "selecting", "statistics_file",
     "planning", "team", "ranked", "reports", "pruning",
 ]  # fmt: skip
 FILES_COMMANDS = {"verifying"}
