@@ -199,7 +199,7 @@ class Run(SideBySide):
 
         def groups_of(name: str) -> list:
             shape = self.oracle.value(name).shape
-            if scope == "layer":
+            if scope == "layer" or not shape:
                 return [list(range(shape.numel()))]
             inputs = tuple(range(1, len(shape))) if len(shape) > 1 else (0,)
             return reference.rows_of(shape, INPUTS.get(name, inputs))
@@ -484,7 +484,7 @@ class Run(SideBySide):
         of torch 2.3, and misses the key "optimizer.param_groups".
         """
         size = dist.get_world_size()
-        lengths = [len(self.oracle.value(name)) for name in self.indices]
+        lengths = [(*self.oracle.value(name).shape, 1)[0] for name in self.indices]
         every_rank_has_rows = all(-(-length // size) * (size - 1) < length for length in lengths)
         return every_rank_has_rows or not wrapping.startswith("fsdp1")
 

@@ -48,6 +48,26 @@ class NormNet(Net):
         return self.l3(torch.tanh(self.norm(self.l2(torch.relu(self.l1(x))))))
 
 
+class Scale(nn.Module):
+    """Its parameters have no dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.tensor(1.0)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x + self.bias
+
+
+class ScaleNet(Net):
+    def __init__(self, sizes: tuple[int, int, int, int]):
+        super().__init__(sizes)
+        self.scale = Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(super().forward(x))
+
+
 class ConvNet(nn.Module):
     """A convolution of 5 channels, a normalisation and a linear layer."""
 
@@ -93,7 +113,7 @@ class GroupsNet(Net):
 
 FAMILIES = {
     "net": Net, "norm": NormNet, "conv": ConvNet, "tied": TiedNet, "shapes": ShapesNet,
-    "groups": GroupsNet,
+    "groups": GroupsNet, "scale": ScaleNet,
 }  # fmt: skip
 # Where an output sums over others than the last dimensions.
 INPUTS = {"conv.weight": (1, 2, 3), "turned.weight": (0, 2, 3), "experts.gate_up": (1,)}
@@ -158,6 +178,8 @@ class _Drawing:
         self.seed = seed
         self.random = random.Random(seed)
         self.family = self.random.choice(["net", "net", "norm", "norm", "conv", "tied"])
+        if seed % 12 == 0:
+            self.family = "scale"
         can_tp = self.family in ("net", "norm") and self.random.random() < 0.5
         self.sizes = self.random.choice(_EVEN_SIZES if can_tp else _UNEVEN_SIZES)
         self.dtype = self.random.choice(["float32", "float32", "bfloat16", "float64"])
@@ -190,6 +212,8 @@ class _Drawing:
         kind = wrappings.kind_of(wrapping)
         if self.family == "tied":
             return kind in TIED_KINDS
+        if self.family == "scale":  # FSDP refuses parameters of no dimension
+            return kind in ("plain", "ddp")
         if kind in _TP_KINDS:
             return self.sizes in _EVEN_SIZES
         return kind != "fsdp2_dim1" or self.sizes == EVEN
