@@ -25,7 +25,7 @@ ROOMS = {
     "cli": (1254, 10),
     "criteria": (727, 4),
     "dynamic.py": (137, 1),
-    "files": (2401, 13),
+    "files": (2400, 13),
     "integrations": (804, 6),
     "language_models": (1026, 7),
     "layouts.py": (13, 1),
@@ -39,14 +39,14 @@ ROOMS = {
     "selftest.py": (291, 1),
     "shards": (880, 8),
     "statistics": (1400, 6),
-    "streaming": (1018, 6),
+    "streaming": (1015, 6),
     "testing.py": (235, 1),
     "verification.py": (596, 1),
     "wrappers": (1140, 9),
 }
-TOTAL = (19726, 127)
+TOTAL = (19722, 127)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 31823, "launch": 967}
+FOLDERS = {"tests": 31858, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -390,14 +390,13 @@ def means_of_siblings(
             found[name] = numbers, [math.fsum(column) / len(column) for column in columns]
             experts = f" (experts {listed(map(str, numbers), 8)})"
             names.append(name + experts * (len(numbers) < len(own)))
-    if not found:
-        return {}, None
     num_empty, total = sum(len(n) for n, _ in found.values()), sum(map(len, typical.values()))
-    return found, (
+    warning = (
         f"{'all gradients are zero of' if of_gradients else 'no token came to'} {listed(names)} "
         f"({num_empty} of {total} matrices): these are ranked by magnitude, times what matrices "
         "beside them score for it. Calibrate on more text, or exclude them."
     )
+    return found, warning if found else None
 
 
 def siblings_key(name: str) -> str:

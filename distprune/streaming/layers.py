@@ -186,11 +186,10 @@ class StreamedModel:
     def _in_memory(self, number: int, are_made_up: bool = False) -> Iterator[None]:
         """Give tensors of the model their values, and take them away again."""
         try:
-            for position, (names, source) in enumerate(self.sources[number]):
+            for n, (names, source) in enumerate(self.sources[number]):
                 empty = self._tensors[names[0]]
                 if are_made_up:  # each another number: of equal ones, a norm changes nothing
-                    value = torch.tensor(1 / (position + 2), device=self.device).to(empty.dtype)
-                    values = value.expand(empty.shape)
+                    values = empty.new_full((), 1 / (n + 2), device=self.device).expand(empty.shape)
                 else:
                     values = self.values_of(source, empty)
                 if isinstance(empty, nn.Parameter):
@@ -333,8 +332,7 @@ class StoredLayers:
             if source.conversion is not None and not fitting:
                 raise NotImplementedError(
                     f"{name} is made of {source.names[0]}, of which no statistics are collected; "
-                    "expected a tensor that is one parameter, or one of experts. Exclude it, or "
-                    "choose another score."
+                    "expected a tensor of one parameter, or of one expert. Exclude it."
                 )
             names[name] = source.names[0] if source.conversion is None else fitting[0]
         return {name: name for name in names} if are_told else names

@@ -197,9 +197,8 @@ class Passes:
 
     def _stream(self, name: str, windows: TokenWindows) -> WindowStream:
         size, place = self.settings.batch_size, self.work.folder("states") / name
-        steps = {"gradient": ["head", "backward"], "state": ["forward"]}
-        if name == "after":
-            steps = {"state": ["update"]}
+        states = ["update" if name == "after" else "forward"]
+        steps = {"gradient": ["head", "backward"], "state": states}
         make = partial(WindowStream, self.streamed, windows, size, place)
         return self.communicator.run(lambda: make(lambda kind: self.work.forget(steps[kind])))
 

@@ -217,13 +217,35 @@ def test_a_weight_that_is_zero_stays_zero():
     assert torch.allclose(layer.weight.double(), right, atol=1e-6)
 
 
-def test_parameters_made_in_inference_mode():
+@pytest.mark.parametrize("until", ["made", "pruned", "reconstructed"])
+def test_parameters_made_in_inference_mode(until):
     with torch.inference_mode():
         layer = nn.Linear(4, 2)
+    with torch.inference_mode(until != "made"):
         grams, _ = pruned_layer(layer, torch.randn(9, 4))
+    with torch.inference_mode(until == "reconstructed"):
         (entry,) = prune.reconstruct([(layer, "weight")], grams).parameters
     assert 0 < entry.error_after < entry.error_before
     assert int((layer.weight_orig == 0).sum()) == 4
+
+
+@pytest.mark.parametrize("listed", ["selected", "one of both"])
+def test_a_weight_of_two_layers_is_moved_in_both(listed):
+    """As the docstring says: of one that is pruned in some layers only, the others stay dense."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    net[1].weight = net[0].weight
+    pairs = prune.select(net) if listed == "selected" else [(net[0], "weight")]
+    before, grams = net[0].weight.detach().clone(), GramMatrices(pairs)
+    with torch.no_grad(), grams.collecting():
+        net(torch.randn(9, 4))
+    prune.global_unstructured(pairs, prune.L1Unstructured, amount=8)
+    prune.reconstruct(pairs, grams)
+    moved = net[0].weight_orig.detach()
+    other = net[1].weight_orig if listed == "selected" else net[1].weight
+    assert other.data_ptr() == moved.data_ptr() and not torch.equal(moved, before)
+    assert int((moved == 0).sum()) == 8
+    assert prune.is_pruned(net[1]) == (listed == "selected")
 
 
 @pytest.mark.parametrize("damping", [0.01, 0])
