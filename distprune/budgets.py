@@ -185,9 +185,10 @@ def bounded(parameters: Parameters) -> list[tuple[Any, Bounded]]:
         ]
     reader, found = ShardReader(), dict[Hashable, tuple[Any, Bounded]]()
     for position, pair in enumerate(parameters):
-        checked_pair(pair, f"parameters[{position}]")
-        key, shape = reader.identity(*pair)
+        module, name = checked_pair(pair, f"parameters[{position}]")
         label, places = label_of(pair, position), tied_places(pair)
+        shard = reader.read(module, name, label)
+        key, shape = shard.key, shard.shape
         entry = Bounded(label, (label, *places), shape.numel(), tuple(shape))
         if key in found:  # a tied one, under another name
             first, known = found[key]

@@ -36,7 +36,7 @@ from torch.nn.utils import prune as reference
 
 import distprune
 from distprune.base.pruned_form import local_tensor, mask_key, orig_key
-from distprune.wrappers import private_fields
+from distprune.wrappers import wrapper
 
 _AMOUNTS = (0.3, 17, 0.5)  # of successive prunings
 _RTOL, _ATOL = 1e-4, 1e-5  # for sums, whose order depends on the ranks
@@ -225,7 +225,7 @@ class Subject:
 def check_private_fields(case: Case) -> Iterator[str]:
     """The private fields and functions of torch exist."""
     model = case.wrap(case.net("distinct"))
-    yield from (f"torch has no {name}" for name in private_fields.missing(model))
+    yield from (f"torch has no {name}" for name in wrapper.missing(model))
 
 
 def check_masks(case: Case) -> Iterator[str]:
@@ -368,7 +368,7 @@ def run(
     """
     facts = {
         "distprune": distprune.__version__, "torch": torch.__version__,
-        "tested": " to ".join(private_fields.TESTED), "python": sys.version,
+        "tested": " to ".join(wrapper.TESTED), "python": sys.version,
         "platform": platform.platform(), "device": str(device), "backend": dist.get_backend(),
         "ranks": str(dist.get_world_size()), "note": note,
     }  # fmt: skip

@@ -33,9 +33,8 @@ from distprune.call.report import PruningReport
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import PruningHook, holder_of, holds_zeros, hooks_on
 from distprune.ranks.collectives import Communicator, world
-from distprune.shards.checksum import at_position, checksums, replicas_agree
 from distprune.shards.reader import ShardReader
-from distprune.shards.shard import Shard
+from distprune.shards.shard import Shard, at_position, checksums, replicas_agree
 from distprune.wrappers import masked_value
 from distprune.wrappers.held import find_held, held_names
 from distprune.wrappers.managed import Managed, StoredRun

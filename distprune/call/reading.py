@@ -22,11 +22,10 @@ from distprune.call.request import Fact, ParameterArguments
 from distprune.masks.checks import check_idle, check_state
 from distprune.ranking.chunks import count_live
 from distprune.ranks.collectives import Communicator
-from distprune.shards.checksum import at_position, checksums, replicas_agree
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import run_index_map
 from distprune.shards.reader import ShardReader, local_part, whole_checksum
-from distprune.shards.shard import Shard
+from distprune.shards.shard import Shard, at_position, checksums, replicas_agree
 
 A = TypeVar("A", bound=ParameterArguments)
 
@@ -172,8 +171,8 @@ def _put_scores(
         place = checked_pair(pair, "a key of importance_scores", _PAIRS)
         key = owner.get((id(place[0]), place[1]))
         if key is None:
-            with suppress(AttributeError, TypeError):  # no such parameter
-                key = reader.identity(*place)[0]
+            with suppress(AttributeError, TypeError, NotImplementedError):  # no such parameter
+                key = reader.read(*place, "").key
         if key not in shards:
             raise ValueError(
                 f"importance_scores has ({type(place[0]).__name__}, {place[1]!r}), which is none "
@@ -252,7 +251,7 @@ def count_live_and_compare(
         ValueError: replicas of a parameter differ; on every rank.
 
     Cost: a read of the masks, and of replicated values; an all-reduce of 24 bytes per parameter;
-    see checksum.[Note: no differences cancel].
+    see shard.[Note: no differences cancel].
     """
 
     masks, counted = [each.flat_mask for each in targets], [each.counted for each in targets]

@@ -30,8 +30,7 @@ from distprune.masks.attach import Prepared, commit, mask_dtype, prepare
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import MaskRecord
 from distprune.ranks.collectives import Communicator
-from distprune.shards.checksum import replicas_agree
-from distprune.shards.shard import Shard
+from distprune.shards.shard import Shard, replicas_agree
 
 
 @dataclass(frozen=True)

@@ -224,13 +224,13 @@ def misplaced(what: str) -> NotImplementedError:
 
 def is_misplaced(name: str, parameter: DTensor, *, is_gathered: bool = False) -> bool:
     """Whether DCP of this torch would write or read this rank's shard at a wrong offset."""
-    from distprune.shards import dtensor
+    from distprune.shards.reader import local_shard
 
     box = doubtful_box(parameter)
     if box is None:
         return False
     sizes, offsets = box
-    shard = dtensor.local_shard(name, parameter, None)
+    shard = local_shard(name, parameter, None)
     if shard.index.fold is not None:
         return not is_gathered
     # Per dimension, the range of global indices that this rank has.

@@ -29,8 +29,8 @@ from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import MaskRecord, PruningHook, find_hook, holds_zeros
 from distprune.methods import ranking
 from distprune.ranking.scores import Order
-from distprune.shards.checksum import checksums
 from distprune.shards.reader import ShardReader
+from distprune.shards.shard import checksums
 
 
 def combined_mask(method: BasePruningMethod, t: Tensor, mask: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distprune.base.blocks import WeightLayout
 from distprune.base.pruned_form import is_dtensor
-from distprune.shards.checksum import checksums
+from distprune.shards.shard import checksums
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Where a rank's part of a tensor is in the whole: pure functions on shapes and splits.
 
-Uses neither process groups nor DTensor; the other modules of this room convert a wrapper's own
-terms into the splits used here.
+Uses neither process groups nor DTensor. Placements of a DTensor become the splits that are used
+here (:func:`splits_of`); the reader converts the terms of other wrappers.
 
 A rank's part of a parameter is also a run of matrices (:class:`MatrixRun`), and small factors are
 laid out like these. There is one matrix. Its rows are the slowest dimension of the part's memory,
@@ -29,7 +29,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -364,3 +364,104 @@ class MatrixRun:
             return ordered.reshape(1, -1, 1)
         sizes = [len(column) for column in self.index.coordinates[1:]]
         return ordered.expand(ordered.shape[0], *sizes).flatten(1).unsqueeze(0)
+
+
+def is_cut(placement: Any) -> bool:
+    """Whether a placement of a DTensor shards; to torch 2.13 a strided shard is no shard."""
+    return placement.is_shard() or hasattr(placement, "split_factor")
+
+
+def splits_of(
+    name: str,
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int] | None,
+    placements: Sequence[Any],
+    is_from_fsdp2: bool = True,
+) -> list[Split]:
+    """The cuts that placements describe, in the order in which they were made.
+
+    FSDP2 over tensor parallelism writes its cut, made last, as ``_StridedShard`` on an axis to the
+    left of the other cuts of that dimension; the split factor is the product of the sizes of their
+    axes. So strided cuts come last here. Walking placements from left to right, as torch's own
+    helper does, is right only when that cut is even.
+
+    A view of a DTensor that merges a dimension with a sharded one writes the same type, and means
+    rows that lie apart. If all cuts are even then two placements with the pattern of FSDP2 mean the
+    same, however they were made; if they are not, only FSDP2's own is a run. Where no other cut is
+    of the dimension, each of ``split_factor`` groups is cut evenly: see geometry.[Note: folds].
+
+    Returns:
+        For a rank outside the mesh the cuts of the first rank.
+
+    Raises:
+        NotImplementedError: a placement that is neither Shard nor Replicate; a ``_StridedShard`` of
+            another kind than these two.
+    """
+    axes_of: list[list[int]] = [[] for _ in shape]  # of more than one rank, that cut a dimension
+    for axis, placement in enumerate(placements):
+        if is_cut(placement):
+            axes_of[placement.dim] += [axis] * (mesh_shape[axis] > 1)
+        elif not placement.is_replicate():
+            raise NotImplementedError(
+                f"{name}: placement {placement} is not supported; expected Shard or Replicate. "
+                "Call .redistribute() to resolve it before pruning."
+            )
+    plain, strided = list[Split](), list[Split]()
+    for axis, placement in enumerate(placements):
+        if not is_cut(placement):
+            continue
+        dim, axes = placement.dim % len(shape), axes_of[placement.dim]
+        cut = Split(dim, mesh_shape[axis], coordinate[axis] if coordinate else 0)
+        if not hasattr(placement, "split_factor"):
+            plain.append(cut)
+            continue
+        factor, num_chunks = int(placement.split_factor), math.prod(mesh_shape[a] for a in axes)
+        if axes == [axis]:
+            cut = cut._replace(num_groups=factor)
+        if axes == [axis] and factor > 1:
+            is_known = shape[dim] % (factor * num_chunks) == 0
+        else:
+            later = [other for other in axes if other > axis]
+            is_known = factor == math.prod(mesh_shape[other] for other in later)
+            is_known &= all(not hasattr(placements[other], "split_factor") for other in later)
+            if shape[dim] % num_chunks:
+                is_outermost = all(other.is_replicate() for other in placements[:axis])
+                is_known &= is_from_fsdp2 and is_outermost
+        if not is_known and mesh_shape[axis] > 1:
+            raise NotImplementedError(
+                f"{name}: {placement} of {tuple(placements)}, of a dimension of size {shape[dim]} "
+                f"on a mesh of shape {tuple(mesh_shape)}, spreads rows that lie apart over the "
+                "ranks; expected Shard, what fully_shard makes over tensor parallelism, or one "
+                "even cut of equal groups of rows. Keep the parameter in the shape in which it was "
+                f"sharded, or call .redistribute() to Shard({dim}) before pruning."
+            )
+        strided.append(cut)
+    return plain + strided
+
+
+def replica_of(
+    mesh_shape: Sequence[int], coordinate: Sequence[int] | None, placements: Sequence[Any]
+) -> tuple[int, int]:
+    """Which copy of its elements a rank has, and how many copies there are."""
+    replica, num_replicas = 0, 1
+    for axis, placement in enumerate(placements):
+        if placement.is_replicate():
+            replica = replica * mesh_shape[axis] + (coordinate[axis] if coordinate else 0)
+            num_replicas *= mesh_shape[axis]
+    return replica, num_replicas
+
+
+def index_of_splits(name: str, shape: Sequence[int], splits: Sequence[Split]) -> IndexMap:
+    """Where the part of some cuts is.
+
+    At most one cut is of groups, and no other is of its dimension.
+    """
+    folds = [Fold(dim, n, shape[dim] // n) for dim, _, _, n in splits if n > 1]
+    if len(folds) > 1:
+        raise NotImplementedError(f"{name}: parts of groups of rows in two dimensions.")
+    for fold in folds:
+        shape = fold.opened(shape)
+        splits = [split._replace(dim=split.dim + (split.dim >= fold.dim)) for split in splits]
+    index = index_map(shape, dim_coordinates(shape, splits), range(len(shape)))
+    return replace(index, fold=folds[0]) if folds else index

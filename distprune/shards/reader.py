@@ -7,23 +7,43 @@ registered, which look like replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakIdKeyDictionary
 
-from distprune.base.naming import NamedParameter, full_name, named_modules, unwrap
-from distprune.base.pruned_form import is_dtensor, mask_key, name_of_pruned_orig, orig_key
+from distprune.base.naming import NamedParameter, full_name, named_modules
+from distprune.base.pruned_form import (
+    is_dtensor,
+    local_tensor,
+    mask_key,
+    name_of_pruned_orig,
+    orig_key,
+)
 from distprune.ranks.collectives import Communicator, grid, over_groups, over_mesh
-from distprune.shards.checksum import checksums
+from distprune.shards import geometry
 from distprune.shards.factored import FactoredScores
-from distprune.shards.geometry import index_map, run_index_map
-from distprune.shards.shard import Shard
+from distprune.shards.geometry import IndexMap
+from distprune.shards.shard import Shard, checksums
 from distprune.wrappers import wrapper
 from distprune.wrappers.held import find_held
 from distprune.wrappers.managed import Managed, StoredRun
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 # By (module, name): a score per element, or the factors of all scores.
@@ -64,23 +84,22 @@ class ShardReader:
         if not self._may_be_managed:
             return None
         held = find_held(module, name)
-        record = None if held is None else held.record
-        if record is None:
-            record = wrapper.find_run(module, name)
-        if record is not None:
-            return record
+        if held is not None and held.record is not None:
+            return held.record
+        run = wrapper.find_run(module, name)
+        if run is not None:
+            return run
         if self._managed is None:
             self._managed = wrapper.managed_parameters()
-        record = self._managed.get((id(module), name))
-        if record is None and wrapper.is_flattened(module, name):
+        place = id(module), name
+        if place not in self._managed and wrapper.is_flattened(module, name):
             self._managed = wrapper.managed_parameters(everywhere=True)
-            record = self._managed.get((id(module), name))
-            if record is None:
+            if place not in self._managed:
                 raise NotImplementedError(
                     f"{type(module).__name__}.{name} is a piece of an FSDP1 flat parameter whose "
                     "wrapper is gone; expected that the wrapped model is kept and used."
                 )
-        return record
+        return self._managed.get(place)
 
     def read(self, module: nn.Module, name: str, label: str) -> Shard:
         """This rank's part of ``module.name``.
@@ -90,25 +109,46 @@ class ShardReader:
             TypeError: not a parameter.
             NotImplementedError: a layout, dtype or wrapper that is not supported.
 
-        Cost: nine calls in Python for a plain parameter that is not pruned, if nothing is managed.
+        Cost: eight calls in Python for a plain parameter that is not pruned, if nothing is managed.
         """
         mask = module._buffers.get(mask_key(name))
-        if not self._may_be_managed:
-            parameter = module._parameters.get(name if mask is None else orig_key(name))
-            if type(parameter) is nn.Parameter:
-                return self.read_tensor(parameter, label, mask)
-        managed = self.managed(module, name)
-        if managed is None:
-            return self.read_tensor(_registered(module, name, label), label, mask)
-        if managed.unsupported:
-            raise NotImplementedError(f"{label}: {managed.unsupported}.")
-        if isinstance(managed, StoredRun):
-            return self._read_run(managed, label, mask)
-        return self.read_tensor(managed.parameter, label, mask, managed)
+        parameter: Any = module._parameters.get(name if mask is None else orig_key(name))
+        managed = None
+        if self._may_be_managed or type(parameter) is not nn.Parameter:
+            managed = self.managed(module, name)
+            if managed is None:
+                parameter = _registered(module, name, label)
+            elif managed.unsupported:
+                raise NotImplementedError(f"{label}: {managed.unsupported}.")
+            elif isinstance(managed, StoredRun):
+                return self._read_run(managed, label, mask)
+            else:
+                parameter = managed.parameter
+        if (
+            type(parameter) is not nn.Parameter
+            or parameter.dtype not in _FLOATS
+            or parameter.layout is not torch.strided
+            or parameter.is_meta
+        ):
+            _check_kind(label, parameter)
+            if is_dtensor(parameter):
+                shard = local_shard(label, parameter, mask, is_from_fsdp2=managed is not None)
+                shard.managed = managed
+                return shard
+        values = parameter.detach()
+        shape, stride = values.shape, values.stride()
+        # With gaps or overlaps, it is copied when it is read.
+        index = geometry.run_index_map(shape, stride) or geometry.index_map(
+            shape, list(map(range, shape)), range(len(shape))
+        )
+        mask = None if mask is None else mask.detach()
+        return Shard(
+            label, parameter, values, mask, shape, index, False, *self._replicas, key=id(parameter)
+        )
 
     def _read_run(self, run: StoredRun, label: str, mask: Tensor | None) -> Shard:
         """This rank's run of a parameter, whose mask is a run, too."""
-        index = run_index_map(tuple(run.shape), tuple(run.stride), run.start)
+        index = geometry.run_index_map(tuple(run.shape), tuple(run.stride), run.start)
         if index is None:
             raise NotImplementedError(
                 f"{label}: shape {tuple(run.shape)} and stride {tuple(run.stride)} overlap or have "
@@ -124,62 +164,6 @@ class ShardReader:
         shard.key, shard.managed = run.key, run
         return shard
 
-    def read_tensor(
-        self,
-        parameter: Tensor,
-        label: str,
-        mask: Tensor | None = None,
-        managed: Managed | None = None,
-    ) -> Shard:
-        """This rank's part of a tensor: of a DTensor, or the whole of any other one.
-
-        Args:
-            parameter: a parameter, or another tensor that is laid out like one.
-            label: its name, for messages.
-            mask: the mask in force, laid out as the parameter.
-            managed: the record of ``fully_shard``, if it has cut it.
-
-        Raises:
-            NotImplementedError: a layout or a dtype that is not supported.
-        """
-        if (
-            type(parameter) is not nn.Parameter
-            or parameter.dtype not in _FLOATS
-            or parameter.layout is not torch.strided
-            or parameter.is_meta
-        ):
-            _check_kind(label, parameter)
-            if is_dtensor(parameter):
-                from distprune.shards.dtensor import local_shard
-
-                shard = local_shard(label, parameter, mask, is_from_fsdp2=managed is not None)
-                shard.managed = managed
-                return shard
-        values = parameter.detach()
-        shape, stride = values.shape, values.stride()
-        # With gaps or overlaps, it is copied when it is read.
-        index = run_index_map(shape, stride) or index_map(
-            shape, list(map(range, shape)), range(len(shape))
-        )
-        mask = None if mask is None else mask.detach()
-        return Shard(
-            label, parameter, values, mask, shape, index, False, *self._replicas, key=id(parameter)
-        )
-
-    def identity(self, module: nn.Module, name: str) -> tuple[Hashable, torch.Size]:
-        """What is the same for all names of a parameter, and its global shape.
-
-        Raises:
-            AttributeError: no such attribute.
-            TypeError: not a parameter.
-        """
-        module = unwrap(module)
-        managed = self.managed(module, name)
-        if managed is not None:
-            return managed.key, managed.shape
-        parameter = _registered(module, name, f"{type(module).__name__}.{name}")
-        return id(parameter), parameter.shape
-
     def communicator(self, module: nn.Module, name: str) -> Communicator | None:
         """The ranks over which a parameter is spread; None if it is not sharded."""
         if not self._may_be_managed and type(module._parameters.get(name)) is nn.Parameter:
@@ -187,9 +171,95 @@ class ShardReader:
         managed = self.managed(module, name)
         if isinstance(managed, StoredRun):
             return over_groups(managed.groups)
-        registered = module._parameters.get(name)
-        parameter = registered if managed is None else managed.parameter
+        parameter = module._parameters.get(name) if managed is None else managed.parameter
         return over_mesh(parameter.device_mesh) if is_dtensor(parameter) else None
+
+
+# Slow to ask of a mesh, and never another: this rank's coordinate (None: it is outside), the global
+# ranks, and, by shape, placements and wrapper, where this rank's parts are, the replica, the number
+# of replicas, and the layout in words. By the object: a mesh equals one that another process group
+# had before.
+_Part = tuple[IndexMap, int, int, str]
+_View = tuple[tuple[int, ...] | None, tuple[int, ...], dict[object, _Part]]
+_views: MutableMapping[DeviceMesh, _View] = WeakIdKeyDictionary()
+
+
+def local_shard(
+    name: str, parameter: DTensor, mask: Tensor | None, *, is_from_fsdp2: bool = True
+) -> Shard:
+    """Read this rank's part of a DTensor parameter.
+
+    Args:
+        name: for messages.
+        parameter: on any mesh; this rank may be outside it, without elements.
+        mask: the mask in force, laid out as the parameter.
+        is_from_fsdp2: whether ``fully_shard`` made the outermost cut.
+
+    Raises:
+        NotImplementedError: a placement that is neither Shard nor Replicate; a ``_StridedShard``
+            of another kind than FSDP2 makes; a mesh whose ranks do not ascend; a local tensor of
+            another shape than the placements give.
+    """
+    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+    if mesh not in _views:
+        here, global_ranks = mesh.get_coordinate(), mesh.mesh.flatten().tolist()
+        _views[mesh] = (None if here is None else tuple(here), tuple(global_ranks), {})
+    coordinate, ranks, parts = _views[mesh]
+    key = (shape, placements, is_from_fsdp2)
+    if key not in parts:
+        _check_order(name, mesh, placements)
+        cut = mesh.shape, coordinate, placements
+        splits = geometry.splits_of(name, shape, *cut, is_from_fsdp2)
+        # Not which ranks: the same parameter may be on several meshes of one shape.
+        layout = f"{placements} on a mesh of shape {tuple(mesh.shape)}"
+        index = geometry.index_of_splits(name, shape, splits)
+        parts[key] = (index, *geometry.replica_of(*cut), layout)
+    index, replica, num_replicas, layout = parts[key]
+    with torch.no_grad():  # else to_local() is an operation of autograd, which takes longer
+        values = local_tensor(parameter).detach()
+        mask = None if mask is None else local_tensor(mask).detach()
+    if coordinate is None:  # outside of the mesh, where DTensor has one dimension only
+        values = values.new_empty([0] * len(shape))
+        mask = None if mask is None else torch.empty_like(values, dtype=mask.dtype)
+    if not values.numel():  # it may be empty in a dimension that the placements leave whole
+        index = geometry.index_map(shape, list(map(range, values.shape)), range(len(shape)))
+    else:
+        expected, fold = list(map(len, index.coordinates)), index.fold
+        if fold is not None:
+            expected[fold.dim] *= expected.pop(fold.dim + 1)
+        is_row_major = values.is_contiguous()
+        if list(values.shape) != expected or not (fold is None or is_row_major):
+            raise NotImplementedError(
+                f"{name}: this rank holds a shard of shape {tuple(values.shape)} and stride "
+                f"{values.stride()}, but {layout} should give {tuple(expected)}, row-major if it "
+                "is parts of groups of rows. Expected the shards that distribute_tensor, "
+                "parallelize_module or fully_shard make."
+            )
+        if not is_row_major:
+            order = geometry.memory_order(values) or range(len(shape))
+            index = geometry.index_map(shape, index.coordinates, order)
+    shard = Shard(name, parameter, values, mask, shape, index, False, replica, num_replicas)
+    shard.ranks, shard.layout, shard.key = ranks, layout, id(parameter)
+    shard.mesh, shard.placements = mesh, placements
+    return shard
+
+
+def _check_order(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """Refuse shards on ranks that do not ascend along their mesh axis.
+
+    On such a mesh torch 2.13 contradicts itself. ``fully_shard`` and ``distribute_tensor`` hand
+    out chunks in the order of the process group, which is sorted, while sizes, offsets in
+    checkpoints and ``distribute_tensor(src_data_rank=None)`` follow the coordinate in the mesh. So
+    checkpoints put rows into the wrong position, uneven tensors lose elements, and the replicas of
+    HSDP may have different chunks.
+    """
+    for axis, placement in enumerate(placements):
+        if geometry.is_cut(placement) and mesh.mesh.diff(dim=axis).lt(0).any():
+            raise NotImplementedError(
+                f"{name} is sharded ({placement}) along axis {axis} of a mesh whose ranks do not "
+                f"ascend there: {mesh.mesh.tolist()}. torch contradicts itself in which rank holds "
+                "which part of it; expected ascending ranks, as init_device_mesh makes them."
+            )
 
 
 def local_part(label: str, what: str, tensor: Tensor, shard: Shard) -> Tensor:
@@ -201,27 +271,25 @@ def local_part(label: str, what: str, tensor: Tensor, shard: Shard) -> Tensor:
     Raises:
         ValueError: a shape or a layout other than the parameter's.
     """
+    layout = ""
     if is_dtensor(tensor):
+        layout = f" with {tensor.placements} on {tensor.device_mesh}"
         laid_out = tensor.shape, tensor.device_mesh, tuple(tensor.placements)
         if laid_out == (shard.shape, shard.mesh, shard.placements):
             with torch.no_grad():
                 local = tensor.to_local().detach()
             # Outside of the mesh, where DTensor has one dimension only.
             return local if local.numel() else local.new_empty(shard.values.shape)
-        raise ValueError(
-            f"{label}: {what} is a DTensor of shape {tuple(tensor.shape)} with "
-            f"{tensor.placements} on {tensor.device_mesh}; expected one like the parameter, "
-            f"{tuple(shard.shape)} with {shard.placements} on {shard.mesh}, or the full tensor."
-        )
-    if shard.is_run and tensor.shape == shard.values.shape != shard.shape:
-        return tensor.detach()  # in the order of memory
-    if not shard.is_run and tensor.ndim == 1 and tensor.numel() == shard.numel:
-        tensor = tensor.view(shard.shape)
-    if tensor.shape == shard.shape:
-        return shard.slice_of(tensor.detach()).to(shard.values.device)
+    else:
+        if shard.is_run and tensor.shape == shard.values.shape != shard.shape:
+            return tensor.detach()  # in the order of memory
+        if not shard.is_run and tensor.ndim == 1 and tensor.numel() == shard.numel:
+            tensor = tensor.view(shard.shape)
+        if tensor.shape == shard.shape:
+            return shard.slice_of(tensor.detach()).to(shard.values.device)
     raise ValueError(
-        f"{label}: {what} has shape {tuple(tensor.shape)}; expected the whole parameter's "
-        f"shape {tuple(shard.shape)}."
+        f"{label}: {what} has shape {tuple(tensor.shape)}{layout}; expected the whole parameter's "
+        f"shape {tuple(shard.shape)}, or a tensor laid out like the parameter ({shard.layout})."
     )
 
 

@@ -192,7 +192,7 @@ def gradient_block(
         return GradientBlock([range(0)] * 3, (), ())
     from torch.distributed.tensor import Replicate
 
-    from distprune.shards.dtensor import splits_of
+    from distprune.shards.geometry import splits_of
 
     assert shard.placements is not None
     data_ranks = [set(dist.get_process_group_ranks(group)) for group in data_groups]

@@ -296,13 +296,9 @@ _kept: list[Held] | None = None  # those whose zeros a context puts off
 def zero_new(held: Held) -> None:
     """Let a new mask act on what is stored, now or after :func:`keep_pruned_values`."""
     held.is_zero = False
-    if _kept is None or held in _in_memory:  # copies would have to be brought up to date
-        _zero_and_gather(held)
-    else:
+    if _kept is not None and held not in _in_memory:  # copies would have to be brought up to date
         _kept.append(held)
-
-
-def _zero_and_gather(held: Held) -> None:
+        return
     held.zero()
     if isinstance(held.record, StoredRun):
         held.record.gather_again()
@@ -332,4 +328,4 @@ def keep_pruned_values() -> Iterator[None]:
         kept, _kept = _kept, outer
         for held in kept:
             if not held.is_zero and held.places and held.is_attached:
-                _zero_and_gather(held)
+                zero_new(held)

@@ -112,13 +112,13 @@ def changed_before_agreed(stack):
 
 
 def renamed_field(stack):
-    fields = importlib.import_module("distprune.wrappers.private_fields").FIELDS
+    fields = importlib.import_module("distprune.wrappers.wrapper").FIELDS
     names = {"FSDP2Parameter": "fsdp_param.sharded_param fsdp_param._of_tomorrow"}
     stack.enter_context(mock.patch.dict(fields, names))
 
 
 def lost_function(stack):
-    names = importlib.import_module("distprune.wrappers.private_fields").NAMES
+    names = importlib.import_module("distprune.wrappers.wrapper").NAMES
     stack.enter_context(mock.patch.dict(names, {"torch.distributed.tensor": "No"}))
 
 

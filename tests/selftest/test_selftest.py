@@ -221,7 +221,7 @@ main(["selftest"])
     [
         ("torch", 1, "FAILED: distprune cannot be imported"),
         pytest.param(
-            "distprune.wrappers.private_fields",
+            "distprune.wrappers.wrapper",
             1,
             "FAILED: distprune cannot be imported",
             marks=pytest.mark.thorough,

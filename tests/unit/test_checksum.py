@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distprune.base import memory
-from distprune.shards.checksum import _WORDS, at_position, checksums, replicas_agree
+from distprune.shards.shard import _WORDS, at_position, checksums, replicas_agree
 from helpers.sampling import num_examples
 
 DTYPES = (
@@ -28,7 +28,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def by_definition(tensor: torch.Tensor) -> int:
     """In Python's integers, from the bytes."""
-    from distprune.shards.checksum import _block_weight, _weights
+    from distprune.shards.shard import _block_weight, _weights
 
     raw = tensor.contiguous()
     raw = torch.view_as_real(raw) if raw.is_complex() else raw
@@ -54,7 +54,7 @@ def test_it_is_what_it_says(dtype, shape):
 
 def test_several_blocks_and_odd_addresses():
     tensor = filled((5 * _WORDS + 77,), torch.float32)
-    with mock.patch("distprune.shards.checksum._DEVICE_BLOCKS", 2):
+    with mock.patch("distprune.shards.shard._DEVICE_BLOCKS", 2):
         for numpy in (True, False):
             with mock.patch.object(memory, "takes_numpy", lambda _, numpy=numpy: numpy):
                 assert checksum(tensor) == by_definition(tensor)

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from distprune.shards import dtensor
+from distprune.shards import geometry, reader
 from distprune.shards.geometry import dim_coordinates, index_map
 from distprune.shards.reader import ShardReader
 from distprune.testing import clear_dtensor_caches
@@ -107,8 +107,8 @@ def part_of(layout: tuple, wrapping: str, rank: int) -> tuple:
     # An axis that a parameter does not lie on has copies of it.
     by_axis = dict(zip(own_axes, placements, strict=True))
     placements = [by_axis.get(axis, Replicate()) for axis in axes]
-    splits = dtensor.splits_of("parameter", shape, mesh, coordinate, placements)
-    return dim_coordinates(shape, splits), *dtensor.replica_of(mesh, coordinate, placements)
+    splits = geometry.splits_of("parameter", shape, mesh, coordinate, placements)
+    return dim_coordinates(shape, splits), *geometry.replica_of(mesh, coordinate, placements)
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
@@ -144,7 +144,7 @@ def differences(wrapping: str, computed: list) -> list[str]:
     for layout, (name, p) in zip(computed, wrap(model, wrapping).named_parameters(), strict=True):
         coordinates, *_ = part_of(layout, wrapping, dist.get_rank())
         index = index_map(p.shape, coordinates, range(p.ndim))
-        shard = dtensor.local_shard(name, p, None)
+        shard = reader.local_shard(name, p, None)
         values, positions = p.to_local().reshape(-1).long(), torch.arange(p.to_local().numel())
         for where in (index(positions), shard.index(positions)):
             wrong += [name] * (not torch.equal(values, where))
@@ -164,7 +164,7 @@ def distributed(mesh_shape: tuple, shape: torch.Size, placements: list) -> int:
     mesh = init_device_mesh("cpu", mesh_shape)
     whole = torch.arange(shape.numel()).view(shape)
     tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-    shard = dtensor.local_shard("w", tensor, None)
+    shard = reader.local_shard("w", tensor, None)
     index = shard.index(torch.arange(shard.values.numel()))
     index = index.view([shard.values.shape[dim] for dim in shard.order])
     assert torch.equal(index, tensor.to_local())

@@ -3,19 +3,19 @@
 import pytest
 
 from distprune.testing import run_ranks
-from distprune.wrappers import private_fields
+from distprune.wrappers import wrapper
 from helpers import wrappings
 from helpers.models import Net, seeded
 
-FIELDS, NAMES = private_fields.FIELDS, private_fields.NAMES
+FIELDS, NAMES = wrapper.FIELDS, wrapper.NAMES
 
 
 def test_names_that_are_gone_are_named(monkeypatch):
     model = Net()
-    assert private_fields.missing(model) == []
+    assert wrapper.missing(model) == []
     monkeypatch.setitem(NAMES, "torch.no_such_module", "a")
     monkeypatch.setitem(NAMES, "torch.nn", "Linear NoSuchLayer.x Linear.no_such_field")
-    assert private_fields.missing(model) == [
+    assert wrapper.missing(model) == [
         "No module named 'torch.no_such_module'",
         "torch.nn.NoSuchLayer.x",
         "torch.nn.Linear.no_such_field",
@@ -25,10 +25,10 @@ def test_names_that_are_gone_are_named(monkeypatch):
 def missing_of(wrapping: str, kind: str) -> list[list[str]]:
     """What a wrapped model is said to lack: with the table, and with one more name of a kind."""
     model = wrappings.wrap(seeded(Net()), wrapping)
-    names, found = FIELDS[kind], [private_fields.missing(model)]
+    names, found = FIELDS[kind], [wrapper.missing(model)]
     FIELDS[kind] = names + " _of_tomorrow"
     try:
-        return [*found, private_fields.missing(model)]
+        return [*found, wrapper.missing(model)]
     finally:
         FIELDS[kind] = names
 
