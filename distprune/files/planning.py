@@ -191,8 +191,7 @@ def plan(
     statistics = given = None
     if not awaits_statistics:
         statistics, given = _find_statistics(recipe, groups), _find_scores(recipe, groups)
-    if statistics is not None:
-        warnings += statistics.warnings
+    warnings += [] if statistics is None else statistics.warnings
     return Plan(checkpoint, recipe, verdicts, groups, warnings, statistics, given, values)
 
 
