@@ -111,8 +111,9 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Sha
         )
     inside = set(communicator.ranks)
     # Parameters of one mesh share their tuple of ranks, which may be long: it is checked once.
-    for ranks, shard in {id(s.ranks): (s.ranks, s) for s in shards.values()}.values():
-        outside = sorted(set(ranks or ()) - inside)
+    sharded = [(shard.ranks, shard) for shard in shards.values() if shard.ranks is not None]
+    for ranks, shard in {id(ranks): (ranks, shard) for ranks, shard in sharded}.values():
+        outside = sorted(set(ranks) - inside)
         if outside:
             raise ValueError(
                 f"{shard.name}: ranks {outside} hold a part of the parameter but do not take part "
@@ -137,7 +138,7 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Sha
 def read_at_rest(reader: ShardReader, module: nn.Module, name: str, label: str) -> Shard:
     """Read a parameter; raise if a forward or a backward of it is running."""
     shard = reader.read(module, name, label)
-    if shard.is_sharded:
+    if shard.ranks is not None:
         check_idle(module, label)
     return shard
 

@@ -408,12 +408,12 @@ class Passes:
         outs = self.outs or self._masks
         several = zip(self.shards, self.sources, self._masks, outs, strict=True)
         for i, (shard, source, mask, out) in enumerate(several):
-            counted, size = shard.counted, source.size
+            counted, size, is_whole = shard.counted, source.size, len(shard.counted) == source.size
             kind = (
                 source.device, type(source), source.dtype, mask is None or mask.dtype,
                 out is None or out.dtype,
             )  # fmt: skip
-            yield kind, (i, counted.start, counted.stop), True, len(counted) == size
-            if len(counted) < size:
+            yield kind, (i, counted.start, counted.stop), True, is_whole
+            if not is_whole:
                 yield kind, (i, 0, counted.start), False, False
                 yield kind, (i, counted.stop, size), False, False
