@@ -421,7 +421,7 @@ def failing(sparsity: float) -> schedule.Function:
 signed_scores = lambda s: SignedScores(s.given(few_scores(s.whole)))  # noqa: E731
 # What one rank does, what the others do, and what the error of every rank says.
 MISTAKES = {
-    "another kind of amount": (pruning(amount=0.5), pruning(amount=SHARES), "divides the amount: "),
+    "another kind of amount": (pruning(amount=0.5), pruning(amount=SHARES), "amount: "),
     "another sparsity": (
         pruning(amount={**SHARES, "l1.weight": 0.5}), pruning(amount=SHARES),
         "segments of l1.weight",
