@@ -34,18 +34,18 @@ from distprune.call.report import ParameterReport as ParameterReport
 from distprune.call.report import PruningReport as PruningReport
 from distprune.call.report import StructuredReport as StructuredReport
 from distprune.dynamic import dense_gradients as dense_gradients
-from distprune.methods import builtin as _builtin
+from distprune.methods import channels as _channels
 from distprune.methods.base import BasePruningMethod as BasePruningMethod
+from distprune.methods.base import CustomFromMask as CustomFromMask
+from distprune.methods.base import Identity as Identity
+from distprune.methods.base import L1Unstructured as L1Unstructured
+from distprune.methods.base import LowestScore as LowestScore
 from distprune.methods.base import PruningContainer as PruningContainer
-from distprune.methods.builtin import CustomFromMask as CustomFromMask
-from distprune.methods.builtin import Identity as Identity
-from distprune.methods.builtin import L1Unstructured as L1Unstructured
-from distprune.methods.builtin import LnStructured as LnStructured
-from distprune.methods.builtin import LowestScore as LowestScore
-from distprune.methods.builtin import RandomStructured as RandomStructured
-from distprune.methods.builtin import RandomUnstructured as RandomUnstructured
+from distprune.methods.base import RandomUnstructured as RandomUnstructured
 from distprune.methods.channels import ChannelGroup as ChannelGroup
 from distprune.methods.channels import ChannelPart as ChannelPart
+from distprune.methods.channels import LnStructured as LnStructured
+from distprune.methods.channels import RandomStructured as RandomStructured
 from distprune.reconstruction import ReconstructedParameter as ReconstructedParameter
 from distprune.reconstruction import ReconstructionReport as ReconstructionReport
 from distprune.reconstruction import reconstruct as reconstruct
@@ -57,9 +57,9 @@ from distprune.verification import verify as verify
 from distprune.wrappers.held import keep_pruned_values as keep_pruned_values
 
 # Private in torch.nn.utils.prune, but programs call them.
-_compute_norm = _builtin.compute_norm
+_compute_norm = _channels.compute_norm
 _compute_nparams_toprune = _amount.resolve_count
 _validate_pruning_amount = _amount.validate_count
 _validate_pruning_amount_init = _amount.validate_amount
-_validate_pruning_dim = _builtin.validate_dim
-_validate_structured_pruning = _builtin.validate_channels
+_validate_pruning_dim = _channels.validate_dim
+_validate_structured_pruning = _channels.validate_channels

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from distprune.api.global_unstructured import global_unstructured
-from distprune.base.naming import NamedParameter, unwrap
+from distprune.base.naming import NamedParameter, registered_parameters, unwrap
 from distprune.base.pruned_form import (
+    is_dtensor,
     mask_key,
     masked_product,
     name_of_pruned_mask,
@@ -37,11 +38,11 @@ from distprune.base.pruned_form import (
     orig_key,
     stored_key,
 )
-from distprune.masks.checks import check_ties, check_writable
+from distprune.masks.attach import check_ties
 from distprune.masks.hook import find_hook, holds_zeros, pruned_parameters, put_records, records_of
-from distprune.methods.builtin import Identity
+from distprune.methods.base import Identity
 from distprune.ranks.collectives import is_distributed, world
-from distprune.shards.reader import all_places, by_parameter
+from distprune.shards.reader import all_places, by_parameter, check_saveable
 from distprune.wrappers.wrapper import is_flattened, managed_parameters
 
 if TYPE_CHECKING:
@@ -202,6 +203,36 @@ def load(
     before = records_of(model)
     records = json.loads(state.get(_RECORDS, "{}"))
     put_records(model, records | {name: before[name] for name in dense if name in before})
+
+
+def check_writable(
+    model: nn.Module, *, group: ProcessGroup | None = None, is_gathered: bool = False
+) -> None:
+    """Raise if DCP of this torch would write or read a shard of a parameter at a wrong offset.
+
+    That happens with FSDP2 over tensor parallelism if both shard the same dimension and do
+    not divide it evenly (7 rows on a 3x2 mesh, 9 on 4x2): DCP of torch 2.13 then fails, or saves
+    without an error and loses rows. It happens to a part of each of several groups of rows, too,
+    which DCP takes for one box. Collective over ``group``.
+
+    Args:
+        is_gathered: whole tensors are written, which torch makes of such groups without a mistake.
+
+    Raises:
+        NotImplementedError: names the first such parameter, on every rank; nothing was written.
+
+    Cost: arithmetic on shapes; one all-reduce of 40 bytes.
+    """
+
+    def check() -> None:
+        managed = managed_parameters(model)
+        for fqn, module, name, registered in registered_parameters(model):
+            # What is registered may be the gathered copy; FSDP1's records have no DTensor.
+            parameter = getattr(managed.get((id(module), name)), "parameter", registered)
+            if is_dtensor(parameter):
+                check_saveable(fqn, parameter, is_gathered=is_gathered)
+
+    world(group).run(check)
 
 
 def prepare_for_load(

@@ -42,11 +42,9 @@ from distprune.files.checkpoint import open_checkpoint
 from distprune.files.disk import write_atomically
 from distprune.files.errors import CheckpointError
 from distprune.files.mask_files import MASK_FILE, MaskFile, mask_header, open_masks, read_keep
-from distprune.masks import checks
-from distprune.masks.attach import detach, tied_places
+from distprune.masks.attach import check_binary, check_hook, check_ties, detach
 from distprune.masks.hook import find_hook, pruned_parameters, refresh_products, unregister
-from distprune.methods.base import elementwise_decision
-from distprune.methods.builtin import hook_for_chosen_mask
+from distprune.methods.base import elementwise_decision, hook_for_chosen_mask
 from distprune.ranks.collectives import Communicator, world
 from distprune.shards.reader import Place, ShardReader, all_places, by_parameter, find_places
 from distprune.shards.shard import Shard
@@ -207,7 +205,7 @@ def set_masks(
         for position, shard in enumerate(call.shards):
             before = keep = call.start_mask(position) != 0
             if isinstance(shard.scores, Tensor):  # else it is of another part of a pipeline
-                checks.check_binary(shard.scores, shard.name)
+                check_binary(shard.scores, shard.name)
                 keep = shard.scores != 0
             dropped, grown = before & ~keep, keep & ~before
             counted = slice(shard.counted.start, shard.counted.stop)
@@ -287,10 +285,10 @@ def masks_aside(model: nn.Module, *, group: ProcessGroup | None = None) -> Itera
     communicator = world(group)
 
     def read() -> tuple[list[NamedParameter], list[Tensor]]:
-        checks.check_ties(model)
+        check_ties(model)
         for label, module, hook in pruned_parameters(model):
-            checks.check_binary(module.get_buffer(mask_key(hook._tensor_name)), label)
-            checks.check_hook(hook, label)
+            check_binary(module.get_buffer(mask_key(hook._tensor_name)), label)
+            check_hook(hook, label)
         pairs = find_places(model, _is_pruned)
         return pairs, get_masks(pairs)
 
@@ -299,7 +297,7 @@ def masks_aside(model: nn.Module, *, group: ProcessGroup | None = None) -> Itera
     )
     for _, module, hook in list(pruned_parameters(model)):
         if find_hook(module, hook._tensor_name) is hook:  # else it went with another name
-            detach(module, hook._tensor_name, None, tied_places(module, hook))
+            detach(module, hook, is_final=False)
             unregister(module, hook._tensor_name)
     try:
         with communicator.raising_everywhere():

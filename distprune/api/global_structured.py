@@ -21,8 +21,7 @@ from distprune.call.report import ChannelGroupReport, StructuredReport
 from distprune.call.request import Decision, ParameterArguments, PruningCall
 from distprune.methods import channels
 from distprune.methods.base import describe_argument
-from distprune.methods.builtin import norm_order
-from distprune.methods.channels import ChannelGroup, ChannelSlice
+from distprune.methods.channels import ChannelGroup, ChannelSlice, norm_order
 from distprune.ranks.collectives import world
 from distprune.shards.reader import Scores
 from distprune.shards.shard import Shard

@@ -14,8 +14,7 @@ from distprune.call.reading import check_mapping, check_order
 from distprune.call.report import PruningReport, warn_of_collapse
 from distprune.call.request import InputDims, PruningArguments, to_rule
 from distprune.call.run import prune_parameters
-from distprune.methods.base import BasePruningMethod
-from distprune.methods.builtin import hook_for_chosen_mask
+from distprune.methods.base import BasePruningMethod, hook_for_chosen_mask
 from distprune.ranks.collectives import world
 from distprune.shards.reader import Scores
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from distprune.base.amount import Amount
 from distprune.base.naming import unwrap
 from distprune.masks.hook import find_hook, hooks_on, unregister
-from distprune.methods import builtin
+from distprune.methods import base, channels
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -24,7 +24,7 @@ def identity(module: ModuleT, name: str) -> ModuleT:
     Returns:
         The module.
     """
-    builtin.Identity.apply(module, name)
+    base.Identity.apply(module, name)
     return module
 
 
@@ -42,7 +42,7 @@ def random_unstructured(module: ModuleT, name: str, amount: Amount) -> ModuleT:
     Returns:
         The module.
     """
-    builtin.RandomUnstructured.apply(module, name, amount)
+    base.RandomUnstructured.apply(module, name, amount)
     return module
 
 
@@ -64,7 +64,7 @@ def l1_unstructured(
     Returns:
         The module.
     """
-    builtin.L1Unstructured.apply(module, name, amount=amount, importance_scores=importance_scores)
+    base.L1Unstructured.apply(module, name, amount=amount, importance_scores=importance_scores)
     return module
 
 
@@ -83,7 +83,7 @@ def random_structured(module: ModuleT, name: str, amount: Amount, dim: int) -> M
     Returns:
         The module.
     """
-    builtin.RandomStructured.apply(module, name, amount, dim)
+    channels.RandomStructured.apply(module, name, amount, dim)
     return module
 
 
@@ -112,7 +112,7 @@ def ln_structured(
     Returns:
         The module.
     """
-    builtin.LnStructured.apply(module, name, amount, n, dim, importance_scores=importance_scores)
+    channels.LnStructured.apply(module, name, amount, n, dim, importance_scores=importance_scores)
     return module
 
 
@@ -133,7 +133,7 @@ def custom_from_mask(module: ModuleT, name: str, mask: Tensor) -> ModuleT:
         ValueError: another value than 0 and 1 for a sharded parameter; on every rank, and
             nothing has changed then.
     """
-    builtin.CustomFromMask.apply(module, name, mask)
+    base.CustomFromMask.apply(module, name, mask)
     return module
 
 

@@ -32,7 +32,8 @@ FLOOR, CEILING = "min_sparsity", "max_sparsity"
 
 def check_share(what: str, value: float, expected: str = "a sparsity") -> None:
     """Raise TypeError for what is no real number, ValueError for one outside [0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    # float first: to ask an abstract class takes longer than all else.
+    if isinstance(value, bool) or not isinstance(value, (float, numbers.Real)):
         kind = type(value).__name__
         raise TypeError(f"{what}={value!r} is a {kind}; expected a float in [0, 1].")
     if not 0 <= value <= 1:  # or NaN
@@ -50,7 +51,7 @@ def validate_amount(amount: Amount) -> None:
         TypeError: not a real number, or a ``bool``.
         ValueError: a negative count, or a fraction outside [0, 1] (NaN included).
     """
-    if isinstance(amount, bool) or not isinstance(amount, numbers.Integral):
+    if isinstance(amount, (bool, float)) or not isinstance(amount, numbers.Integral):
         check_share("amount", amount, "a fraction, or a count")
     elif amount < 0:
         raise ValueError(f"amount={amount!r} is negative; expected a count >= 0.")
@@ -69,7 +70,7 @@ def resolve_count(amount: Amount, tensor_size: int) -> int:
         amount: a fraction of ``tensor_size`` or a count, already validated.
         tensor_size: how many elements are unpruned.
     """
-    is_count = isinstance(amount, numbers.Integral)
+    is_count = not isinstance(amount, float) and isinstance(amount, numbers.Integral)
     return int(amount) if is_count else round(amount * tensor_size)
 
 

@@ -26,9 +26,7 @@ from distprune.base.pruned_form import is_dtensor
 from distprune.call.reading import SignedScores
 from distprune.criteria.rank_batches import CollectsRankBatches, Power, checked_unit
 from distprune.files.statistics_file import means_of_siblings
-from distprune.masks.checks import is_misplaced, misplaced
-from distprune.methods.base import BasePruningMethod
-from distprune.methods.builtin import L1Unstructured
+from distprune.methods.base import BasePruningMethod, L1Unstructured
 from distprune.ranks.collectives import world
 from distprune.shards.gradients import (
     available_gradient,
@@ -37,7 +35,7 @@ from distprune.shards.gradients import (
     local_gradient,
     ranks_with_shards,
 )
-from distprune.shards.reader import ShardReader, local_part
+from distprune.shards.reader import ShardReader, check_saveable, local_part
 from distprune.shards.shard import Shard
 from distprune.wrappers.managed import StoredRun
 
@@ -119,8 +117,8 @@ class Part:
         if self._place is not None:
             return {self._place: self.total} if self.total.numel() else {}
         tensor = self.shard.as_parameter_layout(self.total)
-        if is_dtensor(tensor) and is_misplaced(self.label, tensor):
-            raise misplaced(self.label)
+        if is_dtensor(tensor):
+            check_saveable(self.label, tensor)
         return tensor
 
     def loader(self, value: Any) -> Callable[[], object]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from distprune.criteria.base import Criterion, NonFinite, Part, Unit, is_finite
 from distprune.criteria.rank_batches import Power, RankBatches, checked_unit
-from distprune.methods.builtin import L1Unstructured, LowestScore
+from distprune.methods.base import L1Unstructured, LowestScore
 from distprune.ranks.collectives import Communicator, over_groups, sum_of_pieces, world
 from distprune.shards.gradients import ranks_with_shards, unaveraged_gradients
 from distprune.wrappers.managed import GradientSource

@@ -52,7 +52,7 @@ from distprune.language_models.running import (
     steps_of,
 )
 from distprune.language_models.text import TokenWindows
-from distprune.methods.builtin import L1Unstructured
+from distprune.methods.base import L1Unstructured
 from distprune.ranks.collectives import world
 from distprune.reconstruction import ReconstructionReport, reconstruct
 from distprune.shards.reader import Scores

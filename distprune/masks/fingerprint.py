@@ -60,7 +60,9 @@ def fingerprint_parts(shards: Sequence[Shard], masks: Sequence[Tensor]) -> list[
             joined.setdefault((mask.dtype, mask.device), []).append((number, start // _BITS))
         else:
             order.append(number)
-            sums.append(_part(shard, shard.flat(mask)))
+            zero = torch.zeros((), dtype=torch.int64, device=mask.device)
+            words = _words(shard, shard.flat(mask))
+            sums.append(sum((_weighted(*each).sum() for each in words), zero))
     for several in joined.values():
         order += [number for number, _ in several]
         flat = [shards[number].flat(masks[number]) for number, _ in several]
@@ -82,13 +84,6 @@ def _parts(flat: Sequence[Tensor], firsts: Sequence[int]) -> Tensor:
     )
     sums = torch.zeros(len(flat), dtype=torch.int64, device=words.device)
     return sums.index_add_(0, memory.moved(of_mask, words.device), _weighted(words, numbers))
-
-
-def _part(shard: Shard, flat: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for words, numbers in _words(shard, flat):
-        total += _weighted(words, numbers).sum()
-    return total
 
 
 def _weighted(words: Tensor, numbers: Tensor) -> Tensor:

@@ -1,7 +1,12 @@
-"""The forward pre-hook that marks a pruned parameter and keeps its masked value fresh."""
+"""The hooks of a pruned module: before a forward, and around state dicts.
+
+The forward pre-hook marks a pruned parameter and keeps its masked value fresh. Those
+of state dicts are plain functions, which copies and pickles of a module keep.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +19,7 @@ from distprune.base.naming import Pair, full_name, named_modules
 from distprune.base.pruned_form import lost_mask, mask_key, masked_product, orig_key
 from distprune.wrappers import masked_value
 from distprune.wrappers.held import Held, find_held
+from distprune.wrappers.managed import StoredRun
 from distprune.wrappers.wrapper import active_ddp, ignore_buffers, managed_parameters
 
 
@@ -55,25 +61,21 @@ class PruningHook:
                 setattr(module, name, self.apply_mask(module))
         elif holds_zeros(module, name):
             holder_of(module, name).before_forward()
-        elif module._buffers.get(mask_key(name)) is None:
-            raise lost_mask(module, name)
         elif not masked_value.is_live(module, name):
             if self._module_ref is None or self._module_ref() is not module:
-                self.register_module(module)
+                self._module_ref = weakref.ref(module)
             _exempt_masks_from_ddp(self)
             masked_value.release_graph(module, name)
-            try:
-                masked_value.assign(module, name, self.apply_mask(module))
-            except (RuntimeError, TypeError) as error:
-                original = module._parameters.get(orig_key(name))
-                if name not in module._parameters and (original is None or not original.is_meta):
-                    raise
+            original = module._parameters.get(orig_key(name))
+            is_away = original is not None and original.is_meta
+            is_away = is_away and not getattr(module, mask_key(name)).is_meta
+            if is_away or name in module._parameters:
                 raise RuntimeError(
-                    f"{type(module).__name__}.{name} is pruned, and something has put another "
-                    f"parameter in its place (fusing, quantisation), or keeps {orig_key(name)} "
-                    "elsewhere (offloading); expected a model whose zeros distprune.remove has "
-                    "made permanent before."
-                ) from error
+                    f"{type(module).__name__}.{name} is pruned, and its parameter was replaced "
+                    "(fusing, quantisation) or moved away (offloading); expected a model whose "
+                    "zeros distprune.remove has made permanent before."
+                )
+            masked_value.assign(module, name, self.apply_mask(module))
 
     def apply_mask(self, module: nn.Module) -> Tensor:
         """The product of mask and original parameter, in the parameter's dtype.
@@ -84,10 +86,11 @@ class PruningHook:
         name = getattr(self, "_tensor_name", None)
         assert name is not None, f"Module {module} has to be pruned"
         # Where they are registered, first: torch's own look-up takes three times as long.
-        mask = module._buffers.get(mask_key(name))
+        mask, original = module._buffers.get(mask_key(name)), module._parameters.get(orig_key(name))
         if mask is None:
-            mask = getattr(module, mask_key(name))
-        original = module._parameters.get(orig_key(name))
+            mask = getattr(module, mask_key(name), None)
+        if mask is None:
+            raise lost_mask(module, name)
         if original is None:
             original = getattr(module, orig_key(name))
         return masked_value.product(module, name, original, mask)
@@ -95,19 +98,7 @@ class PruningHook:
     @property
     def multiplies(self) -> bool:
         """Whether the mask acts by multiplication: the method does not override apply_mask."""
-        return getattr(self.apply_mask, "__func__", None) is PruningHook.apply_mask
-
-    @property
-    def __name__(self) -> str:
-        """What torch.jit.script reads of each hook."""
-        raise AttributeError(
-            "torch.jit.script does not know masks; expected a model of which the pruning is "
-            "removed first: distprune.remove makes the zeros permanent."
-        )
-
-    def register_module(self, module: nn.Module) -> None:
-        """Remember the module, for copies of it."""
-        self._module_ref = weakref.ref(module)
+        return type(self).apply_mask is PruningHook.apply_mask
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_module_ref", "_ddp_ref")
@@ -118,19 +109,15 @@ class PruningHook:
         # which torch refuses to copy. A module's hooks are copied before its plain
         # attributes, so the copied product can be entered into the memo here.
         module = None if self._module_ref is None else self._module_ref()
-        copied = None if module is None else memo.get(id(module))
-        if module is not None and copied is not None:
-            name = self._tensor_name
-            product = module.__dict__.get(name)
-            if isinstance(product, Tensor) and not product.is_leaf and id(product) not in memo:
-                mask = copy.deepcopy(module._buffers[mask_key(name)], memo)
-                original = copy.deepcopy(module._parameters[orig_key(name)], memo)
-                assert mask is not None and original is not None
-                memo[id(product)] = masked_product(original, mask)
         clone = memo[id(self)] = object.__new__(type(self))
+        if module is not None and id(module) in memo:
+            product = module.__dict__.get(self._tensor_name)
+            if isinstance(product, Tensor) and not product.is_leaf:
+                original = module._parameters[orig_key(self._tensor_name)]
+                both: Any = original, module._buffers[mask_key(self._tensor_name)]
+                memo[id(product)] = masked_product(*copy.deepcopy(both, memo))
+            clone._module_ref = weakref.ref(memo[id(module)])
         clone.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        if copied is not None:
-            clone._module_ref = weakref.ref(copied)
         return clone
 
 
@@ -173,17 +160,17 @@ def find_hook(module: nn.Module, name: str) -> PruningHook | None:
 
 def register(module: nn.Module, hook: PruningHook) -> None:
     """Register the hook of a parameter, in the place of the present one if there is one."""
-    name = hook._tensor_name
-    hook.register_module(module)
-    for key, present in module._forward_pre_hooks.items():
-        if isinstance(present, PruningHook) and present._tensor_name == name:
-            module._forward_pre_hooks[key] = hook
-            return
+    hooks, name = module._forward_pre_hooks, hook._tensor_name
+    hook._module_ref = weakref.ref(module)
     # Before the hooks of wrappers, which may gather what is to be zero; and before those of the old
     # weight_norm and spectral_norm, which compute the weight from what may be pruned.
-    others = module._forward_pre_hooks.values()
-    is_normed = any(type(other).__module__.startswith("torch.nn.utils.") for other in others)
-    module.register_forward_pre_hook(hook, prepend=is_normed or holds_zeros(module, name))
+    is_first = holds_zeros(module, name)
+    for key, other in hooks.items():
+        if isinstance(other, PruningHook) and other._tensor_name == name:
+            hooks[key] = hook
+            return
+        is_first |= type(other).__module__.startswith("torch.nn.utils.")
+    module.register_forward_pre_hook(hook, prepend=is_first)
 
 
 def unregister(module: nn.Module, name: str) -> None:
@@ -193,27 +180,12 @@ def unregister(module: nn.Module, name: str) -> None:
             del module._forward_pre_hooks[key]
 
 
-def refresh_product(module: nn.Module, hook: PruningHook) -> None:
-    """Compute ``module.<name>`` anew, as the hook does, if the module keeps it."""
-    name = hook._tensor_name
-    is_kept = isinstance(module.__dict__.get(name), Tensor)
-    if is_kept and not masked_value.is_live(module, name) and not holds_zeros(module, name):
-        setattr(module, name, hook.apply_mask(module))
-
-
 def refresh_products(places: Iterable[Pair]) -> None:
-    """:func:`refresh_product` of those parameters that are pruned."""
+    """Compute the masked values anew that plain modules keep of their pruned parameters."""
     for module, name in places:
-        hook = find_hook(module, name)
-        if hook is not None:
-            refresh_product(module, hook)
-
-
-def named_hooks(root: nn.Module) -> Iterator[tuple[str, str, PruningHook]]:
-    """(module's name, parameter's name, hook) of every pruned parameter below a module."""
-    for prefix, module in root.named_modules():
-        for hook in hooks_on(module):
-            yield prefix, hook._tensor_name, hook
+        hook, kept = find_hook(module, name), module.__dict__.get(name)
+        if hook is not None and isinstance(kept, Tensor) and not holds_zeros(module, name):
+            setattr(module, name, hook.apply_mask(module))
 
 
 def pruned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, PruningHook]]:
@@ -248,17 +220,107 @@ def _exempt_masks_from_ddp(hook: PruningHook | None = None) -> None:
         hook: of one of these masks; records for which wrapper this is done already.
     """
     wrapper = active_ddp()
-    last_wrapper = None if hook is None or hook._ddp_ref is None else hook._ddp_ref()
-    if wrapper is None or last_wrapper is wrapper:
+    done = None if hook is None or hook._ddp_ref is None else hook._ddp_ref()
+    if wrapper is None or done is wrapper:
         return
-    hooks = list(named_hooks(wrapper.module))
-    masks = (mask_key(full_name(prefix, name)) for prefix, name, _ in hooks)
+    masks = []
+    for path, module in wrapper.module.named_modules():
+        for other in hooks_on(module):
+            masks.append(mask_key(full_name(path, other._tensor_name)))
+            other._ddp_ref = weakref.ref(wrapper)
     ignore_buffers(wrapper, masks)
-    for _, _, other in hooks:
-        other._ddp_ref = weakref.ref(wrapper)
 
 
 # Dynamo is to call it while tracing, and to leave nothing of it in the graph. (A second model that
 # runs code compiled for a first one is not exempted.) The decorator for this,
 # torch.compiler.assume_constant_result, imports Dynamo.
 _exempt_masks_from_ddp._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# Under which a module registers each of these functions: torch counts its hooks from 0 on.
+_KEY = -1
+
+
+def watch(module: nn.Module, *, is_held: bool) -> None:
+    """Call the functions of this file from now on."""
+    module._load_state_dict_post_hooks[_KEY] = _after_loading
+    if is_held and _KEY not in module._state_dict_pre_hooks:
+        module._state_dict_pre_hooks[_KEY] = _before_saving
+        module._state_dict_hooks[_KEY] = _after_saving
+        # Of all, torch passes the module only to this one if it is registered so.
+        handle = module.register_load_state_dict_pre_hook(_before_loading)  # type: ignore[no-untyped-call]
+        before = module._load_state_dict_pre_hooks
+        before[_KEY] = before.pop(handle.id)
+
+
+def unwatch(module: nn.Module) -> None:
+    """Undo :func:`watch`, once the module has no mask any more."""
+    if not _masked(module):
+        for hooks in (
+            module._load_state_dict_post_hooks,
+            module._state_dict_pre_hooks,
+            module._state_dict_hooks,
+            module._load_state_dict_pre_hooks,
+        ):
+            hooks.pop(_KEY, None)
+
+
+def _masked(module: nn.Module) -> list[str]:
+    """Names of the parameters that still have a mask."""
+    names = [hook._tensor_name for hook in hooks_on(module)]
+    return [name for name in names if module._buffers.get(mask_key(name)) is not None]
+
+
+def _held_by(module: nn.Module) -> Iterator[tuple[str, Held]]:
+    for name in _masked(module):
+        if holds_zeros(module, name):
+            yield mask_key(name), holder_of(module, name)
+
+
+def _runs_of(module: nn.Module) -> Iterator[tuple[str, Tensor, StoredRun]]:
+    """Key and mask of the parameters of which ranks store runs, and their records."""
+    for key, held in _held_by(module):
+        if isinstance(held.record, StoredRun):
+            yield key, held.mask, held.record
+
+
+def _before_saving(module: nn.Module, *_: Any) -> None:
+    for _key, held in _held_by(module):
+        held.zero()
+
+
+def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for key, mask, record in _runs_of(module):
+        saved = record.mask_in_state_dict(mask)
+        if saved is not None:
+            state_dict[prefix + key] = saved
+
+
+def _before_loading(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any, strict: bool, *lists: Any
+) -> None:
+    missing_keys, _unexpected_keys, error_msgs = lists
+    for name, mask, record in _runs_of(module):
+        key = prefix + name
+        if key in state_dict:
+            saved = state_dict.pop(key)
+            try:
+                mask.copy_(record.run_in_state_dict(saved) != 0)
+            except ValueError as error:
+                error_msgs.append(
+                    f"size mismatch for {key}: the state dict has {tuple(saved.size())}, expected "
+                    f"{error}."
+                )
+        elif strict:
+            missing_keys.append(key)
+
+
+def _after_loading(module: nn.Module, incompatible_keys: Any) -> None:
+    """Zero what was loaded; compute the masked values of a plain module anew."""
+    for name in _masked(module):
+        if holds_zeros(module, name):
+            holder_of(module, name).zero()
+        else:
+            # What does not fit, where only one of both was assigned, is told by the next forward.
+            with torch.enable_grad(), contextlib.suppress(RuntimeError):
+                refresh_products([(module, name)])

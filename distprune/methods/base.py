@@ -1,4 +1,4 @@
-"""What a pruning method is: the contract of torch.nn.utils.prune, and its counterpart on shards.
+"""Pruning methods: what one is, the container of several, and those for single elements.
 
 ``compute_mask`` is the contract of torch: a whole tensor of scores in, a mask out.
 ``decide`` is its counterpart for sharded parameters and for global pruning. On
@@ -9,27 +9,35 @@ slice of what one process would have computed.
 from __future__ import annotations
 
 import numbers
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distprune.base.memory import ordinary_tensors, zero_pruned
-from distprune.base.naming import NamedParameter, unwrap
-from distprune.call.reading import read_at_rest
-from distprune.call.request import Decision, Fact, LocalMasks, PruningArguments, PruningCall
+from distprune.base.amount import Amount, validate_amount
+from distprune.base.naming import NamedParameter, label_of, unwrap
+from distprune.base.pruned_form import local_tensor, mask_key
+from distprune.call.request import (
+    Decision,
+    Fact,
+    LocalMasks,
+    PruningArguments,
+    PruningCall,
+    Segments,
+)
 from distprune.call.run import prune_parameters
-from distprune.masks import checks
-from distprune.masks.attach import commit, detach, prepare
+from distprune.masks.attach import check_binary, check_state, commit, detach, prepare
 from distprune.masks.fingerprint import fingerprint_parts
-from distprune.masks.hook import MaskRecord, PruningHook, find_hook, holds_zeros
+from distprune.masks.hook import MaskRecord, PruningHook, find_hook
 from distprune.methods import ranking
 from distprune.ranking.scores import Order
-from distprune.shards.reader import ShardReader
+from distprune.ranks.collectives import is_distributed
+from distprune.shards.reader import ShardReader, local_part, whole_checksum
 from distprune.shards.shard import checksums
 
 
@@ -173,30 +181,27 @@ class BasePruningMethod(PruningHook, ABC):
             Exception: as in torch; the module has not changed then.
         """
         module = unwrap(module)
-        reader, label = ShardReader(), f"{type(module).__name__}.{name}"
+        reader, label = ShardReader(), label_of((module, name))
         ranks = reader.communicator(module, name)
         if ranks is not None:
 
             def make_arguments() -> PruningArguments:
                 method = cls(*args, **kwargs)
                 method._tensor_name = name
-                checks.check_hook(method, label)
                 scores = None if importance_scores is None else {(module, name): importance_scores}
                 return PruningArguments(
                     parameters=[NamedParameter(module, name, label)],
-                    method=str(cls.__name__),
+                    method=cls.__name__,
                     decide=method.decide,
                     reads_values=cls.READS_VALUES,
-                    make_hook=lambda owner, tensor_name: hook_with(owner, tensor_name, method),
+                    make_hook=lambda *place: hook_with(find_hook(*place), method),
                     importance_scores=scores,
                     facts=cls.describe_arguments(args, kwargs),
                 )
 
             prune_parameters(make_arguments, ranks)
-            present = find_hook(module, name)
-            assert isinstance(present, BasePruningMethod)
-            return present
-        checks.check_state(module, name)
+            return cast(BasePruningMethod, find_hook(module, name))
+        present = check_state(module, name)
         method = cls(*args, **kwargs)
         method._tensor_name = name
         shard = reader.read(module, name, label)
@@ -213,7 +218,7 @@ class BasePruningMethod(PruningHook, ABC):
         else:
             default_mask = shard.mask.clone(memory_format=torch.contiguous_format)
             mask = combined_mask(method, scores, default_mask).detach()
-        hook = hook_with(module, name, method)
+        hook = hook_with(present, method)
         shard.places = ((module, name),)
         commit([prepare(shard, [hook], mask)])
         num_pruned = int((mask == 0).sum())
@@ -251,22 +256,8 @@ class BasePruningMethod(PruningHook, ABC):
             RuntimeError: the mask is gone; FSDP shards the parameter, and a forward or a
                 backward of it is running. Nothing has changed then.
         """
-        name = self._tensor_name
-        assert name is not None, f"Module {module} has to be pruned before pruning can be removed"
-        reader, label = ShardReader(), f"{type(module).__name__}.{name}"
-        others = checks.check_removable(module, name)
-        with ordinary_tensors():
-            shard = read_at_rest(reader, module, name, label)
-            final = None
-            if not shard.is_sharded and not holds_zeros(module, name):
-                if self.multiplies:
-                    # +0 wherever the mask is 0, also where -0.0, inf or NaN stood.
-                    final = shard.live_values()
-                    assert shard.mask is not None
-                    zero_pruned(final, shard.mask)
-                else:
-                    final = self.apply_mask(module).detach()
-            detach(module, name, final, others)
+        assert self._tensor_name is not None, f"{module} has to be pruned before it can be removed"
+        detach(module, self, is_final=True)
 
 
 class PruningContainer(BasePruningMethod):
@@ -304,12 +295,6 @@ class PruningContainer(BasePruningMethod):
         # As in torch, None is appended too.
         self._pruning_methods += (method,)  # type: ignore[operator]
 
-    def register_module(self, module: nn.Module) -> None:
-        super().register_module(module)
-        # A schedule leaves one method a hundred times: see builtin.hook_for_chosen_mask.
-        for method in dict.fromkeys(self._pruning_methods):
-            method.register_module(module)
-
     def __len__(self) -> int:
         return len(self._pruning_methods)
 
@@ -330,16 +315,14 @@ class PruningContainer(BasePruningMethod):
         return combined_mask(self._pruning_methods[-1], t, default_mask)
 
 
-def hook_with(module: nn.Module, name: str, method: BasePruningMethod) -> BasePruningMethod:
-    """The method alone, or a new container of what is registered already and the method."""
-    present = find_hook(module, name)
+def hook_with(present: PruningHook | None, method: BasePruningMethod) -> BasePruningMethod:
+    """The method alone, or a new container of the methods that are registered and this one."""
     if present is None:
         return method
-    assert isinstance(present, BasePruningMethod)
-    # Not one by one: they have been checked, and may be many.
-    past = present._pruning_methods if isinstance(present, PruningContainer) else (present,)
     container = PruningContainer()
-    container._tensor_name = name
+    container._tensor_name = method._tensor_name
+    # Not one by one: they have been checked, and may be many.
+    past: Any = present if isinstance(present, PruningContainer) else (present,)
     container._pruning_methods = (*past, method)
     return container
 
@@ -390,3 +373,214 @@ def elementwise_decision(call: PruningCall, compute_mask: ComputeMask) -> Decisi
             chunk[live] = compute_mask(scores, torch.ones_like(scores)).to(chunk.dtype)
 
     return Decision(lambda: call.changed_masks(prune))
+
+
+class Identity(BasePruningMethod):
+    """Prunes nothing: gives a parameter a mask of ones."""
+
+    PRUNING_TYPE = "unstructured"
+    READS_VALUES = False
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """The default mask."""
+        return default_mask
+
+    def decide(self, call: PruningCall) -> Decision:
+        def finish() -> LocalMasks:
+            masks = [call.start_mask(position) for position in range(len(call.shards))]
+            return LocalMasks(masks, [0] * len(masks))
+
+        return Decision(finish)
+
+    @classmethod
+    def apply(cls, module: nn.Module, name: str) -> BasePruningMethod:  # type: ignore[override]
+        """Give ``module.<name>`` a mask of ones; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(module, name)
+
+
+class _Ranked(BasePruningMethod):
+    """What methods have in common that prune the elements that come first in an order.
+
+    Attributes:
+        RANKING: how elements are ordered, within one parameter and across several.
+        amount: a fraction of what is unpruned in [0, 1], or a count.
+    """
+
+    PRUNING_TYPE = "unstructured"
+    RANKING: ClassVar[ranking.ByScore | ranking.AtRandom]
+
+    def __init__(self, amount: Amount) -> None:
+        validate_amount(amount)
+        self.amount = amount
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """Zero the ``k`` elements of ``t`` that come first; NaN rank last, as in torch."""
+        assert isinstance(self.RANKING, ranking.ByScore)
+        return ranking.without_lowest(t, default_mask, self.amount, self.RANKING.order)
+
+    def decide(self, call: PruningCall) -> Decision:
+        return ranking.rank(call, self.amount, self.RANKING)
+
+
+class L1Unstructured(_Ranked):
+    """Prunes the elements of smallest magnitude; equal ones by ascending index.
+
+    Args:
+        amount: a fraction of what is unpruned in [0, 1], or a count.
+    """
+
+    IGNORES_SIGN = True
+    RANKING = ranking.BY_MAGNITUDE
+
+    @classmethod
+    def apply(  # type: ignore[override]
+        cls, module: nn.Module, name: str, amount: Amount, importance_scores: Tensor | None = None
+    ) -> BasePruningMethod:
+        """Prune ``module.<name>`` by magnitude; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(module, name, amount=amount, importance_scores=importance_scores)
+
+
+class LowestScore(_Ranked):
+    """Prunes the elements of the lowest scores, signed: -2 before -1 before 1.
+
+    For scores whose sign counts, such as those of movement pruning
+    (``L1Unstructured`` ranks |scores|). It ranks ``importance_scores`` only, never values:
+    every parameter needs scores. -0.0 equals 0.0; among equal scores the lower index goes first.
+
+    Args:
+        amount: a fraction of what is unpruned in [0, 1], or a count.
+    """
+
+    RANKING = ranking.BY_SIGNED_SCORE
+
+    @classmethod
+    def apply(  # type: ignore[override]
+        cls, module: nn.Module, name: str, amount: Amount, importance_scores: Tensor
+    ) -> BasePruningMethod:
+        """Prune ``module.<name>`` by signed scores; see :meth:`BasePruningMethod.apply`.
+
+        Raises:
+            TypeError: scores that are no tensor.
+        """
+        if not isinstance(importance_scores, Tensor):
+            raise TypeError(
+                f"importance_scores is a {type(importance_scores).__name__}; expected a tensor of "
+                "the parameter's shape, because LowestScore never ranks values."
+            )
+        return super().apply(module, name, amount=amount, importance_scores=importance_scores)
+
+
+class RandomUnstructured(_Ranked):
+    """Prunes elements at random.
+
+    On unsharded parameters of one process the random numbers are torch's, from
+    the same seed. On sharded parameters, or with a process group, they are a
+    function of a seed, drawn from torch's generator on the leading rank, and of
+    the element's global index: the same mask on any sharding.
+
+    Args:
+        amount: a fraction of what is unpruned in [0, 1], or a count.
+    """
+
+    READS_VALUES = False
+    RANKING = ranking.AT_RANDOM
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """Zero the elements of ``k`` largest random numbers."""
+        return ranking.without_lowest(
+            t, default_mask, self.amount, Order.ASCENDING, lambda t: -torch.rand_like(t)
+        )
+
+    def decide(self, call: PruningCall) -> Decision:
+        # Torch's own numbers go with torch's own arguments.
+        if call.segments == Segments() and call.is_local and not is_distributed():
+            return BasePruningMethod.decide(self, call)
+        return super().decide(call)
+
+    @classmethod
+    def apply(cls, module: nn.Module, name: str, amount: Amount) -> BasePruningMethod:  # type: ignore[override]
+        """Prune ``module.<name>`` at random; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(module, name, amount=amount)
+
+
+class CustomFromMask(BasePruningMethod):
+    """Prunes where a given mask is 0.
+
+    Args:
+        mask: the parameter's shape; on a sharded parameter also a DTensor laid out
+            like it. A whole mask must be equal on all ranks. Values are 0 and 1; on a parameter
+            that is not sharded others are multiplied in, as in torch.
+    """
+
+    PRUNING_TYPE = "global"
+    READS_VALUES = False
+
+    def __init__(self, mask: Tensor | None) -> None:
+        # None: a global pruning, or set_masks, chose it, and the module's buffer is the only copy.
+        self._mask = mask
+
+    @property
+    def mask(self) -> Tensor:
+        """The given mask; after a global pruning, the mask that is in force on the module."""
+        if self._mask is not None:
+            return self._mask
+        module = None if self._module_ref is None else self._module_ref()
+        if module is None:
+            raise RuntimeError("the module that held this mask is gone.")
+        return module.get_buffer(mask_key(self._tensor_name))
+
+    @classmethod
+    def describe_arguments(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Fact]:
+        """Not the mask: a rank may give its part only. ``decide`` compares whole ones."""
+        return super().describe_arguments((), {})
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """The product of both masks."""
+        assert default_mask.shape == self.mask.shape, (
+            f"mask has shape {tuple(self.mask.shape)}; expected {tuple(default_mask.shape)}."
+        )
+        return default_mask * self.mask.to(dtype=default_mask.dtype)
+
+    def decide(self, call: PruningCall) -> Decision:
+        (shard,), given = call.shards, self.mask
+
+        def own_part() -> Tensor:
+            if shard.is_sharded:
+                # Torch multiplies factors in; a mask on shards only says what is kept.
+                check_binary(local_tensor(given), shard.name)
+            return local_part(shard.name, "mask", given, shard)
+
+        def facts_of(_: Tensor) -> list[Fact]:
+            return [(f"checksum of the mask of {shard.name}", whole_checksum(given != 0, shard))]
+
+        part = call.communicator.run(own_part, facts_of)
+
+        def prune(position: int, mask: Tensor) -> None:
+            mask.mul_(part.to(mask.dtype))
+
+        return Decision(lambda: call.changed_masks(prune))
+
+    @classmethod
+    def apply(cls, module: nn.Module, name: str, mask: Tensor) -> BasePruningMethod:  # type: ignore[override]
+        """Prune ``module.<name>`` by a mask; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(module, name, mask=mask)
+
+
+def hook_for_chosen_mask(module: nn.Module, name: str, *, reuse: bool = False) -> BasePruningMethod:
+    """What to register for a mask that a global pruning, or a caller, chose.
+
+    All those masks are the module's buffer, so one object stands for every global pruning of a
+    parameter, however often it is in the container: a schedule's history takes no memory.
+
+    Args:
+        reuse: return the present hook if it stands for a chosen mask already, so that a mask that
+            is replaced at every step leaves one entry in the container.
+    """
+    hook = find_hook(module, name)
+    last = hook[-1] if isinstance(hook, PruningContainer) and len(hook) else hook
+    if type(last) is not CustomFromMask or last._mask is not None:
+        last = CustomFromMask(None)
+        last._tensor_name, last._module_ref = name, weakref.ref(module)
+    elif reuse:
+        return hook  # type: ignore[return-value]
+    return hook_with(hook, last)

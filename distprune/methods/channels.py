@@ -1,4 +1,4 @@
-"""Channels of parameters over all ranks: their norms, how much of them is left, and their order.
+"""Channels of parameters over all ranks: their norms, their order, and the methods that prune them.
 
 [Note: exact norms] A floating-point sum depends on its order, and so on the
 sharding: two channels whose norms differ in the last digits could change places.
@@ -10,18 +10,25 @@ process and any sharding rank the same norms.
 from __future__ import annotations
 
 import math
+import numbers
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from distprune.base.amount import Amount, checked_count
+from distprune.base.amount import Amount, checked_count, resolve_count, validate_amount
 from distprune.base.exact_sums import Normalization
 from distprune.base.naming import label_of
 from distprune.call.request import Decision, PruningCall
+from distprune.methods import ranking
+from distprune.methods.base import BasePruningMethod
+from distprune.ranking.scores import Order
 from distprune.ranks.collectives import Communicator
 from distprune.shards.shard import Shard
 
@@ -298,3 +305,191 @@ def prune_lowest(
         num_ties_pruned=int((ties & pruned).sum()),
     )
     return decision, pruned
+
+
+class _Structured(BasePruningMethod):
+    """What methods have in common that prune the channels of the lowest scores.
+
+    Attributes:
+        amount: a fraction of the channels in [0, 1], or a count.
+        dim: the channels' dimension.
+    """
+
+    PRUNING_TYPE = "structured"
+
+    def __init__(self, amount: Amount, dim: int) -> None:
+        validate_amount(amount)
+        self.amount = amount
+        self.dim = dim
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """Zero the ``k`` channels of the lowest scores; NaN rank last, as in torch."""
+        dim = checked_dim(t, self.dim)
+        k = checked_count(self.amount, t.shape[dim])
+        if not k:
+            return default_mask
+        scores = self._whole_scores(t, dim)
+        keep = torch.ones_like(scores, dtype=torch.bool)
+        ranking.zero_lowest(keep, scores, k, Order.MAGNITUDE)
+        keep = keep.to(t.device).view(-1, *[1] * (t.dim() - dim - 1))
+        return (keep * default_mask).to(t.dtype)
+
+    def decide(self, call: PruningCall) -> Decision:
+        part = ChannelSlice(call.shards[0], checked_dim(call.shards[0], self.dim))
+        sizes = channel_sizes([[part]])
+        live = live_channels([part], sizes, call.communicator)
+        scores = self._scores(call, part, sizes, live)
+        return prune_lowest(call, [part], scores, live, self.amount)[0]
+
+    @abstractmethod
+    def _whole_scores(self, t: Tensor, dim: int) -> Tensor:
+        """The scores of the channels of a whole tensor."""
+
+    @abstractmethod
+    def _scores(self, call: PruningCall, part: ChannelSlice, sizes: Tensor, live: Flags) -> Floats:
+        """The scores of all channels, the same on every rank. Collective."""
+
+
+class RandomStructured(_Structured):
+    """Prunes whole channels at random.
+
+    Args:
+        amount: a fraction of the channels in [0, 1], or a count.
+        dim: the channels' dimension.
+    """
+
+    READS_VALUES = False
+
+    def __init__(self, amount: Amount, dim: int = -1) -> None:
+        super().__init__(amount, dim)
+
+    def _whole_scores(self, t: Tensor, dim: int) -> Tensor:
+        return torch.rand(t.shape[dim])
+
+    def _scores(self, call: PruningCall, part: ChannelSlice, sizes: Tensor, live: Flags) -> Floats:
+        scores, num_live = np.zeros(part.num_channels), int(live.sum())
+        if resolve_count(self.amount, num_live):
+            # All ranks draw from torch's CPU generator, as one process does; the leader's count.
+            drawn = call.communicator.leader_of(
+                num_live, lambda: torch.rand(num_live).view(torch.int32).long()
+            )
+            scores[live] = drawn.int().view(torch.float32).numpy()
+        return scores
+
+    @classmethod
+    def apply(  # type: ignore[override]
+        cls, module: nn.Module, name: str, amount: Amount, dim: int = -1
+    ) -> BasePruningMethod:
+        """Prune channels of ``module.<name>`` at random; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(module, name, amount=amount, dim=dim)
+
+
+class LnStructured(_Structured):
+    """Prunes whole channels of smallest L_n norm; equal norms by ascending index.
+
+    Norms are summed exactly, so that no order of summation, and no sharding, can
+    change which channels go; they are rounded to the dtype of the scores.
+
+    Args:
+        amount: a fraction of the channels in [0, 1], or a count.
+        n: order of the norm, as in ``torch.norm``; None is 2.
+        dim: the channels' dimension.
+    """
+
+    def __init__(self, amount: Amount, n: Any, dim: int = -1) -> None:
+        super().__init__(amount, dim)
+        self.n = n
+
+    def _whole_scores(self, t: Tensor, dim: int) -> Tensor:
+        return compute_norm(t, self.n, dim)
+
+    def _scores(self, call: PruningCall, part: ChannelSlice, sizes: Tensor, live: Flags) -> Floats:
+        order, values, label = norm_order(self.n), call.score_or_value(0), part.shard.name
+        if order is None or not values.dtype.is_floating_point:
+            raise NotImplementedError(
+                f"{label}: n={self.n!r} of {values.dtype} is not supported on a sharded "
+                "parameter; expected 1, 2 or inf, and scores of floating point."
+            )
+        mask = part.shard.mask if part.shard.scores is None else None
+        rows = partial(part.counted_rows, lambda: values, mask)
+        norms = joint_norms([rows], order, sizes, call.communicator).to(values.dtype)
+        wrong = norms.isnan().nonzero().view(-1).tolist()
+        if wrong:
+            raise ValueError(
+                f"{label}: the scores of channels {wrong} along dim {self.dim} contain NaN; "
+                "expected numbers."
+            )
+        return norms.double().numpy()
+
+    @classmethod
+    def apply(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        name: str,
+        amount: Amount,
+        n: Any,
+        dim: int,
+        importance_scores: Tensor | None = None,
+    ) -> BasePruningMethod:
+        """Prune channels of ``module.<name>`` by norm; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(
+            module, name, amount=amount, n=n, dim=dim, importance_scores=importance_scores
+        )
+
+
+def checked_dim(t: Tensor | Shard, dim: int) -> int:
+    """A dimension counted from the front.
+
+    Raises:
+        ValueError, TypeError, IndexError: see :func:`validate_channels` and :func:`validate_dim`.
+    """
+    validate_channels(t)
+    validate_dim(t, dim)
+    return int(dim) % len(t.shape)
+
+
+def validate_channels(t: Tensor | Shard) -> None:
+    """Raise ValueError if a tensor has fewer than two dimensions: its channels are elements."""
+    if len(t.shape) <= 1:
+        raise ValueError(
+            f"structured pruning needs a tensor of at least two dimensions; got shape "
+            f"{tuple(t.shape)}. Use an unstructured method for it."
+        )
+
+
+def validate_dim(t: Tensor | Shard, dim: int) -> None:
+    """Check a dimension of a tensor.
+
+    Raises:
+        TypeError: not an int.
+        IndexError: out of range at either end.
+    """
+    num_dims = len(t.shape)
+    if not isinstance(dim, numbers.Integral):
+        raise TypeError(f"dim={dim!r} is a {type(dim).__name__}; expected an int.")
+    if not -num_dims <= dim < num_dims:
+        raise IndexError(
+            f"dim={dim} is out of range for a tensor of shape {tuple(t.shape)}; expected "
+            f"{-num_dims} <= dim < {num_dims}."
+        )
+
+
+def norm_order(n: object) -> float | None:
+    """The order of a norm that is summed exactly: 1, 2 (also for None) or inf; else None."""
+    if n is None:
+        return 2.0
+    return float(n) if n in (1, 2, math.inf) else None  # type: ignore[arg-type]
+
+
+def compute_norm(t: Tensor, n: Any, dim: int) -> Tensor:
+    """The L_n norm of every channel of a whole tensor, in its dtype, [t.shape[dim]]."""
+    dim %= t.ndim
+    order = norm_order(n)
+    if order is None or not t.is_floating_point():
+        by_torch: Tensor = torch.norm(
+            t, p=n, dim=[other for other in range(t.ndim) if other != dim]
+        )
+        return by_torch
+    rows = t.detach().movedim(dim, 0), torch.arange(t.shape[dim]), None
+    sizes = torch.full((t.shape[dim],), t.numel() // max(t.shape[dim], 1))
+    return joint_norms([lambda: rows], order, sizes, Communicator(())).to(t.device, t.dtype)

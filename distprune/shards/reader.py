@@ -385,3 +385,35 @@ def find_places(model: nn.Module, is_wanted: Callable[[Place], bool]) -> list[Na
         for places in by_parameter(all_places(model)).values()
         if any(map(is_wanted, places))
     ]
+
+
+def check_saveable(name: str, parameter: DTensor, *, is_gathered: bool = False) -> None:
+    """Raise if DCP of this torch would write or read this rank's shard at a wrong offset.
+
+    Args:
+        is_gathered: whole tensors are written, which torch makes of parts of groups of rows without
+            a mistake.
+
+    Raises:
+        NotImplementedError: names the parameter.
+    """
+    box = wrapper.doubtful_box(parameter)
+    if box is None:
+        return
+    shard, (sizes, offsets) = local_shard(name, parameter, None), box
+    ranges = shard.coordinates
+    if shard.index.fold is not None:
+        is_right = is_gathered
+    elif 0 in sizes or not all(ranges):
+        is_right = 0 in sizes and not all(ranges)
+    else:
+        boxes = zip(ranges, offsets, sizes, strict=True)
+        is_right = all((own.start, len(own)) == (offset, size) for own, offset, size in boxes)
+    if not is_right:
+        raise NotImplementedError(
+            f"{name} (shape {tuple(parameter.shape)}, {parameter.placements} on a mesh of shape "
+            f"{tuple(parameter.device_mesh.shape)}): torch {torch.__version__} cannot save or load "
+            "uneven shards that FSDP2 cut out of tensor-parallel ones, nor shards that have a part "
+            "of each of several groups of rows. Expected a size that the mesh divides, and whole "
+            "dimensions. Pad the dimension, use another mesh, or save a consolidated state dict."
+        )

@@ -211,7 +211,7 @@ def test_what_torch_misplaces_is_refused(tmp_path):
     assert not all(equal for _, equal in per_rank), "torch saves it now: take the refusal out"
     for messages, _ in per_rank:
         for message in messages:
-            assert "l1.weight (shape (7, 6)" in message and "l1.bias" in message
+            assert "l1.weight (shape (7, 6)" in message
             assert "l2" not in message and "l3" not in message
 
 
