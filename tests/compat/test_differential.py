@@ -244,3 +244,13 @@ def test_a_mask_of_the_dtype_of_scores_does_not_change_what_comes_after(device):
     (our_dtype, ours, our_next), (their_dtype, theirs, their_next) = results
     assert our_dtype == their_dtype == torch.float32
     assert torch.equal(ours, theirs) and torch.equal(our_next, their_next)
+
+
+def test_a_mask_of_factors_is_multiplied_in(device):
+    theirs = fill_distinct(nn.Linear(4, 3), torch.float32, seed=0).to(device)
+    ours = twin(theirs)
+    mask = torch.linspace(0, 2, 12, device=device).view(3, 4)
+    for library, module in ((torch_prune, theirs), (distprune, ours)):
+        library.custom_from_mask(module, "weight", mask)
+        module(torch.ones(2, 4, device=device)).sum().backward()
+    assert_same_modules(ours, theirs)
