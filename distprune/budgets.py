@@ -23,7 +23,6 @@ is right.
 
 from __future__ import annotations
 
-import bisect
 import math
 import numbers
 import re
@@ -268,43 +267,40 @@ def divided(
     Cost: rational operations in the number of parameters times its logarithm.
     """
     limited = list(zip(lines, lowest, highest, strict=True))
-
-    def counts_at(level: Fraction) -> list[Fraction]:
-        return [
-            min(max(line.start + line.slope * level, Fraction(low)), Fraction(high))
-            for line, low, high in limited
-        ]
-
-    def sum_at(level: Fraction) -> Fraction:
-        return sum(counts_at(level), Fraction(0))
-
-    # Between two levels at which a parameter meets one of its limits, the sum is a line.
-    levels = [
-        (Fraction(limit) - line.start) / line.slope
-        for line, *limits in limited
-        for limit in limits
-        if line.slope
-    ] or [Fraction(0)]
-    levels.sort()
-    least, most = sum_at(levels[0]), sum_at(levels[-1])
-    if not least <= total <= most:
+    # The sum at a level is constant + slope * level; both change where a parameter leaves its
+    # lowest count, and where it reaches its highest.
+    constant, slope, level, most = Fraction(0), Fraction(0), Fraction(0), Fraction(0)
+    changes: list[tuple[Fraction, Fraction, Fraction]] = []
+    for line, low, high in limited:
+        rise, start = Fraction(line.slope), Fraction(line.start)
+        if rise:
+            changes.append(((low - start) / rise, start - low, rise))
+            changes.append(((high - start) / rise, high - start, -rise))
+        constant += low if rise else _held(start, low, high)
+        most += high if rise else _held(start, low, high)
+    if not constant <= total <= most:
         raise ValueError(
-            f"the budget can divide {int(least):,} to {int(most):,} pruned elements among these "
+            f"the budget can divide {int(constant):,} to {int(most):,} pruned elements among these "
             f"parameters, and {total:,} are to be pruned; expected a sparsity within these."
         )
-    position = bisect.bisect_left(levels, Fraction(total), key=sum_at)
-    level = levels[position]
-    if position:
-        before = levels[position - 1]
-        below, above = sum_at(before), sum_at(level)
-        level = before + (level - before) * (total - below) / (above - below)
-    exact = counts_at(level)
+    for change in sorted(changes):
+        level, more, steeper = change
+        if constant + slope * level >= total:
+            break
+        constant, slope = constant + more, slope + steeper
+    if slope:
+        level = (total - constant) / slope
+    exact = [_held(line.start + line.slope * level, low, high) for line, low, high in limited]
     # Each is rounded down, and the largest remainders up.
     counts = [math.floor(count) for count in exact]
     by_remainder = sorted(range(len(counts)), key=lambda i: (counts[i] - exact[i], i))
     for i in by_remainder[: total - sum(counts)]:
         counts[i] += 1
     return counts
+
+
+def _held(count: Fraction | int, low: int, high: int) -> Fraction:
+    return min(max(Fraction(count), Fraction(low)), Fraction(high))
 
 
 def lines_of(rule: str, parameters: Sequence[Bounded]) -> list[Line]:
@@ -402,7 +398,7 @@ def outlier_ratios(
         if isinstance(magnitudes, Tensor):
             return (magnitudes > threshold).sum()
         # In float64, to which no number is rounded.
-        return int(np.count_nonzero(magnitudes > np.float64(threshold)))
+        return int(np.count_nonzero(np.greater(magnitudes, threshold, signature="dd->?")))
 
     def count() -> Tensor:
         return torch.tensor(per_part(parts, count_above), dtype=torch.int64)
