@@ -336,5 +336,5 @@ def test_a_schedule_divides_every_target():
     at_most = partial(budgets.uniform, max_sparsity={"l2.weight": 0.2})
     assert steps(at_most) == [[12, 10, 3], [32, 10, 8], [52, 10, 13]]
     for option in ({"max_sparsity": 0.5}, {"scope": "layer"}, {"pattern": "2:4"}):
-        with pytest.raises(ValueError, match=r"expected (one of them|a fraction|no amount)"):
+        with pytest.raises(ValueError, match=r"expected (one of them|a fraction|the pattern)"):
             steps(budgets.uniform, **option)
