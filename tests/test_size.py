@@ -29,7 +29,7 @@ ROOMS = {
     "integrations": (804, 6),
     "language_models": (1026, 7),
     "layouts.py": (13, 1),
-    "masks": (524, 4),
+    "masks": (530, 4),
     "methods": (765, 4),
     "ranking": (1650, 9),
     "ranks": (319, 2),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (595, 1),
     "wrappers": (1134, 8),
 }
-TOTAL = (19578, 121)
+TOTAL = (19584, 121)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 31842, "launch": 967}
+FOLDERS = {"tests": 31850, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

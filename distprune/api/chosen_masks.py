@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from distprune import _transformers
+import distprune._transformers as _transformers
 from distprune.base import memory
 from distprune.base.amount import listed
 from distprune.base.memory import ordinary_tensors

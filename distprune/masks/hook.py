@@ -96,6 +96,14 @@ class PruningHook:
         return masked_value.product(module, name, original, mask)
 
     @property
+    def __name__(self) -> str:
+        """What torch.jit.script reads of each hook."""
+        raise AttributeError(
+            "torch.jit.script does not know masks; expected a model whose zeros "
+            "distprune.remove has made permanent before."
+        )
+
+    @property
     def multiplies(self) -> bool:
         """Whether the mask acts by multiplication: the method does not override apply_mask."""
         return type(self).apply_mask is PruningHook.apply_mask

@@ -81,7 +81,7 @@ def test_an_option_replaces_what_a_recipe_says(recipe_of, given, expected):
         ("-r layer_50 --seed 3", ["seed 3 has no effect without score 'random'"]),
         ("-s 0.5 --budget erk --normalize rms", ["normalize 'rms' has no effect with budget"]),
         ("-s 0.5 --normalize max", ["'max' is not one of 'rms', 'l2', 'mean', 'none'"]),
-        ("-s 0.5 --max-sparsity 0.4", ["max_sparsity leaves", "are to be"]),
+        ("-s 0.5 --max-sparsity 0.4", ["max_sparsity allow for 0 to", "are to be"]),
         ("-r by_kind_of_layer -s 0.5", ["groups stand beside sparsity"]),
     ],
 )  # fmt: skip

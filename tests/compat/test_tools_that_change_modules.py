@@ -48,6 +48,10 @@ def quantised():
     torch.ao.quantization.quantize_dynamic(pruned())(torch.ones(1, 4))
 
 
+def scripted():
+    torch.jit.script(pruned())
+
+
 def offloaded():
     net = pruned()
     pytest.importorskip("accelerate").cpu_offload(net, execution_device="cpu")
@@ -61,7 +65,7 @@ def pruned():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("use", [fused, quantised, offloaded])
+@pytest.mark.parametrize("use", [fused, quantised, scripted, offloaded])
 def test_what_does_not_know_masks_says_to_remove_them_first(use):
     with pytest.raises((RuntimeError, AttributeError), match=r"distprune\.remove"):
         use()

@@ -93,3 +93,11 @@ assert set(distprune.__all__) <= set(dir(distprune)) and not hasattr(distprune, 
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["api.global_mask", "dynamic", "schedule"])
+def test_a_module_may_be_the_first_that_is_imported(name):
+    script = f"import distprune.{name}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
