@@ -191,7 +191,7 @@ class BasePruningMethod(PruningHook, ABC):
                 scores = None if importance_scores is None else {(module, name): importance_scores}
                 return PruningArguments(
                     parameters=[NamedParameter(module, name, label)],
-                    method=cls.__name__,
+                    method=cls.__name__,  # type: ignore[arg-type]  # a property of instances
                     decide=method.decide,
                     reads_values=cls.READS_VALUES,
                     make_hook=lambda *place: hook_with(find_hook(*place), method),
