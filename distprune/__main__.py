@@ -19,6 +19,6 @@ def _take_current_folder_off_the_path() -> None:
 
 if __name__ == "__main__":
     _take_current_folder_off_the_path()
-    from distprune.cli.main import main
+    from distprune.cli import main
 
     main()

@@ -22,7 +22,7 @@ COMMANDS = (
 
 def help_of(command: str) -> str:
     """What ``distprune COMMAND --help`` prints to a pipe."""
-    from distprune.cli.main import main
+    from distprune.cli import main
 
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):

@@ -22,7 +22,7 @@ ROOMS = {
     "budgets.py": (227, 1),
     "call": (828, 5),
     "checkpoint.py": (236, 1),
-    "cli": (1254, 10),
+    "cli": (1254, 9),
     "criteria": (725, 4),
     "dynamic.py": (137, 1),
     "files": (2399, 13),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (595, 1),
     "wrappers": (1134, 8),
 }
-TOTAL = (19584, 121)
+TOTAL = (19584, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 31850, "launch": 967}
+FOLDERS = {"tests": 31849, "launch": 967}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -3,7 +3,7 @@
 import pytest
 from commands import Done
 
-from distprune.cli.main import main
+from distprune.cli import main
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from commands import start
 
 IMPORTED = (
     "import sys\n"
-    "from distprune.cli.main import main\ntry:\n    main()\nfinally:\n"
+    "from distprune.cli import main\ntry:\n    main()\nfinally:\n"
     "    assert not {'torch', 'numpy'} & set(sys.modules)\n"
 )
 

@@ -16,7 +16,7 @@ from distprune.recipes import Recipe, load_recipe, shipped_recipes
 
 HELPS = """
 import sys
-from distprune.cli.main import main
+from distprune.cli import main
 
 def helps(*command):
     sys.stdout.flush()

@@ -30,7 +30,7 @@ def command(request, run, source, tmp_path):
 # As if a signal came when nearly all is done.
 INTERRUPTED = """
 import os, signal
-from distprune.cli.main import main
+from distprune.cli import main
 from distprune.files import pruning
 pruning.Result._publish = lambda *_: os.kill(os.getpid(), signal.{})
 main()

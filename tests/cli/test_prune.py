@@ -7,9 +7,8 @@ import torch
 from commands import start
 from rich.console import Console
 
-from distprune.cli import console
+from distprune.cli import console, main
 from distprune.cli.console import Terminal
-from distprune.cli.main import main
 from distprune.files import planning
 from distprune.files.team import Progress
 from helpers.tiny_checkpoints import load, save, tree_digest
@@ -86,7 +85,7 @@ def test_progress_is_a_bar_on_a_terminal():
 
 @pytest.mark.slow
 def test_without_its_packages_the_command_says_what_to_install(tmp_path):
-    script = "import sys; sys.modules['click'] = None; from distprune.cli.main import main; main()"
+    script = "import sys; sys.modules['click'] = None; from distprune.cli import main; main()"
     process = start("-c", script)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 2 and "pip install 'distprune[cli]'" in err

@@ -49,7 +49,7 @@ def test_processes_share_the_text(made, tmp_path):
     model, text, _ = made
     command = ["prune", model, tmp_path / "out", *OPTIONS, "--text", text]
     script = tmp_path / "command.py"
-    script.write_text("import sys\nfrom distprune.cli.main import main\nmain(sys.argv[1:])\n")
+    script.write_text("import sys\nfrom distprune.cli import main\nmain(sys.argv[1:])\n")
     code, out = run_forked(script, *command, num_ranks=2)
     assert code == 0 and "on 2 processes" in out, out
 

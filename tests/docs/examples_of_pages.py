@@ -137,7 +137,7 @@ def write_checkpoints(folder: Path) -> None:
     """A checkpoint of the model, "llama", and what the command line makes of it, "llama-50"."""
     from safetensors.torch import save_file
 
-    from distprune.cli.main import main
+    from distprune.cli import main
 
     (folder / "llama").mkdir()
     save_file(Model().state_dict(), folder / "llama" / "model.safetensors")

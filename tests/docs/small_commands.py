@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 
-from distprune.cli.main import main
+from distprune.cli import main
 from distprune.recipes import shipped_recipes
 from helpers.tiny_language_model import save_tiny_llama, write_text
 

@@ -138,7 +138,7 @@ def test_the_metadata_says_what_is_needed(built):
     assert metadata["Requires-Python"] == ">=3.10"
     needed = {need for need in metadata.get_all("Requires-Dist") if "extra ==" not in need}
     assert needed == {"torch>=2.11", "numpy"}
-    assert "distprune = distprune.cli.main:main" in entries
+    assert "distprune = distprune.cli:main" in entries
     assert "**One call, any sharding, the same mask.**" in metadata.get_payload()
 
 

@@ -42,7 +42,7 @@ WITHOUT_EXTRAS = """
 import sys
 for name in ("click", "rich", "yaml", "safetensors", "transformers", "deepspeed", "pytest"):
     sys.modules[name] = None
-from distprune.cli.main import main
+from distprune.cli import main
 main(["selftest", *sys.argv[1:]])
 """
 
@@ -71,7 +71,7 @@ from distprune import selftest
 selftest.WRAPPINGS = selftest.WRAPPINGS[:-1]
 for name in [name for name in selftest.CHECKS if name not in ("masks", "traffic")]:
     del selftest.CHECKS[name]
-from distprune.cli.main import main
+from distprune.cli import main
 main(["selftest", "--cpu"])
 """
 
@@ -175,7 +175,7 @@ def die(case):
         os._exit(9)
     return []
 selftest.CHECKS["masks"] = die
-from distprune.cli.main import main
+from distprune.cli import main
 main(["selftest", "--cpu", "--timeout", "3"])
 """
 
@@ -196,7 +196,7 @@ FAILING = """
 from distprune import selftest
 selftest.WRAPPINGS = selftest.WRAPPINGS[:1]
 selftest.CHECKS["masks"] = lambda case: ["planted"]
-from distprune.cli.main import main
+from distprune.cli import main
 main(["selftest", "--cpu"])
 """
 
@@ -211,7 +211,7 @@ def test_what_does_not_hold_is_exit_code_1(tmp_path):
 MISSING = """
 import sys
 sys.modules[sys.argv.pop(1)] = None
-from distprune.cli.main import main
+from distprune.cli import main
 main(["selftest"])
 """
 
@@ -235,7 +235,7 @@ def test_a_torch_that_lacks_a_module(module, expected, message):
 
 @pytest.mark.parametrize("arguments", [["--bogus"], ["--timeout", "x"]])
 def test_wrong_usage_is_exit_code_2(arguments, capsys):
-    from distprune.cli.main import main
+    from distprune.cli import main
 
     with pytest.raises(SystemExit) as ended:
         main(["selftest", *arguments])
