@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from distprune import budgets
+import distprune.budgets as budgets
 from distprune.api.global_unstructured import global_arguments
 from distprune.api.local import remove
 from distprune.api.select import select

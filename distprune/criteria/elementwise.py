@@ -21,8 +21,6 @@ from distprune.wrappers.masked_value import has_own_property
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from distprune.criteria.base import Part
-
 
 class GradientMagnitude(Criterion):
     """|g|, where g is the weighted sum of the gradients of all updates.

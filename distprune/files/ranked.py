@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune import budgets
+import distprune.budgets as budgets
 from distprune.base.amount import CEILING, FLOOR, Bounds
 from distprune.base.memory import Array, Runs, Scratch, draw_seed
 from distprune.base.naming import UnfitScores
@@ -136,7 +136,7 @@ class RankedGroup:
     Attributes:
         group: of the plan.
         ranking: of its tensors.
-        divisors: per tensor, what its scores are budgets.divided by; None: by nothing.
+        divisors: per tensor, what its scores are divided by; None: by nothing.
         cuts: where the ranking is cut; None: rows or blocks are ranked.
         common: of the tensors that are ranked together; None: there are none, nothing of them is
             pruned, or limits decide everything.

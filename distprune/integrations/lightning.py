@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 
-from distprune import checkpoint
+import distprune.checkpoint as checkpoint
 from distprune.integrations import PlannedPruning, add_masks
 
 if TYPE_CHECKING:
