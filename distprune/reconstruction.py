@@ -3,11 +3,12 @@
 [Note: least squares] A row w0 of a weight gives the outputs w0 X for the inputs X [inputs, tokens].
 With a mask, the row v that changes them least is the minimum of
 
-    |(w0 - v) X|^2 + d |w0 - v|^2  =  (w0 - v) H (w0 - v)^T,     H = X X^T + d I,
+    |(w0 - v) X|^2 + d |(w0 - v) D^(1/2)|^2  =  (w0 - v) H (w0 - v)^T,     H = X X^T + d D,
 
-over all v that are zero where the mask is. Only the Gram matrix X X^T is needed, all rows of a
-weight have the same one, and no row needs another. The damping d makes H regular and holds v near
-w0 in directions that the calibration data hardly has.
+over all v that are zero where the mask is, where D is the diagonal of X X^T. Only the Gram matrix
+X X^T is needed, all rows of a weight have the same one, and no row needs another. The damping d
+makes H regular. It shrinks the correlations between inputs, which differ from text to text, and
+leaves their scales.
 
 The minimum solves the normal equations, the rows and columns of H that belong to the support:
 another matrix for each row. Conjugate gradients need only products with H, of all rows at once: a
@@ -45,12 +46,13 @@ from distprune.masks.hook import forgets_pruned, refresh_products
 from distprune.ranks.collectives import Communicator, world
 from distprune.shards.geometry import MatrixRun
 from distprune.shards.shard import Shard
-from distprune.statistics.gram import GramMatrices, with_damping
+from distprune.statistics.gram import GramMatrices
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 STEPS = 15
+DAMPING = 0.3
 # Elements of the rows that are solved at a time: seven temporaries of so many.
 _CPU_CHUNK = 1 << 21
 _DEVICE_CHUNK = 1 << 25
@@ -65,8 +67,6 @@ class ReconstructedParameter:
         num_elements, num_pruned: of the whole parameter.
         error_before: |(w0 - w) X|^2 / |w0 X|^2, where w was masked and not changed yet ...
         error_after: ... and with the new w. 0 if w0 X is zero.
-        damping: what was added to the diagonal of the Gram matrix; of several matrices, to that
-            with the largest.
         num_rows_unmoved: rows that least squares would have moved further than their own norm, as
             with a singular Gram matrix and hardly any damping: they keep their weights.
     """
@@ -76,7 +76,6 @@ class ReconstructedParameter:
     num_pruned: int
     error_before: float
     error_after: float
-    damping: float
     num_rows_unmoved: int = 0
 
 
@@ -87,7 +86,7 @@ class ReconstructionReport(CallReport):
     Attributes:
         parameters: an entry for each parameter, in the caller's order.
         steps: of conjugate gradients.
-        damping: as it was asked for: in units of the mean of each diagonal.
+        damping: as it was asked for.
         num_ranks: the ranks that took part.
         num_collectives: collectives that this rank took part in.
         bytes_sent: the payload of these, per rank.
@@ -126,7 +125,7 @@ def reconstruct(
     parameters: Iterable[tuple[nn.Module, str]],
     grams: GramMatrices,
     *,
-    damping: float = 0.01,
+    damping: float = DAMPING,
     steps: int = STEPS,
     dtype: torch.dtype = torch.float64,
     group: ProcessGroup | None = None,
@@ -138,7 +137,7 @@ def reconstruct(
 
     For each output row w0 of each weight: the row w that minimises
 
-        |(w0 - w) X|^2 + d |w0 - w|^2
+        |(w0 - w) X|^2 + d |(w0 - w) diag(X X^T)^(1/2)|^2
 
     over all w that are zero where the mask in force or w0 is, for the inputs X of the calibration
     data. A row that would move further than |w0| keeps its weights. w0 is what the parameter holds,
@@ -161,7 +160,8 @@ def reconstruct(
         parameters: (module, name) pairs, pruned or not, the same on every rank; each has a Gram
             matrix. One that is not pruned stays as it is.
         grams: of the weights that the calibration data went through.
-        damping: d, in units of the mean of the Gram matrix's diagonal. 0 needs regular matrices.
+        damping: d: the diagonal of each Gram matrix is multiplied by 1 + d. 0 needs regular
+            matrices. Weights of inputs that are 0 in all of the calibration data stay as they are.
         steps: of conjugate gradients; see [Note: least squares].
         dtype: in which it computes: float64, or float32, which is faster on an accelerator whose
             float64 is slow. Sharded and whole models then agree to about 1e-3 only.
@@ -196,7 +196,7 @@ def reconstruct(
         if not isinstance(grams, GramMatrices):
             raise TypeError(f"grams is a {type(grams).__name__}; expected GramMatrices.")
         if not 0 <= damping < float("inf"):
-            raise ValueError(f"damping={damping!r}; expected a finite number >= 0, such as 0.01.")
+            raise ValueError(f"damping={damping!r}; expected a finite number >= 0, such as 0.3.")
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps={steps!r}; expected a whole number >= 1.")
         if dtype not in (torch.float32, torch.float64):
@@ -238,12 +238,9 @@ def reconstruct(
                         "ones. float16 ends at 65504."
                     )
                 before, after = (max(0.0, e) / total if total > 0 else 0.0 for e in (before, after))
-                added = weights[label].damping if label in weights else 0.0
-                num_pruned = shard.numel - live
+                counts = shard.numel, shard.numel - live
                 entries.append(
-                    ReconstructedParameter(
-                        shard.name, shard.numel, num_pruned, before, after, added, int(unmoved)
-                    )
+                    ReconstructedParameter(shard.name, *counts, before, after, int(unmoved))
                 )
             for weight in weights.values():
                 weight.commit()
@@ -282,14 +279,20 @@ def _layouts_of(
     return grams.layouts_of([shard.places[0] for shard in shards])
 
 
-def _damped(gram: Tensor, damping: float, dtype: torch.dtype, label: str) -> tuple[Tensor, float]:
-    """A Gram matrix with damping on its diagonal, and what was added."""
-    damped, added = with_damping(gram, damping, dtype)
+def _damped(gram: Tensor, damping: float, dtype: torch.dtype, label: str) -> tuple[Tensor, Tensor]:
+    """A copy of a Gram matrix with damping, and what was added to its diagonal, [inputs].
+
+    An input that was not seen gets 1: then least squares leaves its weights as they are.
+    """
+    damped = gram.to(dtype, copy=True)
+    diagonal = damped.diagonal()
+    added = torch.where(diagonal > 0, damping * diagonal, 1)
+    diagonal.add_(added)
     if not damping and int(torch.linalg.cholesky_ex(damped).info):
         raise ValueError(
             f"{label}: damping=0, and its Gram matrix is singular: the calibration data has "
             "fewer tokens than inputs, or inputs that depend on each other. Expected "
-            "damping > 0, such as 0.01, or more data."
+            "damping > 0, such as 0.3, or more data."
         )
     return damped, added
 
@@ -308,7 +311,6 @@ class _Weight:
     Attributes:
         errors: fp64 [4], of the rows that this rank has solved; see ``least_squares``. NaN if new
             values are not finite in the dtype of the parameter.
-        damping: the largest that was added to the diagonal of one of its Gram matrices.
 
     Cost: a copy of this rank's values.
     """
@@ -318,7 +320,6 @@ class _Weight:
         height, self._width = layout.matrix_shape
         shape = layout.num_matrices, height
         self.errors = torch.zeros(4, dtype=torch.float64)
-        self.damping = 0.0
 
         def find_whole_rows() -> Tensor:
             self._new, self._blocks = shard.values.clone(), blocks_of(shard, layout)
@@ -330,17 +331,17 @@ class _Weight:
 
         self._num_having = ranks.reduce(layout.num_outputs, find_whole_rows).view(shape)
 
-    def solve(self, number: int, gram: Tensor, added: float, steps: int) -> None:
+    def solve(self, number: int, gram: Tensor, added: Tensor, steps: int) -> None:
         """Solve the rows of one matrix. Collective.
 
         Args:
             number: of the matrix.
             gram: its Gram matrix, damped, in the dtype in which rows are solved.
-            added: how much it was damped.
+            added: to its diagonal, [inputs].
             steps: of conjugate gradients.
         """
-        ranks, gram = self._ranks, gram.to(self._shard.values.device)
-        self.damping = max(self.damping, added)
+        ranks, device = self._ranks, self._shard.values.device
+        gram, added = gram.to(device), added.to(device)
         blocks = [block for block in self._blocks if block.matrix == number]
         num_having = self._num_having[number]
 
@@ -419,7 +420,7 @@ class _Weight:
 
 
 def least_squares(
-    weights: Tensor, keep: Tensor, gram: Tensor, added: float = 0.0, steps: int = STEPS
+    weights: Tensor, keep: Tensor, gram: Tensor, added: Tensor, steps: int = STEPS
 ) -> tuple[Tensor, Tensor]:
     """The rows with a given support whose outputs are nearest to those of given rows.
 
@@ -427,7 +428,7 @@ def least_squares(
         weights: [rows, inputs], before they were pruned.
         keep: the same shape, 1 where an element is kept and 0 elsewhere.
         gram: [inputs, inputs], damped; of the dtype of ``weights``.
-        added: the damping on its diagonal, which errors are without.
+        added: [inputs], the damping on its diagonal, which errors are without.
         steps: of conjugate gradients. An exact solution needs as many as a row has kept elements,
             or distinct eigenvalues; see [Note: least squares].
 
@@ -463,8 +464,8 @@ def least_squares(
     new = torch.where(is_far.view(-1, 1), masked, new)
     new = torch.where(keep != 0, new, 0)
     after = torch.where(is_far, before, after)
-    distances = [_inner(d, d) for d in (weights - masked, weights - new, weights)]
-    errors = torch.stack([before, after, total]) - added * torch.stack(distances)
+    damped = [_inner(d, d * added) for d in (weights - masked, weights - new, weights)]
+    errors = torch.stack([before, after, total]) - torch.stack(damped)
     return new, torch.cat([errors.sum(1), is_far.sum(dtype=torch.float64).view(1)])
 
 

@@ -54,7 +54,7 @@ from distprune.language_models.running import (
 from distprune.language_models.text import TokenWindows
 from distprune.methods.base import L1Unstructured
 from distprune.ranks.collectives import world
-from distprune.reconstruction import ReconstructionReport, reconstruct
+from distprune.reconstruction import DAMPING, ReconstructionReport, reconstruct
 from distprune.shards.reader import Scores
 from distprune.statistics.activation import ActivationStatistics, prune_sequentially
 from distprune.statistics.gradients import GradientStatistics
@@ -484,7 +484,7 @@ def prune_in_rounds(
     score: Callable[[], Scores],
     *,
     update: bool = True,
-    damping: float = 0.01,
+    damping: float = DAMPING,
     batch_size: int = 1,
     progress: Report | None = None,
     finished: int = 0,

@@ -177,7 +177,8 @@ class GramMatrices(ActivationStatistics):
                 for number in range(len(block.rows)):
                     whole = block.whole(number, communicator)
                     if next(turns) == communicator.index and bool(whole.any()):
-                        damped, _ = with_damping(whole, damping, torch.float64)
+                        damped = whole.double()
+                        damped.diagonal().add_(damping * damped.diagonal().mean())
                         factor, has_failed = torch.linalg.cholesky_ex(damped)
                         diagonal = torch.cholesky_inverse(factor).diagonal()
                         inverse[number] = torch.nan if has_failed else diagonal
@@ -349,15 +350,3 @@ class GramMatrices(ActivationStatistics):
                 if number in gram.matrices:
                     product = gram.matrices[number].add_(product.to(gram.matrices[number].device))
                 gram.matrices[number] = product
-
-
-def with_damping(gram: Tensor, damping: float, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """A copy with ``damping`` times the mean of the diagonal added to it, and how much that is.
-
-    It is 1 where nothing was seen: then least squares leaves weights as they are.
-    """
-    mean = float(gram.diagonal().mean(dtype=torch.float64)) if len(gram) else 0.0
-    added = damping * mean if mean > 0 else 1.0
-    damped = gram.to(dtype, copy=True)
-    damped.diagonal().add_(added)
-    return damped, added

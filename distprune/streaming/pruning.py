@@ -38,6 +38,7 @@ from distprune.language_models.running import check_run
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.collectives import world
 from distprune.recipes import ELEMENTWISE, Recipe
+from distprune.reconstruction import DAMPING
 from distprune.statistics.parameters import layout_of
 from distprune.streaming.layers import StoredLayers, StreamedModel
 from distprune.streaming.passes import Passes, Settings, Update
@@ -149,7 +150,7 @@ def prune_folder(
     windows: TokenWindows,
     *,
     update: Update = "least_squares",
-    damping: float = 0.01,
+    damping: float = DAMPING,
     evaluation: TokenWindows | None = None,
     rounds: Sequence[float] = (),
     batch_size: int = 1,
@@ -380,7 +381,7 @@ def estimate(
 
     held_out, device = text(num_evaluated) if num_evaluated else None, torch.device("cpu")
     settings = Settings(
-        recipe, text(num_windows), held_out, update, 0.01, batch_size, dtype, device
+        recipe, text(num_windows), held_out, update, DAMPING, batch_size, dtype, device
     )
     return _open(source, settings)[2]
 

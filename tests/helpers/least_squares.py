@@ -10,11 +10,11 @@ def reconstructed(weights: Tensor, keep: Tensor, gram: Tensor, damping: float) -
     Args:
         weights, keep: [rows, inputs].
         gram: [inputs, inputs], without damping.
-        damping: in units of the mean of its diagonal.
+        damping: in units of its diagonal.
     """
     weights, gram = weights.double(), gram.double()
-    added = damping * gram.diagonal().mean() if gram.any() else 1.0
-    damped = gram + added * torch.eye(len(gram), dtype=torch.float64)
+    diagonal = gram.diagonal()
+    damped = gram + torch.where(diagonal > 0, damping * diagonal, 1).diag()
     result = torch.zeros_like(weights)
     for row, kept in enumerate(keep.bool()):
         support = kept.nonzero()[:, 0]
