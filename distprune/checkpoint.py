@@ -38,8 +38,14 @@ from distprune.base.pruned_form import (
     orig_key,
     stored_key,
 )
-from distprune.masks.attach import check_ties
-from distprune.masks.hook import find_hook, holds_zeros, pruned_parameters, put_records, records_of
+from distprune.masks.hook import (
+    check_ties,
+    find_hook,
+    holds_zeros,
+    pruned_parameters,
+    put_records,
+    records_of,
+)
 from distprune.methods.base import Identity
 from distprune.ranks.collectives import is_distributed, world
 from distprune.shards.reader import all_places, by_parameter, check_saveable

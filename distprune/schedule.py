@@ -31,8 +31,7 @@ from distprune.base.schedules import Cubic, Function, Linear, OneShot, Schedule
 from distprune.call.report import PruningReport, warn_of_collapse
 from distprune.call.request import Decision, ParameterArguments, PruningArguments, PruningCall
 from distprune.call.run import count_live, prune_parameters
-from distprune.masks.attach import check_removable
-from distprune.masks.hook import find_hook
+from distprune.masks.hook import check_removable, find_hook
 from distprune.methods.base import BasePruningMethod, L1Unstructured, RandomUnstructured
 from distprune.methods.ranking import AT_RANDOM, rank
 from distprune.ranking.ranking import limits_for

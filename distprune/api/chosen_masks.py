@@ -42,8 +42,16 @@ from distprune.files.checkpoint import open_checkpoint
 from distprune.files.disk import write_atomically
 from distprune.files.errors import CheckpointError
 from distprune.files.mask_files import MASK_FILE, MaskFile, mask_header, open_masks, read_keep
-from distprune.masks.attach import check_binary, check_hook, check_ties, detach
-from distprune.masks.hook import find_hook, pruned_parameters, refresh_products, unregister
+from distprune.masks.hook import (
+    check_binary,
+    check_hook,
+    check_ties,
+    detach,
+    find_hook,
+    pruned_parameters,
+    refresh_products,
+    unregister,
+)
 from distprune.methods.base import elementwise_decision, hook_for_chosen_mask
 from distprune.ranks.collectives import Communicator, world
 from distprune.shards.reader import Place, ShardReader, all_places, by_parameter, find_places

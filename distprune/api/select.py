@@ -17,8 +17,7 @@ from distprune.base.selecting import (
     reason_of_shape,
     reason_to_keep,
 )
-from distprune.masks.attach import check_state
-from distprune.masks.hook import hooks_on
+from distprune.masks.hook import check_state, hooks_on
 from distprune.shards.reader import Place, all_places, by_parameter
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)

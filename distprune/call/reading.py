@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from distprune.base.naming import checked_pair, tied_places
 from distprune.base.selecting import natural_key
 from distprune.call.request import Fact, ParameterArguments
-from distprune.masks.attach import check_idle, check_state
+from distprune.masks.hook import check_idle, check_state
 from distprune.ranking.chunks import count_live
 from distprune.ranks.collectives import Communicator
 from distprune.shards.factored import FactoredScores

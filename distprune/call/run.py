@@ -26,9 +26,8 @@ from distprune.call.request import (
     PruningCall,
     agree_on_segments,
 )
-from distprune.masks.attach import Prepared, commit, mask_dtype, prepare
 from distprune.masks.fingerprint import fingerprint_parts
-from distprune.masks.hook import MaskRecord
+from distprune.masks.hook import Place, commit, prepare
 from distprune.ranks.collectives import Communicator
 from distprune.shards.shard import Shard, replicas_agree
 
@@ -84,7 +83,9 @@ def prune_parameters(
                 PruningCall(
                     shards=shards,
                     num_live=num_live,
-                    mask_dtypes=list(map(mask_dtype, shards)),
+                    mask_dtypes=[
+                        torch.bool if shard.is_held else shard.parameter.dtype for shard in shards
+                    ],
                     communicator=communicator,
                     normalize=arguments.normalize,
                     segments=segments,
@@ -175,7 +176,7 @@ def attach_masks(
     Cost: one write of the masks; an all-reduce of 40 bytes per parameter, of counts, fingerprints,
     and whether replicas have the same masks.
     """
-    prepared: list[Prepared] = []
+    prepared: list[list[Place]] = []
     specs: dict[object, Any] = {}
 
     def finish_and_prepare() -> Tensor:
@@ -188,11 +189,7 @@ def attach_masks(
         ):
             if shard.mesh is not None:
                 mask = shard.as_parameter_layout(mask, specs)
-            hooks = [arguments.make_hook(*place) for place in shard.places]
-            if shard.is_tied:
-                for hook in hooks:
-                    hook.tied_places = shard.places
-            prepared.append(prepare(shard, hooks, mask))
+            prepared.append(prepare(shard, mask, arguments.make_hook))
             compared = (0, 0)
             if shard.num_replicas > 1:
                 compared = for_comparison(shard, communicator.rank, part)
@@ -208,11 +205,10 @@ def attach_masks(
                 "has to give every rank the same mask for the same scores, and tensors among "
                 "its arguments have to be equal on all ranks."
             )
-    commit(prepared)
-    for shard, live, (_, places, _), (pruned, grown, fingerprint, *_) in zip(
+    commit([place for places in prepared for place in places])
+    for shard, live, places, (pruned, grown, fingerprint, *_) in zip(
         shards, num_live, prepared, rows, strict=True
     ):
-        record = MaskRecord(fingerprint, shard.numel - live + pruned - grown)
-        for _, _, hook, _ in places:
-            hook.record = record
+        for _, _, hook, *_ in places:
+            hook.record = fingerprint, shard.numel - live + pruned - grown
     return [(pruned, grown) for pruned, grown, *_ in rows]

@@ -4,8 +4,8 @@ The pruned elements of a whole parameter, in row-major order, are a string of bi
 into words of 32 bits, and the fingerprint is the sum of word * weight(position of the word), modulo
 2**64. Each rank sums its own bits of every word, so that the sum over all shards is the
 fingerprint, whatever the shards are. A run is elements that follow each other in the whole
-parameter: long runs that begin at the same bit of a word are padded and packed together; each
-element of a short one is a word of one bit:
+parameter. One that is all of a mask is padded to words and packed; so are runs of whole words; each
+element of any other is a word of one bit:
 
     bits of the mask     0110...1 | 1000...0 | 0001...1 | ...       1 = pruned
     words of 32 bits        w0    |    w1    |    w2    | ...
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from distprune.base import memory
 from distprune.base.memory import hash_keys
+from distprune.shards.geometry import IndexMap
 from distprune.shards.shard import Shard
 
 _BITS = 32  # of a word
@@ -51,39 +52,38 @@ def fingerprint_parts(shards: Sequence[Shard], masks: Sequence[Tensor]) -> list[
     device once.
     """
     # Small masks that are whole words are one string of words.
-    joined: dict[object, list[tuple[int, int]]] = {}
+    joined: dict[object, list[int]] = {}
     sums: list[Tensor] = []
     order: list[int] = []
     for number, (shard, mask) in enumerate(zip(shards, masks, strict=True)):
-        start, size = shard.index.start, mask.numel()
+        start, size = shard.index.start, shard.flat_values.shape[0]
         if start is not None and 0 < size <= memory.SERIAL and not (start | size) % _BITS:
-            joined.setdefault((mask.dtype, mask.device), []).append((number, start // _BITS))
+            kind = mask.dtype, mask.device
+            if kind not in joined:
+                joined[kind] = []
+            joined[kind].append(number)
         else:
             order.append(number)
             zero = torch.zeros((), dtype=torch.int64, device=mask.device)
-            words = _words(shard, shard.flat(mask))
+            words = _words(shard.index, shard.flat(mask))
             sums.append(sum((_weighted(*each).sum() for each in words), zero))
     for several in joined.values():
-        order += [number for number, _ in several]
-        flat = [shards[number].flat(masks[number]) for number, _ in several]
-        sums.append(_parts(flat, [first for _, first in several]))
+        order += several
+        flat = [masks[number].reshape(-1) for number in several]
+        sums.append(_sums_of_words(flat, [shards[number].index.start or 0 for number in several]))
     found = torch.cat([each.view(-1).cpu() for each in sums]).tolist() if sums else []
     return [number for _, number in sorted(zip(order, found, strict=True))]
 
 
-def _parts(flat: Sequence[Tensor], firsts: Sequence[int]) -> Tensor:
-    """Of masks that begin and end with a word; the number of the first word of each."""
-    joined = flat[0] if len(flat) == 1 else torch.cat(list(flat))
-    words = _packed(joined.view(1, -1) == 0).view(-1)
-    if len(flat) == 1:
-        return _weighted(words, torch.arange(firsts[0], firsts[0] + words.numel())).sum()
-    sizes = torch.tensor([each.numel() // _BITS for each in flat])
+def _sums_of_words(flat: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
+    """Of masks of whole words, int64 [masks]; ``starts``: where each begins in its parameter."""
+    words = _packed(torch.cat(list(flat)) == 0)
+    sizes = torch.tensor([each.shape[0] for each in flat]) // _BITS
     of_mask = torch.arange(len(flat)).repeat_interleave(sizes)
-    numbers = (
-        torch.arange(words.numel()) + (torch.tensor(firsts) - sizes.cumsum(0) + sizes)[of_mask]
-    )
+    begins = torch.tensor(starts) // _BITS - sizes.cumsum(0) + sizes
+    weighted = _weighted(words, torch.arange(words.shape[0]) + begins[of_mask])
     sums = torch.zeros(len(flat), dtype=torch.int64, device=words.device)
-    return sums.index_add_(0, memory.moved(of_mask, words.device), _weighted(words, numbers))
+    return sums.index_add_(0, memory.moved(of_mask, words.device), weighted)
 
 
 def _weighted(words: Tensor, numbers: Tensor) -> Tensor:
@@ -95,37 +95,32 @@ def _weighted(words: Tensor, numbers: Tensor) -> Tensor:
     return weights.mul_(factors[(numbers >> _TABLE_LOG2) - first]).mul_(words)
 
 
-def _words(shard: Shard, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Words, int64 [r, n], on the device of a flat mask, and their numbers, on the host."""
-    size, index = flat.numel(), shard.index
+def _words(index: IndexMap, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Words, int64, on the device of a flat mask, and their numbers, on the host."""
+    size, run = flat.numel(), index.run or 1
     block = _CPU_BLOCK if memory.takes_numpy(flat.device) else _DEVICE_BLOCK
     if index.start is not None:
         run = max(1, min(size, block))
-    else:
-        run = 1 if index.run < _BITS or index.offset or size % index.run else index.run
+    elif index.offset or size % run or ((index(torch.arange(0, size, run)) | run) % _BITS).any():
+        run = 1  # not whole words
     step = max(1, block // run) * run
     for first in range(0, size, step):
         pruned = flat[first : first + step] == 0
-        run = min(run, pruned.numel())
-        starts = index(torch.arange(first, first + pruned.numel(), run))
-        leads = starts % _BITS
+        numel = pruned.numel()
+        run = min(run, numel)
+        starts = index(torch.arange(first, first + numel, run))
+        lead, numbers = starts % _BITS, starts // _BITS
         if run == 1:
-            yield pruned.long() << memory.moved(leads, flat.device), starts // _BITS
+            yield pruned.long() << memory.moved(lead, flat.device), numbers
             continue
-        rows, starts = pruned.view(-1, run), starts // _BITS
-        for lead in leads.bincount().nonzero().view(-1).tolist():
-            mine, its_starts = rows, starts
-            if (leads != lead).any():
-                chosen = (leads == lead).nonzero().squeeze(1)
-                mine, its_starts = rows[memory.moved(chosen, flat.device)], starts[chosen]
-            if lead or run % _BITS:
-                mine = nn.functional.pad(mine, (lead, -(lead + run) % _BITS))
-            words = _packed(mine)
-            yield words, its_starts.unsqueeze(1) + torch.arange(words.shape[1])
+        if run == numel:  # else they are whole words
+            pruned = nn.functional.pad(pruned, (int(lead), -(int(lead) + run) % _BITS))
+        words = _packed(pruned).view(len(numbers), -1)
+        yield words, numbers.unsqueeze(1) + torch.arange(words.shape[1])
 
 
 def _packed(pruned: Tensor) -> Tensor:
-    """Rows of bits, bool [r, 32 n], as words, int64 [r, n]; the first bit is the lowest one."""
+    """Bits, bool [32 n], as words, int64 [n]; the first bit is the lowest one."""
     if memory.takes_numpy(pruned.device):
         packed = torch.from_numpy(memory.pack(pruned.numpy()))
     else:

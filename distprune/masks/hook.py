@@ -1,38 +1,53 @@
-"""The hooks of a pruned module: before a forward, and around state dicts.
+"""How a mask acts: the only code that changes modules. Hooks, and what puts them on and takes off.
 
-The forward pre-hook marks a pruned parameter and keeps its masked value fresh. Those
-of state dicts are plain functions, which copies and pickles of a module keep.
+| parameter            | the mask acts                              | ``<name>_mask``             |
+|----------------------|--------------------------------------------|-----------------------------|
+| plain, DDP           | ``module.<name> = mask * orig`` in a hook  | as the parameter, its dtype |
+| TP, EP, FSDP2, HSDP  | by zeros in the shard                      | as the parameter, bool      |
+| FSDP1, ZeRO-3        | by zeros in all that a rank stores         | this rank's run, bool       |
+| ZeRO-1, -2           | by zeros, also in what the optimizer steps | as the parameter, bool      |
+
+Registered layouts are masked as ZeRO-3; ``wrappers.held`` says how zeros are held. The Parameter
+object and its position in ``module._parameters`` stay the same, so that optimizers made before
+pruning keep working.
+
+The forward pre-hook marks a pruned parameter and keeps its masked value fresh. Hooks of state dicts
+are plain functions, which copies and pickles of a module keep.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distprune.base.naming import Pair, full_name, named_modules
-from distprune.base.pruned_form import lost_mask, mask_key, masked_product, orig_key
-from distprune.wrappers import masked_value
-from distprune.wrappers.held import Held, find_held
+from distprune.base.memory import ordinary_tensors, zero_pruned
+from distprune.base.naming import Pair, full_name, label_of, named_modules, registered_parameters
+from distprune.base.pruned_form import (
+    is_dtensor,
+    local_tensor,
+    lost_mask,
+    mask_key,
+    masked_product,
+    name_without_orig,
+    orig_key,
+)
+from distprune.shards.reader import ShardReader
+from distprune.shards.shard import Shard
+from distprune.wrappers import masked_value, wrapper
+from distprune.wrappers.held import Held, find_held, zero_new
 from distprune.wrappers.managed import StoredRun
-from distprune.wrappers.wrapper import active_ddp, ignore_buffers, managed_parameters
 
-
-class MaskRecord(NamedTuple):
-    """The mask of one whole parameter as two numbers; the same on every rank, on any sharding.
-
-    Attributes:
-        fingerprint: int64, as fingerprint.fingerprint_part adds it up over all shards.
-        num_pruned: elements under the mask.
-    """
-
-    fingerprint: int
-    num_pruned: int
+_CALL = nn.Module._call_impl.__code__
+# Under which a module registers hooks of state dicts: torch counts its own from 0 on.
+_KEY = -1
+_OF_LOADING = ("load_state_dict_pre", "load_state_dict_post")
 
 
 class PruningHook:
@@ -40,17 +55,25 @@ class PruningHook:
 
     Attributes:
         _tensor_name: name of the pruned parameter, without "_orig".
-        record: the mask that the last pruning left; None if unknown.
+        record: the mask that the last pruning left, as two numbers that are the same on every rank
+            and any sharding: its fingerprint, see masks.fingerprint, and the number of elements
+            under it; None if unknown.
         tied_places: every (module, name) of a tied parameter, which is pruned and removed as one.
+        multiplies: whether the mask acts by multiplication: the class has no other apply_mask.
     """
 
     _tensor_name: str
-    record: MaskRecord | None = None
+    record: Sequence[int] | None = None
     tied_places: tuple[tuple[nn.Module, str], ...] = ()
+    multiplies = True
     # The module that has the hook; not pickled, but set again at the next forward.
     _module_ref: weakref.ref[nn.Module] | None = None
     # The DDP wrapper that already ignores the mask.
     _ddp_ref: weakref.ref[nn.Module] | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.multiplies = cls.apply_mask is PruningHook.apply_mask
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         """Before forward: recompute ``module.<name>``, as torch does, or hold zeros on shards."""
@@ -72,8 +95,8 @@ class PruningHook:
             if is_away or name in module._parameters:
                 raise RuntimeError(
                     f"{type(module).__name__}.{name} is pruned, and its parameter was replaced "
-                    "(fusing, quantisation) or moved away (offloading); expected a model whose "
-                    "zeros distprune.remove has made permanent before."
+                    "(fusing, quantisation) or moved away (offloading); expected a model after "
+                    "distprune.remove."
                 )
             masked_value.assign(module, name, self.apply_mask(module))
 
@@ -99,14 +122,8 @@ class PruningHook:
     def __name__(self) -> str:
         """What torch.jit.script reads of each hook."""
         raise AttributeError(
-            "torch.jit.script does not know masks; expected a model whose zeros "
-            "distprune.remove has made permanent before."
+            "torch.jit.script does not know masks; expected a model after distprune.remove."
         )
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether the mask acts by multiplication: the method does not override apply_mask."""
-        return type(self).apply_mask is PruningHook.apply_mask
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_module_ref", "_ddp_ref")
@@ -147,7 +164,7 @@ def holder_of(module: nn.Module, name: str) -> Held:
     """What holds the zeros of a sharded parameter; a copied module gets its own here."""
     held = find_held(module, name)
     if held is None:
-        held = Held([(module, name)], managed_parameters(module).get((id(module), name)))
+        held = Held([(module, name)], wrapper.managed_parameters(module).get((id(module), name)))
         held.attach()
     return held
 
@@ -160,32 +177,12 @@ def hooks_on(module: nn.Module) -> list[PruningHook]:
 
 def find_hook(module: nn.Module, name: str) -> PruningHook | None:
     """The pruning hook of a parameter; None if it is not pruned."""
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, PruningHook) and hook._tensor_name == name:
-            return hook
-    return None
-
-
-def register(module: nn.Module, hook: PruningHook) -> None:
-    """Register the hook of a parameter, in the place of the present one if there is one."""
-    hooks, name = module._forward_pre_hooks, hook._tensor_name
-    hook._module_ref = weakref.ref(module)
-    # Before the hooks of wrappers, which may gather what is to be zero; and before those of the old
-    # weight_norm and spectral_norm, which compute the weight from what may be pruned.
-    is_first = holds_zeros(module, name)
-    for key, other in hooks.items():
-        if isinstance(other, PruningHook) and other._tensor_name == name:
-            hooks[key] = hook
-            return
-        is_first |= type(other).__module__.startswith("torch.nn.utils.")
-    module.register_forward_pre_hook(hook, prepend=is_first)
+    return module._forward_pre_hooks.get(name)  # type: ignore[call-overload,no-any-return]
 
 
 def unregister(module: nn.Module, name: str) -> None:
     """Delete the pruning hook of a parameter."""
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if isinstance(hook, PruningHook) and hook._tensor_name == name:
-            del module._forward_pre_hooks[key]
+    module._forward_pre_hooks.pop(name, None)  # type: ignore[call-overload]
 
 
 def refresh_products(places: Iterable[Pair]) -> None:
@@ -204,21 +201,15 @@ def pruned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, Prunin
 
 
 def records_of(model: nn.Module) -> dict[str, list[int]]:
-    """[fingerprint, pruned elements] of every parameter that has a record, by full name.
-
-    They are the same on any sharding, and on every rank that has the parameter.
-    """
-    return {
-        name: list(hook.record)
-        for name, _, hook in pruned_parameters(model)
-        if hook.record is not None
-    }
+    """[fingerprint, pruned elements] of every parameter that has a record, by full name."""
+    hooks = [(name, hook) for name, _, hook in pruned_parameters(model)]
+    return {name: list(hook.record) for name, hook in hooks if hook.record is not None}
 
 
 def put_records(model: nn.Module, records: Mapping[str, Sequence[int]]) -> None:
     """Store the records of loaded masks in the hooks of a model."""
     for name, _, hook in pruned_parameters(model):
-        hook.record = MaskRecord(*records[name]) if name in records else None
+        hook.record = records.get(name)
 
 
 def _exempt_masks_from_ddp(hook: PruningHook | None = None) -> None:
@@ -227,16 +218,16 @@ def _exempt_masks_from_ddp(hook: PruningHook | None = None) -> None:
     Args:
         hook: of one of these masks; records for which wrapper this is done already.
     """
-    wrapper = active_ddp()
+    ddp = wrapper.active_ddp()
     done = None if hook is None or hook._ddp_ref is None else hook._ddp_ref()
-    if wrapper is None or done is wrapper:
+    if ddp is None or done is ddp:
         return
     masks = []
-    for path, module in wrapper.module.named_modules():
+    for path, module in ddp.module.named_modules():
         for other in hooks_on(module):
             masks.append(mask_key(full_name(path, other._tensor_name)))
-            other._ddp_ref = weakref.ref(wrapper)
-    ignore_buffers(wrapper, masks)
+            other._ddp_ref = weakref.ref(ddp)
+    wrapper.ignore_buffers(ddp, masks)
 
 
 # Dynamo is to call it while tracing, and to leave nothing of it in the graph. (A second model that
@@ -245,56 +236,320 @@ def _exempt_masks_from_ddp(hook: PruningHook | None = None) -> None:
 _exempt_masks_from_ddp._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-# Under which a module registers each of these functions: torch counts its hooks from 0 on.
-_KEY = -1
+# A module that gets a hook for the parameter of this name, and this mask; its masked value, if it
+# is a plain module that keeps it; and what holds the zeros of a sharded one.
+Place = tuple[nn.Module, str, PruningHook, Tensor, Tensor | None, Held | None]
 
 
-def watch(module: nn.Module, *, is_held: bool) -> None:
-    """Call the functions of this file from now on."""
-    module._load_state_dict_post_hooks[_KEY] = _after_loading
-    if is_held and _KEY not in module._state_dict_pre_hooks:
+def prepare(
+    shard: Shard, mask: Tensor, make_hook: Callable[[nn.Module, str], PruningHook]
+) -> list[Place]:
+    """Do all that can fail of pruning a parameter, or of replacing its mask.
+
+    Args:
+        shard: the parameter, with its places.
+        mask: laid out like the parameter.
+        make_hook: makes what is registered at a place, instead of the present hook.
+
+    Returns:
+        What :func:`commit` only has to store.
+
+    Raises:
+        KeyError: a name that pruning needs is taken.
+        NotImplementedError: a method overrides apply_mask, and the parameter is sharded.
+    """
+    places: list[Place] = []
+    pairs, record, held = list(shard.places), shard.managed, None
+    if shard.is_held and pairs:  # there are none of another stage of a pipeline
+        if record is not None:
+            record.free_gathered()  # it was gathered without this mask
+            name = pairs[0][1]
+            pairs += [pair for pair in record.owners if pair[1] == name and pair not in pairs]
+        held = find_held(*pairs[0]) or Held(pairs, record)
+        if not is_dtensor(mask) and mask.dtype is not torch.bool:
+            mask = mask != 0
+    for module, name in pairs:
+        hook, product = make_hook(module, name), None
+        if shard.is_tied:
+            hook.tied_places = shard.places
+        if held is not None:
+            check_hook(hook, shard.name)
+            if find_hook(module, name) is None:
+                _check_free(module, mask_key(name))
+        else:
+            if name in module._parameters:
+                _check_free(module, orig_key(name), mask_key(name))
+            if not masked_value.must_be_live(module):
+                product = _product(module, name, hook, mask)
+        places.append((module, name, hook, mask, product, held))
+    return places
+
+
+def _product(module: nn.Module, name: str, hook: PruningHook, mask: Tensor) -> Tensor:
+    """The masked value of a plain module that has not been changed yet."""
+    parameters: dict[str, Any] = module._parameters
+    original = parameters[name] if name in parameters else parameters[orig_key(name)]
+    if hook.multiplies:
+        return masked_value.product(module, name, original, mask)
+    stand_in: Any = copy.copy(module)  # has the names that the commit makes
+    stand_in._parameters = {**parameters, orig_key(name): original}
+    stand_in._buffers = {**module._buffers, mask_key(name): mask}
+    return hook.apply_mask(stand_in)
+
+
+def commit(places: Sequence[Place]) -> None:
+    """Put masks on their modules, by stores that cannot fail; then zero what is sharded."""
+    new = {id(held): held for *_, held in places if held is not None}
+    for each in new.values():
+        each.attach()
+    for module, name, hook, mask, product, held in places:
+        module._buffers[mask_key(name)] = mask
+        module._load_state_dict_post_hooks[_KEY] = _after_loading
+        hooks: Any = module._forward_pre_hooks  # torch's keys are numbers, ours are names
+        # Before the old weight_norm and spectral_norm, which compute the weight from what may be
+        # pruned; and before the hooks of wrappers, which may gather what is to be zero.
+        is_first = held is not None
+        for other in hooks.values() if hooks else ():
+            is_first |= type(other).__module__.startswith("torch.nn.utils.")
+        is_first &= name not in hooks
+        hooks[name], hook._module_ref = hook, weakref.ref(module)
+        if is_first:
+            hooks.move_to_end(name, last=False)
+        if held is not None:
+            if isinstance(held.record, StoredRun):
+                module._non_persistent_buffers_set.add(mask_key(name))
+            _watch_state_dicts(module)
+            continue
+        if name in module._parameters:
+            _rename_parameter(module, name, orig_key(name))
+        if product is None:
+            masked_value.make_live(module, name)
+        else:
+            # Recurrent modules have a __setattr__ that keeps a list of their weights.
+            masked_value.assign(module, name, product)
+    with ordinary_tensors(), torch.no_grad():
+        for each in new.values():
+            zero_new(each)
+
+
+def detach(module: nn.Module, hook: PruningHook, *, is_final: bool) -> None:
+    """Take the mask of a parameter off, at all its places, with all hooks but the first.
+
+    Args:
+        is_final: whether pruned elements of a plain parameter become +0; else it keeps its unmasked
+            values. It gets new memory then, as in torch: a state dict that was taken before, and
+            a graph whose backward is still to come, keep the old one.
+
+    Raises:
+        RuntimeError: the mask is gone; the parameter was pruned before it was sharded, or is in
+            use (see :func:`check_idle`).
+        ValueError: see :func:`check_removable`. Nothing has changed then.
+    """
+    name = hook._tensor_name
+    places, held = [(module, name), *check_removable(module, name)], None
+    if holds_zeros(module, name):
+        check_idle(module, label_of((module, name)))
+        held = holder_of(module, name)
+        held.zero()
+        places = held.places
+        held.detach()
+    elif is_final:
+        original, mask = module._parameters.get(orig_key(name)), module._buffers[mask_key(name)]
+        if type(original) is not nn.Parameter or wrapper.may_be_managed():
+            ShardReader().managed(module, name)  # it may have been sharded since
+        assert original is not None and mask is not None
+        with ordinary_tensors():
+            if hook.multiplies:
+                final = original.detach() * mask.to(original.dtype)  # its memory format, as torch
+                zero_pruned(final, mask)  # +0 also where -0.0, inf or NaN stood
+            else:
+                final = hook.apply_mask(module).detach()
+            original.data = final
+    for owner, owned in places:
+        if held is None:
+            if masked_value.is_live(owner, owned):
+                masked_value.end_live(owner, owned)
+            owner.__dict__.pop(owned, None)
+            _rename_parameter(owner, orig_key(owned), owned)
+            # A recurrent module keeps a list of its weights.
+            if owned in owner.__dict__.get("_flat_weights_names", ()):
+                setattr(owner, owned, getattr(owner, owned))
+        owner._buffers.pop(mask_key(owned), None)
+        owner._non_persistent_buffers_set.discard(mask_key(owned))
+        if not any(_masks(owner)):
+            for kind in ("state_dict", "state_dict_pre", *_OF_LOADING):
+                getattr(owner, f"_{kind}_hooks").pop(_KEY, None)
+        if owner is not module or owned != name:
+            unregister(owner, owned)
+
+
+def _rename_parameter(module: nn.Module, old: str, new: str) -> None:
+    """Rename without a change of order: optimizers save their state by position."""
+    parameters = module._parameters
+    present = list(parameters.items())
+    parameters.clear()
+    for key, value in present:
+        parameters[new if key == old else key] = value
+
+
+def _check_free(module: nn.Module, *names: str) -> None:
+    # Not hasattr(module): torch's error for what is missing takes longer than all else.
+    taken = {*module.__dict__, *module._parameters, *module._buffers, *module._modules}
+    for name in names:
+        if name in taken or hasattr(type(module), name):
+            text = f"{type(module).__name__} has an attribute {name!r} already; expected none, "
+            raise KeyError(text + "because pruning stores its state under that name.")
+
+
+def check_state(module: nn.Module, name: str) -> PruningHook | None:
+    """Raise if ``module.<name>`` is pruned, but not in the form of this library; find its hook.
+
+    Raises:
+        RuntimeError: its mask was deleted.
+        ValueError: torch.nn.utils.prune has pruned it. Two hooks would multiply two masks, and
+            the hook that remains after a removal fails at the next forward.
+    """
+    hooks = module._forward_pre_hooks
+    for hook in hooks.values() if hooks else ():
+        if getattr(hook, "_tensor_name", None) != name:
+            continue
+        if not isinstance(hook, PruningHook):
+            raise ValueError(
+                f"{type(module).__name__}.{name} was pruned by torch.nn.utils.prune already; "
+                "expected a parameter that it has not pruned. To keep its mask, take it over: "
+                f"mask = module.{mask_key(name)}; torch.nn.utils.prune.remove(module, {name!r}); "
+                f"distprune.custom_from_mask(module, {name!r}, mask)."
+            )
+        if module._buffers.get(mask_key(name)) is None:
+            raise lost_mask(module, name)
+        return hook
+    return None
+
+
+def check_idle(module: nn.Module, label: str) -> None:
+    """Raise inside a backward, or inside a forward of the module or of one that contains it.
+
+    For sharded parameters: a gathered copy, or the graph, has the values under the present mask.
+
+    Raises:
+        RuntimeError: names the parameter and what is running.
+
+    Cost: a comparison per frame of the stack.
+    """
+    running = "" if torch._C._current_graph_task_id() == -1 else "a backward"
+    frame: Any = sys._getframe()
+    while not running and frame is not None:
+        caller = frame.f_locals["self"] if frame.f_code is _CALL else None
+        if caller is not None and any(each is module for each in caller.modules()):
+            running = f"the forward of {type(caller).__name__}"
+        frame = frame.f_back
+    if running:
+        raise RuntimeError(
+            f"{label} is sharded, and {running} is running, which has read it; expected a call "
+            "between two steps, such as after optimizer.step(), and none from a hook."
+        )
+
+
+def check_binary(mask: Tensor, label: str) -> None:
+    """Raise ValueError if the mask of a sharded parameter has values other than 0 and 1."""
+    other = (mask != 0) & (mask != 1)
+    if bool(other.any()):
+        raise ValueError(
+            f"{label}: its mask has the value {float(mask[other][0]):g}; expected 0 and 1 only, "
+            "because it scales nothing. Multiply the parameter, and pass (mask != 0)."
+        )
+
+
+def check_hook(hook: PruningHook, label: str) -> None:
+    """Raise NotImplementedError if a method overrides apply_mask: shards are masked without it."""
+    if not hook.multiplies:
+        raise NotImplementedError(
+            f"{label}: {type(hook).__name__} has an apply_mask of its own, without which a mask "
+            "acts on shards; expected the apply_mask of BasePruningMethod."
+        )
+
+
+def check_removable(module: nn.Module, name: str) -> list[Pair]:
+    """Check that the pruning of ``module.<name>`` can be made final; returns its other places.
+
+    These are the places of a tied parameter at which it is still pruned as one with this place.
+
+    Raises:
+        RuntimeError, ValueError: see :func:`check_state`.
+        ValueError: the parameter has another mask at another of these places by now.
+    """
+    hook, parameter = check_state(module, name), module._parameters.get(orig_key(name))
+    places, buffer = [], module._buffers.get(mask_key(name))
+    for pair in () if hook is None or parameter is None else hook.tied_places:
+        other, owned = pair
+        is_same = other._parameters.get(orig_key(owned)) is parameter and pair != (module, name)
+        if is_same and check_state(other, owned) is not None:
+            of_other = other._buffers[mask_key(owned)]
+            _check_equal(label_of((module, name)), buffer, label_of(pair), of_other)
+            places.append(pair)
+    return places
+
+
+def check_ties(model: nn.Module) -> None:
+    """Raise if a tied parameter of a model is pruned differently under its names, or under one.
+
+    Raises:
+        RuntimeError: a mask was deleted.
+        ValueError: names both.
+    """
+    first: dict[int, tuple[str, Tensor | None]] = {}
+    for fqn, module, registered, parameter in registered_parameters(model):
+        name, mask = name_without_orig(registered), None
+        if find_hook(module, name) is not None:
+            check_state(module, name)
+            fqn, mask = name_without_orig(fqn), module._buffers[mask_key(name)]
+        _check_equal(*first.setdefault(id(parameter), (fqn, mask)), fqn, mask)
+
+
+def _check_equal(name: str, mask: Tensor | None, other: str, of_other: Tensor | None) -> None:
+    if mask is of_other:
+        return
+    if mask is not None and of_other is not None:
+        local = local_tensor(mask)
+        if torch.equal(local, local_tensor(of_other).to(local)):
+            return
+    raise ValueError(
+        f"{name} is tied to {other}, and pruned differently there; expected equal masks. Prune all "
+        "names together (select lists them as one), or give each name the other's mask, too, by "
+        "custom_from_mask."
+    )
+
+
+def _watch_state_dicts(module: nn.Module) -> None:
+    """Zero what is saved and loaded of sharded parameters, and convert the masks of runs."""
+    if _KEY not in module._state_dict_pre_hooks:
         module._state_dict_pre_hooks[_KEY] = _before_saving
         module._state_dict_hooks[_KEY] = _after_saving
         # Of all, torch passes the module only to this one if it is registered so.
-        handle = module.register_load_state_dict_pre_hook(_before_loading)  # type: ignore[no-untyped-call]
         before = module._load_state_dict_pre_hooks
+        handle = module.register_load_state_dict_pre_hook(_before_loading)  # type: ignore[no-untyped-call]
         before[_KEY] = before.pop(handle.id)
 
 
-def unwatch(module: nn.Module) -> None:
-    """Undo :func:`watch`, once the module has no mask any more."""
-    if not _masked(module):
-        for hooks in (
-            module._load_state_dict_post_hooks,
-            module._state_dict_pre_hooks,
-            module._state_dict_hooks,
-            module._load_state_dict_pre_hooks,
-        ):
-            hooks.pop(_KEY, None)
-
-
-def _masked(module: nn.Module) -> list[str]:
-    """Names of the parameters that still have a mask."""
-    names = [hook._tensor_name for hook in hooks_on(module)]
-    return [name for name in names if module._buffers.get(mask_key(name)) is not None]
-
-
-def _held_by(module: nn.Module) -> Iterator[tuple[str, Held]]:
-    for name in _masked(module):
-        if holds_zeros(module, name):
-            yield mask_key(name), holder_of(module, name)
+def _masks(module: nn.Module) -> Iterator[tuple[str, Held | None]]:
+    """Names of the parameters that still have a mask, and what holds the zeros of sharded ones."""
+    for hook in hooks_on(module):
+        name = hook._tensor_name
+        if module._buffers.get(mask_key(name)) is not None:
+            yield name, holder_of(module, name) if holds_zeros(module, name) else None
 
 
 def _runs_of(module: nn.Module) -> Iterator[tuple[str, Tensor, StoredRun]]:
     """Key and mask of the parameters of which ranks store runs, and their records."""
-    for key, held in _held_by(module):
-        if isinstance(held.record, StoredRun):
-            yield key, held.mask, held.record
+    for name, held in _masks(module):
+        if held is not None and isinstance(held.record, StoredRun):
+            yield mask_key(name), held.mask, held.record
 
 
 def _before_saving(module: nn.Module, *_: Any) -> None:
-    for _key, held in _held_by(module):
-        held.zero()
+    for _name, held in _masks(module):
+        if held is not None:
+            held.zero()
 
 
 def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -315,19 +570,19 @@ def _before_loading(
             try:
                 mask.copy_(record.run_in_state_dict(saved) != 0)
             except ValueError as error:
-                error_msgs.append(
+                text = (
                     f"size mismatch for {key}: the state dict has {tuple(saved.size())}, expected "
-                    f"{error}."
                 )
+                error_msgs.append(f"{text}{error}.")
         elif strict:
             missing_keys.append(key)
 
 
 def _after_loading(module: nn.Module, incompatible_keys: Any) -> None:
     """Zero what was loaded; compute the masked values of a plain module anew."""
-    for name in _masked(module):
-        if holds_zeros(module, name):
-            holder_of(module, name).zero()
+    for name, held in _masks(module):
+        if held is not None:
+            held.zero()
         else:
             # What does not fit, where only one of both was assigned, is told by the next forward.
             with torch.enable_grad(), contextlib.suppress(RuntimeError):

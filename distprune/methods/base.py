@@ -31,9 +31,16 @@ from distprune.call.request import (
     Segments,
 )
 from distprune.call.run import prune_parameters
-from distprune.masks.attach import check_binary, check_state, commit, detach, prepare
 from distprune.masks.fingerprint import fingerprint_parts
-from distprune.masks.hook import MaskRecord, PruningHook, find_hook
+from distprune.masks.hook import (
+    PruningHook,
+    check_binary,
+    check_state,
+    commit,
+    detach,
+    find_hook,
+    prepare,
+)
 from distprune.methods import ranking
 from distprune.ranking.scores import Order
 from distprune.ranks.collectives import is_distributed
@@ -220,9 +227,8 @@ class BasePruningMethod(PruningHook, ABC):
             mask = combined_mask(method, scores, default_mask).detach()
         hook = hook_with(present, method)
         shard.places = ((module, name),)
-        commit([prepare(shard, [hook], mask)])
-        num_pruned = int((mask == 0).sum())
-        hook.record = MaskRecord(fingerprint_parts([shard], [mask])[0], num_pruned)
+        commit(prepare(shard, mask, lambda *_: hook))
+        hook.record = fingerprint_parts([shard], [mask])[0], int((mask == 0).sum())
         return hook
 
     def prune(

@@ -36,7 +36,7 @@ from distprune.shards import geometry
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import IndexMap
 from distprune.shards.shard import Shard, checksums
-from distprune.wrappers import wrapper
+from distprune.wrappers import deepspeed, wrapper
 from distprune.wrappers.held import find_held
 from distprune.wrappers.managed import Managed, StoredRun
 
@@ -142,9 +142,11 @@ class ShardReader:
             shape, list(map(range, shape)), range(len(shape))
         )
         mask = None if mask is None else mask.detach()
-        return Shard(
+        shard = Shard(
             label, parameter, values, mask, shape, index, False, *self._replicas, key=id(parameter)
         )
+        shard.is_held = self._may_be_managed and deepspeed.has_master(parameter)
+        return shard
 
     def _read_run(self, run: StoredRun, label: str, mask: Tensor | None) -> Shard:
         """This rank's run of a parameter, whose mask is a run, too."""
@@ -161,7 +163,7 @@ class ShardReader:
         if groups not in self._ranks:
             self._ranks[groups] = tuple(grid(groups))
         shard.ranks, shard.layout = self._ranks[groups], run.layout
-        shard.key, shard.managed = run.key, run
+        shard.key, shard.managed, shard.is_held = run.key, run, True
         return shard
 
     def communicator(self, module: nn.Module, name: str) -> Communicator | None:
@@ -240,7 +242,7 @@ def local_shard(
             index = geometry.index_map(shape, index.coordinates, order)
     shard = Shard(name, parameter, values, mask, shape, index, False, replica, num_replicas)
     shard.ranks, shard.layout, shard.key = ranks, layout, id(parameter)
-    shard.mesh, shard.placements = mesh, placements
+    shard.mesh, shard.placements, shard.is_held = mesh, placements, True
     return shard
 
 

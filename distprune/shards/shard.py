@@ -89,6 +89,7 @@ class Shard:
             does not have it.
         is_tied: whether it has several places, which are removed together.
         is_named: whether ``name`` is a full name.
+        is_held: whether a mask acts by zeros in what ranks store; see ``wrappers.held``.
         scores: this rank's part of the importance scores, or factors of the whole; None without.
         about_scores: facts about the scores that must be equal on all ranks.
         numel: elements of the whole parameter.
@@ -114,6 +115,7 @@ class Shard:
     places: tuple[Pair, ...] = ()
     is_tied: bool = False
     is_named: bool = False
+    is_held: bool = False
     scores: Any = None  # Tensor | FactoredScores | None
     about_scores: str = "none"
     numel: int = field(init=False)
