@@ -130,9 +130,8 @@ def _drop_and_grow(
             raise ValueError(f"fraction={fraction!r}; expected a number in [0, 1].")
         return ParameterArguments(parameters=pairs, facts=[("fraction", repr(fraction))])
 
-    counted = count_live(arguments, world(group))
+    _, num_live = count_live(arguments, world(group))
     masks, scores = world(group).run(lambda: (get_masks(pairs), growth(pairs)))
-    num_live = counted.num_live
     num_dropped = [round(fraction * live) for live in num_live]
     num_kept = [live - dropped for live, dropped in zip(num_live, num_dropped, strict=True)]
     with torch.no_grad():

@@ -33,7 +33,7 @@ from distprune.call.request import Decision, ParameterArguments, PruningArgument
 from distprune.call.run import count_live, prune_parameters
 from distprune.masks.hook import check_removable, find_hook
 from distprune.methods.base import BasePruningMethod, L1Unstructured, RandomUnstructured
-from distprune.methods.ranking import AT_RANDOM, rank
+from distprune.methods.ranking import rank
 from distprune.ranking.ranking import limits_for
 from distprune.ranks.collectives import world
 from distprune.shards.reader import Scores
@@ -345,8 +345,8 @@ class ScheduledPruner:
         counted = count_live(
             make_arguments, ranks, reads_values=scores is None and self._pruning_method.READS_VALUES
         )
-        shards = counted.targets
-        pruned = [t.numel - live for t, live in zip(shards, counted.num_live, strict=True)]
+        shards = counted[0]
+        pruned = [t.numel - live for t, live in zip(*counted, strict=True)]
         count = resolve_count(target, sum(shard.numel for shard in shards)) - sum(pruned)
         if count <= 0 if self._is_global else target <= self._target:
             self._target = target
@@ -428,7 +428,7 @@ def _seeded_random(seed: int) -> type[BasePruningMethod]:
         def decide(self, call: PruningCall) -> Decision:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                return rank(call, self.amount, AT_RANDOM)
+                return rank(call, self.amount, is_random=True)
 
     # Ranks compare the names of their methods.
     SeededRandom.__qualname__ = f"SeededRandom(seed={seed})"

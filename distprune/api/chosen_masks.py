@@ -225,7 +225,7 @@ def set_masks(
                 changed_places.extend(shard.places)
                 zeroed.append((shard.values, grown))
                 zeroed.extend((state, changed) for state in _states(optimizer, shard))
-        return LocalMasks(new, num_dropped, num_grown)
+        return new, num_dropped, num_grown
 
     report = put_masks(
         "set_masks", read, lambda call: Decision(partial(finish, call)), world(group), reuse=True
@@ -371,12 +371,12 @@ def masks_from_zeros(
         )
 
     counted = count_live(read, communicator, reads_values=True)
-    shards = counted.targets
+    shards = counted[0]
     with communicator.exclusively(), ordinary_tensors(), torch.no_grad():
         num_kept = communicator.reduce(
             len(shards), lambda: torch.tensor([_count_kept(shard) for shard in shards])
         ).tolist()
-    rows = zip(shards, counted.num_live, num_kept, strict=True)
+    rows = zip(*counted, num_kept, strict=True)
     zeros = [(shard, live, kept) for shard, live, kept in rows if kept < live]
     entire = [shard.name for shard, _, kept in zeros if not kept]
     if entire and all_zero == "error":
@@ -397,7 +397,7 @@ def masks_from_zeros(
         lambda: ParameterArguments(parameters=(), pipeline_parallel=pipeline_parallel),
         lambda call: elementwise_decision(call, lambda values, ones: values != 0),
         communicator,
-        counted=Counted([shard for shard, _ in chosen], [live for _, live in chosen]),
+        counted=([shard for shard, _ in chosen], [live for _, live in chosen]),
     )
 
 
@@ -478,7 +478,7 @@ def save_masks(
         )
         write_atomically(Path(folder, MASK_FILE), header + b"".join(parts))
 
-    shards = count_live(read, communicator).targets
+    shards, _ = count_live(read, communicator)
     shapes, words = {shard.name: shard.shape for shard in shards}, dict[str, Tensor]()
     with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
         saved = communicator.run(plan)

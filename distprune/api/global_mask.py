@@ -21,8 +21,7 @@ from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import Pair, label_of
 from distprune.call.reading import check_order, count_live_and_compare, read_parameters
 from distprune.call.request import Fact, ParameterArguments, PruningCall, Segments
-from distprune.methods.ranking import AT_RANDOM, ByScore, rank, scores_or_values
-from distprune.ranking.scores import Order
+from distprune.methods.ranking import rank
 from distprune.ranks.collectives import world
 from distprune.shards.factored import FactoredScores
 from distprune.shards.reader import Scores, local_part, whole_checksum
@@ -173,7 +172,7 @@ def global_mask(
         return facts
 
     def select() -> list[Tensor]:
-        masks = decision.finish().masks
+        masks = decision.finish()[0]
         if not largest:  # selected is what the ranking prunes
             for shard, mask in zip(shards, masks, strict=True):
                 mask.logical_not_() if shard.mask is None else mask.logical_xor_(shard.mask)
@@ -203,9 +202,7 @@ def global_mask(
             segments = Segments(counts=tuple(n + shard.numel - live for shard, n, live in rows))
         bools = [torch.bool] * len(shards)
         call = PruningCall(shards, num_live, bools, communicator, segments=segments)
-        order = Order.ASCENDING if signed else Order.MAGNITUDE
-        by_score = ByScore(order, lambda _: scores_or_values(shards, are_signed=bool(signed)))
-        decision = rank(call, sum(num_pruned), AT_RANDOM if is_random else by_score)
+        decision = rank(call, sum(num_pruned), signed=bool(signed), is_random=is_random)
         selected = communicator.run(select)
     num_ties, num_ties_pruned = decision.num_ties, decision.num_ties_pruned
     return GlobalMask(

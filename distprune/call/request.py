@@ -119,22 +119,13 @@ class PruningCall:
             change(position, mask)
             masks.append(mask)
             num_pruned.append(num_live - count_live([flat], [shard.counted])[0])
-        return LocalMasks(masks, num_pruned)
+        return masks, num_pruned, ()
 
 
-@dataclass(frozen=True)
-class LocalMasks:
-    """The new masks on this rank.
-
-    Attributes:
-        masks: local, N-d, 1 = keep; earlier masks are included.
-        num_pruned: newly pruned elements among those that this rank counts, per parameter.
-        num_grown: those that were pruned and are not any more, likewise; none if it is empty.
-    """
-
-    masks: Sequence[Tensor]
-    num_pruned: Sequence[int]
-    num_grown: Sequence[int] = ()
+# The new masks on this rank, N-d, 1 = keep, with the earlier ones in them; how many of the elements
+# that this rank counts are newly pruned, per parameter; and how many were pruned and are not any
+# more, () for none.
+LocalMasks = tuple[Sequence[Tensor], Sequence[int], Sequence[int]]
 
 
 @dataclass

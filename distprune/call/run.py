@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,20 +30,8 @@ from distprune.masks.hook import Place, commit, prepare
 from distprune.ranks.collectives import Communicator
 from distprune.shards.shard import Shard, replicas_agree
 
-
-@dataclass(frozen=True)
-class Counted:
-    """The parameters of a call, and how many elements each whole one has left."""
-
-    targets: list[Shard]
-    num_live: list[int]
-
-    def entries(self) -> tuple[ParameterReport, ...]:
-        """A report per parameter of what is pruned already; tied ones are one."""
-        return tuple(
-            ParameterReport(target.name, target.numel, target.numel - live, 0)
-            for target, live in zip(self.targets, self.num_live, strict=True)
-        )
+# The parameters of a call, and how many elements each whole one has left.
+Counted = tuple[list[Shard], list[int]]
 
 
 def prune_parameters(
@@ -72,12 +59,12 @@ def prune_parameters(
                 arguments, shards = read_parameters(make_arguments, communicator)
             else:
                 arguments = communicator.run(make_arguments, PruningArguments.all_facts)
-                shards = counted.targets
+                shards = counted[0]
             segments = agree_on_segments(arguments, shards, communicator)
             num_live = (
                 count_live_and_compare(shards, arguments.reads_values, communicator)
                 if counted is None
-                else counted.num_live
+                else counted[1]
             )
             decision = arguments.decide(
                 PruningCall(
@@ -154,7 +141,7 @@ def count_live(
     """
     with communicator.exclusively(), ordinary_tensors(), torch.no_grad():
         _, targets = read_parameters(make_arguments, communicator)
-        return Counted(targets, count_live_and_compare(targets, reads_values, communicator))
+        return targets, count_live_and_compare(targets, reads_values, communicator)
 
 
 def attach_masks(
@@ -180,12 +167,11 @@ def attach_masks(
     specs: dict[object, Any] = {}
 
     def finish_and_prepare() -> Tensor:
-        local = decision.finish()
-        parts = fingerprint_parts(shards, local.masks)
+        masks, num_pruned, num_grown = decision.finish()
+        parts = fingerprint_parts(shards, masks)
         rows: list[int] = []
-        num_grown = local.num_grown or [0] * len(shards)
         for shard, mask, pruned, grown, part in zip(
-            shards, local.masks, local.num_pruned, num_grown, parts, strict=True
+            shards, masks, num_pruned, num_grown or [0] * len(shards), parts, strict=True
         ):
             if shard.mesh is not None:
                 mask = shard.as_parameter_layout(mask, specs)

@@ -36,7 +36,6 @@ from distprune.ranking.ranking import ChangedError, Ranking, cut_within
 from distprune.ranking.scores import (
     RANDOM_KEYS,
     FactorScores,
-    Order,
     RandomKeys,
     ScoreSource,
     key_range,
@@ -256,7 +255,7 @@ class RankedTensors:
             scores, divisors = sums.normalized(scored, recipe.divisor, sizes, team)
         if recipe.score != "random":
             dtype = functools.reduce(torch.promote_types, [each.dtype for each in scores])
-            keys = key_range(dtype, Order.MAGNITUDE)
+            keys = key_range(dtype)
         most = _MOST_COLLECTED * team.size
         ranking = Ranking(parts, (keys, scores), sizes, team, most_collected=most)
         ranked = RankedGroup(group, ranking, divisors)

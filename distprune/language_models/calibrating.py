@@ -539,9 +539,9 @@ def prune_in_rounds(
     communicator.run(check, lambda _: [("sparsities", f"{list(sparsities)!r}, {finished!r}")])
     arguments = ParameterArguments(parameters=pairs)
     for number, sparsity in list(enumerate(sparsities))[finished:]:
-        entries = count_live(lambda: arguments, communicator).entries()
-        total = sum(entry.num_elements for entry in entries)
-        num_pruned = sum(entry.num_pruned for entry in entries)
+        shards, num_live = count_live(lambda: arguments, communicator)
+        total = sum(shard.numel for shard in shards)
+        num_pruned = total - sum(num_live)
         amount = round(sparsity * total) - num_pruned
         if amount < 0:
             raise ValueError(

@@ -13,7 +13,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -42,7 +42,6 @@ from distprune.masks.hook import (
     prepare,
 )
 from distprune.methods import ranking
-from distprune.ranking.scores import Order
 from distprune.ranks.collectives import is_distributed
 from distprune.shards.reader import ShardReader, local_part, whole_checksum
 from distprune.shards.shard import checksums
@@ -127,8 +126,9 @@ class BasePruningMethod(PruningHook, ABC):
         if kind == "elementwise":
             return elementwise_decision(call, self.compute_mask)
         if kind == "scores":
-            by_score = ranking.by_function(self.compute_scores)  # type: ignore[attr-defined]
-            return ranking.rank(call, self.amount, by_score)  # type: ignore[attr-defined]
+            method: Any = self  # has these two
+            score = partial(ranking.computed_scores, score=method.compute_scores)
+            return ranking.rank(call, method.amount, score, signed=True)
         if kind is None and call.is_local:
             return Decision(partial(self._prune_whole, call))
         name = next((s.name for s in call.shards if s.is_sharded), call.shards[0].name)
@@ -340,7 +340,7 @@ def _mask_from_scores(self: Any, t: Tensor, default_mask: Tensor) -> Tensor:
         scores: Tensor = self.compute_scores(t.reshape(-1)).view(t.shape)
         return scores
 
-    return ranking.without_lowest(t, default_mask, self.amount, Order.ASCENDING, score)
+    return ranking.without_lowest(t, default_mask, self.amount, score, signed=True)
 
 
 def describe_argument(value: Any) -> str:
@@ -392,11 +392,7 @@ class Identity(BasePruningMethod):
         return default_mask
 
     def decide(self, call: PruningCall) -> Decision:
-        def finish() -> LocalMasks:
-            masks = [call.start_mask(position) for position in range(len(call.shards))]
-            return LocalMasks(masks, [0] * len(masks))
-
-        return Decision(finish)
+        return Decision(lambda: call.changed_masks(lambda position, mask: None))
 
     @classmethod
     def apply(cls, module: nn.Module, name: str) -> BasePruningMethod:  # type: ignore[override]
@@ -405,15 +401,13 @@ class Identity(BasePruningMethod):
 
 
 class _Ranked(BasePruningMethod):
-    """What methods have in common that prune the elements that come first in an order.
+    """What methods have in common that prune the elements that come first: of smallest magnitude.
 
     Attributes:
-        RANKING: how elements are ordered, within one parameter and across several.
         amount: a fraction of what is unpruned in [0, 1], or a count.
     """
 
     PRUNING_TYPE = "unstructured"
-    RANKING: ClassVar[ranking.ByScore | ranking.AtRandom]
 
     def __init__(self, amount: Amount) -> None:
         validate_amount(amount)
@@ -421,11 +415,10 @@ class _Ranked(BasePruningMethod):
 
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
         """Zero the ``k`` elements of ``t`` that come first; NaN rank last, as in torch."""
-        assert isinstance(self.RANKING, ranking.ByScore)
-        return ranking.without_lowest(t, default_mask, self.amount, self.RANKING.order)
+        return ranking.without_lowest(t, default_mask, self.amount)
 
     def decide(self, call: PruningCall) -> Decision:
-        return ranking.rank(call, self.amount, self.RANKING)
+        return ranking.rank(call, self.amount)
 
 
 class L1Unstructured(_Ranked):
@@ -436,7 +429,6 @@ class L1Unstructured(_Ranked):
     """
 
     IGNORES_SIGN = True
-    RANKING = ranking.BY_MAGNITUDE
 
     @classmethod
     def apply(  # type: ignore[override]
@@ -457,7 +449,12 @@ class LowestScore(_Ranked):
         amount: a fraction of what is unpruned in [0, 1], or a count.
     """
 
-    RANKING = ranking.BY_SIGNED_SCORE
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """Zero the ``k`` lowest elements of ``t``; NaN rank last."""
+        return ranking.without_lowest(t, default_mask, self.amount, signed=True)
+
+    def decide(self, call: PruningCall) -> Decision:
+        return ranking.rank(call, self.amount, ranking.given_scores, signed=True)
 
     @classmethod
     def apply(  # type: ignore[override]
@@ -489,19 +486,18 @@ class RandomUnstructured(_Ranked):
     """
 
     READS_VALUES = False
-    RANKING = ranking.AT_RANDOM
 
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
         """Zero the elements of ``k`` largest random numbers."""
         return ranking.without_lowest(
-            t, default_mask, self.amount, Order.ASCENDING, lambda t: -torch.rand_like(t)
+            t, default_mask, self.amount, lambda t: -torch.rand_like(t), signed=True
         )
 
     def decide(self, call: PruningCall) -> Decision:
         # Torch's own numbers go with torch's own arguments.
         if call.segments == Segments() and call.is_local and not is_distributed():
             return BasePruningMethod.decide(self, call)
-        return super().decide(call)
+        return ranking.rank(call, self.amount, is_random=True)
 
     @classmethod
     def apply(cls, module: nn.Module, name: str, amount: Amount) -> BasePruningMethod:  # type: ignore[override]

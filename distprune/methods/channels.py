@@ -28,7 +28,6 @@ from distprune.base.naming import label_of
 from distprune.call.request import Decision, PruningCall
 from distprune.methods import ranking
 from distprune.methods.base import BasePruningMethod
-from distprune.ranking.scores import Order
 from distprune.ranks.collectives import Communicator
 from distprune.shards.shard import Shard
 
@@ -330,7 +329,7 @@ class _Structured(BasePruningMethod):
             return default_mask
         scores = self._whole_scores(t, dim)
         keep = torch.ones_like(scores, dtype=torch.bool)
-        ranking.zero_lowest(keep, scores, k, Order.MAGNITUDE)
+        ranking.zero_lowest(keep, scores, k)
         keep = keep.to(t.device).view(-1, *[1] * (t.dim() - dim - 1))
         return (keep * default_mask).to(t.dtype)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,17 +11,14 @@ from torch import Tensor
 from distprune.base.amount import Amount, checked_count
 from distprune.base.blocks import Blocks
 from distprune.base.memory import SERIAL, Scratch, draw_seed, takes_numpy
-from distprune.call.request import Decision, LocalMasks, PruningCall
+from distprune.call.request import Decision, PruningCall
 from distprune.ranking.chunks import Chunk, Part, operations_on
 from distprune.ranking.in_blocks import lowest_of, prune_in_blocks
-from distprune.ranking.passes import Common
 from distprune.ranking.ranking import Ranking, cut_within, limits_for
 from distprune.ranking.scores import (
-    RANDOM_KEYS,
     ComputedScores,
     FactorScores,
     KeyRange,
-    Order,
     ScoreSource,
     TensorScores,
     key_range,
@@ -35,73 +31,10 @@ from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import index_map
 from distprune.shards.shard import Shard
 
-# The range of all keys, and for every shard of this rank the source of its scores.
+# A local step that makes the scores of every shard of this rank.
+MakeScores = Callable[[PruningCall], Sequence[ScoreSource]]
+# The range of all keys, and these scores.
 Keys = tuple[KeyRange, Sequence[ScoreSource]]
-# A local step that makes them.
-MakeKeys = Callable[[], Keys]
-
-
-@dataclass(frozen=True)
-class ByScore:
-    """A ranking by scores, which may be normalised.
-
-    Attributes:
-        order: which scores are pruned first.
-        make_scores: a local step: the scores of every shard of this rank.
-    """
-
-    order: Order
-    make_scores: Callable[[PruningCall], Sequence[ScoreSource]]
-
-    def prepare(self, call: PruningCall) -> MakeKeys:
-        """Measure what the scores are divided by, if they are. Collective; the rest is local.
-
-        Raises:
-            ValueError: a live score is infinite, with a normalisation.
-            NotImplementedError: scores that are no floating-point numbers, with a normalisation.
-                On every rank.
-        """
-        sources: Sequence[ScoreSource] | None = None
-        # Where parameters are segments of their own, a factor changes nothing.
-        if call.normalize is not None and call.segments.wanted is None:
-            scored = call.communicator.run(
-                lambda: list(map(Scored, call.shards, self.make_scores(call)))
-            )
-            sources, _ = normalized(scored, call.normalize, call.num_live, call.communicator)
-        return lambda: score_keys(
-            self.make_scores(call) if sources is None else sources, self.order
-        )
-
-
-def score_keys(scores: Sequence[ScoreSource], order: Order) -> Keys:
-    """The keys of scores that are ranked together: those of the dtype that holds all of them."""
-    dtype = functools.reduce(torch.promote_types, [source.dtype for source in scores])
-    if dtype.is_complex:
-        raise NotImplementedError(
-            f"scores of dtype {dtype} cannot be ranked over several parameters; "
-            "expected real ones. Pass importance_scores=|w| of every parameter."
-        )
-    return key_range(dtype, order), scores
-
-
-class AtRandom:
-    """A ranking by random keys that are the same on any sharding of the parameters.
-
-    Every rank draws one number from torch's default CPU generator; the leader's is the seed of all.
-    """
-
-    def prepare(self, call: PruningCall) -> MakeKeys:
-        """Agree on the seed. Collective; the rest is local.
-
-        Raises:
-            ValueError: a normalisation, which random keys cannot have.
-        """
-        if call.normalize is not None:
-            raise ValueError(
-                f"normalize={call.normalize!r} of random scores has no meaning; expected None."
-            )
-        seed = agree_on_seed(call.communicator)
-        return lambda: random_keys(call.shards, seed)
 
 
 def agree_on_seed(communicator: Communicator) -> int:
@@ -125,11 +58,8 @@ def scores_or_values(shards: Sequence[Shard], *, are_signed: bool) -> list[Score
     return sources
 
 
-def _magnitudes(call: PruningCall) -> list[ScoreSource]:
-    return scores_or_values(call.shards, are_signed=False)
-
-
-def _signed_scores(call: PruningCall) -> list[ScoreSource]:
+def given_scores(call: PruningCall) -> list[ScoreSource]:
+    """The given scores, signed; ValueError for a parameter without."""
     for shard in call.shards:
         if shard.scores is None and shard.values.numel():
             raise ValueError(
@@ -140,92 +70,114 @@ def _signed_scores(call: PruningCall) -> list[ScoreSource]:
     return scores_or_values(call.shards, are_signed=True)
 
 
-BY_MAGNITUDE = ByScore(Order.MAGNITUDE, _magnitudes)
-BY_SIGNED_SCORE = ByScore(Order.ASCENDING, _signed_scores)
-AT_RANDOM = AtRandom()
-
-
-def by_function(score: Callable[[Tensor], Tensor]) -> ByScore:
-    """A ranking by a user's elementwise scores, signed.
+def computed_scores(call: PruningCall, score: Callable[[Tensor], Tensor]) -> list[ScoreSource]:
+    """A user's elementwise scores.
 
     Args:
         score: from values (or importance scores), 1-d, to scores of the same shape.
     """
-
-    def make_scores(call: PruningCall) -> list[ScoreSource]:
-        sources: list[ScoreSource] = []
-        for position, shard in enumerate(call.shards):
-            flat = shard.flat(call.score_or_value(position))
-            probe = score(flat[:1])
-            if probe.shape != flat[:1].shape:
-                raise ValueError(
-                    f"compute_scores returned shape {tuple(probe.shape)} for a chunk of shape "
-                    f"{tuple(flat[:1].shape)}; expected one score per element."
-                )
-            sources.append(ComputedScores(flat, score, probe.dtype))
-        return sources
-
-    return ByScore(Order.ASCENDING, make_scores)
+    sources: list[ScoreSource] = []
+    for position, shard in enumerate(call.shards):
+        flat = shard.flat(call.score_or_value(position))
+        probe = score(flat[:1])
+        if probe.shape != flat[:1].shape:
+            raise ValueError(
+                f"compute_scores returned shape {tuple(probe.shape)} for a chunk of shape "
+                f"{tuple(flat[:1].shape)}; expected one score per element."
+            )
+        sources.append(ComputedScores(flat, score, probe.dtype))
+    return sources
 
 
-def rank(call: PruningCall, amount: Amount, ranking: ByScore | AtRandom) -> Decision:
+def _score_keys(scores: Sequence[ScoreSource], *, signed: bool) -> Keys:
+    """The keys of scores that are ranked together: those of the dtype that holds all of them."""
+    dtype = functools.reduce(torch.promote_types, [source.dtype for source in scores])
+    if dtype.is_complex:
+        raise NotImplementedError(
+            f"scores of dtype {dtype} cannot be ranked over several parameters; "
+            "expected real ones. Pass importance_scores=|w| of every parameter."
+        )
+    return key_range(dtype, signed=signed), scores
+
+
+def rank(
+    call: PruningCall,
+    amount: Amount,
+    make_scores: MakeScores | None = None,
+    *,
+    signed: bool = False,
+    is_random: bool = False,
+) -> Decision:
     """Prune the elements of the lowest scores over all parameters and ranks, within the bounds.
 
     Args:
         call: the parameters.
         amount: how many elements, as a fraction of what is unpruned or a count.
-        ranking: what is ranked.
+        make_scores: None: of the given scores, or the values.
+        signed: whether the lowest scores are pruned; else those of the smallest |score|.
+        is_random: rank by random keys instead, which are the same on any sharding. Every rank
+            draws a number from torch's default CPU generator, and the leader's is the seed.
 
     Raises:
-        ValueError: a live score is NaN, or, with a normalisation, infinite; or the bounds or the
-            budget do not allow for the amount; on every rank.
-        NotImplementedError: scores of a dtype that has no order; on every rank.
+        ValueError: a live score is NaN, or, with a normalisation, infinite or random; or the bounds
+            or the budget do not allow for the amount; on every rank.
+        NotImplementedError: scores of a dtype that has no order, or, with a normalisation, that are
+            no floating-point numbers; on every rank.
 
     Cost: one read of the scores, two more with a normalisation, and one write of the masks when
     the decision is finished.
     """
-    make_keys = ranking.prepare(call)
+    shards, num_live, communicator = call.shards, call.num_live, call.communicator
+    sources: Sequence[ScoreSource] | None = None
+    seed = 0
 
-    def prepare() -> tuple[Keys, list[Tensor], list[Tensor]]:
-        keys = make_keys()
+    def scores() -> Sequence[ScoreSource]:
+        if make_scores is not None:
+            return make_scores(call)
+        return scores_or_values(shards, are_signed=signed)
+
+    if is_random:
+        if call.normalize is not None:
+            raise ValueError(
+                f"normalize={call.normalize!r} of random scores has no meaning; expected None."
+            )
+        seed = agree_on_seed(communicator)
+    elif call.normalize is not None and call.segments.wanted is None:
+        # Where parameters are segments of their own, a factor changes nothing.
+        scored = communicator.run(lambda: list(map(Scored, shards, scores())))
+        sources, _ = normalized(scored, call.normalize, num_live, communicator)
+
+    def prepare() -> tuple[Keys, list[Tensor]]:
+        own = scores() if sources is None and not is_random else sources
+        keys = random_keys(shards, seed) if own is None else _score_keys(own, signed=signed)
         # All memory of the result is taken before anything is ranked.
-        masks = [
-            shard.new_mask(dtype)
-            for shard, dtype in zip(call.shards, call.mask_dtypes, strict=True)
-        ]
-        flat = [shard.flat(mask) for shard, mask in zip(call.shards, masks, strict=True)]
-        return keys, masks, flat
+        several = zip(shards, call.mask_dtypes, strict=True)
+        return keys, [shard.new_mask(dtype) for shard, dtype in several]
 
-    keys, masks, flat = call.communicator.run(
+    keys, masks = communicator.run(
         prepare, lambda made: [("dtype of the scores", str(made[0][0].value_dtype))]
     )
-    ranked = Ranking(call.shards, keys, call.num_live, call.communicator, flat)
-    bound_of: list[str | None] = [None] * len(call.shards)
+    flat = [shard.flat(mask) for shard, mask in zip(shards, masks, strict=True)]
+    ranked = Ranking(shards, keys, num_live, communicator, flat)
+    bound_of: list[str | None] = [None] * len(shards)
     if call.segments.blocks is not None:
         num_pruned = prune_in_blocks(ranked, call.segments.blocks)
-        return Decision(lambda: LocalMasks(masks, num_pruned), bound_of=bound_of)
-    common: Common | None = None
+        return Decision(lambda: (masks, num_pruned, ()), bound_of=bound_of)
     if call.segments.counts is not None:
+        each = zip(shards, call.segments.counts, num_live, strict=True)
         # What is pruned already counts, and stays.
-        cuts = ranked.cut(
-            range(len(masks)),
-            [
-                max(0, count + live - shard.numel)
-                for shard, count, live in zip(
-                    call.shards, call.segments.counts, call.num_live, strict=True
-                )
-            ],
-        )
+        counts = [max(0, count + live - shard.numel) for shard, count, live in each]
+        cuts, common = ranked.cut(range(len(masks)), counts), None
     else:
-        k, bounds = checked_count(amount, sum(call.num_live)), call.segments.bounds
+        k, bounds = checked_count(amount, sum(num_live)), call.segments.bounds
         if bounds is None:
             cuts = ranked.cut([0] * len(masks), [k])
             common = cuts.common
         else:
-            limits = limits_for(k, bounds, [shard.numel for shard in call.shards], call.num_live)
+            limits = limits_for(k, bounds, [shard.numel for shard in shards], num_live)
             cuts, common, bound_of = cut_within(ranked, k, limits)
-    decision = Decision(lambda: LocalMasks(masks, ranked.write(cuts)), bound_of=bound_of)
-    if common is not None and ranked.keys is not RANDOM_KEYS:
+    decision = Decision(lambda: (masks, ranked.write(cuts), ()), bound_of=bound_of)
+    if common is not None and not is_random:
         decision.threshold = ranked.keys.score_of(common.threshold)
         decision.num_ties, decision.num_ties_pruned = common[1:]
     return decision
@@ -235,30 +187,32 @@ def without_lowest(
     t: Tensor,
     default_mask: Tensor,
     amount: Amount,
-    order: Order,
     score: Callable[[Tensor], Tensor] = lambda t: t,
+    *,
+    signed: bool = False,
 ) -> Tensor:
     """A copy of a mask without the elements that come first, if any; then ``t`` is scored."""
     k = checked_count(amount, t.nelement())
     mask = default_mask.clone(memory_format=torch.contiguous_format)
     if k:
-        zero_lowest(mask, score(t), k, order)
+        zero_lowest(mask, score(t), k, signed=signed)
     return mask
 
 
-def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
+def zero_lowest(mask: Tensor, scores: Tensor, k: int, *, signed: bool = False) -> None:
     """Zero, in place, the mask of the ``k`` first elements of one whole tensor.
 
     Args:
         mask: any dtype, contiguous, shape of ``scores``.
         scores: any shape; NaN rank last, as in torch.topk.
         k: 0 <= k <= scores.numel().
-        order: which elements come first; equal scores go by row-major index.
+        signed: whether the lowest scores come first, or the smallest |score|; equal ones go by
+            row-major index.
     """
     flat, size = scores.detach().reshape(-1), scores.numel()
     if flat.is_complex():
         flat = flat.abs()
-    keys = key_range(flat.dtype, order)
+    keys = key_range(flat.dtype, signed=signed)
     if size <= SERIAL and takes_numpy(flat.device):  # a row by itself
         lowest = lowest_of(Blocks(size, 1, 1, k), to_keys(flat, keys)[0].numpy())
         mask.view(-1)[torch.from_numpy(lowest)] = 0

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 import numpy as np
@@ -29,14 +28,6 @@ from distprune.base.selecting import PLAIN_FLOATS, FloatFormat
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import Block, IndexMap, MatrixRun
 from distprune.shards.shard import Shard
-
-
-class Order(Enum):
-    """Which elements rank first, that is, are pruned first."""
-
-    MAGNITUDE = "smallest |score| first"
-    ASCENDING = "smallest score first"
-
 
 _FLOATS: dict[torch.dtype, FloatFormat] = {
     getattr(torch, form.torch_name): form for form in PLAIN_FLOATS.values()
@@ -61,7 +52,7 @@ class KeyRange:
         low, high: smallest and largest key, NaN's included.
         largest_number: the largest key that is not NaN's.
         value_dtype: of the scores, to show a key as a score.
-        order: of the scores.
+        signed: whether the lowest scores rank first; else those of the smallest |score|.
     """
 
     dtype: torch.dtype
@@ -69,7 +60,7 @@ class KeyRange:
     high: int
     largest_number: int
     value_dtype: torch.dtype
-    order: Order
+    signed: bool
 
     @property
     def is_float(self) -> bool:
@@ -77,7 +68,7 @@ class KeyRange:
         return self.high > self.largest_number
 
     def score_of(self, key: int) -> float:
-        """The score that a key stands for (|score| under Order.MAGNITUDE)."""
+        """The score that a key stands for (|score| if they are not signed)."""
         if not self.is_float:
             return float(key)
         if key > self.largest_number:
@@ -86,10 +77,10 @@ class KeyRange:
         return -magnitude if key < 0 else magnitude
 
 
-RANDOM_KEYS = KeyRange(torch.int64, 0, LARGEST_HASH, LARGEST_HASH, torch.int64, Order.ASCENDING)
+RANDOM_KEYS = KeyRange(torch.int64, 0, LARGEST_HASH, LARGEST_HASH, torch.int64, True)
 
 
-def key_range(dtype: torch.dtype, order: Order) -> KeyRange:
+def key_range(dtype: torch.dtype, *, signed: bool = False) -> KeyRange:
     """The keys of scores of a dtype.
 
     Raises:
@@ -97,13 +88,13 @@ def key_range(dtype: torch.dtype, order: Order) -> KeyRange:
     """
     if dtype in _FLOATS:
         key_dtype, inf = INTEGERS[dtype.itemsize], _FLOATS[dtype].inf
-        low = 0 if order is Order.MAGNITUDE else -inf
-        return KeyRange(key_dtype, low, inf + 1, inf, dtype, order)
+        low = -inf if signed else 0
+        return KeyRange(key_dtype, low, inf + 1, inf, dtype, signed)
     if dtype in _INTEGERS:
         key_dtype = _INTEGERS[dtype]
         # int64 has no wider type: |min| stays negative there, as in torch.abs.
         bound = torch.iinfo(key_dtype).max - 1
-        return KeyRange(key_dtype, -bound, bound, bound, dtype, order)
+        return KeyRange(key_dtype, -bound, bound, bound, dtype, signed)
     supported = ", ".join(str(rankable) for rankable in (*_FLOATS, *_INTEGERS))
     raise NotImplementedError(
         f"scores of dtype {dtype} cannot be ranked; expected one of {supported}. "
@@ -123,14 +114,14 @@ def to_keys(
         return scores, False
     if not common.is_float:
         keys = scores.to(common.dtype, copy=True)
-        if common.order is Order.MAGNITUDE:
+        if not common.signed:
             keys.abs_()
         return keys, False
     bits = scores.to(common.value_dtype).contiguous().view(common.dtype)
     if memory.takes_numpy(bits.device):
         return _float_keys(bits.numpy(), common, scratch or Scratch())
     keys = torch.bitwise_and(bits, torch.iinfo(common.dtype).max).clamp_(max=common.high)
-    if common.order is Order.ASCENDING:
+    if common.signed:
         keys = torch.where((bits < 0) & (keys <= common.largest_number), -keys, keys)
     return keys, True
 
@@ -138,7 +129,7 @@ def to_keys(
 def _float_keys(bits: Array, common: KeyRange, scratch: Scratch) -> tuple[Tensor, bool]:
     """The same operations by numpy, which has no OpenMP barrier per small call."""
     integer = bits.dtype.type
-    negative = bits < 0 if common.order is Order.ASCENDING else None
+    negative = bits < 0 if common.signed else None
     # Scores that were computed lie in the same memory.
     keys = scratch.array("keys", bits.size, bits.dtype)
     np.bitwise_and(bits, integer((1 << (8 * bits.itemsize - 1)) - 1), out=keys)

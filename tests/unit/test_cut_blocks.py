@@ -11,7 +11,7 @@ from distprune.base.blocks import BlockRule, Layout, layout_along
 from distprune.ranking import in_blocks
 from distprune.ranking.in_blocks import BlockedParameter, prune_in_blocks
 from distprune.ranking.ranking import Ranking
-from distprune.ranking.scores import Order, key_range
+from distprune.ranking.scores import key_range
 from distprune.ranks.collectives import Communicator
 from helpers import reference
 from helpers.sampling import num_examples
@@ -32,7 +32,7 @@ def groups_of(parameter: BlockedParameter) -> list[list[int]]:
 
 def check(tensors, masks, parameters, layouts, size) -> list[int]:
     """The masks of every rank; the collectives of each."""
-    common = key_range(tensors[0].dtype, Order.MAGNITUDE)
+    common = key_range(tensors[0].dtype)
     expected = [
         reference.prune_in_blocks(tensor, groups_of(own), own.blocks.num_pruned, mask)
         for tensor, mask, own in zip(tensors, masks, parameters, strict=True)
