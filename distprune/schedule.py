@@ -410,10 +410,10 @@ class ScheduledPruner:
                 raise ValueError(
                     f"the bounds cannot hold at the end of {self._schedule}: {error}"
                 ) from None
-        needed = sum(map(max, bounds.lowest, pruned))
+        needed = sum(map(max, bounds[0], pruned))
         if needed <= resolve_count(target, total) or (end is not None and target >= end):
             return self._bounds
-        floors = zip(named, bounds.lowest, strict=True)
+        floors = zip(named, bounds[0], strict=True)
         return {CEILING: {e.keys[-1]: Fraction(low, e.num_elements or 1) for e, low in floors}}
 
 

@@ -81,15 +81,9 @@ def checked_count(amount: Amount, tensor_size: int) -> int:
     return count
 
 
-class Bounds(NamedTuple):
-    """How many elements of every whole parameter are to be pruned after a call, at least and most.
-
-    Attributes:
-        lowest, highest: per parameter; 0 <= lowest <= highest <= elements.
-    """
-
-    lowest: tuple[int, ...]
-    highest: tuple[int, ...]
+# How many elements of every whole parameter are to be pruned after a call, at least and at most:
+# 0 <= lowest <= highest <= elements.
+Bounds = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Bounded(NamedTuple):
@@ -136,10 +130,9 @@ def to_bounds(
         if low > high:
             raise ValueError(
                 f"{parameter.label}: min_sparsity asks for at least {low:,} pruned elements of "
-                f"{parameter.num_elements:,} and max_sparsity for at most {high:,}; expected a "
-                "floor that is not above the ceiling."
+                f"{parameter.num_elements:,}, and max_sparsity for at most {high:,}."
             )
-    return Bounds(lowest, highest) if any(lowest) or highest != sizes else None
+    return (lowest, highest) if any(lowest) or highest != sizes else None
 
 
 def per_parameter(

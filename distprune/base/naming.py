@@ -60,12 +60,10 @@ def checked_pair(
     match value:
         case (nn.Module() as module, str() as name):
             return unwrap(module), name
-        case str() | int() | float():
-            found = repr(value)
         case (one, other):
             found = f"a pair of {type(one).__name__} and {type(other).__name__}"
         case _:
-            found = f"a {type(value).__name__}"
+            found = repr(value) if isinstance(value, (str, int)) else f"a {type(value).__name__}"
     raise TypeError(f"{what} is {found}; expected {expected}.")
 
 

@@ -95,8 +95,7 @@ def lost_mask(module: nn.Module, name: str) -> RuntimeError:
     """The error for a pruned parameter whose mask buffer was deleted, or set to None."""
     key = mask_key(name)
     return RuntimeError(
-        f"{type(module).__name__}.{name} is pruned, and its mask is gone: something deleted the "
-        f"buffer {key}, or set it to None; expected a tensor like {orig_key(name)}. "
-        "Quantise or convert a model after distprune.remove has made its zeros permanent. Else put "
-        f"the mask back (module.register_buffer({key!r}, mask)), or load a checkpoint that has it."
+        f"{type(module).__name__}.{name} is pruned, and its mask is gone: the buffer {key} was "
+        "deleted, or set to None. Convert a model after distprune.remove. Else put the mask back "
+        f"(module.register_buffer({key!r}, mask)), or load a checkpoint that has it."
     )

@@ -81,40 +81,7 @@ class OneShot(Schedule):
 
 
 @dataclass(frozen=True)
-class _Ramp(Schedule):
-    """Raises the sparsity."""
-
-    begin: int
-    end: int
-    frequency: int
-    final_sparsity: float
-    initial_sparsity: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.initial_sparsity > self.final_sparsity:
-            raise ValueError(
-                f"initial_sparsity={self.initial_sparsity} is above "
-                f"final_sparsity={self.final_sparsity}; expected a sparsity that never decreases, "
-                "as pruned elements do not come back."
-            )
-
-    def _due_sparsity(self, step: int) -> float:
-        # Exact at both ends, regardless of rounding in the formula.
-        if step == self.end:
-            return self.final_sparsity
-        if step == self.begin:
-            return self.initial_sparsity
-        between = self._between((step - self.begin) / (self.end - self.begin))
-        return min(max(between, self.initial_sparsity), self.final_sparsity)
-
-    def _between(self, progress: float) -> float:
-        """The sparsity at ``progress``, the share of steps from begin to end, in [0, 1)."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Linear(_Ramp):
+class Linear(Schedule):
     """Raises the sparsity by equal amounts.
 
     Args:
@@ -129,12 +96,35 @@ class Linear(_Ramp):
         TypeError, ValueError: a value of a wrong type, or out of range.
     """
 
-    def _between(self, progress: float) -> float:
-        return self.initial_sparsity + (self.final_sparsity - self.initial_sparsity) * progress
+    begin: int
+    end: int
+    frequency: int
+    final_sparsity: float
+    initial_sparsity: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.initial_sparsity > self.final_sparsity:
+            raise ValueError(
+                f"initial_sparsity={self.initial_sparsity} is above final_sparsity="
+                f"{self.final_sparsity}; expected a sparsity that never decreases."
+            )
+
+    def _due_sparsity(self, step: int) -> float:
+        # Exact at both ends, regardless of rounding in the formula.
+        if step in (self.begin, self.end):
+            return self.final_sparsity if step == self.end else self.initial_sparsity
+        rise = self.final_sparsity - self.initial_sparsity
+        between = self._between(rise, (step - self.begin) / (self.end - self.begin))
+        return min(max(between, self.initial_sparsity), self.final_sparsity)
+
+    def _between(self, rise: float, progress: float) -> float:
+        """The sparsity at ``progress``, the share of steps from begin to end, in [0, 1)."""
+        return self.initial_sparsity + rise * progress
 
 
 @dataclass(frozen=True)
-class Cubic(_Ramp):
+class Cubic(Linear):
     """Raises the sparsity fast at first, and ever more slowly.
 
     s_f + (s_i - s_f) * (1 - (t - begin) / (end - begin))^3 at due step t.
@@ -149,10 +139,9 @@ class Cubic(_Ramp):
     model compression", 2017.
     """
 
-    def _between(self, progress: float) -> float:
+    def _between(self, rise: float, progress: float) -> float:
         left = 1.0 - progress
-        change = (self.initial_sparsity - self.final_sparsity) * (left * left * left)
-        return self.final_sparsity + change
+        return self.final_sparsity - rise * (left * left * left)
 
 
 @dataclass(frozen=True, repr=False)

@@ -124,10 +124,7 @@ def natural_key(name: str) -> SortKey:
 @functools.lru_cache(maxsize=1 << 16)
 def _part_key(part: str) -> tuple[int, int, str]:
     """The key of a run of digits or of other characters; names consist of few different runs."""
-    if not "0" <= part[0] <= "9":
-        return (1, 0, part)
-    number = part.lstrip("0")
-    return (0, len(number), number)  # a longer number without leading zeros is a larger one
+    return (0, int(part), "") if "0" <= part[0] <= "9" else (1, 0, part)
 
 
 _RUNS = re.compile(r"[0-9]+|[^0-9]+")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import distprune.budgets as budgets
-from distprune.base.amount import CEILING, FLOOR, Bounds
+from distprune.base.amount import CEILING, FLOOR
 from distprune.base.memory import Array, Runs, Scratch, draw_seed
 from distprune.base.naming import UnfitScores
 from distprune.base.selecting import PLAIN_FLOATS
@@ -276,7 +276,7 @@ class RankedTensors:
                 ]
             ranked.cuts = ranking.cut(range(len(parts)), counts)
         elif recipe.has_limits:
-            ranked.cuts, ranked.common, bounds = cut_within(ranking, k, Bounds(lowest, highest))
+            ranked.cuts, ranked.common, bounds = cut_within(ranking, k, (lowest, highest))
         else:
             ranked.cuts = ranking.cut([0] * len(parts), [k])
             ranked.common = ranked.cuts.common

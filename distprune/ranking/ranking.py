@@ -477,15 +477,15 @@ def limits_for(
         ValueError: ``k`` elements do not suffice for the floors, or exceed the ceilings.
     """
     pruned = np.array(num_elements) - np.array(num_live)
-    limits = Bounds(*(tuple((np.array(each) - pruned).clip(0).tolist()) for each in bounds))
-    low, high = map(sum, limits)
+    lowest, highest = (tuple((np.array(each) - pruned).clip(0).tolist()) for each in bounds)
+    low, high = sum(lowest), sum(highest)
     if not low <= k <= high:
         raise ValueError(
             f"min_sparsity and max_sparsity allow for {low:,} to {high:,} more pruned elements, "
             f"and {k:,} are to be pruned ({sum(pruned) + k:,} of {sum(num_elements):,} after this "
             "call). Expected an amount within these bounds; change it, or the bounds."
         )
-    return limits
+    return lowest, highest
 
 
 def cut_within(
@@ -509,7 +509,7 @@ def cut_within(
     Cost: a ranking of all parameters; one more of those that are left for each round of
     [Note: active set]; and one of each parameter that a bound decides, side by side.
     """
-    lowest, highest = np.array(limits.lowest), np.array(limits.highest)
+    lowest, highest = map(np.array, limits)
     is_free, left = np.ones(len(lowest), dtype=bool), k
     counts, bounds = np.zeros_like(lowest), np.full(len(lowest), None)
     common: Cuts | None = None

@@ -24,8 +24,8 @@ ROOMS = {
     "recipes": {"base"},
     "files": {"base", "ranks", "_version", "recipes", "shards", "ranking", "budgets"},
     "api": {
-        "base", "ranks", "wrappers", "_transformers", "shards", "ranking", "masks",
-        "call", "methods", "files",
+        "base", "ranks", "wrappers", "_transformers", "shards", "masks", "call", "methods",
+        "files",
     },
     "verification": {"base", "ranks", "wrappers", "shards", "masks", "call"},
     "schedule": {
