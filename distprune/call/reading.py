@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -301,14 +301,10 @@ def _compared(shard: Shard, reads_values: bool) -> list[Tensor]:
     return ranked if shard.mask is None else [*ranked, shard.mask]
 
 
-class _Entry(NamedTuple):
-    """What one rank tells the others of one parameter, as JSON."""
-
-    facts: str
-    shape: tuple[int, ...]
-    dtype: str  # of the scores, if there are some
-    ranks: tuple[int, ...]  # that hold it together; empty: each has a copy of its own
-    num_replicas: int  # among these ranks
+# What one rank tells the others of one parameter, as JSON: its facts; its shape; the dtype of the
+# scores, or of the values; the ranks that hold it together, none if each has a copy of its own; the
+# number of replicas among these.
+_Entry = tuple[str, tuple[int, ...], str, tuple[int, ...], int]
 
 
 def _join(shards: Sequence[Shard], communicator: Communicator) -> list[Shard]:
@@ -330,20 +326,20 @@ def _join(shards: Sequence[Shard], communicator: Communicator) -> list[Shard]:
     device = shards[0].values.device if shards else torch.device("cpu")
 
     def join() -> list[Shard]:
-        stages = [{name: _Entry(*row) for name, row in json.loads(text).items()} for text in texts]
+        stages: list[dict[str, _Entry]] = list(map(json.loads, texts))
         entries: dict[str, _Entry] = {}
         holders: dict[str, set[tuple[int, ...]]] = {}
         for rank, kind in zip(communicator.ranks, kinds, strict=True):
             for name, entry in stages[kind].items():
-                first = entries.setdefault(name, entry)
-                if first.facts != entry.facts:
+                facts, other, ranks = entries.setdefault(name, entry)[0], entry[0], entry[3]
+                if facts != other:
                     raise ValueError(
-                        f"{name}: ranks hold different parameters of this name ({first.facts}; and "
-                        f"{entry.facts}). Expected names that are unique over all stages: "
+                        f"{name}: ranks hold different parameters of this name ({facts}; and "
+                        f"{other}). Expected names that are unique over all stages: "
                         "select(stage, prefix=...) puts a stage's place in the model before its "
                         "names."
                     )
-                holders.setdefault(name, set()).add(tuple(entry.ranks) or (rank,))
+                holders.setdefault(name, set()).add(tuple(ranks) or (rank,))
         if not entries:
             raise ValueError("parameters is empty on every rank; expected at least one parameter.")
         for name, shard in own.items():
@@ -366,12 +362,13 @@ def _entry(shard: Shard) -> _Entry:
         dtype = torch.promote_types(dtype, torch.float32)
     num_replicas = 1 if shard.ranks is None else shard.num_replicas
     name = str(dtype).removeprefix("torch.")
-    return _Entry(shard.facts, tuple(shard.shape), name, shard.ranks or (), num_replicas)
+    return shard.facts, tuple(shard.shape), name, shard.ranks or (), num_replicas
 
 
 def _absent(name: str, entry: _Entry, num_holders: int, device: torch.device) -> Shard:
     """A parameter of other ranks: no element of it is here."""
-    values = torch.empty(0, dtype=getattr(torch, entry.dtype), device=device)
+    _, shape, dtype, _, num_replicas = entry
+    values = torch.empty(0, dtype=getattr(torch, dtype), device=device)
     index = run_index_map((0,), (1,), 0)
     assert index is not None
     return Shard(
@@ -379,10 +376,10 @@ def _absent(name: str, entry: _Entry, num_holders: int, device: torch.device) ->
         parameter=values,
         values=values,
         mask=None,
-        shape=torch.Size(entry.shape),
+        shape=torch.Size(shape),
         index=index,
         is_run=True,
-        num_replicas=num_holders * entry.num_replicas,
+        num_replicas=num_holders * num_replicas,
         ranks=(),
         key=name,
     )

@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, ClassVar, get_args
 import torch
 from torch import Tensor, nn
 
-from distprune.criteria.base import Criterion, NonFinite, Part, Unit, is_finite
-from distprune.criteria.rank_batches import Power, RankBatches, checked_unit
+from distprune.criteria.base import (
+    Criterion,
+    NonFinite,
+    Part,
+    Power,
+    RankBatches,
+    Unit,
+    checked_unit,
+    is_finite,
+)
 from distprune.methods.base import L1Unstructured, LowestScore
 from distprune.ranks.collectives import Communicator, over_groups, sum_of_pieces, world
 from distprune.shards.gradients import ranks_with_shards, unaveraged_gradients

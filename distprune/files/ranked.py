@@ -31,7 +31,7 @@ from distprune.files.team import Team
 from distprune.ranking import sums
 from distprune.ranking.chunks import Chunk, Part
 from distprune.ranking.in_blocks import lowest_of
-from distprune.ranking.passes import Common, Cuts
+from distprune.ranking.passes import Cuts
 from distprune.ranking.ranking import ChangedError, Ranking, cut_within
 from distprune.ranking.scores import (
     RANDOM_KEYS,
@@ -68,8 +68,8 @@ class Piece(NamedTuple):
 Pieces = Callable[[TensorEntry], Iterator[Piece]]
 
 
-class FileValues:
-    """The elements of a stored tensor as a source of scores: see ``ranking.scores.ScoreSource``.
+class FileValues(ScoreSource):
+    """The elements of a stored tensor as a source of scores.
 
     Args:
         entry: of the tensor.
@@ -137,8 +137,8 @@ class RankedGroup:
         ranking: of its tensors.
         divisors: per tensor, what its scores are divided by; None: by nothing.
         cuts: where the ranking is cut; None: rows or blocks are ranked.
-        common: of the tensors that are ranked together; None: there are none, nothing of them is
-            pruned, or limits decide everything.
+        common: of the tensors that are ranked together, see Cuts; None: there are none, nothing of
+            them is pruned, or limits decide everything.
         bounds: per tensor, "min_sparsity" or "max_sparsity" if this bound decided how many of its
             elements are pruned.
     """
@@ -147,7 +147,7 @@ class RankedGroup:
     ranking: Ranking
     divisors: Sequence[float] | None
     cuts: Cuts | None = None
-    common: Common | None = None
+    common: tuple[int, int, int] | None = None
     bounds: Sequence[str | None] = field(default_factory=list)
 
 

@@ -227,9 +227,11 @@ def make_report(
                 "files were changed during the run, and nothing is published. Run the same command "
                 "with --discard, and then again without."
             )
-        found = {} if each.common is None else each.common._asdict()
-        if found:
-            found["threshold"] = _score(keys, found["threshold"])
+        found: dict[str, Any] = {}
+        if each.common is not None:
+            threshold, num_ties, num_ties_pruned = each.common
+            found = {"num_ties": num_ties, "num_ties_pruned": num_ties_pruned}
+            found["threshold"] = _score(keys, threshold)
         groups.append(GroupReport(num_elements=group.num_elements, num_pruned=total, **found))
     return Report(
         **common,

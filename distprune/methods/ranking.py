@@ -16,11 +16,9 @@ from distprune.ranking.chunks import Chunk, Part, operations_on
 from distprune.ranking.in_blocks import lowest_of, prune_in_blocks
 from distprune.ranking.ranking import Ranking, cut_within, limits_for
 from distprune.ranking.scores import (
-    ComputedScores,
     FactorScores,
     KeyRange,
     ScoreSource,
-    TensorScores,
     key_range,
     random_keys,
     to_keys,
@@ -54,7 +52,7 @@ def scores_or_values(shards: Sequence[Shard], *, are_signed: bool) -> list[Score
             sources.append(FactorScores.of_shard(shard, shard.scores, are_signed=are_signed))
         else:
             flat = shard.flat_values if shard.scores is None else shard.flat(shard.scores)
-            sources.append(TensorScores(flat))
+            sources.append(ScoreSource(flat))
     return sources
 
 
@@ -85,7 +83,7 @@ def computed_scores(call: PruningCall, score: Callable[[Tensor], Tensor]) -> lis
                 f"compute_scores returned shape {tuple(probe.shape)} for a chunk of shape "
                 f"{tuple(flat[:1].shape)}; expected one score per element."
             )
-        sources.append(ComputedScores(flat, score, probe.dtype))
+        sources.append(ScoreSource(flat, score, probe.dtype))
     return sources
 
 
@@ -178,7 +176,7 @@ def rank(
             cuts, common, bound_of = cut_within(ranked, k, limits)
     decision = Decision(lambda: (masks, ranked.write(cuts), ()), bound_of=bound_of)
     if common is not None and not is_random:
-        decision.threshold = ranked.keys.score_of(common.threshold)
+        decision.threshold = ranked.keys.score_of(common[0])
         decision.num_ties, decision.num_ties_pruned = common[1:]
     return decision
 
@@ -218,8 +216,6 @@ def zero_lowest(mask: Tensor, scores: Tensor, k: int, *, signed: bool = False) -
         mask.view(-1)[torch.from_numpy(lowest)] = 0
         return
     part = Part("scores", size, index_map(flat.shape, [range(size)], [0]), range(size))
-    alone = Ranking(
-        [part], (keys, [TensorScores(flat)]), [size], Communicator(()), refuse_nan=False
-    )
+    alone = Ranking([part], (keys, [ScoreSource(flat)]), [size], Communicator(()), refuse_nan=False)
     stay = alone.kept(Chunk([(0, 0, size)], True), alone.cut([0], [k]), Scratch())
     operations_on(flat.device).store(mask.view(-1), mask.view(-1), stay)

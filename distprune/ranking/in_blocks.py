@@ -85,25 +85,10 @@ class _Part(NamedTuple):
     cut: list[int] | None
 
 
-class _Batch(NamedTuple):
-    """Some blocks of one parameter that are exchanged at a time.
-
-    Attributes:
-        position: of the parameter.
-        blocks: of the parameter.
-        bands: int64, the numbers of all its bands that are exchanged, ascending.
-        numbers: of the blocks in the batch, counted through these bands.
-    """
-
-    position: int
-    blocks: Blocks
-    bands: Array
-    numbers: range
-
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return len(self.numbers) * self.blocks.size
+# Some blocks of one parameter that are exchanged at a time: the parameter; its blocks; the numbers
+# of all its bands that are exchanged, int64, ascending; the numbers of the blocks that are meant,
+# counted through these bands.
+_Batch = tuple[int, Blocks, Array, range]
 
 
 def prune_in_blocks(ranking: Ranking, parameters: Sequence[BlockedParameter]) -> list[int]:
@@ -221,7 +206,7 @@ class _Blocked:
 
     def num_words(self, batches: Sequence[_Batch]) -> int:
         """Words of 64 bits that the keys of some batches take."""
-        return -(-sum(batch.size for batch in batches) * self._unsigned.itemsize // 8)
+        return -(-_num_elements(batches) * self._unsigned.itemsize // 8)
 
     def exchange(self, batches: Sequence[_Batch]) -> Tensor:
         """Write what was summed, and collect the next keys, relative to the lowest key: a step."""
@@ -244,9 +229,9 @@ class _Blocked:
         numbers = words.numpy().view(self._unsigned) + self._lowest
         signed, end = numbers.view(f"i{numbers.itemsize}"), 0
         lowest: Array = np.zeros(len(signed), dtype=bool)
-        for batch in batches:
-            here, end = slice(end, end + batch.size), end + batch.size
-            alone = Blocks(batch.blocks.size, 1, 1, batch.blocks.num_pruned)
+        for _, blocks, _, span in batches:
+            here, end = slice(end, end + len(span) * blocks.size), end + len(span) * blocks.size
+            alone = Blocks(blocks.size, 1, 1, blocks.num_pruned)
             lowest[here] = lowest_of(alone, signed[here])
         for i, span, are_inside, targets in self._find(batches):
             shard, out = self._ranking.shards[i], self._ranking.outs[i][span.start : span.stop]
@@ -268,8 +253,7 @@ class _Blocked:
             these are in the batches (int64).
         """
         begin = 0
-        for batch in batches:
-            i, blocks, bands, numbers = batch
+        for i, blocks, bands, numbers in batches:
             first, last = numbers[0], numbers[-1]
             index = self._ranking.shards[i].index
             start, stop = 0, self._ranking.sources[i].size
@@ -289,7 +273,7 @@ class _Blocked:
                     if are_inside.any():
                         place = (number - first) * blocks.size + step * blocks.kernel + inside
                         yield i, span, are_inside, begin + place[are_inside]
-            begin += batch.size
+            begin += len(numbers) * blocks.size
 
 
 def _part(parameter: BlockedParameter, index: IndexMap, size: int) -> _Part:
@@ -320,13 +304,17 @@ def _several(
         num_bands = ranking.shards[i].numel // blocks.band
         bands = np.arange(num_bands) if numbers is None else np.array(numbers)
         for span in spans_of(range(len(bands) * blocks.columns), _MOST // blocks.size):
-            batch = _Batch(i, blocks, bands, span)
-            if several and sum(each.size for each in several) + batch.size > _MOST:
+            batch = i, blocks, bands, span
+            if several and _num_elements([*several, batch]) > _MOST:
                 yield several
                 several = []
             several.append(batch)
     if several:
         yield several
+
+
+def _num_elements(batches: Sequence[_Batch]) -> int:
+    return sum(len(numbers) * blocks.size for _, blocks, _, numbers in batches)
 
 
 def _blocks_of_box(index: IndexMap, size: int, parameter: BlockedParameter) -> Blocks | None:

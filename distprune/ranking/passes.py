@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from distprune.ranking.chunks import (
     spans_of,
     spread,
 )
-from distprune.ranking.scores import KeyRange, ScoreSource, TensorScores, to_keys
+from distprune.ranking.scores import KeyRange, ScoreSource, to_keys
 from distprune.ranks.collectives import Communicator
 
 # Neighbours that are sampled together, as a cache line brings them anyway; one by one from
@@ -54,20 +54,6 @@ ALL = 1 << 62
 OwnedKeys = tuple[int | Tensor, Tensor]
 
 
-class Common(NamedTuple):
-    """Where the order of a segment is cut.
-
-    Attributes:
-        threshold: the key of the last element that is pruned.
-        num_ties: elements with this key ...
-        num_ties_pruned: ... and those of them that are pruned.
-    """
-
-    threshold: int
-    num_ties: int
-    num_ties_pruned: int
-
-
 @dataclass
 class Cuts:
     """Where the order is cut; the same on all ranks. int64 arrays.
@@ -76,14 +62,15 @@ class Cuts:
         threshold: of each parameter: elements with a smaller key go, with a larger one stay ...
         index: ... and with this key, those with a smaller global index go.
         num_before: of each parameter, the elements before the cut, if they were asked for.
-        common: the same cut of all parameters of one segment; None of several segments, and where
-            nothing is pruned.
+        common: the same cut of all parameters of one segment: the key of the last element that is
+            pruned, how many elements have it, and how many of those are pruned; None of several
+            segments, and where nothing is pruned.
     """
 
     threshold: Array
     index: Array
     num_before: Array
-    common: Common | None = None
+    common: tuple[int, int, int] | None = None
 
 
 # What a scan collects in a chunk: how many keys of each piece, int64; the keys, [m]; and their
@@ -150,7 +137,7 @@ class Passes:
         self.refuses_nan = refuse_nan and self.keys.is_float
         self.most_collected = math.inf if most_collected is None else most_collected
         self._masks = [shard.flat_mask for shard in shards]
-        self._tensors = [s.scores if type(s) is TensorScores else None for s in self.sources]
+        self._tensors = [source.tensor for source in self.sources]
         self.is_on_host = all(map(memory.takes_numpy, {source.device for source in self.sources}))
         are_safe = False not in [source.is_thread_safe for source in self.sources]
         self._are_safe = self.is_on_host and are_safe

@@ -56,7 +56,7 @@ from torch import Tensor
 from distprune.base import memory
 from distprune.base.amount import CEILING, FLOOR, Bounds
 from distprune.base.memory import Array
-from distprune.ranking.passes import ALL, Collected, Common, Cuts, OwnedKeys, Passes
+from distprune.ranking.passes import ALL, Collected, Cuts, OwnedKeys, Passes
 from distprune.ranks.collectives import Communicator
 
 # Up to so many elements in all are collected outright: a sample would not pay.
@@ -364,7 +364,7 @@ class Search:
         num_before: Array = np.zeros(num_shards, dtype=np.int64)
         cuts = Cuts(threshold, index, num_before)
         if len(num_pruned) == 1 and num_pruned.item() > 0:
-            cuts.common = Common(found.low.item(), found.size.item(), num_pruned.item())
+            cuts.common = found.low.item(), found.size.item(), num_pruned.item()
         is_divided = (num_pruned > 0) & (num_pruned < found.size)
         if not (count_each or is_divided.any()):
             return cuts
@@ -490,7 +490,7 @@ def limits_for(
 
 def cut_within(
     ranking: Ranking, k: int, limits: Bounds
-) -> tuple[Cuts, Common | None, list[str | None]]:
+) -> tuple[Cuts, tuple[int, int, int] | None, list[str | None]]:
     """Choose exactly ``k`` elements in total order, each parameter within its limits. Collective.
 
     Args:

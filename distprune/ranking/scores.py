@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -145,77 +144,57 @@ def _float_keys(bits: Array, common: KeyRange, scratch: Scratch) -> tuple[Tensor
 _USE = "keys"
 
 
-class ScoreSource(Protocol):
-    """Scores of one local shard.
+class ScoreSource:
+    """Scores of one local shard: the elements of a tensor, or what a function makes of them.
+
+    Other sources, which define ``load`` and ``gather``, and the first four attributes, compute
+    scores from files or from factors.
+
+    Args:
+        values: 1-d, contiguous.
+        function: of a user, elementwise; None: the values are the scores.
+        dtype: of what the function returns.
 
     Attributes:
         dtype: of the scores.
         size: how many there are.
         device: of the scores.
         is_thread_safe: whether several threads may load chunks at a time.
+        tensor: all scores, if they are one.
     """
 
     dtype: torch.dtype
     size: int
     device: torch.device
-    is_thread_safe: bool
+    is_thread_safe = True
+    tensor: Tensor | None = None
+
+    def __init__(
+        self,
+        values: Tensor,
+        function: Callable[[Tensor], Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._flat, self._function = values, function
+        self.dtype, self.size, self.device = dtype or values.dtype, values.shape[0], values.device
+        if function is None:
+            self.tensor = values
+        else:
+            self.is_thread_safe = False
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
         """Scores of flat positions [start, stop), 1-d; valid until the scratch is used again."""
-        ...
+        return self._of(self._flat[start:stop])
 
     def gather(self, runs: Runs) -> Tensor:
         """Scores of some runs of elements, 1-d: a new tensor."""
-        ...
+        return self._of(runs.of(self._flat))
+
+    def _of(self, values: Tensor) -> Tensor:
+        return values if self._function is None else self._function(values).detach()
 
 
-class TensorScores:
-    """The elements of a flat tensor.
-
-    Args:
-        scores: 1-d, contiguous.
-    """
-
-    is_thread_safe = True
-
-    def __init__(self, scores: Tensor) -> None:
-        self.scores = scores
-        self.dtype, self.size, self.device = scores.dtype, scores.numel(), scores.device
-
-    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
-        if start == 0 and stop >= self.size:  # a slice costs as much as comparing 4096 elements
-            return self.scores
-        return self.scores[start:stop]
-
-    def gather(self, runs: Runs) -> Tensor:
-        return runs.of(self.scores)
-
-
-class ComputedScores:
-    """Scores that a user's function computes from flat values.
-
-    Args:
-        values: 1-d.
-        function: elementwise.
-        dtype: of what the function returns.
-    """
-
-    is_thread_safe = False  # it calls a user's function
-
-    def __init__(
-        self, values: Tensor, function: Callable[[Tensor], Tensor], dtype: torch.dtype
-    ) -> None:
-        self._values, self._function = values, function
-        self.dtype, self.size, self.device = dtype, values.numel(), values.device
-
-    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
-        return self._function(self._values[start:stop]).detach()
-
-    def gather(self, runs: Runs) -> Tensor:
-        return self._function(runs.of(self._values)).detach()
-
-
-class FactorScores:
+class FactorScores(ScoreSource):
     """Scores |w| * m: m is a sum of products of small factors.
 
     Args:
@@ -256,7 +235,7 @@ class FactorScores:
         dtype = torch.promote_types(shard.values.dtype, torch.float32)
         matrix = MatrixRun.of(shard.index, [factor for term in factored.terms for factor in term])
         terms = terms_on(matrix, factored, shard.shape, shard.values.device, dtype)
-        values = TensorScores(shard.flat(shard.values))
+        values = ScoreSource(shard.flat_values)
         return cls(values, matrix, lambda: terms, are_signed=are_signed)
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
@@ -298,7 +277,7 @@ class FactorScores:
         return multiplier * (values.abs() if self._are_signed else values).to(self.dtype)
 
 
-class ScaledScores:
+class ScaledScores(ScoreSource):
     """Scores of another source times a number, rounded once to float32 or float64.
 
     Args:
@@ -329,7 +308,7 @@ class ScaledScores:
         return product.to(self.dtype)
 
 
-class RandomKeys:
+class RandomKeys(ScoreSource):
     """Random scores that are a function of (seed, global index) and of nothing else.
 
     They are keys as they are, in the range ``RANDOM_KEYS``.
@@ -342,7 +321,6 @@ class RandomKeys:
         device: of the keys.
     """
 
-    is_thread_safe = True
     dtype = torch.int64
 
     def __init__(

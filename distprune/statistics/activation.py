@@ -17,7 +17,7 @@ from distprune.base.selecting import matcher
 from distprune.budgets import OWL_MULTIPLE, block_of, outlier_ratios
 from distprune.call.reading import count_live_and_compare
 from distprune.call.request import ParameterArguments
-from distprune.ranking.scores import FactorScores, ScoreSource, TensorScores
+from distprune.ranking.scores import FactorScores, ScoreSource
 from distprune.ranking.sums import Scored, Summed, magnitude_sums
 from distprune.ranks.collectives import world
 from distprune.shards import factored
@@ -264,7 +264,7 @@ class ActivationStatistics(Statistics, Collector):
             shards = [shard for shard in self._shards() if shard.name in asked]
             weights = []
             for shard in shards:
-                part, here = Scored(shard, TensorScores(shard.flat_values)), bool(shard.places)
+                part, here = Scored(shard, ScoreSource(shard.flat_values)), bool(shard.places)
                 layout = asked[shard.name].layout
                 weights.append(Summed.of(part, shard.index, layout, is_here=here))
             found = magnitude_sums(weights, self._communicator)
@@ -311,7 +311,7 @@ class ActivationStatistics(Statistics, Collector):
             shards = self._shards()
             for shard, parameter in zip(shards, local, strict=True):
                 # Of a parameter that only other ranks have, no element is here to have a score.
-                source: ScoreSource = TensorScores(shard.values)
+                source: ScoreSource = ScoreSource(shard.values)
                 if shard.places:
                     scores = self._wanda(parameter)
                     source = FactorScores.of_shard(shard, scores, are_signed=True)

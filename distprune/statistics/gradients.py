@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter, checked_pair, label_of
 from distprune.call.request import ParameterArguments
-from distprune.criteria.rank_batches import CollectsRankBatches, RankBatches
+from distprune.criteria.base import CollectsRankBatches, RankBatches
 from distprune.ranks.collectives import Communicator, world
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distprune.ranking.chunks import Part
-from distprune.ranking.scores import TensorScores
+from distprune.ranking.scores import ScoreSource
 from distprune.ranks.collectives import Communicator
 from distprune.shards.geometry import Split, dim_coordinates, index_map
 
@@ -187,4 +187,4 @@ def part_of(whole, live, kind, common, size, rank, name="tensor"):
     index = index_map(whole.shape, coordinates, range(whole.ndim))
     counted = range(n * replica // num_replicas, n * (replica + 1) // num_replicas)
     mask = None if live is None else local(live)
-    return (Part(name, whole.numel(), index, counted, mask), TensorScores(flat), local)
+    return (Part(name, whole.numel(), index, counted, mask), ScoreSource(flat), local)

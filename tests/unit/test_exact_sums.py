@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from distprune.base import exact_sums
 from distprune.base.memory import Runs, Scratch
-from distprune.ranking.scores import ScaledScores, TensorScores
+from distprune.ranking.scores import ScaledScores, ScoreSource
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=50)
 
@@ -97,6 +97,6 @@ def test_scores_are_multiplied_by_a_scale_of_any_exponent(dtype, exponent):
         product = [Fraction(float(score)) * Fraction(scale) for score in scores]
         expected = np.array([float(each) for each in product]).astype(dtype)
         assert np.array_equal(exact_sums.scale_scores(scores, scale, scores.copy()), expected)
-        source = ScaledScores(TensorScores(torch.from_numpy(scores)), scale)
+        source = ScaledScores(ScoreSource(torch.from_numpy(scores)), scale)
         found = source.gather(Runs(0, len(scores), 1, torch.arange(len(scores))))
         assert np.array_equal(found.numpy(), expected) and found.dtype == torch_dtype

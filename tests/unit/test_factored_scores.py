@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import distprune as prune
 from distprune.base.memory import Runs, Scratch
-from distprune.ranking.scores import FactorScores, ScaledScores, TensorScores
+from distprune.ranking.scores import FactorScores, ScaledScores, ScoreSource
 from distprune.shards.geometry import Split, dim_coordinates, index_map, run_index_map
 from distprune.shards.shard import Shard
 
@@ -100,7 +100,7 @@ def test_chunks_of_any_shard_have_the_scores_of_the_formula(shape, dtype, seed):
 def test_scaled_scores_are_rounded_once(dtype):
     values = torch.randn(1000).to(dtype)
     scale = float(np.float32(1 / 3))
-    source = ScaledScores(TensorScores(values), scale)
+    source = ScaledScores(ScoreSource(values), scale)
     wide = values.to(source.dtype)
     assert source.dtype == torch.promote_types(dtype, torch.float32)
     assert torch.equal(source.load(10, 500, Scratch()), (wide * scale)[10:500])

@@ -9,7 +9,7 @@ import torch
 from distprune.base.blocks import WeightLayout
 from distprune.ranking import sums as module
 from distprune.ranking.chunks import Part
-from distprune.ranking.scores import TensorScores
+from distprune.ranking.scores import ScoreSource
 from distprune.ranking.sums import Scored, Summed, magnitude_sums
 from distprune.shards.geometry import IndexMap, MatrixRun
 from helpers.virtual_ranks import run_virtual_ranks
@@ -53,7 +53,7 @@ def sums(layout, values, mask, num_ranks=1):
             values.numel() * (communicator.index + more) // communicator.size for more in (0, 1)
         )
         part = Part("w", values.numel(), index, range(first, last), mask.view(-1))
-        scored = Scored(part, TensorScores(values.view(-1)))
+        scored = Scored(part, ScoreSource(values.view(-1)))
         weight = Summed(scored, matrix, places, (layout.num_inputs, layout.num_outputs))
         return magnitude_sums([weight, weight], communicator)
 
