@@ -199,7 +199,7 @@ def collapsed(counts: Sequence[tuple[int, int]]) -> list[int]:
     num_elements = sum([elements for elements, _ in counts])
     if 10 * sum([pruned for _, pruned in counts]) > 9 * num_elements:
         return []
-    return [i for i, (elements, pruned) in enumerate(counts) if is_nearly_empty(elements, pruned)]
+    return [i for i, (n, pruned) in enumerate(counts) if 100 * pruned >= 99 * n > 0]
 
 
 def is_nearly_empty(num_elements: int, num_pruned: int) -> bool:

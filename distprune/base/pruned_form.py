@@ -22,27 +22,28 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
-_ORIG, _MASK = "_orig", "_mask"
+# Appended to a name where it is asked thousands of times; elsewhere by the functions below.
+ORIG, MASK = "_orig", "_mask"
 
 
 def orig_key(name: str) -> str:
     """The name under which the unmasked parameter ``name`` is registered once it is pruned."""
-    return name + _ORIG
+    return name + ORIG
 
 
 def mask_key(name: str) -> str:
     """The name of the buffer that holds the mask of the parameter ``name``."""
-    return name + _MASK
+    return name + MASK
 
 
 def name_of_mask(key: str) -> str | None:
     """The inverse of :func:`mask_key`; None if ``key`` does not end like its results."""
-    return key.removesuffix(_MASK) if key.endswith(_MASK) else None
+    return key.removesuffix(MASK) if key.endswith(MASK) else None
 
 
 def name_without_orig(key: str) -> str:
     """The parameter's name for a key that is known to be ``name`` or ``name_orig``."""
-    return key.removesuffix(_ORIG)
+    return key.removesuffix(ORIG)
 
 
 def stored_key(name: str, keys: Container[str]) -> str:

@@ -81,19 +81,24 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Sha
     shards: dict[Hashable, Shard] = {}
     for position, pair in enumerate(arguments.parameters):
         module, name = checked_pair(pair, f"parameters[{position}]")
-        full_name = getattr(pair, "fqn", None)
+        full_name = None if type(pair) is tuple else getattr(pair, "fqn", None)
         if full_name is None and arguments.pipeline_parallel:
             raise TypeError(
                 f"parameters[{position}] is a pair without a full name; expected those that "
                 "select(stage) lists, or NamedParameter(module, name, fqn), because "
                 "pipeline_parallel=True joins the lists of all ranks by name."
             )
-        check_state(module, name)
+        if module._forward_pre_hooks:
+            check_state(module, name)
         label = full_name or f"{type(module).__name__}.{name} (#{position})"
-        read = read_at_rest(reader, module, name, label)
-        shard = shards.setdefault(read.key, read)
-        if shard is read:
-            shard.is_named, shard.places = full_name is not None, ((module, name),)
+        shard = read = reader.read(module, name, label)
+        if read.ranks is not None:
+            check_idle(module, label)
+        if read.key in shards:
+            shard = shards[read.key]
+        else:
+            shards[read.key] = read
+            read.is_named, read.places = full_name is not None, ((module, name),)
         if shard is not read or full_name is not None:
             tied = tied_places(pair)
             shard.is_tied |= len(tied) > 1
@@ -122,7 +127,7 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Sha
     for shard in shards.values():
         for module, name in shard.places[1:]:
             check_state(module, name)
-            mask, other = shard.mask, read_at_rest(reader, module, name, shard.name).mask
+            mask, other = shard.mask, reader.read(module, name, shard.name).mask
             if mask is not other and (
                 mask is None or other is None or not torch.equal(mask, other)
             ):
@@ -133,14 +138,6 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Sha
                 )
     _put_scores(arguments, shards, reader)
     return list(shards.values())
-
-
-def read_at_rest(reader: ShardReader, module: nn.Module, name: str, label: str) -> Shard:
-    """Read a parameter; raise if a forward or a backward of it is running."""
-    shard = reader.read(module, name, label)
-    if shard.ranks is not None:
-        check_idle(module, label)
-    return shard
 
 
 def check_mapping(scores: object) -> None:

@@ -78,6 +78,8 @@ def fingerprint_parts(shards: Sequence[Shard], masks: Sequence[Tensor]) -> list[
 def _sums_of_words(flat: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
     """Of masks of whole words, int64 [masks]; ``starts``: where each begins in its parameter."""
     words = _packed(torch.cat(list(flat)) == 0)
+    if len(flat) == 1:
+        return _weighted(words, torch.arange(words.shape[0]) + starts[0] // _BITS).sum()
     sizes = torch.tensor([each.shape[0] for each in flat]) // _BITS
     of_mask = torch.arange(len(flat)).repeat_interleave(sizes)
     begins = torch.tensor(starts) // _BITS - sizes.cumsum(0) + sizes

@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from distprune.base.memory import ordinary_tensors, zero_pruned
 from distprune.base.naming import Pair, full_name, label_of, named_modules, registered_parameters
 from distprune.base.pruned_form import (
+    MASK,
+    ORIG,
     is_dtensor,
     local_tensor,
     lost_mask,
@@ -47,7 +49,7 @@ from distprune.wrappers.managed import StoredRun
 _CALL = nn.Module._call_impl.__code__
 # Under which a module registers hooks of state dicts: torch counts its own from 0 on.
 _KEY = -1
-_OF_LOADING = ("load_state_dict_pre", "load_state_dict_post")
+_OF_SHARDS = ("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")
 
 
 class PruningHook:
@@ -149,7 +151,7 @@ class PruningHook:
 def holds_zeros(module: nn.Module, name: str) -> bool:
     """Whether the pruned parameter ``module.<name>`` has no product: its shards have zeros."""
     parameters = module._parameters
-    return orig_key(name) not in parameters and (
+    return name + ORIG not in parameters and (
         name in parameters or find_held(module, name) is not None
     )
 
@@ -278,7 +280,7 @@ def prepare(
                 _check_free(module, mask_key(name))
         else:
             if name in module._parameters:
-                _check_free(module, orig_key(name), mask_key(name))
+                _check_free(module, name + ORIG, name + MASK)
             if not masked_value.must_be_live(module):
                 product = _product(module, name, hook, mask)
         places.append((module, name, hook, mask, product, held))
@@ -288,8 +290,11 @@ def prepare(
 def _product(module: nn.Module, name: str, hook: PruningHook, mask: Tensor) -> Tensor:
     """The masked value of a plain module that has not been changed yet."""
     parameters: dict[str, Any] = module._parameters
-    original = parameters[name] if name in parameters else parameters[orig_key(name)]
+    is_new = name in parameters  # no context has made its gradient dense
+    original = parameters[name] if is_new else parameters[orig_key(name)]
     if hook.multiplies:
+        if is_new:
+            return masked_product(original, mask)
         return masked_value.product(module, name, original, mask)
     stand_in: Any = copy.copy(module)  # has the names that the commit makes
     stand_in._parameters = {**parameters, orig_key(name): original}
@@ -303,7 +308,7 @@ def commit(places: Sequence[Place]) -> None:
     for each in new.values():
         each.attach()
     for module, name, hook, mask, product, held in places:
-        module._buffers[mask_key(name)] = mask
+        module._buffers[name + MASK] = mask
         module._load_state_dict_post_hooks[_KEY] = _after_loading
         hooks: Any = module._forward_pre_hooks  # torch's keys are numbers, ours are names
         # Before the old weight_norm and spectral_norm, which compute the weight from what may be
@@ -321,7 +326,7 @@ def commit(places: Sequence[Place]) -> None:
             _watch_state_dicts(module)
             continue
         if name in module._parameters:
-            _rename_parameter(module, name, orig_key(name))
+            _rename_parameter(module, name, name + ORIG)
         if product is None:
             masked_value.make_live(module, name)
         else:
@@ -354,7 +359,7 @@ def detach(module: nn.Module, hook: PruningHook, *, is_final: bool) -> None:
         places = held.places
         held.detach()
     elif is_final:
-        original, mask = module._parameters.get(orig_key(name)), module._buffers[mask_key(name)]
+        original, mask = module._parameters.get(name + ORIG), module._buffers[name + MASK]
         if type(original) is not nn.Parameter or wrapper.may_be_managed():
             ShardReader().managed(module, name)  # it may have been sharded since
         assert original is not None and mask is not None
@@ -370,15 +375,16 @@ def detach(module: nn.Module, hook: PruningHook, *, is_final: bool) -> None:
             if masked_value.is_live(owner, owned):
                 masked_value.end_live(owner, owned)
             owner.__dict__.pop(owned, None)
-            _rename_parameter(owner, orig_key(owned), owned)
+            _rename_parameter(owner, owned + ORIG, owned)
             # A recurrent module keeps a list of its weights.
             if owned in owner.__dict__.get("_flat_weights_names", ()):
                 setattr(owner, owned, getattr(owner, owned))
-        owner._buffers.pop(mask_key(owned), None)
-        owner._non_persistent_buffers_set.discard(mask_key(owned))
+        owner._buffers.pop(owned + MASK, None)
+        owner._non_persistent_buffers_set.discard(owned + MASK)
         if not any(_masks(owner)):
-            for kind in ("state_dict", "state_dict_pre", *_OF_LOADING):
-                getattr(owner, f"_{kind}_hooks").pop(_KEY, None)
+            owner._load_state_dict_post_hooks.pop(_KEY, None)
+            for kind in _OF_SHARDS if _KEY in owner._state_dict_pre_hooks else ():
+                getattr(owner, kind).pop(_KEY, None)
         if owner is not module or owned != name:
             unregister(owner, owned)
 
@@ -420,7 +426,7 @@ def check_state(module: nn.Module, name: str) -> PruningHook | None:
                 f"mask = module.{mask_key(name)}; torch.nn.utils.prune.remove(module, {name!r}); "
                 f"distprune.custom_from_mask(module, {name!r}, mask)."
             )
-        if module._buffers.get(mask_key(name)) is None:
+        if module._buffers.get(name + MASK) is None:
             raise lost_mask(module, name)
         return hook
     return None
@@ -478,13 +484,13 @@ def check_removable(module: nn.Module, name: str) -> list[Pair]:
         RuntimeError, ValueError: see :func:`check_state`.
         ValueError: the parameter has another mask at another of these places by now.
     """
-    hook, parameter = check_state(module, name), module._parameters.get(orig_key(name))
-    places, buffer = [], module._buffers.get(mask_key(name))
+    hook, parameter = check_state(module, name), module._parameters.get(name + ORIG)
+    places, buffer = [], module._buffers.get(name + MASK)
     for pair in () if hook is None or parameter is None else hook.tied_places:
         other, owned = pair
-        is_same = other._parameters.get(orig_key(owned)) is parameter and pair != (module, name)
+        is_same = other._parameters.get(owned + ORIG) is parameter and pair != (module, name)
         if is_same and check_state(other, owned) is not None:
-            of_other = other._buffers[mask_key(owned)]
+            of_other = other._buffers[owned + MASK]
             _check_equal(label_of((module, name)), buffer, label_of(pair), of_other)
             places.append(pair)
     return places
@@ -535,7 +541,7 @@ def _masks(module: nn.Module) -> Iterator[tuple[str, Held | None]]:
     """Names of the parameters that still have a mask, and what holds the zeros of sharded ones."""
     for hook in hooks_on(module):
         name = hook._tensor_name
-        if module._buffers.get(mask_key(name)) is not None:
+        if module._buffers.get(name + MASK) is not None:
             yield name, holder_of(module, name) if holds_zeros(module, name) else None
 
 

@@ -578,11 +578,11 @@ def hook_for_chosen_mask(module: nn.Module, name: str, *, reuse: bool = False) -
         reuse: return the present hook if it stands for a chosen mask already, so that a mask that
             is replaced at every step leaves one entry in the container.
     """
-    hook = find_hook(module, name)
-    last = hook[-1] if isinstance(hook, PruningContainer) and len(hook) else hook
+    hook: Any = find_hook(module, name)
+    last = hook[-1] if type(hook) is PruningContainer and len(hook) else hook
     if type(last) is not CustomFromMask or last._mask is not None:
         last = CustomFromMask(None)
         last._tensor_name, last._module_ref = name, weakref.ref(module)
     elif reuse:
-        return hook  # type: ignore[return-value]
-    return hook_with(hook, last)
+        return hook  # type: ignore[no-any-return]
+    return last if hook is None else hook_with(hook, last)

@@ -46,14 +46,12 @@ def scores_or_values(shards: Sequence[Shard], *, are_signed: bool) -> list[Score
     Args:
         are_signed: whether the order of signed scores matters, or that of |score| only.
     """
-    sources: list[ScoreSource] = []
-    for shard in shards:
-        if isinstance(shard.scores, FactoredScores):
-            sources.append(FactorScores.of_shard(shard, shard.scores, are_signed=are_signed))
-        else:
-            flat = shard.flat_values if shard.scores is None else shard.flat(shard.scores)
-            sources.append(ScoreSource(flat))
-    return sources
+    return [
+        FactorScores.of_shard(shard, shard.scores, are_signed=are_signed)
+        if type(shard.scores) is FactoredScores
+        else ScoreSource(shard.flat_values if shard.scores is None else shard.flat(shard.scores))
+        for shard in shards
+    ]
 
 
 def given_scores(call: PruningCall) -> list[ScoreSource]:

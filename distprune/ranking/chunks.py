@@ -138,7 +138,9 @@ def join_small(
         if size > SERIAL:
             chunks.append(Chunk([piece], is_counted, is_whole))
         elif size:
-            joined, total = open_.get(kind, ([], 0))
+            if kind not in open_:
+                open_[kind] = [], 0
+            joined, total = open_[kind]
             if total + size > most and joined:
                 chunks.append(Chunk(joined, is_counted, is_whole))
                 joined, total = [], 0
@@ -189,7 +191,7 @@ def on_host(counts: Sequence[Array | Tensor]) -> list[Array]:
 
 def count_live(masks: Sequence[Tensor | None], counted: Sequence[range]) -> list[int]:
     """Elements of each flat mask, among the counted ones, that compete; all if there is no mask."""
-    if all(mask is None for mask in masks):
+    if not [mask for mask in masks if mask is not None]:
         return list(map(len, counted))
     pieces = [
         ((mask.device, mask.dtype), (i, span.start, span.stop), True, len(span) == mask.numel())

@@ -395,7 +395,8 @@ class Passes:
         outs = self.outs or self._masks
         several = zip(self.shards, self.sources, self._masks, outs, strict=True)
         for i, (shard, source, mask, out) in enumerate(several):
-            counted, size, is_whole = shard.counted, source.size, len(shard.counted) == source.size
+            counted, size = shard.counted, source.size
+            is_whole = counted.stop - counted.start == size
             kind = (
                 source.device, type(source), source.dtype, mask is None or mask.dtype,
                 out is None or out.dtype,

@@ -369,7 +369,8 @@ class Search:
         if not (count_each or is_divided.any()):
             return cuts
         are_collected = members & self._are_collected[segments]
-        tied: list[list[Array]] = []  # per device and shard, positions of collected ties
+        # Per device, positions of collected ties, shard by shard, and where those of each begin.
+        tied: list[tuple[Array, Array]] = []
 
         def count() -> Tensor:
             smaller, ties = self._each[0].copy(), self._each[1] - self._each[0]
@@ -379,7 +380,7 @@ class Search:
                 of_each = np.bincount(numbers, minlength=num_shards)
                 ties += of_each * are_collected
                 ordered = positions[numbers.argsort(kind="stable")]
-                tied.append(np.split(ordered, of_each.cumsum()[:-1]))
+                tied.append((ordered, np.concatenate([[0], of_each.cumsum()])))
                 if count_each:
                     below = own.shards[own.keys.cpu().numpy() < threshold[own.shards]]
                     smaller += np.bincount(below, minlength=num_shards) * are_collected
@@ -408,8 +409,9 @@ class Search:
             def indices(now: Intervals) -> Iterator[OwnedKeys]:
                 for row, i in enumerate(shards.tolist()):
                     if are_collected[i]:
-                        for several in tied:
-                            yield row, self._ranking.shards[i].index(torch.from_numpy(several[i]))
+                        for ordered, begins in tied:
+                            positions = torch.from_numpy(ordered[begins[i] : begins[i + 1]])
+                            yield row, self._ranking.shards[i].index(positions)
                     elif now.low[row] < now.high[row]:
                         key, low, high = int(threshold[i]), int(now.low[row]), int(now.high[row])
                         for ties in self._ranking.ties_of(i, key, low, high):

@@ -25,6 +25,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distprune.base.naming import NamedParameter, full_name, named_modules
 from distprune.base.pruned_form import (
+    MASK,
+    ORIG,
     is_dtensor,
     local_tensor,
     mask_key,
@@ -111,8 +113,8 @@ class ShardReader:
 
         Cost: eight calls in Python for a plain parameter that is not pruned, if nothing is managed.
         """
-        mask = module._buffers.get(mask_key(name))
-        parameter: Any = module._parameters.get(name if mask is None else orig_key(name))
+        mask = module._buffers.get(name + MASK)
+        parameter: Any = module._parameters.get(name if mask is None else name + ORIG)
         managed = None
         if self._may_be_managed or type(parameter) is not nn.Parameter:
             managed = self.managed(module, name)
