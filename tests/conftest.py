@@ -27,9 +27,9 @@ SAMPLED = (
 )  # fmt: skip
 # Of wrappings, tests of the contract run on every kind, or with every number of processes; others
 # on one that holds tensors and on one that holds DTensors, which are others in each test.
-EVERY_KIND = ("test_matrix",)
+EVERY_KIND = ("test_training",)
 EVERY_SIZE = (
-    "test_training", "test_communication", "test_state_dict", "test_verify",
+    "test_communication", "test_state_dict", "test_verify",
     "test_verify_mutations",
 )  # fmt: skip
 ROOT = str(Path(__file__).resolve().parent.parent)

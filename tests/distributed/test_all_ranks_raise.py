@@ -252,8 +252,8 @@ class Row:
     """What is called, the error on every rank, and the wrappings of the row; () for all."""
 
     prepare: object
-    kind: str
     text: str
+    kind: str = "ValueError"
     on: tuple[str, ...] = ()
     odd: tuple = field(default=("first", "last"))
 
@@ -270,255 +270,196 @@ single = partial(calling, prune.l1_unstructured)
 bounded = partial(calling, usual={"amount": 50, "min_sparsity": 0.2, "max_sparsity": 0.6})
 
 ROWS = {
-    "amount": Row(calling(amount=0.4), "ValueError", differ("amount", r"0\.5", r"0\.4")),
+    "amount": Row(calling(amount=0.4), differ("amount", r"0\.5", r"0\.4")),
     "amount of another type": Row(
-        calling(usual={"amount": 1.0}, amount=1), "ValueError", differ("amount", r"1\.0", "1")
+        calling(usual={"amount": 1.0}, amount=1), differ("amount", r"1\.0", "1"),
     ),
     "amount out of range": Row(
-        calling(amount=-0.1), "ValueError", on_rank(r"amount=-0\.1 is not in \[0, 1\]; expected")
+        calling(amount=-0.1), on_rank(r"amount=-0\.1 is not in \[0, 1\]; expected"),
     ),
     "amount missing": Row(
-        calling(amount=missing), "TypeError", on_rank(r"\w+\.__init__\(\) missing .* 'amount'")
+        calling(amount=missing), on_rank(r"\w+\.__init__\(\) missing .* 'amount'"), "TypeError",
     ),
     "unknown argument": Row(
-        calling(amuont=0.5), "TypeError", on_rank(r"\w+\.__init__\(\) got an unexpected .*'amuont'")
+        calling(amuont=0.5), on_rank(r"\w+\.__init__\(\) got an unexpected .*'amuont'"),
+        "TypeError",
     ),
     "method": Row(
         calling(pruning_method=prune.RandomUnstructured),
-        "ValueError",
         differ("pruning method", r"\S+\.L1Unstructured", r"\S+\.RandomUnstructured"),
     ),
     "structured method": Row(
         calling(pruning_method=prune.LnStructured),
-        "TypeError",
-        on_rank(r"LnStructured\.__init__\(\) missing .* 'n'"),
+        on_rank(r"LnStructured\.__init__\(\) missing .* 'n'"), "TypeError",
     ),
     "fewer parameters": Row(
-        calling(parameters=lambda s: s.pairs[:-1]),
-        "ValueError",
-        differ("number of parameters", "4", "3"),
+        calling(parameters=lambda s: s.pairs[:-1]), differ("number of parameters", "4", "3"),
     ),
     "no parameters": Row(
-        calling(parameters=lambda s: []), "ValueError", on_rank("parameters is empty; expected at")
+        calling(parameters=lambda s: []), on_rank("parameters is empty; expected at"),
     ),
     "order": Row(
         calling(parameters=lambda s: s.pairs[::-1]),
-        "ValueError",
         differ(PARAMETER.format(0), rf"shape \(10, 6\){REST}", rf"shape \(3, 5\){REST}"),
     ),
     "another parameter": Row(
         calling(parameters=lambda s: [*s.pairs[:2], (s.pairs[3][0], "bias"), s.pairs[3]]),
-        "ValueError",
         differ(r"\w*Linear\.bias \(#2\)", rf"shape \(5,\){REST}", rf"shape \(3,\){REST}"),
     ),
     "missing attribute": Row(
         calling(parameters=lambda s: [s.pairs[0], (s.pairs[1][0], "weigth")]),
-        "AttributeError",
-        on_rank(r"'\w*Linear' object has no .* 'weigth'"),
+        on_rank(r"'\w*Linear' object has no .* 'weigth'"), "AttributeError",
     ),
     "scores": Row(
         calling(importance_scores=lambda s: {s.pairs[0]: torch.ones(10, 6)}),
-        "ValueError",
-        differ(
-            PARAMETER.format(0),
-            rf"{REST}, importance scores: none",
-            rf"{REST}, importance scores: torch\.float32, checksum {REST}",
-        ),
+        differ(PARAMETER.format(0), rf"{REST}, importance scores: none",
+               rf"{REST}, importance scores: torch\.float32, checksum {REST}"),
     ),
     "scores of another shape": Row(
         calling(importance_scores=lambda s: {s.pairs[0]: torch.ones(10, 7)}),
-        "ValueError",
         on_rank(PARAMETER.format(0) + r": importance_scores has shape \(10, 7\); expected"),
     ),
     "scores are no dict": Row(
         calling(importance_scores=lambda s: [torch.ones(10, 6)]),
-        "TypeError",
-        on_rank("importance_scores is a list; expected a dict"),
+        on_rank("importance_scores is a list; expected a dict"), "TypeError",
     ),
     "whole scores that differ": Row(
-        calling(
-            usual={"importance_scores": None},
-            importance_scores=lambda s: {s.pairs[0]: torch.ones(10, 6) + torch.eye(10, 6)},
-        ),
-        "ValueError",
-        "scores",
-        WHOLE,
+        calling(usual={"importance_scores": None},
+                importance_scores=lambda s: {s.pairs[0]: torch.ones(10, 6) + torch.eye(10, 6)}),
+        "scores", on=WHOLE,
     ),
     "name in the way": Row(
         after(name_in_the_way),
-        "KeyError",
         on_rank(r".*\w*Linear has an attribute .*'weight_mask.*' already; expected none")[1:],
+        "KeyError",
     ),
     # NaN in one replica, in one shard, and everywhere; a replica with other values.
-    "NaN in a replica": Row(after(nan), "ValueError", REPLICAS_DIFFER, REPLICAS),
-    "NaN in a shard": Row(after(nan), "ValueError", NOT_NUMBERS, SHARDED),
-    "NaN everywhere": Row(after(nan), "ValueError", NOT_NUMBERS, odd=ALL),
+    "NaN in a replica": Row(after(nan), REPLICAS_DIFFER, on=REPLICAS),
+    "NaN in a shard": Row(after(nan), NOT_NUMBERS, on=SHARDED),
+    "NaN everywhere": Row(after(nan), NOT_NUMBERS, odd=ALL),
     **{
         f"{what} rolled by {shift}": Row(
-            after(partial(change, shift=shift)),
-            "ValueError",
-            PARAMETER.format(0) + ": " + REPLICAS_DIFFER,
-            ("plain-2", "ddp-3", *(("hsdp-2x1", "hsdp-2x2") if what == "values" else ())),
+            after(partial(change, shift=shift)), PARAMETER.format(0) + ": " + REPLICAS_DIFFER,
+            on=("plain-2", "ddp-3", *(("hsdp-2x1", "hsdp-2x2") if what == "values" else ())),
         )
         for what, change in (("values", replica_in_another_order), ("mask", replica_of_the_mask))
         for shift in (1, 2, 6)
     },
-    "a whole mask of one parameter": Row(own_mask, "ValueError", "mask", (*ONE, "fsdp1-2")),
+    "a whole mask of one parameter": Row(own_mask, "mask", on=(*ONE, "fsdp1-2")),
     # Plain modules multiply with masks of any values, as in torch; shards cannot.
     **{
         f"a mask with {value:g}": Row(
-            factor(value), "ValueError", rf"Linear\.weight(.|\n)*{value:g}(.|\n)*0 and 1",
-            (*ONE, "fsdp1-2"), ("first", "last", "all"),
+            factor(value), rf"Linear\.weight(.|\n)*{value:g}(.|\n)*0 and 1", on=(*ONE, "fsdp1-2"),
+            odd=("first", "last", "all"),
         )
         for value in (0.5, -1.0, 2.0)
     },
     "a method's own apply_mask": Row(
-        lambda s: partial(Damped.apply, *s.pairs[0], 0.5), "NotImplementedError",
-        "Damped has an apply_mask", (*ONE, "fsdp1-2"), ALL,
+        lambda s: partial(Damped.apply, *s.pairs[0], 0.5), "Damped has an apply_mask",
+        "NotImplementedError", on=(*ONE, "fsdp1-2"), odd=ALL,
     ),
     "dtype": Row(
         after(partial(another_model, dtype="float64")),
-        "ValueError",
         differ(PARAMETER.format(0), rf"{REST}float32, {REST}", rf"{REST}float64, {REST}"),
-        ("plain-2",),
+        on=("plain-2",),
     ),
     "shape": Row(
         after(partial(another_model, sizes=(6, 10, 7, 3))),
-        "ValueError",
         differ(PARAMETER.format(1), rf"shape \(5, 10\), {REST}", rf"shape \(7, 10\), {REST}"),
-        ("plain-2",),
+        on=("plain-2",),
     ),
     # One parameter, on the ranks of its mesh.
-    "one, amount": Row(single(amount=0.4), "ValueError", differ("amount", r"0\.5", r"0\.4"), ONE),
-    "one, type": Row(single(amount=1), "ValueError", differ("amount", r"0\.5", "1"), ONE),
+    "one, amount": Row(single(amount=0.4), differ("amount", r"0\.5", r"0\.4"), on=ONE),
+    "one, type": Row(single(amount=1), differ("amount", r"0\.5", "1"), on=ONE),
     "one, negative": Row(
-        single(amount=-1), "ValueError", on_rank("amount=-1 is negative; expected a count"), ONE
+        single(amount=-1), on_rank("amount=-1 is negative; expected a count"), on=ONE,
     ),
     "one, above one": Row(
-        single(amount=2.5), "ValueError", on_rank(r"amount=2\.5 is not in \[0, 1\]; expected"), ONE
+        single(amount=2.5), on_rank(r"amount=2\.5 is not in \[0, 1\]; expected"), on=ONE,
     ),
-    "one, channels": Row(structured, "ValueError", differ("amount", "3", "4"), ONE),
+    "one, channels": Row(structured, differ("amount", "3", "4"), on=ONE),
     "one, norm": Row(
-        lambda s: partial(prune.ln_structured, *s.pairs[0], 0.5, "fro", 0),
-        "NotImplementedError",
-        "n='fro'",
-        ONE,
-        ALL,
+        lambda s: partial(prune.ln_structured, *s.pairs[0], 0.5, "fro", 0), "n='fro'",
+        "NotImplementedError", on=ONE, odd=ALL,
     ),
     # Floors and ceilings.
-    "floor": Row(bounded(min_sparsity=0.25), "ValueError", "segments of .* pruned elements"),
-    "ceiling": Row(
-        bounded(max_sparsity=lambda s: {s.pairs[0]: 0.5}), "ValueError", "segments of .* pruned el"
-    ),
-    "no bounds": Row(
-        bounded(min_sparsity=None, max_sparsity=None), "ValueError", "what divides the amount"
-    ),
-    "NaN as a bound": Row(bounded(max_sparsity=float("nan")), "ValueError", "max_sparsity=nan"),
-    "text as a bound": Row(bounded(min_sparsity="0.2"), "TypeError", "min_sparsity='0.2'"),
-    "bound of nothing": Row(bounded(min_sparsity={"l9": 0.2}), "ValueError", "l9"),
+    "floor": Row(bounded(min_sparsity=0.25), "segments of .* pruned elements"),
+    "ceiling": Row(bounded(max_sparsity=lambda s: {s.pairs[0]: 0.5}), "segments of .* pruned el"),
+    "no bounds": Row(bounded(min_sparsity=None, max_sparsity=None), "what divides the amount"),
+    "NaN as a bound": Row(bounded(max_sparsity=float("nan")), "max_sparsity=nan"),
+    "text as a bound": Row(bounded(min_sparsity="0.2"), "min_sparsity='0.2'", "TypeError"),
+    "bound of nothing": Row(bounded(min_sparsity={"l9": 0.2}), "l9"),
     # Scores under a key that stands for no parameter would be ignored.
-    "misspelt": Row(scored(lambda s: (s.pairs[0][0], "weigth")), "ValueError", r"Linear, 'weigth'"),
+    "misspelt": Row(scored(lambda s: (s.pairs[0][0], "weigth")), r"Linear, 'weigth'"),
     "another module": Row(
-        scored(lambda s: (torch.nn.Linear(5, 10), "weight")), "ValueError", r"Linear, 'weight'\)"
+        scored(lambda s: (torch.nn.Linear(5, 10), "weight")), r"Linear, 'weight'\)",
     ),
-    "not in the list": Row(
-        scored(lambda s: (s.pairs[0][0], "bias")), "ValueError", r"Linear, 'bias'"
-    ),
-    "full name": Row(scored("l1.wieght"), "TypeError", r"'l1\.wieght'(.|\n)*\(module, name\)"),
-    "name of two letters": Row(scored("l1"), "TypeError", r"'l1'(.|\n)*\(module, name\)"),
-    "a number": Row(scored(7), "TypeError", r"7(.|\n)*\(module, name\)"),
+    "not in the list": Row(scored(lambda s: (s.pairs[0][0], "bias")), r"Linear, 'bias'"),
+    "full name": Row(scored("l1.wieght"), r"'l1\.wieght'(.|\n)*\(module, name\)", "TypeError"),
+    "name of two letters": Row(scored("l1"), r"'l1'(.|\n)*\(module, name\)", "TypeError"),
+    "a number": Row(scored(7), r"7(.|\n)*\(module, name\)", "TypeError"),
     # Methods of the user's.
     "undeclared on shards": Row(
         calling(pruning_method=Undeclared),
-        "NotImplementedError",
         "Undeclared(.|\n)*elementwise(.|\n)*scores|Undeclared(.|\n)*scores(.|\n)*elementwise",
-        (*SHARDED, "hsdp-2x2"),
-        ALL,
+        "NotImplementedError", on=(*SHARDED, "hsdp-2x2"), odd=ALL,
     ),
     "undeclared, of one": Row(
-        lambda s: partial(Undeclared.apply, *s.pairs[0]),
-        "NotImplementedError",
-        "Undeclared",
-        ONE,
-        ALL,
+        lambda s: partial(Undeclared.apply, *s.pairs[0]), "Undeclared", "NotImplementedError",
+        on=ONE, odd=ALL,
     ),
     "undeclared, replicas": Row(
-        calling(pruning_method=Colliding), "ValueError", "mask", ("plain-2", "ddp-3"), ALL
+        calling(pruning_method=Colliding), "mask", on=("plain-2", "ddp-3"), odd=ALL,
     ),
-    "of the rank": Row(
-        calling(pruning_method=AsRank), "ValueError", "mask", REPLICAS, ALL
-    ),
-    "scores of the rank": Row(
-        calling(pruning_method=ScoresOfRank), "ValueError", "mask", REPLICAS, ALL
-    ),
+    "of the rank": Row(calling(pruning_method=AsRank), "mask", on=REPLICAS, odd=ALL),
+    "scores of the rank": Row(calling(pruning_method=ScoresOfRank), "mask", on=REPLICAS, odd=ALL),
     **{
         f"limits in a {type(limits(0)).__name__}": Row(
-            calling(
-                usual={"pruning_method": Above, "limits": limits(0.1)},
-                limits=lambda s, limits=limits: limits(0.2),
-            ),
-            "ValueError",
+            calling(usual={"pruning_method": Above, "limits": limits(0.1)},
+                    limits=lambda s, limits=limits: limits(0.2)),
             "limits",
         )
         for limits in (
-            lambda x: [x],
-            lambda x: {x: None},
-            lambda x: torch.tensor([x]),
-            lambda x: ([[x]],),
+            lambda x: [x], lambda x: {x: None}, lambda x: torch.tensor([x]), lambda x: ([[x]],)
         )
     },
     "fails on one rank": Row(
-        calling(pruning_method=Fails), "RuntimeError", "this rank cannot", odd=ALL
+        calling(pruning_method=Fails), "this rank cannot", "RuntimeError", odd=ALL,
     ),
     "fails on one rank, of one": Row(
-        lambda s: partial(Fails.apply, *s.pairs[0], amount=1),
-        "RuntimeError",
-        "this rank cannot",
-        ONE,
-        ALL,
+        lambda s: partial(Fails.apply, *s.pairs[0], amount=1), "this rank cannot", "RuntimeError",
+        on=ONE, odd=ALL,
     ),
     "mask of another shape": Row(
-        calling(pruning_method=WrongShape), "RuntimeError", "shape", odd=ALL
+        calling(pruning_method=WrongShape), "shape", "RuntimeError", odd=ALL,
     ),
     "norm of order 0": Row(
         lambda s: partial(prune.ln_structured, *s.pairs[0], 0.5, 0, 0),
-        "NotImplementedError",
-        "n=0 of torch.float32 is not supported",
-        SHARDED,
-        odd=ALL,
+        "n=0 of torch.float32 is not supported", "NotImplementedError", on=SHARDED, odd=ALL,
     ),
     # global_mask and set_masks.
-    "global_mask, k": Row(global_mask(k=21), "ValueError", "k:"),
-    "global_mask, largest": Row(global_mask(largest=False), "ValueError", "largest"),
-    "global_mask, candidates": Row(
-        global_mask(candidates=[None] * 4), "ValueError", "candidates"
-    ),
-    "global_mask, too many": Row(
-        global_mask(k=10**6), "ValueError", "k is 1,000,000, and", odd=ALL
-    ),
+    "global_mask, k": Row(global_mask(k=21), "k:"),
+    "global_mask, largest": Row(global_mask(largest=False), "largest"),
+    "global_mask, candidates": Row(global_mask(candidates=[None] * 4), "candidates"),
+    "global_mask, too many": Row(global_mask(k=10**6), "k is 1,000,000, and", odd=ALL),
     "global_mask, NaN": Row(
-        lambda s: (after(nan)(s), global_mask()(s))[1],
-        "ValueError",
-        r"weight \(#1\)(.|\n)*NaN",
-        SHARDED,
+        lambda s: (after(nan)(s), global_mask()(s))[1], r"weight \(#1\)(.|\n)*NaN", on=SHARDED,
     ),
-    "global_mask, parameters": Row(global_mask(others=True), "ValueError", r"Linear\.weight"),
-    "set_masks, differ": Row(
-        set_masks(lambda masks: masks[1].logical_not_()), "ValueError", r"Linear\.weight"
-    ),
+    "global_mask, parameters": Row(global_mask(others=True), r"Linear\.weight"),
+    "set_masks, differ": Row(set_masks(lambda masks: masks[1].logical_not_()), r"Linear\.weight"),
     "set_masks, missing": Row(
-        set_masks(lambda m: m.__setitem__(1, None)), "TypeError", r"masks\[1\] is a NoneType"
+        set_masks(lambda m: m.__setitem__(1, None)), r"masks\[1\] is a NoneType", "TypeError",
     ),
     "set_masks, shape": Row(
-        set_masks(lambda m: m.__setitem__(1, m[1][:2])), "ValueError", r"has shape \(2, ", odd=ALL
+        set_masks(lambda m: m.__setitem__(1, m[1][:2])), r"has shape \(2, ", odd=ALL,
     ),
     "set_masks, values": Row(
-        set_masks(lambda m: m.__setitem__(1, m[1] * 0.5)), "ValueError", "the value 0.5", odd=ALL
+        set_masks(lambda m: m.__setitem__(1, m[1] * 0.5)), "the value 0.5", odd=ALL,
     ),
-    "set_masks, list": Row(set_masks(list.pop), "ValueError", "3 masks for 4 parameters"),
-    "set_masks, one optimizer": Row(set_masks(options=True), "ValueError", "an optimizer is given"),
+    "set_masks, list": Row(set_masks(list.pop), "3 masks for 4 parameters"),
+    "set_masks, one optimizer": Row(set_masks(options=True), "an optimizer is given"),
     "set_masks, another optimizer": Row(
-        set_masks(options=True), "ValueError", "none of the optimizer's parameters", odd=ALL
+        set_masks(options=True), "none of the optimizer's parameters", odd=ALL,
     ),
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
-"""torch.compile: a pruned model breaks no graph that the dense one does not, and trains alike."""
+"""torch.compile: a pruned model breaks no graph that the dense one does not.
 
-import shutil
+That it trains as one process does: test_training.py.
+"""
 
 import pytest
 import torch
@@ -11,10 +12,7 @@ from torch import nn
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong_on
 from helpers.models import EVEN_HIDDEN, Net, fill, seeded, target
-from helpers.sampling import every
-from helpers.training_pair import Pair, train
 
 WRAPPINGS = ["plain-1", "ddp-2", "fsdp2-2", "fsdp2_root-2", "tp-2", "fsdp2_tp-1x2"]
 NUM_PRUNINGS = 3
@@ -82,28 +80,3 @@ def test_compiled_ddp_does_not_broadcast_masks():
     assert len(dense[0]) == 3 and min(dense[0]) >= 2 * 50 * 4
     for before, after in zip(dense, pruned, strict=True):
         assert after[1:] == before[1:]  # the first forward tells DDP
-
-
-def differences(wrapping: str, backends: list[str]) -> list[str]:
-    wrong = []
-    for backend in backends:
-        plan = {"amounts": {1: 0.4, 4: 0.5}, "evaluate": backend == "eager", "remove_at": 8}
-        pair = train(Pair(wrapping, compiler=backend), "adamw", plan)
-        wrong += [f"{backend}: {each}" for each in pair.wrong]
-        torch._dynamo.reset()
-    return wrong
-
-
-@pytest.mark.parametrize("wrapping", every(6, WRAPPINGS))
-def test_compiled_training_equals_one_process(wrapping):
-    backends = every(2, ["eager", "aot_eager"], WRAPPINGS.index(wrapping))
-    assert_nothing_wrong_on(wrapping, differences, backends)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler here")
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("wrapping", every(2, ["fsdp2-2", "plain-1"]))
-@pytest.mark.thorough
-def test_inductor(wrapping):
-    assert_nothing_wrong_on(wrapping, differences, ["inductor"], timeout=300)

@@ -2,8 +2,8 @@
 
 A row is a model, its data, and operations one after the other; after each, the oracle of
 helpers/random_sequences compares masks, values, reports and outputs. A new wrapping is a name in
-WRAPPINGS, and a new operation a row: each is tested with all of the other kind. What is random in
-test_sequences.py is here in full.
+WRAPPINGS, and a new operation a row: each is tested with all of the other kind. In any order they
+are in test_sequences.py.
 """
 
 import math
@@ -15,8 +15,9 @@ import pytest
 
 from helpers import wrappings
 from helpers.models import DATA, DTYPES, EVEN, UNEVEN, fqns
-from helpers.random_sequences.plans import FAMILIES, TIED_KINDS, Operation, Plan
-from helpers.random_sequences.run import run_together
+from helpers.random_sequences.plans import FAMILIES, TIED_KINDS, Operation, Plan, do
+from helpers.random_sequences.plans import global_l1 as l1
+from helpers.random_sequences.run import assert_nothing_differs
 from helpers.sampling import THOROUGH, every
 
 # Every kind, every number of ranks, uneven and empty shards, more and fewer ranks than rows.
@@ -30,15 +31,6 @@ if THOROUGH:
 WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]
 NAMES = ["l2.weight", "l1.weight", "l1.bias", "l3.weight", "l3.bias"]
 EVERYTHING = [*WEIGHTS, "l1.bias", "l2.bias", "l3.bias"]
-
-
-def do(operation: str, look: bool = False, /, **arguments) -> Operation:
-    return Operation(operation, {**arguments, "look": look})
-
-
-def l1(amount, names=NAMES, scores=None, low=None, high=None, look=False) -> Operation:
-    given = {"names": names, "select": False, "scores": scores, "low": low, "high": high}
-    return do("global_l1", look, amount=amount, **given)
 
 
 def random_masks(amount, names, low=None, high=None) -> Operation:
@@ -232,6 +224,22 @@ def tied(wrapping: str) -> list[tuple]:
     return [("tied", "normal", "float32", pruned), ("tied", "normal", "float32", wrapped + removed)]
 
 
+def others(wrapping: str, uneven: tuple) -> list[tuple]:
+    """Convolutions that are trained; parameters of no dimension, which FSDP refuses."""
+    names = ["head.weight", "conv.weight", "norm.weight"]
+    train = do("train", seed=5)
+    channels = do("norm_channels", True, name="conv.weight", n=2, dim=0, amount=1, scores=None)
+    rows = []
+    if wrappings.kind_of(wrapping) not in ("tp", "fsdp2_tp", "fsdp2_dim1", "fsdp2_replicate"):
+        conv = [l1(0.3, names), train, channels, train, do("remove_all", True)]
+        rows.append(("conv", "normal", "float32", conv))
+    if wrappings.kind_of(wrapping) in ("plain", "ddp"):
+        scale = [l1(10, ["scale.weight", "l1.weight", "scale.bias"]), train]
+        scale += [do("single_l1", True, name="scale.weight", amount=1, scores=None), train]
+        rows.append(("scale", "normal", "float32", [*scale, do("remove_all")], uneven))
+    return rows
+
+
 def plans_of(wrapping: str) -> list[Plan]:
     """The rows of a wrapping; the number of it chooses among data, dtypes and cases."""
     number, kind = WRAPPINGS.index(wrapping), wrappings.kind_of(wrapping)
@@ -248,6 +256,7 @@ def plans_of(wrapping: str) -> list[Plan]:
         *chosen_masks(number),
         *life(number, wrappings.runnable_sizes(wrapping), wrapping),
         *(tied(wrapping) if kind in TIED_KINDS else []),
+        *others(wrapping, uneven),
     ]
     plans = []
     for seed, (family, data, dtype, operations, *sizes) in enumerate(rows):
@@ -258,11 +267,6 @@ def plans_of(wrapping: str) -> list[Plan]:
         sizes = sizes[0] if sizes else uneven
         plans.append(Plan(seed, family, sizes, dtype, data, wrapping, optimizer, tuple(operations)))
     return plans
-
-
-def assert_nothing_differs(plans: list[Plan]) -> None:
-    wrong = [str(outcome) for outcome in run_together(plans) if outcome.wrong]
-    assert not wrong, "\n\n".join(wrong)[:10000]
 
 
 @pytest.mark.whole

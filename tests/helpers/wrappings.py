@@ -42,7 +42,7 @@ SHARDED = ANY_FSDP1 + FSDP2 + FSDP2_ROOT + HSDP + TP + FSDP2_TP  # any sizes
 ALL = REPLICATED + SHARDED
 # Where criteria and statistics are compared, and the kinds that golden results are of.
 TRAINED = [*ALL, *(w for w in FSDP1 + FSDP1_ROOT + FSDP1_FLAT if w not in ALL)]
-# The support matrix: see distributed/test_matrix.py; integrations/test_deepspeed.py wraps its own.
+# The support matrix of distributed/test_training.py; integrations/test_deepspeed.py wraps its own.
 MATRIX = [
     *TRAINED,
     *(f"replicate-{size}" for size in (1, 2, 3, 4)),

@@ -12,7 +12,6 @@ from torch import nn
 
 import distprune as prune
 from distprune.base.amount import Bounded, to_bounds
-from distprune.ranking import ranking
 from helpers import reference
 from helpers.models import Net, fill
 from helpers.sampling import num_examples
@@ -102,11 +101,6 @@ def test_more_elements_than_are_collected_outright():
     ]
     held = check(tensors, None, 60_000, [0.0, 0.1, 0.3], [0.6, 0.5, 0.9])
     assert held[0] == "max_sparsity"
-
-
-def test_searches_in_batches(monkeypatch):
-    monkeypatch.setattr(ranking, "_STORED", 100)
-    check(scaled(12, 0.1, 10), None, 180, [0.5] * 12, [0.5] * 12)
 
 
 @pytest.mark.parametrize(

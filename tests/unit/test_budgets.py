@@ -14,7 +14,7 @@ from torch import nn
 import distprune as prune
 from distprune import budgets
 from distprune.base.amount import Bounded
-from distprune.budgets import Line, block_of, divided, lines_of, owl_lines
+from distprune.budgets import Line, divided, lines_of, owl_lines
 from distprune.schedule import Linear, ScheduledPruner
 from helpers.models import Net, fill
 from helpers.sampling import num_examples
@@ -195,20 +195,6 @@ def test_owl_by_block():
     )
     assert shared[0] == shared[1] == shared[6] == shared[2] + Fraction(1, 2)
     assert shared[2] == shared[3] == shared[4] == shared[5]
-
-
-@pytest.mark.parametrize(
-    "name, block",
-    [
-        ("transformer.h.11.attn.c_attn.weight", "transformer.h.11"),
-        ("0.weight", "0"),
-        ("lm_head.weight", "lm_head.weight"),
-        ("layer1.0.conv2.weight", "layer1.0"),
-        ("Linear.weight (#3)", "Linear.weight (#3)"),
-    ],
-)
-def test_blocks(name, block):
-    assert block_of(name) == block
 
 
 # -- calls

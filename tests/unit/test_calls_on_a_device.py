@@ -14,7 +14,6 @@ from torch import nn
 
 import distprune
 from distprune.base import memory
-from distprune.ranking.chunks import count_live
 
 FEW, MANY = 10, 20
 
@@ -155,19 +154,3 @@ def test_masks_written_on_a_device_verify_on_a_cpu():
     on_cpu = healthy(torch.float32)
     records = [on_cpu[name]._forward_pre_hooks for name in ("linear", "conv", "other")]
     assert [hook.record for hooks in records for hook in hooks.values()] == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, *DTYPES])
-def test_live_elements_of_what_a_rank_counts(dtype):
-    """Of parts of masks, of none, and where there is no mask."""
-    torch.manual_seed(0)
-    sizes = (0, 1, 33, 64, 327)
-    masks = [None if n == 33 else torch.randint(0, 3, (n,)).to(dtype) for n in sizes]
-    counted = [range(n // 3, n // 2 + 1 if n else 0) for n in sizes]
-    expected = [
-        len(part) if mask is None else int((mask[part.start : part.stop] == 1).sum())
-        for mask, part in zip(masks, counted, strict=True)
-    ]
-    assert count_live(masks, counted) == expected
-    with as_on_device():
-        assert count_live(masks, counted) == expected

@@ -3,7 +3,6 @@
 import itertools
 import random
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 import distprune as prune
 from distprune.base.memory import Runs, Scratch
-from distprune.ranking.scores import FactorScores, ScaledScores, ScoreSource
+from distprune.ranking.scores import FactorScores
 from distprune.shards.geometry import Split, dim_coordinates, index_map, run_index_map
 from distprune.shards.shard import Shard
 
@@ -94,18 +93,6 @@ def test_chunks_of_any_shard_have_the_scores_of_the_formula(shape, dtype, seed):
         runs = Runs(0, size, 1, torch.arange(size))
         assert torch.equal(source.gather(runs), whole)
         assert torch.equal(unsigned.gather(runs).abs(), whole.abs())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_scaled_scores_are_rounded_once(dtype):
-    values = torch.randn(1000).to(dtype)
-    scale = float(np.float32(1 / 3))
-    source = ScaledScores(ScoreSource(values), scale)
-    wide = values.to(source.dtype)
-    assert source.dtype == torch.promote_types(dtype, torch.float32)
-    assert torch.equal(source.load(10, 500, Scratch()), (wide * scale)[10:500])
-    assert torch.equal(source.gather(Runs(0, 1000, 10, torch.tensor([3]))), (wide * scale)[30:40])
-    assert torch.equal(values.to(source.dtype), wide), "the values were changed"
 
 
 @pytest.mark.parametrize(

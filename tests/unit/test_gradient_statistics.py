@@ -1,35 +1,17 @@
 """Gradient statistics of one process: what is accepted, and what is refused."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import distprune as prune
-from distprune.base.blocks import WeightLayout
 from distprune.statistics import GradientStatistics, gradients
 
 
 def named(module: nn.Module) -> list[prune.NamedParameter]:
     return [prune.NamedParameter(module, "weight", "layer.weight")]
-
-
-@pytest.mark.parametrize(
-    ("module", "layout"),
-    [
-        (nn.Linear(4, 3), WeightLayout("linear", (3, 4))),
-        (nn.Embedding(5, 4), WeightLayout("linear", (5, 4))),
-        (nn.Conv2d(4, 6, 3, groups=2), WeightLayout("convolution", (6, 2, 3, 3), 2)),
-        (nn.Conv3d(4, 6, 3), WeightLayout("convolution", (6, 4, 3, 3, 3))),
-        (nn.ConvTranspose1d(4, 6, 3, groups=2), WeightLayout("convolution", (4, 3, 3))),
-        (nn.Bilinear(4, 5, 3), WeightLayout("experts", (3, 4, 5))),
-    ],
-)
-def test_how_parameters_lie(module, layout):
-    shard = SimpleNamespace(name="layer.weight", shape=module.weight.shape)
-    assert gradients.matrices_of(shard, module, "weight") == layout
 
 
 def test_vectors_are_refused():

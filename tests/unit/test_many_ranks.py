@@ -42,7 +42,6 @@ WRAPPINGS = [
     "hsdp_tp-2x64x8", "fsdp2-1000", "hsdp-3x341", "fsdp2_tp-93x11", "hsdp_tp-3x31x11",
 ]  # fmt: skip
 SIZES = (1201, 120, 333)  # vocabulary, width and inner width: uneven shards, and empty ones
-LARGE = (128_256, 16_384, 53_248)  # of a model of 405 billion parameters
 
 
 def on_fake_ranks(function, world_size: int, *args, ranks) -> list:
@@ -126,15 +125,6 @@ def test_all_ranks_together_hold_every_element_as_often_as_it_has_replicas(wrapp
         assert replicas.eq(num_replicas * (num_replicas - 1) // 2).all(), layout
 
 
-@pytest.mark.parametrize("wrapping", ["hsdp-128x8", "fsdp2_tp-341x3", "fsdp2_tp-512x8"])
-def test_shards_of_a_large_model_add_up(wrapping):
-    """No tensor of its size is made."""
-    for layout in layouts(wrapping, LARGE):
-        parts = [part_of(layout, wrapping, r) for r in range(math.prod(mesh_of(wrapping)[1]))]
-        sizes = [math.prod(map(len, rows)) for rows, replica, _ in parts if replica == 0]
-        assert sum(sizes) == layout[0].numel(), layout
-
-
 def differences(wrapping: str, computed: list) -> list[str]:
     """Parameters of which this rank of a wrapped model holds something else than is computed."""
     model = Block(*SIZES).double().to_empty(device="cpu")
@@ -158,30 +148,6 @@ def test_a_wrapped_model_holds_what_is_computed(wrapping):
     ranks = [0, 1, shape[-1] - 1, size // 2 + 3, size - 1]
     found = on_fake_ranks(differences, size, wrapping, layouts(wrapping, SIZES), ranks=ranks)
     assert found == [[]] * len(ranks)
-
-
-def distributed(mesh_shape: tuple, shape: torch.Size, placements: list) -> int:
-    mesh = init_device_mesh("cpu", mesh_shape)
-    whole = torch.arange(shape.numel()).view(shape)
-    tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-    shard = reader.local_shard("w", tensor, None)
-    index = shard.index(torch.arange(shard.values.numel()))
-    index = index.view([shard.values.shape[dim] for dim in shard.order])
-    assert torch.equal(index, tensor.to_local())
-    return shard.values.numel() if shard.replica == 0 else 0
-
-
-@pytest.mark.parametrize(
-    "mesh_shape, shape, placements",
-    [
-        ((8, 8), (130, 5), [Shard(0), Shard(0)]),  # nested, uneven
-        ((2, 4, 8), (9, 70, 3), [Replicate(), Shard(0), Shard(1)]),
-    ],
-)
-def test_distribute_tensor(mesh_shape, shape, placements):
-    shape, size = torch.Size(shape), math.prod(mesh_shape)
-    owned = on_fake_ranks(distributed, size, mesh_shape, shape, placements, ranks=range(size))
-    assert sum(owned) == shape.numel()
 
 
 def lists_of_ranks() -> list:

@@ -52,28 +52,6 @@ def test_sparse_gradients_count_rows_that_occur_twice_once():
     assert torch.equal(*found) and bool(found[0][1].gt(0).all())
 
 
-def test_low_precision_is_squared_in_fp32():
-    """1 + 2^-7 is a bfloat16 whose square is none."""
-    module = Scaled([1.0])
-    module.bfloat16()
-    criterion = Taylor([(module, "weight")], unit="rank_batch")
-    with criterion.calibrating(), criterion.batch():
-        (module.weight * torch.tensor([1 + 2**-7], dtype=torch.bfloat16)).sum().backward()
-    (scores,) = criterion.scores().values()
-    assert scores.dtype == torch.float32 and scores.item() == (1 + 2**-7) ** 2
-
-
-def test_in_one_process_a_mistake_is_raised_at_once():
-    module = Scaled([1.0])
-    criterion = Fisher([(module, "weight")], unit="rank_batch")
-    with pytest.raises(RuntimeError, match="no gradient"), criterion.calibrating():
-        with criterion.batch():
-            pass
-        pytest.fail("the batch was over")
-    with pytest.raises(RuntimeError, match="reset"):
-        criterion.scores()
-
-
 def test_weights_that_are_all_zero():
     module = Scaled([1.0])
     criterion = Fisher([(module, "weight")], unit="rank_batch")

@@ -139,14 +139,6 @@ def test_arguments_are_checked(keywords, message):
         prune.reconstruct([(layer, "weight")], grams, **keywords)
 
 
-def test_a_parameter_without_a_matrix_is_refused():
-    layer, other = nn.Linear(4, 2), nn.Linear(4, 2)
-    grams, _ = pruned_layer(layer, torch.ones(3, 4))
-    prune.l1_unstructured(other, "weight", 1)
-    with pytest.raises(ValueError, match="none of the parameters of these statistics"):
-        prune.reconstruct([(other, "weight")], grams)
-
-
 def test_weights_that_are_not_finite_are_refused():
     layer = nn.Linear(4, 2)
     grams, _ = pruned_layer(layer, torch.ones(3, 4))

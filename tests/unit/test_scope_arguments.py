@@ -107,13 +107,3 @@ def test_a_schedule_of_a_pattern():
     assert counts == [{0}, {0}, {1}, {2}, {2}]
     with pytest.raises(ValueError, match=r"expected a schedule that ends at 0\.5"):
         schedule.ScheduledPruner(pairs[:1], schedule.Linear(0, 4, 1, 0.9), pattern="2:4")
-
-
-def test_the_report_says_which_sparsity_every_parameter_was_to_have():
-    for arguments, wanted in [
-        ({"scope": "row", "amount": 0.3}, 0.3),
-        ({"pattern": "1:2"}, 0.5),
-        ({"scope": "layer", "amount": 0.25}, 0.25),
-    ]:
-        report = prune.global_unstructured(layers()[1], prune.L1Unstructured, **arguments)
-        assert [entry.wanted for entry in report.parameters] == [wanted, wanted]

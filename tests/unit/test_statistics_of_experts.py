@@ -10,7 +10,6 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
 import distprune as prune
-from distprune import budgets
 from distprune.statistics import ActivationStatistics
 from helpers.fused_experts import (
     IMPLEMENTATIONS,
@@ -49,33 +48,6 @@ def test_sums_are_those_of_a_loop_over_tokens(implementation, dtype):
     assert_equal(statistics.totals(), reference)
     assert statistics.num_tokens() == {name: found[0] for name, found in reference.items()}
     assert reference["second.down_proj"][0][-1] == 0 < min(reference["first.down_proj"][0])
-
-
-def root_mean_squares(reference, name):
-    num_tokens, _, squares = reference[name]
-    return (squares / torch.tensor(num_tokens).clamp(min=1).unsqueeze(1)).sqrt()
-
-
-def test_outliers_are_counted_with_the_factors_of_each_expert():
-    parts = [tokens_of(part) for part in range(3)]
-    net = experts_net()
-    statistics = collect(net, parts)
-    reference = expected(net, parts)
-    found = statistics.outlier_ratios(threshold_multiple=1.5, per="parameter")
-    for pair, ratio in found.items():
-        factor = root_mean_squares(reference, pair.fqn)
-        seen = factor.any(1)  # experts without a token have the typical factor of the others
-        factor[~seen] = factor[seen].square().mean().sqrt()
-        factor, dim = factor.float(), 2 if pair[0].is_transposed else 1
-        scores = net.get_parameter(pair.fqn).detach().abs() * factor.unsqueeze(dim)
-        count = int((scores.double() > 1.5 * scores.double().mean()).sum())
-        assert ratio == count / scores.numel() > 0, pair.fqn
-    shares = budgets.owl(list(found), 0.5, found, lam=0.2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        prune.global_unstructured(
-            list(found), prune.L1Unstructured, statistics.wanda(), amount=shares
-        )
 
 
 def test_files_keep_the_tokens_of_each_expert(tmp_path):

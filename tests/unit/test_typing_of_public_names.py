@@ -27,12 +27,6 @@ model: nn.Module = nn.Linear(2, 2)
 pairs = prune.select(model)
 """
 PROGRAMS = {
-    "names": """\
-prune.nonsense  # E: Module has no attribute "nonsense"
-prune.schedule.nonsense  # E: Module has no attribute "nonsense"
-prune.checkpoint.nonsense  # E: Module has no attribute "nonsense"
-version: str = prune.__version__
-""",
     "select": """\
 for module, name in prune.select(model, exclude="head", types=nn.Linear):
     module.eval()
@@ -79,25 +73,6 @@ prune.global_unstructured(pairs, prune.Identity, pipeline_parallel=True)
 def prune_by(method: type[prune.BasePruningMethod], arguments: dict[str, Any]) -> None:
     prune.global_unstructured(pairs, method, amount=3, max_sparsity={"weight": 0.5})
     prune.global_unstructured(pairs, method, **arguments)
-""",
-    "local": """\
-layer = nn.Linear(2, 2)
-pruned: nn.Module = prune.l1_unstructured(layer, "weight", amount=0.5)
-prune.ln_structured(layer, "weight", 1, n=2, dim=0)
-prune.custom_from_mask(layer, "bias", torch.ones(2))
-prune.remove(layer, "bias")
-is_pruned: bool = prune.is_pruned(layer)
-prune.l1_unstructured(layer, "weight", amuont=1)  # E: Unexpected keyword argument "amuont"
-prune.l1_unstructured(layer, 0, amount=1)  # E: has incompatible type "int"; expected "str"
-""",
-    "schedule": """\
-cubic = prune.schedule.Cubic(begin=0, end=1000, frequency=100, final_sparsity=0.8)
-pruner = prune.schedule.ScheduledPruner(pairs, cubic)
-step = pruner.step()
-step.sparsity  # E: has no attribute "sparsity"
-if step is not None:
-    print(step.sparsity)
-prune.schedule.Cubic(begin=0, ends=3)  # E: Unexpected keyword argument "ends"
 """,
 }
 ERROR = re.compile(r"^(\w+)\.py:(\d+): error: (.*)$", re.MULTILINE)

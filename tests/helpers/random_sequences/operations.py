@@ -3,14 +3,16 @@
 import copy
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import distprune as prune
 from distprune import checkpoint
@@ -70,8 +72,9 @@ class Run(SideBySide):
         select: bool,
         amount: Any,
         scores: dict[str, Any] | None,
-        low: Any,
-        high: Any,
+        low: Any = None,
+        high: Any = None,
+        inference: bool = False,
     ) -> Both:
         names, pairs = self.targets(names, select)
         whole = self.scores(scores)
@@ -80,13 +83,16 @@ class Run(SideBySide):
             pair: parts[name] for name, pair in zip(names, pairs, strict=True) if name in whole
         }
         low, high = by_name(names, low), by_name(names, high)
-        return (
-            lambda: self.oracle.rank(names, amount, scores=whole, low=low, high=high),
-            lambda: prune.global_unstructured(  # an iterator, with one parameter in it twice
-                iter([*pairs, *pairs[:1]]), prune.L1Unstructured, given or None, amount=amount,
-                **bounds(pairs, names, low, high),
-            ),
-        )  # fmt: skip
+
+        def act() -> prune.PruningReport:
+            limits = bounds(pairs, names, low, high)
+            targets = iter([*pairs, *pairs[:1]])  # an iterator, with one parameter in it twice
+            with torch.inference_mode(inference):
+                return prune.global_unstructured(
+                    targets, prune.L1Unstructured, given or None, amount=amount, **limits
+                )
+
+        return lambda: self.oracle.rank(names, amount, scores=whole, low=low, high=high), act
 
     def global_random(
         self, names: Sequence[str], select: bool, amount: Any, low: Any, high: Any, seed: int
@@ -384,14 +390,25 @@ class Run(SideBySide):
     def twins(self) -> dict[str, list[tuple[str, str]]]:
         return {"embedding.weight": [("head", "weight")]} if self.plan.family == "tied" else {}
 
-    def train(self, seed: int) -> Both:
-        x, y = self.plan.inputs(seed)
+    def train(self, seed: int, micro_batches: int = 1, clip: float | None = None) -> Both:
+        """A step of micro-batches, of which the last one synchronises; compares all in it."""
+        batches = list(zip(*(t.chunk(micro_batches) for t in self.plan.inputs(seed)), strict=True))
         self.model.train()
+        if self.kind in ("tp", "fsdp2_tp"):
+            clip = None  # torch cannot stack the norms of parameters on different meshes
 
         def act() -> None:
-            out = self.model(self.my_rows(x))
-            self.close(out, self.my_rows(self.oracle.last_output), "outputs in training")
-            F.mse_loss(out, self.my_rows(y)).backward()
+            for number, (x, y) in enumerate(batches):
+                with wrappings.synchronised(self.model, number == len(batches) - 1):
+                    out = self.run(self.my_rows(x))
+                    expected = self.my_rows(self.oracle.outputs[number])
+                    self.close(out, expected, "outputs in training")
+                    (F.mse_loss(out, self.my_rows(y)) / len(batches)).backward()
+            if clip is not None and self.kind.startswith("fsdp1"):
+                self.model.clip_grad_norm_(clip)
+            elif clip is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+            self.compare_gradients()
             self.optimizer.step()
             self.optimizer.zero_grad()
             for name, indices in self.indices.items():
@@ -399,7 +416,65 @@ class Run(SideBySide):
                 self.close(self.held(name), expected, f"{name} after training")
             self.copy_from_oracle()
 
-        return lambda: self.oracle.train(x, y), act
+        return lambda: self.oracle.train(batches, clip), act
+
+    def freeze(self) -> Both:
+        """Parameters that need no gradient can be pruned too."""
+        return (
+            lambda: ignored(self.oracle.dense.requires_grad_(False)),
+            lambda: ignored(self.model.requires_grad_(False)),
+        )
+
+    def summon(self) -> Both:
+        """Inside FSDP1's summon_full_params the stored weights are whole, and may be written."""
+        weight = self.oracle.value("l1.weight")
+        before = weight.clone()
+
+        def act() -> None:
+            with torch.no_grad():
+                self.model(self.plan.inputs(0)[0])  # the root keeps a gathered copy
+            layer = self.model.module.l1.module
+            with FullyShardedDataParallel.summon_full_params(self.model, writeback=True):
+                self.close(layer.weight, before, "summoned")
+                layer.weight.data.add_(1)
+            prune.hold_zeros(self.model)
+
+        return lambda: ignored(weight.add_(1)), act
+
+    def replace_tensors(self, how: str) -> Both:
+        """Swap the tensors of the model, by its state dict or otherwise."""
+        names = list(self.oracle.masks)
+
+        def expect() -> None:
+            if how == "assign other masks":
+                self.oracle.dense, self.oracle.masks = self.filled(9), {}
+                self.oracle.rank(names, 0.2)
+            if how == "float64":
+                self.oracle.dense.double()
+            self.oracle.new_optimizer()
+
+        def act() -> None:
+            # FSDP1 loads through its own module; DDP adds a prefix to the names.
+            model = self.model.module if self.kind == "ddp" else self.model
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            if how == "assign other masks":
+                other = self.plan.wrap(self.filled(9), self.wrapping)
+                pairs = prune.select(other, include=names)
+                prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.2)
+                other = other.module if self.kind == "ddp" else other
+                state = copy.deepcopy(other.state_dict())
+            if how == "to_empty, meta first":
+                model.to("meta")
+            if how.startswith("to_empty"):
+                model.to_empty(device="cpu")
+            if how == "float64":
+                model.double()
+                self.plan = replace(self.plan, dtype="float64")
+            else:
+                model.load_state_dict(state, assign=how.startswith("assign"))
+            self.take(self.model, self.wrapping)
+
+        return expect, act
 
     @torch.no_grad()
     def copy_from_oracle(self) -> None:
@@ -456,7 +531,7 @@ class Run(SideBySide):
             )
             old = self.model, self.wrapping, self.optimizer, self.pruner
             try:
-                self.take(wrappings.wrap(self.filled(seed), wrapping), wrapping)
+                self.take(self.plan.wrap(self.filled(seed), wrapping), wrapping)
                 if self.pruner is not None and with_state:
                     self.pruner = self.new_pruner()
                 for name in pruned:

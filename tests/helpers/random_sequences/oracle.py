@@ -54,7 +54,8 @@ class Oracle:
         self.optimizer = make_optimizer(dense.parameters())
         self.masks: dict[str, Tensor] = {}
         self.num_steps, self.sparsity = 0, 0.0  # of the schedule
-        self.last_output = torch.empty(0)  # of a training step
+        self.outputs: list[Tensor] = []  # of the micro-batches of a training step
+        self.gradients: dict[str, Tensor] = {}
 
     def value(self, name: str) -> Tensor:
         return self.dense.get_parameter(name).detach()
@@ -89,12 +90,18 @@ class Oracle:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    def train(self, x: Tensor, y: Tensor) -> None:
-        out = self.forward(x)
-        nn.functional.mse_loss(out, y).backward()
+    def train(self, batches: Sequence[tuple[Tensor, Tensor]], clip: float | None) -> None:
+        """One step of the mean loss of some micro-batches."""
+        outputs = [self.forward(x) for x, _ in batches]
+        for out, (_, y) in zip(outputs, batches, strict=True):
+            (nn.functional.mse_loss(out, y) / len(batches)).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(self.dense.parameters(), clip)
+        self.outputs = [out.detach() for out in outputs]
+        named = self.dense.named_parameters()
+        self.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.last_output = out.detach()
 
     def fill(self, data: str, seed: int) -> None:
         """Write new values as an optimizer would: into pruned elements, too."""

@@ -1,8 +1,4 @@
-"""Random sequences of operations on sharded models, compared with one process after every step.
-
-Everything about a sequence is a function of its seed: see plans.py. To repeat one::
-
-    python tests/helpers/random_sequences --seed 1234 --shrink
+"""Sequences of operations on sharded models, compared with one process after every operation.
 
 After each operation masks, counts and weights equal those of the oracle bit for bit, and outputs
 do at rounding level. After a training step weights are compared at rounding level, and then the
@@ -10,7 +6,6 @@ oracle's are written into the shards, so that the next pruning can be compared e
 direction needs no communication, and an error of the sharded model never reaches the oracle.)
 """
 
-import argparse
 import contextlib
 import functools
 import tempfile
@@ -20,10 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from distprune.testing import RankError, run_ranks
 from helpers import wrappings
 from helpers.random_sequences.operations import Run
-from helpers.random_sequences.plans import BATCH, Plan, draw
+from helpers.random_sequences.plans import Plan
 
 
 @dataclass
@@ -53,6 +50,8 @@ def run_plans(plans: Sequence[Plan], folder: str) -> list[Outcome]:
                 if wrong:
                     outcome.wrong = [f"after operation {position}, {operation.name}:", *wrong]
                     break
+            if plan.compiler:
+                torch._dynamo.reset()
     return outcomes
 
 
@@ -89,9 +88,10 @@ def run_together(plans: Sequence[Plan]) -> list[Outcome]:
     return outcomes
 
 
-def run_seeds(seeds: Sequence[int]) -> list[Outcome]:
-    """Run the sequences of seeds of one batch."""
-    return run_together([draw(seed) for seed in seeds])
+def assert_nothing_differs(plans: Sequence[Plan]) -> None:
+    __tracebackhide__ = True
+    wrong = [str(outcome) for outcome in run_together(plans) if outcome.wrong]
+    assert not wrong, "\n\n".join(wrong)[:10000]
 
 
 def shrunk(outcome: Outcome) -> Outcome:
@@ -104,20 +104,3 @@ def shrunk(outcome: Outcome) -> Outcome:
         if shorter.wrong:
             plan, outcome = shorter.plan, shorter
     return outcome
-
-
-def batch(number: int) -> range:
-    """The seeds of a batch."""
-    return range(number * BATCH, (number + 1) * BATCH)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seed", type=int, required=True, help="repeat this sequence")
-    parser.add_argument("--shrink", action="store_true", help="leave out what it does not need")
-    options = parser.parse_args()
-    (outcome,) = run_seeds([options.seed])
-    if outcome.wrong and options.shrink:
-        outcome = shrunk(outcome)
-    print(outcome, "" if outcome.wrong else "no difference", sep="\n")
-    return bool(outcome.wrong)

@@ -46,7 +46,7 @@ class SideBySide:
         self.ramp = schedule.Linear(0, 6, 1, final_sparsity=0.1 * (plan.seed % 10))
         self.pruner: schedule.ScheduledPruner | None = None
         self.wrong: list[str] = []
-        self.take(wrappings.wrap(self.filled(plan.seed), plan.wrapping), plan.wrapping)
+        self.take(plan.wrap(self.filled(plan.seed), plan.wrapping), plan.wrapping)
 
     def filled(self, seed: int) -> nn.Module:
         return fill(self.plan.make(), self.plan.data, self.plan.dtype, seed)
@@ -56,6 +56,7 @@ class SideBySide:
         plan = self.plan
         self.model, self.wrapping, self.kind = model, wrapping, wrappings.kind_of(wrapping)
         self.indices = indices_of(plan.family, plan.sizes, plan.dtype, wrapping, dist.get_rank())
+        self.run = torch.compile(model, backend=plan.compiler) if plan.compiler else model
         self.modules = dict(named_modules(model))
         # Of whatever wraps the model, parameters have the names of the plain one, in its order.
         plain, found = ([pair.fqn for pair in prune.select(each)] for each in (plan.make(), model))
@@ -170,8 +171,17 @@ class SideBySide:
     def compare_outputs(self, seed: int, mode: Any) -> None:
         x, _ = self.plan.inputs(seed)
         with mode:
-            out = self.model(self.my_rows(x))
+            out = self.run(self.my_rows(x))
             self.close(out, self.my_rows(self.oracle.forward(x)), "outputs")
+
+    def compare_gradients(self) -> None:
+        for name, whole in self.oracle.gradients.items():
+            found = wrappings.gradient(self.model, name, self.indices)
+            indices = self.indices[name]
+            self.close(found, wrappings.my_part(whole, indices), f"gradient of {name}")
+            keep = self.oracle.masks.get(name)
+            if keep is not None and found[~wrappings.my_part(keep, indices)].any():
+                self.wrong.append(f"pruned elements of {name} have a gradient")
 
     def compare_report(self, counts: Counts, report: prune.PruningReport) -> None:
         rows = [(entry.num_pruned_before, entry.num_pruned_now) for entry in report.parameters]
