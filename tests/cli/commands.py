@@ -34,9 +34,3 @@ def start(*arguments, **keywords):
         text=True,
         env=environment(**keywords),
     )
-
-
-def torchrun(num_ranks, *command):
-    """A command of distprune on several ranks."""
-    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks)
-    return start("-m", *launcher, "-m", "distprune", *command)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.utils.prune as torch_prune
-from equal_modules import raised_by
 from pruned_models import linear
 from torch import Tensor, nn
 
@@ -87,32 +86,6 @@ def test_complex_scores_are_refused_in_a_global_pruning(of_parameter):
     globally(prune, ours, parameter.abs())
     globally(torch_prune, theirs, scores)
     assert torch.equal(ours.weight_mask != 0, theirs.weight_mask != 0)
-
-
-def test_channels_last_is_kept_through_a_second_pruning_and_remove():
-    """torch's weight is contiguous after them."""
-    for library, is_kept in ((prune, True), (torch_prune, False)):
-        module = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
-        for _ in range(2):
-            library.ln_structured(module, "weight", 1, 2, 0)
-        library.remove(module, "weight")
-        assert module.weight.is_contiguous(memory_format=torch.channels_last) == is_kept
-
-
-HELPERS = [
-    ("_validate_structured_pruning", ()),
-    *(("_validate_pruning_dim", (dim,)) for dim in (-1, 0, 1, 2, 7)),
-]
-
-
-@pytest.mark.parametrize(("name", "arguments"), HELPERS)
-@pytest.mark.parametrize("shape", [(3,), (3, 4), (2, 3, 4)])
-def test_private_helpers_raise_as_torchs_do(name, arguments, shape):
-    raised = [
-        raised_by(lambda library=library: getattr(library, name)(torch.ones(shape), *arguments))
-        for library in (prune, torch_prune)
-    ]
-    assert raised[0] is raised[1]
 
 
 def test_no_private_helper_is_missing():

@@ -7,13 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import distprune as prune
-
-PARTS = [f"self_attn.{part}_proj" for part in "qkvo"]
-PARTS += [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
-LLAMA_LINEARS = [f"model.layers.{i}.{part}.weight" for i in range(2) for part in PARTS]
 
 
 class Block(nn.Module):
@@ -50,20 +45,6 @@ def names(selected) -> list[str]:
     return [pair.fqn for pair in selected]
 
 
-def llama(*, tied: bool = False) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=16,
-            hidden_size=8,
-            intermediate_size=12,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            tie_word_embeddings=tied,
-        )
-    )
-
-
 class TestPlainModels:
     def test_matrices_inside_the_model_in_order_of_registration(self):
         assert names(prune.select(Net())) == DEFAULT
@@ -85,8 +66,8 @@ class TestPlainModels:
         model[4].weight = tokens.weight
         assert names(prune.select(model)) == ["1.weight"]
 
-    def test_integers_are_left_alone(self):
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    def test_integers_and_single_channels_are_left_alone(self):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Conv1d(4, 4, 3, groups=4))
         model[0].weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
         assert names(prune.select(model)) == ["1.weight"]
 
@@ -142,6 +123,8 @@ class TestPlainModels:
         model = Net()
         model.head.weight = model.embed.weight
         assert names(prune.select(model, everything=True)) == EVERYTHING[:-1]
+        linear = prune.select(model, types=nn.Linear, exclude="head", everything=True)
+        assert names(linear) == [DEFAULT[0], DEFAULT[2]]
         assert names(prune.select(model)) == DEFAULT
 
     def test_a_module_in_two_places_is_listed_once(self):
@@ -202,22 +185,6 @@ class TestPatterns:
     def test_patterns_are_strings(self, argument):
         with pytest.raises(TypeError, match=argument):
             prune.select(Net(), **{argument: [3]})
-
-
-class TestTransformers:
-    @pytest.mark.parametrize("tied", [False, True])
-    def test_linear_layers_inside_the_model_or_everything_but_norms(self, tied):
-        assert names(prune.select(llama(tied=tied))) == LLAMA_LINEARS
-        expected = ["model.embed_tokens.weight", *LLAMA_LINEARS]
-        expected += [] if tied else ["lm_head.weight"]
-        assert names(prune.select(llama(tied=tied), everything=True)) == expected
-
-    def test_a_tied_head_can_be_excluded_by_either_name(self):
-        model, everything = llama(tied=True), {"everything": True}
-        selected = prune.select(model, types=nn.Linear, exclude="lm_head", **everything)
-        assert names(selected) == LLAMA_LINEARS
-        selected = prune.select(model, exclude=["lm_head", "model.embed_tokens"], **everything)
-        assert names(selected) == LLAMA_LINEARS
 
 
 def compiled(model: nn.Module) -> nn.Module:

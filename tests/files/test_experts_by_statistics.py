@@ -1,13 +1,10 @@
 """Statistics of fused experts for a checkpoint: whose they are, and what is refused."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
-from test_scores_from_statistics import masks_of
 
-from distprune.files import planning, pruning
+from distprune.files import planning
 from distprune.files.errors import SelectionError
 from distprune.files.statistics_file import StoredStatistics, WeightLayout, write_statistics
 from helpers.recipes import raw_recipe
@@ -32,11 +29,11 @@ def fused(stem=LAYER, **changes):
     }
 
 
-def separate(stem=LAYER, num_experts=E, hidden=INNER, dtype=torch.float32):
+def separate(stem=LAYER, num_experts=E, hidden=INNER):
     g = torch.Generator().manual_seed(0)
     shapes = {"gate_proj": (hidden, H), "up_proj": (hidden, H), "down_proj": (H, hidden)}
     return {
-        f"{stem}.{expert}.{own}.weight": torch.randn(shape, generator=g).to(dtype)
+        f"{stem}.{expert}.{own}.weight": torch.randn(shape, generator=g)
         for expert in range(num_experts)
         for own, shape in shapes.items()
     }
@@ -112,46 +109,3 @@ def test_experts_that_saw_no_token_are_named(tmp_path):
     assert "(4 of 6 matrices)" in warning
     (warning,) = plan_of(tmp_path, whole, fused(counts=(0, 0, 0))).warnings
     assert f"no token came to {LAYER}.down_proj, {LAYER}.gate_up_proj (6" in warning
-
-
-def whole_experts(layout, dtype):
-    g = torch.Generator().manual_seed(0)
-    shapes = {f"{LAYER}.gate_up_proj": GATE_UP, f"{LAYER}.down_proj": DOWN}
-    weights = {n: torch.randn(shape, generator=g).to(dtype) for n, shape in shapes.items()}
-    if layout == "transposed_experts":
-        weights = {name: weight.mT.contiguous() for name, weight in weights.items()}
-    return weights
-
-
-def statistics_in(layout):
-    """The same numbers for both layouts."""
-    turned = {}
-    for name, of_one in fused().items():
-        shape = of_one.layout.shape
-        if layout == "transposed_experts":
-            shape = (shape[0], shape[2], shape[1])
-        turned[name] = replace(of_one, layout=WeightLayout(layout, shape))
-    return turned
-
-
-LAYOUTS = ["experts", "transposed_experts"]
-
-
-def test_inputs_along_another_dimension_than_the_statistics_are_refused(tmp_path):
-    weights = whole_experts("experts", torch.float32)
-    text = problems_of(tmp_path, weights, fused(), scope="row", input_dims={"*": 1})
-    assert "along the dimensions [2]" in text and "--input-dim" in text
-
-
-def test_rows_of_transposed_experts_are_those_of_the_others(tmp_path):
-    masks = {}
-    for layout in LAYOUTS:
-        dim = 2 if layout == "experts" else 1
-        plan = plan_of(
-            tmp_path, whole_experts(layout, torch.float32), statistics_in("experts"), scope="row",
-            input_dims={"*": dim},
-        )  # fmt: skip
-        pruning.prune(plan, tmp_path / layout)
-        masks[layout] = masks_of(tmp_path / layout)
-    for name, keep in masks["experts"].items():
-        assert keep.mT.equal(masks["transposed_experts"][name]) and (~keep).any()

@@ -60,25 +60,6 @@ def test_the_default_selection_and_its_order(tmp_path):
     }
 
 
-def test_patterns(tmp_path):
-    source = make(tmp_path)
-    found = plan(source, raw_recipe(0.5, include=("*proj.weight", "lm_head*"), exclude=("*.2.*",)))
-    assert {name for name, reason in reasons(found).items() if not reason} == {
-        "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate_proj.weight",
-        "model.layers.10.self_attn.q_proj.weight", "lm_head.weight",
-    }  # fmt: skip
-    assert reasons(found)["model.layers.2.self_attn.q_proj.weight"] == "excluded"
-    found = plan(source, raw_recipe(0.5, exclude=(r"re:model\.layers\.\d+\.self.*",)))
-    assert len(found.tensors) == 2
-    # By the name of a module, as in the library.
-    found = plan(source, raw_recipe(0.5, include=("*.q_proj", "lm_head"), exclude=("*.2.*",)))
-    assert [tensor.entry.name for tensor in found.tensors] == [
-        "lm_head.weight",
-        "model.layers.0.self_attn.q_proj.weight",
-        "model.layers.10.self_attn.q_proj.weight",
-    ]
-
-
 @pytest.mark.parametrize(
     ("recipe", "text"),
     [

@@ -108,27 +108,6 @@ def prune_here(source, target, way):
     return pruning.prune(plan, target).num_pruned
 
 
-def test_convolutions_and_experts_have_their_inputs_where_they_are(tmp_path, small_pieces):
-    g = torch.Generator().manual_seed(1)
-    tensors = {
-        "conv.weight": torch.randn(5, 8, 3, 3, generator=g).half(),
-        "mlp.experts.up_proj": torch.randn(3, 5, 8, generator=g).half(),
-    }
-    source = tiny_checkpoints.save(tmp_path / "source", tensors)
-    dims = {"mlp.experts.*": 2}
-    pruning.prune(planning.plan(source, raw_recipe(pattern="1:4", input_dims=dims)), tmp_path / "a")
-    masks = file_oracle.masks(tensors, ["conv.weight"], pattern="1:4")
-    flat = tensors["mlp.experts.up_proj"].flatten(0, 1)
-    stacked = file_oracle.masks({"m": flat}, ["m"], pattern="1:4")["m"]
-    masks["mlp.experts.up_proj"] = stacked.reshape(3, 5, 8)
-    file_oracle.check(source, tmp_path / "a", masks, load)
-    pruning.prune(planning.plan(source, raw_recipe(0.5, "row", input_dims=dims)), tmp_path / "b")
-    masks = file_oracle.masks(tensors, ["conv.weight"], sparsity=0.5, scope="row")
-    rows = file_oracle.masks({"m": flat}, ["m"], sparsity=0.5, scope="row")["m"]
-    masks["mlp.experts.up_proj"] = rows.reshape(3, 5, 8)
-    file_oracle.check(source, tmp_path / "b", masks, load)
-
-
 @pytest.mark.parametrize("scope", ["global", "layer", "row"])
 def test_nan_is_refused_by_name(tmp_path, scope):
     tensors = {name: tensor.clone() for name, tensor in KINDS["bf16"].items()}
@@ -165,15 +144,6 @@ def test_everything_else_is_copied(tmp_path):
     assert read_report(target) == report and isinstance(report.tensors[0].shape, tuple)
     names = sorted(path.name for path in (target / "distprune").iterdir())
     assert names == ["masks.safetensors", "recipe.yaml", "report.json"]
-
-
-def test_masks_can_be_left_out(tmp_path):
-    source = tiny_checkpoints.save(tmp_path / "source", KINDS["bf16"])
-    pruning.prune(planning.plan(source, raw_recipe(0.5, masks=False)), tmp_path / "a")
-    pruning.prune(planning.plan(source, raw_recipe(0.5)), tmp_path / "b")
-    assert not (tmp_path / "a" / "distprune" / "masks.safetensors").exists()
-    same = {(tmp_path / x / "model.safetensors").read_bytes() for x in "ab"}
-    assert len(same) == 1
 
 
 def test_weights_that_change_while_they_are_counted_are_an_error(tmp_path, monkeypatch):

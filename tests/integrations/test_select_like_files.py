@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 import distprune as prune
@@ -16,25 +16,6 @@ from helpers.sampling import every
 from helpers.tiny_transformers import FAMILIES, tiny_model
 
 pytest.importorskip("transformers")
-
-
-class Images(nn.Module):
-    """With names of torchvision's nets: a depthwise convolution, attention, an output head."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 4, 7), nn.BatchNorm2d(4)
-        self.features = nn.ModuleList([nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 1)])
-        self.class_token = nn.Parameter(torch.ones(1, 1, 8))
-        self.self_attention = nn.MultiheadAttention(8, 2)
-        self.mlp = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
-        self.fc = nn.Linear(8, 10)
-
-
-TAKEN = {
-    "conv1.weight", "features.1.weight", "self_attention.in_proj_weight",
-    "self_attention.out_proj.weight", "mlp.0.weight", "mlp.2.weight",
-}  # fmt: skip
 
 
 def names(selected):
@@ -67,15 +48,6 @@ def test_families(family, tmp_path):
 )
 def test_architectures(architecture, tmp_path):
     check_like_files(architecture.model_of_its_class(), tmp_path)
-
-
-def test_a_net_for_images(tmp_path):
-    """The classifier is an output head, and a depthwise convolution has no inputs to choose."""
-    model = Images()
-    assert set(names(prune.select(model))) == TAKEN
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    verdicts, _ = select_tensors(open_checkpoint(tmp_path), raw_recipe(sparsity=0.5))
-    assert {verdict.entry.name for verdict in verdicts if not verdict.reason} == TAKEN
 
 
 SELECTS = {

@@ -19,19 +19,6 @@ pytest.importorskip("transformers")
 WRAPPINGS = {"none": 2, "ddp-2": 2, "fsdp2-2": 2, "fsdp2-4": 4, "tp-2": 2, "fsdp2_tp-2x2": 4}
 
 
-class IntegerModel(nn.Module):
-    """Its layer is called with small integers, so that sums of them are exact."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(264, 12)
-        self.table.weight.data.copy_(torch.arange(264 * 12).view(264, 12) % 17 - 8)
-        self.fc = nn.Linear(12, 264)
-
-    def forward(self, input_ids):
-        return self.fc(self.table(input_ids))
-
-
 @pytest.fixture
 def folder(tmp_path):
     write_text(tmp_path / "text.txt", 400)
@@ -75,25 +62,6 @@ def test_statistics_are_those_of_one_process(folder, wrapping):
             assert squares == pytest.approx(expected[name][2], rel=rounding)
             scale = max(map(abs, expected[name][1]))
             assert sums == pytest.approx(expected[name][1], rel=rounding, abs=rounding * scale)
-
-
-def integer_statistics(folder, count):
-    model = IntegerModel()
-    if dist.get_world_size() > 1:
-        model = nn.parallel.DistributedDataParallel(model)
-    statistics = ActivationStatistics(prune.select(model, types=nn.Linear, everything=True))
-    calibrate(model, read(folder, count), statistics, batch_size=2)
-    (total,) = statistics.totals().values()
-    return total.num_tokens, total.sums.tolist(), total.squares.tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", every(2, [1, 5, 8], 1))
-def test_sums_of_integers_are_bit_equal(folder, count):
-    inputs = IntegerModel().table.weight.data[read(folder, count).tokens].double().view(-1, 12)
-    expected = 16 * count, inputs.sum(0).tolist(), inputs.square().sum(0).tolist()
-    for size in (1, 2, 4):
-        assert set(map(str, run_ranks(integer_statistics, size, folder, count))) == {str(expected)}
 
 
 def scores_of(wrapping, folder, kind, count, batch_size):

@@ -2,7 +2,6 @@
 
 import filecmp
 import itertools
-import json
 import re
 import shutil
 from pathlib import Path
@@ -189,15 +188,6 @@ def test_a_disk_that_is_full_while_hidden_states_are_written(llama, tmp_path, mo
     assert set(other_files(out, llama / "out")) <= {"distprune/report.json"}
 
 
-def test_another_command_is_noticed_before_the_first_round(llama, tmp_path):
-    out, told = tmp_path / "out", []
-    with pytest.raises(Stopped):
-        run(llama, out, damping=0.5, progress=stopping(lambda: True))
-    with pytest.raises(OutputError, match="unfinished result of another"):
-        run(llama, out, rounds=[0.2], tell=told.append)
-    assert not told and [path.name for path in tmp_path.iterdir()] == ["out.partial-text"]
-
-
 @pytest.mark.parametrize(
     ("name", "rounds"), [("out", []), ("out", [0.2]), ("out.partial-text-0", [0.2])]
 )
@@ -208,28 +198,10 @@ def test_a_command_without_text_is_noticed_before_the_work(llama, tmp_path, name
     assert [path.name for path in tmp_path.iterdir()] == [f"{name}.partial"]
 
 
-def test_reports_of_rounds_are_equal_but_for_how_the_run_went(llama, tmp_path):
-    found = []
-    for _ in range(2):
-        streaming.prune_folder(
-            llama / "source", tmp_path / "out", RECIPE, tokens(1, 1), rounds=[0.3], update="none"
-        )
-        report = json.loads((tmp_path / "out" / "distprune" / "report.json").read_text())
-        found.append({key: value for key, value in report.items() if key != "run"})
-        shutil.rmtree(tmp_path / "out")
-    assert found[0] == found[1]
-
-
 def test_a_disk_without_room_is_an_error_before_the_work(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(output, "free_bytes", lambda folder: 1000)
     with pytest.raises(OutputError, match="1,000 are free"):
         run(llama, tmp_path / "out")
-
-
-def test_tensors_outside_of_the_layers_are_refused(llama, tmp_path):
-    recipe = RECIPE.model_copy(update={"also": ("lm_head.weight",)})
-    with pytest.raises(SelectionError, match=r"lm_head\.weight is in no decoder layer"):
-        streaming.prune_folder(llama / "source", tmp_path / "out", recipe, tokens(2, 1))
 
 
 def test_windows_that_the_model_cannot_run_leave_nothing(llama, tmp_path):
