@@ -34,6 +34,7 @@ from distprune.shards.shard import Shard
 
 _BITS = 32  # of a word
 _TABLE_LOG2 = 15  # log2 of the words whose weights are looked up in one table
+_MOST = (1 << _TABLE_LOG2) - 1
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 20, 1 << 25  # elements at a time
 
 
@@ -92,8 +93,9 @@ def _weighted(words: Tensor, numbers: Tensor) -> Tensor:
     """Words, int64 on any device, times their weights; their numbers are int64 on the host."""
     first, last = int(numbers.min()) >> _TABLE_LOG2, int(numbers.max()) >> _TABLE_LOG2
     numbers = memory.moved(numbers, words.device)
-    factors = _factors(first, last, words.device)
-    weights = _table(words.device)[numbers & ((1 << _TABLE_LOG2) - 1)]
+    # Each word has a weight in its table, times the table's own.
+    weights = _odd(0, _MOST, 3, words.device)[numbers & _MOST]
+    factors = _odd(first, last, 4, words.device)
     return weights.mul_(factors[(numbers >> _TABLE_LOG2) - first]).mul_(words)
 
 
@@ -131,18 +133,7 @@ def _packed(pruned: Tensor) -> Tensor:
     return packed.view(torch.int32).long() & 0xFFFFFFFF
 
 
-@functools.cache
-def _table(device: torch.device) -> Tensor:
-    """The weights of the words of one table; each is multiplied by the table's own factor."""
-    return _odd(torch.arange(1 << _TABLE_LOG2), 3).to(device)
-
-
 @functools.lru_cache(maxsize=1 << 8)
-def _factors(first: int, last: int, device: torch.device) -> Tensor:
-    """The factors of some tables."""
-    return _odd(torch.arange(first, last + 1), 4).to(device)
-
-
-def _odd(numbers: Tensor, seed: int) -> Tensor:
-    """Odd pseudo-random int64."""
-    return (hash_keys(numbers, seed) << 1) | 1
+def _odd(first: int, last: int, seed: int, device: torch.device) -> Tensor:
+    """Odd pseudo-random int64, by their numbers."""
+    return ((hash_keys(torch.arange(first, last + 1), seed) << 1) | 1).to(device)

@@ -29,17 +29,7 @@ from torch import Tensor, nn
 
 from distprune.base.memory import ordinary_tensors, zero_pruned
 from distprune.base.naming import Pair, full_name, label_of, named_modules, registered_parameters
-from distprune.base.pruned_form import (
-    MASK,
-    ORIG,
-    is_dtensor,
-    local_tensor,
-    lost_mask,
-    mask_key,
-    masked_product,
-    name_without_orig,
-    orig_key,
-)
+from distprune.base.pruned_form import MASK, ORIG, local_tensor, lost_mask, masked_product
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import Shard
 from distprune.wrappers import masked_value, wrapper
@@ -81,7 +71,7 @@ class PruningHook:
         """Before forward: recompute ``module.<name>``, as torch does, or hold zeros on shards."""
         name = self._tensor_name
         if torch.compiler.is_compiling():
-            if orig_key(name) in module._parameters and not masked_value.is_live(module, name):
+            if name + ORIG in module._parameters and not masked_value.is_live(module, name):
                 _exempt_masks_from_ddp()
                 setattr(module, name, self.apply_mask(module))
         elif holds_zeros(module, name):
@@ -91,14 +81,13 @@ class PruningHook:
                 self._module_ref = weakref.ref(module)
             _exempt_masks_from_ddp(self)
             masked_value.release_graph(module, name)
-            original = module._parameters.get(orig_key(name))
+            original = module._parameters.get(name + ORIG)
             is_away = original is not None and original.is_meta
-            is_away = is_away and not getattr(module, mask_key(name)).is_meta
+            is_away = is_away and not getattr(module, name + MASK).is_meta
             if is_away or name in module._parameters:
                 raise RuntimeError(
-                    f"{type(module).__name__}.{name} is pruned, and its parameter was replaced "
-                    "(fusing, quantisation) or moved away (offloading); expected a model after "
-                    "distprune.remove."
+                    f"{type(module).__name__}.{name} is pruned, and its parameter was replaced or "
+                    "moved away (fused, quantised, offloaded); call distprune.remove before."
                 )
             masked_value.assign(module, name, self.apply_mask(module))
 
@@ -111,21 +100,17 @@ class PruningHook:
         name = getattr(self, "_tensor_name", None)
         assert name is not None, f"Module {module} has to be pruned"
         # Where they are registered, first: torch's own look-up takes three times as long.
-        mask, original = module._buffers.get(mask_key(name)), module._parameters.get(orig_key(name))
-        if mask is None:
-            mask = getattr(module, mask_key(name), None)
+        mask, original = module._buffers.get(name + MASK), module._parameters.get(name + ORIG)
         if mask is None:
             raise lost_mask(module, name)
-        if original is None:
-            original = getattr(module, orig_key(name))
+        if original is None:  # of a replica of DataParallel
+            original = getattr(module, name + ORIG)
         return masked_value.product(module, name, original, mask)
 
     @property
     def __name__(self) -> str:
         """What torch.jit.script reads of each hook."""
-        raise AttributeError(
-            "torch.jit.script does not know masks; expected a model after distprune.remove."
-        )
+        raise AttributeError("torch.jit.script does not know masks; call distprune.remove before.")
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_module_ref", "_ddp_ref")
@@ -140,8 +125,8 @@ class PruningHook:
         if module is not None and id(module) in memo:
             product = module.__dict__.get(self._tensor_name)
             if isinstance(product, Tensor) and not product.is_leaf:
-                original = module._parameters[orig_key(self._tensor_name)]
-                both: Any = original, module._buffers[mask_key(self._tensor_name)]
+                original = module._parameters[self._tensor_name + ORIG]
+                both: Any = original, module._buffers[self._tensor_name + MASK]
                 memo[id(product)] = masked_product(*copy.deepcopy(both, memo))
             clone._module_ref = weakref.ref(memo[id(module)])
         clone.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
@@ -158,8 +143,7 @@ def holds_zeros(module: nn.Module, name: str) -> bool:
 
 def forgets_pruned(module: nn.Module, name: str) -> bool:
     """Whether the values under the mask of ``module.<name>`` are gone: zeros were written there."""
-    held = find_held(module, name)
-    return held is not None and held.is_zero
+    return getattr(find_held(module, name), "is_zero", False)
 
 
 def holder_of(module: nn.Module, name: str) -> Held:
@@ -221,13 +205,12 @@ def _exempt_masks_from_ddp(hook: PruningHook | None = None) -> None:
         hook: of one of these masks; records for which wrapper this is done already.
     """
     ddp = wrapper.active_ddp()
-    done = None if hook is None or hook._ddp_ref is None else hook._ddp_ref()
-    if ddp is None or done is ddp:
+    if ddp is None or (hook is not None and hook._ddp_ref is not None and hook._ddp_ref() is ddp):
         return
     masks = []
     for path, module in ddp.module.named_modules():
         for other in hooks_on(module):
-            masks.append(mask_key(full_name(path, other._tensor_name)))
+            masks.append(full_name(path, other._tensor_name) + MASK)
             other._ddp_ref = weakref.ref(ddp)
     wrapper.ignore_buffers(ddp, masks)
 
@@ -268,7 +251,7 @@ def prepare(
             name = pairs[0][1]
             pairs += [pair for pair in record.owners if pair[1] == name and pair not in pairs]
         held = find_held(*pairs[0]) or Held(pairs, record)
-        if not is_dtensor(mask) and mask.dtype is not torch.bool:
+        if mask.dtype is not torch.bool:
             mask = mask != 0
     for module, name in pairs:
         hook, product = make_hook(module, name), None
@@ -277,7 +260,7 @@ def prepare(
         if held is not None:
             check_hook(hook, shard.name)
             if find_hook(module, name) is None:
-                _check_free(module, mask_key(name))
+                _check_free(module, name + MASK)
         else:
             if name in module._parameters:
                 _check_free(module, name + ORIG, name + MASK)
@@ -291,21 +274,21 @@ def _product(module: nn.Module, name: str, hook: PruningHook, mask: Tensor) -> T
     """The masked value of a plain module that has not been changed yet."""
     parameters: dict[str, Any] = module._parameters
     is_new = name in parameters  # no context has made its gradient dense
-    original = parameters[name] if is_new else parameters[orig_key(name)]
+    original = parameters[name] if is_new else parameters[name + ORIG]
     if hook.multiplies:
         if is_new:
             return masked_product(original, mask)
         return masked_value.product(module, name, original, mask)
     stand_in: Any = copy.copy(module)  # has the names that the commit makes
-    stand_in._parameters = {**parameters, orig_key(name): original}
-    stand_in._buffers = {**module._buffers, mask_key(name): mask}
+    stand_in._parameters = {**parameters, name + ORIG: original}
+    stand_in._buffers = {**module._buffers, name + MASK: mask}
     return hook.apply_mask(stand_in)
 
 
 def commit(places: Sequence[Place]) -> None:
     """Put masks on their modules, by stores that cannot fail; then zero what is sharded."""
-    new = {id(held): held for *_, held in places if held is not None}
-    for each in new.values():
+    holders = dict.fromkeys([held for *_, held in places if held is not None])
+    for each in holders:
         each.attach()
     for module, name, hook, mask, product, held in places:
         module._buffers[name + MASK] = mask
@@ -322,7 +305,7 @@ def commit(places: Sequence[Place]) -> None:
             hooks.move_to_end(name, last=False)
         if held is not None:
             if isinstance(held.record, StoredRun):
-                module._non_persistent_buffers_set.add(mask_key(name))
+                module._non_persistent_buffers_set.add(name + MASK)
             _watch_state_dicts(module)
             continue
         if name in module._parameters:
@@ -333,7 +316,7 @@ def commit(places: Sequence[Place]) -> None:
             # Recurrent modules have a __setattr__ that keeps a list of their weights.
             masked_value.assign(module, name, product)
     with ordinary_tensors(), torch.no_grad():
-        for each in new.values():
+        for each in holders:
             zero_new(each)
 
 
@@ -421,10 +404,9 @@ def check_state(module: nn.Module, name: str) -> PruningHook | None:
             continue
         if not isinstance(hook, PruningHook):
             raise ValueError(
-                f"{type(module).__name__}.{name} was pruned by torch.nn.utils.prune already; "
-                "expected a parameter that it has not pruned. To keep its mask, take it over: "
-                f"mask = module.{mask_key(name)}; torch.nn.utils.prune.remove(module, {name!r}); "
-                f"distprune.custom_from_mask(module, {name!r}, mask)."
+                f"{type(module).__name__}.{name} was pruned by torch.nn.utils.prune already. To "
+                f"keep its mask: mask = module.{name + MASK}; torch.nn.utils.prune.remove(module, "
+                f"{name!r}); distprune.custom_from_mask(module, {name!r}, mask)."
             )
         if module._buffers.get(name + MASK) is None:
             raise lost_mask(module, name)
@@ -450,29 +432,23 @@ def check_idle(module: nn.Module, label: str) -> None:
             running = f"the forward of {type(caller).__name__}"
         frame = frame.f_back
     if running:
-        raise RuntimeError(
-            f"{label} is sharded, and {running} is running, which has read it; expected a call "
-            "between two steps, such as after optimizer.step(), and none from a hook."
-        )
+        text = f"{label} is sharded, and {running} is running, which has read it; expected a call "
+        raise RuntimeError(text + "between two steps, as after optimizer.step(), not in a hook.")
 
 
 def check_binary(mask: Tensor, label: str) -> None:
     """Raise ValueError if the mask of a sharded parameter has values other than 0 and 1."""
     other = (mask != 0) & (mask != 1)
     if bool(other.any()):
-        raise ValueError(
-            f"{label}: its mask has the value {float(mask[other][0]):g}; expected 0 and 1 only, "
-            "because it scales nothing. Multiply the parameter, and pass (mask != 0)."
-        )
+        text = f"{label}: its mask has the value {float(mask[other][0]):g}; expected 0 and 1 only. "
+        raise ValueError(text + "To scale, multiply the parameter, and pass (mask != 0).")
 
 
 def check_hook(hook: PruningHook, label: str) -> None:
     """Raise NotImplementedError if a method overrides apply_mask: shards are masked without it."""
     if not hook.multiplies:
-        raise NotImplementedError(
-            f"{label}: {type(hook).__name__} has an apply_mask of its own, without which a mask "
-            "acts on shards; expected the apply_mask of BasePruningMethod."
-        )
+        text = f"{label} is sharded, where {type(hook).__name__} cannot have an apply_mask; "
+        raise NotImplementedError(text + "expected that of BasePruningMethod.")
 
 
 def check_removable(module: nn.Module, name: str) -> list[Pair]:
@@ -485,13 +461,12 @@ def check_removable(module: nn.Module, name: str) -> list[Pair]:
         ValueError: the parameter has another mask at another of these places by now.
     """
     hook, parameter = check_state(module, name), module._parameters.get(name + ORIG)
-    places, buffer = [], module._buffers.get(name + MASK)
+    places, label, own = [], label_of((module, name)), module._buffers.get(name + MASK)
     for pair in () if hook is None or parameter is None else hook.tied_places:
         other, owned = pair
         is_same = other._parameters.get(owned + ORIG) is parameter and pair != (module, name)
         if is_same and check_state(other, owned) is not None:
-            of_other = other._buffers[owned + MASK]
-            _check_equal(label_of((module, name)), buffer, label_of(pair), of_other)
+            _check_equal(label, own, label_of(pair), other._buffers[owned + MASK])
             places.append(pair)
     return places
 
@@ -505,10 +480,10 @@ def check_ties(model: nn.Module) -> None:
     """
     first: dict[int, tuple[str, Tensor | None]] = {}
     for fqn, module, registered, parameter in registered_parameters(model):
-        name, mask = name_without_orig(registered), None
+        name, mask = registered.removesuffix(ORIG), None
         if find_hook(module, name) is not None:
             check_state(module, name)
-            fqn, mask = name_without_orig(fqn), module._buffers[mask_key(name)]
+            fqn, mask = fqn.removesuffix(ORIG), module._buffers[name + MASK]
         _check_equal(*first.setdefault(id(parameter), (fqn, mask)), fqn, mask)
 
 
@@ -519,11 +494,8 @@ def _check_equal(name: str, mask: Tensor | None, other: str, of_other: Tensor | 
         local = local_tensor(mask)
         if torch.equal(local, local_tensor(of_other).to(local)):
             return
-    raise ValueError(
-        f"{name} is tied to {other}, and pruned differently there; expected equal masks. Prune all "
-        "names together (select lists them as one), or give each name the other's mask, too, by "
-        "custom_from_mask."
-    )
+    text = f"{name} is tied to {other}, and pruned differently there; expected equal masks. Prune "
+    raise ValueError(text + "all names together, or give each both masks by custom_from_mask.")
 
 
 def _watch_state_dicts(module: nn.Module) -> None:
@@ -549,7 +521,7 @@ def _runs_of(module: nn.Module) -> Iterator[tuple[str, Tensor, StoredRun]]:
     """Key and mask of the parameters of which ranks store runs, and their records."""
     for name, held in _masks(module):
         if held is not None and isinstance(held.record, StoredRun):
-            yield mask_key(name), held.mask, held.record
+            yield name + MASK, held.mask, held.record
 
 
 def _before_saving(module: nn.Module, *_: Any) -> None:
@@ -576,10 +548,8 @@ def _before_loading(
             try:
                 mask.copy_(record.run_in_state_dict(saved) != 0)
             except ValueError as error:
-                text = (
-                    f"size mismatch for {key}: the state dict has {tuple(saved.size())}, expected "
-                )
-                error_msgs.append(f"{text}{error}.")
+                shape = tuple(saved.size())
+                error_msgs.append(f"size mismatch for {key}: {shape} was saved, expected {error}.")
         elif strict:
             missing_keys.append(key)
 

@@ -22,25 +22,10 @@ from torch import Tensor, nn
 from distprune.base.amount import Amount, validate_amount
 from distprune.base.naming import NamedParameter, label_of, unwrap
 from distprune.base.pruned_form import local_tensor, mask_key
-from distprune.call.request import (
-    Decision,
-    Fact,
-    LocalMasks,
-    PruningArguments,
-    PruningCall,
-    Segments,
-)
+from distprune.call.request import Decision, Fact, PruningArguments, PruningCall, Segments
 from distprune.call.run import prune_parameters
+from distprune.masks import hook as masks
 from distprune.masks.fingerprint import fingerprint_parts
-from distprune.masks.hook import (
-    PruningHook,
-    check_binary,
-    check_state,
-    commit,
-    detach,
-    find_hook,
-    prepare,
-)
 from distprune.methods import ranking
 from distprune.ranks.collectives import is_distributed
 from distprune.shards.reader import ShardReader, local_part, whole_checksum
@@ -67,7 +52,7 @@ def combined_mask(method: BasePruningMethod, t: Tensor, mask: Tensor) -> Tensor:
     return new_mask
 
 
-class BasePruningMethod(PruningHook, ABC):
+class BasePruningMethod(masks.PruningHook, ABC):
     """Base of all pruning methods, as in torch.nn.utils.prune.
 
     Subclasses implement :meth:`compute_mask` and set ``PRUNING_TYPE``. A subclass
@@ -135,12 +120,11 @@ class BasePruningMethod(PruningHook, ABC):
         raise NotImplementedError(
             f"{name}: {type(self).__name__} does not say how its mask may be computed on shards "
             f"(DISTRIBUTED={self.DISTRIBUTED!r}); expected the class attribute DISTRIBUTED to be "
-            "'elementwise' (the mask is a function of each element alone) or 'scores' (define "
-            "compute_scores and amount; the lowest are pruned), or, of channels, a mask that you "
-            "compute yourself and pass to custom_from_mask."
+            "'elementwise' (a function of each element) or 'scores' (define compute_scores and "
+            "amount; the lowest are pruned), or, of channels, a mask for custom_from_mask."
         )
 
-    def _prune_whole(self, call: PruningCall) -> LocalMasks:
+    def _prune_whole(self, call: PruningCall) -> Any:
         """Compute one mask from all unpruned scores, 1-d, in the caller's order: whole ones."""
         live = [call.start_mask(position) == 1 for position in range(len(call.shards))]
         scores = torch.cat([call.score_or_value(i)[flags] for i, flags in enumerate(live)])
@@ -201,14 +185,14 @@ class BasePruningMethod(PruningHook, ABC):
                     method=cls.__name__,  # type: ignore[arg-type]  # a property of instances
                     decide=method.decide,
                     reads_values=cls.READS_VALUES,
-                    make_hook=lambda *place: hook_with(find_hook(*place), method),
+                    make_hook=lambda *place: hook_with(masks.find_hook(*place), method),
                     importance_scores=scores,
                     facts=cls.describe_arguments(args, kwargs),
                 )
 
             prune_parameters(make_arguments, ranks)
-            return cast(BasePruningMethod, find_hook(module, name))
-        present = check_state(module, name)
+            return cast(BasePruningMethod, masks.find_hook(module, name))
+        present = masks.check_state(module, name)
         method = cls(*args, **kwargs)
         method._tensor_name = name
         shard = reader.read(module, name, label)
@@ -227,7 +211,7 @@ class BasePruningMethod(PruningHook, ABC):
             mask = combined_mask(method, scores, default_mask).detach()
         hook = hook_with(present, method)
         shard.places = ((module, name),)
-        commit(prepare(shard, mask, lambda *_: hook))
+        masks.commit(masks.prepare(shard, mask, lambda *_: hook))
         hook.record = fingerprint_parts([shard], [mask])[0], int((mask == 0).sum())
         return hook
 
@@ -263,7 +247,7 @@ class BasePruningMethod(PruningHook, ABC):
                 backward of it is running. Nothing has changed then.
         """
         assert self._tensor_name is not None, f"{module} has to be pruned before it can be removed"
-        detach(module, self, is_final=True)
+        masks.detach(module, self, is_final=True)
 
 
 class PruningContainer(BasePruningMethod):
@@ -321,7 +305,7 @@ class PruningContainer(BasePruningMethod):
         return combined_mask(self._pruning_methods[-1], t, default_mask)
 
 
-def hook_with(present: PruningHook | None, method: BasePruningMethod) -> BasePruningMethod:
+def hook_with(present: masks.PruningHook | None, method: BasePruningMethod) -> BasePruningMethod:
     """The method alone, or a new container of the methods that are registered and this one."""
     if present is None:
         return method
@@ -466,10 +450,8 @@ class LowestScore(_Ranked):
             TypeError: scores that are no tensor.
         """
         if not isinstance(importance_scores, Tensor):
-            raise TypeError(
-                f"importance_scores is a {type(importance_scores).__name__}; expected a tensor of "
-                "the parameter's shape, because LowestScore never ranks values."
-            )
+            kind = type(importance_scores).__name__
+            raise TypeError(f"importance_scores is a {kind}; LowestScore never ranks values.")
         return super().apply(module, name, amount=amount, importance_scores=importance_scores)
 
 
@@ -549,7 +531,7 @@ class CustomFromMask(BasePruningMethod):
         def own_part() -> Tensor:
             if shard.is_sharded:
                 # Torch multiplies factors in; a mask on shards only says what is kept.
-                check_binary(local_tensor(given), shard.name)
+                masks.check_binary(local_tensor(given), shard.name)
             return local_part(shard.name, "mask", given, shard)
 
         def facts_of(_: Tensor) -> list[Fact]:
@@ -578,7 +560,7 @@ def hook_for_chosen_mask(module: nn.Module, name: str, *, reuse: bool = False) -
         reuse: return the present hook if it stands for a chosen mask already, so that a mask that
             is replaced at every step leaves one entry in the container.
     """
-    hook: Any = find_hook(module, name)
+    hook: Any = masks.find_hook(module, name)
     last = hook[-1] if type(hook) is PruningContainer and len(hook) else hook
     if type(last) is not CustomFromMask or last._mask is not None:
         last = CustomFromMask(None)

@@ -316,7 +316,7 @@ class _Structured(BasePruningMethod):
 
     PRUNING_TYPE = "structured"
 
-    def __init__(self, amount: Amount, dim: int) -> None:
+    def __init__(self, amount: Amount, dim: int = -1) -> None:
         validate_amount(amount)
         self.amount = amount
         self.dim = dim
@@ -358,9 +358,6 @@ class RandomStructured(_Structured):
     """
 
     READS_VALUES = False
-
-    def __init__(self, amount: Amount, dim: int = -1) -> None:
-        super().__init__(amount, dim)
 
     def _whole_scores(self, t: Tensor, dim: int) -> Tensor:
         return torch.rand(t.shape[dim])
@@ -405,19 +402,16 @@ class LnStructured(_Structured):
     def _scores(self, call: PruningCall, part: ChannelSlice, sizes: Tensor, live: Flags) -> Floats:
         order, values, label = norm_order(self.n), call.score_or_value(0), part.shard.name
         if order is None or not values.dtype.is_floating_point:
-            raise NotImplementedError(
-                f"{label}: n={self.n!r} of {values.dtype} is not supported on a sharded "
-                "parameter; expected 1, 2 or inf, and scores of floating point."
+            text = (
+                f"{label} is sharded: n={self.n!r} of {values.dtype}; expected n=1, 2 or inf, and "
             )
+            raise NotImplementedError(text + "floating-point scores.")
         mask = part.shard.mask if part.shard.scores is None else None
         rows = partial(part.counted_rows, lambda: values, mask)
         norms = joint_norms([rows], order, sizes, call.communicator).to(values.dtype)
         wrong = norms.isnan().nonzero().view(-1).tolist()
         if wrong:
-            raise ValueError(
-                f"{label}: the scores of channels {wrong} along dim {self.dim} contain NaN; "
-                "expected numbers."
-            )
+            raise ValueError(f"{label}: scores of channels {wrong} along dim {self.dim} are NaN.")
         return norms.double().numpy()
 
     @classmethod
@@ -450,10 +444,7 @@ def checked_dim(t: Tensor | Shard, dim: int) -> int:
 def validate_channels(t: Tensor | Shard) -> None:
     """Raise ValueError if a tensor has fewer than two dimensions: its channels are elements."""
     if len(t.shape) <= 1:
-        raise ValueError(
-            f"structured pruning needs a tensor of at least two dimensions; got shape "
-            f"{tuple(t.shape)}. Use an unstructured method for it."
-        )
+        raise ValueError(f"shape {tuple(t.shape)} has no channels; use an unstructured method.")
 
 
 def validate_dim(t: Tensor | Shard, dim: int) -> None:
@@ -467,10 +458,7 @@ def validate_dim(t: Tensor | Shard, dim: int) -> None:
     if not isinstance(dim, numbers.Integral):
         raise TypeError(f"dim={dim!r} is a {type(dim).__name__}; expected an int.")
     if not -num_dims <= dim < num_dims:
-        raise IndexError(
-            f"dim={dim} is out of range for a tensor of shape {tuple(t.shape)}; expected "
-            f"{-num_dims} <= dim < {num_dims}."
-        )
+        raise IndexError(f"dim={dim} is out of range for a tensor of shape {tuple(t.shape)}.")
 
 
 def norm_order(n: object) -> float | None:
