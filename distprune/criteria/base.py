@@ -143,53 +143,53 @@ class RankBatches(ABC):
         self.problem = self.problem or RuntimeError(f"{problem}.")
 
 
-class CollectsRankBatches:
-    """What collects batches of single ranks: hooks are on while a calibration is open."""
+# What collects batches of single ranks has them in its attribute ``_sums``, which is a RankBatches
+# while a calibration is open, and None outside.
 
-    _sums: Any = None  # RankBatches; None outside of a calibration
 
-    @contextmanager
-    def _calibrating(
-        self, communicator: Communicator, attach: Callable[[], None], finish: Callable[[], None]
-    ) -> Iterator[None]:
-        """Collect batches inside. Collective when it begins and when it ends.
+@contextmanager
+def collecting(
+    owner: Any, ranks: Communicator, attach: Callable[[], None], finish: Callable[[], None]
+) -> Iterator[None]:
+    """Collect batches of single ranks inside. Collective when it begins and when it ends.
 
-        Args:
-            communicator: all ranks that take part.
-            attach: sets ``_sums``, and puts its hooks on.
-            finish: adds up what the ranks have seen.
-        """
-        if self._sums is not None:
-            raise RuntimeError("calibrating() inside of calibrating(); expected one at a time.")
-        try:
-            with torch.inference_mode(False), torch.no_grad(), communicator.exclusively():
-                attach()
-            with communicator.raising_everywhere():
-                yield
-            with torch.inference_mode(False), torch.no_grad(), communicator.exclusively():
-                finish()
-        finally:
-            sums, self._sums = self._sums, None
-            if sums is not None:  # also if another rank has failed
-                sums.detach()
-
-    @contextmanager
-    def _rank_batch(self, weight: float, loss_scale: float, num_ranks: int) -> Iterator[None]:
-        """One unit: a batch of this rank, with one backward inside."""
-        sums = self._sums
-        if sums is None:
-            raise RuntimeError("batch() outside of calibrating(); expected it inside.")
-        with sums.batch(*checked_unit(weight, loss_scale)):
+    Args:
+        owner: what collects them.
+        ranks: all that take part.
+        attach: sets ``_sums`` of the owner, and puts its hooks on.
+        finish: adds up what the ranks have seen.
+    """
+    if owner._sums is not None:
+        raise RuntimeError("calibrating() inside of calibrating(); expected one at a time.")
+    try:
+        with torch.inference_mode(False), torch.no_grad(), ranks.exclusively():
+            attach()
+        with ranks.raising_everywhere():
             yield
-        if sums.problem is not None and num_ranks == 1:
-            raise sums.problem
+        with torch.inference_mode(False), torch.no_grad(), ranks.exclusively():
+            finish()
+    finally:
+        sums, owner._sums = owner._sums, None
+        if sums is not None:  # also if another rank has failed
+            sums.detach()
 
-    def _check_between(self) -> None:
-        """Raise RuntimeError inside of a calibration."""
-        if self._sums is not None:
-            raise RuntimeError(
-                "ranks have not added up what they saw yet: only after calibrating()"
-            )
+
+@contextmanager
+def rank_batch(owner: Any, weight: float, loss_scale: float, num_ranks: int) -> Iterator[None]:
+    """One unit: a batch of this rank, with one backward inside."""
+    sums = owner._sums
+    if sums is None:
+        raise RuntimeError("batch() outside of calibrating(); expected it inside.")
+    with sums.batch(*checked_unit(weight, loss_scale)):
+        yield
+    if sums.problem is not None and num_ranks == 1:
+        raise sums.problem
+
+
+def check_between(owner: Any) -> None:
+    """Raise RuntimeError inside of a calibration."""
+    if owner._sums is not None:
+        raise RuntimeError("ranks have not added up what they saw yet: only after calibrating()")
 
 
 @dataclass(eq=False)
@@ -332,7 +332,7 @@ Unit = Literal["global_batch", "rank_batch"]
 NonFinite = Literal["refuse", "skip"]
 
 
-class Criterion(CollectsRankBatches):
+class Criterion:
     """Base of all criteria: accumulates scores of single elements, one unit after the other.
 
     A *unit* is what one gradient is of. ``"global_batch"``: the averaged gradient that a step of
@@ -379,6 +379,7 @@ class Criterion(CollectsRankBatches):
     pruning_method: ClassVar[type[BasePruningMethod]] = L1Unstructured
     _power: Power = 1  # of the gradients that are added up
     _multiplies_weights: ClassVar[bool] = False  # see [Note: no gradient]
+    _sums: Any = None
 
     def __init__(
         self,
@@ -528,7 +529,7 @@ class Criterion(CollectsRankBatches):
         Raises:
             RuntimeError: inside of ``calibrating``, with ``unit="rank_batch"``.
         """
-        self._check_between()
+        check_between(self)
         for part in self._scored:
             part.reset()
         self.num_updates = 0
@@ -580,7 +581,7 @@ class Criterion(CollectsRankBatches):
         """
 
         def checked() -> list[Callable[[], object]]:
-            self._check_between()
+            check_between(self)
             self._check_state(state)
             tensors = state["accumulators"]
             return [part.loader(tensors[part.key]) for part in self._parts()]
@@ -668,7 +669,7 @@ class Criterion(CollectsRankBatches):
 
     def _check_complete(self) -> None:
         """Refuse accumulators that have a part of a unit, or not all units of a calibration."""
-        self._check_between()
+        check_between(self)
         if self._is_incomplete:
             raise RuntimeError(
                 f"a calibration or an update of this {type(self).__name__} ended with an error "

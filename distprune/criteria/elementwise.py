@@ -18,7 +18,9 @@ from distprune.criteria.base import (
     RankBatches,
     Unit,
     checked_unit,
+    collecting,
     is_finite,
+    rank_batch,
 )
 from distprune.methods.base import L1Unstructured, LowestScore
 from distprune.ranks.collectives import Communicator, over_groups, sum_of_pieces, world
@@ -400,7 +402,7 @@ class GradientMoment(Criterion):
             self.total_weight += weight
             self._is_incomplete = False
 
-        with self._calibrating(communicator, attach, finish):
+        with collecting(self, communicator, attach, finish):
             yield
 
     @contextmanager
@@ -428,7 +430,7 @@ class GradientMoment(Criterion):
                 yield
                 self._add_unit(weight, scale)
         else:
-            with self._rank_batch(weight, loss_scale, world(self._group).size):
+            with rank_batch(self, weight, loss_scale, world(self._group).size):
                 yield
 
     @property

@@ -447,8 +447,8 @@ def check_binary(mask: Tensor, label: str) -> None:
 def check_hook(hook: PruningHook, label: str) -> None:
     """Raise NotImplementedError if a method overrides apply_mask: shards are masked without it."""
     if not hook.multiplies:
-        text = f"{label} is sharded, where {type(hook).__name__} cannot have an apply_mask; "
-        raise NotImplementedError(text + "expected that of BasePruningMethod.")
+        text = f"{label}: {type(hook).__name__} has an apply_mask of its own, without which masks "
+        raise NotImplementedError(text + "act on shards; expected that of BasePruningMethod.")
 
 
 def check_removable(module: nn.Module, name: str) -> list[Pair]:

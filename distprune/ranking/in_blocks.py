@@ -31,7 +31,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,20 +69,10 @@ class BlockedParameter:
     dims: tuple[int, ...]
 
 
-class _Part(NamedTuple):
-    """How a local part of a parameter is ranked.
-
-    Attributes:
-        blocks: of the elements in ``bands``, which lie there one after the other.
-        bands: flat positions of whole bands, which are ranked here.
-        rest: ranges of all other flat positions.
-        cut: numbers of the bands that are exchanged; None: all of the parameter.
-    """
-
-    blocks: Blocks
-    bands: range
-    rest: tuple[range, ...]
-    cut: list[int] | None
+# How a local part of a parameter is ranked: flat positions of whole bands, which are ranked here;
+# the blocks of these elements, which lie there one after the other; ranges of all other flat
+# positions; and the numbers of the bands that are exchanged, None for all of the parameter.
+_Part = tuple[range, Blocks, tuple[range, ...], list[int] | None]
 
 
 # Some blocks of one parameter that are exchanged at a time: the parameter; its blocks; the numbers
@@ -141,7 +131,7 @@ class _Blocked:
     def describe_cut(self) -> str:
         """The bands that have to be exchanged, because this rank has a part of their blocks."""
         parts = enumerate(self._parts)
-        return json.dumps({i: [self._whole[i], part.cut] for i, part in parts if part.cut != []})
+        return json.dumps({i: [self._whole[i], cut] for i, (*_, cut) in parts if cut != []})
 
     def agree(self, texts: Sequence[str]) -> dict[int, tuple[Blocks, list[int] | None]]:
         """What is exchanged of each parameter, from the texts of all ranks."""
@@ -158,23 +148,23 @@ class _Blocked:
                     )
                 both = None if bands is None or cut is None else sorted({*bands, *cut})
                 found[i] = blocks, both
-        for i, (_, bands) in found.items():
+        for i, (blocks, bands) in found.items():
             if bands is None:
                 everything = (range(self._ranking.sources[i].size),)
-                self._parts[i] = self._parts[i]._replace(bands=range(0), rest=everything)
+                self._parts[i] = range(0), blocks, everything, None
         return found
 
     def write_whole(self) -> Tensor:
         """Write what this rank decides alone; per parameter, how many live elements are NaN."""
         chunks = []
-        for i, part in enumerate(self._parts):
-            band, source = part.blocks.band, self._ranking.sources[i]
+        for i, (bands, blocks, rest, _) in enumerate(self._parts):
+            band, source = blocks.band, self._ranking.sources[i]
             # To rank some takes twice the memory of a pass.
             most = operations_on(source.device).CHUNK_BYTES // source.dtype.itemsize // 2
-            for span in spans_of(range(len(part.bands) // band), max(1, most // band)):
-                first = part.bands.start + span.start * band
+            for span in spans_of(range(len(bands) // band), max(1, most // band)):
+                first = bands.start + span.start * band
                 chunks.append(Chunk([(i, first, first + len(span) * band)], True))
-            for positions in part.rest:
+            for positions in rest:
                 chunks += Chunk([(i, positions.start, positions.stop)], False).cut(_CHUNK)
         counts = self._ranking.visit(chunks, self._write_chunk)
         self.num_pruned += per_shard(chunks, [pruned for pruned, _ in counts], len(self._parts))
@@ -198,7 +188,7 @@ class _Blocked:
         if live is not None:
             select = torch.where if isinstance(raw, Tensor) else np.where
             raw = select(live, raw, ranking.keys.low - 1)
-        lowest = lowest_of(self._parts[i].blocks, raw, scratch)
+        lowest = lowest_of(self._parts[i][1], raw, scratch)
         if live is not None:
             lowest &= live
         ranking.store(chunk, ~lowest)
@@ -260,7 +250,7 @@ class _Blocked:
             if index.is_ascending:
                 ends = bands[[first // blocks.columns, last // blocks.columns]] + [0, 1]
                 start, stop = index.positions_of(ends * blocks.band).tolist()
-            for rest in self._parts[i].rest:
+            for rest in self._parts[i][2]:
                 here = range(max(rest.start, start), min(rest.stop, stop))
                 for span in spans_of(here, _CHUNK):
                     indices = index(torch.arange(span.start, span.stop)).numpy()
@@ -280,19 +270,19 @@ def _part(parameter: BlockedParameter, index: IndexMap, size: int) -> _Part:
     """How a shard of so many elements is ranked. Local; reads no element."""
     blocks, everything = parameter.blocks, (range(size),)
     if not size or not blocks.num_pruned:
-        return _Part(blocks, range(0), everything, [])
+        return range(0), blocks, everything, []
     local = _blocks_of_box(index, size, parameter)
     if local is not None and local.band <= _MAX_BAND:
-        return _Part(local, range(size), (), [])
+        return range(size), local, (), []
     if index.start is None or blocks.band > _MAX_BAND:
-        return _Part(blocks, range(0), everything, None)
+        return range(0), blocks, everything, None
     first = min(-index.start % blocks.band, size)
     last = first + (size - first) // blocks.band * blocks.band
     ends = range(first), range(last, size)
     cut = sorted(
         {(index.start + positions.start) // blocks.band for positions in ends if positions}
     )
-    return _Part(blocks, range(first, last), ends, cut)
+    return range(first, last), blocks, ends, cut
 
 
 def _several(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter, checked_pair, label_of
 from distprune.call.request import ParameterArguments
-from distprune.criteria.base import CollectsRankBatches, RankBatches
+from distprune.criteria.base import RankBatches, check_between, collecting, rank_batch
 from distprune.ranks.collectives import Communicator, world
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
@@ -225,7 +225,7 @@ def gradient_block(
     return GradientBlock(ranges, ranks_at(mesh, same_batches), ranks_at(mesh, same_elements))
 
 
-class GradientStatistics(Statistics, CollectsRankBatches):
+class GradientStatistics(Statistics):
     """Sums of squared gradients by output and by input, from which Fisher by factors is made.
 
     statistics = GradientStatistics(prune.select(model))
@@ -337,7 +337,7 @@ class GradientStatistics(Statistics, CollectsRankBatches):
             for parameter, new in zip(self._local, found, strict=True):
                 parameter.add_to_total(new)
 
-        with self._calibrating(communicator, attach, finish):
+        with collecting(self, communicator, attach, finish):
             yield
 
     @contextmanager
@@ -358,7 +358,7 @@ class GradientStatistics(Statistics, CollectsRankBatches):
                 on all of them, when ``calibrating`` ends.
             NotImplementedError: in the backward, gradients whose layout is not known.
         """
-        with self._rank_batch(weight, loss_scale, self._communicator.size):
+        with rank_batch(self, weight, loss_scale, self._communicator.size):
             yield
 
     def totals(self, parameters: Pairs | None = None) -> dict[NamedParameter, GradientTotals]:
@@ -415,7 +415,7 @@ class GradientStatistics(Statistics, CollectsRankBatches):
     def _shapes(self, layout: WeightLayout) -> tuple[tuple[int, ...], ...]:
         return (1,), (layout.num_outputs,), layout.input_shape
 
-    _check_ready = CollectsRankBatches._check_between
+    _check_ready = check_between
 
     def _attach(self, shards: Sequence[Shard]) -> None:
         """Put hooks on."""
