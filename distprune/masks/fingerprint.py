@@ -34,7 +34,6 @@ from distprune.shards.shard import Shard
 
 _BITS = 32  # of a word
 _TABLE_LOG2 = 15  # log2 of the words whose weights are looked up in one table
-_MOST = (1 << _TABLE_LOG2) - 1
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 20, 1 << 25  # elements at a time
 
 
@@ -94,7 +93,7 @@ def _weighted(words: Tensor, numbers: Tensor) -> Tensor:
     first, last = int(numbers.min()) >> _TABLE_LOG2, int(numbers.max()) >> _TABLE_LOG2
     numbers = memory.moved(numbers, words.device)
     # Each word has a weight in its table, times the table's own.
-    weights = _odd(0, _MOST, 3, words.device)[numbers & _MOST]
+    weights = _odd(0, (1 << _TABLE_LOG2) - 1, 3, words.device)[numbers % (1 << _TABLE_LOG2)]
     factors = _odd(first, last, 4, words.device)
     return weights.mul_(factors[(numbers >> _TABLE_LOG2) - first]).mul_(words)
 

@@ -113,8 +113,7 @@ class PruningHook:
         raise AttributeError("torch.jit.script does not know masks; call distprune.remove before.")
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_module_ref", "_ddp_ref")
-        return {key: value for key, value in self.__dict__.items() if key not in own}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_module_ref", "_ddp_ref")}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PruningHook:
         # [Note: deepcopy] ``module.<name>`` is a product inside the autograd graph,
@@ -188,8 +187,7 @@ def pruned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, Prunin
 
 def records_of(model: nn.Module) -> dict[str, list[int]]:
     """[fingerprint, pruned elements] of every parameter that has a record, by full name."""
-    hooks = [(name, hook) for name, _, hook in pruned_parameters(model)]
-    return {name: list(hook.record) for name, hook in hooks if hook.record is not None}
+    return {n: list(h.record) for n, _, h in pruned_parameters(model) if h.record is not None}
 
 
 def put_records(model: nn.Module, records: Mapping[str, Sequence[int]]) -> None:
@@ -398,8 +396,7 @@ def check_state(module: nn.Module, name: str) -> PruningHook | None:
         ValueError: torch.nn.utils.prune has pruned it. Two hooks would multiply two masks, and
             the hook that remains after a removal fails at the next forward.
     """
-    hooks = module._forward_pre_hooks
-    for hook in hooks.values() if hooks else ():
+    for hook in module._forward_pre_hooks.values():
         if getattr(hook, "_tensor_name", None) != name:
             continue
         if not isinstance(hook, PruningHook):

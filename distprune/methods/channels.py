@@ -402,10 +402,8 @@ class LnStructured(_Structured):
     def _scores(self, call: PruningCall, part: ChannelSlice, sizes: Tensor, live: Flags) -> Floats:
         order, values, label = norm_order(self.n), call.score_or_value(0), part.shard.name
         if order is None or not values.dtype.is_floating_point:
-            text = (
-                f"{label} is sharded: n={self.n!r} of {values.dtype}; expected n=1, 2 or inf, and "
-            )
-            raise NotImplementedError(text + "floating-point scores.")
+            text = f"{label}: n={self.n!r} of {values.dtype} is not supported on shards; expected "
+            raise NotImplementedError(text + "1, 2 or inf, and floating-point scores.")
         mask = part.shard.mask if part.shard.scores is None else None
         rows = partial(part.counted_rows, lambda: values, mask)
         norms = joint_norms([rows], order, sizes, call.communicator).to(values.dtype)
