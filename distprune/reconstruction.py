@@ -38,9 +38,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from distprune.base.amount import CallReport, share, table
+from distprune.base.amount import share, table
 from distprune.base.blocks import WeightLayout
 from distprune.call.reading import count_live_and_compare, read_parameters
+from distprune.call.report import CallReport
 from distprune.call.request import ParameterArguments
 from distprune.masks.hook import forgets_pruned, refresh_products
 from distprune.ranks.collectives import Communicator, world

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune.base import memory, without_garbage_collection
-from distprune.base.amount import CallReport, share, table
+from distprune.base.amount import share, table
 from distprune.base.naming import (
     Pair,
     checked_pair,
@@ -29,7 +29,7 @@ from distprune.base.naming import (
     tied_places,
 )
 from distprune.base.pruned_form import is_dtensor, mask_key, name_of_mask, orig_key
-from distprune.call.report import PruningReport
+from distprune.call.report import CallReport, PruningReport
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import PruningHook, holder_of, holds_zeros, hooks_on
 from distprune.ranks.collectives import Communicator, world

@@ -207,42 +207,6 @@ def is_nearly_empty(num_elements: int, num_pruned: int) -> bool:
     return num_elements > 0 and 100 * num_pruned >= 99 * num_elements
 
 
-class CallReport:
-    """Totals over the ``parameters`` of a report, and what its call cost.
-
-    Each of the parameters has ``num_elements`` and ``num_pruned``.
-    """
-
-    parameters: Sequence[Any]
-    num_ranks: int
-    num_collectives: int
-    bytes_sent: int
-    seconds: float
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of all parameters."""
-        return sum(entry.num_elements for entry in self.parameters)
-
-    @property
-    def num_pruned(self) -> int:
-        """Pruned elements of all parameters."""
-        return sum(entry.num_pruned for entry in self.parameters)
-
-    @property
-    def sparsity(self) -> float:
-        """Share of pruned elements over all parameters, in [0, 1]."""
-        return share(self.num_pruned, self.num_elements)
-
-    def _cost(self) -> list[str]:
-        """Ranks, traffic and time of the call, for the last line of the report."""
-        return [
-            f"{self.num_ranks} rank{'s' if self.num_ranks != 1 else ''}",
-            f"{self.num_collectives} collectives, {self.bytes_sent:,} bytes per rank",
-            f"{self.seconds:.3g} s",
-        ]
-
-
 def listed(names: Iterable[str], most: int = 5, separator: str = ", ") -> str:
     """The first of some names, and how many more there are, for messages."""
     names = list(names)

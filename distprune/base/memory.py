@@ -19,7 +19,6 @@ import re
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +64,6 @@ def takes_numpy(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def select(flat: Tensor, index: Tensor) -> Tensor:
-    """``flat[index]`` for int64 positions or bool flags, 1-d, of the first dimension.
-
-    On a CPU by numpy: torch spreads even this over threads, which wait for each other longer than
-    it takes where cores are shared.
-    """
-    if not takes_numpy(flat.device) or flat.itemsize not in INTEGERS:
-        return flat[index]
-    bits = flat.view(INTEGERS[flat.itemsize]).numpy()
-    return torch.from_numpy(bits[index.numpy()]).view(flat.dtype)
-
-
 def moved(host: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device, for whose copy the host does not wait."""
     if device.type in ("cuda", "xpu"):
@@ -93,60 +80,20 @@ def on_host(counts: Sequence[Count]) -> list[int]:
 
 def arrays_on_host(counts: Sequence[Tensor]) -> list[Array]:
     """Several tensors of integers, as int64. Waits for a device once, for all of them."""
-    flat, end = concatenate([each.view(-1).long() for each in counts]).numpy(), 0
+    if not counts:
+        return []
+    device = counts[0].device
+    flat = torch.cat([each.view(-1).long().to(device) for each in counts]).cpu().numpy()
+    end = 0
     return [flat[end : (end := end + each.numel())].reshape(each.shape) for each in counts]
-
-
-@dataclass(frozen=True)
-class Runs:
-    """Some runs of equal length in a flat tensor.
-
-         start                               stop
-          |  0  |  1  |  2  |  3  |  4  |  5  | rest      runs of ``length`` elements
-
-    Attributes:
-        start, stop: the positions that are cut into runs; a rest shorter than a run is left out.
-        length: of a run.
-        numbers: int64 [m], of the runs that are meant.
-    """
-
-    start: int
-    stop: int
-    length: int
-    numbers: Tensor
-
-    def of(self, flat: Tensor) -> Tensor:
-        """Their elements, [m * length]."""
-        end = self.start + (self.stop - self.start) // self.length * self.length
-        runs = flat[self.start : end].view(-1, self.length)
-        return select(runs, moved(self.numbers, flat.device)).view(-1)
-
-    def positions(self, device: torch.device) -> Tensor:
-        """Their positions in the tensor, int64 [m * length]."""
-        starts = moved(self.numbers, device).unsqueeze(1) * self.length
-        return (starts + torch.arange(self.length, device=device)).view(-1) + self.start
-
-
-def concatenate(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors, 1-d and of one dtype, joined to one on the CPU; int64 if all are empty.
-
-    Waits for a device once, for all of them.
-    """
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    if not filled:
-        return torch.empty(0, dtype=torch.int64)
-    if all(takes_numpy(tensor.device) for tensor in filled):
-        return torch.from_numpy(np.concatenate([tensor.numpy() for tensor in filled]))
-    return torch.cat([tensor.to(filled[0].device) for tensor in filled]).cpu()
 
 
 def peak_rss_bytes() -> int:
     """The most memory of this process so far, or of the largest of its children that has ended."""
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux starts ru_maxrss with the peak of the process that started this one; VmHWM is its own.
-    with contextlib.suppress(OSError):
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        own = int(found[1]) if found else own
+    with contextlib.suppress(OSError, IndexError):
+        own = int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
     peak = max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -246,9 +193,9 @@ def zero_pruned(values: Tensor, mask: Tensor) -> None:
 
 
 LARGEST_HASH = 2**63 - 2
-# The constants of SplitMix64.
-_WEYL = 0x9E3779B97F4A7C15
-_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+# The constants of SplitMix64, as int64.
+_WEYL = 0x9E3779B97F4A7C15 - 2**64
+_MIX = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 def draw_seed(generator: torch.Generator | None = None) -> Tensor:
@@ -266,11 +213,11 @@ def hash_keys(indices: Tensor, seed: int) -> Tensor:
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number
     generators", OOPSLA 2014. int64 arithmetic wraps, so every device agrees.
     """
-    x = indices * _signed(_WEYL) + seed
+    x = indices * _WEYL + seed
     x ^= _shift(x, 30)
-    x *= _signed(_MIX[0])
+    x *= _MIX[0]
     x ^= _shift(x, 27)
-    x *= _signed(_MIX[1])
+    x *= _MIX[1]
     x ^= _shift(x, 31)
     return _shift(x, 1).clamp_(max=LARGEST_HASH)
 
@@ -281,11 +228,11 @@ def hash_in_place(indices: Array, seed: int, scratch: Scratch) -> None:
     Makes no copies, and does not wait for other threads.
     """
     x, shifted = indices.view(np.uint64), scratch.array("shifted", indices.size, np.uint64)
-    x *= np.uint64(_WEYL)
+    x *= np.uint64(_WEYL % 2**64)
     x += np.uint64(seed)
     for shift, factor in zip((30, 27), _MIX, strict=True):
         x ^= np.right_shift(x, np.uint64(shift), out=shifted)
-        x *= np.uint64(factor)
+        x *= np.uint64(factor % 2**64)
     x ^= np.right_shift(x, np.uint64(31), out=shifted)
     x >>= np.uint64(1)
     np.minimum(indices, LARGEST_HASH, out=indices)
@@ -294,7 +241,3 @@ def hash_in_place(indices: Array, seed: int, scratch: Scratch) -> None:
 def _shift(x: Tensor, by: int) -> Tensor:
     """Logical right shift: torch's is arithmetic on int64."""
     return (x >> by) & ((1 << (64 - by)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value

@@ -163,5 +163,4 @@ class UnfitScores(ValueError):
 
     def __init__(self, text: str, what: str = "", names: Iterable[str] = ()) -> None:
         super().__init__(text)
-        self.what = what
-        self.names = tuple(names)
+        self.what, self.names = what, tuple(names)

@@ -47,16 +47,11 @@ class FloatFormat(NamedTuple):
     inf: int
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of a number."""
-        return self.num_bits // 8
-
-    @property
     def bits(self) -> type[np.unsignedinteger]:
         """The unsigned integer of a number's size."""
         import numpy as np
 
-        return {2: np.uint16, 4: np.uint32, 8: np.uint64}[self.num_bytes]
+        return {16: np.uint16, 32: np.uint32, 64: np.uint64}[self.num_bits]
 
     def magnitudes(self, raw: np.ndarray) -> np.ndarray:
         """Patterns without the sign: in the order of magnitudes, 0 for both zeros.
@@ -113,10 +108,7 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     return lambda name: bool(is_match(name) or is_match(name.rpartition(".")[0]))
 
 
-SortKey = list[tuple[int, int, str]]
-
-
-def natural_key(name: str) -> SortKey:
+def natural_key(name: str) -> list[tuple[int, int, str]]:
     """A key to sort names by: numbers in them compare as numbers."""
     return list(map(_part_key, _RUNS.findall(name)))
 

@@ -232,11 +232,9 @@ class Part:
         if self._total is None:
             self._total = torch.zeros_like(values, dtype=torch.float32)
         if self._total.shape != values.shape:
-            raise RuntimeError(
-                f"{self.label}: this rank's part has shape {tuple(values.shape)}, and had "
-                f"{tuple(self._total.shape)} before; expected a model that is wrapped before the "
-                "criterion is made, and not again."
-            )
+            shapes = f"{tuple(values.shape)}, and had {tuple(self._total.shape)} before"
+            text = f"{self.label}: this rank's part has shape {shapes}; expected a model that is "
+            raise RuntimeError(text + "wrapped before the criterion is made, and not again.")
         return self._total
 
     @property
@@ -314,9 +312,8 @@ def scored_parameters(parameters: Iterable[tuple[nn.Module, str]]) -> tuple[Part
         key = getattr(pair, "fqn", None) or f"parameters[{len(scored)}]"
         shard = reader.read(module, name, label)
         if shard.values.is_complex():
-            raise NotImplementedError(
-                f"{label}: dtype {shard.values.dtype} is complex; expected a real parameter."
-            )
+            text = f"{label}: dtype {shard.values.dtype} is complex; expected a real parameter."
+            raise NotImplementedError(text)
         check_trainable(shard)
         scored.setdefault(shard.key, Part(pair, label, key, shard))
     if not scored:
@@ -421,9 +418,9 @@ class Criterion:
     def _add_unit(self, weight: float, loss_scale: float = 1.0) -> None:
         with torch.inference_mode(False), torch.no_grad():
             if self._non_finite == "skip":
-                communicator = world(self._group)
-                count = communicator.max(communicator.run(self._count_non_finite))
-                if int(count[0]):
+                ranks = world(self._group)
+                own = ranks.run(lambda: list(map(is_finite, self._gradients(self._parts()))))
+                if int(ranks.max(torch.tensor([int(not all(own))]))):
                     self.num_skipped += 1
                     return
             self._check_complete()
@@ -604,17 +601,14 @@ class Criterion:
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError for a state of another criterion, or of other parameters."""
         if state.get("criterion") != self._kind:
-            raise ValueError(
-                f"the state is of the criterion {state.get('criterion')!r}; expected "
-                f"{self._kind!r}."
-            )
+            found = state.get("criterion")
+            raise ValueError(f"the state is of the criterion {found!r}; expected {self._kind!r}.")
         keys, found = {part.key for part in self._scored}, set(state["accumulators"])
         if found != keys:
             missing, unknown = sorted(keys - found), sorted(found - keys)
             raise ValueError(
                 f"the state has nothing of {missing}, and has {unknown}, which are none of the "
-                "criterion's parameters; expected the same parameters. Those that select() "
-                "lists have names, which do not depend on their order."
+                "criterion's parameters; expected the same parameters."
             )
 
     def _prepared(
@@ -653,9 +647,6 @@ class Criterion:
             part.check()
         return [local_gradient(part.shard) for part in parts]
 
-    def _count_non_finite(self) -> Tensor:
-        return torch.tensor([sum(not is_finite(each) for each in self._gradients(self._parts()))])
-
     def _check_before_calibrating(self) -> None:
         if self._is_calibrating:
             raise RuntimeError("calibrating() inside of calibrating(); expected one at a time.")
@@ -680,20 +671,14 @@ class Criterion:
         """The scores of this rank's parts, and whether all that it has of a matrix are 0."""
         self._check_complete()
         if not self.num_updates:
-            raise ValueError(
-                f"{type(self).__name__} has seen no unit; expected at least one update() before "
-                "scores()."
-            )
+            raise ValueError(f"{type(self).__name__} has seen no unit; call update() before.")
         scored, is_empty = [], False
         for part in self._parts():
             score = self._score(part)
             extremes = extremes_of(score)
             if not all(map(math.isfinite, extremes)):
-                raise ValueError(
-                    f"{part.label} has a score that is not finite, after {self.num_updates} "
-                    "updates; expected finite gradients. With a gradient scaler, leave out the "
-                    "steps that it skips, as non_finite='skip' does."
-                )
+                text = f"{part.label} has a score that is not finite, after {self.num_updates} "
+                raise ValueError(text + "updates; expected finite gradients, or non_finite='skip'.")
             scored.append((part, score))
             is_empty |= extremes == [0.0, 0.0]
             if part.num_matrices > 1 and self._multiplies_weights:

@@ -138,10 +138,8 @@ class Custom(Criterion):
         non_finite: NonFinite = "refuse",
     ) -> None:
         if unit != "global_batch":
-            raise NotImplementedError(
-                f"unit={unit!r}: Custom reads averaged gradients only; expected "
-                "unit='global_batch'. Fisher and Taylor have unit='rank_batch'."
-            )
+            text = f"unit={unit!r}: Custom reads averaged gradients only; expected "
+            raise NotImplementedError(text + "unit='global_batch', or Fisher or Taylor.")
         self.pruning_method = LowestScore if signed else L1Unstructured  # type: ignore[misc]
         self._update, self._finish = update, score
         super().__init__(parameters, group=group, non_finite=non_finite)
@@ -274,11 +272,8 @@ class RankBatchSums(RankBatches):
             raise self.problem
         for part in self._parts:
             if not is_finite(part.total):
-                raise ValueError(
-                    f"{part.label}: the sum of |gradient|^{self._power} is not finite; expected "
-                    "finite gradients. Under fp16 a smaller loss scale avoids an overflow; nothing "
-                    "is updated, so a fixed scale will do."
-                )
+                text = f"{part.label}: the sum of |gradient|^{self._power} is not finite; expected "
+                raise ValueError(text + "finite gradients. Under fp16, use a smaller loss scale.")
 
     def _check_order(self, communicator: Communicator) -> None:
         """Raise unless the ranks of each shard group got gradients of the same leaves in turn."""
@@ -288,10 +283,8 @@ class RankBatchSums(RankBatches):
         found = [over_groups([group]).max(both) for group in groups if group is not None]
         error = None
         if any(int(largest.sum()) for largest in found):
-            error = RuntimeError(
-                "the gradients of sharded parameters came in different orders on the ranks; "
-                "expected the same model, and the same path through it, on every rank."
-            )
+            text = "the gradients of sharded parameters came in different orders on the ranks; "
+            error = RuntimeError(text + "expected the same path through the same model on each.")
         communicator.agree(error=error)
 
 
@@ -352,10 +345,8 @@ class GradientMoment(Criterion):
             RuntimeError: ``unit="rank_batch"``, which ``.grad`` cannot show.
         """
         if self.unit == "rank_batch":
-            raise RuntimeError(
-                f"{type(self).__name__} has unit='rank_batch': .grad has been averaged over the "
-                "ranks already; expected a backward inside of batch(), inside of calibrating()."
-            )
+            text = f"{type(self).__name__} has unit='rank_batch', and .grad has been averaged; "
+            raise RuntimeError(text + "expected a backward inside of batch(), in calibrating().")
         super().update(weight)
 
     @contextmanager
@@ -451,8 +442,7 @@ class GradientMoment(Criterion):
             if has_own_property(module, name):
                 raise NotImplementedError(
                     f"{part.label}: {type(module).__name__} gathers it in a property (SimpleFSDP), "
-                    "where the gradients of single ranks are not seen; expected "
-                    'unit="global_batch".'
+                    'where gradients of ranks are not seen; expected unit="global_batch".'
                 )
         sources = unaveraged_gradients([part.shard for part in parts], self._group)
         self._sums = RankBatchSums(sources, parts, self._power)
@@ -467,9 +457,7 @@ class GradientMoment(Criterion):
 
     def _score(self, part: Part) -> Tensor:
         if not part.weight:
-            raise ValueError(
-                f"{part.label}: the weights of all its batches are 0; expected a positive one."
-            )
+            raise ValueError(f"{part.label}: the weights of all its batches are 0; expected more.")
         score = part.total / part.weight
         values = part.shard.live_values().abs()
         for _ in range(self._power):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import distprune.budgets as budgets
 from distprune.base.amount import CEILING, FLOOR
-from distprune.base.memory import Array, Runs, Scratch, draw_seed
+from distprune.base.memory import Array, Scratch, draw_seed
 from distprune.base.naming import UnfitScores
 from distprune.base.selecting import PLAIN_FLOATS
 from distprune.files.checkpoint import TensorEntry
@@ -37,6 +37,7 @@ from distprune.ranking.scores import (
     RANDOM_KEYS,
     FactorScores,
     RandomKeys,
+    Runs,
     ScoreSource,
     key_range,
     terms_on,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from distprune.base import memory
-from distprune.base.memory import Array, Runs, Scratch
+from distprune.base.memory import Array, Scratch
 from distprune.base.naming import UnfitScores
 from distprune.ranking.chunks import (
     Chunk,
@@ -38,7 +38,7 @@ from distprune.ranking.chunks import (
     spans_of,
     spread,
 )
-from distprune.ranking.scores import KeyRange, ScoreSource, to_keys
+from distprune.ranking.scores import KeyRange, Runs, ScoreSource, select, to_keys
 from distprune.ranks.collectives import Communicator
 
 # Neighbours that are sampled together, as a cache line brings them anyway; one by one from
@@ -201,9 +201,9 @@ class Passes:
             (i, start, _), (begin, end) = chunk.pieces[piece], chunk.bounds[piece : piece + 2]
             ties = operations.positions_of(keys[begin:end], int(cuts.threshold[i]))
             before = self.shards[i].index(ties + start) < int(index[piece])
-            gone = memory.select(ties, before) + int(begin)
+            gone = select(ties, before) + int(begin)
             if live is not None:
-                gone = memory.select(gone, memory.select(torch.as_tensor(live), gone))
+                gone = select(gone, select(torch.as_tensor(live), gone))
             torch.as_tensor(stay)[gone] = False
         return stay
 
@@ -216,7 +216,7 @@ class Passes:
         operations = operations_on(keys.device)
         if 0 < index < ALL:
             ties = operations.positions_of(keys, threshold)
-            indices = self.shards[i].index(memory.select(positions, ties).long() + start)
+            indices = self.shards[i].index(select(positions, ties).long() + start)
             torch.as_tensor(gone)[ties] = indices < index
         number: Array | Tensor = operations.zero(self.outs[i][start:stop], positions, gone)
         return number
@@ -368,7 +368,7 @@ class Passes:
             keys, _, live = self.load(Chunk([(i, span.start, span.stop)], True), scratch)
             at = operations_on(keys.device).positions_of(keys, key)
             if live is not None:
-                at = memory.select(at, memory.select(torch.as_tensor(live), at))
+                at = select(at, select(torch.as_tensor(live), at))
             yield shard.index(at + span.start).cpu()
 
     def raise_nan(self, num_nan: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from distprune.base import memory
 from distprune.base.exact_sums import product_dtype, scale_scores
-from distprune.base.memory import INTEGERS, LARGEST_HASH, SERIAL, Array, Runs, Scratch
+from distprune.base.memory import INTEGERS, LARGEST_HASH, SERIAL, Array, Scratch
 from distprune.base.selecting import PLAIN_FLOATS, FloatFormat
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import Block, IndexMap, MatrixRun
@@ -142,6 +142,48 @@ def _float_keys(bits: Array, common: KeyRange, scratch: Scratch) -> tuple[Tensor
 
 # The array that scores are computed in: keys are made of them in place, see to_keys.
 _USE = "keys"
+
+
+def select(flat: Tensor, index: Tensor) -> Tensor:
+    """``flat[index]`` for int64 positions or bool flags, 1-d, of the first dimension.
+
+    On a CPU by numpy: torch spreads even this over threads, which wait for each other longer than
+    it takes where cores are shared.
+    """
+    if not memory.takes_numpy(flat.device) or flat.itemsize not in INTEGERS:
+        return flat[index]
+    bits = flat.view(INTEGERS[flat.itemsize]).numpy()
+    return torch.from_numpy(bits[index.numpy()]).view(flat.dtype)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Some runs of equal length in a flat tensor.
+
+         start                               stop
+          |  0  |  1  |  2  |  3  |  4  |  5  | rest      runs of ``length`` elements
+
+    Attributes:
+        start, stop: the positions that are cut into runs; a rest shorter than a run is left out.
+        length: of a run.
+        numbers: int64 [m], of the runs that are meant.
+    """
+
+    start: int
+    stop: int
+    length: int
+    numbers: Tensor
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Their elements, [m * length]."""
+        end = self.start + (self.stop - self.start) // self.length * self.length
+        runs = flat[self.start : end].view(-1, self.length)
+        return select(runs, memory.moved(self.numbers, flat.device)).view(-1)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Their positions in the tensor, int64 [m * length]."""
+        starts = memory.moved(self.numbers, device).unsqueeze(1) * self.length
+        return (starts + torch.arange(self.length, device=device)).view(-1) + self.start
 
 
 class ScoreSource:

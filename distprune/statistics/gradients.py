@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -415,6 +415,7 @@ class GradientStatistics(Statistics):
     def _shapes(self, layout: WeightLayout) -> tuple[tuple[int, ...], ...]:
         return (1,), (layout.num_outputs,), layout.input_shape
 
+    _sums: Any = None
     _check_ready = check_between
 
     def _attach(self, shards: Sequence[Shard]) -> None:

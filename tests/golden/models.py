@@ -157,16 +157,13 @@ class Run:
         torch.manual_seed(5)  # of random scores
         budget = keywords.pop("budget", None)
         if budget is not None:  # a function; the amount is a share of what is unpruned
-            num_elements = sum(entry.num_elements for entry in self.entries())
-            pruned = sum(entry.num_pruned for entry in self.entries())
+            arguments = ParameterArguments(parameters=self.pairs)
+            shards, num_live = count_live(lambda: arguments, world())
+            num_elements = sum(shard.numel for shard in shards)
+            pruned = num_elements - sum(num_live)
             amount = round(keywords.pop("amount") * (num_elements - pruned))
             keywords = {"amount": budget(self.pairs, Fraction(pruned + amount, num_elements))}
         self.keep(prune.global_unstructured(self.pairs, method, scores, **keywords))
-
-    def entries(self) -> tuple[prune.ParameterReport, ...]:
-        """The parameters, and how much of each is pruned."""
-        arguments = ParameterArguments(parameters=self.pairs)
-        return count_live(lambda: arguments, world()).entries()
 
     def keep(self, report: Any = None, masks: Iterable[Tensor] | None = None) -> None:
         """Remember the masks as they are now, or those given, and what a report says."""

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distprune.base import exact_sums
-from distprune.base.memory import Runs, Scratch
-from distprune.ranking.scores import ScaledScores, ScoreSource
+from distprune.base.memory import Scratch
+from distprune.ranking.scores import Runs, ScaledScores, ScoreSource
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=50)
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distprune as prune
-from distprune.base.memory import Runs, Scratch
-from distprune.ranking.scores import FactorScores
+from distprune.base.memory import Scratch
+from distprune.ranking.scores import FactorScores, Runs
 from distprune.shards.geometry import Split, dim_coordinates, index_map, run_index_map
 from distprune.shards.shard import Shard
 
