@@ -15,6 +15,8 @@ from distprune.api.chosen_masks import save_masks as save_masks
 from distprune.api.chosen_masks import set_masks as set_masks
 from distprune.api.global_mask import GlobalMask as GlobalMask
 from distprune.api.global_mask import global_mask as global_mask
+from distprune.api.global_structured import ChannelGroup as ChannelGroup
+from distprune.api.global_structured import ChannelPart as ChannelPart
 from distprune.api.global_structured import global_structured as global_structured
 from distprune.api.global_unstructured import global_unstructured as global_unstructured
 from distprune.api.local import custom_from_mask as custom_from_mask
@@ -42,8 +44,6 @@ from distprune.methods.base import L1Unstructured as L1Unstructured
 from distprune.methods.base import LowestScore as LowestScore
 from distprune.methods.base import PruningContainer as PruningContainer
 from distprune.methods.base import RandomUnstructured as RandomUnstructured
-from distprune.methods.channels import ChannelGroup as ChannelGroup
-from distprune.methods.channels import ChannelPart as ChannelPart
 from distprune.methods.channels import LnStructured as LnStructured
 from distprune.methods.channels import RandomStructured as RandomStructured
 from distprune.reconstruction import ReconstructedParameter as ReconstructedParameter

@@ -7,27 +7,99 @@ number). All ranks cut it alike, because all have the same numbers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import nn
 
 from distprune.api.chosen_masks import put_masks
 from distprune.base.amount import Amount, validate_amount
 from distprune.base.exact_sums import Normalization, check_normalization
-from distprune.base.naming import checked_pair
+from distprune.base.naming import checked_pair, label_of
 from distprune.call.reading import SignedScores, check_mapping
 from distprune.call.report import ChannelGroupReport, StructuredReport
 from distprune.call.request import Decision, ParameterArguments, PruningCall
 from distprune.methods import channels
 from distprune.methods.base import describe_argument
-from distprune.methods.channels import ChannelGroup, ChannelSlice, norm_order
+from distprune.methods.channels import ChannelSlice, norm_order
 from distprune.ranks.collectives import world
 from distprune.shards.reader import Scores
 from distprune.shards.shard import Shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class ChannelPart:
+    """The part that one parameter has in the channels of a group.
+
+    Channel c has the indices from ``c * size`` up to ``(c + 1) * size`` of ``dim``, with all
+    elements there.
+
+    Args:
+        parameter: a (module, name) pair, as ``select`` lists them.
+        dim: the channels' dimension: 0 for the outputs of a linear layer, 1 for its inputs.
+        size: indices per channel: 1 for neurons, the size of a head for heads.
+        is_ranked: whether its elements count for the norm of a channel. Those of a part that does
+            not count (a bias, say) are pruned together with the others.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    parameter: tuple[nn.Module, str]
+    dim: int
+    size: int = 1
+    is_ranked: bool = True
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size={self.size} of {self.label}; expected 1 or more.")
+
+    @property
+    def label(self) -> str:
+        """The parameter's name, for messages."""
+        return label_of(self.parameter)
+
+
+@dataclass(frozen=True)
+class ChannelGroup:
+    """Parameters whose channels go together: channel c is slice c of each part.
+
+    Neurons of a gated MLP, and heads of an attention in which ``n`` query heads share a key-value
+    head, each of ``d`` features:
+
+        ChannelGroup([ChannelPart((mlp.gate_proj, "weight"), 0),
+                      ChannelPart((mlp.up_proj, "weight"), 0),
+                      ChannelPart((mlp.down_proj, "weight"), 1)])
+        ChannelGroup([ChannelPart((attention.q_proj, "weight"), 0, n * d),
+                      ChannelPart((attention.k_proj, "weight"), 0, d),
+                      ChannelPart((attention.v_proj, "weight"), 0, d),
+                      ChannelPart((attention.o_proj, "weight"), 1, n * d)])
+
+    Args:
+        parts: at least one that is ranked. All have the same number of channels.
+        name: what reports, messages and bounds call it; by default the first parameter's name.
+
+    Raises:
+        ValueError: no part is ranked.
+    """
+
+    parts: Sequence[ChannelPart]
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not any(part.is_ranked for part in self.parts):
+            name = self.name or "(without a name)"
+            raise ValueError(f"ChannelGroup {name} has no part that is ranked; expected one.")
+
+    @property
+    def label(self) -> str:
+        """Its name, or that of its first parameter."""
+        return self.name or self.parts[0].label
 
 
 def global_structured(

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from distprune.api.global_structured import ChannelGroup, ChannelPart
 from distprune.base.naming import NamedParameter, full_name, named_modules, unwrap
-from distprune.methods.channels import ChannelGroup, ChannelPart
 
 # config.model_type of the families whose modules have these names and this layout.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")

@@ -313,8 +313,8 @@ def commit(places: Sequence[Place]) -> None:
         else:
             # Recurrent modules have a __setattr__ that keeps a list of their weights.
             masked_value.assign(module, name, product)
-    with ordinary_tensors(), torch.no_grad():
-        for each in holders:
+    for each in holders:
+        with ordinary_tensors(), torch.no_grad():
             zero_new(each)
 
 

@@ -52,6 +52,11 @@ def combined_mask(method: BasePruningMethod, t: Tensor, mask: Tensor) -> Tensor:
     return new_mask
 
 
+def _check_shape(scores: Tensor, shape: torch.Size) -> None:
+    text = f"importance_scores has shape {tuple(scores.shape)}; expected {tuple(shape)}."
+    assert scores.shape == shape, text
+
+
 class BasePruningMethod(masks.PruningHook, ABC):
     """Base of all pruning methods, as in torch.nn.utils.prune.
 
@@ -199,10 +204,7 @@ class BasePruningMethod(masks.PruningHook, ABC):
         scores = importance_scores
         if scores is None:
             scores = shard.parameter if shard.mask is None else shard.live_values()
-        assert scores.shape == shard.shape, (
-            f"importance_scores has shape {tuple(scores.shape)}; expected the parameter's shape "
-            f"{tuple(shard.shape)}."
-        )
+        _check_shape(scores, shard.shape)
         if shard.mask is None:
             default_mask = torch.ones_like(shard.parameter, requires_grad=False)
             mask = method.compute_mask(scores, default_mask=default_mask).detach()
@@ -226,10 +228,7 @@ class BasePruningMethod(masks.PruningHook, ABC):
             importance_scores: rank by these instead of ``t``.
         """
         scores = t if importance_scores is None else importance_scores
-        assert scores.shape == t.shape, (
-            f"importance_scores has shape {tuple(scores.shape)}; expected that of t, "
-            f"{tuple(t.shape)}."
-        )
+        _check_shape(scores, t.shape)
         default_mask = default_mask if default_mask is not None else torch.ones_like(t)
         return t * self.compute_mask(scores, default_mask=default_mask)
 
@@ -334,9 +333,8 @@ def describe_argument(value: Any) -> str:
     """
     if isinstance(value, Tensor):
         kind = f"tensor {tuple(value.shape)} {value.dtype}"
-        if type(value) is not Tensor or value.is_meta:  # a DTensor is another one on each rank
-            return kind
-        return f"{kind}, checksum {checksums([value])[0]}"
+        is_whole = type(value) is Tensor and not value.is_meta  # a DTensor is a part of it
+        return f"{kind}, checksum {checksums([value])[0]}" if is_whole else kind
     if isinstance(value, (bool, numbers.Number, str, bytes, type(None))):
         return repr(value)
     parts = list(value.items()) if isinstance(value, Mapping) else value

@@ -27,7 +27,6 @@ from distprune.ranking.sums import Scored, normalized
 from distprune.ranks.collectives import Communicator
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import index_map
-from distprune.shards.shard import Shard
 
 # A local step that makes the scores of every shard of this rank.
 MakeScores = Callable[[PruningCall], Sequence[ScoreSource]]
@@ -35,12 +34,7 @@ MakeScores = Callable[[PruningCall], Sequence[ScoreSource]]
 Keys = tuple[KeyRange, Sequence[ScoreSource]]
 
 
-def agree_on_seed(communicator: Communicator) -> int:
-    """A number that ranks draw from torch's default CPU generator: the leader's. Collective."""
-    return int(communicator.leader_of(1, draw_seed)[0])
-
-
-def scores_or_values(shards: Sequence[Shard], *, are_signed: bool) -> list[ScoreSource]:
+def scores_or_values(call: PruningCall, *, are_signed: bool) -> list[ScoreSource]:
     """The given scores of every shard of this rank, or its values.
 
     Args:
@@ -50,7 +44,7 @@ def scores_or_values(shards: Sequence[Shard], *, are_signed: bool) -> list[Score
         FactorScores.of_shard(shard, shard.scores, are_signed=are_signed)
         if type(shard.scores) is FactoredScores
         else ScoreSource(shard.flat_values if shard.scores is None else shard.flat(shard.scores))
-        for shard in shards
+        for shard in call.shards
     ]
 
 
@@ -63,7 +57,7 @@ def given_scores(call: PruningCall) -> list[ScoreSource]:
                 "are not its least important ones; expected scores of every parameter, or "
                 "L1Unstructured to rank by magnitude."
             )
-    return scores_or_values(call.shards, are_signed=True)
+    return scores_or_values(call, are_signed=True)
 
 
 def computed_scores(call: PruningCall, score: Callable[[Tensor], Tensor]) -> list[ScoreSource]:
@@ -125,26 +119,18 @@ def rank(
     """
     shards, num_live, communicator = call.shards, call.num_live, call.communicator
     sources: Sequence[ScoreSource] | None = None
-    seed = 0
-
-    def scores() -> Sequence[ScoreSource]:
-        if make_scores is not None:
-            return make_scores(call)
-        return scores_or_values(shards, are_signed=signed)
-
+    make, seed = make_scores or functools.partial(scores_or_values, are_signed=signed), 0
     if is_random:
         if call.normalize is not None:
-            raise ValueError(
-                f"normalize={call.normalize!r} of random scores has no meaning; expected None."
-            )
-        seed = agree_on_seed(communicator)
+            raise ValueError(f"normalize={call.normalize!r} of random scores; expected None.")
+        seed = int(communicator.leader_of(1, draw_seed)[0])
     elif call.normalize is not None and call.segments.wanted is None:
         # Where parameters are segments of their own, a factor changes nothing.
-        scored = communicator.run(lambda: list(map(Scored, shards, scores())))
+        scored = communicator.run(lambda: list(map(Scored, shards, make(call))))
         sources, _ = normalized(scored, call.normalize, num_live, communicator)
 
     def prepare() -> tuple[Keys, list[Tensor]]:
-        own = scores() if sources is None and not is_random else sources
+        own = make(call) if sources is None and not is_random else sources
         keys = random_keys(shards, seed) if own is None else _score_keys(own, signed=signed)
         # All memory of the result is taken before anything is ranked.
         several = zip(shards, call.mask_dtypes, strict=True)

@@ -41,8 +41,8 @@ ROOMS = {
     "layouts": {"wrappers"},
     "dynamic": {"base", "ranks", "wrappers", "shards", "masks", "call", "api"},
     "integrations": {
-        "base", "ranks", "wrappers", "masks", "call", "methods", "api", "verification",
-        "schedule", "checkpoint", "criteria", "recipes", "files",
+        "base", "ranks", "wrappers", "masks", "call", "api", "verification", "schedule",
+        "checkpoint", "criteria", "recipes", "files",
     },
     "language_models": {
         "base", "ranks", "wrappers", "_transformers", "shards", "call", "checkpoint",
