@@ -82,8 +82,7 @@ def arrays_on_host(counts: Sequence[Tensor]) -> list[Array]:
     """Several tensors of integers, as int64. Waits for a device once, for all of them."""
     if not counts:
         return []
-    device = counts[0].device
-    flat = torch.cat([each.view(-1).long().to(device) for each in counts]).cpu().numpy()
+    flat = torch.cat([each.view(-1).long().to(counts[0].device) for each in counts]).cpu().numpy()
     end = 0
     return [flat[end : (end := end + each.numel())].reshape(each.shape) for each in counts]
 

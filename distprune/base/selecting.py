@@ -116,7 +116,8 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
 @functools.lru_cache(maxsize=1 << 16)
 def _part_key(part: str) -> tuple[int, int, str]:
     """The key of a run of digits or of other characters; names consist of few different runs."""
-    return (0, int(part), "") if "0" <= part[0] <= "9" else (1, 0, part)
+    digits = part.lstrip("0")  # not int(): Python refuses numbers of thousands of digits
+    return (0, len(digits), digits) if "0" <= part[0] <= "9" else (1, 0, part)
 
 
 _RUNS = re.compile(r"[0-9]+|[^0-9]+")
