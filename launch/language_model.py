@@ -45,6 +45,7 @@ def make_parser(description: str, output: str) -> argparse.ArgumentParser:
     add("--calibrate", nargs="+", type=Path, metavar="FILE", help="text to learn scores from")
     add("--windows", type=int, default=128, help="sequences of text to learn from")
     add("--length", type=int, default=2048, help="tokens in each sequence")
+    add("--own-text", action="store_true", help="learn from as much text that the model writes")
     add("--evaluate", nargs="+", type=Path, metavar="FILE", help="text to measure perplexity on")
     add("--evaluation-windows", type=int, default=64, help="sequences of each file of --evaluate")
     wraps = ("none", "ddp", "fsdp2", "tp", "fsdp2_tp")
@@ -64,21 +65,27 @@ class LanguageModel:
 
     def __init__(self, settings: argparse.Namespace, job: Job) -> None:
         self.settings = settings
-        mesh = None
-        if settings.wrap == "fsdp2_tp":
-            mesh = job.num_ranks // settings.tensor_parallel, settings.tensor_parallel
-        dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-        self.model = language_models.load_sharded(
-            settings.model, wrap=settings.wrap, mesh=mesh, dtype=dtype, device=job.device
-        )
+        self.job = job
+        self.model = self.load()
         self.parameters = prune.select(self.model, settings.include, settings.exclude)
         tokenizer = language_models.load_tokenizer(settings.model)
         read, length = language_models.read_windows, settings.length
         self.calibration = self.evaluation = None
         if settings.calibrate:
             windows = read(tokenizer, settings.calibrate, length)
-            number = min(settings.windows, len(windows))
+            # As many of each file, and no more than the shortest one has.
+            number = min(settings.windows, *windows.text_of.bincount().tolist())
             self.calibration = windows.sample(number, seed=settings.seed)
+        if settings.own_text:
+            own = language_models.write_text(
+                self.model,
+                tokenizer,
+                windows=settings.windows,
+                length=length,
+                seed=settings.seed,
+                progress=job.progress("writing"),
+            )
+            self.calibration = own if self.calibration is None else self.calibration + own
         if settings.evaluate:
             limit = settings.evaluation_windows
             self.evaluation = read(tokenizer, settings.evaluate, length, limit=limit)
@@ -93,6 +100,21 @@ class LanguageModel:
         weight = next(self.model.parameters())
         kind = str(weight.dtype).removeprefix("torch.")
         job.say(f"loaded {settings.model}: {job.num_ranks} ranks, {settings.wrap}, {kind}")
+
+    def load(self) -> torch.nn.Module:
+        """The dense model, as the command line has it wrapped."""
+        settings, mesh = self.settings, None
+        if settings.wrap == "fsdp2_tp":
+            mesh = self.job.num_ranks // settings.tensor_parallel, settings.tensor_parallel
+        dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        return language_models.load_sharded(
+            settings.model, wrap=settings.wrap, mesh=mesh, dtype=dtype, device=self.job.device
+        )
+
+    def polish(self, steps: int) -> None:
+        """Train the pruned model towards the dense one."""
+        given = self.model, self.load(), self.calibration, self.parameters
+        language_models.polish(*given, steps=steps, progress=self.job.progress("polishing"))
 
     def perplexity(self) -> dict[str, Any]:
         """Of --evaluate: "texts" and "all", as JSON has them; empty without text."""

@@ -43,6 +43,8 @@ def parse_settings(arguments: Sequence[str] | None = None) -> argparse.Namespace
     scopes = "; ".join(SCOPES)
     add("--scope", help=f"what competes: {scopes} or another N:M (default: row, or global for "
         "random scores and those from gradients)")  # fmt: skip
+    add("--polish", type=int, default=0, metavar="STEPS", help="steps of training towards the "
+        "dense model, of which another copy is loaded; with --dtype float32")  # fmt: skip
     add("--update", choices=UPDATES, default="none", help="how kept weights move: least-squares: "
         "so that the outputs of each layer change least; rounds: so after each of several rounds "
         "of pruning, over all weights")  # fmt: skip
@@ -57,8 +59,9 @@ def parse_settings(arguments: Sequence[str] | None = None) -> argparse.Namespace
     if settings.sparsity is None and ":" not in settings.scope:
         settings.sparsity = 0.5
     needs_text = CRITERIA[settings.criterion] or settings.update != "none"
-    if (needs_text or settings.scope == "owl") and not settings.calibrate:
-        parser.error("this criterion, scope or update needs --calibrate FILE...")
+    needs_text = needs_text or settings.scope == "owl" or settings.polish > 0
+    if needs_text and not (settings.calibrate or settings.own_text):
+        parser.error("this criterion, scope or update needs --calibrate FILE..., or --own-text")
     if settings.update == "rounds" and settings.scope != "global":
         parser.error(f"--update rounds goes with --scope global, got {settings.scope}")
     return settings
@@ -100,6 +103,8 @@ def main() -> None:
     model = language_model.model
     dense = language_model.perplexity()
     rows = prune(language_model, settings)
+    if settings.polish:
+        language_model.polish(settings.polish)
     pruned = language_model.perplexity()
     saved = language_models.save_sharded(
         model.module if isinstance(model, DistributedDataParallel) else model,

@@ -22,12 +22,12 @@ ROOMS = {
     "budgets.py": (227, 1),
     "call": (829, 5),
     "checkpoint.py": (242, 1),
-    "cli": (1254, 9),
+    "cli": (1371, 9),
     "criteria": (695, 3),
     "dynamic.py": (136, 1),
-    "files": (2401, 13),
+    "files": (2409, 13),
     "integrations": (804, 6),
-    "language_models": (1026, 7),
+    "language_models": (1329, 9),
     "layouts.py": (13, 1),
     "masks": (430, 3),
     "methods": (670, 4),
@@ -39,14 +39,14 @@ ROOMS = {
     "selftest.py": (291, 1),
     "shards": (883, 6),
     "statistics": (1396, 6),
-    "streaming": (1016, 6),
+    "streaming": (1237, 6),
     "testing.py": (235, 1),
     "verification.py": (595, 1),
     "wrappers": (1134, 8),
 }
-TOTAL = (19324, 118)
+TOTAL = (19973, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 30771, "launch": 967}
+FOLDERS = {"tests": 31077, "launch": 989}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

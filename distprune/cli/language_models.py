@@ -14,6 +14,7 @@ from pydantic import Field
 from distprune.cli.console import Meter, counted, time_text
 from distprune.cli.options import Options, RanksOptions, command
 from distprune.cli.process import process_group, translated
+from distprune.files.checkpoint import open_checkpoint
 from distprune.files.errors import (
     CheckpointError,
     OutputError,
@@ -29,17 +30,24 @@ if TYPE_CHECKING:  # torch comes with it
     from distprune.language_models import TokenWindows
 
 
-class TextRunOptions(Options):
-    """The options of all commands that run text through a model."""
+class RunOptions(Options):
+    """The options of all commands that run a model."""
 
-    texts: tuple[Path, ...] = Field((), description="Text in UTF-8. Repeat it for more.")
-    length: int = Field(1024, ge=2, description="Tokens of a window (1024).")
+    length: int | None = Field(
+        None, ge=2, description="Tokens of a window (1024, or all that the model can have)."
+    )
     batch_size: int = Field(1, ge=1, description="Windows at a time of each process (1).")
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None, description="dtype of the loaded weights (the model's)."
     )
     device: str | None = Field(None, description="cpu or cuda (an accelerator, if any).")
     tokenizer: Path | None = Field(None, description="Its tokenizer (that of the model).")
+
+    def length_for(self, model: Path) -> int:
+        """The value of ``--length``, or its default."""
+        config = open_checkpoint(model).config
+        positions = config.get("text_config", config).get("max_position_embeddings")
+        return self.length or min(1024, positions or 1024)
 
     def torch_dtype(self) -> torch.dtype | None:
         """The value of ``--dtype``."""
@@ -48,16 +56,22 @@ class TextRunOptions(Options):
         return None if self.dtype is None else getattr(torch, self.dtype)
 
 
+class TextRunOptions(RunOptions):
+    """Those of commands that run text through a model."""
+
+    texts: tuple[Path, ...] = Field((), description="Text in UTF-8. Repeat it for more.")
+
+
 @contextlib.contextmanager
 def on_ranks_with_text(
-    given: TextRunOptions, model: Path, timeout: float
+    given: RunOptions, model: Path, timeout: float
 ) -> Iterator[tuple[str, Any, Callable[[Sequence[Path], int | None], TokenWindows]]]:
     """Join the other ranks; transformers writes nothing but errors from now on.
 
     Yields the kind of device that this rank computes on, the tokenizer, and a function that reads
     the windows of texts, which is collective.
     """
-    kind = _kind_of_device(given.device)
+    kind = kind_of_device(given.device)
     backends = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
     with process_group(timeout, backends.get(kind, "gloo")):
         with translated(CheckpointError):
@@ -74,12 +88,12 @@ def on_ranks_with_text(
 
         def read(texts: Sequence[Path], limit: int | None) -> TokenWindows:
             with translated(TextError):
-                return read_windows(tokenizer, texts, given.length, limit=limit)
+                return read_windows(tokenizer, texts, given.length_for(model), limit=limit)
 
         yield kind, tokenizer, read
 
 
-def _kind_of_device(asked: str | None) -> str:
+def kind_of_device(asked: str | None) -> str:
     """ "cpu", or the kind of an accelerator; this rank's is the current one afterwards."""
     import torch
 
@@ -96,10 +110,9 @@ def _kind_of_device(asked: str | None) -> str:
     return kind
 
 
-class ModelOptions(TextRunOptions, RanksOptions):
-    """The options of eval and calibrate."""
+class LoadOptions(RunOptions, RanksOptions):
+    """How the processes hold a model."""
 
-    limit: int | None = Field(None, ge=1, description="Windows of each text, at most (all).")
     wrap: Literal["none", "ddp", "fsdp2", "tp", "fsdp2_tp", "stream"] | None = Field(
         None,
         description="How processes hold the model (fsdp2); stream: a layer at a time (eval only).",
@@ -113,7 +126,13 @@ class ModelOptions(TextRunOptions, RanksOptions):
         return self.wrap or ("fsdp2" if "RANK" in os.environ else "none")
 
 
-def _load(given: ModelOptions, folder: Path, kind: str) -> nn.Module:
+class ModelOptions(TextRunOptions, LoadOptions):
+    """The options of eval and calibrate."""
+
+    limit: int | None = Field(None, ge=1, description="Windows of each text, at most (all).")
+
+
+def _load(given: LoadOptions, folder: Path, kind: str) -> nn.Module:
     """The model. Collective."""
     from distprune import language_models
 
@@ -127,7 +146,7 @@ def _load(given: ModelOptions, folder: Path, kind: str) -> nn.Module:
         )
 
 
-def _facts(given: ModelOptions, model: nn.Module | None, kind: str, began: float) -> dict[str, Any]:
+def _facts(given: LoadOptions, model: nn.Module | None, kind: str, began: float) -> dict[str, Any]:
     """How a run went, for JSON."""
     from distprune.ranks.collectives import world
 
@@ -174,7 +193,7 @@ def evaluate(given: EvaluationOptions, model: Path) -> None:
         Meter(terminal) as meter,
     ):
         from distprune import language_models, streaming
-        from distprune.language_models.losses import continued
+        from distprune.language_models.writing import continued
 
         windows, report, generated = None, None, []
         if given.texts:
@@ -291,5 +310,59 @@ def calibrate(given: CalibrationOptions, model: Path) -> None:
             f"{given.out}: statistics of {counted(len(layers), 'layer')} over "
             f"{windows.tokens.numel():,} tokens in {counted(len(windows), 'window')}, "
             f"{format_size(given.out.stat().st_size)}. "
+            f"{time_text(facts['seconds'], facts['num_ranks'])}."
+        )
+
+
+class OwnTextOptions(LoadOptions):
+    """The options of write-text."""
+
+    windows: int = Field(32, ge=1, description="How many windows (32).")
+    seed: int = Field(0, ge=0, description="Another one gives other text (0).")
+
+
+@command("write-text", OwnTextOptions, "MODEL", "FILE")
+def write_text(given: OwnTextOptions, model: Path, file: Path) -> None:
+    """Let a language model write the text by which it is pruned.
+
+    FILE ends in .safetensors, and is replaced at the end if it exists. `prune`, `calibrate` and
+    `eval` take it as --text, with the same --length. `prune` writes such text itself where the
+    model fits in memory; this command is for another machine, where it does.
+
+    \b
+    distprune write-text MODEL own.safetensors --windows 128 --length 2048
+    distprune prune MODEL OUT -s 0.6 --text own.safetensors --length 2048
+    """
+    if file.suffix != ".safetensors" or not file.absolute().parent.is_dir():
+        raise OutputError(f"{file}: expected a name in .safetensors, in a folder that exists.")
+    if given.wrap == "stream":
+        raise SelectionError("--wrap stream is for eval only; expected another.")
+    terminal = given.terminal()
+    with (
+        on_ranks_with_text(given, model, given.timeout) as (kind, tokenizer, _),
+        translated(CheckpointError),
+        Meter(terminal) as meter,
+    ):
+        from distprune import language_models
+
+        loaded, began = _load(given, model, kind), time.monotonic()
+        windows = language_models.write_text(
+            loaded,
+            tokenizer,
+            windows=given.windows,
+            length=given.length_for(model),
+            seed=given.seed,
+            progress=meter.windows,
+        )
+        facts = _facts(given, loaded, kind, began)
+        if terminal.is_leader:
+            windows.save(file)
+    if given.as_json:
+        terminal.json(
+            {"model": str(model), "file": str(file), "num_windows": len(windows), **facts}
+        )
+    elif terminal.is_leader:
+        terminal.text(
+            f"{file}: {counted(len(windows), 'window')} of {windows.length:,} tokens. "
             f"{time_text(facts['seconds'], facts['num_ranks'])}."
         )

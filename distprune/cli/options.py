@@ -141,7 +141,7 @@ def _option(name: str, field: FieldInfo) -> click.Option:
     if is_repeated:
         kind = _kind(get_args(kind)[0])
     option = option_name(name)
-    if kind is bool and field.default is True:
+    if kind is bool and field.default is not False:
         option += f"/--no-{option[2:]}"
     return click.Option(
         [*([_SHORT[name]] if name in _SHORT else []), option, name],

@@ -6,13 +6,13 @@ import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from distprune.base import without_garbage_collection
 from distprune.cli import console
-from distprune.cli.language_models import TextRunOptions, on_ranks_with_text
+from distprune.cli.language_models import TextRunOptions, kind_of_device, on_ranks_with_text
 from distprune.cli.options import (
     RecipeOptions,
     WritingOptions,
@@ -21,14 +21,19 @@ from distprune.cli.options import (
     option_name,
 )
 from distprune.cli.process import FAILURE, on_every_rank, process_group, translated
+from distprune.files.checkpoint import open_checkpoint
 from distprune.files.disk import folder_bytes, free_bytes, partial_folders
 from distprune.files.errors import OutputError, SelectionError, TextError, format_size
-from distprune.recipes import GroupRecipe, Recipe
+from distprune.recipes import GroupRecipe, Recipe, read_keys
 
 if TYPE_CHECKING:
     from distprune.files.planning import Plan
     from distprune.files.reports import GroupReport, Report
     from distprune.streaming import StreamCost
+
+
+# What a folder with a tokenizer has one of.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 class TextOptions(TextRunOptions, RecipeOptions):
@@ -37,34 +42,98 @@ class TextOptions(TextRunOptions, RecipeOptions):
     texts: tuple[Path, ...] = Field((), description="UTF-8 text whose gradients rank weights.")
     eval_texts: tuple[Path, ...] = Field((), description="Held-out text, for its perplexity.")
     eval_windows: int | None = Field(None, ge=1, description="Windows of each held-out text (all).")
-    windows: int = Field(32, ge=1, description="Windows of text, drawn at random (32).")
+    windows: int = Field(32, ge=1, description="Windows of each text, drawn at random (32).")
+    own_text: bool | None = Field(
+        None, description="Text that the model writes, too (if it fits in memory)."
+    )
     update: Literal["least-squares", "none"] = Field(
         "least-squares", description="What moves kept weights (least-squares)."
+    )
+    polish: int | None = Field(
+        None, ge=0, description="Steps of training at the end (40, if they fit in memory)."
     )
     rounds: tuple[float, ...] = Field((), description="Prune to this sparsity first. Repeat it.")
     keep_scores: Path | None = Field(None, description="Folder for scores of single weights.")
 
-    def recipe_with(self, keys: dict[str, Any]) -> Recipe:
-        """The recipe; with text, gradients rank the weights unless it says otherwise.
+    def choose(self, src: Path, keys: dict[str, Any]) -> Choice:
+        """The recipe, and how the model is pruned; the same on every rank.
+
+        Text, given or the model's own, ranks by factored Fisher unless the recipe has a score.
+        Without text, a language model is pruned by its own, unless the recipe has a score.
 
         Args:
-            keys: those that options give.
+            src: the checkpoint.
+            keys: of the recipe that options give.
 
         Raises:
-            SelectionError: an option that has no effect without ``--text``; a wrong recipe.
+            SelectionError: an option that has no effect without text; a wrong recipe; a language
+                model that does not fit in memory, without text.
         """
-        others = {*RecipeOptions.model_fields, *WritingOptions.model_fields}
-        useless = sorted(self.model_fields_set - others)
-        if useless and not self.texts:
-            names = ", ".join(map(option_name, useless))
-            raise SelectionError(f"{names} have no effect without --text; add it, or leave it out.")
-        defaults = {"score": "fisher"} if self.texts else {}
-        return make_recipe_from(self.recipe, keys, **defaults)
+        with translated(SelectionError):
+            known = keys if self.recipe is None else keys | read_keys(self.recipe)
+        has_score = not {"score", "scores", "groups", "schedule"}.isdisjoint(known)
+        is_asked = bool(self.texts) or self.own_text is True
+        if not is_asked and (has_score or self.own_text is False or not _is_language_model(src)):
+            others = {*RecipeOptions.model_fields, *WritingOptions.model_fields, "own_text"}
+            if useless := sorted(self.model_fields_set - others):
+                names = ", ".join(map(option_name, useless))
+                raise SelectionError(
+                    f"{names} have no effect without text; add --text or --own-text, or leave "
+                    f"{names} out."
+                )
+            return Choice(make_recipe_from(self.recipe, keys), False, False, 0)
+        recipe = make_recipe_from(self.recipe, keys, score="fisher")
+        with translated(SelectionError):
+            from distprune import streaming
+            from distprune.language_models.polishing import STEPS
+
+            device = kind_of_device(self.device)
+            room = streaming.room_of(device)
+            needs = streaming.estimate(
+                src,
+                recipe,
+                self.windows,
+                self.length_for(src),
+                own_text=True,
+                polish=1,
+                **self.arguments(),
+            ).memory
+        own_text = self.own_text
+        if own_text is None:
+            own_text = needs["own text"] <= room
+        if not own_text and not self.texts:
+            raise SelectionError(
+                f"{src} takes {format_size(needs['own text'])} of memory to write the text that it "
+                f"is pruned by, and {format_size(room)} are there for it; expected --text FILE, "
+                "such as that of `distprune write-text` on a larger machine, or --score magnitude."
+            )
+        polish = self.polish
+        if polish is None:
+            polish = STEPS * (needs["polish"] <= room)
+        return Choice(recipe, True, own_text, polish)
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of all functions of ``streaming``."""
         update, dtype = self.update.replace("-", "_"), self.torch_dtype()
         return {"update": update, "batch_size": self.batch_size, "dtype": dtype}
+
+
+class Choice(NamedTuple):
+    """How a model is pruned: by its weights, or by text, given or written, and polished."""
+
+    recipe: Recipe
+    by_text: bool
+    own_text: bool
+    polish: int
+
+
+def _is_language_model(src: Path) -> bool:
+    """Whether a checkpoint is a causal language model of transformers, with a tokenizer."""
+    checkpoint = open_checkpoint(src)
+    classes = checkpoint.config.get("architectures") or [""]
+    files = {other.name for other in checkpoint.others}
+    is_causal = str(classes[0]).endswith(("ForCausalLM", "LMHeadModel"))
+    return is_causal and "model_type" in checkpoint.config and not files.isdisjoint(_TOKENIZERS)
 
 
 class PruneOptions(TextOptions, WritingOptions):
@@ -76,8 +145,9 @@ def prune(given: PruneOptions, keys: dict[str, Any], src: Path, dst: Path) -> No
     """Write a pruned copy of a checkpoint; the same to the byte on any number of processes.
 
     Only the bytes of pruned elements change, to zero; DST/distprune holds masks, recipe and report.
-    With --text, gradients on the text rank the weights of a language model, and its kept weights
-    move. After an interruption the same command continues.
+    A language model is pruned by text: that of --text, and text that it writes itself. Gradients on
+    it rank the weights, the kept ones move, and some steps of training follow. After an
+    interruption the same command continues.
 
     \b
     distprune prune Llama-3.2-1B Llama-3.2-1B-50 -s 0.5
@@ -88,9 +158,10 @@ def prune(given: PruneOptions, keys: dict[str, Any], src: Path, dst: Path) -> No
     if given.discard:
         console.discard_unfinished(terminal, dst)
         return
-    recipe = given.recipe_with(keys)
-    run = _prune_by_text if given.texts else _prune_by_weights
-    report = run(terminal, given, recipe, src, dst)
+    choice = given.choose(src, keys)
+    recipe = choice.recipe
+    run = _prune_by_text if choice.by_text else _prune_by_weights
+    report = run(terminal, given, choice, src, dst)
     if not terminal.is_leader:
         return
     for warning in report.warnings:
@@ -135,14 +206,14 @@ def _show_group(
 
 
 def _prune_by_weights(
-    terminal: console.Terminal, given: PruneOptions, recipe: Recipe, src: Path, dst: Path
+    terminal: console.Terminal, given: PruneOptions, choice: Choice, src: Path, dst: Path
 ) -> Report:
     """Prune by the weights, and files of scores or statistics."""
 
     from distprune.files import planning, pruning
 
     with process_group(given.timeout), console.Meter(terminal) as meter:
-        plan = on_every_rank(lambda: planning.plan(src, recipe))
+        plan = on_every_rank(lambda: planning.plan(src, choice.recipe))
         console.note_files(terminal, plan.checkpoint)
         console.show_warnings(terminal, plan)
         terminal.note(console.summary(plan))
@@ -152,26 +223,30 @@ def _prune_by_weights(
 
 
 def _prune_by_text(
-    terminal: console.Terminal, given: PruneOptions, recipe: Recipe, src: Path, dst: Path
+    terminal: console.Terminal, given: PruneOptions, choice: Choice, src: Path, dst: Path
 ) -> Report:
     """Prune by text; see ``streaming.prune_folder``."""
-    with on_ranks_with_text(given, src, given.timeout) as (kind, _, read):
+    recipe = choice.recipe
+    with on_ranks_with_text(given, src, given.timeout) as (kind, tokenizer, read):
         from distprune import streaming
 
-        with translated(TextError, "--windows: "):
-            windows = read(given.texts, None).sample(given.windows)
-        evaluation = None
+        windows = evaluation = own_text = None
+        if given.texts:
+            with translated(TextError, "--windows: "):
+                windows = read(given.texts, None).sample(given.windows)
+        if choice.own_text:
+            own_text = streaming.OwnText(tokenizer, given.windows, given.length_for(src))
         if given.eval_texts:
             evaluation = read(given.eval_texts, given.eval_windows)
-        score = "the scores of the recipe" if recipe.groups else f"score {recipe.score_text}"
-        update = "" if given.update == "none" else ", then least squares for the kept weights"
-        terminal.note(f"{len(windows):,} windows of {windows.length:,} tokens: {score}{update}.")
+        terminal.note(_method(given, choice, src))
         with translated(SelectionError), console.Meter(terminal) as meter:
             pruned = streaming.prune_folder(
                 src,
                 dst,
                 recipe,
                 windows,
+                own_text=own_text,
+                polish=choice.polish,
                 evaluation=evaluation,
                 rounds=given.rounds,
                 device=kind,
@@ -188,6 +263,17 @@ def _prune_by_text(
             "after."
         )
     return pruned.report
+
+
+def _method(given: TextOptions, choice: Choice, src: Path) -> str:
+    """What prunes a model by text, in a sentence."""
+    sources = [*map(str, given.texts), *["text that the model writes"] * choice.own_text]
+    recipe = choice.recipe
+    steps = ["the scores of the recipe" if recipe.groups else f"score {recipe.score_text}"]
+    steps += ["least squares for the kept weights"] * (given.update != "none")
+    steps += [f"{choice.polish} steps of polishing"] * bool(choice.polish)
+    size = f"{given.windows:,} windows of {given.length_for(src):,} tokens"
+    return f"{size} of each of {', '.join(sources)}: {', then '.join(steps)}."
 
 
 @command("plan", TextOptions, "SRC", "[DST]")
@@ -207,8 +293,9 @@ def plan(given: TextOptions, keys: dict[str, Any], src: Path, dst: Path | None) 
     from distprune.files.planning import plan as make_plan
 
     has_amount = given.recipe is not None or not {"sparsity", "pattern"}.isdisjoint(keys)
-    recipe = given.recipe_with(keys if has_amount else keys | {"sparsity": 0.0})
-    by_text = _cost_by_text(src, recipe, given) if given.texts else None
+    choice = given.choose(src, keys if has_amount else keys | {"sparsity": 0.0})
+    recipe = choice.recipe
+    by_text = _cost_by_text(src, choice, given) if choice.by_text else None
     awaits = by_text is not None and recipe.statistics is None
     plan = make_plan(src, recipe, awaits_statistics=awaits)
     cost = estimate(plan, dst, 0 if by_text is None else by_text.disk)
@@ -236,6 +323,7 @@ def plan(given: TextOptions, keys: dict[str, Any], src: Path, dst: Path | None) 
         )
         if by_text is not None:
             memory = ", ".join(f"{k} {format_size(size)}" for k, size in by_text.memory.items())
+            terminal.text(_method(given, choice, src))
             terminal.text(
                 f"By text, each process needs at most {format_size(by_text.peak)} of memory "
                 f"({memory}) and reads {format_size(by_text.reads)}; for a while "
@@ -329,7 +417,7 @@ def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> dict
     return cost
 
 
-def _cost_by_text(source: Path, recipe: Recipe, given: TextOptions) -> StreamCost:
+def _cost_by_text(source: Path, choice: Choice, given: TextOptions) -> StreamCost:
     """What pruning by text takes beside what pruning takes."""
     with translated(SelectionError):
         from distprune import streaming
@@ -337,9 +425,11 @@ def _cost_by_text(source: Path, recipe: Recipe, given: TextOptions) -> StreamCos
         num_evaluated = given.windows if given.eval_texts else 0
         return streaming.estimate(
             source,
-            recipe,
-            given.windows,
-            given.length,
+            choice.recipe,
+            given.windows * (len(given.texts) + choice.own_text),
+            given.length_for(source),
+            own_text=choice.own_text,
+            polish=choice.polish,
             num_evaluated=num_evaluated,
             **given.arguments(),
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -64,10 +64,12 @@ class KeptValues:
     Attributes:
         facts: what decides the values, as JSON: for the digest of a plan, and for the report.
         tensors: by name, where their values are, in the dtype of the source.
+        files: small ones that the result has beside its report, by name; ``facts`` lists them.
     """
 
     facts: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

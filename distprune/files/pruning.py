@@ -120,6 +120,8 @@ def prune(
             small[CARD_FILE] = card
         if plan.statistics is not None:
             small[STATISTICS_FILE] = plan.statistics.data
+        if plan.values is not None:
+            small |= plan.values.files
         return report, small
 
     entries = {tensor.entry.name: tensor.entry for tensor in plan.tensors}

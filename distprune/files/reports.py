@@ -333,10 +333,14 @@ def _section(plan: Plan, report: Report, base: str | None) -> str:
     if values is not None and values.tensors:  # nothing but the text makes it again
         again = ""
         kept = "The kept weights of pruned matrices were updated. Every other file but this one"
+    trained = "nobody has trained it afterwards"
+    if values is not None and "polish" in values.facts:
+        steps = values.facts["polish"]["steps"]
+        trained = f"trained it for {steps} steps towards the predictions of its source"
     return f"""# Pruned copy of {base or "a checkpoint"}
 
 distprune {__version__} pruned exactly {report.num_pruned:,} of {report.num_elements:,} selected weights ({percent})
-of {f"[{base}](https://huggingface.co/{base})" if base else "the source"}, and nobody has trained it afterwards. {quality}
+of {f"[{base}](https://huggingface.co/{base})" if base else "the source"}, and {trained}. {quality}
 {kept} is that of the source. It loads like its source;
 zeros alone make neither files smaller nor dense multiplication faster.
 

@@ -169,6 +169,7 @@ def _check_files(
     sizes: dict[str, int | None] = {name: file.size for name, file in files.items()}
     small = [REPORT_FILE, RECIPE_FILE, *[CARD_FILE] * plan.recipe.card]
     small += [] if plan.statistics is None else [STATISTICS_FILE]
+    small += report.inputs.get("update", {}).get("files", [])
     sizes |= {MASK_FILE: size, **dict.fromkeys(small)}
     paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     found = {str(path.relative_to(folder)): path for path in paths}

@@ -128,7 +128,11 @@ def calibrate(
         else:
             # A unit is the batch of a rank, or the batches of a step; see [Note: losses].
             is_of_rank = _reads_rank_batches(collected)
-            with torch.enable_grad(), _gradients_for(model, collected), collected.calibrating():
+            with (
+                torch.enable_grad(),
+                gradients_for(model, collected.parameters),
+                collected.calibrating(),
+            ):
                 for step in steps:
                     share = 1.0 if is_of_rank else step.num_windows * ranks.size / step.num_in_step
 
@@ -175,14 +179,14 @@ def _reads_rank_batches(collected: Criterion | GradientStatistics) -> bool:
 
 
 @contextlib.contextmanager
-def _gradients_for(model: nn.Module, criterion: Criterion | GradientStatistics) -> Iterator[None]:
-    """Make no gradients but those that a criterion reads, if the model can; leave none behind.
+def gradients_for(model: nn.Module, parameters: Iterable[Pair]) -> Iterator[None]:
+    """Make no gradients but those of some parameters, if the model can; leave none behind.
 
     DDP and FSDP1 have decided what has gradients when they were made.
     """
     read = {
         id(module._parameters.get(key))
-        for module, name in criterion.parameters
+        for module, name in parameters
         for key in (name, orig_key(name))
     }
     is_ddp = any(isinstance(module, DistributedDataParallel) for module in model.modules())

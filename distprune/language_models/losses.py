@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from distprune.api.select import head_of
 from distprune.base.pruned_form import is_dtensor
 from distprune.language_models.running import (
     Report,
-    check_run,
     check_same,
     in_eval_mode,
     on_device_of,
@@ -38,13 +37,23 @@ from distprune.language_models.running import (
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.collectives import whole, world
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+
+class Prediction(NamedTuple):
+    """What a model says about the next token at each position of some windows.
+
+    Attributes:
+        values: what its head is called with, [windows, length, features], or logits.
+        are_logits: whether they are logits.
+    """
+
+    values: Tensor
+    are_logits: bool
+
 
 SLICE = 1 << 24  # logits that there are at a time: 64 MiB in fp32
 
 
-_FINITE = (
+FINITE = (
     "expected finite losses. Weights that are not finite, or a dtype that overflows, cause this."
 )
 # The weight of a linear head in this forward, and its bias.
@@ -79,7 +88,7 @@ class BatchLosses:
         if not bool(loss.detach().isfinite()):
             text = windows.texts[int(windows.text_of[rows.start])]
             raise ValueError(
-                f"the loss of window {rows.start} ({text}) is {float(loss.detach())}; {_FINITE}"
+                f"the loss of window {rows.start} ({text}) is {float(loss.detach())}; {FINITE}"
             )
         return loss
 
@@ -89,13 +98,42 @@ class BatchLosses:
         targets = ids[:, 1:].flatten()
 
         def of_states(states: Tensor, head: Head) -> Tensor:
-            loss: Tensor = _MeanLoss.apply(states[:, :-1].flatten(0, 1), *head, targets)  # type: ignore[no-untyped-call]
-            return loss
+            return _mean_loss(states[:, :-1].flatten(0, 1), head, targets)
 
         logits, loss = self._run(ids, of_states)
         if loss is None:
             return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets)
         return loss
+
+    def prediction(self, tokens: Tensor) -> Prediction:
+        """What the model says about the next tokens, without gradients."""
+        with torch.no_grad():
+            ids = on_device_of(self._model, tokens)
+            logits, states = self._run(ids, lambda states, head: states)
+        return Prediction(logits, True) if states is None else Prediction(states, False)
+
+    def divergence(self, tokens: Tensor, target: Prediction) -> Tensor:
+        """The mean divergence of the model's predictions from others, in nats per token.
+
+        Args:
+            tokens: int64 [windows, length].
+            target: of a model with the same head.
+
+        Raises:
+            TypeError: the other model runs its head in slices, and this one cannot.
+        """
+        ids, (values, are_logits) = on_device_of(self._model, tokens), target
+        wanted = values[:, :-1].flatten(0, 1).to(ids.device)
+        if are_logits:
+            self._head = None
+
+        def mean(states: Tensor, head: Head | None) -> Tensor:
+            return _mean_loss(states[:, :-1].flatten(0, 1), head, wanted)
+
+        logits, loss = self._run(ids, mean)
+        if loss is None and not are_logits:
+            raise TypeError("expected a teacher of the same class and wrapper as the model.")
+        return mean(logits, None) if loss is None else loss
 
     def of_windows(self, tokens: Tensor) -> Tensor:
         """The negative log-likelihood of each window, float64 [windows] on the CPU; in nats.
@@ -154,31 +192,44 @@ class _MeanLoss(torch.autograd.Function):
     """The mean loss of positions, whose gradients are made while the logits of a slice exist.
 
     Args:
-        states: [positions, features], what the head is called with.
+        states: [positions, features], what the head is called with; without a head, logits.
         weight, bias: of the head.
-        targets: int64 [positions].
+        targets: int64 [positions], the tokens; or what ``states`` are of another model, whose
+            predictions are those that are wanted.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+        ctx: Any, states: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor
     ) -> Tensor:
+        def predict(states: Tensor) -> Tensor:
+            logits = states if weight is None else functional.linear(states, weight, bias)
+            return logits.float().log_softmax(-1)
+
         made = [
             torch.zeros_like(t) if t is not None and need else None
             for t, need in zip((states, weight, bias), ctx.needs_input_grad, strict=False)
         ]
-        losses, num_rows = [], max(1, SLICE // weight.shape[0])
+        losses = []
+        num_rows = max(1, SLICE // (states.shape[1] if weight is None else weight.shape[0]))
         for start in range(0, len(states), num_rows):
             rows = slice(start, start + num_rows)
-            chances = functional.linear(states[rows], weight, bias).float().log_softmax(-1)
-            losses.append(functional.nll_loss(chances, targets[rows], reduction="sum"))
+            chances, wanted = predict(states[rows]), targets[rows]
+            if targets.is_floating_point():
+                wanted = predict(wanted)
+                losses.append(functional.kl_div(chances, wanted, reduction="sum", log_target=True))
+            else:
+                losses.append(functional.nll_loss(chances, wanted, reduction="sum"))
             if any(gradient is not None for gradient in made):
                 error = chances.exp_()  # of the mean loss, by the logits
-                error[range(len(error)), targets[rows]] -= 1
+                if targets.is_floating_point():
+                    error -= wanted.exp_()
+                else:
+                    error[range(len(error)), wanted] -= 1
                 error = (error / len(states)).to(states.dtype)
                 of_states, of_weight, of_bias = made
                 if of_states is not None:
-                    of_states[rows] = error @ weight
+                    of_states[rows] = error if weight is None else error @ weight
                 if of_weight is not None:
                     of_weight += error.T @ states[rows]
                 if of_bias is not None:
@@ -191,6 +242,11 @@ class _MeanLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         made = [None if g is None else g * upstream.to(g.dtype) for g in ctx.saved_tensors]
         return (*made, None)
+
+
+def _mean_loss(states: Tensor, head: Head | None, targets: Tensor) -> Tensor:
+    loss: Tensor = _MeanLoss.apply(states, *(head or (None, None)), targets)  # type: ignore[no-untyped-call]
+    return loss
 
 
 class _AsLogits(torch.autograd.Function):
@@ -382,7 +438,7 @@ def report_of(windows: TokenWindows, losses: Tensor) -> PerplexityReport:
         number = wrong[0] - int((windows.text_of == text).nonzero()[0])
         raise ValueError(
             f"window {number} of {windows.texts[text]} has a loss of {float(losses[wrong[0]])}, "
-            f"and {len(wrong)} of {len(windows)} windows have one that is not finite; {_FINITE}"
+            f"and {len(wrong)} of {len(windows)} windows have one that is not finite; {FINITE}"
         )
 
     def of_text(name: str, found: Tensor) -> TextPerplexity:
@@ -394,31 +450,3 @@ def report_of(windows: TokenWindows, losses: Tensor) -> PerplexityReport:
     with_windows = tuple(of_text(name, found) for name, found in pairs if len(found))
     total = of_text("all", losses)
     return PerplexityReport(with_windows, total, losses, windows.length, windows.has_bos)
-
-
-@torch.no_grad()
-def continued(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int = 24
-) -> str:
-    """The text that follows. Collective where the model is sharded.
-
-    Without a cache of keys and values, so that it runs on every wrapper: for a sentence, not for a
-    page. It ends early at the tokenizer's token for the end.
-
-    Raises:
-        ValueError: the text has no tokens, or the model has fewer positions.
-
-    Cost: a forward for each token.
-    """
-    ids = torch.tensor([tokenizer(text)["input_ids"]], dtype=torch.int64)
-    if not ids.numel():
-        raise ValueError(f"the text {text!a} has no tokens; expected some words.")
-    first = ids.shape[1]
-    with in_eval_mode(model):
-        for _ in range(num_tokens):
-            check_run(model, ids)
-            token = logits_of(output_of(model, ids))[:, -1].float().argmax(dim=-1).cpu()
-            ids = torch.cat([ids, token[:, None]], dim=1)
-            if int(token) == tokenizer.eos_token_id:
-                break
-    return str(tokenizer.decode(ids[0, first:], skip_special_tokens=True))

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from distprune.files.disk import write_atomically
 from distprune.files.errors import TextError
 from distprune.ranks.collectives import world
 
@@ -65,23 +66,53 @@ class TokenWindows:
         return self.tokens.shape[1]
 
     def sample(self, num_windows: int, *, seed: int = 0) -> TokenWindows:
-        """Some of the windows, drawn at random without replacement, in their order.
+        """As many windows of each text, drawn at random without replacement, in their order.
 
         Args:
-            num_windows: how many.
+            num_windows: of each text.
             seed: the same seed draws the same windows on every rank and machine.
 
         Raises:
-            ValueError: fewer windows than that.
+            ValueError: a text with fewer windows than that.
         """
-        if not 1 <= num_windows <= len(self):
-            raise ValueError(
-                f"{num_windows} windows are asked for, and the text has {len(self)}; expected at "
-                "least 1, and not more than there are: give more text, or take fewer windows."
-            )
-        generator = torch.Generator().manual_seed(seed)
-        rows = torch.randperm(len(self), generator=generator)[:num_windows].sort().values
+        chosen = []
+        for number, name in enumerate(self.texts):
+            rows = (self.text_of == number).nonzero()[:, 0]
+            if not 1 <= num_windows <= len(rows):
+                raise ValueError(
+                    f"{num_windows} windows of each text are asked for, and {name} has "
+                    f"{len(rows)}; expected at least 1, and not more than there are: give more "
+                    "text, or take fewer windows."
+                )
+            generator = torch.Generator().manual_seed(seed)
+            drawn = torch.randperm(len(rows), generator=generator)[:num_windows]
+            chosen.append(rows[drawn.sort().values])
+        rows = torch.cat(chosen)
         return TokenWindows(self.texts, self.tokens[rows], self.text_of[rows], self.has_bos)
+
+    def __add__(self, other: TokenWindows) -> TokenWindows:
+        """The windows of both; they are equally long."""
+        return TokenWindows(
+            self.texts + other.texts,
+            torch.cat([self.tokens, other.tokens]),
+            torch.cat([self.text_of, other.text_of + len(self.texts)]),
+            self.has_bos and other.has_bos,
+        )
+
+    def save(self, path: str | os.PathLike[str], origin: str = "") -> None:
+        """Write the windows to a safetensors file, which ``read_windows`` takes as a text. Local.
+
+        Args:
+            path: of the file; it is replaced at the end.
+            origin: what :func:`origin_of` is to return.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from safetensors.torch import save
+
+        # One key alone: the library writes several in any order.
+        write_atomically(Path(path), save({"tokens": self.tokens.contiguous()}, {"origin": origin}))
 
     def digests(self) -> list[tuple[str, str]]:
         """For each text a label, and a hash of its windows."""
@@ -104,7 +135,8 @@ def read_windows(
 
     Args:
         tokenizer: of transformers.
-        files: text in UTF-8, each read by every rank.
+        files: text in UTF-8, or windows of ``TokenWindows.save`` (``*.safetensors``); each is read
+            by every rank.
         length: tokens of a window, at least 2.
         limit: windows of each file, at most; what comes after them is not tokenised.
 
@@ -129,13 +161,45 @@ def read_windows(
         first = tokenizer("a", verbose=False).input_ids[:1]
         bos = first if first == [tokenizer.bos_token_id] else []
         texts = tuple(map(os.fsdecode, names))
-        parts = [_windows_of(tokenizer, text, length, bos, limit) for text in texts]
+        parts = [
+            _saved(text, length, limit)
+            if text.endswith(".safetensors")
+            else _windows_of(tokenizer, text, length, bos, limit)
+            for text in texts
+        ]
         counts = torch.tensor([len(rows) for rows in parts])
-        text_of = torch.arange(len(texts)).repeat_interleave(counts)
-        return TokenWindows(texts, torch.cat(parts), text_of, bool(bos))
+        text_of, tokens = torch.arange(len(texts)).repeat_interleave(counts), torch.cat(parts)
+        return TokenWindows(
+            texts, tokens, text_of, bool(bos) and set(tokens[:, 0].tolist()) == {*bos}
+        )
 
     with world().exclusively():
         return world().run(read, lambda made: [("length of windows", str(length)), *made.digests()])
+
+
+def origin_of(path: Path) -> str:
+    """What made a file of windows, as ``TokenWindows.save`` was told; "" if it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            return str((file.metadata() or {}).get("origin", ""))
+    except (OSError, SafetensorError):
+        return ""
+
+
+def _saved(name: str, length: int, limit: int | None) -> Tensor:
+    """The windows of ``TokenWindows.save``."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(name, "pt") as file:
+            tokens: Tensor = file.get_tensor("tokens")
+    except (OSError, SafetensorError) as error:
+        raise TextError(f"{name} cannot be read as windows of tokens: {error}.") from error
+    if tokens.ndim != 2 or tokens.shape[1] != length:
+        raise TextError(f"{name} has windows {list(tokens.shape)}; expected length={length}.")
+    return tokens[:limit]
 
 
 def _windows_of(

@@ -12,9 +12,16 @@ The command ``distprune prune SRC DST --text FILE`` does this. It needs the extr
 ``language-models``, and any number of ranks can share the windows.
 """
 
-from distprune.streaming.pruning import PrunedFolder, StreamCost, estimate, prune_folder
+from distprune.streaming.pruning import (
+    OwnText,
+    PrunedFolder,
+    StreamCost,
+    estimate,
+    prune_folder,
+    room_of,
+)
 from distprune.streaming.windows import perplexity
 
 __all__ = [
-    "PrunedFolder", "StreamCost", "estimate", "perplexity", "prune_folder"
+    "OwnText", "PrunedFolder", "StreamCost", "estimate", "perplexity", "prune_folder", "room_of"
 ]  # fmt: skip

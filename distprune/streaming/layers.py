@@ -109,6 +109,14 @@ class StreamedModel:
             yield self.layers[number]
 
     @contextlib.contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        """The model with all of its weights."""
+        with contextlib.ExitStack() as stack:
+            for number in range(-1, len(self.layers)):
+                stack.enter_context(self._in_memory(number))
+            yield self.model
+
+    @contextlib.contextmanager
     def around(
         self, enter: Callable[[Tensor], Tensor] = lambda state: state
     ) -> Iterator[nn.Module]:
@@ -117,11 +125,11 @@ class StreamedModel:
         Args:
             enter: makes what the first layer returns of what it is called with.
         """
-        with self._in_memory(-1), self._through(enter):
+        with self._in_memory(-1), self.through(enter):
             yield self.model
 
     @contextlib.contextmanager
-    def _through(self, enter: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    def through(self, enter: Callable[[Tensor], Tensor]) -> Iterator[None]:
         """Make layers return what they are called with, and the first one ``enter`` of it."""
         with contextlib.ExitStack() as changes:
             for number, layer in enumerate(self.layers):
@@ -163,7 +171,7 @@ class StreamedModel:
                 with (
                     torch.no_grad(),
                     self._in_memory(-1, are_made_up=True),
-                    self._through(lambda state: state),
+                    self.through(lambda state: state),
                 ):
                     states.catch(run)
             except Exception as raised:

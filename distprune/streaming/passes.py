@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,13 +18,16 @@ from torch import Tensor
 from distprune._version import __version__
 from distprune.api.local import custom_from_mask, remove
 from distprune.base.naming import NamedParameter
+from distprune.base.pruned_form import orig_key
 from distprune.files.checkpoint import INDEX_SUFFIX, Checkpoint, TensorEntry, read_header
-from distprune.files.disk import write_atomically
+from distprune.files.disk import write_atomically, writing
 from distprune.files.planning import KeptValues, are_of_gradients, plan, source_facts
 from distprune.files.ranked import RankedTensors
 from distprune.files.statistics_file import StoredStatistics, read_statistics, write_statistics
 from distprune.files.team import Team
 from distprune.language_models.calibrating import elementwise_criterion
+from distprune.language_models.losses import BatchLosses, Prediction
+from distprune.language_models.polishing import polishing_steps
 from distprune.language_models.running import Report, reporter
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.collectives import Communicator, world
@@ -37,7 +42,9 @@ from distprune.streaming.work import Work
 
 Update = Literal["least_squares", "none"]
 # About how long a layer takes on a window, in forwards of it.
-_WEIGHTS = {"forward": 1, "backward": 3, "update": 2}
+_WEIGHTS = {"forward": 1, "backward": 3, "update": 2, "teacher": 1, "after": 1}
+# Between two states of the polishing that are written, from which a killed run goes on.
+_SECONDS_BETWEEN_SAVES = 300
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,7 @@ class Settings:
     batch_size: int
     dtype: torch.dtype | None
     device: torch.device
+    polish: int = 0
     progress: Report | None = None
 
     @property
@@ -77,8 +85,9 @@ class Settings:
     def passes(self) -> list[str]:
         """The passes over all layers, in their order."""
         has_backward = self.collects == "gradients" or bool(self.elementwise)
-        has_update = self.moves or self.evaluation is not None
+        has_update = self.moves or self.evaluation is not None or self.polish > 0
         needed = {"forward": True, "backward": has_backward, "update": has_update}
+        needed["after"] = self.polish > 0 and self.evaluation is not None
         return [name for name, is_needed in needed.items() if is_needed]
 
     def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -92,6 +101,7 @@ class Settings:
             **{name: w.digests() for name, w in texts.items() if w is not None},
             "update": self.update,
             "damping": self.damping,
+            "polish": self.polish,
             "batch_size": self.batch_size,
             "dtype": str(self.dtype),
             "versions": [__version__, str(torch.__version__), transformers.__version__],
@@ -108,6 +118,7 @@ class Passes:
         settings: of the pruning.
         work: the folder of what is done so far.
         before: the perplexity of the evaluation text under the dense model, if that is known.
+        teacher: the dense model, of which this is a round; None: it is the model itself.
     """
 
     streamed: StreamedModel
@@ -115,6 +126,7 @@ class Passes:
     settings: Settings
     work: Work
     before: float | None
+    teacher: StreamedModel | None = None
     communicator: Communicator = field(default_factory=world)
 
     def run(self, told: Mapping[str, Any]) -> tuple[Recipe, KeptValues, RankedTensors | None]:
@@ -133,8 +145,9 @@ class Passes:
         held_out = []
         if evaluation is not None and self.before is None:
             held_out = [self._stream("before", evaluation)]
-        done = sum(_WEIGHTS[name] * len(work.get(name, [])) for name in settings.passes)
-        total = sum(_WEIGHTS[name] * len(numbers) for name in settings.passes) - done
+        names = [*settings.passes, *(["teacher"] if settings.polish and self.teacher else [])]
+        done = sum(_WEIGHTS[name] * len(work.get(name, [])) for name in names)
+        total = sum(_WEIGHTS[name] * len(numbers) for name in names) - done
         finished = reporter(
             "prune", total * len(settings.windows), settings.progress, "forwards of a layer"
         )
@@ -158,7 +171,8 @@ class Passes:
                 dense.remove("gradient", number + 2)
         recipe, masks = self._with_scores(), None
         if "update" in settings.passes:
-            held_out = [] if evaluation is None else [self._stream("after", evaluation)]
+            is_last = evaluation is not None and not settings.polish
+            held_out = [self._stream("after", evaluation)] if is_last and evaluation else []
             planned = self.communicator.run(lambda: plan(self.streamed.checkpoint.folder, recipe))
             masks = RankedTensors(planned, Team(self.communicator))
             masks.find_cuts()
@@ -169,15 +183,29 @@ class Passes:
                     stream.remove("state", number - 1)
             for stream in held_out:
                 perplexities["after"] = work.once("after", partial(_perplexity, stream))
+        moved = "values"
+        if settings.polish:
+            assert masks is not None
+            moved = "polished"
+            self._polish(dense, masks, layers)
+            # What runs from now on has the polished weights.
+            self.streamed.entries |= self.communicator.run(lambda: _entries_in(work.folder(moved)))
+        if "after" in settings.passes and evaluation is not None:
+            stream = self._stream("polished", evaluation)
+            for number in layers("after", numbers):
+                stream.advance(number)
+                stream.remove("state", number - 1)
+            perplexities["after"] = work.once("perplexity", partial(_perplexity, stream))
         facts: dict[str, Any] = {
             **told,
             "update": settings.update,
             "windows": list(settings.windows.tokens.shape),
             "errors": work.get("errors", []),
             **({"damping": settings.damping} if settings.moves else {}),
+            **({"polish": work.get("polish")} if settings.polish else {}),
             **({"perplexity": perplexities} if perplexities else {}),
         }
-        values = self.communicator.run(lambda: _entries_in(work.folder("values")))
+        values = self.communicator.run(lambda: _entries_in(work.folder(moved)))
         return recipe, KeptValues(facts, values), masks
 
     def _layers(
@@ -189,17 +217,25 @@ class Passes:
             if number in done:
                 continue
             self.communicator.agree()  # an error of a rank in the layer before
-            with self.streamed.layer(number):
+            streamed = self._streamed_for(name)
+            with streamed.layer(number):
                 yield number
             done = [*done, number]
             self.work.record(name, done)
             finished(len(self.settings.windows) * _WEIGHTS[name])
 
+    def _streamed_for(self, name: str) -> StreamedModel:
+        """The model that a pass or a stream of a name runs."""
+        return self.teacher if name == "teacher" and self.teacher else self.streamed
+
     def _stream(self, name: str, windows: TokenWindows) -> WindowStream:
         size, place = self.settings.batch_size, self.work.folder("states") / name
-        states = ["update" if name == "after" else "forward"]
+        streamed = self._streamed_for(name)
+        states = [
+            {"after": "update", "polished": "after", "teacher": "teacher"}.get(name, "forward")
+        ]
         steps = {"gradient": ["head", "backward"], "state": states}
-        make = partial(WindowStream, self.streamed, windows, size, place)
+        make = partial(WindowStream, streamed, windows, size, place)
         return self.communicator.run(lambda: make(lambda kind: self.work.forget(steps[kind])))
 
     def _differentiate(self, stream: WindowStream, number: int) -> None:
@@ -255,6 +291,86 @@ class Passes:
             added["scores"] = str(place)
         return settings.recipe.model_copy(update=added)
 
+    def _polish(
+        self,
+        dense: WindowStream,
+        masks: RankedTensors,
+        layers: Callable[[str, Iterable[int]], Iterator[int]],
+    ) -> None:
+        """Train the pruned model, which is whole in memory, towards the dense one."""
+        settings, work, communicator = self.settings, self.work, self.communicator
+        if work.get("polish") is not None:
+            return
+        if self.teacher is not None:
+            dense = self._stream("teacher", settings.windows)
+            for number in layers("teacher", range(len(self.teacher.layers))):
+                dense.advance(number)
+                dense.remove("state", number - 1)
+
+        def begin() -> tuple[StreamedModel, StoredLayers, dict[str, Any]]:
+            folder = self.streamed.checkpoint.folder
+            model = StreamedModel(folder, torch.float32, settings.device)
+            model.entries |= _entries_in(work.folder("values"))
+            saved = work.path / "polish.pt"
+            state = torch.load(saved, "cpu") if saved.exists() else {"losses": []}
+            return model, StoredLayers(model, settings.recipe), state
+
+        streamed, stored, state = communicator.run(
+            begin, lambda found: [("losses of the polishing", str(found[2]["losses"]))]
+        )
+        losses: list[float] = state["losses"]
+        finished = reporter("polish", settings.polish, settings.progress, "steps")
+        finished(len(losses))
+        parameters = list(itertools.chain(*stored.parameters))
+        with streamed.whole() as model:
+            for module, name in parameters:
+                module.get_parameter(name).requires_grad_(True)
+            communicator.run(lambda: _attach(stored, parameters, masks, zeros_too=True))
+            trained = [getattr(module, orig_key(name)) for module, name in parameters]
+
+            def teach(rows: slice) -> Prediction:
+                at_end = dense.last_state(rows.start)
+                with streamed.through(lambda embedded: at_end.to(embedded)):
+                    return BatchLosses(model).prediction(settings.windows.tokens[rows])
+
+            def resume(optimizer: torch.optim.Optimizer) -> None:
+                if losses:
+                    optimizer.load_state_dict(state["optimizer"])
+                    for weight, value in zip(trained, state["weights"], strict=True):
+                        weight.data.copy_(value)
+
+            def save(optimizer: torch.optim.Optimizer) -> None:
+                weights = [weight.data for weight in trained]
+                state = {"losses": losses, "weights": weights, "optimizer": optimizer.state_dict()}
+                with writing(work.path):
+                    torch.save(state, work.path / "polish.tmp")
+                    os.replace(work.path / "polish.tmp", work.path / "polish.pt")
+
+            polishing = polishing_steps(
+                model,
+                teach,
+                settings.windows,
+                parameters,
+                steps=settings.polish,
+                finished=len(losses),
+                resume=resume,
+            )
+            saved = time.monotonic()
+            for optimizer, loss in polishing:
+                losses.append(loss)
+                finished(1)
+                if communicator.index == 0 and time.monotonic() - saved >= _SECONDS_BETWEEN_SAVES:
+                    save(optimizer)
+                    saved = time.monotonic()
+            for parameter in parameters:
+                remove(*parameter)
+            for number, of_layer in enumerate(stored.parameters):
+                if of_layer:
+                    made = communicator.run(partial(_stored, stored, of_layer))
+                    file = work.file("polished", number)
+                    work.on_first_rank(partial(_write_tensors, file, made))
+        work.record("polish", {"steps": settings.polish, "losses": losses})
+
     def _update(self, stream: WindowStream, number: int, masks: RankedTensors) -> None:
         """Prune a layer, which is in memory, and move its kept weights, if any move.
 
@@ -265,22 +381,14 @@ class Passes:
         if self.settings.moves and parameters:
             grams = GramMatrices(parameters, allow_empty="*")
             stream.collect(number, grams)
-        for parameter in parameters:
-            mask = stored.mask(parameter.fqn, lambda name: torch.from_numpy(masks.keep(name)))
-            custom_from_mask(*parameter, mask.to(_weight(parameter).device))
+        _attach(stored, parameters, masks)
         errors: Sequence[ReconstructedParameter] = ()
         if grams is not None:
             errors = reconstruct(parameters, grams, damping=self.settings.damping).parameters
         for parameter in parameters:
             remove(*parameter)
         if grams is not None:
-            made = stored.stored({p.fqn: _weight(p).detach().cpu() for p in parameters})
-            for name, tensor in made.items():
-                if not bool(tensor.isfinite().all()):
-                    raise ValueError(
-                        f"{name}: moved weights are not finite as {tensor.dtype}, its dtype in the "
-                        "checkpoint; expected update none, or a source of bfloat16."
-                    )
+            made = _stored(stored, parameters)
             for weight in map(_weight, parameters):
                 for dtype in {tensor.dtype for tensor in made.values()}:
                     weight.data.copy_(weight.data.to(dtype))
@@ -288,6 +396,31 @@ class Passes:
         kept = [row for row in work.get("errors", []) if row[0] not in {e.name for e in errors}]
         rows = [[e.name, e.error_before, e.error_after] for e in errors]
         work.record("errors", kept + rows)
+
+
+def _attach(
+    stored: StoredLayers,
+    parameters: Iterable[NamedParameter],
+    masks: RankedTensors,
+    zeros_too: bool = False,
+) -> None:
+    """Prune parameters, which are in memory, as the ranking says; or also what is zero already."""
+    for parameter in parameters:
+        mask = stored.mask(parameter.fqn, lambda name: torch.from_numpy(masks.keep(name)))
+        mask = mask.to(_weight(parameter).device)
+        custom_from_mask(*parameter, mask * (_weight(parameter) != 0) if zeros_too else mask)
+
+
+def _stored(stored: StoredLayers, parameters: Iterable[NamedParameter]) -> dict[str, Tensor]:
+    """Moved weights as tensors of the checkpoint."""
+    made = stored.stored({p.fqn: _weight(p).detach().cpu() for p in parameters})
+    for name, tensor in made.items():
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(
+                f"{name}: moved weights are not finite as {tensor.dtype}, its dtype in the "
+                "checkpoint; expected update none and polish 0, or a source of bfloat16."
+            )
+    return made
 
 
 def _entries_in(folder: Path) -> dict[str, TensorEntry]:

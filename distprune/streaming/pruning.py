@@ -3,7 +3,9 @@
 text --> forward  --> backward --> ranking  --> update --> DST
          (hidden      (scores by   (of the      (least     (files.pruning)
           states)      factors)     stored       squares)
-                                    weights)
+                                    weights)      |   ^
+                                                  v   |
+                                                 polish  (the whole model in memory)
 """
 
 from __future__ import annotations
@@ -24,18 +26,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distprune.files.checkpoint import open_checkpoint
-from distprune.files.disk import check_destination, locked, resolve_destination
+from distprune.files.checkpoint import Checkpoint, open_checkpoint
+from distprune.files.disk import SIDECAR, check_destination, locked, resolve_destination, writing
 from distprune.files.errors import CheckpointError, SelectionError
-from distprune.files.planning import STATISTICS_FILE, check_scores, plan
+from distprune.files.planning import STATISTICS_FILE, check_scores, plan, source_facts
 from distprune.files.pruning import prune as prune_files
 from distprune.files.reports import Report, read_report
 from distprune.files.team import Progress
-from distprune.language_models.folders import require_extra
+from distprune.language_models.folders import load_sharded, require_extra
 from distprune.language_models.losses import SLICE
 from distprune.language_models.running import Report as ReportProgress
 from distprune.language_models.running import check_run
-from distprune.language_models.text import TokenWindows
+from distprune.language_models.text import TokenWindows, origin_of, read_windows
+from distprune.language_models.writing import OWN_TEXT, WRITTEN, write_text
 from distprune.ranks.collectives import world
 from distprune.recipes import ELEMENTWISE, Recipe
 from distprune.reconstruction import DAMPING
@@ -44,6 +47,7 @@ from distprune.streaming.layers import StoredLayers, StreamedModel
 from distprune.streaming.passes import Passes, Settings, Update
 from distprune.streaming.work import Work
 
+OWN_TEXT_FILE = f"{SIDECAR}/own_text.safetensors"  # of a result
 # What Python, torch, transformers, a large tokenizer and the solver's temporaries take.
 _BASE = 900_000_000
 # Of a weight that has a score of its own: a sum, the score, and what both are made of.
@@ -70,13 +74,16 @@ class StreamCost:
         return max(self.memory.values())
 
 
-def cost_of(streamed: StreamedModel, stored: StoredLayers, settings: Settings) -> StreamCost:
+def cost_of(
+    streamed: StreamedModel, stored: StoredLayers, settings: Settings, own_text: bool = False
+) -> StreamCost:
     """Estimate what a pruning needs.
 
     Args:
         streamed: the model.
         stored: its layers, as they lie in the checkpoint.
         settings: of the pruning.
+        own_text: whether the model writes text first.
 
     Cost: walks over the modules.
     """
@@ -109,9 +116,17 @@ def cost_of(streamed: StreamedModel, stored: StoredLayers, settings: Settings) -
         updates = map(_bytes_of_update, weights)
         sizes = zip(layers, updates, strict=True)
         memory["update"] = activations + max(size + update for size, update in sizes)
+    whole = sum(map(streamed.num_bytes, range(-1, num_layers))) // item
+    if own_text:  # logits, and keys and values of a batch
+        states = 2 * num_layers * length * width // settings.batch_size
+        memory["own text"] = whole * item + WRITTEN * (20 * config.vocab_size + states)
+    if settings.polish:
+        # In fp32: weights, and of the trained ones gradients, two moments, masks and products.
+        memory["polish"] = 4 * whole + 18 * sum(pruned) + logits + 4 * num_layers * activations
     num_evaluated = 0 if settings.evaluation is None else len(settings.evaluation)
     disk = (len(settings.windows) * (num_layers + 3) + 4 * num_evaluated) * length * width
     disk += sum(pruned) * item if settings.moves else 0
+    disk += sum(pruned) * (item + 24) if settings.polish else 0  # two states, for a moment
     disk += stored.num_scored(settings.elementwise) * torch.float32.itemsize
     num_passes = len(settings.passes) - ("update" in settings.passes and not settings.moves)
     reads = num_passes * sum(layers) + 2 * around
@@ -124,6 +139,16 @@ def _bytes_of_update(weights: list[Tensor]) -> int:
     grams = sum(4 * size**2 * number for size, number in inputs)
     solver = max((8 * size**2 for size, _ in inputs), default=0)
     return grams + 2 * solver + sum(w.numel() + 3 * w.nbytes for w in weights)
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """Text that a model is to write; see ``language_models.write_text``."""
+
+    tokenizer: Any
+    windows: int
+    length: int
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,10 +172,12 @@ def prune_folder(
     source: str | Path,
     destination: str | Path,
     recipe: Recipe,
-    windows: TokenWindows,
+    windows: TokenWindows | None = None,
     *,
+    own_text: OwnText | None = None,
     update: Update = "least_squares",
     damping: float = DAMPING,
+    polish: int = 0,
     evaluation: TokenWindows | None = None,
     rounds: Sequence[float] = (),
     batch_size: int = 1,
@@ -176,7 +203,9 @@ def prune_folder(
        folder of scores.
     4. For each layer: the Gram matrices of the inputs that it has in the dense model, and least
        squares for its kept weights (``distprune.reconstruct``).
-    5. ``files.pruning`` writes the destination: what it writes without text, but for the kept
+    5. With ``polish``, the whole model is trained for some steps towards the predictions of the
+       dense one, with the zeros held (``language_models.polish``).
+    6. ``files.pruning`` writes the destination: what it writes without text, but for the kept
        values of pruned tensors.
 
     A run that was killed goes on at the layer where it was, and ends with the same bytes, on the
@@ -189,9 +218,15 @@ def prune_folder(
         recipe: what to prune. Score "fisher" or one of activations, without ``statistics``, and
             "taylor" and "elementwise_fisher", without ``scores``, are computed from the windows;
             any other is taken as it is.
-        windows: text from which scores and the update learn; the same on every rank.
+        windows: text from which scores, update and polishing learn, as much of each source; the
+            same on every rank. None: only ``own_text``.
+        own_text: text that the model is to write first, which needs the whole model in memory on
+            every rank. It is kept, and a result has it as ``distprune/own_text.safetensors``: runs
+            that find it there, or in what a killed run left, use the same one.
         update: "least_squares", or "none": kept weights stay what they are.
         damping: as for ``reconstruct``.
+        polish: steps of the polishing; it needs the whole model in memory on every rank, and
+            :func:`estimate` says how much.
         evaluation: held-out text; its perplexity before and after comes into the report.
         rounds: sparsities below that of the recipe, rising: the model is pruned to each of them
             first, with scores and an update of the model that the round before left. For "fisher"
@@ -232,10 +267,24 @@ def prune_folder(
     require_extra()
     communicator, say = world(), tell or (lambda text: None)
     where = torch.device(device or "cpu")
+    kept, files = None if keep_scores is None else Path(keep_scores).absolute(), dict[str, bytes]()
+    if windows is None and own_text is None:
+        raise SelectionError("there is no text; expected windows, or own_text.")
+    to_run = windows or _any_text(1, own_text.length if own_text else 0)
     settings = Settings(
-        recipe, windows, evaluation, update, damping, batch_size, dtype, where, progress
+        recipe, to_run, evaluation, update, damping, batch_size, dtype, where, polish, progress
     )
-    kept = None if keep_scores is None else Path(keep_scores).absolute()
+    if own_text is not None:
+
+        def check(target: Path, checkpoint: Checkpoint) -> None:
+            _check_request(settings, kept, rounds)
+            files = [file.path for file in checkpoint.all_files]
+            check_destination(target, files, replaces=replace)
+            _open(source, settings)
+
+        own, files[OWN_TEXT_FILE] = _own_text(source, destination, own_text, settings, check)
+        both = own if windows is None else windows + own
+        settings = dataclasses.replace(settings, windows=both)
 
     def begin() -> tuple[Path, dict[str, Any], str]:
         checkpoint = open_checkpoint(source)
@@ -251,7 +300,7 @@ def prune_folder(
     target, facts, text = communicator.run(
         begin, lambda found: [("text, recipe and model", found[2])]
     )
-    told, last = {"text": text, "rounds": list(rounds)}, len(rounds)
+    told, last = {"text": text, "rounds": list(rounds), "files": list(files)}, len(rounds)
     places = [target.with_name(f"{target.name}.partial-text-{n}") for n in range(last)] + [target]
     done = communicator.run(lambda: [_finished(place, text) for place in places])
     made = done[last]
@@ -273,6 +322,8 @@ def prune_folder(
         if number and settings.collects == "gradients":
             changes["statistics"] = str(places[number - 1] / STATISTICS_FILE)
         now = dataclasses.replace(settings, recipe=recipe.model_copy(update=changes))
+        if number < last:
+            now = dataclasses.replace(now, polish=0)
         if 0 < number < last:
             now = dataclasses.replace(now, evaluation=None)
         if rounds:
@@ -281,11 +332,17 @@ def prune_folder(
             first_rank = contextlib.nullcontext() if communicator.index else locked(place)
             communicator.run(partial(lock.enter_context, first_rank))
             streamed, stored, cost = communicator.run(partial(_open, begun_from, now))
+            dense = None
+            if now.polish and number:
+                dense = communicator.run(partial(StreamedModel, source, dtype, where))
             if work.begin(cost.disk + streamed.checkpoint.num_bytes):
                 say(f"Resuming what is in {work.path}.")
             with communicator.raising_everywhere():
                 before = None if made is None else made.before
-                chosen, values, ranked = Passes(streamed, stored, now, work, before).run(told)
+                chosen, values, ranked = Passes(streamed, stored, now, work, before, dense).run(
+                    told
+                )
+                values = dataclasses.replace(values, files=files if number == last else {})
         planned = communicator.run(partial(plan, begun_from, chosen, values=values))
         for warning in planned.warnings:
             say(f"Warning: {warning}")
@@ -358,6 +415,8 @@ def estimate(
     length: int,
     *,
     update: Update = "least_squares",
+    own_text: bool = False,
+    polish: int = 0,
     num_evaluated: int = 0,
     batch_size: int = 1,
     dtype: torch.dtype | None = None,
@@ -365,8 +424,9 @@ def estimate(
     """What :func:`prune_folder` would need of each process, and of the disk. Local.
 
     Args:
-        source, recipe, update, batch_size, dtype: as for :func:`prune_folder`.
+        source, recipe, update, polish, batch_size, dtype: as for :func:`prune_folder`.
         num_windows, length: of the text.
+        own_text: whether the model writes some of it.
         num_evaluated: windows of held-out text.
 
     Raises: as :func:`prune_folder`, for what the headers show.
@@ -375,15 +435,77 @@ def estimate(
     """
     require_extra()
 
-    def text(number: int) -> TokenWindows:
-        nothing = torch.zeros(number, length, dtype=torch.int64)
-        return TokenWindows((), nothing, nothing[:, 0], has_bos=False)
+    text, device = _any_text(num_windows, length), torch.device("cpu")
+    held_out = _any_text(num_evaluated, length) if num_evaluated else None
+    settings = Settings(recipe, text, held_out, update, DAMPING, batch_size, dtype, device, polish)
+    streamed, stored, _ = _open(source, settings)
+    return cost_of(streamed, stored, settings, own_text)
 
-    held_out, device = text(num_evaluated) if num_evaluated else None, torch.device("cpu")
-    settings = Settings(
-        recipe, text(num_windows), held_out, update, DAMPING, batch_size, dtype, device
-    )
-    return _open(source, settings)[2]
+
+def _any_text(num_windows: int, length: int) -> TokenWindows:
+    """Windows for what depends on their sizes alone."""
+    nothing = torch.zeros(num_windows, length, dtype=torch.int64)
+    return TokenWindows((), nothing, nothing[:, 0], has_bos=False)
+
+
+def room_of(device: str) -> int:
+    """Bytes of memory that each process of this machine can use of a kind of device.
+
+    Nine tenths of what the machine or its container has, or the accelerator.
+    """
+    if device != "cpu":
+        return int(0.9 * torch.accelerator.get_memory_info()[1])
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    with contextlib.suppress(OSError, ValueError):
+        total = min(total, int(limit.read_text()))
+    return int(0.9 * total) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _own_text(
+    source: str | Path,
+    destination: str | Path,
+    asked: OwnText,
+    settings: Settings,
+    check: Callable[[Path, Checkpoint], None],
+) -> tuple[TokenWindows, bytes]:
+    """The text that the model has written, or writes now, and its file. Collective."""
+    communicator = world()
+
+    def find() -> tuple[Path, str, Path | None]:
+        checkpoint = open_checkpoint(source)
+        target = resolve_destination(destination, checkpoint.root)
+        facts = [source_facts(checkpoint), asked.windows, asked.length, asked.seed]
+        made_by = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        work = target.with_name(f"{target.name}.partial-text") / Path(OWN_TEXT_FILE).name
+        places = (target / OWN_TEXT_FILE, work)
+        found = [place for place in places if place.exists() and origin_of(place) == made_by]
+        if not found:
+            check(target, checkpoint)  # before what takes long
+        return work, made_by, found[0] if found else None
+
+    work, made_by, found = communicator.run(find, lambda found: [("own text", str(found))])
+    if found is None:
+        model = load_sharded(source, wrap="none", dtype=settings.dtype, device=settings.device)
+        windows = write_text(
+            model,
+            asked.tokenizer,
+            windows=asked.windows,
+            length=asked.length,
+            seed=asked.seed,
+            progress=settings.progress,
+        )
+
+        def save() -> None:
+            if communicator.index == 0:
+                with writing(work):
+                    work.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                windows.save(work, made_by)
+
+        communicator.run(save)
+        found = work
+    read = partial(read_windows, asked.tokenizer, found, asked.length)
+    return dataclasses.replace(read(), texts=(OWN_TEXT,)), found.read_bytes()
 
 
 def _finished(target: Path, text: str) -> PrunedFolder | None:

@@ -71,7 +71,7 @@ class WindowStream(HiddenStates):
     ) -> None:
         super().__init__(streamed.layers)
         self._streamed, self._windows, self._place = streamed, windows, place
-        self._forget = forget
+        self._forget, self._batch_size = forget, batch_size
         ranks = DataRanks(world().index, world().size, True)
         steps = steps_of(len(windows), batch_size, ranks)
         self.batches: list[Step] = [step for step in steps if step.num_windows]
@@ -115,7 +115,7 @@ class WindowStream(HiddenStates):
                 state[:] = [leaf]
                 losses.of_batch(self._windows, step.rows).backward()  # type: ignore[no-untyped-call]
                 assert leaf.grad is not None
-                self._write("gradient", last, batch, leaf.grad)
+                self._write("gradient", last, step.rows.start, leaf.grad)
 
     def differentiate_layer(
         self, number: int, collected: Sequence[GradientStatistics | GradientMoment]
@@ -132,29 +132,34 @@ class WindowStream(HiddenStates):
                 run.enter_context(each.calibrating())
             for batch, step in enumerate(self.batches):
                 state = self.state(number, batch).to(self._streamed.device).requires_grad_(True)
-                gradient = self._read("gradient", number + 1, batch)
+                gradient = self._read("gradient", number + 1, step.rows.start)
                 made = self.call(number, batch, state)
                 with contextlib.ExitStack() as unit:
                     for each in collected:
                         unit.enter_context(each.batch(weight=float(step.num_windows)))
                     torch.autograd.backward(made, gradient.to(made.device))
                 assert state.grad is not None
-                self._write("gradient", number, batch, state.grad)
+                self._write("gradient", number, step.rows.start, state.grad)
                 self._streamed.layers[number].zero_grad()
 
     def keep(self, stage: int, batch: int, state: Tensor) -> None:
         """Write a stage of a batch."""
-        self._write("state", stage, batch, state)
+        self._write("state", stage, self._first(batch), state)
 
     def state(self, stage: int, batch: int) -> Tensor:
         """Read a stage of a batch."""
-        return self._read("state", stage, batch)
+        return self._read("state", stage, self._first(batch))
+
+    def last_state(self, row: int) -> Tensor:
+        """The last stage of a window of any rank, [1, length, width]."""
+        first = row - row % self._batch_size
+        return self._read("state", len(self._streamed.layers), first)[row - first, None]
 
     def remove(self, kind: str, number: int) -> None:
         """Remove the files of a stage: "state" or "gradient"."""
         for batch in range(len(self.batches)):
             with contextlib.suppress(FileNotFoundError):
-                os.remove(self._path(kind, number, batch))
+                os.remove(self._path(kind, number, self._first(batch)))
 
     def _embed(self) -> None:
         """Make the first stage, and keep what layers are called with."""
@@ -172,21 +177,25 @@ class WindowStream(HiddenStates):
         with self._streamed.around(lambda embedded: state[0].to(embedded.device)) as model:
             yield model, state
 
-    def _path(self, kind: str, stage: int, batch: int) -> Path:
-        first = self.batches[batch].rows.start
+    def _path(self, kind: str, stage: int, first: int) -> Path:
         return self._place.with_name(f"{self._place.name}-{kind}-{stage:05}-{first:06}.safetensors")
 
-    def _write(self, kind: str, stage: int, batch: int, state: Tensor) -> None:
+    def _first(self, batch: int) -> int:
+        """The number of the first window of a batch of this rank."""
+        first: int = self.batches[batch].rows.start
+        return first
+
+    def _write(self, kind: str, stage: int, first: int, state: Tensor) -> None:
         from safetensors.torch import save
 
-        path, values = self._path(kind, stage, batch), state.detach().cpu().contiguous()
+        path, values = self._path(kind, stage, first), state.detach().cpu().contiguous()
         with writing(path):
             path.write_bytes(save({"state": values}, {"crc32": str(_crc32(values))}))
 
-    def _read(self, kind: str, stage: int, batch: int) -> Tensor:
+    def _read(self, kind: str, stage: int, first: int) -> Tensor:
         from safetensors import SafetensorError, safe_open
 
-        path = self._path(kind, stage, batch)
+        path = self._path(kind, stage, first)
         try:
             with safe_open(path, "pt") as file:
                 state: Tensor = file.get_tensor("state")

@@ -7,6 +7,8 @@
         statistics/             of each layer
         scores/                 of each layer, one for each weight, unless they are kept elsewhere
         values/                 kept weights of each layer that were moved
+        polished/               the same after the polishing, whose state is in polish.pt
+        own_text.safetensors    windows that the model has written
 
 A step is recorded when its files are written. What a killed run had begun is made again, from files
 that no step changes, so that the result does not depend on where it was killed.
@@ -75,7 +77,7 @@ class Work:
                 f"Finish it with the command that began it, {DISCARD_HINT}, or choose another "
                 "destination."
             )
-        if not self.path.exists() and self.scores.exists():
+        if not (self.path / _FACTS).exists() and self.scores.exists():
             raise OutputError(
                 f"{self.scores} exists already; expected a free name for the scores. Remove it, or "
                 "choose another."
@@ -90,7 +92,7 @@ class Work:
         Raises:
             OutputError: as :meth:`check`, or the disk has too few free bytes; on every rank.
         """
-        is_resumed = self._communicator.run(self.path.exists)
+        is_resumed = self._communicator.run((self.path / _FACTS).exists)
         self.on_first_rank(partial(self._make, num_bytes))
         # Different where the folder is not one that all ranks see.
         self._done = self._communicator.run(
@@ -145,11 +147,12 @@ class Work:
     def _make(self, num_bytes: int) -> None:
         self.check()
         with writing(self.path):
-            for name in ("states", "statistics", "values"):
+            for name in ("states", "statistics", "values", "polished"):
                 self.folder(name).mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.scores.mkdir(parents=True, exist_ok=True)
         check_free_bytes(self.path, num_bytes - folder_bytes(self.path), self.path)
         write_atomically(self.path / _FACTS, self._text.encode())
+        with writing(self.scores):
+            self.scores.mkdir(parents=True, exist_ok=True)
 
 
 def _progress_in(path: Path) -> dict[str, Any]:

@@ -147,4 +147,4 @@ def test_every_command_and_option_that_a_text_names_exists():
     for place, text in texts_of_the_package():
         options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w(?![\w-])", text))
         assert options <= known, (place, text)
-        assert {*re.findall(r"`distprune (\w+)", text)} <= commands.keys(), (place, text)
+        assert {*re.findall(r"`distprune ([\w-]+)", text)} <= commands.keys(), (place, text)

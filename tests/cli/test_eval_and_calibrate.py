@@ -140,7 +140,7 @@ def test_what_is_wrong_is_said_with_an_exit_code(run, made, tmp_path):
         (2, ["calibrate", model, "--text", text, "--out", out, *length, "--include", "x"],
          "'x' matches no parameter"),
         (2, ["calibrate", model, "--text", text, "--out", out, *length, "--samples", "9999"],
-         "--samples: 9999 windows are asked for"),
+         "--samples: 9999 windows of each text are asked for"),
         (1, ["calibrate", model, "--text", text, "--out", tmp_path / "no" / "x", *length],
          "does not exist"),
     ]  # fmt: skip

@@ -58,9 +58,10 @@ def test_what_is_wrong_is_said_before_the_work(run, made, tmp_path):
     model, text, _ = made
     short = write_text(tmp_path / "short.txt", 4)
     cases = [
-        (["--text", short], 1, "--windows: 4 windows are asked for, and the text has 1"),
+        (["--text", short], 1, "--windows: 4 windows of each text are asked for, and"),
         (["--text", tmp_path / "none.txt"], 1, "cannot be read"),
-        ([], 2, "--windows have no effect without --text"),
+        (["--score", "magnitude"], 2, "--length, --windows have no effect without text"),
+        (["--no-own-text"], 2, "--length, --windows have no effect without text"),
         (["--text", text, "--round", "0.6"], 2, "rising ones below the sparsity"),
         (["--text", text, "--update", "adam"], 2, "is not one of 'least-squares', 'none'"),
         (["--text", text, "--also", "lm_head.weight"], 2, "is in no decoder layer"),
@@ -87,7 +88,8 @@ def test_eval_of_a_model_that_is_streamed(run, made):
 
 def test_plan_says_what_text_takes(run, made):
     model, text, _ = made
-    command = ["plan", model, "-s", "0.5", "--text", text, "--length", "16", "--windows", "4"]
+    text = ["--text", text, "--length", "16", "--windows", "4", "--device", "cpu"]
+    command = ["plan", model, "-s", "0.5", *text, "--no-own-text", "--polish", "0"]
     done = run(*command)
     assert done.code == 0 and "By text, each process needs at most" in done.out, done.err
     assert "ranked together by fisher" in done.out
@@ -96,3 +98,59 @@ def test_plan_says_what_text_takes(run, made):
     layers = 2 * 4 * (4 * 16 * 16 + 3 * 16 * 24 + 2 * 16)
     assert cost["reads"] == 3 * layers + 2 * 4 * (2 * 264 * 16 + 16)
     assert cost["disk"] == 4 * (64 * 16 * (2 + 3) + 2 * (4 * 16 * 16 + 3 * 16 * 24))
+    by_default = run(*command[:4], "--device", "cpu", "--json")
+    memory = by_default.json["cost_by_text"]["memory"]
+    assert {"own text", "polish"} <= memory.keys() and "polish" not in cost["memory"]
+    assert by_default.json["recipe"]["score"] == "fisher"
+
+
+def test_without_text_a_model_is_pruned_by_its_own(run, made, tmp_path):
+    """Its length is that of the model; a rerun finds the result, and another run the text."""
+    model, _, held_out = made
+    out, command = tmp_path / "out", ["-s", "0.5", "--windows", "3", "--device", "cpu"]
+    done = run("prune", model, out, *command, "--eval", held_out)
+    assert done.code == 0, done.err
+    how = "3 windows of 64 tokens of each of text that the model writes: score fisher, then"
+    assert how in done.err and "40 steps of polishing" in done.err
+    report = json.loads((out / "distprune" / "report.json").read_text())
+    assert len(report["inputs"]["update"]["polish"]["losses"]) == 40
+    assert "trained it for 40 steps" in (out / "README.md").read_text()
+    own = out / "distprune" / "own_text.safetensors"
+    model_of = language_models.load_sharded(model)
+    tokenizer = language_models.load_tokenizer(model)
+    windows = language_models.write_text(model_of, tokenizer, windows=3, length=64)
+    found = language_models.read_windows(tokenizer, own, 64)
+    assert (found.tokens == windows.tokens).all()
+    assert run("verify", out, "--against", model).code == 0
+    again = run("prune", model, out, *command, "--eval", held_out)
+    assert again.code == 0 and "is finished" in again.err
+    stamp = own.read_bytes()
+    assert run("prune", model, out, *command, "--polish", "0", "--force").code == 0
+    assert own.read_bytes() == stamp
+
+
+def test_what_has_no_own_text_is_pruned_by_its_weights(run, made, tmp_path, monkeypatch):
+    """A recipe with a score, a checkpoint without tokenizer; or there is an error with ways out."""
+    model, _, _ = made
+    done = run("prune", model, tmp_path / "a", "-s", "0.5", "--score", "magnitude")
+    assert done.code == 0 and "Largest pruned score" in done.out
+    from distprune import streaming
+
+    monkeypatch.setattr(streaming, "room_of", lambda device: 1000)
+    done = run("prune", model, tmp_path / "b", "-s", "0.5")
+    assert done.code == 2 and "expected --text FILE" in done.err
+    assert "--score magnitude" in done.err and "1.0 kB are there" in done.err
+    for file in model.glob("token*"):
+        file.unlink()
+    assert run("prune", model, tmp_path / "c", "-s", "0.5").code == 0
+
+
+def test_a_written_text_is_a_text(run, made, tmp_path):
+    model, _, _ = made
+    file, size = tmp_path / "own.safetensors", ["--length", "16", "--windows", "4"]
+    done = run("write-text", model, file, *size, "--device", "cpu")
+    assert done.code == 0 and "4 windows of 16 tokens" in done.out, done.err
+    options = ["--text", file, *size, "--no-own-text", "--polish", "0", "--device", "cpu"]
+    assert run("prune", model, tmp_path / "out", "-s", "0.5", *options).code == 0
+    done = run("write-text", model, tmp_path / "own.txt")
+    assert done.code == 1 and "expected a name in .safetensors" in done.err

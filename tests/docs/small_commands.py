@@ -50,9 +50,10 @@ def made_small(arguments):
     arguments = [
         SMALL.get(before, word) for before, word in zip(["", *arguments], arguments, strict=False)
     ]
-    if arguments[0] in ("eval", "calibrate") or "--text" in arguments:
+    if arguments[0] in ("eval", "calibrate", "write-text") or "--text" in arguments:
         arguments += ["--length", LENGTH]  # the last one counts
-    if "--text" in arguments and arguments[0] in ("prune", "plan"):
+    has_text = "--text" in arguments and arguments[0] in ("prune", "plan")
+    if has_text or arguments[0] == "write-text":
         arguments += ["--windows", "4"]
     if arguments[0] in ("prune", "apply"):
         named = [word for word in arguments[1:] if not word.startswith("-")]

@@ -22,7 +22,7 @@ from helpers.disk_crashes import disk_is_full
 from helpers.recipes import raw_recipe
 from helpers.sampling import every
 from helpers.streaming import killed_after, other_files, tokens, weights_of
-from helpers.tiny_language_model import save_tiny_llama, write_text
+from helpers.tiny_language_model import save_tiny_llama, tiny_tokenizer, write_text
 from helpers.tiny_transformers import save_tiny
 
 RECIPE = raw_recipe(sparsity=0.5, score="fisher", normalize=None)
@@ -104,6 +104,94 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(llama, tmp_path, monk
         assert not out.exists()
         run(llama, out)
     assert set(other_files(out, llama / "out")) <= {"distprune/report.json"}
+
+
+POLISHED = {"polish": 3, "own_text": streaming.OwnText(tiny_tokenizer(), 2, 12), "batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def polished(tmp_path_factory):
+    """The same with a model whose predictions differ by more than rounding."""
+    folder = tmp_path_factory.mktemp("polishing")
+    save_tiny_llama(folder / "source", num_hidden_layers=3, initializer_range=0.3)
+    run(folder, folder / "polished", **POLISHED)
+    return folder
+
+
+@pytest.mark.parametrize("place", every(4, range(20), start=1))
+def test_a_killed_polishing_goes_on_from_its_last_step(polished, tmp_path, monkeypatch, place):
+    """It ends at a write of progress, of which there is one after each step, too."""
+    out = tmp_path / "out"
+    monkeypatch.setattr("distprune.streaming.passes._SECONDS_BETWEEN_SAVES", 0)
+    if not killed_after(place, monkeypatch, lambda: run(polished, out, **POLISHED)):
+        assert not out.exists()
+        run(polished, out, **POLISHED)
+    assert set(other_files(out, polished / "polished")) <= {"distprune/report.json"}
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_polishing_is_stopped_at_a_step(polished, tmp_path, monkeypatch, step):
+    out = tmp_path / "out"
+    monkeypatch.setattr("distprune.streaming.passes._SECONDS_BETWEEN_SAVES", 0)
+
+    def stop(progress):
+        if (progress.phase, progress.num_done) == ("polish", step):
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        run(polished, out, progress=stop, **POLISHED)
+    told = []
+    run(polished, out, progress=told.append, **POLISHED)
+    steps = [each.num_done for each in told if each.phase == "polish"]
+    assert steps == [*range(step - 1, 4)]
+    assert set(other_files(out, polished / "polished")) <= {"distprune/report.json"}
+
+
+def test_polishing_is_that_of_the_whole_model(polished, tmp_path):
+    """Of the folder without it, towards the source; masks are the same, zeros of either stay."""
+    run(polished, tmp_path / "plain", **POLISHED | {"polish": 0})
+    report = read_report(polished / "polished")
+    tokenizer = tiny_tokenizer()
+    text = language_models.read_windows(
+        tokenizer, polished / "polished" / "distprune" / "own_text.safetensors", 12
+    )
+    windows = tokens(6, seed=1, vocabulary=200) + text
+    model = language_models.load_sharded(tmp_path / "plain")
+    pairs = prune.select(model)
+    prune.masks_from_zeros(model, all_zero="prune")
+    losses = language_models.polish(
+        model, language_models.load_sharded(polished / "source"), windows, pairs, steps=3
+    )
+    assert report.inputs["update"]["polish"]["losses"] == pytest.approx(losses, rel=1e-5)
+    with torch.no_grad():
+        model(input_ids=windows.tokens[:1])  # hooks make the weights of the last step
+    expected = {
+        f"{path}.weight": m.weight for path, m in model.named_modules() if hasattr(m, "weight_mask")
+    }
+    found, before = weights_of(polished / "polished"), weights_of(tmp_path / "plain")
+    assert expected and all(torch.equal(found[n] == 0, w == 0) for n, w in expected.items())
+    distance, moved = (
+        torch.cat([(weight - other[name]).flatten() for name, weight in expected.items()]).norm()
+        for other in (found, before)
+    )
+    assert distance <= 1e-3 * moved
+    for name, weight in weights_of(polished / "source").items():
+        assert name in expected or torch.equal(weight, found[name]), name
+    assert verify(polished / "polished", polished / "source").is_good
+
+
+def test_the_last_of_rounds_is_polished_towards_the_source(polished, tmp_path):
+    made = run(polished, tmp_path / "out", rounds=[0.2], **POLISHED)
+    losses = made.report.inputs["update"]["polish"]["losses"]
+    plain = run(polished, tmp_path / "plain", rounds=[0.2], **POLISHED | {"polish": 0})
+    model = language_models.load_sharded(tmp_path / "plain")
+    dense = language_models.load_sharded(polished / "source")
+    text = tmp_path / "plain" / "distprune" / "own_text.safetensors"
+    windows = tokens(6, seed=1, vocabulary=200)
+    windows += language_models.read_windows(tiny_tokenizer(), text, 12)
+    prune.masks_from_zeros(model, all_zero="prune")
+    right = language_models.polish(model, dense, windows, prune.select(model), steps=3)
+    assert losses == pytest.approx(right, rel=1e-3) and plain.after != made.after
 
 
 class Stopped(Exception):

@@ -1,0 +1,187 @@
+"""Polish: some steps of training towards the dense model, with the zeros of the masks held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from distprune.base.naming import Pair
+from distprune.base.pruned_form import orig_key
+from distprune.language_models.calibrating import gradients_for
+from distprune.language_models.losses import FINITE, BatchLosses, Prediction
+from distprune.language_models.running import Report, check_same, in_eval_mode, reporter
+from distprune.language_models.text import TokenWindows
+from distprune.ranks.collectives import world
+
+STEPS, RATE, BATCH = 40, 5e-5, 2
+_WARM_UP = 5  # steps; the rate falls to a tenth after it
+
+# What the dense model says about some windows.
+Teacher = Callable[[slice], Prediction]
+
+
+def polish(
+    model: nn.Module,
+    teacher: nn.Module,
+    windows: TokenWindows,
+    parameters: Iterable[Pair],
+    *,
+    steps: int = STEPS,
+    lr: float = RATE,
+    batch_size: int = BATCH,
+    progress: Report | None = None,
+) -> list[float]:
+    """Train the kept weights of a pruned model towards what the dense model says. Collective.
+
+    parameters = language_models.linear_layers(model)
+    ...  # prune
+    losses = language_models.polish(model, dense, windows, parameters)
+
+    Each step takes ``batch_size`` windows, in turn one of each text, and lowers the mean
+    Kullback-Leibler divergence of the predictions of ``model`` from those of ``teacher`` for all
+    tokens, by AdamW without decay; the norm of the gradient is clipped to 1. What masks prune stays
+    zero, on any wrapper. No label is needed, so that text which the dense model wrote will do.
+
+    The data-parallel ranks share the windows of a step. On any number of them the result is the
+    same up to rounding. The model is in evaluation mode meanwhile, and has no gradients afterwards.
+
+    Args:
+        model: pruned, plain or wrapped; its parameters in float32, unless the optimizer's small
+            steps are to be lost.
+        teacher: the dense model, wrapped in the same way.
+        windows: the same on every rank.
+        parameters: (module, name) pairs that are trained; not the head, unless its logits are made
+            whole.
+        steps, lr: how many steps, and the learning rate, which rises for five steps, and falls to a
+            tenth afterwards.
+        batch_size: windows of a step, on all ranks together.
+        progress: called after every step, on every rank.
+
+    Returns:
+        The loss of each step, in nats per token; the same on every rank.
+
+    Raises:
+        ValueError: steps, rate or sizes out of range; a loss that is not finite, before its step
+            changes anything; as ``calibrate``. On every rank.
+        RuntimeError: the model has gradients already.
+        NotImplementedError: FSDP1 without ``use_orig_params``; as :func:`running.data_ranks`.
+
+    Cost: per window and step a forward of the teacher, a forward and a backward of the model; 12
+    bytes for each trained element. Logits in slices, where the model's head allows it.
+
+    Source: knowledge distillation, Hinton et al., arXiv 1503.02531.
+    """
+    dense = BatchLosses(teacher)
+
+    def predict(rows: slice) -> Prediction:
+        with in_eval_mode(teacher):
+            return dense.prediction(windows.tokens[rows])
+
+    polishing = polishing_steps(
+        model, predict, windows, parameters, steps=steps, lr=lr, batch_size=batch_size
+    )
+    finished, losses = reporter("polish", steps, progress, "steps"), []
+    for _, loss in polishing:
+        losses.append(loss)
+        finished(1)
+    return losses
+
+
+def polishing_steps(
+    model: nn.Module,
+    teacher: Teacher,
+    windows: TokenWindows,
+    parameters: Iterable[Pair],
+    *,
+    steps: int,
+    lr: float = RATE,
+    batch_size: int = BATCH,
+    finished: int = 0,
+    resume: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None,
+) -> Iterator[tuple[torch.optim.Optimizer, float]]:
+    """As :func:`polish`, one step for each item that is asked for.
+
+    Args:
+        teacher: what the dense model says about some windows; called before the model runs on them.
+        finished: steps that are done already: the model has their weights ...
+        resume: ... and this gives the optimizer its state.
+    """
+    pairs, communicator = list(parameters), world()
+    ranks = check_same(model, windows, 1)
+    facts = [("steps, lr, batch_size", f"{steps}, {lr!r}, {batch_size}")]
+    trained = communicator.run(
+        lambda: _trained(model, pairs, steps, lr, batch_size), lambda _: facts
+    )
+    losses, order = BatchLosses(model), _in_turn(windows)
+    optimizer = torch.optim.AdamW(trained, lr, betas=(0.9, 0.95), weight_decay=0)
+    resume(optimizer)
+    with (
+        communicator.raising_everywhere(),
+        in_eval_mode(model),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        gradients_for(model, pairs),
+    ):
+        for step in range(finished, steps):
+            first, total = step * batch_size, torch.zeros((), dtype=torch.float64)
+            # As many forwards on every rank, in which FSDP communicates; some may not count.
+            for begin in range(first, first + batch_size, ranks.size):
+                number = begin + ranks.index
+                counts = number < first + batch_size
+                row = order[number % len(order)]
+
+                def backward(row: int = row, weight: float = counts / batch_size) -> Tensor:
+                    target = teacher(slice(row, row + 1))
+                    loss = losses.divergence(windows.tokens[row : row + 1], target)
+                    scale = ranks.size if ranks.averages_gradients else 1
+                    torch.autograd.backward(loss * (weight * scale))
+                    return loss.detach().double().cpu() * (weight * ranks.is_counted)
+
+                total += communicator.run(backward)
+            loss = float(communicator.reduce_floats(1, partial(total.view, 1)))
+            if loss != loss or loss in (float("inf"), float("-inf")):
+                raise ValueError(f"the loss of step {step} is {loss}; {FINITE}")
+            if not ranks.averages_gradients:
+                for parameter in trained:
+                    assert parameter.grad is not None
+                    communicator.sum_floats(parameter.grad)
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = lr * min(1, (step + 1) / _WARM_UP) * (1 - 0.9 * step / steps)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield optimizer, loss
+
+
+def _trained(
+    model: nn.Module, pairs: Sequence[Pair], steps: int, lr: float, batch_size: int
+) -> list[nn.Parameter]:
+    """The tensors that hold some parameters, pruned or not."""
+    if steps < 1 or batch_size < 1 or not 0 < lr < float("inf"):
+        raise ValueError(
+            f"steps={steps}, batch_size={batch_size}, lr={lr!r}; expected at least 1 step of 1 "
+            "window, and a finite rate above 0."
+        )
+    wanted = {
+        id(module._parameters.get(key)) for module, name in pairs for key in (name, orig_key(name))
+    }
+    found = [parameter for parameter in model.parameters() if id(parameter) in wanted]
+    if not found:
+        raise NotImplementedError(
+            "none of the parameters to train is one of the model's own; expected pairs of this "
+            "model, and use_orig_params=True of FSDP1."
+        )
+    return found
+
+
+def _in_turn(windows: TokenWindows) -> list[int]:
+    """The numbers of the windows: the first one of each text, the second ones, ..."""
+    seen = [0] * len(windows.texts)
+    turns = []
+    for number, text in enumerate(windows.text_of.tolist()):
+        turns.append((seen[text], text, number))
+        seen[text] += 1
+    return [number for _, _, number in sorted(turns)]

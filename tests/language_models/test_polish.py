@@ -1,0 +1,118 @@
+"""Polishing: the gradient of the divergence, zeros that are held, and the same on ranks."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional
+
+import distprune as prune
+from distprune import language_models
+from distprune.language_models.losses import BatchLosses, Prediction
+from distprune.testing import run_ranks
+from helpers.tiny_language_model import tiny_llama, tiny_tokenizer
+
+
+def windows_of(folder, num_windows=6):
+    tokenizer = tiny_tokenizer()
+    return language_models.read_windows(tokenizer, folder / "text.txt", 16, limit=num_windows)
+
+
+def polished(folder, wrap="none", steps=7, batch_size=3):
+    """(whole weights before and after, losses) of a model at 50 %."""
+    model = language_models.load_sharded(folder / "llama", wrap=wrap, dtype=torch.float32)
+    dense = language_models.load_sharded(folder / "llama", wrap=wrap, dtype=torch.float32)
+    parameters = language_models.linear_layers(model)
+    prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.5)
+
+    def weights():
+        found = [getattr(*pair).detach() for pair in parameters]
+        return [getattr(w, "full_tensor", lambda w=w: w)().clone() for w in found]
+
+    before = weights()
+    losses = language_models.polish(
+        model, dense, windows_of(folder), parameters, steps=steps, lr=1e-3, batch_size=batch_size
+    )
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with torch.no_grad():
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64))  # hooks make the weights of masks
+    return before, weights(), losses
+
+
+def test_zeros_are_held_and_the_loss_falls(llama_and_text):
+    before, after, losses = polished(llama_and_text, steps=40)
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one == 0, other == 0) and not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("in_slices", [True, False])
+def test_the_divergence_is_that_of_whole_logits(llama_and_text, in_slices):
+    """Its value and all gradients, of the head too."""
+    torch.manual_seed(0)
+    dense, tokens = tiny_llama(), windows_of(llama_and_text).tokens[:2]
+    model = copy.deepcopy(dense)
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.data.mul_(0.5)
+    log_q, log_p = (m(input_ids=tokens).logits[:, :-1].log_softmax(-1) for m in (model, dense))
+    right = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    right.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    target = BatchLosses(dense).prediction(tokens)
+    assert not target.are_logits
+    if not in_slices:
+        target = Prediction(dense(input_ids=tokens).logits.detach(), True)
+    loss = BatchLosses(model).divergence(tokens, target)
+    loss.backward()
+    assert torch.allclose(loss, right, atol=1e-6)
+    for name, parameter in model.named_parameters():
+        if "lm_head" not in name or not in_slices:  # in slices, the head is that of both
+            assert torch.allclose(parameter.grad, expected[name], atol=1e-6), name
+
+
+def test_a_step_is_one_of_adam(llama_and_text):
+    """Two windows, one of each text in turn; the norm clipped to 1, and the rate warmed up."""
+    dense, text = tiny_llama(), windows_of(llama_and_text, 3)
+    both = text + language_models.write_text(dense, tiny_tokenizer(), windows=3, length=16)
+    model = copy.deepcopy(dense)
+    pairs = prune.select(model.model.layers[0].mlp, types=torch.nn.Linear)
+    prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5)
+    by_hand = copy.deepcopy(model)
+    language_models.polish(model, dense, both, pairs, steps=1, lr=1e-3)
+    tokens = both.tokens[[0, 3]]
+    log_q, log_p = (m(input_ids=tokens).logits[:, :-1].log_softmax(-1) for m in (by_hand, dense))
+    functional.kl_div(log_q, log_p.detach(), log_target=True, reduction="sum").div(30).backward()
+    trained = [
+        m.weight_orig for m in by_hand.model.layers[0].mlp.children() if hasattr(m, "weight_orig")
+    ]
+    torch.nn.utils.clip_grad_norm_(trained, 1.0)
+    torch.optim.AdamW(trained, 1e-3 / 5, betas=(0.9, 0.95), weight_decay=0).step()
+    for right, (module, _) in zip(trained, pairs, strict=True):
+        assert torch.allclose(right, module.weight_orig, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrap", "num_ranks"), [("none", 2), ("ddp", 2), ("fsdp2", 2), ("tp", 2)])
+def test_ranks_do_what_one_process_does(llama_and_text, wrap, num_ranks):
+    """Three windows a step do not divide among two ranks."""
+    before, after, losses = polished(llama_and_text)
+    for others, found, of_ranks in run_ranks(polished, num_ranks, llama_and_text, wrap):
+        assert all(map(torch.equal, before, others))
+        assert torch.allclose(torch.tensor(losses), torch.tensor(of_ranks), rtol=0.02)
+        for one, other in zip(after, found, strict=True):
+            assert torch.equal(one == 0, other == 0)
+            assert torch.allclose(one, other, atol=2e-4)
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(llama_and_text):
+    dense, windows = tiny_llama(), windows_of(llama_and_text)
+    model = copy.deepcopy(dense)
+    pairs = language_models.linear_layers(model)
+    model.model.norm.weight.data[0] = torch.inf
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match="loss of step 0 is nan; expected finite losses"):
+        language_models.polish(model, dense, windows, pairs)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    with pytest.raises(ValueError, match="steps=0, batch_size=2"):
+        language_models.polish(model, dense, windows, pairs, steps=0)
