@@ -119,7 +119,7 @@ def layout_along(label: str, shape: Sequence[int], dims: Sequence[int]) -> Layou
     if not inner or inner[0] >= start or inner[1:] != list(range(start, ndim)):
         raise ValueError(
             f"{label} has the shape {list(shape)}, and input_dims says {list(dims)}; "
-            "expected one dimension, and after it, for a convolution, those of the kernel."
+            "expected one of its dimensions and, of a convolution, those of the kernel after it."
         )
     first, size = inner[0], math.prod
     return Layout(
