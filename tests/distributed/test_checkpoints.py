@@ -26,7 +26,6 @@ SAVERS += ["replicate-2"]
 LOADERS = ["fsdp2-1", "fsdp2-2", "fsdp2-3", "fsdp2-4", "fsdp2_root-2", "hsdp-2x2", "hsdp-1x3"]
 LOADERS += ["fsdp1-2", "fsdp1_root-3", "fsdp1_flat-2", "fsdp1_hybrid-2x2"]
 LOADERS += ["fsdp2_tp-2x2", "tp-2", "ddp-2", "plain-1", "replicate-2"]
-ASYNC = ["hsdp-2x2", "tp-2", "plain-1"]
 WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]
 NUM_STEPS = 3  # before the checkpoint; the pruner prunes at steps 1, 3 and 5
 
@@ -86,22 +85,15 @@ class Run:
         return wrong
 
 
-def save(wrapping: str, path: str, optimizer: type, is_async: bool) -> tuple[Part, Part]:
+def save(wrapping: str, path: str, optimizer: type) -> tuple[Part, Part]:
     """Train, save, and make one step more: what was held before and after it."""
     run = Run(wrapping, optimizer=optimizer)
     for _ in range(NUM_STEPS):
         run.step()
     state = checkpoint.get_state_dict(*run.everything)
     before = run.parts()
-    if is_async:
-        # A group of its own: the thread that writes communicates while training goes on.
-        group = dist.new_group(backend="gloo")
-        future = dcp.async_save(state, checkpoint_id=path, process_group=group)
-        run.step()  # what is being written is a copy
-        future.result()
-    else:
-        dcp.save(state, checkpoint_id=path)
-        run.step()
+    dcp.save(state, checkpoint_id=path)
+    run.step()
     return before, run.parts()
 
 
@@ -127,14 +119,8 @@ def saved(tmp_path_factory) -> Saved:
     checkpoints = {}
     for wrapping in SAVERS:
         path = str(tmp_path_factory.mktemp(wrapping))
-        per_rank = run_ranks(
-            save,
-            wrappings.world_size(wrapping),
-            wrapping,
-            path,
-            optimizer_of(wrapping),
-            wrapping in ASYNC,
-        )
+        size, optimizer = wrappings.world_size(wrapping), optimizer_of(wrapping)
+        per_rank = run_ranks(save, size, wrapping, path, optimizer)
         before, after = zip(*per_rank, strict=True)
         checkpoints[wrapping] = path, put_together(before), put_together(after)
     return checkpoints
@@ -203,26 +189,6 @@ def test_a_checkpoint_of_shards_loads_into_a_plain_model(saved, tmp_path):
         module, parameter = target(model, name)
         prune.remove(module, parameter)
         assert torch.equal(folded[name], getattr(module, parameter))
-
-
-def dense_from_pruned(wrapping: str, path: str, full: dict[str, Tensor]) -> list[str]:
-    """Loaded, and folded by remove(), into what was a dense model; its optimizer goes on."""
-    run = Run(wrapping, seed=1)
-    checkpoint.load(path, *run.everything)
-    run.pruner.remove()
-    for name in WEIGHTS:
-        del full[name + "_mask"]
-    wrong = run.compare(full, "removed", exact=True)
-    run.optimizer.step()
-    if any(name.endswith("_mask") for name in checkpoint.get_state_dict(run.model)["model"]):
-        wrong.append("masks are left")
-    return wrong
-
-
-@pytest.mark.parametrize("wrapping", ["plain-1", "fsdp1-2", "fsdp2-3", "tp-2"])
-def test_a_pruned_checkpoint_into_a_dense_model(wrapping, saved):
-    path, before, _ = saved["fsdp2-4"]
-    assert_nothing_wrong_on(wrapping, dense_from_pruned, path, before)
 
 
 def differing(path: str) -> str:

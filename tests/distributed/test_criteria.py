@@ -21,7 +21,7 @@ import distprune as prune
 from distprune import criteria
 from distprune.criteria import SNIP, Fisher
 from distprune.statistics import ActivationStatistics
-from distprune.testing import RankError, run_ranks
+from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.collective_traffic import Traffic
 from helpers.comparisons import (
@@ -39,7 +39,7 @@ from helpers.micro_batches import (
     num_tokens,
     wrong_scores,
 )
-from helpers.models import Net, fqns, target
+from helpers.models import fqns, target
 from helpers.sampling import every
 
 AMOUNT = 0.4
@@ -529,26 +529,6 @@ def test_saved_here_and_loaded_there(saved, loaded, kind, tmp_path):
     expected = {n: assembled(p, shapes[n]) for n, p in zip(WEIGHTS, parts, strict=True)}
     for wrapping in loaded:
         assert_nothing_wrong_on(wrapping, load, kind, str(tmp_path), expected)
-
-
-def misplaced() -> str:
-    """9 rows on 4x2: DCP of torch 2.13 would lose rows."""
-    model = wrappings.wrap(Net((6, 9, 5, 3)), "fsdp2_tp-4x2")
-    criterion = SNIP(prune.select(model, "l1"))
-    with pytest.raises(NotImplementedError) as error:
-        criterion.state_dict()
-    return str(error.value)
-
-
-def test_shards_that_dcp_would_misplace_are_refused():
-    for text in run_ranks(misplaced, 8):
-        assert "l1.weight" in text and "FSDP2 cut out of tensor-parallel ones" in text
-
-
-def test_runs_are_not_loaded_on_another_sharding(tmp_path):
-    run_ranks(save, 2, "fsdp1-2", "SNIP", str(tmp_path))
-    with pytest.raises(RankError, match="Missing key in checkpoint"):
-        run_ranks(load, 3, "fsdp1-3", "SNIP", str(tmp_path), {})
 
 
 def continued(wrapping: str, state: dict | None = None) -> tuple[dict, list[str]]:

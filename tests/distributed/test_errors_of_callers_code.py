@@ -144,14 +144,6 @@ def loader_of_blocks(case: Case) -> None:
     in_sequence(case, prune_block, Batches(case))
 
 
-def before_a_block(case: Case) -> None:
-    def prune_block(statistics, parameters) -> None:
-        case.fail()
-        case.prune(parameters, importance_scores=statistics.wanda(parameters))
-
-    in_sequence(case, prune_block)
-
-
 def after_a_block(case: Case) -> None:
     """After the last collective of the last block."""
 
@@ -236,7 +228,6 @@ CASES = {
     "collecting": (collected_inputs, ["plain-2", "ddp-2", "fsdp1-2", "fsdp2-2"]),
     "several contexts": (several_contexts, ["plain-2"]),
     "prune_sequentially, loader": (loader_of_blocks, ["plain-2", "fsdp2-2"]),
-    "prune_sequentially, before": (before_a_block, ["plain-2", "fsdp2-2"]),
     "prune_sequentially, after": (after_a_block, ["plain-2", "fsdp2-2"]),
     "masks_aside": (body_of_masks_aside, ["plain-2"]),
     "ScheduledPruner": (scores_of_a_schedule, ["plain-2"]),

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from distprune.testing import run_ranks
+from helpers.comparisons import raised
 from helpers.tiny_transformers import save_tiny
 
 transformers = pytest.importorskip("transformers")
@@ -31,20 +32,16 @@ def changed(source, target, change):
     return target
 
 
-def raised(folders, **options):
+def error_of(folders, **options):
     """What loading raises on this rank, from a folder of its own."""
     from distprune import language_models
 
-    try:
-        language_models.load_sharded(folders[dist.get_rank()], **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "loaded"
+    return raised(lambda: language_models.load_sharded(folders[dist.get_rank()], **options))
 
 
 def on_two_ranks(*folders, **options):
     folders = folders if len(folders) == 2 else folders * 2
-    return run_ranks(raised, 2, folders, **options)
+    return run_ranks(error_of, 2, folders, **options)
 
 
 def test_missing_tensors_are_named_on_every_rank(llama, tmp_path):
@@ -128,11 +125,7 @@ def saving_raises(source, target, fails):
         if fails:
             error = OSError(28, "No space left on device")
             patch.setattr(os, "fsync", Mock(side_effect=error))
-        try:
-            language_models.save_sharded(model, target, source=source)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return "saved"
+        return raised(lambda: language_models.save_sharded(model, target, source=source))
 
 
 def test_full_disk_raises_on_all_ranks_and_leaves_nothing(llama, tmp_path):
@@ -144,7 +137,7 @@ def test_full_disk_raises_on_all_ranks_and_leaves_nothing(llama, tmp_path):
 def test_remains_of_a_killed_run_are_replaced_and_finished_folders_are_not(llama, tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "model.safetensors").write_text("half")
-    assert run_ranks(saving_raises, 2, llama, tmp_path / "out", False) == ["saved"] * 2
+    assert run_ranks(saving_raises, 2, llama, tmp_path / "out", False) == ["nothing was raised"] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     for text in run_ranks(saving_raises, 2, llama, tmp_path / "out", False):
         assert "OutputError" in text and "exists" in text

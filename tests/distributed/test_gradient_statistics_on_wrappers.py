@@ -14,7 +14,7 @@ from distprune.statistics import GradientStatistics
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.collective_traffic import Traffic
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong, raised
 from helpers.micro_batches import WEIGHTS, Wrapped, make_model, wrong_totals
 from helpers.models import target
 from helpers.sampling import every
@@ -95,11 +95,7 @@ def errors_of(wrapping: str) -> list[str]:
     found = []
 
     def note(attempt) -> None:
-        try:
-            attempt()
-            found.append("nothing was raised")
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
+        found.append(raised(attempt))
 
     def run(weight=1.0, times=1, scale=1.0) -> None:
         with statistics.calibrating(), statistics.batch(weight):
@@ -141,17 +137,13 @@ def refusal_under(wrapping: str) -> str:
     pairs = wrapped.matrices
     statistics = GradientStatistics(pairs)
     prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5)
-    try:
-        wrapped.calibrate(statistics)
-    except NotImplementedError as error:
-        return str(error)
-    return "nothing was raised"
+    return raised(lambda: wrapped.calibrate(statistics))
 
 
 @pytest.mark.parametrize("wrapping", ["fsdp1-2", "fsdp2-2"])
 def test_pruned_parameters_under_fsdp_are_refused(wrapping):
     for text in run_ranks(refusal_under, 2, wrapping):
-        assert text.startswith("l1.weight is pruned and sharded"), text
+        assert text.startswith("NotImplementedError: l1.weight is pruned and sharded"), text
 
 
 def scores_after_saving(wrapping: str, path: str) -> list[str]:

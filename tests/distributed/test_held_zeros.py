@@ -11,18 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import distprune as prune
 from distprune.base.naming import unwrap
-from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
-from helpers.models import EVEN_HIDDEN, Net, fill, target
+from helpers.comparisons import assert_nothing_wrong_on
+from helpers.models import Net, fill, target
 
 NAMES = ["l1.weight", "l2.weight"]
 WRAPPINGS = [
@@ -143,48 +139,6 @@ def written(wrapping: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_zeros_stay_whoever_writes(wrapping):
     assert_nothing_wrong_on(wrapping, written)
-
-
-def two_forwards() -> list[str]:
-    """Under tensor parallelism autograd saves the shard itself."""
-    results, keeps = [], []
-    for is_parallel in (False, True):
-        model = fill(Net(EVEN_HIDDEN), "normal", "float32").double()
-        if is_parallel:
-            plan = {"l1": ColwiseParallel(), "l2": RowwiseParallel()}
-            parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
-        parameters = [p for n, p in model.named_parameters() if not n.startswith("l3")]
-        optimizer = torch.optim.AdamW(parameters, 0.05, weight_decay=0.1)
-        places, losses = [(model.l1, "weight"), (model.l2, "weight")], []
-        generator = torch.Generator().manual_seed(1)
-        for step in range(6):
-            if step == 2:
-                prune.global_unstructured(places, prune.L1Unstructured, amount=0.5)
-                keeps.append([m.full_tensor() if is_parallel else m != 0 for m in masks(places)])
-            if step >= 2 and not is_parallel:
-                for (module, _), keep in zip(places, keeps[0], strict=True):
-                    module.weight_orig.data.mul_(keep)
-            first, second = torch.randn(2, 6, 6, generator=generator, dtype=torch.float64)
-            outputs = [model(first), model(second)]
-            for output in outputs:
-                output.square().mean().backward()
-            norm = nn.utils.clip_grad_norm_(parameters, 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            losses += [outputs[1].square().mean().detach(), norm]
-        results.append(torch.stack(losses))
-    same = all(torch.equal(a, b) for a, b in zip(*keeps, strict=True))
-    wrong = [] if same else ["other masks"]
-    return wrong + ([] if torch.allclose(*results, rtol=1e-10) else [str(results)])
-
-
-def masks(places):
-    return [getattr(module, f"{name}_mask") for module, name in places]
-
-
-def test_two_forwards_before_the_first_backward():
-    assert_nothing_wrong(run_ranks(two_forwards, 2))
 
 
 def kept_for_reconstruction(wrapping: str) -> list[str]:

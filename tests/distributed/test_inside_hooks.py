@@ -1,8 +1,7 @@
-"""Pruning from a hook of a module: refused where FSDP has gathered the weights, right elsewhere."""
+"""Pruning from a hook of a module: refused where FSDP has gathered the weights."""
 
 import re
 import warnings
-from itertools import product
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import distprune as prune
 from distprune.base.naming import unwrap
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong_on
-from helpers.models import EVEN_HIDDEN, Net, fill
+from helpers.models import Net, fill
 from helpers.sampling import every
 
 SHARDED = ["fsdp2-2", "fsdp2_root-2", "fsdp1-2", "fsdp1_flat-2", "hsdp-2x2", "tp-2"]
@@ -100,50 +99,6 @@ def refused_in_all_hooks(wrapping: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", SHARDED)
 def test_refused_on_shards(wrapping):
     assert_nothing_wrong_on(wrapping, refused_in_all_hooks)
-
-
-def right(wrapping: str, where: str, what: str) -> list[str]:
-    """As on one process: the same outputs and gradients."""
-    seen = []
-    for each in (wrapping, "plain"):
-        model = fill(Net(EVEN_HIDDEN), "normal", "float32")
-        model = wrappings.wrap(model, wrapping) if each == wrapping else model
-        inner = wrappings.unwrapped(model)
-        if what == "remove":
-            prune.l1_unstructured(unwrap(inner.l2), "weight", 0.3)
-        is_first = [True]
-
-        def action(model=model, is_first=is_first) -> None:
-            if is_first and is_first.pop():
-                call(what, model)
-
-        in_hook(where, unwrap(inner.l2), action)
-        x, y = batch()
-        outputs = []
-        for _ in range(2):
-            model.zero_grad()
-            out = model(x)
-            F.mse_loss(out, y).backward()
-            outputs.append(out.detach())
-        gradients = [
-            (g.full_tensor() if hasattr(g, "full_tensor") else g).clone()
-            for g in (p.grad for p in model.parameters())
-        ]
-        seen.append(outputs + gradients)
-    return [
-        f"{which}: {(a - b).abs().max()}"
-        for which, (a, b) in enumerate(zip(*seen, strict=True))
-        if not torch.allclose(a, b, atol=1e-6)
-    ]
-
-
-def right_in_all_hooks(wrapping: str) -> list[str]:
-    cases = product(HOOKS, CALLS)
-    return [f"{case}: {text}" for case in cases for text in right(wrapping, *case)]
-
-
-def test_right_elsewhere():
-    assert_nothing_wrong_on("ddp-2", right_in_all_hooks)
 
 
 def between_steps(wrapping: str) -> list[str]:

@@ -3,8 +3,7 @@
 Some are registered, and stand for wrappers that need GPUs. ``Flat`` stores and updates parameters
 as Megatron's distributed optimizer does: every rank has all of a low-precision buffer, and an fp32
 slice of it, cut without regard to parameters, which its optimizer steps. ``Ragged`` stores runs of
-unequal lengths, as veScale's RaggedShard does, or as torchtitan's flex_shard cuts: ``BlockShard``
-in whole blocks of rows, ``Owned`` all on one rank.
+unequal lengths, as veScale's RaggedShard and torchtitan's flex_shard do.
 
 Others are torchtitan's. It shards experts on a mesh (efsdp, ep) and all else on (fsdp,), in one
 group of FSDP2 or in two; experts are cut along dimension 1 where there are more ranks than experts.
@@ -12,9 +11,7 @@ Its SimpleFSDP gathers parameters in properties of the modules.
 """
 
 import copy
-import gc
 import itertools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -213,28 +210,12 @@ class Gather(torch.autograd.Function):
         return part / dist.get_world_size(), None, None
 
 
-def unequal(shape: torch.Size, number: int) -> list[int]:
+def unequal(shape: torch.Size) -> list[int]:
     """Rank r has about r + 1 times as much as rank 0, and the last but one has nothing."""
     size, shares = dist.get_world_size(), list(range(1, dist.get_world_size() + 1))
     if size > 2:
         shares[-2] = 0
     return [shape.numel() * sum(shares[:r]) // sum(shares) for r in range(size + 1)]
-
-
-def block_shard(shape: torch.Size, number: int) -> list[int]:
-    """BlockShard(dim=0, block_size): of blocks of rows, each rank has those of torch.chunk."""
-    block = 2 if shape[0] % 2 == 0 else 1
-    chunk = -(-(shape[0] // block) // dist.get_world_size()) * block
-    return [min(r * chunk, shape[0]) * shape[1] for r in range(dist.get_world_size() + 1)]
-
-
-def owned(shape: torch.Size, number: int) -> list[int]:
-    """Owned: one rank has all of a parameter, another one of the next."""
-    owner = number // 2 % dist.get_world_size()
-    return [shape.numel() if r > owner else 0 for r in range(dist.get_world_size() + 1)]
-
-
-CUTS = {"ragged": unequal, "block_shard": block_shard, "owned": owned}
 
 
 class RaggedLinear(nn.Module):
@@ -285,10 +266,10 @@ class Wrapped:
 
     def __init__(self, kind: str, dtype: torch.dtype = torch.float32) -> None:
         self.model, self.finder = net(), find_ragged
-        if kind in CUTS:
+        if kind == "ragged":
             for number in (0, 2):
                 weight = self.model[number].weight
-                self.model[number] = RaggedLinear(weight, CUTS[kind](weight.shape, number))
+                self.model[number] = RaggedLinear(weight, unequal(weight.shape))
             self.optimizer = torch.optim.SGD(self.model.parameters(), LEARNING_RATE, momentum=0.9)
         else:
             self.model = self.model.to(dtype)
@@ -345,7 +326,7 @@ def train_as_one_process(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["flat", *CUTS])
+@pytest.mark.parametrize("kind", ["flat", "ragged"])
 def test_a_registered_layout_trains_as_one_process(kind, world_size):
     assert_nothing_wrong(run_ranks(train_as_one_process, world_size, kind))
 
@@ -415,21 +396,6 @@ def test_criteria_of_a_registered_layout(kind):
 def test_a_finder_has_to_be_callable():
     with pytest.raises(TypeError, match="finder is a int"):
         layouts.register(3)
-
-
-def freed_models() -> list[str]:
-    wrapped = Wrapped("ragged")
-    prune.global_unstructured(prune.select(wrapped.model), prune.L1Unstructured, amount=0.5)
-    wrapped.step(batches(dist.get_rank())[0])
-    module = weakref.ref(wrapped.model[0])
-    layouts.unregister(wrapped.finder)
-    del wrapped
-    gc.collect()
-    return [] if module() is None else ["a mask keeps its module alive"]
-
-
-def test_masks_do_not_keep_models_alive():
-    assert_nothing_wrong(run_ranks(freed_models, 2))
 
 
 # Those of torchtitan.

@@ -119,20 +119,6 @@ def test_refused_on_entry(only_on):
     assert_nothing_wrong(run_ranks(refused_on_entry, 2, only_on))
 
 
-def alone() -> list[str]:
-    """A group of this rank alone: nothing is asked of the others."""
-    own = dist.new_subgroups(1)[0]
-    model, masks, _ = pruned()
-    if dist.get_rank() == 0:
-        with prune.masks_aside(model, group=own):
-            pass
-    return other_masks(model, masks)
-
-
-def test_a_group_of_one():
-    assert_nothing_wrong(run_ranks(alone, 2))
-
-
 def told(wrapping: str) -> list[str]:
     """Pruning, verify and remove say what to do; with masks_aside nothing whole is left."""
     model = wrappings.wrap(pruned()[0], wrapping)

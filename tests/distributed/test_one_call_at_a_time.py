@@ -1,7 +1,5 @@
-"""Two calls on one group at a time are refused; an interrupt is shared by all ranks."""
+"""Two calls on one group at a time are refused."""
 
-import os
-import signal
 import threading
 
 import pytest
@@ -113,30 +111,3 @@ def wrong_with_two_groups() -> list[str]:
 
 def test_threads_with_groups_of_their_own():
     assert_nothing_wrong(run_ranks(wrong_with_two_groups, 2))
-
-
-def wrong_after_an_interrupt(wrapping: str) -> list[str]:
-    """SIGINT in a local step of one rank: it raises KeyboardInterrupt, the others say where."""
-    model, targets = model_and_targets(wrapping)
-    is_odd = dist.get_rank() == 1
-    action = Action((lambda: os.kill(os.getpid(), signal.SIGINT)) if is_odd else None)
-    # A shell starts what runs in the background with SIGINT ignored, and processes inherit that.
-    before = signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
-    kind, text, changed = outcome(
-        model, lambda: prune.global_unstructured(targets, Calling, amount=0.5, action=action)
-    )
-    wrong = [f"changed {each}" for each in changed]
-    if is_odd and kind != "KeyboardInterrupt":
-        wrong.append(f"{kind}: {text}")
-    if not is_odd and (kind != "RuntimeError" or "on rank 1: KeyboardInterrupt" not in text):
-        wrong.append(f"{kind}: {text}")
-    if signal.getsignal(signal.SIGINT) is not before:
-        wrong.append("the handler of SIGINT is another one now")
-    prune.global_unstructured(targets, Calling, amount=0.5)
-    return wrong
-
-
-@pytest.mark.parametrize("wrapping", ["plain-2", "fsdp2-2", "tp-2"])
-def test_an_interrupt_is_shared(wrapping):
-    assert_nothing_wrong(run_ranks(wrong_after_an_interrupt, 2, wrapping))

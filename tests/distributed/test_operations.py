@@ -34,7 +34,7 @@ EVERYTHING = [*WEIGHTS, "l1.bias", "l2.bias", "l3.bias"]
 
 
 def random_masks(amount, names, low=None, high=None) -> Operation:
-    given = {"names": names, "select": False, "low": low, "high": high}
+    given = {"names": names, "low": low, "high": high}
     return do("global_random", amount=amount, seed=7, **given)
 
 
@@ -202,7 +202,16 @@ def life(number: int, sizes: tuple, wrapping: str) -> list[tuple]:
     train, look = do("train", seed=5), do("evaluate", seed=6, inference=True)
     load = do("load_rewrapped", True, wrapping=wrapping, pruned=[], unmasked="error", seed=8)
     replaced = [masks(0.5, False), train, masks(0.4, True), train, load, masks(0.6, False), train]
-    zeros = [do("masks_from_zeros", names=WEIGHTS), train, train, do("remove_all", True)]
+    zeros = [
+        do("masks_from_zeros", names=WEIGHTS),
+        train,
+        train,
+        do("copied"),
+        do("remove_all", True),
+    ]
+    # Of dense weights into a model that is pruned: refused, and then with leave.
+    given = {"wrapping": wrapping, "pruned": WEIGHTS[:1], "seed": 9}
+    zeros += [do("load_rewrapped", True, unmasked=how, **given) for how in ("error", "keep")]
     wrapped = [l1(0.5), do("wrap_pruned", True, wrapping=wrapping), train, train, look, l1(0.3)]
     wrapped += [do("remove", True, name=name) for name in WEIGHTS]
     states = [l1(0.5, look=True), look, train, do("state_dict"), do("schedule"), train, look]

@@ -20,7 +20,7 @@ import distprune as prune
 from distprune import schedule
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong, raised
 from helpers.models import fill, target
 
 NUM_LAYERS = 12  # "layers.10" has to come after "layers.2"
@@ -308,15 +308,14 @@ def errors(calls: list[tuple[str, str]]) -> list[str]:
                 k = SIZE + 1
             case "candidates":
                 options["candidates"] = [torch.ones(pair[0].weight.shape) > 0 for pair in chosen]
-        try:
-            if function == "global_mask":
-                prune.global_mask(chosen, k, **options)
-            else:
-                prune.global_unstructured(chosen, method, amount=0.5, **options)
-            found.append("nothing")
-        except Exception as error:
-            assert not prune.is_pruned(stage.model)
-            found.append(f"{type(error).__name__}: {error}")
+        if function == "global_mask":
+            call = functools.partial(prune.global_mask, chosen, k, **options)
+        else:
+            call = functools.partial(
+                prune.global_unstructured, chosen, method, amount=0.5, **options
+            )
+        found.append(raised(call))
+        assert not prune.is_pruned(stage.model)
     return found
 
 

@@ -40,7 +40,7 @@ from distprune.wrappers import fsdp2
 from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
 from helpers.micro_batches import Units, Wrapped, loss_of, micro_batch, num_tokens, wrong_totals
-from helpers.models import Net, fill
+from helpers.models import Net
 from helpers.wrappings import local
 
 NUM_BATCHES = 3
@@ -356,17 +356,10 @@ def sequence_parallel(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh["dp"]) if shape[0] > 1 else model
 
 
-def model_differences(
-    kind: type, wrapping: str, wrap: Callable | None = None, compiled: str = ""
-) -> list[str]:
+def model_differences(kind: type, wrapping: str, wrap: Callable | None = None) -> list[str]:
     """Scores after one micro-batch on each data-parallel rank; or the error of the call."""
     options = {"find_unused_parameters": True} if wrapping == "ddp-2" and kind in UNUSED else {}
     w = Wrapped(wrapping, "float64", kind_of_model=kind, wrap_model=wrap, **options)
-    if compiled:
-        w.model.compile(backend="aot_eager")
-    if compiled == "warm":  # compiled without hooks
-        w.loss(0).backward()
-        w.model.zero_grad()
     criterion = Fisher(w.pairs, unit="rank_batch")
     try:
         w.calibrate(criterion, 1)
@@ -395,14 +388,6 @@ def differences_of_models(wrapping: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", WRAPPERS)
 def test_models(wrapping):
     assert_nothing_wrong_on(wrapping, differences_of_models)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("compiled", ["cold", "warm"])
-@pytest.mark.parametrize("wrapping", WRAPPERS)
-def test_compiled_models(wrapping, compiled):
-    found = run_ranks(model_differences, 2, Net, wrapping, None, compiled)
-    assert_nothing_wrong(found)
 
 
 @pytest.mark.parametrize("wrapping", ["fsdp2_tp-1x2", "fsdp2_tp-2x2"])
@@ -640,15 +625,3 @@ def test_arguments():
     with pytest.raises(ValueError, match=r"Linear\.weight.*frozen"), criterion.calibrating():
         pass
     assert not layer.weight._backward_hooks
-
-
-def error_of_no_shard(wrapping: str) -> tuple[str, list[str]]:
-    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
-    with pytest.raises(NotImplementedError) as error:
-        Fisher([(wrappings.unwrapped(model).l1, "weight")], unit="rank_batch")
-    return str(error.value), hooks_left(model)
-
-
-def test_fsdp1_that_does_not_shard_is_refused():
-    ((text, left),) = run_ranks(error_of_no_shard, 1, "fsdp1-1")
-    assert "Linear.weight" in text and "NO_SHARD" in text and left == []

@@ -6,11 +6,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.utils.prune as torch_prune
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 
@@ -280,25 +276,3 @@ def problems_of_local_states(wrapping: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", ["fsdp1-2", "fsdp1-3", "fsdp1_root-3", "fsdp1_flat-2"])
 def test_local_state_dicts_of_fsdp1_load_into_a_model_of_other_masks(wrapping):
     assert_nothing_wrong_on(wrapping, problems_of_local_states)
-
-
-def changed_by_remove(wrapping: str) -> list[str]:
-    """What of a state dict, taken before, has other values after remove."""
-    model = pruned(wrapping, sizes=wrappings.runnable_sizes(wrapping))
-    state = get_model_state_dict(model)  # sharded, without copies where the wrapper makes none
-    held = {
-        name: value.local_shards()[0].tensor
-        if hasattr(value, "local_shards")
-        else wrappings.local(value)
-        for name, value in state.items()
-    }
-    before = {name: value.clone() for name, value in held.items()}
-    for name in NAMES:
-        prune.remove(*target(wrappings.unwrapped(model), name))
-    return [name for name in held if not torch.equal(held[name], before[name])]
-
-
-@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "tp-2", "fsdp2-2", "fsdp1-2"])
-def test_a_state_dict_taken_before_remove_keeps_its_values(wrapping):
-    """As in torch; shards have their zeros already."""
-    assert_nothing_wrong_on(wrapping, changed_by_remove)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import distprune as prune
 from distprune.statistics import ActivationStatistics
 from distprune.testing import run_ranks
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong, raised
 from helpers.fused_experts import integer_net
 
 NAMES = ["l1.weight", "l2.weight", "l3.weight"]
@@ -136,11 +136,7 @@ def errors_on_ranks(folder: str) -> list[str]:
     texts = []
 
     def attempt(step) -> None:
-        try:
-            step()
-            texts.append("nothing")
-        except Exception as error:
-            texts.append(f"{type(error).__name__}: {error}")
+        texts.append(raised(step))
 
     attempt(lambda: ActivationStatistics(prune.select(model)[rank:]))
     bias = prune.select(model, names="bias", everything=True)

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
@@ -443,22 +442,6 @@ def test_a_rank_without_a_batch_takes_part(wrapping):
     num = 6 * (size - 1)
     expected = {"0.weight": (num, [float(num)] * 2, [float(num)] * 2)}
     assert run_ranks(totals_with_an_idle_rank, size, wrapping) == [expected] * size
-
-
-def checkpointed_in_bf16() -> dict:
-    """Checkpointed layers under FSDP2, which casts to bf16: inputs count once, as they are seen."""
-    first, second = nn.Linear(3, 4), nn.Linear(4, 2)
-    model = nn.Sequential(checkpoint_wrapper(first), nn.ReLU(), checkpoint_wrapper(second))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = wrappings.wrap(model, "fsdp2-2", mp_policy=policy)
-    x = torch.tensor([[1.0, 2**-10 + 1, 3.0]]) * (dist.get_rank() + 1)
-    return totals_of(Side(model, [(x, None)]).statistics(SUM))
-
-
-def test_checkpoints_and_mixed_precision_under_fsdp2():
-    for found in run_ranks(checkpointed_in_bf16, 2):
-        first, second = found.values()
-        assert first == (2, [3.0, 3.0, 9.0], [5.0, 5.0, 45.0]) and second[0] == 2
 
 
 def experts_in_mixed_precision(implementation: str) -> list[str]:

@@ -115,6 +115,12 @@ def test_compiled(wrapping):
         check(wrapping, [LOOPS[2] if compiler == "eager" else LOOPS[0]], compiler=compiler)
 
 
+def test_two_forwards_before_the_first_backward():
+    """Under tensor parallelism autograd saves the shard itself."""
+    together = trained(3, micro_batches=2, together=True)
+    assert_nothing_differs([plan("tp-2", [*together, l1(0.5), *together])])
+
+
 @pytest.mark.parametrize("wrapping", ["plain-2", "fsdp2-2", "fsdp2_root-3", "tp-2"])
 def test_frozen_parameters(wrapping):
     assert_nothing_differs([plan(wrapping, [do("freeze"), l1(0.5, look=True)])])

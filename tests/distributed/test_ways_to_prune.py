@@ -484,9 +484,6 @@ MISTAKES = {
     "schedule: target": (
         step_of(constant, 0.4), step_of(constant), r"target sparsity: 0\.[45]"
     ),
-    "schedule: a target that prunes nothing": (
-        step_of(constant, 0.1), step_of(constant), r"target sparsity: 0\.[15]"
-    ),
     "schedule: state": (
         step_of(constant, load={"sparsity": 0.9}), step_of(constant), r"target sparsity: 0\.[59]"
     ),
@@ -495,10 +492,6 @@ MISTAKES = {
         "present sparsity",
     ),
     "schedule: error": (step_of(failing), step_of(constant), "ZeroDivisionError"),
-    "schedule: NaN": (step_of(constant, float("nan")), step_of(constant), r"fn\(0\)=nan"),
-    "schedule: parameters": (
-        step_of(constant, names=WEIGHTS[:2]), step_of(constant), "number of parameters"
-    ),
     "schedule: scores that fail": (
         step_of(constant, importance_scores=lambda: {}["no"]),
         step_of(constant, importance_scores=lambda: {}), "KeyError|no",
@@ -507,15 +500,6 @@ MISTAKES = {
         step_of(constant, importance_scores=lambda: {}), step_of(constant, importance_scores={}),
         "importance_scores",
     ),
-    "schedule: scores of no kind": (
-        step_of(constant, importance_scores=lambda: 3),
-        step_of(constant, importance_scores=lambda: {}), "importance_scores",
-    ),
-    "schedule: method": (
-        step_of(constant, pruning_method=prune.RandomUnstructured), step_of(constant),
-        "RandomUnstructured",
-    ),
-    "schedule: bounds": (step_of(constant, max_sparsity=0.9), step_of(constant), "divides the am"),
 }  # fmt: skip
 
 

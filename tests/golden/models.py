@@ -27,7 +27,6 @@ from distprune.testing import run_ranks
 from golden import corpus
 from helpers import wrappings
 from helpers.comparisons import assembled
-from helpers.criteria_runs import IntegerNet, backward, batches
 from helpers.models import DTYPES, EVEN, Net, fill, fqns, target
 
 ALL_WRAPPINGS = [*wrappings.TRAINED, *wrappings.FSDP2_DIM1]
@@ -37,6 +36,29 @@ RATIOS = {"l1.weight": 0.1, "l2.weight": 0.4, "l3.weight": 0.3, "conv.weight": 0
 BOUNDS = {"min_sparsity": 0.3, "max_sparsity": 0.6}
 RAMP = schedule.Cubic(begin=0, end=2, frequency=1, final_sparsity=0.7, initial_sparsity=0.2)
 CASES_PER_CALL = 16  # torch keeps the threads of each mesh
+
+
+class IntegerNet(Net):
+    """Net without tanh: integers stay integers, so that all sums are exact."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l3(self.l2(torch.relu(self.l1(x))))
+
+
+def batches(model: nn.Module, number: int) -> list[tuple[Tensor, Tensor]]:
+    """(inputs, factors of the outputs) of some global batches of 12 rows, small integers."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = model.l1.in_features, model.l3.out_features
+    return [
+        tuple(torch.randint(-2, 3, (12, size), generator=generator).float() for size in sizes)
+        for _ in range(number)
+    ]
+
+
+def backward(model: nn.Module, batch: tuple[Tensor, Tensor], part: int, num_parts: int) -> None:
+    """This rank's share of a batch. Times the number of ranks, because wrappers average."""
+    x, factors = (tensor.chunk(num_parts)[part] for tensor in batch)
+    ((model(x) * factors).sum() * num_parts).backward()
 
 
 class ShapesNet(Net):

@@ -103,6 +103,15 @@ def outcome(model: nn.Module, call: Callable[[], object]) -> tuple[str, str, lis
     return *error, changes(before, snapshot(model))
 
 
+def raised(call: Callable[[], object]) -> str:
+    """Type and text of the error that a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
 def other_errors(per_rank: Iterable, kind: str, text: str, when: str = "") -> list[str]:
     """The outcomes of ranks that are not this: a type, a text with a pattern, no changes."""
     return [

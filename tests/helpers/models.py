@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 DATA = ["normal", "rounded", "few", "equal", "zeros", "denormal", "inf"]
+HARD = [*DATA, "one ulp apart", "wide"]  # to rank
 DTYPES = ["float32", "float16", "bfloat16", "float64", "mixed"]
 
 # Sizes of a Net: inputs, two hidden layers, outputs.
@@ -73,6 +74,10 @@ def values(data: str, shape: torch.Size, dtype: torch.dtype, generator: torch.Ge
         case "inf":
             chosen = torch.where(chance < 0.3, torch.full(shape, torch.inf), normal.abs())
             chosen = chosen.copysign(normal)
+        case "one ulp apart":  # of float32
+            chosen = torch.where(normal > 0, 1.0, 1.0 + 2.0**-23)
+        case "wide":
+            chosen = torch.exp(normal * 8)
         case _:
             raise ValueError(f"no such data: {data!r}")
     return chosen.to(dtype)

@@ -81,29 +81,6 @@ def prune_bounded(
     return keeps if sum(pruned) == wanted and all(map(int.__le__, low, pruned)) else None
 
 
-def prune_channels(
-    weight: Tensor, amount: int | float, n: float, dim: int, mask: Tensor | None = None
-) -> Tensor:
-    """Mask after the channels of ``dim`` with the lowest n-norm (n = 1, 2 or inf) have been pruned.
-
-    The norm is that of the masked weight, in exact arithmetic; among equal norms the
-    lower channel goes first. Channels that are dead already do not compete.
-    """
-    (keep,) = _copies([weight], None if mask is None else [mask])
-    rows = (weight.detach().double() * keep).movedim(dim, 0).flatten(1)
-    alive = [i for i in range(len(rows)) if keep.movedim(dim, 0)[i].any()]
-    ordered = sorted(alive, key=lambda i: (_exact_norm(rows[i].tolist(), n), i))
-    for channel in ordered[: num_to_prune(amount, len(alive))]:
-        keep.select(dim, channel).fill_(False)
-    return keep
-
-
-def _exact_norm(values: list[float], n: float) -> Fraction:
-    """The n-norm to the power n, or the largest value for n = inf: it orders like the norm."""
-    magnitudes = [abs(Fraction(value)) for value in values]
-    return max(magnitudes) if n == float("inf") else sum(m**n for m in magnitudes)
-
-
 def _copies(like: Sequence[Tensor], masks: Sequence[Tensor] | None) -> list[Tensor]:
     if masks is None:
         return [torch.ones(tensor.shape, dtype=torch.bool) for tensor in like]

@@ -54,19 +54,6 @@ def save(folder, *shards, config=None, padding=8):
     return folder
 
 
-def save_zeros(folder, num_rows):
-    """Write a bfloat16 matrix of zeros with 8192 columns, as a hole: it takes no space."""
-    folder = Path(folder)
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    num_bytes = num_rows * 8192 * 2
-    entry = {"dtype": "BF16", "shape": [num_rows, 8192], "data_offsets": [0, num_bytes]}
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(encode({"layers.0.weight": entry}))
-        file.truncate(file.tell() + num_bytes)
-    return folder
-
-
 def load(folder):
     """Read all tensors of a folder, by name."""
     tensors = {}

@@ -1,6 +1,5 @@
 """Ranks as threads of one process, for code that needs only shards and a communicator."""
 
-import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -112,35 +111,7 @@ def run_virtual_ranks(fn: Callable[[Communicator], Any], size: int) -> list[Any]
     return results
 
 
-# Tensors that are hard to rank, cut into shards.
-
-
-def fill(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    normal = torch.randn(shape, generator=generator)
-    match kind:
-        case "normal":
-            return normal
-        case "equal":
-            return torch.full(shape, 0.5)
-        case "signed zeros":
-            return torch.zeros(shape) * torch.sign(normal)
-        case "few values":
-            return (normal * 2).round()
-        case "denormals":
-            return normal * 1e-41
-        case "infinities":
-            return torch.where(normal > 0.5, -math.inf, normal)
-        case "one ulp apart":
-            return torch.where(normal > 0, 1.0, 1.0000001)
-        case "wide":
-            return torch.exp(normal * 8)
-    raise ValueError(kind)
-
-
-KINDS = (
-    "normal", "equal", "signed zeros", "few values", "denormals", "infinities", "one ulp apart",
-    "wide",
-)  # fmt: skip
+# Tensors cut into shards.
 
 
 def layout(kind: str, shape: tuple[int, ...], size: int, rank: int):

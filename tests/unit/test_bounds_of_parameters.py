@@ -13,10 +13,8 @@ from torch import nn
 import distprune as prune
 from distprune.base.amount import Bounded, to_bounds
 from helpers import reference
-from helpers.models import Net, fill
+from helpers.models import HARD, Net, fill, values
 from helpers.sampling import num_examples
-from helpers.virtual_ranks import KINDS
-from helpers.virtual_ranks import fill as fill_tensor
 
 SPARSITY = st.sampled_from([0.0, 0.07, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9, 0.95, 1.0])
 
@@ -54,10 +52,10 @@ def test_any_bounds_on_any_data(data):
         "shapes",
     )
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed"))
-    kind = data.draw(st.sampled_from(KINDS), "kind")
+    kind = data.draw(st.sampled_from(HARD), "kind")
     # Tensors of different scale: so that bounds are met, and chains of them.
     tensors = [
-        fill_tensor(kind, shape, generator) * data.draw(st.sampled_from([0.25, 1.0, 4.0]))
+        values(kind, shape, torch.float32, generator) * data.draw(st.sampled_from([0.25, 1.0, 4.0]))
         for shape in shapes
     ]
     masks = None
@@ -90,17 +88,6 @@ def test_a_floor_that_holds_by_itself_once_a_ceiling_does():
     tensors = [torch.arange(1.0, 11) * 0.01, torch.arange(1.0, 21, 2), torch.arange(2.0, 22, 2)]
     held = check(tensors, None, 10, [0.0, 0.2, 0.0], [0.2, 1.0, 1.0])
     assert held == ["max_sparsity", None, None]
-
-
-def test_more_elements_than_are_collected_outright():
-    generator = torch.Generator().manual_seed(5)
-    tensors = [
-        torch.randn(300, 200, generator=generator) * 0.1,
-        torch.randn(70_000, generator=generator),
-        (torch.randn(40_000, generator=generator) * 4).round(),
-    ]
-    held = check(tensors, None, 60_000, [0.0, 0.1, 0.3], [0.6, 0.5, 0.9])
-    assert held[0] == "max_sparsity"
 
 
 @pytest.mark.parametrize(

@@ -76,16 +76,6 @@ def test_it_is_what_it_says(dtype, shape):
         assert fingerprint_of([part_of(mask, [])]) == by_definition(mask)
 
 
-@pytest.mark.thorough
-def test_several_tables_and_blocks():
-    mask = random_mask((3, 500_000))
-    assert fingerprint_of([part_of(mask, [])]) == by_definition(mask)
-    with mock.patch("distprune.base.memory.takes_numpy", lambda device: False):
-        assert fingerprint_of([part_of(mask, [])]) == by_definition(mask)
-    columns = [part_of(mask, [Split(1, 3, which)]) for which in range(3)]
-    assert fingerprint_of(columns) == by_definition(mask)
-
-
 @pytest.mark.parametrize("numpy", [True, False])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (3, 2, 1, 0)])
 @pytest.mark.parametrize("shape", [(5, 3, 4, 7), (4, 64, 3, 3), (2, 6, 9, 80)])

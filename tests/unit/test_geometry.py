@@ -110,13 +110,6 @@ def test_tensors_with_gaps_or_overlaps_have_no_order():
     assert memory_order(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)) is not None
 
 
-def test_a_block_of_rows_is_one_run():
-    coordinates = dim_coordinates((9, 5), [Split(0, 4, 2)])
-    assert index_map((9, 5), coordinates, [0, 1]).start == 30
-    assert index_map((9, 5), dim_coordinates((9, 5), [Split(1, 2, 1)]), [0, 1]).start is None
-    assert index_map((), (), []).start == 0
-
-
 def test_more_than_two_to_the_31_elements():
     shape = (2**17, 2**16)
     index = index_map(shape, dim_coordinates(shape, [Split(1, 2, 1)]), [0, 1])

@@ -71,13 +71,3 @@ def test_a_state_of_another_moment_is_refused():
     other = Taylor(pairs, unit="rank_batch", power=1)
     other.load_state_dict(criterion.state_dict())
     assert other.scores()[pairs[0]].tolist() == [2.0]
-
-
-@pytest.mark.filterwarnings("ignore:Using backward")
-def test_create_graph_does_not_reach_the_sums():
-    module = Scaled([3.0])
-    criterion = Fisher([(module, "weight")], unit="rank_batch")
-    with criterion.calibrating(), criterion.batch():
-        module.weight.pow(3).sum().backward(create_graph=True)
-    (scores,) = criterion.scores().values()
-    assert not scores.requires_grad and scores.item() == 0.5 * 9 * 27**2

@@ -6,7 +6,6 @@ from torch import nn
 
 import distprune as prune
 from distprune import criteria, dynamic, schedule
-from distprune.base.naming import checked_pair, label_of, tied_places
 from helpers.models import Net, fill
 
 
@@ -39,17 +38,6 @@ def test_what_is_no_pair_is_refused_by_its_place_in_the_list(name, wrong, found)
     with pytest.raises(TypeError, match=r"\[1\]\)? " + found):
         TAKES_PAIRS[name]([prune.select(model)[0], wrong])
     assert not prune.is_pruned(model)
-
-
-def test_a_label_names_the_module_inside_wrappers():
-    layer = nn.Linear(2, 3)
-    wrapped = torch.optim.swa_utils.AveragedModel(layer)
-    assert label_of((layer, "weight")) == label_of((wrapped, "weight")) == "Linear.weight"
-    assert label_of((wrapped, "weight"), 3) == "Linear.weight (#3)"
-    assert label_of(prune.NamedParameter(layer, "weight", "a.weight"), 3) == "a.weight"
-    assert checked_pair((wrapped, "weight"), "it") == (wrapped.module, "weight")
-    pair = prune.NamedParameter(layer, "weight", "a").with_places([(layer, "weight")] * 2)
-    assert tied_places(pair) == [(layer, "weight")] * 2
 
 
 def test_a_schedule_has_the_labels_of_all_other_functions():

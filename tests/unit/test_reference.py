@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 
 from helpers import reference
@@ -39,34 +38,6 @@ def test_pruned_elements_do_not_compete_and_stay_pruned():
     scores = [torch.tensor([[1.0, 2.0, 3.0, 4.0]])]
     (keep,) = reference.prune(scores, 0.5, [bools("...x")])
     assert torch.equal(keep, bools("xx.x"))  # round(1.5) = 2 of the three that are left
-
-
-def test_dtypes_are_compared_by_value():
-    bf16, fp16 = torch.tensor([[1.0078125]]).bfloat16(), torch.tensor([[1.0]]).half()
-    assert reference.prune([bf16, fp16], 1)[1].item() is False
-
-
-@pytest.mark.parametrize(
-    ("amount", "remaining", "k"),
-    [(0.5, 5, 2), (0.5, 7, 4), (0.5, 3, 2), (0.0, 9, 0), (1.0, 9, 9), (0.1, 10, 1), (4, 9, 4)],
-)
-def test_fractions_round_half_to_even(amount, remaining, k):
-    assert reference.num_to_prune(amount, remaining) == k
-
-
-def test_lowest_channels_go_and_dead_ones_do_not_compete():
-    weight = torch.tensor([[3.0, 0.0], [2.0, 2.0], [0.0, 1.0]])
-    assert torch.equal(reference.prune_channels(weight, 1, 1, 0), bools("..", "..", "xx"))
-    assert torch.equal(reference.prune_channels(weight, 2, math.inf, 0), bools("..", "xx", "xx"))
-    assert torch.equal(reference.prune_channels(weight, 1, 2, -1), bools(".x", ".x", ".x"))
-    dead = bools("..", "..", "xx")
-    assert torch.equal(reference.prune_channels(weight, 0.5, 1, 0, dead), bools("xx", "..", "xx"))
-
-
-def test_equal_channels_go_by_index():
-    assert torch.equal(
-        reference.prune_channels(torch.ones(3, 2), 0.5, 2, 0), bools("xx", "xx", "..")
-    )
 
 
 def test_bounds_by_hand():

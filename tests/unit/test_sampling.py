@@ -17,11 +17,6 @@ def test_a_few_cases_have_every_value_of_every_argument():
         assert {case[name] for case in cases} == {cases[i][name] for i in chosen}
 
 
-def test_one_argument_has_all_its_cases():
-    assert covering([{"number": n} for n in range(5)]) == [0, 1, 2, 3, 4]
-    assert covering([]) == []
-
-
 def test_wrappings_have_kinds_and_sizes():
     cases = [{"wrapping": name, "x": 1} for name in ("fsdp1_flat-2", "hsdp-1x3", "tp-3")]
     assert [axes(case, kinds=True, sizes=True) for case in cases] == [

@@ -138,20 +138,6 @@ def test_other_files_are_refused(tmp_path):
             read_statistics(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    ("layout", "shape"), [("experts", (2, 5, 3)), ("transposed_experts", (2, 3, 5))]
-)
-def test_fused_experts_have_a_row_of_sums_and_a_number_of_tokens_each(layout, shape, tmp_path):
-    sums, squares = np.arange(6.0).reshape(2, 3), np.arange(6.0, 12).reshape(2, 3)
-    written = stored(kind=layout, shape=shape, count=(7, 0), first=sums, second=squares)
-    write_statistics(tmp_path / "a", "one_pass", {"up": written, "fc.weight": stored()})
-    found = read_statistics(tmp_path / "a")[1]
-    assert found["up"].count == (7, 0)
-    assert found["up"].layout.input_shape == (2, 3)
-    assert np.array_equal(found["up"].first, sums) and np.array_equal(found["up"].second, squares)
-    assert found["fc.weight"].count == 4
-
-
 @pytest.mark.parametrize("num_spaces", range(1, 8))
 def test_a_header_of_any_length(num_spaces, tmp_path):
     """Numbers that lie across the words of memory are numbers of torch all the same."""

@@ -47,15 +47,6 @@ prune.global_unstructured(pairs, prune.L1Unstructured, amount="a")  # E: has inc
 prune.global_unstructured(pairs, nn.Linear, amount=0.5)  # E: has incompatible type "type[Linear]"
 prune.global_unstructured([model], prune.L1Unstructured, amount=0.5)  # E: List item 0 has
 """,
-    "budgets": """\
-shares = prune.budgets.erk(pairs, 0.5, max_sparsity=0.9)
-prune.global_unstructured(pairs, prune.L1Unstructured, amount=shares)
-prune.global_unstructured(pairs, prune.L1Unstructured, amount={"weight": 0.5})
-prune.global_unstructured(pairs, prune.L1Unstructured, amount={(model, "weight"): 0.5})
-prune.budgets.uniform({"weight": (4, 4)}, 0.5)
-prune.budgets.owl(pairs, 0.5, {"weight": 0.1}, lam=0.1)
-prune.budgets.owl(pairs, 0.5, 0.1)  # E: has incompatible type "float"
-""",
     "methods": """\
 class Threshold(prune.BasePruningMethod):
     PRUNING_TYPE = "unstructured"

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import distprune as prune
 from distprune.base.memory import zero_pruned
 
 DTYPES = (
@@ -36,25 +35,3 @@ def test_a_mask_of_other_numbers_prunes_where_it_is_zero():
     values = torch.ones(4)
     zero_pruned(values, torch.tensor([0.5, -0.0, float("nan"), 0.0]))
     assert values.tolist() == [1, 0, 1, 0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("function", ["local", "global"])
-def test_numbers_are_pruned_and_removed_like_tensors(dtype, function):
-    module = torch.nn.Module()
-    for name in ("small", "large"):
-        value = torch.tensor(0.5 if name == "small" else 2.0, dtype=dtype)
-        module.register_parameter(name, torch.nn.Parameter(value))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    if function == "local":
-        prune.l1_unstructured(module, "small", 1)
-        prune.l1_unstructured(module, "large", 0)
-    else:
-        pairs = [(module, "small"), (module, "large")]
-        prune.global_unstructured(pairs, prune.L1Unstructured, amount=1)
-    (module.small + module.large).backward()
-    optimizer.step()
-    for name in ("small", "large"):
-        prune.remove(module, name)
-    assert module.small.shape == () and module.small == 0
-    assert module.large == torch.tensor(1.9, dtype=dtype)

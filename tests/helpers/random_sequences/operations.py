@@ -26,11 +26,6 @@ Act = Callable[[], Any]
 Both = tuple[Act, Act]  # what the oracle does, and what the sharded model does
 
 
-# DDP counts the masks of a model that was pruned first among its buffers until its first forward,
-# and fails where they all are removed before it.
-DDP_REMOVES_BEFORE_A_FORWARD = False
-
-
 class BelowLimit(prune.BasePruningMethod):
     """A user's method: a function of each element alone."""
 
@@ -69,14 +64,13 @@ class Run(SideBySide):
     def global_l1(
         self,
         names: Sequence[str],
-        select: bool,
         amount: Any,
         scores: dict[str, Any] | None,
         low: Any = None,
         high: Any = None,
         inference: bool = False,
     ) -> Both:
-        names, pairs = self.targets(names, select)
+        names, pairs = self.targets(names)
         whole = self.scores(scores)
         parts = self.shards_of(whole) if scores and scores.get("sharded") else whole
         given = {
@@ -95,9 +89,9 @@ class Run(SideBySide):
         return lambda: self.oracle.rank(names, amount, scores=whole, low=low, high=high), act
 
     def global_random(
-        self, names: Sequence[str], select: bool, amount: Any, low: Any, high: Any, seed: int
+        self, names: Sequence[str], amount: Any, low: Any, high: Any, seed: int
     ) -> Both:
-        names, pairs = self.targets(names, select)
+        names, pairs = self.targets(names)
         low, high = by_name(names, low), by_name(names, high)
 
         def act() -> prune.PruningReport:
@@ -201,7 +195,7 @@ class Run(SideBySide):
         )
 
     def segments(self, names: Sequence[str], scope: str, amount: float) -> Both:
-        names, pairs = self.targets(names, select=False)
+        names, pairs = self.targets(names)
 
         def groups_of(name: str) -> list:
             shape = self.oracle.value(name).shape
@@ -229,7 +223,7 @@ class Run(SideBySide):
         ]
         if not names:
             return ignored, ignored
-        names, pairs = self.targets(names, select=False)
+        names, pairs = self.targets(names)
 
         def groups_of(name: str) -> list:
             return reference.groups_along(self.oracle.value(name).shape, input_of[name], m)
@@ -390,20 +384,45 @@ class Run(SideBySide):
     def twins(self) -> dict[str, list[tuple[str, str]]]:
         return {"embedding.weight": [("head", "weight")]} if self.plan.family == "tied" else {}
 
-    def train(self, seed: int, micro_batches: int = 1, clip: float | None = None) -> Both:
-        """A step of micro-batches, of which the last one synchronises; compares all in it."""
+    def train(
+        self,
+        seed: int,
+        micro_batches: int = 1,
+        clip: float | None = None,
+        dense: bool = False,
+        together: bool = False,
+    ) -> Both:
+        """A step of micro-batches, of which the last one synchronises; compares all in it.
+
+        Args:
+            dense: first compare gradients that pruned elements have, too.
+            together: run all forwards before the first backward.
+        """
         batches = list(zip(*(t.chunk(micro_batches) for t in self.plan.inputs(seed)), strict=True))
         self.model.train()
         if self.kind in ("tp", "fsdp2_tp"):
             clip = None  # torch cannot stack the norms of parameters on different meshes
 
-        def act() -> None:
+        def run() -> None:
+            losses = []
             for number, (x, y) in enumerate(batches):
                 with wrappings.synchronised(self.model, number == len(batches) - 1):
                     out = self.run(self.my_rows(x))
                     expected = self.my_rows(self.oracle.outputs[number])
                     self.close(out, expected, "outputs in training")
-                    (F.mse_loss(out, self.my_rows(y)) / len(batches)).backward()
+                    losses.append(F.mse_loss(out, self.my_rows(y)) / len(batches))
+                    if not together:
+                        losses.pop().backward()
+            for loss in losses:
+                loss.backward()
+
+        def act() -> None:
+            if dense:
+                with prune.dense_gradients(self.model):
+                    run()
+                    self.compare_gradients(dense=True)
+            else:
+                run()
             if clip is not None and self.kind.startswith("fsdp1"):
                 self.model.clip_grad_norm_(clip)
             elif clip is not None:
@@ -574,7 +593,9 @@ class Run(SideBySide):
             with prune.masks_aside(model):
                 model = wrappings.wrap(model, wrapping)
             self.take(model, wrapping)
-            if self.kind == "ddp" and not DDP_REMOVES_BEFORE_A_FORWARD:
+            # DDP counts the masks of a model that was pruned first among its buffers until its
+            # first forward, and fails where they all are removed before it.
+            if self.kind == "ddp":
                 self.compare_outputs(self.plan.seed, torch.no_grad())
 
         return self.oracle.new_optimizer, act

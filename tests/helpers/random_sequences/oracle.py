@@ -56,6 +56,7 @@ class Oracle:
         self.num_steps, self.sparsity = 0, 0.0  # of the schedule
         self.outputs: list[Tensor] = []  # of the micro-batches of a training step
         self.gradients: dict[str, Tensor] = {}
+        self.dense_gradients: dict[str, Tensor] = {}  # of the masked weights, not masked
 
     def value(self, name: str) -> Tensor:
         return self.dense.get_parameter(name).detach()
@@ -92,14 +93,26 @@ class Oracle:
 
     def train(self, batches: Sequence[tuple[Tensor, Tensor]], clip: float | None) -> None:
         """One step of the mean loss of some micro-batches."""
-        outputs = [self.forward(x) for x, _ in batches]
-        for out, (_, y) in zip(outputs, batches, strict=True):
+        named = dict(self.dense.named_parameters())
+        masked = {
+            name: (named[name] * mask).detach().requires_grad_()
+            for name, mask in self.masks.items()
+        }
+        self.outputs = []
+        for x, y in batches:
+            out = functional_call(self.dense, masked, (x,), tie_weights=True)
             (nn.functional.mse_loss(out, y) / len(batches)).backward()
+            self.outputs.append(out.detach())
+        self.dense_gradients = {
+            name: masked.get(name, parameter).grad.clone()
+            for name, parameter in named.items()
+            if masked.get(name, parameter).grad is not None
+        }
+        for name, value in masked.items():
+            named[name].grad = value.grad * self.masks[name]
         if clip is not None:
             nn.utils.clip_grad_norm_(self.dense.parameters(), clip)
-        self.outputs = [out.detach() for out in outputs]
-        named = self.dense.named_parameters()
-        self.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+        self.gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -301,8 +314,6 @@ def split_mix(index: int, seed: int) -> int:
 def _norm(magnitudes: list[Fraction], n: float) -> float:
     if n == math.inf:
         return float(max(magnitudes))
-    if n == 0:  # as torch: how many are not zero
-        return float(sum(magnitude > 0 for magnitude in magnitudes))
     total = float(sum(magnitude**n for magnitude in magnitudes))
     return math.sqrt(total) if n == 2 else total
 

@@ -130,7 +130,7 @@ def do(operation: str, look: bool = False, /, **arguments: Any) -> Operation:
 def global_l1(
     amount: Any, names: Any = NAMES, scores: Any = None, look: bool = False, **options: Any
 ) -> Operation:
-    given = {"names": names, "select": False, "scores": scores, "amount": amount}
+    given = {"names": names, "scores": scores, "amount": amount}
     return do("global_l1", look, **given, **options)
 
 

@@ -74,9 +74,9 @@ class SideBySide:
         path, _, leaf = name.rpartition(".")
         return self.modules[path], leaf
 
-    def targets(self, names: Sequence[str], select: bool) -> tuple[list[str], list[Any]]:
-        """Return names and pairs in one order; select finds all names of tied weights."""
-        if not select and self.plan.family != "tied":
+    def targets(self, names: Sequence[str]) -> tuple[list[str], list[Any]]:
+        """Names and pairs in one order; select finds all names of tied weights."""
+        if self.plan.family != "tied":
             return list(names), [self.target(name) for name in names]
         pairs = prune.select(self.model, include=names, names=("weight", "bias"), everything=True)
         return [pair.fqn for pair in pairs], pairs
@@ -174,13 +174,13 @@ class SideBySide:
             out = self.run(self.my_rows(x))
             self.close(out, self.my_rows(self.oracle.forward(x)), "outputs")
 
-    def compare_gradients(self) -> None:
-        for name, whole in self.oracle.gradients.items():
+    def compare_gradients(self, dense: bool = False) -> None:
+        oracle = self.oracle
+        for name, whole in (oracle.dense_gradients if dense else oracle.gradients).items():
             found = wrappings.gradient(self.model, name, self.indices)
-            indices = self.indices[name]
-            self.close(found, wrappings.my_part(whole, indices), f"gradient of {name}")
-            keep = self.oracle.masks.get(name)
-            if keep is not None and found[~wrappings.my_part(keep, indices)].any():
+            indices, keep = self.indices[name], oracle.masks.get(name)
+            self.close(found, wrappings.my_part(whole, indices), f"{dense=} gradient of {name}")
+            if keep is not None and not dense and found[~wrappings.my_part(keep, indices)].any():
                 self.wrong.append(f"pruned elements of {name} have a gradient")
 
     def compare_report(self, counts: Counts, report: prune.PruningReport) -> None:
